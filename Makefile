@@ -1,0 +1,86 @@
+# Everything runs in the virtual environment .venv, which is made when it is first needed.
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?= -m "not soak"
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+EDITABLE := $(PIP_INSTALL) --no-build-isolation --editable
+BUILD_FILES := pyproject.toml setup.py build_support/native.py
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+.PHONY: help
+help:  ## Show this help
+	@echo "Usage: make [target] [PYTHON=python3] [PYTEST_ARGS=...] [BENCH_ARGS=...]"
+	@echo
+	@awk 'BEGIN {FS = ":.*##"} /^[a-z-]+:.*##/ {printf "  %-10s %s\n", $$1, $$2}' Makefile
+
+.PHONY: demo
+demo: build  ## Show what memsaver does, on the GPU or on the simulated driver
+	$(BIN)/memsaver demo
+
+.PHONY: build
+build: $(VENV)/.installed  ## Build the libraries into memsaver/, only what changed
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+.PHONY: test
+test: $(VENV)/.installed-test build  ## Run the tests (PYTEST_ARGS to choose)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(VENV)/.installed-lint  ## Check style and types, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	find csrc -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
+
+.PHONY: format
+format: $(VENV)/.installed-lint  ## Bring the sources into the style that lint checks
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	find csrc -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format -i
+
+.PHONY: bench
+bench: build  ## Measure pause and resume (BENCH_ARGS to choose)
+	$(BIN)/python benchmarks/pause_resume.py $(BENCH_ARGS)
+
+.PHONY: wheel
+wheel: $(VENV)/.requirements  ## Build a wheel into dist/
+	rm -rf build/lib* build/bdist*
+	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+.PHONY: clean
+clean:  ## Remove what was built; the environment stays
+	rm -rf build dist *.egg-info memsaver/*.so memsaver/include \
+	  .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs rm -rf
+	rm -f $(VENV)/.installed*
+
+.PHONY: distclean
+distclean: clean  ## Remove the environment too
+	rm -rf $(VENV)
+
+$(VENV)/.made: build_support/make_venv.py
+	$(PYTHON) build_support/make_venv.py $(VENV)
+	@touch $@
+
+$(VENV)/.requirements: $(VENV)/.made pyproject.toml build_support/requires.py
+	$(BIN)/python build_support/requires.py > $(VENV)/requirements.txt
+	$(PIP_INSTALL) --requirement $(VENV)/requirements.txt
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.requirements $(BUILD_FILES)
+	$(EDITABLE) .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.requirements $(BUILD_FILES)
+	$(EDITABLE) ".[$$(cat $(VENV)/test-extra)]"
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-lint: $(VENV)/.requirements $(BUILD_FILES)
+	$(EDITABLE) ".[lint]"
+	@touch $@ $(VENV)/.installed

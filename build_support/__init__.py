@@ -1,0 +1,1 @@
+"""What setup.py and the Makefile need to build; not part of the package."""

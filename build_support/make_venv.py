@@ -1,0 +1,40 @@
+"""Makes the development environment: `python build_support/make_venv.py .venv`.
+
+Where this interpreter already has a torch, the environment sees it (it may be the only build that
+fits the machine's GPU) and the tests use it; else the tests install the one that is pinned. Which
+extra that is, `test-base` or `test`, is left in the file `test-extra` of the environment.
+"""
+
+import site
+import sys
+import venv
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def main() -> None:
+    """Makes the environment, in place of one that lies there."""
+    target = Path(sys.argv[1])
+    if sys.version_info < (3, 10):  # noqa: UP036 - an older one is told so here
+        sys.exit(f"memsaver needs Python 3.10 or newer; {sys.executable} is {sys.version}")
+    if find_spec("ensurepip") is None:
+        sys.exit(
+            f"{sys.executable} cannot make virtual environments: its `ensurepip` is missing.\n"
+            "On Debian and Ubuntu: `apt install python3-venv`. "
+            "Or name another interpreter: `make PYTHON=/path/to/python3 ...`."
+        )
+    has_torch = find_spec("torch") is not None
+    nested = sys.prefix != sys.base_prefix
+    venv.EnvBuilder(
+        system_site_packages=has_torch and not nested, clear=True, symlinks=True, with_pip=True
+    ).create(target)
+    if has_torch and nested:
+        # An environment made from an environment would see the base installation, not this one.
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        paths = "\n".join(site.getsitepackages())
+        (target / "lib" / version / "site-packages" / "outer.pth").write_text(paths + "\n")
+    (target / "test-extra").write_text("test-base\n" if has_torch else "test\n")
+
+
+if __name__ == "__main__":
+    main()

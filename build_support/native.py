@@ -1,0 +1,265 @@
+"""Builds the native artefacts with ninja, behind setuptools' build_ext.
+
+Environment:
+    CXX                    the compiler, by default g++, else c++
+    MEMSAVER_CXXFLAGS      appended to every compilation
+    MEMSAVER_LDFLAGS       appended to every link
+    MEMSAVER_WERROR=1      warnings are errors
+    MEMSAVER_CUDA_INCLUDE  the folder with cuda.h, or `pip` for the one of nvidia-cuda-runtime
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
+
+PACKAGE = "memsaver"
+PUBLIC_HEADER = "memsaver.h"
+
+CXXFLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-g1",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-fstack-protector-strong",
+    "-U_FORTIFY_SOURCE",
+    "-D_FORTIFY_SOURCE=2",
+    "-Wall",
+    "-Wextra",
+]
+LDFLAGS = [
+    "-shared",
+    "-pthread",
+    "-Wl,-z,relro",
+    "-Wl,-z,now",
+    "-Wl,-z,noexecstack",
+    "-Wl,--enable-new-dtags",
+]
+# A library that is preloaded may need nothing but libc, and says at link time what it misses.
+STANDALONE_LDFLAGS = ["-static-libstdc++", "-static-libgcc", "-Wl,-z,defs"]
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """One shared object in memsaver/.
+
+    `sources` are globs and `exports` is a version script, both relative to the repository root;
+    `links` names other artefacts, found at run time in the same folder. A Python module shares
+    the process's C++ runtime, because pybind11 throws; everything else brings its own.
+    """
+
+    name: str
+    sources: list[str]
+    exports: str
+    links: list[str] = field(default_factory=list)
+    python_module: bool = False
+
+    @property
+    def file_name(self) -> str:
+        """Its name in the package."""
+        suffix = sysconfig.get_config_var("EXT_SUFFIX") if self.python_module else ".so"
+        return self.name + suffix
+
+    def source_files(self, root: Path) -> list[str]:
+        """The sources that exist, relative to the root."""
+        files = [path for glob in self.sources for path in sorted(root.glob(glob))]
+        if not files:
+            raise SystemExit(f"memsaver: no sources for {self.name}: {', '.join(self.sources)}")
+        return [path.relative_to(root).as_posix() for path in files]
+
+    def extension(self, root: Path) -> Extension:
+        """The artefact as setuptools knows it, which then places it and names it in the sdist."""
+        return Extension(f"{PACKAGE}.{self.name}", self.source_files(root), language="c++")
+
+
+def cuda_include() -> Path:
+    """The folder with cuda.h: of a toolkit, else of the nvidia-cuda-runtime package."""
+    asked = os.environ.get("MEMSAVER_CUDA_INCLUDE", "")
+    if asked and asked != "pip":
+        candidates = [Path(asked)]
+    else:
+        candidates = [] if asked == "pip" else [home / "include" for home in _toolkits()]
+        candidates += _pip_includes()
+    for folder in candidates:
+        if (folder / "cuda.h").is_file():
+            return folder
+    looked = ", ".join(map(str, candidates)) or "no candidates"
+    raise SystemExit(
+        f"memsaver: no cuda.h (looked in: {looked}). Install a CUDA toolkit and set CUDA_HOME, or "
+        "`pip install 'nvidia-cuda-runtime>=13'`, or set MEMSAVER_CUDA_INCLUDE to its folder."
+    )
+
+
+def _toolkits() -> list[Path]:
+    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        homes.append(Path(nvcc).resolve().parent.parent)
+    return [*homes, Path("/usr/local/cuda")]
+
+
+def _pip_includes() -> list[Path]:
+    folders = []
+    for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
+        try:
+            files = metadata.files(package) or []
+        except metadata.PackageNotFoundError:
+            continue
+        folders += [Path(file.locate()).parent for file in files if file.name == "cuda.h"]
+    return folders
+
+
+def ninja_program() -> str:
+    """The ninja of the pip package, else one on PATH."""
+    try:
+        import ninja
+
+        program = Path(ninja.BIN_DIR) / "ninja"
+        if program.is_file():
+            return str(program)
+    except ImportError:
+        pass
+    found = shutil.which("ninja")
+    if not found:
+        raise SystemExit("memsaver: ninja not found; `pip install ninja`")
+    return found
+
+
+def compiler() -> str:
+    """The C++ compiler's command line, which may have a launcher in front."""
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if not found:
+        raise SystemExit("memsaver: no C++ compiler found; install g++ or set CXX")
+    return found
+
+
+def ninja_file(root: Path, artefacts: list[Artefact], version: str) -> str:
+    """The text of build.ninja. Paths to outputs are relative to the build folder."""
+    import pybind11
+
+    def from_root(path: str) -> str:
+        return _escape(str(root / path))
+
+    flags = [
+        *CXXFLAGS,
+        *(["-Werror"] if os.environ.get("MEMSAVER_WERROR") == "1" else []),
+        f'-DMEMSAVER_VERSION="{version}"',
+        f"-ffile-prefix-map={root}=.",
+        f"-I{root / 'csrc'}",
+        "-iquote",
+        str(root / "csrc/core"),
+        "-isystem",
+        str(cuda_include()),
+    ]
+    python_includes = [sysconfig.get_path("include"), pybind11.get_include()]
+    python_flags = [word for folder in python_includes for word in ("-isystem", folder)]
+    extra_cxxflags = os.environ.get("MEMSAVER_CXXFLAGS", "")
+    extra_ldflags = os.environ.get("MEMSAVER_LDFLAGS", "")
+
+    lines = [
+        "ninja_required_version = 1.5",
+        f"cxx = {_escape_value(compiler())}",
+        f"cxxflags = {_escape_value(shlex.join(flags))}",
+        f"ldflags = {_escape_value(shlex.join(LDFLAGS))}",
+        "rule compile",
+        "  command = $cxx $cxxflags $extra "
+        f"{_escape_value(extra_cxxflags)} -MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = compile $in",
+        "rule link",
+        f"  command = $cxx $ldflags $in $extra {_escape_value(extra_ldflags)} -ldl -o $out",
+        "  description = link $out",
+    ]
+    for artefact in artefacts:
+        objects = []
+        for source in artefact.source_files(root):
+            objects.append(_escape(f"{artefact.name}/{source}.o"))
+            lines.append(f"build {objects[-1]}: compile {from_root(source)}")
+            if artefact.python_module:
+                lines.append(f"  extra = {_escape_value(shlex.join(python_flags))}")
+        linked = [f"{name}.so" for name in artefact.links]
+        extra = [
+            f"-Wl,-soname,{artefact.file_name}",
+            f"-Wl,--version-script={root / artefact.exports}",
+            *([] if artefact.python_module else STANDALONE_LDFLAGS),
+            *(["-Wl,-rpath,$ORIGIN", *linked] if linked else []),
+            "-Wl,--as-needed",
+        ]
+        lines += [
+            f"build {_escape(artefact.file_name)}: link {' '.join(objects)} | "
+            f"{from_root(artefact.exports)} {' '.join(linked)}",
+            f"  extra = {_escape_value(shlex.join(extra))}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _escape_value(text: str) -> str:
+    return text.replace("$", "$$")
+
+
+def _escape(path: str) -> str:
+    return path.replace("$", "$$").replace(":", "$:").replace(" ", "$ ")
+
+
+def install_file(source: Path, target: Path) -> None:
+    """Copies unless the bytes are the same; by rename, as a process may have the old one mapped."""
+    if target.is_file() and target.read_bytes() == source.read_bytes():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=target.parent) as folder:
+        new = Path(folder) / target.name
+        shutil.copy(source, new)
+        new.replace(target)
+
+
+def build_native(root: Path, artefacts: list[Artefact]) -> type[build_ext]:
+    """The build_ext command for these artefacts.
+
+    Objects stay in build/native-*, outside setuptools' own folders, which an editable install
+    throws away: every way to build is incremental.
+    """
+    by_name = {f"{PACKAGE}.{artefact.name}": artefact for artefact in artefacts}
+    build_dir = root / "build" / f"native-{sys.implementation.cache_tag}"
+
+    class NativeBuild(build_ext):
+        def get_ext_filename(self, fullname: str) -> str:
+            return str(Path(PACKAGE, by_name[fullname].file_name))
+
+        def build_extensions(self) -> None:
+            build_dir.mkdir(parents=True, exist_ok=True)
+            text = ninja_file(root, artefacts, self.distribution.get_version())
+            command = [ninja_program(), "-C", str(build_dir)]
+            if self.parallel:
+                command.append(f"-j{self.parallel}")
+            with (build_dir / ".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # ninja itself does not keep two builds apart
+                (build_dir / "build.ninja").write_text(text)
+                if subprocess.run(command).returncode:
+                    raise SystemExit("memsaver: the native build failed")
+                self._place(Path(self.build_lib, PACKAGE))
+
+        def copy_extensions_to_source(self) -> None:
+            self._place(root / PACKAGE)
+
+        def _place(self, package: Path) -> None:
+            for artefact in artefacts:
+                install_file(build_dir / artefact.file_name, package / artefact.file_name)
+            install_file(root / "csrc" / PUBLIC_HEADER, package / "include" / PUBLIC_HEADER)
+
+    return NativeBuild

@@ -1,0 +1,50 @@
+"""Build of the native artefacts; the project's metadata is in pyproject.toml."""
+
+import sys
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # PEP 517 front ends do not put the project on the path
+
+from build_support.native import Artefact, build_native  # noqa: E402
+
+ARTEFACTS = [
+    Artefact(
+        "libmemsaver",
+        sources=["csrc/core/*.cpp", "csrc/hooks/torch_allocator.cpp"],
+        exports="csrc/core/exports.map",
+    ),
+    Artefact(
+        "libmemsaver_preload",
+        sources=["csrc/hooks/preload*.cpp"],
+        exports="csrc/hooks/exports.map",
+        links=["libmemsaver"],
+    ),
+    Artefact(
+        "libmemsaver_sim",
+        sources=["csrc/sim/*.cpp"],
+        exports="csrc/sim/exports.map",
+    ),
+    Artefact(
+        "_C",
+        sources=["csrc/python/*.cpp"],
+        exports="build_support/module_exports.map",
+        links=["libmemsaver"],
+        python_module=True,
+    ),
+]
+
+# Every package of memsaver/, and integrations/ as memsaver.integrations.
+PACKAGES = find_packages(str(ROOT), include=["memsaver", "memsaver.*"]) + [
+    f"memsaver.{name}"
+    for name in find_packages(str(ROOT), include=["integrations", "integrations.*"])
+]
+
+setup(
+    packages=PACKAGES,
+    package_dir={"memsaver.integrations": "integrations"},
+    ext_modules=[artefact.extension(ROOT) for artefact in ARTEFACTS],
+    cmdclass={"build_ext": build_native(ROOT, ARTEFACTS)},
+)
