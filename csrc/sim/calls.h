@@ -1,0 +1,44 @@
+// What every entry point does first.
+#pragma once
+
+#include <cuda.h>
+
+#include "state.h"
+
+namespace memsaver::sim {
+
+enum class Needs {
+  kNothing,  // works before cuInit
+  kInit,
+  kContext,  // a current context that is retained and not broken
+};
+
+// Holds the state's lock for the duration of a call. Counts the call, applies faults, and checks
+// what the call needs:
+//
+//   Call call("cuMemGetInfo", Needs::kContext);
+//   if (call.refused()) return call.status();
+//
+// In a forked child it takes no lock and refuses.
+class Call {
+ public:
+  Call(const char* name, Needs needs);
+
+  bool refused() const { return status_ != CUDA_SUCCESS; }
+  CUresult status() const { return status_; }
+  const char* name() const { return name_; }
+  Lock* lock() { return &lock_; }
+  // Only with Needs::kContext.
+  Context* context() const { return context_; }
+  Device* device() const { return state().device(context_->device); }
+
+ private:
+  CUresult check(Needs needs);
+
+  const char* const name_;
+  Lock lock_;
+  Context* context_ = nullptr;
+  CUresult status_ = CUDA_SUCCESS;
+};
+
+}  // namespace memsaver::sim

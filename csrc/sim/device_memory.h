@@ -1,0 +1,81 @@
+// Physical memory of one simulated device.
+//
+// One memfd per device, however many handles there are. Every allocation gets a file offset that
+// was never used before (the file is sparse and 2^62 bytes long), so fresh memory reads as zero,
+// nothing fragments, and neighbours in creation order are neighbours in the file. What is given
+// back is punched out of the file and returns to the operating system at once.
+#pragma once
+
+#include <cuda.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+namespace memsaver::sim {
+
+constexpr uint64_t kGranularity = 2ull << 20;
+
+class DeviceMemory;
+
+// Owns one piece of a device's memory; the piece is given back with the last owner. Immutable.
+// The last owner may go away on any thread, with or without the lock.
+class PhysicalMemory {
+ public:
+  PhysicalMemory(DeviceMemory* device, uint64_t offset, uint64_t size, uint64_t id,
+                 const CUmemAllocationProp& properties);
+  ~PhysicalMemory();
+  PhysicalMemory(const PhysicalMemory&) = delete;
+  PhysicalMemory& operator=(const PhysicalMemory&) = delete;
+
+  int fd() const;
+  int ordinal() const;
+  uint64_t offset() const { return offset_; }
+  uint64_t size() const { return size_; }
+  // The handle value under which the memory is known; never used twice in a process.
+  uint64_t id() const { return id_; }
+  const CUmemAllocationProp& properties() const { return properties_; }
+
+ private:
+  DeviceMemory* const device_;
+  const uint64_t offset_;
+  const uint64_t size_;
+  const uint64_t id_;
+  const CUmemAllocationProp properties_;
+};
+
+// Capacity and bookkeeping. create() and occupy() need the caller's lock; the rest does not.
+class DeviceMemory {
+ public:
+  DeviceMemory(int ordinal, uint64_t capacity_bytes);
+  ~DeviceMemory();
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  // Creates the backing file. False when the operating system refuses.
+  bool open();
+  // `size` is a multiple of kGranularity. Null when that much is not free.
+  std::shared_ptr<PhysicalMemory> create(uint64_t size, uint64_t id,
+                                         const CUmemAllocationProp& properties);
+  // Bytes held by others than this process.
+  void occupy(uint64_t bytes) { occupied_ = bytes; }
+
+  int fd() const { return fd_; }
+  int ordinal() const { return ordinal_; }
+  uint64_t capacity_bytes() const { return capacity_; }
+  uint64_t used_bytes() const { return used_.load(); }
+  uint64_t free_bytes() const;
+
+ private:
+  friend class PhysicalMemory;
+  void give_back(uint64_t offset, uint64_t size);
+
+  const int ordinal_;
+  const uint64_t capacity_;
+  int fd_ = -1;
+  uint64_t next_offset_ = 0;
+  uint64_t occupied_ = 0;
+  std::atomic<uint64_t> used_{0};
+};
+
+}  // namespace memsaver::sim

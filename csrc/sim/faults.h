@@ -1,0 +1,46 @@
+// The simulated driver's calls by name: how often each was made, and which are to fail.
+// Needs the caller's lock.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace memsaver::sim {
+
+struct Fault {
+  std::string call;    // plain name
+  uint64_t nth = 1;    // 1: the next call
+  int code = 0;        // a CUresult
+  uint64_t times = 1;  // how many calls in a row; 0: all later ones
+};
+
+class Faults {
+ public:
+  Faults();
+
+  // False when the name is unknown or nth is 0.
+  bool add(const Fault& fault);
+  void clear();
+  // Counts a call. CUDA_SUCCESS unless a fault is due.
+  CUresult count(std::string_view call);
+  uint64_t calls(std::string_view call) const;
+
+ private:
+  struct Pending {
+    uint64_t calls_before;
+    CUresult code;
+    uint64_t times;
+  };
+  struct Entry {
+    uint64_t calls = 0;
+    std::vector<Pending> pending;
+  };
+  std::map<std::string, Entry, std::less<>> entries_;
+};
+
+}  // namespace memsaver::sim

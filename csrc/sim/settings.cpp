@@ -1,0 +1,87 @@
+#include "settings.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <string>
+
+#include "device_memory.h"
+#include "sim.h"
+
+namespace memsaver::sim {
+namespace {
+
+// Digits only, from *text on; moves *text behind them.
+bool read_number(const char** text, uint64_t* value) {
+  if (**text < '0' || **text > '9') return false;
+  char* end = nullptr;
+  errno = 0;
+  *value = std::strtoull(*text, &end, 10);
+  *text = end;
+  return errno == 0;
+}
+
+bool read_bytes(const char* text, uint64_t* bytes) {
+  if (!read_number(&text, bytes)) return false;
+  const std::string suffix = text;
+  int shift = -1;
+  if (suffix.empty()) shift = 0;
+  if (suffix == "KiB") shift = 10;
+  if (suffix == "MiB") shift = 20;
+  if (suffix == "GiB") shift = 30;
+  if (suffix == "TiB") shift = 40;
+  constexpr uint64_t kMost = 1ull << 60;
+  if (shift < 0 || *bytes > kMost >> shift) return false;
+  *bytes <<= shift;
+  return true;
+}
+
+bool read_fault(const std::string& text, Fault* fault) {
+  const size_t colon = text.find(':');
+  if (colon == std::string::npos) return false;
+  fault->call = text.substr(0, colon);
+  const char* rest = text.c_str() + colon + 1;
+  uint64_t code = 0;
+  if (!read_number(&rest, &fault->nth) || *rest++ != ':' || !read_number(&rest, &code)) {
+    return false;
+  }
+  fault->code = static_cast<int>(code);
+  if (*rest == '\0') return true;
+  return *rest++ == ':' && read_number(&rest, &fault->times) && *rest == '\0';
+}
+
+bool read_faults(const std::string& text, std::vector<Fault>* faults) {
+  size_t begin = 0;
+  while (begin <= text.size()) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    Fault fault;
+    if (!read_fault(text.substr(begin, end - begin), &fault)) return false;
+    faults->push_back(fault);
+    begin = end + 1;
+  }
+  return true;
+}
+
+const char* value_of(const char* name) {
+  const char* text = std::getenv(name);
+  return text != nullptr && *text != '\0' ? text : nullptr;
+}
+
+}  // namespace
+
+bool read_settings(Settings* settings) {
+  if (const char* text = value_of("MEMSAVER_SIM_DEVICES")) {
+    uint64_t devices = 0;
+    if (!read_number(&text, &devices) || *text != '\0' || devices > SIM_MAX_DEVICES) return false;
+    settings->devices = static_cast<int>(devices);
+  }
+  if (const char* text = value_of("MEMSAVER_SIM_MEMORY")) {
+    if (!read_bytes(text, &settings->memory_bytes)) return false;
+    settings->memory_bytes -= settings->memory_bytes % kGranularity;
+    if (settings->memory_bytes == 0) return false;
+  }
+  const char* faults = value_of("MEMSAVER_SIM_FAULTS");
+  return faults == nullptr || read_faults(faults, &settings->faults);
+}
+
+}  // namespace memsaver::sim

@@ -1,0 +1,20 @@
+// The environment variables that sim.h documents.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "faults.h"
+
+namespace memsaver::sim {
+
+struct Settings {
+  int devices = 1;
+  uint64_t memory_bytes = 80ull << 30;  // of each device, a multiple of kGranularity
+  std::vector<Fault> faults;
+};
+
+// False when a variable makes no sense; *settings is then unspecified.
+bool read_settings(Settings* settings);
+
+}  // namespace memsaver::sim

@@ -1,0 +1,74 @@
+// The one state of the simulated driver, and the way into it.
+//
+// A single mutex guards everything; it is held through each call, and given up only while waiting
+// for work or running it. The state is never destroyed: streams may run until the process is gone.
+#pragma once
+
+#include <cuda.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "address_space.h"
+#include "capture.h"
+#include "contexts.h"
+#include "device_memory.h"
+#include "diagnostics.h"
+#include "faults.h"
+#include "host_memory.h"
+#include "streams.h"
+
+namespace memsaver::sim {
+
+struct Device {
+  Device(int ordinal, uint64_t memory_bytes) : memory(ordinal, memory_bytes), context(ordinal) {}
+
+  DeviceMemory memory;
+  Context context;
+};
+
+// What a CUmemGenericAllocationHandle stands for.
+struct Handle {
+  std::shared_ptr<PhysicalMemory> memory;
+  uint64_t references = 0;
+};
+
+struct State {
+  std::mutex mutex;
+  std::condition_variable changed;  // something was submitted, completed, closed or let go
+
+  bool initialized = false;
+  bool settings_read = false;
+  bool deinitialized = false;  // sim_deinitialize
+  std::vector<std::unique_ptr<Device>> devices;
+  AddressSpace space;
+  HostMemory host;
+  Streams streams;
+  Captures captures;
+  Faults faults;
+  Diagnostics diagnostics;
+  std::map<CUmemGenericAllocationHandle, Handle> handles;
+  std::map<CUevent, std::shared_ptr<Event>> events;
+  std::map<CUgraph, Graph> graphs;
+  std::map<CUgraphExec, Graph> executables;
+
+  // A value for a handle of any kind; never 0, 1 or 2, and never used twice in a process.
+  uint64_t next_handle();
+  Device* device(int ordinal);  // null for an unknown one
+};
+
+State& state();
+
+// True in a child forked after cuInit: its state is a copy with the threads missing.
+bool in_forked_child();
+
+// Reads the environment and creates the devices, once. Needs the lock.
+CUresult initialize();
+// Reads the environment's faults alone, so that cuInit itself can be made to fail.
+CUresult read_environment();
+
+}  // namespace memsaver::sim

@@ -1,0 +1,451 @@
+"""The CUDA driver by ctypes, for the conformance tests and the questions: real or simulated."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
+from pathlib import Path
+
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+SUCCESS = 0
+INVALID_VALUE = 1
+OUT_OF_MEMORY = 2
+NOT_INITIALIZED = 3
+DEINITIALIZED = 4
+NO_DEVICE = 100
+INVALID_DEVICE = 101
+INVALID_CONTEXT = 201
+INVALID_HANDLE = 400
+ILLEGAL_STATE = 401
+NOT_READY = 600
+ILLEGAL_ADDRESS = 700
+ALREADY_REGISTERED = 712
+NOT_REGISTERED = 713
+NOT_PERMITTED = 800
+NOT_SUPPORTED = 801
+CAPTURE_UNSUPPORTED = 900
+CAPTURE_INVALIDATED = 901
+CAPTURE_ISOLATION = 905
+CAPTURE_IMPLICIT = 906
+CAPTURED_EVENT = 907
+WRONG_THREAD = 908
+
+GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
+NON_BLOCKING = 1
+LEGACY = 1
+PER_THREAD = 2
+READ, READ_WRITE = 1, 3
+
+
+class Location(ctypes.Structure):
+    _fields_ = [("type", c_int), ("id", c_int)]
+
+
+class AllocationProp(ctypes.Structure):
+    _fields_ = [
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", Location),
+        ("win32", c_void_p),
+        ("compression", c_ubyte),
+        ("rdma", c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", c_ubyte * 4),
+    ]
+
+
+class AccessDesc(ctypes.Structure):
+    _fields_ = [("location", Location), ("flags", c_int)]
+
+
+class Totals(ctypes.Structure):
+    """struct sim_totals of csrc/sim/sim.h."""
+
+    _names = (
+        "handles",
+        "mappings",
+        "reservations",
+        "reserved_bytes",
+        "allocations",
+        "pinned_bytes",
+        "registered_bytes",
+        "streams",
+        "events",
+        "graphs",
+        "captures",
+        "retained_contexts",
+        "queued_operations",
+        "violations",
+        "illegal_accesses",
+        "devices",
+    )
+    _fields_ = [(name, ctypes.c_uint64) for name in _names] + [
+        ("physical_bytes", ctypes.c_uint64 * 16)
+    ]
+
+    def as_dict(self) -> dict:
+        values = {name: getattr(self, name) for name in self._names}
+        return {**values, "physical_bytes": list(self.physical_bytes)}
+
+
+HostFunction = ctypes.CFUNCTYPE(None, c_void_p)
+
+_P, _S, _U, _I, _D = c_void_p, c_size_t, c_uint, c_int, ctypes.c_uint64
+_SIGNATURES = {
+    # plain name: (exported symbol, argument types); a _D is a CUdeviceptr or a handle
+    "cuInit": ("cuInit", [_U]),
+    "cuDriverGetVersion": ("cuDriverGetVersion", [_P]),
+    "cuGetErrorName": ("cuGetErrorName", [_I, _P]),
+    "cuGetErrorString": ("cuGetErrorString", [_I, _P]),
+    "cuDeviceGetCount": ("cuDeviceGetCount", [_P]),
+    "cuDeviceGet": ("cuDeviceGet", [_P, _I]),
+    "cuDeviceGetAttribute": ("cuDeviceGetAttribute", [_P, _I, _I]),
+    "cuDeviceTotalMem": ("cuDeviceTotalMem_v2", [_P, _I]),
+    "cuDeviceGetUuid": ("cuDeviceGetUuid_v2", [_P, _I]),
+    "cuDevicePrimaryCtxRetain": ("cuDevicePrimaryCtxRetain", [_P, _I]),
+    "cuDevicePrimaryCtxRelease": ("cuDevicePrimaryCtxRelease_v2", [_I]),
+    "cuDevicePrimaryCtxGetState": ("cuDevicePrimaryCtxGetState", [_I, _P, _P]),
+    "cuCtxGetCurrent": ("cuCtxGetCurrent", [_P]),
+    "cuCtxSetCurrent": ("cuCtxSetCurrent", [_P]),
+    "cuCtxPushCurrent": ("cuCtxPushCurrent_v2", [_P]),
+    "cuCtxPopCurrent": ("cuCtxPopCurrent_v2", [_P]),
+    "cuCtxGetDevice": ("cuCtxGetDevice", [_P]),
+    "cuCtxSynchronize": ("cuCtxSynchronize", []),
+    "cuCtxRecordEvent": ("cuCtxRecordEvent", [_P, _P]),
+    "cuMemGetInfo": ("cuMemGetInfo_v2", [_P, _P]),
+    "cuMemGetAllocationGranularity": ("cuMemGetAllocationGranularity", [_P, _P, _I]),
+    "cuMemAddressReserve": ("cuMemAddressReserve", [_P, _S, _S, _D, c_ulonglong]),
+    "cuMemAddressFree": ("cuMemAddressFree", [_D, _S]),
+    "cuMemCreate": ("cuMemCreate", [_P, _S, _P, c_ulonglong]),
+    "cuMemRelease": ("cuMemRelease", [_D]),
+    "cuMemMap": ("cuMemMap", [_D, _S, _S, _D, c_ulonglong]),
+    "cuMemUnmap": ("cuMemUnmap", [_D, _S]),
+    "cuMemSetAccess": ("cuMemSetAccess", [_D, _S, _P, _S]),
+    "cuMemGetAccess": ("cuMemGetAccess", [_P, _P, _D]),
+    "cuMemRetainAllocationHandle": ("cuMemRetainAllocationHandle", [_P, _D]),
+    "cuMemGetAllocationPropertiesFromHandle": (
+        "cuMemGetAllocationPropertiesFromHandle",
+        [_P, _D],
+    ),
+    "cuMemAlloc": ("cuMemAlloc_v2", [_P, _S]),
+    "cuMemFree": ("cuMemFree_v2", [_D]),
+    "cuMemHostAlloc": ("cuMemHostAlloc", [_P, _S, _U]),
+    "cuMemFreeHost": ("cuMemFreeHost", [_D]),
+    "cuMemHostRegister": ("cuMemHostRegister_v2", [_D, _S, _U]),
+    "cuMemHostUnregister": ("cuMemHostUnregister", [_D]),
+    "cuMemcpyHtoD": ("cuMemcpyHtoD_v2", [_D, _D, _S]),
+    "cuMemcpyDtoH": ("cuMemcpyDtoH_v2", [_D, _D, _S]),
+    "cuMemcpyDtoD": ("cuMemcpyDtoD_v2", [_D, _D, _S]),
+    "cuMemcpyHtoDAsync": ("cuMemcpyHtoDAsync_v2", [_D, _D, _S, _P]),
+    "cuMemcpyDtoHAsync": ("cuMemcpyDtoHAsync_v2", [_D, _D, _S, _P]),
+    "cuMemcpyDtoDAsync": ("cuMemcpyDtoDAsync_v2", [_D, _D, _S, _P]),
+    "cuMemsetD8": ("cuMemsetD8_v2", [_D, c_ubyte, _S]),
+    "cuMemsetD8Async": ("cuMemsetD8Async", [_D, c_ubyte, _S, _P]),
+    "cuMemsetD32": ("cuMemsetD32_v2", [_D, _U, _S]),
+    "cuMemsetD32Async": ("cuMemsetD32Async", [_D, _U, _S, _P]),
+    "cuStreamCreate": ("cuStreamCreate", [_P, _U]),
+    "cuStreamDestroy": ("cuStreamDestroy_v2", [_P]),
+    "cuStreamSynchronize": ("cuStreamSynchronize", [_P]),
+    "cuStreamQuery": ("cuStreamQuery", [_P]),
+    "cuStreamWaitEvent": ("cuStreamWaitEvent", [_P, _P, _U]),
+    "cuStreamIsCapturing": ("cuStreamIsCapturing", [_P, _P]),
+    "cuStreamBeginCapture": ("cuStreamBeginCapture_v2", [_P, _I]),
+    "cuStreamEndCapture": ("cuStreamEndCapture", [_P, _P]),
+    "cuThreadExchangeStreamCaptureMode": ("cuThreadExchangeStreamCaptureMode", [_P]),
+    "cuGraphInstantiateWithFlags": ("cuGraphInstantiateWithFlags", [_P, _P, c_ulonglong]),
+    "cuGraphLaunch": ("cuGraphLaunch", [_P, _P]),
+    "cuGraphExecDestroy": ("cuGraphExecDestroy", [_P]),
+    "cuGraphDestroy": ("cuGraphDestroy", [_P]),
+    "cuEventCreate": ("cuEventCreate", [_P, _U]),
+    "cuEventRecord": ("cuEventRecord", [_P, _P]),
+    "cuEventQuery": ("cuEventQuery", [_P]),
+    "cuEventSynchronize": ("cuEventSynchronize", [_P]),
+    "cuEventElapsedTime": ("cuEventElapsedTime_v2", [_P, _P, _P]),
+    "cuEventDestroy": ("cuEventDestroy_v2", [_P]),
+    "cuLaunchHostFunc": ("cuLaunchHostFunc", [_P, HostFunction, _P]),
+    "cuPointerGetAttribute": ("cuPointerGetAttribute", [_P, _I, _D]),
+    "cuDeviceGetDefaultMemPool": ("cuDeviceGetDefaultMemPool", [_P, _I]),
+    "cuMemPoolTrimTo": ("cuMemPoolTrimTo", [_P, _S]),
+}
+_OLDER = {"cuEventElapsedTime": "cuEventElapsedTime"}  # before CUDA 12.8
+
+
+class DriverError(Exception):
+    def __init__(self, call: str, code: int):
+        super().__init__(f"{call} returned {code}")
+        self.call, self.code = call, code
+
+
+def simulator_path() -> str | None:
+    named = os.environ.get("MEMSAVER_SIM_LIBRARY")
+    if named:
+        return named
+    found = importlib.util.find_spec("memsaver")
+    for folder in (found.submodule_search_locations if found else None) or ():
+        path = Path(folder) / "libmemsaver_sim.so"
+        if path.exists():
+            return str(path)
+    return None
+
+
+@functools.cache
+def real_driver_works() -> bool:
+    """Whether libcuda.so.1 finds a GPU; asked in a child, which may be told to keep off it."""
+    code = "import ctypes, sys; sys.exit(ctypes.CDLL('libcuda.so.1').cuInit(0) != 0)"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+class Driver:
+    """A driver library. Calls are attributes: `drv.cuMemUnmap(address, size)` gives the code."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.library = ctypes.CDLL(path)
+        self.simulated = hasattr(self.library, "sim_counts")
+        self.context = None
+        self.device = 0
+        self._kept = []
+
+    def __getattr__(self, name: str):
+        if name not in _SIGNATURES:
+            raise AttributeError(name)
+        symbol, types = _SIGNATURES[name]
+        try:
+            function = getattr(self.library, symbol)
+        except AttributeError:
+            function = getattr(self.library, _OLDER.get(name, symbol))
+        function.argtypes, function.restype = types, c_int
+        setattr(self, name, function)
+        return function
+
+    def has(self, name: str) -> bool:
+        return hasattr(self.library, _SIGNATURES[name][0])
+
+    def check(self, name: str, *arguments) -> None:
+        code = getattr(self, name)(*arguments)
+        if code != SUCCESS:
+            raise DriverError(name, code)
+
+    def start(self, device: int = 0) -> Driver:
+        """cuInit, and the device's primary context current on this thread."""
+        self.check("cuInit", 0)
+        context = c_void_p()
+        self.check("cuDevicePrimaryCtxRetain", byref(context), device)
+        self.device, self.context = device, context
+        self.check("cuCtxSetCurrent", context)
+        return self
+
+    def get(self, name: str, kind, *arguments):
+        """The value that a call writes through its first argument."""
+        value = kind()
+        self.check(name, ctypes.addressof(value), *arguments)
+        return value.value
+
+    def text(self, name: str, code: int) -> str:
+        value = c_char_p()
+        if getattr(self, name)(code, ctypes.addressof(value)) != SUCCESS:
+            return ""
+        return (value.value or b"").decode()
+
+    # memory
+
+    def properties(self, device: int | None = None) -> AllocationProp:
+        ordinal = self.device if device is None else device
+        return AllocationProp(type=1, location=Location(1, ordinal))
+
+    def free_bytes(self) -> int:
+        free, total = c_size_t(), c_size_t()
+        self.check("cuMemGetInfo", byref(free), byref(total))
+        return free.value
+
+    def total_bytes(self) -> int:
+        free, total = c_size_t(), c_size_t()
+        self.check("cuMemGetInfo", byref(free), byref(total))
+        return total.value
+
+    def reserve(self, size: int, alignment: int = 0, hint: int = 0) -> int:
+        return self.get("cuMemAddressReserve", ctypes.c_uint64, size, alignment, hint, 0)
+
+    def create(self, size: int, device: int | None = None) -> int:
+        return self.get("cuMemCreate", ctypes.c_uint64, size, byref(self.properties(device)), 0)
+
+    def try_create(self, size: int) -> int:
+        """cuMemCreate's code; nothing is left when it succeeds."""
+        handle = ctypes.c_uint64()
+        code = self.cuMemCreate(byref(handle), size, byref(self.properties()), 0)
+        if code == SUCCESS:
+            self.check("cuMemRelease", handle.value)
+        return code
+
+    def set_access(
+        self, address: int, size: int, flags: int = READ_WRITE, device: int | None = None
+    ) -> int:
+        wanted = AccessDesc(Location(1, self.device if device is None else device), flags)
+        return self.cuMemSetAccess(address, size, byref(wanted), 1)
+
+    def get_access(self, address: int, device: int | None = None) -> int:
+        location = Location(1, self.device if device is None else device)
+        return self.get("cuMemGetAccess", c_ulonglong, byref(location), address)
+
+    def map(self, address: int, size: int, handle: int, access: bool = True) -> None:
+        self.check("cuMemMap", address, size, 0, handle, 0)
+        if access and self.set_access(address, size) != SUCCESS:
+            raise DriverError("cuMemSetAccess", -1)
+
+    def mapped(self, size: int) -> tuple[int, int]:
+        """A reservation with accessible memory: (address, handle)."""
+        address, handle = self.reserve(size), self.create(size)
+        self.map(address, size, handle)
+        return address, handle
+
+    def discard(self, address: int, size: int, *handles: int) -> None:
+        self.check("cuMemUnmap", address, size)
+        for handle in handles:
+            self.check("cuMemRelease", handle)
+        self.check("cuMemAddressFree", address, size)
+
+    def read(self, address: int, size: int) -> bytes:
+        buffer = ctypes.create_string_buffer(size)
+        self.check("cuMemcpyDtoH", ctypes.addressof(buffer), address, size)
+        return buffer.raw
+
+    def write(self, address: int, data: bytes) -> None:
+        buffer = ctypes.create_string_buffer(data, len(data))
+        self.check("cuMemcpyHtoD", address, ctypes.addressof(buffer), len(data))
+
+    def pinned(self, size: int) -> int:
+        return self.get("cuMemHostAlloc", c_void_p, size, 0)
+
+    # streams
+
+    def stream(self, flags: int = NON_BLOCKING) -> int:
+        return self.get("cuStreamCreate", c_void_p, flags)
+
+    def event(self, flags: int = 0) -> int:
+        return self.get("cuEventCreate", c_void_p, flags)
+
+    def host_function(self, stream: int | None, function) -> None:
+        wrapped = HostFunction(lambda _: function())
+        self._kept.append(wrapped)  # the driver calls it later
+        self.check("cuLaunchHostFunc", stream, wrapped, None)
+
+    def gate(self, stream: int | None) -> Gate:
+        return Gate(self, stream)
+
+    def thread_mode(self, mode: int) -> int:
+        value = c_int(mode)
+        self.check("cuThreadExchangeStreamCaptureMode", byref(value))
+        return value.value
+
+    def capture_status(self, stream: int) -> int:
+        status = c_int()
+        self.check("cuStreamIsCapturing", stream, byref(status))
+        return status.value
+
+    # the simulator's control
+
+    def totals(self) -> dict:
+        totals = Totals()
+        self.library.sim_counts(byref(totals))
+        return totals.as_dict()
+
+    def fail(self, call: str, nth: int = 1, code: int = OUT_OF_MEMORY, times: int = 1) -> int:
+        types = [c_char_p, ctypes.c_uint64, c_int, ctypes.c_uint64]
+        self.library.sim_fail.argtypes = types
+        return self.library.sim_fail(call.encode(), nth, code, times)
+
+    def violations(self) -> list[str]:
+        self.library.sim_violation.argtypes = [ctypes.c_uint64, c_char_p, c_size_t]
+        found, buffer = [], ctypes.create_string_buffer(300)
+        while self.library.sim_violation(len(found), buffer, 300) >= 0:
+            found.append(buffer.value.decode())
+        return found
+
+
+class Gate:
+    """Holds a stream by a host function until opened; opens itself after a while."""
+
+    def __init__(self, drv: Driver, stream: int | None):
+        self._open, self.entered = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            self.entered.set()
+            self._open.wait(8)
+
+        drv.host_function(stream, hold)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.open()
+
+
+def in_thread(drv: Driver, function, timeout: float = 10, with_context: bool = True):
+    """function's result in a thread of its own; TimeoutError when it takes longer."""
+    result = []
+
+    def body() -> None:
+        if with_context:
+            drv.cuCtxSetCurrent(drv.context)
+        try:
+            result.append((function(), None))
+        except BaseException as error:  # handed to the caller
+            result.append((None, error))
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not result:
+        raise TimeoutError
+    value, error = result[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def in_child(path: str, function, timeout: float = 30, environment: dict | None = None):
+    """function(Driver(path)) in a fresh process. Its result by JSON, or 'signal N' / 'timeout'."""
+    body = textwrap.dedent(inspect.getsource(function))
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import ctypes, json, os, time\nfrom ctypes import *\nfrom driver_api import *\n"
+        f"{body}\n"
+        f"value = {function.__name__}(Driver({path!r}))\n"
+        "print('result ' + json.dumps(value), flush=True)\nos._exit(0)\n"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, **(environment or {})},
+        )
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    for line in done.stdout.splitlines():
+        if line.startswith("result "):
+            return json.loads(line[len("result ") :])
+    if done.returncode < 0:
+        return f"signal {-done.returncode}"
+    return f"exit {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1]}"
