@@ -1,0 +1,390 @@
+// abi: memsaver.h's functions. Translation only: C types to the core's, exceptions to status codes.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "core/allocation.h"
+#include "core/driver.h"
+#include "core/lifecycle.h"
+#include "core/log.h"
+#include "core/options.h"
+#include "core/region.h"
+#include "core/stats.h"
+#include "core/text.h"
+#include "core/transition.h"
+#include "memsaver.h"
+
+namespace {
+
+using namespace memsaver;
+
+static_assert(MS_OK == static_cast<int>(Status::kOk) &&
+              MS_INVALID_ARGUMENT == static_cast<int>(Status::kInvalidArgument) &&
+              MS_INVALID_STATE == static_cast<int>(Status::kInvalidState) &&
+              MS_UNKNOWN_TAG == static_cast<int>(Status::kUnknownTag) &&
+              MS_OUT_OF_DEVICE_MEMORY == static_cast<int>(Status::kOutOfDeviceMemory) &&
+              MS_OUT_OF_HOST_MEMORY == static_cast<int>(Status::kOutOfHostMemory) &&
+              MS_BACKUP_FAILED == static_cast<int>(Status::kBackupFailed) &&
+              MS_DRIVER_FAILED == static_cast<int>(Status::kDriverFailed) &&
+              MS_NOT_LOADED == static_cast<int>(Status::kNotLoaded) &&
+              MS_BAD_CONFIG == static_cast<int>(Status::kBadConfig) &&
+              MS_NOT_OURS == static_cast<int>(Status::kNotOurs) &&
+              MS_INTERNAL == static_cast<int>(Status::kInternal));
+static_assert(MS_MAPPED == static_cast<int>(State::kMapped) &&
+              MS_SAVING == static_cast<int>(State::kSaving) &&
+              MS_PAUSED == static_cast<int>(State::kPaused) &&
+              MS_RESTORING == static_cast<int>(State::kRestoring));
+static_assert(MS_BACKUP_NONE == static_cast<int>(Backup::kNone) &&
+              MS_BACKUP_HOST == static_cast<int>(Backup::kHost));
+
+// Copies text into a fixed field, cut at a UTF-8 boundary.
+void copy_text(char* field, size_t capacity, const std::string& text) {
+  size_t bytes = std::min(text.size(), capacity - 1);
+  while (bytes > 0 && bytes < text.size() &&
+         (static_cast<unsigned char>(text[bytes]) & 0xC0) == 0x80)
+    --bytes;
+  std::memcpy(field, text.data(), bytes);
+  field[bytes] = 0;
+}
+
+ms_status report(const Error& failure, ms_error* error) noexcept {
+  if (error) {
+    std::memset(error, 0, sizeof(*error));
+    error->status = static_cast<int32_t>(failure.status);
+    error->cuda_error = failure.cuda_error;
+    error->needed_bytes = failure.needed_bytes;
+    error->free_bytes = failure.free_bytes;
+    std::snprintf(error->call, sizeof(error->call), "%s", failure.call);
+    copy_text(error->tag, sizeof(error->tag), failure.tag);
+    copy_text(error->message, sizeof(error->message), failure.message);
+  }
+  return static_cast<ms_status>(failure.status);
+}
+
+// Runs `body` and turns whatever it throws into a status.
+template <typename Body>
+ms_status guarded(ms_error* error, Body body) noexcept {
+  try {
+    try {
+      body();
+      return MS_OK;
+    } catch (const Error& failure) {
+      return report(failure, error);
+    } catch (const std::bad_alloc&) {
+      return report(Error(Status::kOutOfHostMemory, "the process has no host memory left"), error);
+    } catch (const std::exception& failure) {
+      return report(Error(Status::kInternal, failure.what()), error);
+    }
+  } catch (...) {
+    return MS_INTERNAL;
+  }
+}
+
+std::string text_of(const char* text, const char* what) {
+  if (!text) throw Error(Status::kInvalidArgument, std::string(what) + " is null");
+  return text;
+}
+
+std::vector<std::string> names_of(const char* const* tags, size_t count) {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < count; ++i) names.push_back(text_of(tags[i], "a tag"));
+  return names;
+}
+
+std::optional<Backup> policy_of(int backup) {
+  switch (backup) {
+    case MS_BACKUP_DEFAULT:
+      return std::nullopt;
+    case MS_BACKUP_NONE:
+      return Backup::kNone;
+    case MS_BACKUP_HOST:
+      return Backup::kHost;
+    default:
+      throw Error(Status::kInvalidArgument,
+                  "there is no backup " + std::to_string(backup) + ": none is 0, host is 1");
+  }
+}
+
+template <typename Row, typename Source, typename Convert>
+void hand_out(const std::vector<Source>& source, Convert convert, Row** rows, size_t* count) {
+  if (count) *count = source.size();
+  if (!rows) return;
+  *rows = nullptr;
+  if (source.empty()) return;
+  *rows = static_cast<Row*>(std::malloc(source.size() * sizeof(Row)));
+  if (!*rows) throw std::bad_alloc();
+  for (size_t i = 0; i < source.size(); ++i) (*rows)[i] = convert(source[i]);
+}
+
+void hand_out_changes(const std::vector<Change>& changes, ms_change** rows, size_t* count) {
+  hand_out(
+      changes,
+      [](const Change& c) {
+        return ms_change{c.tag->name.c_str(), c.device, c.changed ? 1 : 0, c.device_bytes,
+                         c.copied_bytes};
+      },
+      rows, count);
+}
+
+// What every call on tags starts with: the process's own tag counts as known.
+void require_tags() {
+  require_not_forked();
+  current_tag();
+}
+
+Device& device_of(int ordinal) { return Device::get(ordinal < 0 ? Device::current() : ordinal); }
+
+}  // namespace
+
+extern "C" {
+
+const char* ms_version(void) { return MEMSAVER_VERSION; }
+
+ms_status ms_driver_info(int* version, const char** library, int* simulated, ms_error* error) {
+  return guarded(error, [&] {
+    const DriverTable& table = driver();
+    if (version) *version = table.version;
+    if (library) *library = table.library.c_str();
+    if (simulated) *simulated = table.simulated ? 1 : 0;
+  });
+}
+
+ms_status ms_device_memory(int device, uint64_t* free_bytes, uint64_t* total_bytes,
+                           ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    const Device::Memory memory = device_of(device).memory();
+    if (free_bytes) *free_bytes = memory.free_bytes;
+    if (total_bytes) *total_bytes = memory.total_bytes;
+  });
+}
+
+ms_status ms_device_count(int* count, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    *count = Device::count();
+  });
+}
+
+ms_status ms_configure(const char* name, const char* value, ms_error* error) {
+  return guarded(error,
+                 [&] { set_option(text_of(name, "the option"), text_of(value, "the value")); });
+}
+
+ms_status ms_option(const char* name, char* value, size_t capacity, ms_error* error) {
+  return guarded(error, [&] {
+    if (!value || capacity == 0)
+      throw Error(Status::kInvalidArgument, "there is no room for the value");
+    copy_text(value, capacity, option_text(text_of(name, "the option")));
+  });
+}
+
+int ms_next_warning(char* text, size_t capacity) {
+  int found = 0;
+  guarded(nullptr, [&] {
+    std::string warning;
+    if (!text || capacity == 0 || forked() || !next_warning(&warning)) return;
+    copy_text(text, capacity, warning);
+    found = 1;
+  });
+  return found;
+}
+
+void ms_warn(const char* text) {
+  if (!forked() && text) warn(text);
+}
+
+void ms_list_free(void* list) { std::free(list); }
+
+ms_status ms_region_enter(const char* tag, int backup, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    enter_region(text_of(tag, "the tag"), policy_of(backup));
+  });
+}
+
+ms_status ms_region_exit(ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    exit_region();
+  });
+}
+
+ms_status ms_disable_enter(ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    enter_disabled();
+  });
+}
+
+const char* ms_region_tag(void) {
+  const Tag* const tag = forked() ? nullptr : current_tag();
+  return tag ? tag->name.c_str() : nullptr;
+}
+
+size_t ms_region_depth(void) { return region_depth(); }
+
+ms_status ms_stream_bind(void* stream, const char* tag, int backup, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    bind_stream(stream, text_of(tag, "the tag"), policy_of(backup));
+  });
+}
+
+ms_status ms_stream_unbind(void* stream, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    unbind_stream(stream);
+  });
+}
+
+ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error* error) {
+  return guarded(error, [&] {
+    if (!pointer) throw Error(Status::kInvalidArgument, "there is no place for the pointer");
+    *pointer = nullptr;
+    require_not_forked();
+    Tag* const tag = current_tag();
+    if (!tag) throw Error(Status::kInvalidState, "the calling thread is in no region");
+    if (bytes == 0) return;
+    Device& on = device_of(device);
+    *pointer = reinterpret_cast<void*>(allocate(*tag, on, bytes));
+    on.adopt_thread();
+  });
+}
+
+ms_status ms_malloc_any(uint64_t bytes, int device, void* stream, void** pointer, ms_error* error) {
+  return guarded(error, [&] {
+    if (!pointer) throw Error(Status::kInvalidArgument, "there is no place for the pointer");
+    *pointer = nullptr;
+    require_not_forked();
+    if (bytes == 0) return;
+    Tag* tag = current_tag();
+    if (!tag) tag = tag_of_stream(stream);
+    Device& on = device_of(device);
+    if (tag) {
+      *pointer = reinterpret_cast<void*>(allocate(*tag, on, bytes));
+      return;
+    }
+    DeviceScope scope(on);
+    CUdeviceptr plain = 0;
+    CU_CHECK(cuMemAlloc, &plain, bytes);
+    *pointer = reinterpret_cast<void*>(plain);
+  });
+}
+
+ms_status ms_free(void* pointer, ms_error* error) {
+  return guarded(error, [&] {
+    if (!pointer || forked()) return;  // a child shares the addresses, not the memory
+    deallocate(reinterpret_cast<uint64_t>(pointer));
+  });
+}
+
+ms_status ms_free_any(void* pointer, int device, ms_error* error) {
+  if (!pointer || forked()) return MS_OK;
+  if (ms_owns(pointer)) return ms_free(pointer, error);
+  return guarded(error, [&] {
+    DeviceScope scope(device_of(device));
+    CU_CHECK(cuMemFree, reinterpret_cast<CUdeviceptr>(pointer));
+  });
+}
+
+int ms_owns(const void* pointer) {
+  return Registry::owner(reinterpret_cast<uint64_t>(pointer)) != nullptr;
+}
+
+int ms_wants(void) { return current_tag() != nullptr && !forked(); }
+
+ms_status ms_pause(const char* const* tags, size_t tag_count, int backup, const ms_range* dead,
+                   size_t dead_count, ms_change** rows, size_t* row_count, ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    std::vector<Range> unsaved;
+    for (size_t i = 0; i < dead_count; ++i) unsaved.push_back({dead[i].address, dead[i].bytes});
+    hand_out_changes(pause(names_of(tags, tag_count), policy_of(backup), unsaved), rows, row_count);
+  });
+}
+
+ms_status ms_resume(const char* const* tags, size_t tag_count, ms_change** rows, size_t* row_count,
+                    ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    hand_out_changes(resume(names_of(tags, tag_count)), rows, row_count);
+  });
+}
+
+ms_status ms_tag_state(const char* tag, int* state, ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    const std::string name = text_of(tag, "the tag");
+    std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+    *state = static_cast<int>(Registry::instance().known(name).state);
+  });
+}
+
+ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    const std::string name = text_of(tag, "the tag");
+    std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+    *backup = static_cast<int>(Registry::instance().known(name).policy);
+  });
+}
+
+ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    hand_out(
+        usage(),
+        [](const Usage& u) {
+          return ms_usage{u.tag->name.c_str(),
+                          u.device,
+                          static_cast<int32_t>(u.state),
+                          static_cast<int32_t>(u.policy),
+                          u.allocations,
+                          u.allocated_bytes,
+                          u.resident_bytes,
+                          u.backup_bytes,
+                          u.host_bytes,
+                          u.pauses,
+                          u.resumes,
+                          u.last_pause_seconds,
+                          u.last_resume_seconds};
+        },
+        rows, row_count);
+  });
+}
+
+ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_count,
+                    ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    const std::string name = text_of(tag, "the tag");
+    std::vector<Range> ranges;
+    {
+      std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+      for (const auto& [ordinal, pool] : Registry::instance().known(name).pools) {
+        if (device >= 0 && ordinal != device) continue;
+        for (const Range& range : pool.heap.live()) ranges.push_back(range);
+      }
+    }
+    hand_out(ranges, [](const Range& r) { return ms_range{r.address, r.bytes}; }, rows, row_count);
+  });
+}
+
+ms_status ms_backup_view(uint64_t address, uint64_t bytes, void** host, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    *host = backup_view({address, bytes});
+  });
+}
+
+ms_status ms_trim(uint64_t* released_bytes, ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    const uint64_t released = trim();
+    if (released_bytes) *released_bytes = released;
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,178 @@
+#include "core/allocation.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "core/driver.h"
+#include "core/log.h"
+#include "core/options.h"
+#include "core/text.h"
+
+namespace memsaver {
+namespace {
+
+std::vector<Mapping> map_new(const Device& device, const std::vector<Range>& ranges) {
+  const std::vector<CUmemAccessDesc> access = device.access();
+  std::vector<Mapping> mapped;
+  for (const Range& range : ranges) {
+    mapped.push_back(
+        Mapping::map(range.address, PhysicalMemory::create(device, range.bytes), access));
+  }
+  return mapped;
+}
+
+uint64_t total(const std::vector<Range>& ranges) {
+  uint64_t bytes = 0;
+  for (const Range& range : ranges) bytes += range.bytes;
+  return bytes;
+}
+
+// Unmaps and releases; what the driver would not unmap stays in the vector. The first failure, or
+// nothing.
+std::optional<Error> give_back(std::vector<Mapping>& extents) {
+  std::optional<Error> failure;
+  std::vector<Mapping> kept;
+  for (Mapping& extent : extents) {
+    try {
+      extent.unmap();
+    } catch (const Error& error) {
+      if (!failure) failure = error;
+      kept.push_back(std::move(extent));
+    }
+  }
+  extents = std::move(kept);
+  return failure;
+}
+
+// Frees the doomed blocks of one pool, whose tag the caller holds. `lock` is held on entry and
+// exit. Throws when the device could not be waited for, or memory not unmapped: then blocks stay
+// doomed, and their memory counted.
+void settle(std::unique_lock<std::mutex>& lock, Pool& pool) {
+  while (!pool.heap.doomed().empty()) {
+    const std::vector<uint64_t> blocks = pool.heap.doomed();
+    const bool resident = pool.heap.resident_bytes() > 0;
+    std::vector<Range> gone;
+    for (const uint64_t address : blocks) {
+      gone.push_back({address, pool.heap.find(address)->bytes});
+    }
+    const std::vector<uint64_t> extents = pool.heap.plan_free(blocks);
+    lock.unlock();
+    if (resident) pool.heap.device().drain();
+    lock.lock();
+    std::vector<Mapping> taken = pool.heap.take_extents(extents);
+    lock.unlock();
+    const std::optional<Error> failure = give_back(taken);
+    lock.lock();
+    pool.heap.commit_extents(std::move(taken));
+    if (failure) throw *failure;
+    pool.heap.commit_free(blocks);
+    pool.saved = subtract(std::move(pool.saved), std::move(gone));
+    // Of parked pages, those that lie under no block any more.
+    std::vector<PhysicalMemory> unused;
+    for (size_t i = 0; i < pool.parked.size();) {
+      auto& [address, memory] = pool.parked[i];
+      if (pool.heap.needs({address, memory.bytes()})) {
+        ++i;
+        continue;
+      }
+      unused.push_back(std::move(memory));
+      pool.parked[i] = std::move(pool.parked.back());
+      pool.parked.pop_back();
+    }
+    lock.unlock();
+    unused.clear();
+    lock.lock();
+  }
+}
+
+}  // namespace
+
+Hold::Hold(std::unique_lock<std::mutex> lock, std::vector<Tag*> tags)
+    : lock_(std::move(lock)), tags_(std::move(tags)) {
+  Registry::instance().changed.wait(lock_, [this] {
+    return std::none_of(tags_.begin(), tags_.end(), [](Tag* tag) { return tag->held; });
+  });
+  for (Tag* tag : tags_) tag->held = true;
+}
+
+Hold::~Hold() {
+  if (!lock_.owns_lock()) lock_.lock();
+  for (Tag* tag : tags_) {
+    for (auto& [ordinal, pool] : tag->pools) {
+      try {
+        settle(lock_, pool);
+      } catch (const std::exception& error) {
+        if (!lock_.owns_lock()) lock_.lock();
+        warn("freed memory of tag " + quoted(tag->name) + " stays held for now: " + error.what());
+      }
+    }
+    tag->held = false;
+  }
+  Registry::instance().changed.notify_all();
+}
+
+uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
+  Registry& registry = Registry::instance();
+  check_options();
+  const uint64_t slab_bytes = option(Option::slab_bytes);
+  const std::string what = "an allocation in tag " + quoted(tag.name);
+  if (bytes > device.total_bytes()) throw registry.shortage(what, device, bytes).with_tag(tag.name);
+  collect_strays(device);  // they may lie where this allocation will
+  Hold hold(std::unique_lock<std::mutex>(registry.mutex), {&tag});
+  if (tag.state != State::kMapped) {
+    throw Error(Status::kInvalidState,
+                "tag " + quoted(tag.name) +
+                    " is paused, so nothing can be allocated in it: resume it first, or "
+                    "allocate under memsaver.disabled()")
+        .with_tag(tag.name);
+  }
+  Pool& pool = registry.pool(tag, device);
+  Heap::Placement plan = pool.heap.plan_block(bytes, slab_bytes);
+  hold.unlock();
+
+  if (plan.block.bytes == 0) {
+    const uint64_t span_bytes = (bytes + kSlotBytes - 1) / kSlotBytes * kSlotBytes;
+    VaReservation span = VaReservation::reserve(span_bytes, kSlotBytes);
+    hold.lock();
+    registry.publish(span, pool);
+    pool.heap.commit_span(std::move(span));
+    plan = pool.heap.plan_block(bytes, slab_bytes);
+    hold.unlock();
+  }
+
+  std::vector<Mapping> mapped;
+  try {
+    mapped = map_new(device, plan.missing);
+  } catch (const Error& error) {
+    if (error.status != Status::kOutOfDeviceMemory) throw;
+    try {
+      mapped = map_new(device, plan.least);
+    } catch (const Error& again) {
+      if (again.status != Status::kOutOfDeviceMemory) throw;
+      throw registry.shortage(what, device, total(plan.least)).with_tag(tag.name);
+    }
+  }
+  hold.lock();
+  pool.heap.commit_block(plan.block, std::move(mapped));
+  return plan.block.address;
+}
+
+void deallocate(uint64_t address) {
+  Registry& registry = Registry::instance();
+  Pool* const pool = Registry::owner(address);
+  if (!pool) throw Error(Status::kNotOurs, "the address was not allocated by memsaver");
+  std::unique_lock<std::mutex> lock(registry.mutex);
+  const Heap::Block* const block = pool->heap.find(address);
+  if (!block || block->doomed) {
+    throw Error(Status::kInvalidArgument,
+                "the address is not the start of a live allocation of tag " +
+                    quoted(pool->tag.name) + ": freed twice, or an interior pointer")
+        .with_tag(pool->tag.name);
+  }
+  pool->heap.doom(address);
+  const State state = pool->tag.state;
+  if (state == State::kSaving || state == State::kRestoring) return;  // its holder frees the doomed
+  Hold hold(std::move(lock), {&pool->tag});
+}
+
+}  // namespace memsaver

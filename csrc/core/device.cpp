@@ -1,0 +1,179 @@
+#include "core/device.h"
+
+#include <map>
+#include <memory>
+
+#include "core/driver.h"
+
+namespace memsaver {
+namespace {
+
+constexpr size_t kWaitBlockBytes = 512;
+constexpr size_t kPageBytes = 4096;
+
+CUmemAllocationProp pinned_on(int ordinal) {
+  CUmemAllocationProp prop{};
+  prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  prop.location.id = ordinal;
+  return prop;
+}
+
+}  // namespace
+
+int Device::count() {
+  int count = 0;
+  CU_CHECK(cuDeviceGetCount, &count);
+  return count;
+}
+
+int Device::current() {
+  CUdevice device = 0;
+  return driver().cuCtxGetDevice(&device) == CUDA_SUCCESS ? static_cast<int>(device) : 0;
+}
+
+Device& Device::get(int ordinal) {
+  // Never destroyed, as the class says.
+  static std::mutex* const mutex = new std::mutex;
+  static auto* const devices = new std::map<int, std::unique_ptr<Device>>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  auto found = devices->find(ordinal);
+  if (found == devices->end()) {
+    found = devices->emplace(ordinal, std::unique_ptr<Device>(new Device(ordinal))).first;
+  }
+  return *found->second;
+}
+
+Device::Device(int ordinal) : ordinal_(ordinal) {
+  const int devices = count();
+  if (ordinal < 0 || ordinal >= devices) {
+    throw Error(Status::kInvalidArgument, "there is no device " + std::to_string(ordinal) +
+                                              ": this process sees " + std::to_string(devices));
+  }
+  CU_CHECK(cuDeviceGet, &device_, ordinal);
+  int supported = 0;
+  CU_CHECK(cuDeviceGetAttribute, &supported,
+           CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device_);
+  if (!supported) {
+    throw Error(Status::kNotLoaded,
+                "device " + std::to_string(ordinal) +
+                    " has no virtual memory management, which memsaver is built on: use a GPU "
+                    "and a driver that have it");
+  }
+  const CUmemAllocationProp prop = pinned_on(ordinal);
+  size_t granularity = 0;
+  CU_CHECK(cuMemGetAllocationGranularity, &granularity, &prop, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+  granularity_ = granularity;
+  int rdma = 0;
+  CU_CHECK(cuDeviceGetAttribute, &rdma, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
+           device_);
+  rdma_supported_ = rdma != 0;
+  CU_CHECK(cuDevicePrimaryCtxRetain, &context_, device_);
+  total_bytes_ = memory().total_bytes;
+  DeviceScope scope(*this);
+  driver().cuMemAlloc(&keeper_, kWaitBlockBytes);  // without it drain() is slower, no more
+}
+
+void Device::adopt_thread() const noexcept {
+  CUcontext current = nullptr;
+  if (driver().cuCtxGetCurrent(&current) == CUDA_SUCCESS && !current) {
+    driver().cuCtxPushCurrent(context_);
+  }
+}
+
+Device::Memory Device::memory() const {
+  DeviceScope scope(*this);
+  size_t free_bytes = 0, total_bytes = 0;
+  CU_CHECK(cuMemGetInfo, &free_bytes, &total_bytes);
+  return {free_bytes, total_bytes};
+}
+
+std::vector<CUmemAccessDesc> Device::access() const {
+  CUmemAccessDesc own{};
+  own.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  own.location.id = ordinal_;
+  own.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  std::vector<CUmemAccessDesc> access{own};
+  const int devices = count();
+  for (int other = 0; other < devices; ++other) {
+    if (other == ordinal_) continue;
+    CUdevice peer = 0;
+    unsigned int flags = 0;
+    int active = 0, reachable = 0;
+    if (driver().cuDeviceGet(&peer, other) == CUDA_SUCCESS &&
+        driver().cuDevicePrimaryCtxGetState(peer, &flags, &active) == CUDA_SUCCESS && active &&
+        driver().cuDeviceCanAccessPeer(&reachable, peer, device_) == CUDA_SUCCESS && reachable) {
+      access.push_back(own);
+      access.back().location.id = other;
+    }
+  }
+  return access;
+}
+
+CUstream Device::copy_stream() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!copy_stream_) {
+    DeviceScope scope(*this);
+    CU_CHECK(cuStreamCreate, &copy_stream_, CU_STREAM_NON_BLOCKING);
+  }
+  return copy_stream_;
+}
+
+// cuCtxSynchronize would invalidate every stream capture of the context, whoever captures. Freeing
+// a plain block, or unpinning a page, waits for the same work and does not (the conformance suite
+// holds it: "what waits").
+void Device::drain() {
+  DeviceScope scope(*this);
+  CUdeviceptr block = take_wait_block();
+  if (block != 0) {
+    const CUresult freed = driver().cuMemFree(block);
+    if (freed == CUDA_SUCCESS) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    unfreed_.push_back(block);
+    check(freed, "cuMemFree");
+  }
+  // The device is full to the last block: a page of the host does too, only slower.
+  alignas(kPageBytes) static char page[kPageBytes];
+  static std::mutex* const mutex = new std::mutex;
+  std::lock_guard<std::mutex> lock(*mutex);
+  const CUresult pinned = driver().cuMemHostRegister(page, kPageBytes, 0);
+  if (pinned != CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED) check(pinned, "cuMemHostRegister");
+  CU_CHECK(cuMemHostUnregister, page);
+}
+
+// A plain block to free, or 0 where the device has no memory left.
+CUdeviceptr Device::take_wait_block() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!unfreed_.empty()) {
+      const CUdeviceptr block = unfreed_.back();
+      unfreed_.pop_back();
+      return block;
+    }
+  }
+  CUdeviceptr block = 0;
+  const CUresult result = driver().cuMemAlloc(&block, kWaitBlockBytes);
+  if (result == CUDA_ERROR_OUT_OF_MEMORY) return 0;
+  check(result, "cuMemAlloc");
+  return block;
+}
+
+DeviceScope::DeviceScope(const Device& device) {
+  CUcontext current = nullptr;
+  if (driver().cuCtxGetCurrent(&current) != CUDA_SUCCESS || current != device.context()) {
+    CU_CHECK(cuCtxPushCurrent, device.context());
+    pushed_ = true;
+  }
+  if (driver().cuThreadExchangeStreamCaptureMode(&mode_) != CUDA_SUCCESS)
+    mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+}
+
+DeviceScope::~DeviceScope() {
+  driver().cuThreadExchangeStreamCaptureMode(&mode_);
+  if (pushed_) {
+    CUcontext popped = nullptr;
+    driver().cuCtxPopCurrent(&popped);
+  }
+}
+
+}  // namespace memsaver

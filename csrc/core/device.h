@@ -1,0 +1,92 @@
+// device: one GPU of this process: its primary context, its limits, its copy stream, and how to
+// wait for it.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace memsaver {
+
+// Lives as long as the process; the primary context stays retained, because memory of ours may be
+// freed at any time. Any thread.
+class Device {
+ public:
+  // The device of an ordinal; starts its primary context at the first use. Throws kInvalidArgument
+  // for an ordinal that does not exist, kNotLoaded for a device without virtual memory management,
+  // kDriverFailed.
+  static Device& get(int ordinal);
+
+  // The ordinal that the calling thread's context belongs to; 0 where the thread has none, as the
+  // runtime would.
+  static int current();
+
+  static int count();
+
+  int ordinal() const { return ordinal_; }
+  CUcontext context() const { return context_; }
+
+  // The least size and alignment of physical memory, bytes (2 MiB on every GPU seen).
+  uint64_t granularity() const { return granularity_; }
+
+  // Makes the primary context the calling thread's where it has none, as cudaMalloc does.
+  void adopt_thread() const noexcept;
+
+  // Free and total bytes as the driver counts them.
+  struct Memory {
+    uint64_t free_bytes, total_bytes;
+  };
+  Memory memory() const;
+
+  // All of its memory, bytes.
+  uint64_t total_bytes() const { return total_bytes_; }
+
+  // True where network cards may read memory of cuMemCreate directly.
+  bool rdma_supported() const { return rdma_supported_; }
+
+  // Who may touch this device's memory, as cuMemSetAccess takes it: itself, and those peers whose
+  // context is active.
+  std::vector<CUmemAccessDesc> access() const;
+
+  // The stream of our copies (non-blocking, in order), made at the first use.
+  CUstream copy_stream();
+
+  // Returns when all work submitted to the device before the call is done, on every stream:
+  // cuMemUnmap does not wait for it. Legal inside a stream capture. Throws kDriverFailed for an
+  // earlier error of the device.
+  void drain();
+
+ private:
+  explicit Device(int ordinal);
+  CUdeviceptr take_wait_block();
+
+  const int ordinal_;
+  CUdevice device_ = 0;
+  CUcontext context_ = nullptr;
+  uint64_t granularity_ = 0;
+  uint64_t total_bytes_ = 0;
+  bool rdma_supported_ = false;
+  std::mutex mutex_;  // over the two below
+  CUstream copy_stream_ = nullptr;
+  std::vector<CUdeviceptr> unfreed_;  // of drain(), whose freeing failed
+  CUdeviceptr keeper_ =
+      0;  // a small block, so that the driver keeps the slab from which drain() takes another
+};
+
+// While it lives, the thread's context is the device's, and driver calls of the thread are none
+// that a stream capture forbids. Restores both; the errors of restoring are dropped.
+class DeviceScope {
+ public:
+  explicit DeviceScope(const Device& device);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  bool pushed_ = false;
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,111 @@
+#include "core/driver.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+
+#include "core/lifecycle.h"
+
+namespace memsaver {
+namespace {
+
+#define MS_SYMBOL_TEXT(name) #name
+#define MS_SYMBOL(name) MS_SYMBOL_TEXT(name)
+
+constexpr const char* kAdvice =
+    "; memsaver needs NVIDIA's driver 525 or newer, or MEMSAVER_DRIVER=sim for the simulated one";
+
+std::string directory_of_this_library() {
+  Dl_info info{};
+  if (dladdr(reinterpret_cast<const void*>(&directory_of_this_library), &info) == 0 ||
+      !info.dli_fname)
+    return ".";
+  const std::string path(info.dli_fname);
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : path.substr(0, slash);
+}
+
+std::unique_ptr<DriverTable> open_driver() {
+  auto table = std::make_unique<DriverTable>();
+  const char* named = std::getenv("MEMSAVER_DRIVER");
+  table->library = named && *named ? named : "libcuda.so.1";
+  table->simulated = table->library == "sim";
+  const std::string path =
+      table->simulated ? directory_of_this_library() + "/libmemsaver_sim.so" : table->library;
+
+  void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!handle) {
+    const char* reason = dlerror();
+    throw Error(Status::kNotLoaded, "the CUDA driver could not be opened: " +
+                                        std::string(reason ? reason : path.c_str()) + kAdvice);
+  }
+#define MS_DRIVER_RESOLVE(name)                                                                        \
+  table->name = reinterpret_cast<decltype(&::name)>(dlsym(handle, MS_SYMBOL(name)));                   \
+  if (!table->name) {                                                                                  \
+    throw Error(Status::kNotLoaded, path + " has no " MS_SYMBOL(name) ": the driver is too old, or " \
+                                           "no CUDA driver" + kAdvice); \
+  }
+  MS_DRIVER_CALLS(MS_DRIVER_RESOLVE)
+#undef MS_DRIVER_RESOLVE
+
+  const CUresult result = table->cuInit(0);
+  if (result != CUDA_SUCCESS) {
+    const char* name = nullptr;
+    table->cuGetErrorName(result, &name);
+    throw Error(Status::kNotLoaded, path + ": cuInit failed with " +
+                                        (name ? name : std::to_string(result)) +
+                                        ": no GPU that this process may use" + kAdvice);
+  }
+  table->cuDriverGetVersion(&table->version);
+  return table;
+}
+
+std::atomic<const DriverTable*> opened{nullptr};
+
+}  // namespace
+
+const DriverTable& driver() {
+  if (const DriverTable* table = opened.load(std::memory_order_acquire)) return *table;
+  require_not_forked();
+  static std::mutex* const mutex = new std::mutex;
+  std::lock_guard<std::mutex> lock(*mutex);
+  if (!opened.load(std::memory_order_acquire)) {
+    driver_is_open();  // before it is, so that no child slips through
+    opened.store(open_driver().release(), std::memory_order_release);
+  }
+  return *opened.load(std::memory_order_acquire);
+}
+
+std::string describe(CUresult result, const char* call) noexcept try {
+  const char* name = nullptr;
+  const char* meaning = nullptr;
+  if (const DriverTable* table = opened.load(std::memory_order_acquire)) {
+    table->cuGetErrorName(result, &name);
+    table->cuGetErrorString(result, &meaning);
+  }
+  return std::string(call) + " failed with " + (name ? name : "an unknown error") + " (" +
+         std::to_string(static_cast<int>(result)) + ")" +
+         (meaning ? std::string(": ") + meaning : "");
+} catch (...) {
+  return {};
+}
+
+void check(CUresult result, const char* call) {
+  if (result == CUDA_SUCCESS) return;
+  Error error(
+      result == CUDA_ERROR_OUT_OF_MEMORY ? Status::kOutOfDeviceMemory : Status::kDriverFailed,
+      describe(result, call));
+  error.call = call;
+  error.cuda_error = static_cast<int32_t>(result);
+  throw error;
+}
+
+bool is_shutdown(CUresult result) noexcept {
+  return result == CUDA_ERROR_DEINITIALIZED || result == CUDA_ERROR_NOT_INITIALIZED ||
+         result == CUDA_ERROR_CONTEXT_IS_DESTROYED;
+}
+
+}  // namespace memsaver

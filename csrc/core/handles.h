@@ -1,0 +1,117 @@
+// handles: one owner for each driver object; the call that undoes is written once, in the owner.
+//
+// All are move-only; a moved-from or default one owns nothing. Factories make the driver call and
+// throw if it failed. Destructors cannot throw: a failure there is a warning (log.h), and what
+// still holds device memory goes to the strays, which collect_strays() tries again. The driver's
+// virtual-memory calls need no current context and are none that a stream capture forbids; pinning
+// needs a DeviceScope of the caller. Any thread, but each object one thread at a time.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "core/device.h"
+
+namespace memsaver {
+
+// Device memory without an address. Fresh memory reads as zero: the driver clears it.
+class PhysicalMemory {
+ public:
+  // `bytes` must be a multiple of the device's granularity. Throws kOutOfDeviceMemory,
+  // kDriverFailed.
+  static PhysicalMemory create(const Device& device, uint64_t bytes);
+
+  PhysicalMemory() = default;
+  PhysicalMemory(PhysicalMemory&& other) noexcept;
+  PhysicalMemory& operator=(PhysicalMemory&& other) noexcept;
+  ~PhysicalMemory();
+
+  const Device* device() const { return device_; }
+  uint64_t bytes() const { return bytes_; }
+  CUmemGenericAllocationHandle handle() const { return handle_; }
+
+ private:
+  PhysicalMemory(const Device& device, uint64_t bytes, CUmemGenericAllocationHandle handle)
+      : device_(&device), bytes_(bytes), handle_(handle) {}
+
+  const Device* device_ = nullptr;
+  uint64_t bytes_ = 0;
+  CUmemGenericAllocationHandle handle_ = 0;
+};
+
+// A range of addresses without memory.
+class VaReservation {
+ public:
+  // Aligned to `alignment` (a power of two), which drivers may refuse: then more is reserved, so
+  // that an aligned part of `bytes` lies in it.
+  static VaReservation reserve(uint64_t bytes, uint64_t alignment);
+
+  VaReservation() = default;
+  VaReservation(VaReservation&& other) noexcept;
+  VaReservation& operator=(VaReservation&& other) noexcept;
+  ~VaReservation();
+
+  uint64_t address() const { return address_; }  // of the aligned part
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  uint64_t whole_address_ = 0, whole_bytes_ = 0;
+  uint64_t address_ = 0, bytes_ = 0;
+};
+
+// Physical memory at an address, readable and writable for whom `access` names.
+class Mapping {
+ public:
+  // Takes the memory; on a throw it stays with the caller. The range must lie in a live
+  // VaReservation and hold no other mapping. `access` is Device::access(), asked once for many
+  // mappings.
+  static Mapping map(uint64_t address, PhysicalMemory&& memory,
+                     const std::vector<CUmemAccessDesc>& access);
+
+  Mapping() = default;
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping();  // unmaps and releases; the caller has drained the device
+
+  uint64_t address() const { return address_; }
+  uint64_t bytes() const { return memory_.bytes(); }
+  uint64_t end() const { return address_ + bytes(); }
+
+  // Takes the memory back out, contents and all; on a throw the mapping is as it was. The caller
+  // has drained.
+  PhysicalMemory unmap();
+
+ private:
+  Mapping(uint64_t address, PhysicalMemory&& memory)
+      : address_(address), memory_(std::move(memory)) {}
+
+  uint64_t address_ = 0;
+  PhysicalMemory memory_;  // destroyed after the destructor has unmapped it
+};
+
+// Host memory that the GPUs can copy from and to at full speed, while somebody else owns the pages.
+class PinnedRange {
+ public:
+  // Page-aligned. Throws kOutOfHostMemory when the driver or the system refuses to pin it.
+  static PinnedRange pin(void* start, uint64_t bytes);
+
+  PinnedRange() = default;
+  PinnedRange(PinnedRange&& other) noexcept;
+  PinnedRange& operator=(PinnedRange&& other) noexcept;
+  ~PinnedRange();
+
+  uint64_t address() const { return reinterpret_cast<uint64_t>(start_); }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  void* start_ = nullptr;
+  uint64_t bytes_ = 0;
+};
+
+// Tries again to give back what a destructor could not, on one device. Returns the bytes that are
+// still held. Called at the start of every transition.
+uint64_t collect_strays(const Device& device) noexcept;
+
+}  // namespace memsaver

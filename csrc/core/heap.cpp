@@ -1,0 +1,306 @@
+#include "core/heap.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace memsaver {
+namespace {
+
+uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
+
+// Extents of new small blocks are this part of what the heap holds already.
+constexpr uint64_t kSlabShare = 16;
+
+void sort_by_address(std::vector<Range>& ranges) {
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& a, const Range& b) { return a.address < b.address; });
+}
+
+void append(std::vector<Range>& ranges, uint64_t begin, uint64_t end) {
+  if (begin >= end) return;
+  if (!ranges.empty() && ranges.back().end() == begin) {
+    ranges.back().bytes += end - begin;
+  } else {
+    ranges.push_back({begin, end - begin});
+  }
+}
+
+}  // namespace
+
+std::vector<Range> subtract(std::vector<Range> ranges, std::vector<Range> holes) {
+  sort_by_address(ranges);
+  sort_by_address(holes);
+  std::vector<Range> left;
+  size_t hole = 0;
+  for (const Range& range : ranges) {
+    uint64_t at = range.address;
+    while (hole < holes.size() && holes[hole].end() <= at) ++hole;
+    for (size_t i = hole; i < holes.size() && holes[i].address < range.end(); ++i) {
+      append(left, at, std::min(holes[i].address, range.end()));
+      at = std::max(at, holes[i].end());
+    }
+    append(left, at, range.end());
+  }
+  return left;
+}
+
+uint64_t Heap::resident_bytes() const { return extent_bytes_; }
+
+uint64_t Heap::slab(uint64_t slab_bytes) const {
+  const uint64_t unit = device_->granularity();
+  return std::max(
+      unit, std::min(round_down(extent_bytes_ / kSlabShare, unit), round_down(slab_bytes, unit)));
+}
+
+std::vector<Range> Heap::uncovered(uint64_t begin, uint64_t end) const {
+  std::vector<Range> gaps;
+  auto extent = extents_.upper_bound(begin);
+  if (extent != extents_.begin()) --extent;
+  for (; extent != extents_.end() && extent->first < end; ++extent) {
+    if (extent->second.end() <= begin) continue;
+    append(gaps, begin, std::min(extent->first, end));
+    begin = extent->second.end();
+  }
+  append(gaps, begin, end);
+  return gaps;
+}
+
+bool Heap::fits_alone(const Range& free, uint64_t need, uint64_t* start) const {
+  uint64_t at = round_up(free.address, device_->granularity());
+  while (at + need <= free.end()) {
+    const std::vector<Range> gaps = uncovered(at, at + need);
+    if (gaps.size() == 1 && gaps[0].bytes == need) {
+      *start = at;
+      return true;
+    }
+    // Go on behind the last extent that is in the way.
+    auto extent = extents_.lower_bound(at + need);
+    --extent;
+    at = extent->second.end();
+  }
+  return false;
+}
+
+Heap::Placement Heap::plan_block(uint64_t bytes, uint64_t slab_bytes) const {
+  const uint64_t unit = device_->granularity();
+  uint64_t need = round_up(std::max<uint64_t>(bytes, 1), kBlockBytes);
+  if (need >= unit) need = round_up(need, unit);
+  const uint64_t align = need >= unit ? unit : kBlockBytes;
+  const bool alone = need >= slab_bytes;
+
+  Placement plan;
+  uint64_t free_end = 0;
+  for (auto it = by_size_.lower_bound({need, 0}); it != by_size_.end(); ++it) {
+    const Range free{it->second, it->first};
+    uint64_t start = round_up(free.address, align);
+    if (alone ? fits_alone(free, need, &start) : start + need <= free.end()) {
+      plan.block = {start, need};
+      free_end = free.end();
+      break;
+    }
+  }
+  if (plan.block.bytes == 0) return plan;
+
+  plan.least = uncovered(round_down(plan.block.address, unit), round_up(plan.block.end(), unit));
+  plan.missing = plan.least;
+  if (!alone && !plan.missing.empty()) {
+    Range& last = plan.missing.back();
+    const auto next = extents_.lower_bound(last.end());
+    uint64_t limit = round_down(free_end, unit);
+    if (next != extents_.end()) limit = std::min(limit, next->first);
+    const uint64_t wanted = std::max(last.bytes, slab(slab_bytes));
+    if (limit > last.end()) last.bytes = std::min(wanted, limit - last.address);
+  }
+  // No piece may be larger than kPieceBytes.
+  for (std::vector<Range>* ranges : {&plan.missing, &plan.least}) {
+    std::vector<Range> pieces;
+    for (const Range& range : *ranges) {
+      for (uint64_t at = range.address; at < range.end(); at += kPieceBytes) {
+        pieces.push_back({at, std::min(kPieceBytes, range.end() - at)});
+      }
+    }
+    *ranges = std::move(pieces);
+  }
+  return plan;
+}
+
+void Heap::commit_span(VaReservation span) {
+  add_free({span.address(), span.bytes()});
+  spans_.push_back(std::move(span));
+}
+
+void Heap::commit_block(const Range& block, std::vector<Mapping> mapped) {
+  commit_extents(std::move(mapped));
+  remove_free(block);
+  blocks_.emplace(block.address, Block{block.bytes, false});
+  allocated_bytes_ += block.bytes;
+}
+
+const Heap::Block* Heap::find(uint64_t address) const {
+  const auto found = blocks_.find(address);
+  return found == blocks_.end() ? nullptr : &found->second;
+}
+
+std::optional<Range> Heap::block_around(uint64_t address) const {
+  auto found = blocks_.upper_bound(address);
+  if (found == blocks_.begin()) return std::nullopt;
+  --found;
+  const Range range{found->first, found->second.bytes};
+  if (address >= range.end() || found->second.doomed) return std::nullopt;
+  return range;
+}
+
+void Heap::doom(uint64_t block) {
+  doomed_.push_back(block);
+  blocks_.at(block).doomed = true;
+}
+
+bool Heap::needs(const Range& range) const {
+  auto block = blocks_.upper_bound(range.address);
+  if (block != blocks_.begin()) --block;
+  for (; block != blocks_.end() && block->first < range.end(); ++block) {
+    if (block->first + block->second.bytes > range.address) return true;
+  }
+  return false;
+}
+
+std::vector<uint64_t> Heap::plan_free(const std::vector<uint64_t>& blocks) const {
+  const std::set<uint64_t> going(blocks.begin(), blocks.end());
+  std::set<uint64_t> dead;
+  for (const uint64_t address : blocks) {
+    const uint64_t end = address + blocks_.at(address).bytes;
+    auto extent = extents_.upper_bound(address);
+    if (extent != extents_.begin()) --extent;
+    for (; extent != extents_.end() && extent->first < end; ++extent) {
+      if (extent->second.end() <= address || dead.count(extent->first)) continue;
+      auto block = blocks_.upper_bound(extent->first);
+      if (block != blocks_.begin()) --block;
+      bool needed = false;
+      for (; block != blocks_.end() && block->first < extent->second.end() && !needed; ++block) {
+        needed = block->first + block->second.bytes > extent->first && !going.count(block->first);
+      }
+      if (!needed) dead.insert(extent->first);
+    }
+  }
+  return {dead.begin(), dead.end()};
+}
+
+void Heap::commit_extents(std::vector<Mapping> mapped) {
+  for (Mapping& mapping : mapped) {
+    extent_bytes_ += mapping.bytes();
+    const uint64_t address = mapping.address();
+    extents_.emplace(address, std::move(mapping));
+  }
+}
+
+std::vector<Mapping> Heap::take_all_extents() {
+  std::vector<Mapping> taken;
+  taken.reserve(extents_.size());
+  for (auto& [address, mapping] : extents_) taken.push_back(std::move(mapping));
+  extents_.clear();
+  extent_bytes_ = 0;
+  return taken;
+}
+
+std::vector<Mapping> Heap::take_extents(const std::vector<uint64_t>& extents) {
+  std::vector<Mapping> taken;
+  taken.reserve(extents.size());
+  for (const uint64_t address : extents) {
+    const auto extent = extents_.find(address);
+    extent_bytes_ -= extent->second.bytes();
+    taken.push_back(std::move(extent->second));
+    extents_.erase(extent);
+  }
+  return taken;
+}
+
+void Heap::commit_free(const std::vector<uint64_t>& blocks) {
+  for (const uint64_t address : blocks) {
+    const auto block = blocks_.find(address);
+    allocated_bytes_ -= block->second.bytes;
+    add_free({address, block->second.bytes});
+    blocks_.erase(block);
+  }
+  const std::set<uint64_t> gone(blocks.begin(), blocks.end());
+  doomed_.erase(
+      std::remove_if(doomed_.begin(), doomed_.end(), [&](uint64_t a) { return gone.count(a) > 0; }),
+      doomed_.end());
+}
+
+std::vector<Range> Heap::live() const {
+  std::vector<Range> ranges;
+  for (const auto& [address, block] : blocks_) {
+    if (!block.doomed) ranges.push_back({address, block.bytes});
+  }
+  return ranges;
+}
+
+std::vector<Range> Heap::plan_tiles(uint64_t share_bytes) const {
+  const uint64_t unit = device_->granularity();
+  std::vector<Range> tiles;
+  Range tile;
+  const auto close = [&] {
+    for (uint64_t at = tile.address; at < tile.end(); at += kPieceBytes) {
+      tiles.push_back({at, std::min(kPieceBytes, tile.end() - at)});
+    }
+  };
+  uint64_t covered_end = 0;
+  for (const Range& block : live()) {
+    const uint64_t begin = std::max(round_down(block.address, unit), covered_end);
+    const uint64_t end = round_up(block.end(), unit);
+    if (begin >= end) continue;
+    covered_end = end;
+    if (tile.bytes != 0 && begin == tile.end() && end - tile.address <= share_bytes &&
+        !starts_span(begin)) {
+      tile.bytes = end - tile.address;
+    } else {
+      close();
+      tile = {begin, end - begin};
+    }
+  }
+  close();
+  return tiles;
+}
+
+bool Heap::starts_span(uint64_t address) const {
+  return std::any_of(spans_.begin(), spans_.end(),
+                     [address](const VaReservation& span) { return span.address() == address; });
+}
+
+void Heap::add_free(Range range) {
+  auto next = free_.lower_bound(range.address);
+  // Spans that happen to adjoin stay apart: a mapping must lie in one reservation.
+  if (next != free_.end() && range.end() == next->first && !starts_span(next->first)) {
+    range.bytes += next->second;
+    by_size_.erase({next->second, next->first});
+    next = free_.erase(next);
+  }
+  if (next != free_.begin() && !starts_span(range.address)) {
+    const auto before = std::prev(next);
+    if (before->first + before->second == range.address) {
+      range = {before->first, before->second + range.bytes};
+      by_size_.erase({before->second, before->first});
+      free_.erase(before);
+    }
+  }
+  free_[range.address] = range.bytes;
+  by_size_.insert({range.bytes, range.address});
+}
+
+void Heap::remove_free(const Range& range) {
+  const auto around = std::prev(free_.upper_bound(range.address));
+  const Range whole{around->first, around->second};
+  by_size_.erase({whole.bytes, whole.address});
+  free_.erase(around);
+  if (whole.address < range.address) {
+    free_[whole.address] = range.address - whole.address;
+    by_size_.insert({range.address - whole.address, whole.address});
+  }
+  if (range.end() < whole.end()) {
+    free_[range.end()] = whole.end() - range.end();
+    by_size_.insert({whole.end() - range.end(), range.end()});
+  }
+}
+
+}  // namespace memsaver

@@ -1,0 +1,169 @@
+#include "core/region.h"
+
+#include <cstdlib>
+#include <map>
+#include <vector>
+
+#include "core/log.h"
+#include "core/text.h"
+
+namespace memsaver {
+
+namespace regions {
+std::atomic<int> open_anywhere{1};
+}
+
+namespace {
+
+// A thread's open regions; a null tag is a disabled section. A thread that ends inside a region
+// leaves it.
+struct Stack {
+  std::vector<Tag*> entries;
+  ~Stack();
+};
+
+thread_local Stack stack;
+
+// The top of the stack, and whether there is one: apart from it because these need no construction.
+thread_local Tag* innermost = nullptr;
+thread_local bool inside = false;
+
+void push(Tag* tag) {
+  stack.entries.push_back(tag);
+  innermost = tag;
+  inside = true;
+  regions::open_anywhere.fetch_add(1);
+}
+
+std::map<void*, Tag*>& bound_streams() {  // under the registry's lock
+  static auto* const map = new std::map<void*, Tag*>;
+  return *map;
+}
+
+void leave(Tag* tag) {
+  if (!tag) return;
+  std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+  --tag->open_regions;
+}
+
+Stack::~Stack() {
+  regions::open_anywhere.fetch_sub(static_cast<int>(entries.size()));
+  for (Tag* tag : entries) leave(tag);
+  inside = false;
+}
+
+// Opens a region of the tag, under the registry's lock.
+Tag& open(const std::string& name, std::optional<Backup> policy) {
+  if (name.empty()) {
+    throw Error(Status::kInvalidArgument,
+                "a tag cannot be empty: give the region a name such as 'weights'");
+  }
+  Registry& registry = Registry::instance();
+  std::unique_lock<std::mutex> lock(registry.mutex);
+  Tag& tag = registry.tag(name);
+  // On its way to a state it is waited for, as any conflicting call does.
+  registry.changed.wait(
+      lock, [&tag] { return tag.state == State::kMapped || tag.state == State::kPaused; });
+  if (tag.state == State::kPaused) {
+    throw Error(Status::kInvalidState,
+                "a region of tag " + quoted(name) +
+                    " cannot be entered while the tag is paused: its new tensors would "
+                    "have no memory; resume it first")
+        .with_tag(name);
+  }
+  if (policy) tag.policy = *policy;
+  ++tag.open_regions;
+  return tag;
+}
+
+Tag* process_tag_from_environment() noexcept try {
+  const char* name = std::getenv("MEMSAVER_TAG");
+  if (!name || !*name) return nullptr;
+  const char* backup = std::getenv("MEMSAVER_BACKUP");
+  const std::string policy = backup && *backup ? backup : "none";
+  if (policy != "none" && policy != "host") {
+    warn("MEMSAVER_BACKUP=" + quoted(policy) +
+         " is no backup (none, host), so MEMSAVER_TAG has no effect");
+    return nullptr;
+  }
+  Registry& registry = Registry::instance();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  Tag& tag = registry.tag(name);
+  tag.policy = policy == "host" ? Backup::kHost : Backup::kNone;
+  return &tag;
+} catch (...) {
+  return nullptr;
+}
+
+Tag* process_tag() noexcept {
+  static Tag* const tag = [] {
+    Tag* const found = process_tag_from_environment();
+    if (!found) regions::open_anywhere.fetch_sub(1);
+    return found;
+  }();
+  return tag;
+}
+
+}  // namespace
+
+void enter_region(const std::string& name, std::optional<Backup> policy) {
+  stack.entries.reserve(stack.entries.size() + 1);
+  push(&open(name, policy));
+}
+
+void enter_disabled() { push(nullptr); }
+
+void exit_region() {
+  if (stack.entries.empty()) {
+    throw Error(Status::kInvalidState,
+                "this thread is in no region: enter and leave a region on the same thread");
+  }
+  Tag* const tag = stack.entries.back();
+  stack.entries.pop_back();
+  inside = !stack.entries.empty();
+  innermost = inside ? stack.entries.back() : nullptr;
+  regions::open_anywhere.fetch_sub(1);
+  leave(tag);
+}
+
+size_t region_depth() { return stack.entries.size(); }
+
+void bind_stream(void* stream, const std::string& name, std::optional<Backup> policy) {
+  Tag& tag = open(name, policy);
+  Tag* previous = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+    Tag*& bound = bound_streams()[stream];
+    previous = bound;
+    bound = &tag;
+  }
+  leave(previous);
+}
+
+void unbind_stream(void* stream) {
+  Tag* tag = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+    const auto found = bound_streams().find(stream);
+    if (found == bound_streams().end()) {
+      throw Error(Status::kInvalidState, "the stream is bound to no tag");
+    }
+    tag = found->second;
+    bound_streams().erase(found);
+  }
+  leave(tag);
+}
+
+Tag* regions::find_current_tag() noexcept {
+  if (inside) return innermost;
+  Tag* const tag = process_tag();
+  return tag && tag->accepting.load(std::memory_order_acquire) ? tag : nullptr;
+}
+
+Tag* tag_of_stream(void* stream) {
+  std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+  const auto found = bound_streams().find(stream);
+  return found == bound_streams().end() ? nullptr : found->second;
+}
+
+}  // namespace memsaver

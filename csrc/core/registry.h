@@ -1,0 +1,102 @@
+// registry: which tags there are, which memory each has, and whose an address is.
+//
+// One lock, over the maps and the fields that say so: no driver call, copy, file or log happens
+// under it. What takes time is done by the one thread that holds the tag (`held`), between two
+// short sections under the lock; others wait on `changed`, but for a free during a transition,
+// which only marks its block. Owning an address is asked without the lock, so that foreign pointers
+// cost nothing.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/backup.h"
+#include "core/heap.h"
+#include "core/status.h"
+
+namespace memsaver {
+
+enum class State : int32_t { kMapped = 0, kSaving = 1, kPaused = 2, kRestoring = 3 };
+enum class Backup : int32_t { kNone = 0, kHost = 1 };
+
+const char* name_of(State state);
+
+struct Tag;
+
+// The memory of one tag on one device. Lives as long as the process.
+struct Pool {
+  Pool(Tag& owner, Device& device) : tag(owner), heap(device) {}
+
+  Tag& tag;
+  Heap heap;
+  HostBackup backup;         // used by the tag's holder only
+  std::vector<Range> saved;  // what of a paused heap lies in the backup
+  // Pages that a pause which failed twice could not map again: unmapped, contents intact, at these
+  // addresses. The tag is paused then, and its resume maps them.
+  std::vector<std::pair<uint64_t, PhysicalMemory>> parked;
+};
+
+// All fields under the registry's lock, but for the name and `accepting`. Only transition.cpp
+// writes `state`.
+struct Tag {
+  explicit Tag(std::string name) : name(std::move(name)) {}
+
+  const std::string name;
+  Backup policy = Backup::kNone;
+  State state = State::kMapped;
+  bool held = false;          // one thread is changing the tag's memory
+  int open_regions = 0;       // threads inside a region of it, and bound streams
+  std::map<int, Pool> pools;  // by device ordinal; nodes never move
+  uint64_t pauses = 0, resumes = 0;
+  double last_pause_seconds = 0, last_resume_seconds = 0;
+  std::atomic<bool> accepting{true};  // the state is kMapped, for hooks that take no lock
+};
+
+class Registry {
+ public:
+  // The process's registry; never destroyed.
+  static Registry& instance();
+
+  std::mutex mutex;
+  std::condition_variable changed;  // a tag was let go
+
+  // The functions below expect the caller to hold `mutex`, unless they say otherwise.
+
+  Tag& tag(const std::string& name);          // made when missing
+  Tag& known(const std::string& name) const;  // throws kUnknownTag with the known ones
+  // All of `names` without duplicates, in that order; every tag when empty. Throws kUnknownTag.
+  std::vector<Tag*> select(const std::vector<std::string>& names) const;
+  const std::vector<std::unique_ptr<Tag>>& tags() const {
+    return tags_;
+  }  // in the order of their making
+
+  Pool& pool(Tag& tag, Device& device);
+  // Makes owner() know a span. Throws kOutOfDeviceMemory for addresses beyond the table.
+  void publish(const VaReservation& span, Pool& pool);
+
+  // Without the lock: the pool that reserved this address, or null.
+  static Pool* owner(uint64_t address) noexcept {
+    const uint64_t slot = address / kSlotBytes;
+    return slot < kSlots ? slots_[slot].load(std::memory_order_acquire) : nullptr;
+  }
+
+  // The error for device memory that is not to be had: needed and free bytes, and which tags hold
+  // how much. Takes the lock itself.
+  Error shortage(const std::string& what, const Device& device, uint64_t needed_bytes);
+
+ private:
+  // One slot for each kSlotBytes of the addresses that GPUs use: below 2^49 on every platform CUDA
+  // runs on.
+  static constexpr uint64_t kSlots = (1ull << 49) / kSlotBytes;
+
+  std::map<std::string, Tag*> by_name_;
+  std::vector<std::unique_ptr<Tag>> tags_;
+  static std::atomic<Pool*> slots_[kSlots];
+};
+
+}  // namespace memsaver

@@ -1,0 +1,237 @@
+/* memsaver.h: the C ABI of libmemsaver.so, and the only header that hooks and bindings may include.
+ *
+ * Contract for every function here:
+ *   - Any thread may call it at any time, before main, during process exit and in a forked child.
+ * In a forked child the library is inert: calls that would touch the driver return
+ * MS_INVALID_STATE.
+ *   - No C++ exception and no signal of ours leaves it, and it never ends the process or writes to
+ * stdout.
+ *   - A failure is its ms_status. Where an `ms_error* error` is taken it may be NULL; it is written
+ * only on failure.
+ *   - Tags are UTF-8, of any length above zero. A `const char* tag` handed out lives as long as the
+ * process.
+ *   - Sizes end in _bytes, times in _seconds; addresses are device addresses.
+ *   - A list handed out (rows, count) is released by the caller with ms_list_free; NULL is allowed
+ * there.
+ */
+#ifndef MEMSAVER_H_
+#define MEMSAVER_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MS_API __attribute__((visibility("default")))
+
+typedef enum ms_status {
+  MS_OK = 0,
+  MS_INVALID_ARGUMENT = 1,     /* a value that no state would make valid */
+  MS_INVALID_STATE = 2,        /* a valid call at the wrong time */
+  MS_UNKNOWN_TAG = 3,          /* no region ever named the tag */
+  MS_OUT_OF_DEVICE_MEMORY = 4, /* needed_bytes and free_bytes say how much */
+  MS_OUT_OF_HOST_MEMORY = 5,   /* a host backup found no memory */
+  MS_BACKUP_FAILED = 6,        /* a backup could not be written or read */
+  MS_DRIVER_FAILED = 7,        /* cuda_error and call say which driver call, and how */
+  MS_NOT_LOADED = 8,           /* no usable CUDA driver */
+  MS_BAD_CONFIG = 9,           /* an option or environment variable that cannot be understood */
+  MS_NOT_OURS = 10,            /* the pointer was not allocated by this library */
+  MS_INTERNAL = 11             /* a bug of ours */
+} ms_status;
+
+typedef enum ms_state {
+  MS_MAPPED = 0,   /* memory behind every address */
+  MS_SAVING = 1,   /* a pause is under way */
+  MS_PAUSED = 2,   /* addresses only; touching them faults */
+  MS_RESTORING = 3 /* a resume is under way */
+} ms_state;
+
+typedef enum ms_backup {
+  MS_BACKUP_DEFAULT = -1, /* what the tag's region said */
+  MS_BACKUP_NONE = 0,     /* contents are discarded; resumed memory reads as zero */
+  MS_BACKUP_HOST = 1      /* contents are kept in pinned host memory */
+} ms_backup;
+
+typedef struct ms_error {
+  int32_t status;     /* an ms_status */
+  int32_t cuda_error; /* the CUresult of `call`, 0 where no driver call failed */
+  uint64_t needed_bytes, free_bytes;
+  char call[48];      /* the driver call that failed, or "" */
+  char tag[128];      /* the tag concerned, cut to fit, or "" */
+  char message[1024]; /* what happened and what to do, one paragraph */
+} ms_error;
+
+typedef struct ms_range {
+  uint64_t address, bytes;
+} ms_range;
+
+/* One tag on one device, as a pause or a resume left it. */
+typedef struct ms_change {
+  const char* tag;
+  int32_t device;
+  int32_t changed;       /* 0: it was in the wanted state already */
+  uint64_t device_bytes; /* device memory given back or taken */
+  uint64_t copied_bytes; /* bytes moved to or from the backup */
+} ms_change;
+
+/* One tag on one device, now. */
+typedef struct ms_usage {
+  const char* tag;
+  int32_t device;
+  int32_t state;            /* an ms_state */
+  int32_t backup;           /* an ms_backup: the tag's policy */
+  uint64_t allocations;     /* live pointers */
+  uint64_t allocated_bytes; /* their bytes, each rounded up to 512 */
+  uint64_t resident_bytes;  /* device memory held, as the driver counts it */
+  uint64_t backup_bytes;    /* bytes that the next resume brings back */
+  uint64_t host_bytes;      /* pinned host memory held for backups */
+  uint64_t pauses, resumes; /* transitions done */
+  double last_pause_seconds, last_resume_seconds;
+} ms_usage;
+
+/* --- the library */
+
+/* "major.minor.patch". Touches no driver. */
+MS_API const char* ms_version(void);
+
+/* Opens the driver and returns its version (13000 for 13.0) and the library that answers for it
+ * ("libcuda.so.1", or what MEMSAVER_DRIVER names). `simulated` is 1 for the simulated driver.
+ * Starts no CUDA context. MS_NOT_LOADED: no driver, or one without virtual memory management; the
+ * message says what to do. */
+MS_API ms_status ms_driver_info(int* version, const char** library, int* simulated,
+                                ms_error* error);
+
+/* Bytes free and in total on a device, as the driver says. */
+MS_API ms_status ms_device_memory(int device, uint64_t* free_bytes, uint64_t* total_bytes,
+                                  ms_error* error);
+
+/* The number of devices. */
+MS_API ms_status ms_device_count(int* count, ms_error* error);
+
+/* Sets an option by its name in the options table; the value is text. MS_BAD_CONFIG names the known
+ * ones. */
+MS_API ms_status ms_configure(const char* name, const char* value, ms_error* error);
+
+/* Writes an option's value as text, cut to `capacity` bytes and always terminated. */
+MS_API ms_status ms_option(const char* name, char* value, size_t capacity, ms_error* error);
+
+/* Takes the oldest failure that could reach no caller (a free that failed in a hook, say) as text,
+ * cut to `capacity` and terminated. Returns 1 when there was one, else 0. The queue keeps the
+ * first 64. */
+MS_API int ms_next_warning(char* text, size_t capacity);
+
+/* Adds one: for hooks, whose callers' signatures have no room for a reason. */
+MS_API void ms_warn(const char* text);
+
+MS_API void ms_list_free(void* list);
+
+/* --- regions: which tag this thread's allocations belong to */
+
+/* Enters a region on this thread. `backup` becomes the tag's policy; MS_BACKUP_DEFAULT keeps an
+ * existing tag's policy and means MS_BACKUP_NONE for a new one. Touches no driver.
+ * MS_INVALID_ARGUMENT: empty tag, unknown backup, or a policy other than the tag's while it is
+ * paused. MS_INVALID_STATE: the tag is paused, or on its way there or back. */
+MS_API ms_status ms_region_enter(const char* tag, int backup, ms_error* error);
+
+/* Leaves the innermost region or disabled section of this thread. MS_INVALID_STATE: there is none.
+ */
+MS_API ms_status ms_region_exit(ms_error* error);
+
+/* Until the matching ms_region_exit, this thread's allocations belong to no tag, the process's own
+ * included. */
+MS_API ms_status ms_disable_enter(ms_error* error);
+
+/* The tag that an allocation of this thread would get now, or NULL. */
+MS_API const char* ms_region_tag(void);
+
+/* The depth of this thread's stack of regions and disabled sections. */
+MS_API size_t ms_region_depth(void);
+
+/* Allocations requested by ms_malloc_any on `stream` by threads outside any region belong to `tag`
+ * until ms_stream_unbind: a captured backward pass allocates on autograd's threads. Counts as an
+ * open region. */
+MS_API ms_status ms_stream_bind(void* stream, const char* tag, int backup, ms_error* error);
+MS_API ms_status ms_stream_unbind(void* stream, ms_error* error);
+
+/* --- memory */
+
+/* Allocates `bytes` of device memory for this thread's tag on `device` (-1: the calling thread's
+ * current device), aligned to 512 bytes, and to the driver's granularity from that size on; 0 bytes
+ * are NULL. Contents are undefined. A thread without a current context gets the device's primary
+ * one, as with cudaMalloc. Legal inside a stream capture. Waits while a pause or resume of
+ * the tag is under way. MS_INVALID_STATE: the thread is in no region, or the tag is paused.
+ * MS_OUT_OF_DEVICE_MEMORY. */
+MS_API ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error* error);
+
+/* Frees what ms_malloc gave. Legal in every state of the tag; waits for the device's work where
+ * memory goes back to the driver or to the next allocation, as cudaFree does. MS_NOT_OURS: not a
+ * pointer of ours: nothing was done. */
+MS_API ms_status ms_free(void* pointer, ms_error* error);
+
+/* 1 if the address lies in memory that this library reserved. No lock, a few nanoseconds. */
+MS_API int ms_owns(const void* pointer);
+
+/* 1 if ms_malloc would serve this thread: it is in a region, or the process is in one
+ * (MEMSAVER_TAG) and the tag is mapped, and neither is disabled. No lock, a few nanoseconds. */
+MS_API int ms_wants(void);
+
+/* The same for an allocator that must serve every thread: outside any region the tag is that of the
+ * stream's binding, and where there is none the memory is plain device memory, which no pause
+ * touches. ms_free_any takes either kind. */
+MS_API ms_status ms_malloc_any(uint64_t bytes, int device, void* stream, void** pointer,
+                               ms_error* error);
+MS_API ms_status ms_free_any(void* pointer, int device, ms_error* error);
+
+/* The same in the signatures that torch's CUDAPluggableAllocator expects. A failure is NULL, and a
+ * warning. */
+MS_API void* ms_torch_malloc(ptrdiff_t bytes, int device, void* stream);
+MS_API void ms_torch_free(void* pointer, size_t bytes, int device, void* stream);
+
+/* --- transitions */
+
+/* Gives the device memory of `tags` back on every device, all or nothing; no tags at all means
+ * every tag. Waits for all work submitted to the devices before the call. `backup` overrides the
+ * tags' policy for this call. The bytes of `dead` are neither saved nor restored (they read as zero
+ * after the resume). On success `rows` has one row for each tag and device. MS_UNKNOWN_TAG;
+ * MS_INVALID_STATE: a region of a tag is open on a thread;
+ * MS_OUT_OF_HOST_MEMORY; MS_DRIVER_FAILED. After a failure every selected allocation is mapped with
+ * its bytes. */
+MS_API ms_status ms_pause(const char* const* tags, size_t tag_count, int backup,
+                          const ms_range* dead, size_t dead_count, ms_change** rows,
+                          size_t* row_count, ms_error* error);
+
+/* Maps memory again behind the same addresses, and the saved bytes into it; what was not saved
+ * reads as zero. MS_UNKNOWN_TAG; MS_OUT_OF_DEVICE_MEMORY; MS_DRIVER_FAILED. After a failure every
+ * selected tag is paused with its backup and holds no device memory; the same call may be made
+ * again. */
+MS_API ms_status ms_resume(const char* const* tags, size_t tag_count, ms_change** rows,
+                           size_t* row_count, ms_error* error);
+
+/* The state of a tag: that of its devices, the least resident of them where they differ. */
+MS_API ms_status ms_tag_state(const char* tag, int* state, ms_error* error);
+
+/* The backup policy of a tag. */
+MS_API ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error);
+
+/* Every tag and device. Tags without memory have one row with device -1. */
+MS_API ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error);
+
+/* The live allocations of a tag in address order, on `device`, or on all of them (-1). */
+MS_API ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_count,
+                           ms_error* error);
+
+/* Where the backup of [address, address + bytes) lies in host memory: valid until the tag's next
+ * change. MS_INVALID_STATE: the tag is not paused, or was paused without a backup, or a part of the
+ * range is dead. MS_NOT_OURS. */
+MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, void** host, ms_error* error);
+
+/* Returns host memory that backs no paused tag. */
+MS_API ms_status ms_trim(uint64_t* released_bytes, ms_error* error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MEMSAVER_H_ */
