@@ -1,0 +1,192 @@
+"""What a preloaded process pays for a cudaMalloc/cudaFree pair outside any region.
+
+Two processes of the same small program, one preloaded and one not, live side by side and take turns
+of a few milliseconds; several such couples are measured, because a process also differs from the
+next by where its libraries happen to lie. Prints one JSON row for each size: nanoseconds per pair,
+medians over all turns.
+
+    python benchmarks/hook_overhead.py [--couples 5] [--turns 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from memsaver.preload import preload_env
+
+SIZES = {"512B": 512, "1MiB": 1 << 20, "2MiB": 2 << 20}
+TURN_SECONDS = 0.005
+
+# Reads "bytes pairs" lines and answers each with the nanoseconds of one pair. One allocation of
+# every size stays alive, so that a pair does not give a block of the driver's back and forth.
+PROGRAM = r"""
+#include <chrono>
+#include <cstddef>
+#include <cstdio>
+
+extern "C" int cudaMalloc(void** pointer, size_t bytes);
+extern "C" int cudaFree(void* pointer);
+extern "C" const char* cudaGetErrorString(int error);
+
+static int check(int error) {
+  if (error != 0) std::fprintf(stderr, "%s\n", cudaGetErrorString(error));
+  return error;
+}
+
+int main() {
+  size_t bytes, pairs;
+  while (std::scanf("%zu %zu", &bytes, &pairs) == 2) {
+    void* kept = nullptr;
+    void* pointer = nullptr;
+    if (check(cudaMalloc(&kept, bytes))) return 1;
+    int failed = 0;
+    const auto begin = std::chrono::steady_clock::now();
+    for (size_t i = 0; i < pairs; ++i) {
+      failed |= cudaMalloc(&pointer, bytes);
+      failed |= cudaFree(pointer);
+    }
+    const std::chrono::duration<double, std::nano> spent = std::chrono::steady_clock::now() - begin;
+    if (check(cudaFree(kept)) || failed) return 1;
+    std::printf("%.3f\n", spent.count() / pairs);
+    std::fflush(stdout);
+  }
+}
+"""
+
+
+def find_runtime() -> Path:
+    """The CUDA runtime that torch brings along, else a toolkit's."""
+    folders: list[Path] = []
+    spec = importlib.util.find_spec("nvidia")
+    if spec is not None:
+        for location in spec.submodule_search_locations or ():
+            folders += sorted(Path(location).glob("*/lib"), reverse=True)
+    for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
+        if home:
+            folders.append(Path(home, "lib64"))
+    for folder in folders:
+        for library in sorted(folder.glob("libcudart.so.*"), reverse=True):
+            return library.resolve()
+    raise RuntimeError("no libcudart.so.* found; install torch for CUDA, or set CUDA_HOME")
+
+
+def build(folder: Path) -> Path:
+    """Compiles the program, linked to the runtime as torch's own libraries are."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if not compiler:
+        raise RuntimeError("no C++ compiler found; install g++ or set CXX")
+    runtime = find_runtime()
+    source, program = folder / "pairs.cpp", folder / "pairs"
+    source.write_text(PROGRAM)
+    command = [*compiler.split(), "-O2", str(source), "-o", str(program), str(runtime)]
+    subprocess.run([*command, f"-Wl,-rpath,{runtime.parent}"], check=True)
+    return program
+
+
+class Process:
+    """One running copy of the program."""
+
+    def __init__(self, program: Path, env: dict[str, str]) -> None:
+        self._child = subprocess.Popen(
+            [str(program)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def pair_ns(self, size: int, pairs: int) -> float:
+        """Nanoseconds of a pair, the mean of so many."""
+        assert self._child.stdin and self._child.stdout
+        try:
+            self._child.stdin.write(f"{size} {pairs}\n")
+            self._child.stdin.flush()
+            answer = self._child.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise RuntimeError("the measured program failed; this needs an NVIDIA GPU")
+        return float(answer)
+
+    def close(self) -> None:
+        """Ends the program and waits for it."""
+        self._child.communicate()
+
+
+@contextmanager
+def couple(program: Path) -> Iterator[tuple[Process, Process]]:
+    """A preloaded process and a plain one."""
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "LD_PRELOAD" and not name.startswith("MEMSAVER_")
+    }
+    with ExitStack() as stack:
+        processes = []
+        for env in ({**plain, **preload_env(env=plain)}, plain):
+            processes.append(Process(program, env))
+            stack.callback(processes[-1].close)
+        yield processes[0], processes[1]
+
+
+def measure(couples: int = 5, turns: int = 60) -> list[dict[str, Any]]:
+    """Measures on the current GPU. Needs a built memsaver, a compiler and a CUDA runtime.
+
+    Raises RuntimeError where one of these is missing.
+    """
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in SIZES}
+    with tempfile.TemporaryDirectory() as folder:
+        program = build(Path(folder))
+        for number in range(couples):
+            with couple(program) as (preloaded, plain):
+                for name, size in SIZES.items():
+                    plain.pair_ns(size, 20)
+                    estimate = plain.pair_ns(size, 100)
+                    pairs = max(20, int(TURN_SECONDS * 1e9 / estimate))
+                    preloaded.pair_ns(size, pairs)
+                    ours, theirs = times[name]
+                    for turn in range(turns):
+                        order = [(preloaded, ours), (plain, theirs)]
+                        # Who goes first alternates.
+                        for process, results in order[:: 1 if (turn + number) % 2 else -1]:
+                            results.append(process.pair_ns(size, pairs))
+    rows = []
+    for name, (ours, theirs) in times.items():
+        value, peer_value = statistics.median(ours), statistics.median(theirs)
+        rows.append(
+            {
+                "bench": "hook_overhead",
+                "metric": f"malloc_free_pair_{name}_ns",
+                "memsaver": round(value, 1),
+                "peer": "without preload",
+                "peer_value": round(peer_value, 1),
+                "ratio": round(value / peer_value, 4),
+            }
+        )
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--couples", type=int, default=5, help="process couples (default 5)")
+    parser.add_argument("--turns", type=int, default=60, help="turns per size (default 60)")
+    options = parser.parse_args(arguments)
+    try:
+        rows = measure(options.couples, options.turns)
+    except RuntimeError as error:
+        sys.exit(f"hook_overhead: {error}")
+    for row in rows:
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

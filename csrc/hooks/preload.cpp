@@ -1,0 +1,169 @@
+// The hooks: a foreign signature in, the C ABI of memsaver.h or the real function out.
+#include "hooks/preload_runtime.h"
+#include "memsaver.h"
+
+namespace memsaver::hooks {
+namespace {
+
+// Of cudaError_t, the same in every version.
+constexpr int kSuccess = 0;
+constexpr int kErrorInvalidValue = 1;
+constexpr int kErrorMemoryAllocation = 2;
+constexpr int kErrorInitializationError = 3;
+constexpr int kErrorNotSupported = 801;
+constexpr int kErrorStreamCaptureUnsupported = 900;
+constexpr int kErrorUnknown = 999;
+
+constexpr int kCaptureNone = 0;     // of cudaStreamCaptureStatus
+constexpr int kCaptureRelaxed = 2;  // of cudaStreamCaptureMode
+
+constexpr int kNotServed = -1;
+
+// The real function, called as if this library were absent.
+template <Call call, typename... Arguments>
+inline int forward(const void* caller, Arguments... arguments) {
+  auto* function = real<call>(caller);
+  return __builtin_expect(function != nullptr, 1) ? function(arguments...)
+                                                  : kErrorInitializationError;
+}
+
+// Stream 0 means the thread's own stream in programs built that way.
+void* per_thread(void* stream) {
+  return stream != nullptr ? stream : reinterpret_cast<void*>(uintptr_t{2});
+}
+
+// Memory of ours in *pointer, or a cudaError_t; kNotServed if the real function should answer:
+// the runtime cannot name a device or there is no driver (its own error says why), or a pause of
+// the process's region, or a fork, came between asking and allocating.
+[[gnu::cold, gnu::noinline]] int allocate(const void* caller, void** pointer, size_t bytes) {
+  // A thread's current device is known to its runtime alone until that has started a context.
+  int device = -1;
+  auto* get_device = real<Call::cudaGetDevice>(caller);
+  if (get_device != nullptr && get_device(&device) != kSuccess) return kNotServed;
+  void* memory = nullptr;
+  switch (ms_malloc(bytes, device, &memory, nullptr)) {
+    case MS_OK:
+      *pointer = memory;
+      return kSuccess;
+    case MS_NOT_LOADED:
+    case MS_INVALID_STATE:
+      return kNotServed;
+    default:
+      return kErrorMemoryAllocation;
+  }
+}
+
+[[gnu::cold, gnu::noinline]] int release(void* pointer) {
+  switch (ms_free(pointer, nullptr)) {
+    case MS_OK:
+      return kSuccess;
+    case MS_NOT_OURS:  // inside an allocation, or freed already
+    case MS_INVALID_ARGUMENT:
+      return kErrorInvalidValue;
+    case MS_INVALID_STATE:  // what the runtime says in a forked child
+    case MS_NOT_LOADED:
+      return kErrorInitializationError;
+    default:
+      return kErrorUnknown;
+  }
+}
+
+inline bool wanted(void** pointer, size_t bytes) {
+  return __builtin_expect(ms_wants() != 0, 0) && pointer != nullptr && bytes != 0;
+}
+
+// Whether work submitted to the stream goes into a graph; 0 and *capturing, or a cudaError_t.
+int ask_capturing(const void* caller, void* stream, bool* capturing) {
+  int status = kCaptureNone;
+  const int error = forward<Call::cudaStreamIsCapturing>(caller, stream, &status);
+  *capturing = status != kCaptureNone;
+  return error;
+}
+
+// An allocation in a capture is a node of the graph, freed by another node of it: it stays the
+// runtime's. Outside one, memory that is there at once satisfies whatever the stream orders.
+[[gnu::cold, gnu::noinline]] int allocate_on_stream(const void* caller, void** pointer,
+                                                    size_t bytes, void* stream) {
+  bool capturing = false;
+  if (ask_capturing(caller, stream, &capturing) != kSuccess || capturing) return kNotServed;
+  return allocate(caller, pointer, bytes);
+}
+
+// Waits for the stream's work, then frees. While the stream is captured nothing is freed (the
+// graph may use the memory at every replay, and waiting would end the capture): an error says so,
+// as the runtime does for memory from outside the graph.
+[[gnu::cold, gnu::noinline]] int release_on_stream(const void* caller, void* pointer,
+                                                   void* stream) {
+  bool capturing = false;
+  if (const int error = ask_capturing(caller, stream, &capturing)) return error;
+  if (capturing) return kErrorStreamCaptureUnsupported;
+  // Waiting is forbidden, and breaks the capture, while another thread captures in the default
+  // mode: not in the relaxed one, since this stream has no part in it.
+  int mode = kCaptureRelaxed;
+  const bool exchanged =
+      forward<Call::cudaThreadExchangeStreamCaptureMode>(caller, &mode) == kSuccess;
+  const int error = forward<Call::cudaStreamSynchronize>(caller, stream);
+  if (exchanged) forward<Call::cudaThreadExchangeStreamCaptureMode>(caller, &mode);
+  return error != kSuccess ? error : release(pointer);
+}
+
+inline int on_cudaMalloc(const void* caller, void** pointer, size_t bytes) {
+  if (wanted(pointer, bytes)) {
+    const int result = allocate(caller, pointer, bytes);
+    if (result != kNotServed) return result;
+  }
+  return forward<Call::cudaMalloc>(caller, pointer, bytes);
+}
+
+inline int on_cudaFree(const void* caller, void* pointer) {
+  if (__builtin_expect(ms_owns(pointer) != 0, 0)) return release(pointer);
+  return forward<Call::cudaFree>(caller, pointer);
+}
+
+template <Call call>
+inline int malloc_async(const void* caller, void** pointer, size_t bytes, void* stream,
+                        void* meant) {
+  if (wanted(pointer, bytes)) {
+    const int result = allocate_on_stream(caller, pointer, bytes, meant);
+    if (result != kNotServed) return result;
+  }
+  return forward<call>(caller, pointer, bytes, stream);
+}
+
+inline int on_cudaMallocAsync(const void* caller, void** pointer, size_t bytes, void* stream) {
+  return malloc_async<Call::cudaMallocAsync>(caller, pointer, bytes, stream, stream);
+}
+
+inline int on_cudaMallocAsync_ptsz(const void* caller, void** pointer, size_t bytes, void* stream) {
+  return malloc_async<Call::cudaMallocAsync_ptsz>(caller, pointer, bytes, stream,
+                                                  per_thread(stream));
+}
+
+inline int on_cudaFreeAsync(const void* caller, void* pointer, void* stream) {
+  if (__builtin_expect(ms_owns(pointer) != 0, 0)) {
+    return release_on_stream(caller, pointer, stream);
+  }
+  return forward<Call::cudaFreeAsync>(caller, pointer, stream);
+}
+
+inline int on_cudaFreeAsync_ptsz(const void* caller, void* pointer, void* stream) {
+  if (__builtin_expect(ms_owns(pointer) != 0, 0)) {
+    return release_on_stream(caller, pointer, per_thread(stream));
+  }
+  return forward<Call::cudaFreeAsync_ptsz>(caller, pointer, stream);
+}
+
+inline int on_cudaIpcGetMemHandle(const void* caller, void* handle, void* pointer) {
+  if (ms_owns(pointer) != 0) return kErrorNotSupported;
+  return forward<Call::cudaIpcGetMemHandle>(caller, handle, pointer);
+}
+
+}  // namespace
+}  // namespace memsaver::hooks
+
+#define X(name, parameters, ...)                                                 \
+  extern "C" __attribute__((visibility("default"))) int name parameters {        \
+    return memsaver::hooks::on_##name(__builtin_return_address(0), __VA_ARGS__); \
+  }
+MEMSAVER_HOOKS(X)
+#undef X
