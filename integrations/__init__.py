@@ -1,0 +1,1 @@
+"""Adapters between memsaver and frameworks, each importable without its framework."""

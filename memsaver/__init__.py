@@ -1,0 +1,79 @@
+"""Give GPU memory back without losing its addresses: pause and resume tensors, tag by tag.
+
+    with memsaver.region("weights", backup="host"):
+        model = build_model()
+    memsaver.pause("weights")      # the device memory is free for somebody else
+    memsaver.resume("weights")     # same addresses, same bytes
+
+Importing this starts no CUDA context and imports neither torch nor numpy.
+"""
+
+from memsaver.errors import (
+    BackupError,
+    ConfigError,
+    DriverError,
+    InvalidStateError,
+    MemsaverError,
+    MemsaverWarning,
+    NotLoadedError,
+    OutOfDeviceMemoryError,
+    OutOfHostMemoryError,
+    UnknownTagError,
+)
+from memsaver.graphs import graph
+from memsaver.native import _C, Backup, State
+from memsaver.observers import on_pause, on_resume
+from memsaver.preload import is_preloaded, preload, preload_env
+from memsaver.regions import disabled, region
+from memsaver.statistics import (
+    Range,
+    Stats,
+    TagStats,
+    backup_view,
+    configure,
+    device_memory,
+    ranges,
+    stats,
+    trim,
+)
+from memsaver.transitions import Change, Report, pause, paused, resume, state
+
+__version__ = _C.version()
+
+__all__ = [
+    "Backup",
+    "BackupError",
+    "Change",
+    "ConfigError",
+    "DriverError",
+    "InvalidStateError",
+    "MemsaverError",
+    "MemsaverWarning",
+    "NotLoadedError",
+    "OutOfDeviceMemoryError",
+    "OutOfHostMemoryError",
+    "Range",
+    "Report",
+    "State",
+    "Stats",
+    "TagStats",
+    "UnknownTagError",
+    "backup_view",
+    "configure",
+    "device_memory",
+    "disabled",
+    "graph",
+    "is_preloaded",
+    "on_pause",
+    "on_resume",
+    "pause",
+    "paused",
+    "preload",
+    "preload_env",
+    "ranges",
+    "region",
+    "resume",
+    "state",
+    "stats",
+    "trim",
+]

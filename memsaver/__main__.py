@@ -1,0 +1,6 @@
+"""`python -m memsaver`."""
+
+from memsaver.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The command line: `memsaver run` and `memsaver demo`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+import memsaver
+from memsaver.errors import ConfigError, MemsaverError, NotLoadedError
+from memsaver.preload import preload_env
+
+__all__ = ["app", "main"]
+
+# Exit statuses as a shell gives them.
+_USAGE = 2
+_NOT_EXECUTABLE = 126
+_NOT_FOUND = 127
+
+app = typer.Typer(
+    name="memsaver",
+    help="Give GPU memory back without losing its addresses.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"memsaver {memsaver.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+# Options end at the first word that is not one, so that the command keeps its own.
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="COMMAND", help="What to run, after `--`.", show_default=False),
+    ] = None,
+    tag: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TAG",
+            help="Everything the command allocates belongs to this tag. Without it, only what the "
+            "command itself puts into regions.",
+            show_default=False,
+        ),
+    ] = None,
+    backup: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|host",
+            help="What a pause does with the tag's contents: discard them, or keep them in host "
+            "memory.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run a command with its CUDA allocations going through memsaver.
+
+    For example: [bold]memsaver run --tag trainer --backup host -- python train.py[/bold]
+
+    The command replaces this process: its signals and its exit status are its own.
+    """
+    if not command or not command[0]:
+        _fail(
+            "there is no command to run; put it after `--`, as in "
+            "`memsaver run --tag trainer -- python train.py`"
+        )
+    try:
+        added = preload_env(tag, backup)
+    except (ConfigError, NotLoadedError) as error:
+        _fail(str(error))
+    _execute(command, {**os.environ, **added})
+
+
+@app.command()
+def demo() -> None:
+    """Show the main job: pause, lend the memory, resume in two stages, with every claim checked.
+
+    On the GPU where there is one and a torch for it, else on the simulated driver.
+    """
+    from rich.console import Console
+
+    from memsaver.demo import run as run_demo
+
+    try:
+        raise typer.Exit(run_demo(Console()))
+    except MemsaverError as error:
+        typer.echo(f"memsaver demo: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _execute(command: list[str], environment: dict[str, str]) -> NoReturn:
+    name = command[0]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python ignores these, and what is ignored stays so in the program that follows.
+    ours = {number: signal.signal(number, signal.SIG_DFL) for number in _IGNORED_BY_PYTHON}
+    try:
+        os.execvpe(name, command, environment)
+    except OSError as error:
+        failure = error
+    for number, handler in ours.items():
+        signal.signal(number, handler)
+    if failure.errno in (errno.ENOENT, errno.ENOTDIR):
+        if os.path.dirname(name) and os.path.exists(name):
+            _fail(f"the interpreter in the first line of {name} does not exist", _NOT_FOUND)
+        _fail(f"command not found: {name}; check its spelling and PATH", _NOT_FOUND)
+    if failure.errno == errno.ENOEXEC:
+        _fail(
+            f"{name} is no program and has no interpreter in its first line; name one, as in "
+            f"`memsaver run -- sh {name}`",
+            _NOT_EXECUTABLE,
+        )
+    _fail(f"cannot run {name}: {failure.strerror}", _NOT_EXECUTABLE)
+
+
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+
+
+def _fail(message: str, status: int = _USAGE) -> NoReturn:
+    typer.echo(f"memsaver run: {message}", err=True)
+    raise typer.Exit(status)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="memsaver")

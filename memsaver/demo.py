@@ -1,0 +1,263 @@
+"""`memsaver demo`: the main job in front of your eyes, on the GPU or on the simulated driver.
+
+A rollout engine's memory (weights with a backup, a KV cache, a CUDA graph's pool) is given to a
+trainer and comes back in two stages. Every claim is checked while it runs: bytes, addresses, and
+the free memory that the driver itself reports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+import memsaver
+from memsaver.native import _C
+from memsaver.torch_mode import torch_pools
+
+TAGS = ("weights", "kv_cache", "cuda_graph")
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class Workload(Protocol):
+    """What a demo run works on: an engine's tensors, and a trainer that wants their memory."""
+
+    title: str
+    limits: str
+
+    def build(self) -> None:
+        """Allocate weights, KV cache and graph in their regions."""
+
+    def addresses(self) -> list[int]:
+        """Where the tensors lie."""
+
+    def weights_checksum(self) -> int:
+        """A number that changes when a byte of the weights does."""
+
+    def output(self) -> Any:
+        """One decode step's result, comparable with ==. Needs everything resident."""
+
+    def train(self, nbytes: int) -> None:
+        """Take that much device memory, use it, give it back."""
+
+
+class GpuWorkload:
+    """A small transformer decoder's projections in torch, its decode step in a CUDA graph."""
+
+    limits = "Everything here is real: torch's tensors, a CUDA graph, the driver's figures."
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+
+    def build(self) -> None:
+        """Two GiB of bf16 weights, four GiB of KV cache, one captured decode step."""
+        torch = self.torch
+        torch.manual_seed(0)
+        width, layers, tokens = 4096, 32, 4096
+        half = dict(device="cuda", dtype=torch.bfloat16)
+        self.input = torch.randn(8, width, **half)
+        with memsaver.region("weights", backup="host"):
+            self.weights = [torch.randn(width, 2 * width, **half) / 64 for _ in range(layers)]
+        with memsaver.region("kv_cache", backup="host"):
+            self.kv = [torch.randn(8, tokens, 2 * width, **half) for _ in range(8)]
+        torch.cuda.synchronize()
+        self._step()  # the libraries make their workspaces outside the capture
+        self.graph = torch.cuda.CUDAGraph()
+        with memsaver.graph(self.graph, tag="cuda_graph"):
+            self.result = self._step()
+
+    def _step(self) -> Any:
+        torch = self.torch
+        hidden = self.input
+        for index, weight in enumerate(self.weights):
+            query, value = (hidden @ weight).chunk(2, dim=1)
+            cache = self.kv[index % len(self.kv)]
+            keys, values = cache.chunk(2, dim=2)
+            scores = torch.softmax((keys @ query.unsqueeze(2)).squeeze(2).float() / 64, dim=1)
+            mixed = (scores.to(values.dtype).unsqueeze(1) @ values).squeeze(1)
+            hidden = torch.nn.functional.normalize(mixed + value, dim=1) * 64
+        return hidden
+
+    def addresses(self) -> list[int]:
+        """Of every tensor that the graph refers to."""
+        return [t.data_ptr() for t in [*self.weights, *self.kv, self.result]]
+
+    def weights_checksum(self) -> int:
+        """The sum of all weights' bit patterns."""
+        torch = self.torch
+        return sum(int(w.view(torch.int16).sum(dtype=torch.int64)) for w in self.weights)
+
+    def output(self) -> Any:
+        """The graph's output, replayed."""
+        self.graph.replay()
+        return self.result.cpu().tolist()
+
+    def train(self, nbytes: int) -> None:
+        """A trainer's tensors: filled, used, freed."""
+        torch = self.torch
+        whole = dict(dtype=torch.uint8, device="cuda")
+        tensors = [torch.full((GIB,), 3, **whole) for _ in range(nbytes // GIB)]
+        assert all(int(t[-1]) == 3 for t in tensors)
+        del tensors
+        torch.cuda.empty_cache()
+
+
+class SimulatedWorkload:
+    """The same steps on the simulated driver, with buffers in place of tensors."""
+
+    title = "the simulated driver (no GPU found)"
+    limits = (
+        "Simulated: memory, addresses, contents and the driver's accounting behave as on a GPU, "
+        "and paused memory faults when touched.\nIt cannot show kernels, CUDA graphs, torch's "
+        "allocator, or the speed of anything: the times are this CPU's."
+    )
+
+    def build(self) -> None:
+        """Half a GiB of weights, one GiB of KV cache, a third tag where a graph's pool would be."""
+        from memsaver import simulator
+
+        with memsaver.region("weights", backup="host"):
+            self.weights = [simulator.buffer(16 * MIB) for _ in range(32)]
+        with memsaver.region("kv_cache", backup="host"):
+            self.kv = [simulator.buffer(128 * MIB) for _ in range(8)]
+        with memsaver.region("cuda_graph"):
+            self.scratch = simulator.buffer(32 * MIB)
+        noise = random.Random(0).randbytes(MIB)
+        for buffer in [*self.weights, *self.kv]:
+            for at in range(0, buffer.nbytes, 16 * MIB):
+                ctypes.memmove(buffer.address + at, noise, MIB)
+
+    def addresses(self) -> list[int]:
+        """Of every buffer."""
+        return [b.address for b in [*self.weights, *self.kv, self.scratch]]
+
+    def weights_checksum(self) -> int:
+        """A checksum over every byte of the weights."""
+        return self._checksum(self.weights)
+
+    def output(self) -> Any:
+        """A checksum over weights and KV cache stands in for a decode step."""
+        return self._checksum([*self.weights, *self.kv])
+
+    @staticmethod
+    def _checksum(buffers: list[Any]) -> int:
+        value = 0
+        for buffer in buffers:
+            value = zlib.crc32(buffer.array, value)
+        return value
+
+    def train(self, nbytes: int) -> None:
+        """A trainer's memory, in a tag of its own."""
+        from memsaver import simulator
+
+        with memsaver.region("trainer"):
+            taken = simulator.buffer(nbytes)
+        ctypes.memset(taken.address, 3, MIB)
+        del taken
+
+
+@dataclass
+class Show:
+    """The table, and the checks that did not hold."""
+
+    table: Table
+    failures: list[str] = field(default_factory=list)
+
+    def step(self, name: str, action: Callable[[], object], check: Callable[[], str]) -> None:
+        """Run a step, time it, and add what memory looks like after it."""
+        start = time.perf_counter()
+        action()
+        seconds = time.perf_counter() - start
+        try:
+            checked = f"[green]✓[/] [dim]{check()}[/]"
+        except AssertionError as error:
+            checked = f"[red]✗ {error}[/]"
+            self.failures.append(f"{name}: {error}")
+        held = {row.tag: row for row in memsaver.stats().tags}
+        cells = []
+        for tag in TAGS:
+            row = held.get(tag)
+            mib = row.resident_bytes / MIB if row else 0
+            cells.append(f"{mib:,.0f}" if row and row.resident_bytes else "[dim]0[/]")
+        free = memsaver.device_memory()[0] / MIB
+        self.table.add_row(f"{name}\n{checked}", f"{seconds * 1e3:,.1f}", *cells, f"{free:,.0f}")
+
+
+def choose_workload() -> Workload:
+    """The GPU's where there is a GPU and a torch for it, else the simulated driver's.
+
+    Must be asked before anything opens the driver: it may choose the simulated one for the process.
+    """
+    if not os.environ.get("MEMSAVER_DRIVER"):
+        try:
+            import torch
+
+            if torch.cuda.is_available():
+                pools = torch_pools()
+                if pools is not None:
+                    return GpuWorkload(pools.torch)
+        except (ImportError, memsaver.MemsaverError):
+            pass
+        os.environ["MEMSAVER_DRIVER"] = "sim"
+    return SimulatedWorkload() if _C.driver_info()[2] else GpuWorkload(__import__("torch"))
+
+
+def run(console: Console) -> int:
+    """Run the demo and print it; the exit status: 0 if every check held, else 1."""
+    work = choose_workload()
+    console.print(f"[bold]memsaver {memsaver.__version__}[/] on {work.title}\n{work.limits}\n")
+    table = Table(
+        box=rich.box.SIMPLE_HEAD,
+        title="MiB resident per tag, and what the driver says is free",
+        title_justify="left",
+        pad_edge=False,
+    )
+    table.add_column("step", ratio=1)
+    for name in ("ms", "weights", "kv_cache", "graph", "free"):
+        table.add_column(name, justify="right", no_wrap=True)
+    show = Show(table)
+
+    show.step("build the engine", work.build, lambda: "three tags")
+    where, checksum, reference = work.addresses(), work.weights_checksum(), work.output()
+    held = memsaver.stats().resident_bytes  # of the engine: the trainer comes later
+    free = memsaver.device_memory()[0]
+
+    def is_free() -> str:
+        grown = memsaver.device_memory()[0] - free
+        assert grown >= 0.98 * held, f"only {grown} of {held} bytes came free"
+        return f"{100 * grown / held:.1f} % of its bytes free"
+
+    def weights_only() -> str:
+        assert work.weights_checksum() == checksum, "the weights changed"
+        assert memsaver.state("kv_cache") == "paused", "the KV cache woke too"
+        return "weights byte for byte, KV cache absent"
+
+    def all_back() -> str:
+        assert work.addresses() == where, "an address moved"
+        assert work.output() == reference, "the output changed"
+        return "same addresses, same output"
+
+    for cycle in (1, 2):
+        show.table.add_section()
+        show.step(f"pause the engine ({cycle})", lambda: memsaver.pause(*TAGS), is_free)
+        show.step("a trainer uses the memory", lambda: work.train(held // GIB * GIB), is_free)
+        show.step("resume weights", lambda: memsaver.resume("weights"), weights_only)
+        show.step("resume the rest", lambda: memsaver.resume(*TAGS), all_back)
+
+    console.print(show.table)
+    if show.failures:
+        console.print("[red]did not hold:[/] " + "; ".join(show.failures))
+        return 1
+    console.print("[green]every check held[/]")
+    return 0

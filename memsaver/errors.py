@@ -1,0 +1,126 @@
+"""What memsaver raises and warns.
+
+Every error says what happened, with which tag and how many bytes, and what to do. After one,
+nothing is lost and nothing is half-done: a failed pause leaves its tags mapped, a failed resume
+leaves them paused with their backups.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackupError",
+    "ConfigError",
+    "DriverError",
+    "InvalidStateError",
+    "MemsaverError",
+    "MemsaverWarning",
+    "NotLoadedError",
+    "OutOfDeviceMemoryError",
+    "OutOfHostMemoryError",
+    "UnknownTagError",
+]
+
+
+class MemsaverWarning(RuntimeWarning):
+    """A failure that could reach no caller, such as memory of a deleted tensor that stays held."""
+
+
+class MemsaverError(RuntimeError):
+    """The base of all errors of memsaver.
+
+    Attributes:
+        status: the name of the C ABI's status, such as "OUT_OF_DEVICE_MEMORY".
+        cuda_error: the CUresult of `call`, 0 where no driver call failed.
+        call: the CUDA driver call that failed, or "".
+        tag: the tag concerned (at most its first 127 bytes), or "".
+    """
+
+    def __init__(
+        self, message: str, *, status: str = "", cuda_error: int = 0, call: str = "", tag: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.cuda_error = cuda_error
+        self.call = call
+        self.tag = tag
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class OutOfDeviceMemoryError(MemsaverError):
+    """Device memory is not to be had; the same call may succeed once some is free.
+
+    Attributes:
+        needed: bytes that the call needed on the device.
+        free: bytes that were free there.
+    """
+
+    needed: int = 0
+    free: int = 0
+
+
+class OutOfHostMemoryError(MemsaverError):
+    """A backup found no host memory, or none that could be pinned.
+
+    Attributes:
+        needed: bytes that could not be had.
+    """
+
+    needed: int = 0
+
+
+class InvalidStateError(MemsaverError):
+    """A valid call at the wrong time: a region of a paused tag, a pause inside a capture."""
+
+
+class UnknownTagError(MemsaverError, KeyError):
+    """No region ever named the tag. The message lists the known ones."""
+
+
+class BackupError(MemsaverError, OSError):
+    """A backup could not be written or read."""
+
+
+class DriverError(MemsaverError):
+    """A CUDA driver call failed; `call` and `cuda_error` say which, and how."""
+
+
+class NotLoadedError(MemsaverError):
+    """What the call needs is not there: a driver, a GPU, torch with CUDA, the native library."""
+
+
+class ConfigError(MemsaverError, ValueError):
+    """A value that no state would make valid: an empty tag, an unknown backup or option."""
+
+
+# The values of ms_status in memsaver.h.
+_STATUSES: dict[int, tuple[str, type[MemsaverError]]] = {
+    1: ("INVALID_ARGUMENT", ConfigError),
+    2: ("INVALID_STATE", InvalidStateError),
+    3: ("UNKNOWN_TAG", UnknownTagError),
+    4: ("OUT_OF_DEVICE_MEMORY", OutOfDeviceMemoryError),
+    5: ("OUT_OF_HOST_MEMORY", OutOfHostMemoryError),
+    6: ("BACKUP_FAILED", BackupError),
+    7: ("DRIVER_FAILED", DriverError),
+    8: ("NOT_LOADED", NotLoadedError),
+    9: ("BAD_CONFIG", ConfigError),
+    10: ("NOT_OURS", ConfigError),
+    11: ("INTERNAL", MemsaverError),
+}
+
+
+def error_of(
+    status: int, message: str, cuda_error: int, call: str, tag: str, needed: int, free: int
+) -> MemsaverError:
+    """The exception for a status of the C ABI. Called by `memsaver._C`."""
+    name, kind = _STATUSES.get(status, ("INTERNAL", MemsaverError))
+    if kind is OutOfDeviceMemoryError:
+        message = "CUDA out of memory: " + message
+    error = kind(message, status=name, cuda_error=cuda_error, call=call, tag=tag)
+    if isinstance(error, OutOfDeviceMemoryError):
+        error.needed, error.free = needed, free
+    if isinstance(error, OutOfHostMemoryError):
+        error.needed = needed
+    return error

@@ -1,0 +1,97 @@
+"""The native library as the rest of the package uses it: loaded, its warnings raised.
+
+Loading it opens no driver and starts no CUDA context.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from pathlib import Path
+
+from memsaver.errors import ConfigError, MemsaverWarning, NotLoadedError
+
+try:
+    from memsaver import _C
+except ImportError as error:  # pragma: no cover - an installation that is broken
+    raise NotLoadedError(
+        f"memsaver's native library cannot be loaded ({error}); reinstall memsaver for this "
+        "Python, or run `make build` in its source tree"
+    ) from error
+
+__all__ = ["LIBRARY_DIR", "_C", "Backup", "State", "backup_code", "check_tag", "emit_warnings"]
+
+LIBRARY_DIR = Path(_C.__file__).resolve().parent
+"""Where libmemsaver.so and its companions lie."""
+
+
+class State(str, enum.Enum):
+    """The state of a tag. Compares equal to its name."""
+
+    MAPPED = "mapped"
+    SAVING = "saving"
+    PAUSED = "paused"
+    RESTORING = "restoring"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Backup(str, enum.Enum):
+    """Where the contents of a paused tag are kept. Compares equal to its name."""
+
+    NONE = "none"
+    HOST = "host"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+STATES = [State.MAPPED, State.SAVING, State.PAUSED, State.RESTORING]  # by ms_state
+_BACKUPS = [Backup.NONE, Backup.HOST]  # by ms_backup
+_DEFAULT = -1
+
+
+def backup_code(backup: str | None) -> int:
+    """The C ABI's number for a backup's name; None leaves the choice to the tag.
+
+    Raises:
+        ConfigError: there is no such backup.
+    """
+    if backup is None:
+        return _DEFAULT
+    try:
+        return _BACKUPS.index(Backup(backup))
+    except ValueError:
+        names = ", ".join(repr(b.value) for b in _BACKUPS)
+        raise ConfigError(f"there is no backup {backup!r}; the backups are {names}") from None
+
+
+def backup_of(code: int) -> Backup:
+    """The backup for a number of the C ABI."""
+    return _BACKUPS[code]
+
+
+def check_tag(tag: object) -> str:
+    """The tag itself, if it can be one.
+
+    Raises:
+        ConfigError: it is no string, is empty, or contains a NUL character.
+    """
+    if not isinstance(tag, str):
+        raise ConfigError(f"a tag is a string, such as 'weights', not {type(tag).__name__}")
+    if not tag:
+        raise ConfigError("a tag cannot be empty: give it a name such as 'weights'")
+    if "\0" in tag:
+        raise ConfigError("a tag cannot contain a NUL character")
+    try:
+        tag.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"a tag must be text that UTF-8 can express: {error}") from None
+    return tag
+
+
+def emit_warnings(stacklevel: int = 3) -> None:
+    """Turn what the native library could tell nobody into `MemsaverWarning`s of our caller."""
+    while (text := _C.next_warning()) is not None:
+        warnings.warn(text, MemsaverWarning, stacklevel=stacklevel)

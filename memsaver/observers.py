@@ -1,0 +1,95 @@
+"""Callbacks around pauses and resumes, for those who must know that pages change.
+
+NCCL and RDMA registrations, CUDA IPC handles and the like refer to physical pages: undo them before
+a pause, make them again after a resume. `memsaver.ranges(tag)` says which addresses are concerned.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+__all__ = ["Registration", "on_pause", "on_resume"]
+
+Callback = Callable[[str], object]
+
+
+class Registration:
+    """A registered callback. Calling it calls the function, so that it can stay decorated."""
+
+    def __init__(self, callbacks: list[Registration], function: Callback, tag: str | None) -> None:
+        self._callbacks = callbacks
+        self._function = function
+        self._tag = tag
+        with _lock:
+            callbacks.append(self)
+
+    def __call__(self, tag: str) -> object:
+        """Call the function itself."""
+        return self._function(tag)
+
+    def concerns(self, tag: str) -> bool:
+        """Whether a transition of the tag is its affair."""
+        return self._tag is None or self._tag == tag
+
+    def remove(self) -> None:
+        """Call it no more. Doing so twice is allowed."""
+        with _lock:
+            if self in self._callbacks:
+                self._callbacks.remove(self)
+
+
+_lock = threading.Lock()
+_before_pause: list[Registration] = []
+_after_resume: list[Registration] = []
+
+
+def on_pause(function: Callback, tag: str | None = None) -> Registration:
+    """Call `function(tag)` before a tag is paused, on the thread that pauses, while all is mapped.
+
+    Args:
+        function: what to call, in the order of registration. If it raises, nothing is paused and
+            the error is the caller's; tags already announced are announced as resumed.
+        tag: the tag it is for; None is every tag.
+
+    Tags that are paused already are not announced. May be used as a decorator.
+    """
+    return Registration(_before_pause, function, tag)
+
+
+def on_resume(function: Callback, tag: str | None = None) -> Registration:
+    """Call `function(tag)` after a tag was resumed, on the thread that resumed it.
+
+    Args:
+        function: what to call, in the order of registration. If it raises, the tags stay resumed,
+            the other callbacks are called, and the first error is the caller's.
+        tag: the tag it is for; None is every tag.
+
+    Also called when a pause failed after its tags had been announced. May be used as a decorator.
+    """
+    return Registration(_after_resume, function, tag)
+
+
+def announce_pause(tag: str) -> None:
+    """Call what `on_pause` registered for the tag."""
+    _call(_before_pause, tag)
+
+
+def announce_resume(tag: str) -> None:
+    """Call what `on_resume` registered for the tag: all of it, then raise the first error."""
+    _call(_after_resume, tag, keep_going=True)
+
+
+def _call(callbacks: list[Registration], tag: str, keep_going: bool = False) -> None:
+    with _lock:
+        concerned = [callback for callback in callbacks if callback.concerns(tag)]
+    first: BaseException | None = None
+    for callback in concerned:
+        try:
+            callback(tag)
+        except BaseException as error:
+            if not keep_going:
+                raise
+            first = first or error
+    if first is not None:
+        raise first

@@ -1,0 +1,107 @@
+"""Regions: which tag new tensors belong to."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from memsaver.errors import InvalidStateError
+from memsaver.native import _C, backup_code, check_tag, emit_warnings
+from memsaver.torch_mode import Devices, torch_pools
+
+__all__ = ["disabled", "region"]
+
+
+class region(contextlib.ContextDecorator):
+    """Tensors made inside belong to `tag` and are paused and resumed with it.
+
+    A context manager and a decorator; may be nested (the innermost counts), entered on any thread
+    (it concerns that thread's allocations only), left by an exception, and used more than once.
+
+    Args:
+        tag: the name to pause and resume by.
+        backup: "none" (contents are discarded by a pause; memory reads as zero after the resume)
+            or "host" (they come back byte for byte). None keeps what an earlier region of the tag
+            said; a new tag gets "none". The last region that says something decides, for all of
+            the tag.
+        device: the CUDA device, or several, whose allocations are meant: an index, "cuda:1", a
+            `torch.device`, or a sequence of those. None is the current device.
+
+    Memory comes from a torch memory pool over memsaver's allocator; the pool is closed when the
+    region is left, so `torch.cuda.empty_cache()` gives back what deleted tensors held. In preload
+    mode `cudaMalloc` of other libraries is served too. On the simulated driver see
+    `memsaver.simulator`.
+
+    Raises:
+        ConfigError: the tag is empty or no string, the backup or the device unknown.
+        InvalidStateError: the tag is paused; a new tensor would have no memory behind it.
+        NotLoadedError: no CUDA driver, or neither torch with CUDA nor preload mode.
+    """
+
+    def __init__(self, tag: str, backup: str | None = None, device: Devices = None) -> None:
+        self.tag = check_tag(tag)
+        self.backup = backup
+        self.device = device
+        self._backup_code = backup_code(backup)
+
+    def __enter__(self) -> region:
+        pools = torch_pools()
+        devices = pools.prepare(self.device) if pools else []
+        _C.region_enter(self.tag, self._backup_code)
+        try:
+            _undo.stack.append(pools.route(self.tag, devices) if pools else None)
+        except BaseException:
+            _C.region_exit()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not _undo.stack:
+            raise InvalidStateError(
+                "this thread is in no region: enter and leave a region on the same thread"
+            )
+        route = _undo.stack.pop()
+        try:
+            if route is not None:
+                route.close()
+        finally:
+            _C.region_exit()
+            emit_warnings()
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Tensors made inside belong to no tag, whatever region or process-wide tag is around.
+
+    Their memory is torch's own, or plain `cudaMalloc` memory; no pause touches it.
+    """
+    pools = torch_pools(required=False)
+    _C.disable_enter()
+    route = None
+    try:
+        route = pools.unrouted() if pools else None
+        yield
+    finally:
+        try:
+            if route is not None:
+                route.close()
+        finally:
+            _C.region_exit()
+
+
+class _Undo(threading.local):
+    """What each open region of this thread must close, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+
+
+_undo = _Undo()

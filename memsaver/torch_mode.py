@@ -1,0 +1,243 @@
+"""torch mode: torch's memory pools over memsaver's allocator.
+
+The only module that knows torch's allocator. Importing it does not import torch.
+
+A region gets a `torch.cuda.MemPool` of its own, over the allocator functions of libmemsaver.so, and
+the pool is closed when the region is left. From then on torch allocates nothing more in the pool's
+segments: a block can only die, so what is dead when a pause asks stays dead, and segments without
+live blocks go back with `torch.cuda.empty_cache()`, which keeps those of open pools.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+from memsaver.errors import ConfigError, NotLoadedError
+from memsaver.native import _C, LIBRARY_DIR
+from memsaver.preload import is_preloaded
+
+__all__ = ["Devices", "torch_pools"]
+
+Device: TypeAlias = int | str | Any  # Any: a torch.device
+Devices: TypeAlias = Device | Sequence[Device] | None
+
+
+def torch_pools(required: bool = True) -> TorchPools | None:
+    """The process's torch pools, or None where torch cannot have any: see `required`.
+
+    Args:
+        required: raise where nothing at all could serve a region: a real driver, but neither torch
+            with CUDA nor preload mode. Without it, torch is not imported for the question.
+
+    Raises:
+        NotLoadedError: with `required`, where there is no CUDA driver, or no torch with CUDA.
+    """
+    global _pools
+    if _pools is not None:
+        return _pools
+    try:
+        _, library, simulated = _C.driver_info()
+    except NotLoadedError:
+        if required:
+            raise
+        return None
+    if simulated:
+        return None
+    if "torch" not in sys.modules and (not required or importlib.util.find_spec("torch") is None):
+        if required and not is_preloaded():
+            raise NotLoadedError(
+                "a region needs torch, which is not installed, or preload mode "
+                "(`memsaver run -- python ...`)"
+            )
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        if required and not is_preloaded():
+            raise NotLoadedError(
+                f"a region needs a torch that can use CUDA: torch {torch.__version__} finds no "
+                f"GPU, though {library} was opened; install a CUDA build of torch"
+            )
+        return None
+    with _lock:
+        if _pools is None:
+            _pools = TorchPools(torch)
+    return _pools
+
+
+class TorchPools:
+    """Routes each thread's tensors to the pools of its open regions. Any thread."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        # Kept for ever: torch's pools hold a bare pointer to it as long as a tensor lives.
+        self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
+            str(LIBRARY_DIR / "libmemsaver.so"), "ms_torch_malloc", "ms_torch_free"
+        )
+
+    def new_pool(self, device: int) -> Any:
+        """A `MemPool` whose segments come from memsaver, for one device. Ends with `close_pool`."""
+        with self.torch.cuda.device(device):
+            pool = self.torch.cuda.MemPool(self._allocator.allocator())
+        # Never destroyed: its destructor ends the process (an assertion in a destructor) when any
+        # thread captures a graph or uses a pool at that moment.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+        return pool
+
+    def close_pool(self, device: int, pool: Any) -> None:
+        """Give up the reference that keeps a pool open; tensors and graphs keep what they use."""
+        self.torch._C._cuda_releasePool(device, pool.id)
+
+    def prepare(self, devices: Devices) -> list[int]:
+        """The indices of the devices that a caller named, ready for a region. Call it outside."""
+        indices = self.indices(devices)
+        for device in indices:
+            self.warm_up(device)
+        return indices
+
+    def route(self, tag: str, devices: list[int]) -> Route:
+        """Send this thread's tensors to pools for `tag` until the route is closed."""
+        around = _routes.current
+        shared = around.pools if around is not None and around.tag == tag else {}
+        pools = {device: shared[device] for device in devices if device in shared}
+        return Route(self, tag, pools, [device for device in devices if device not in shared])
+
+    def unrouted(self) -> Route:
+        """Send this thread's tensors where they go without regions, until the route is closed.
+
+        That is torch's own pool; under a process-wide tag that one's cached blocks may lie in
+        paused memory, so it is a pool apart.
+        """
+        if not (is_preloaded() and os.environ.get("MEMSAVER_TAG")):
+            return Route(self, None, {}, [])
+        return Route(self, None, {}, [self.torch.cuda.current_device()])
+
+    def warm_up(self, device: int, stream: Any = None) -> None:
+        """Let cuBLAS take its workspace for the thread and the stream now, outside of any tag.
+
+        torch makes it in whatever pool is active at the first matrix product and keeps it for ever:
+        inside a region it would be paused with the tag, under every later product.
+        """
+        torch = self.torch
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            torch.cuda.current_blas_handle()
+
+    def capture_stream(self, device: int) -> Any:
+        """The stream that graphs of a device are captured on where the caller names none."""
+        with _lock:
+            if device not in _capture_streams:
+                _capture_streams[device] = self.torch.cuda.Stream(device)
+            return _capture_streams[device]
+
+    def indices(self, devices: Devices) -> list[int]:
+        """The indices of the devices that a caller named."""
+        if devices is None:
+            return [self.torch.cuda.current_device()]
+        if isinstance(devices, Sequence) and not isinstance(devices, str):
+            return sorted({self._index(device) for device in devices})
+        return [self._index(devices)]
+
+    def _index(self, device: Device) -> int:
+        count = self.torch.cuda.device_count()
+        try:
+            found = self.torch.device("cuda", device) if isinstance(device, int) else None
+            found = found if found is not None else self.torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"{device!r} is no device: {error}") from None
+        if found.type != "cuda" or (found.index is not None and found.index >= count):
+            raise ConfigError(f"{device!r} is no CUDA device here: torch sees {count}")
+        return self.torch.cuda.current_device() if found.index is None else int(found.index)
+
+    def is_capturing(self) -> bool:
+        """True while this thread's current stream is being captured."""
+        return bool(self.torch.cuda.is_current_stream_capturing())
+
+    def dead_ranges(self) -> list[tuple[int, int]]:
+        """Address and bytes of the blocks without a tensor in closed pools of ours."""
+        dead = []
+        for segment in self.torch.cuda.memory_snapshot():
+            if tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0):
+                continue  # torch's own pool, under a process-wide tag: any thread may reuse a block
+            if not _C.owns(segment["address"]):
+                continue
+            for block in segment["blocks"]:
+                if block["state"] == "inactive":
+                    dead.append((block["address"], block["size"]))
+        return dead
+
+
+class Route:
+    """One level of a thread's routing; only the innermost is active. Close in reverse order.
+
+    Uses `pools`, which another level owns, and pools of its own for the devices in `own`.
+    """
+
+    def __init__(
+        self, owner: TorchPools, tag: str | None, pools: dict[int, Any], own: list[int]
+    ) -> None:
+        self.owner = owner
+        self.tag = tag
+        self.own = {device: owner.new_pool(device) for device in own}
+        self.pools = {**pools, **self.own}
+        self._active: contextlib.ExitStack | None = None
+        self._around = _routes.current
+        if self._around is not None:
+            self._around._stop()
+        try:
+            self._start()
+        except BaseException:
+            if self._around is not None:
+                self._around._start()
+            raise
+        _routes.current = self
+
+    def close(self) -> None:
+        """End this level and make the one around it active again."""
+        _routes.current = self._around
+        self._stop()
+        for device, pool in self.own.items():
+            self.owner.close_pool(device, pool)
+        if self._around is not None:
+            self._around._start()
+
+    def _start(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for device, pool in self.pools.items():
+                stack.enter_context(self.owner.torch.cuda.use_mem_pool(pool, device))
+            self._active = stack.pop_all()
+
+    def _stop(self) -> None:
+        if self._active is not None:
+            self._active.close()
+            self._active = None
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """No route of this thread is active inside: a graph capture has a pool of its own."""
+    route = _routes.current
+    if route is None:
+        yield
+        return
+    route._stop()
+    try:
+        yield
+    finally:
+        route._start()
+
+
+class _Routes(threading.local):
+    current: Route | None = None
+
+
+_routes = _Routes()
+_lock = threading.Lock()
+_pools: TorchPools | None = None
+_capture_streams: dict[int, Any] = {}
