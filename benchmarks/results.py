@@ -1,0 +1,143 @@
+"""The file of results that benchmarks write: a JSON list of stamped rows, none edited by hand.
+
+Several benchmarks share one file. Writing replaces the rows of the same bench, metric and peer and
+keeps all others, so that one benchmark can be run again alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_PATH = ROOT / "benchmarks" / "results" / "h200.json"
+DISTRIBUTIONS = ("memsaver", "torch", "torch_memory_saver")
+
+
+class Measurement(TypedDict):
+    """What a benchmark found out about one metric against one peer."""
+
+    bench: str  # the benchmark's name
+    metric: str  # its unit is the end of the name: _ms, _ns, or percent where there is none
+    memsaver: float  # the median
+    peer: str  # what it is compared with
+    peer_value: float  # the peer's median, in the same unit
+    ratio: (
+        float  # how many times better memsaver is: above 1 is better, whichever way the unit goes
+    )
+    limit: float | None  # what the driver itself takes for the same, measured in the same run
+
+
+class Row(Measurement, total=False):
+    """A measurement with its circumstances. `detail` is there where it helps."""
+
+    gpu: str
+    versions: dict[str, str]  # of the driver and of DISTRIBUTIONS, where installed
+    commit: str
+    date: str  # ISO 8601
+    detail: dict[str, Any]  # every value behind the medians, in the order of measurement
+
+
+KEYS = (*Measurement.__annotations__, "gpu", "versions", "commit", "date", "detail")
+
+
+def ratio(memsaver: float, peer: float, *, higher_is_better: bool = False) -> float:
+    """How many times better memsaver's value is than the peer's."""
+    return round(memsaver / peer if higher_is_better else peer / memsaver, 4)
+
+
+def stamp(directory: Path = ROOT) -> dict[str, Any]:
+    """The circumstances of a run on this machine, now. Starts no CUDA context."""
+    gpu, driver = _gpu_and_driver()
+    versions = {"driver": driver}
+    for name in DISTRIBUTIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name == "memsaver":  # used from its source tree
+                import memsaver
+
+                versions[name] = memsaver.__version__
+    return {
+        "gpu": gpu,
+        "versions": versions,
+        "commit": _commit(directory),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; none where there is no file."""
+    if not path.exists():
+        return []
+    rows = json.loads(path.read_text())
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} is no list of rows")
+    return rows
+
+
+def write(
+    path: Path, measured: Iterable[Mapping[str, Any]], circumstances: Mapping[str, Any]
+) -> int:
+    """Stamps what was measured and merges it into the file; the number of rows it then has.
+
+    A row in the file with the same bench, metric and peer is replaced where it stands.
+    """
+    new: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for measurement in measured:
+        row = {**measurement, **circumstances}
+        new[_identity(row)] = {key: row[key] for key in KEYS if key in row}
+    rows = [new.pop(_identity(row), row) for row in read(path)]
+    rows += new.values()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = (
+        "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+    )  # a row is a line of a diff
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+    return len(rows)
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return str(row["bench"]), str(row["metric"]), str(row["peer"])
+
+
+def _output(*command: str, directory: Path | None = None) -> str | None:
+    try:
+        done = subprocess.run(
+            command, cwd=directory, capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _gpu_and_driver() -> tuple[str, str]:
+    query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    # With several GPUs in view, the benchmarks use the first.
+    first = (_output(*query) or "").split("\n")[0]
+    name, _, driver = first.rpartition(", ")
+    if name:
+        return name, driver
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().split("\n")[0].split()
+        driver = next(word for word in words if word.replace(".", "").isdigit() and "." in word)
+        model = next(iter(Path("/proc/driver/nvidia/gpus").glob("*/information"))).read_text()
+        return model.split("Model:")[1].split("\n")[0].strip(), driver
+    except (OSError, StopIteration, IndexError):
+        return "unknown", "unknown"
+
+
+def _commit(directory: Path) -> str:
+    commit = _output("git", "rev-parse", "HEAD", directory=directory)
+    if not commit:
+        return os.environ.get("BENCH_COMMIT") or "unknown"
+    changed = _output("git", "status", "--porcelain", "csrc", "memsaver", directory=directory)
+    return commit + ("+changes" if changed else "")

@@ -1,0 +1,524 @@
+"""What memsaver is for, end to end: decoders with static KV caches and captured decode steps share
+a GPU with a trainer.
+
+    python decoder_scenario.py [--devices 0,1] [--threads 3] [--kv-backup none] [--whole-process]
+
+Run by test_acceptance.py in a process of its own. Prints a JSON line, or fails with an assertion.
+Nothing here touches paused memory: that would end the process's CUDA context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+import memsaver
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+TAGS = ("weights", "kv_cache", "cuda_graph")
+STEPS = 4  # decoded tokens that are compared
+FREED = 0.98  # the part of the bytes that a pause must give back
+NOISE = 4 * MIB  # the driver's own housekeeping between two readings
+HEADROOM = (
+    1536 * MIB
+)  # left free when the device is filled: for kernels, their modules and temporaries
+
+_construction = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a decoder is."""
+
+    layers: int = 16
+    hidden: int = 2048
+    inter: int = 8192
+    heads: int = 32
+    kv_heads: int = 8
+    vocab: int = 32000
+    batch: int = 8
+    length: int = 2048
+    prompt: int = 16
+
+    def config(self) -> LlamaConfig:
+        """The configuration for transformers."""
+        config = LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.inter,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=self.length,
+            tie_word_embeddings=False,
+        )
+        config._attn_implementation = "eager"
+        return config
+
+
+FULL = Size()  # 1.1 billion parameters
+SMALL = Size(layers=3, vocab=8000, batch=2)  # for further threads
+
+
+class Decoder:
+    """A model, its cache, and its decode step in a CUDA graph."""
+
+    def __init__(self, size: Size, device: str, kv_backup: str | None) -> None:
+        self.size = size
+        self.device = torch.device(device)
+        self.kv_backup = kv_backup
+        self.graph: Any = None
+        self.model: Any
+        self.cache: Any
+
+    def build(self, scopes: Callable[[str, str | None], Any]) -> None:
+        """Makes weights and cache in the scopes of their tags; everything else outside."""
+        size, device = self.size, self.device
+        config = size.config()
+        with scopes("weights", "host"):
+            # transformers replaces functions of torch.nn.init while it makes a model.
+            with _construction, device:
+                model = LlamaForCausalLM(config)
+            self.model = model.eval().requires_grad_(False)
+        with scopes("kv_cache", self.kv_backup):
+            with device:
+                self.cache = StaticCache(config=config, max_cache_len=size.length)
+            self.cache.early_initialization(
+                size.batch, size.kv_heads, size.hidden // size.heads, torch.bfloat16, device
+            )
+        self.token = torch.zeros(size.batch, 1, dtype=torch.long, device=device)
+        self.position = torch.zeros((), dtype=torch.long, device=device)
+        self.slots = torch.arange(size.length, device=device)
+
+    def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Logits after the last of `tokens`, the first of which has that position."""
+        size, count = self.size, tokens.shape[1]
+        for layer in self.cache.layers:
+            layer.cumulative_length.copy_(position)  # the layer advances it: replays start over
+        positions = self.slots[:count] + position
+        mask = torch.zeros(count, size.length, dtype=torch.bfloat16, device=self.device)
+        mask.masked_fill_(self.slots[None, :] > positions[:, None], torch.finfo(mask.dtype).min)
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=mask[None, None],
+            position_ids=positions[None].expand(size.batch, count),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return out.logits[:, -1].contiguous()
+
+    def prefill(self) -> None:
+        """Fills the cache with a prompt."""
+        size = self.size
+        generator = torch.Generator().manual_seed(size.layers)
+        prompt = torch.randint(size.vocab, (size.batch, size.prompt), generator=generator)
+        first = self.forward(prompt.to(self.device), self.position.zero_())
+        self.first_token = first.argmax(-1, keepdim=True)
+
+    def capture(self, scope: Callable[..., Any]) -> None:
+        """Captures the decode step."""
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.position.fill_(self.size.prompt)
+        with torch.cuda.stream(
+            stream
+        ):  # cuBLAS gets its workspace for this stream, outside the graph
+            for _ in range(2):
+                self.forward(self.token, self.position)
+        stream.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with scope(self.graph, stream=stream):
+            self.logits = self.forward(self.token, self.position)
+
+    def decode(self) -> torch.Tensor:
+        """Logits of STEPS tokens after the prompt, by replaying the graph."""
+        found = []
+        with torch.cuda.device(self.device):
+            self.token.copy_(self.first_token)
+            for step in range(STEPS):
+                self.position.fill_(self.size.prompt + step)
+                if self.graph is not None:
+                    self.graph.replay()
+                else:
+                    self.logits = self.forward(self.token, self.position)
+                found.append(self.logits.clone())
+                self.token.copy_(found[-1].argmax(-1, keepdim=True))
+        return torch.stack(found)
+
+    def weights(self) -> list[torch.Tensor]:
+        """Parameters and buffers."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def kv(self) -> list[torch.Tensor]:
+        """The tensors of the cache."""
+        return [
+            tensor
+            for layer in self.cache.layers
+            for tensor in (layer.keys, layer.values, layer.cumulative_length)
+        ]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as bytes: equal means equal bit for bit."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal bit for bit."""
+    return torch.equal(bits(left), bits(right))
+
+
+def nbytes(tensors: list[torch.Tensor]) -> int:
+    """Their bytes."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def tidy(devices: list[int]) -> None:
+    """Lets torch give back what no tensor uses."""
+    gc.collect()
+    for device in devices:
+        torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+
+
+def free(device: int) -> int:
+    """Free bytes, as the driver says."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def resident(device: int, tags: tuple[str, ...] = TAGS) -> int:
+    """Bytes that the tags hold, as memsaver says."""
+    rows = memsaver.stats().tags
+    return sum(row.resident_bytes for row in rows if row.device == device and row.tag in tags)
+
+
+def use_of(device: int, bytes_to_fill: int) -> int:
+    """What a trainer does with memory: takes so many bytes, computes in them, frees them."""
+    chunk = 256 * MIB
+    side = 4096
+    with torch.cuda.device(device):
+        chunks = [
+            torch.full((chunk // 2,), 1.0, dtype=torch.bfloat16, device="cuda")
+            for _ in range(bytes_to_fill // chunk)
+        ]
+        for number, values in enumerate(chunks):
+            square = values[: side * side].view(side, side)
+            square.mul_(number % 3)
+            product = square @ square
+            assert product[-1, -1].item() == side * (number % 3) ** 2
+            assert values[side * side :].min().item() == 1.0
+        return nbytes(chunks)
+
+
+class Phases:
+    """How long the phases took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def done(self, name: str) -> None:
+        """Adds the time since the phase before to this one."""
+        now = time.perf_counter()
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last, 3)
+        self._last = now
+
+
+def build_all(decoders: list[Decoder], in_threads: bool) -> None:
+    """Builds them, one after the other or each on its own thread, with regions open at once."""
+    ready = threading.Barrier(len(decoders))
+    capturing = threading.Lock()
+    failures: list[BaseException] = []
+
+    def scopes(tag: str, backup: str | None) -> Any:
+        return memsaver.region(tag, backup=backup)
+
+    def build(decoder: Decoder) -> None:
+        with torch.no_grad(), torch.cuda.device(decoder.device):
+            if not in_threads:
+                decoder.build(scopes)
+                decoder.prefill()
+                decoder.capture(memsaver.graph)
+                return
+            decoder.build(scopes)
+            decoder.prefill()
+            torch.cuda.synchronize()
+            ready.wait(120)  # torch allows one capture at a time, and nothing else during it
+            with capturing:
+                decoder.capture(memsaver.graph)
+                torch.cuda.synchronize()
+
+    def build_on_thread(decoder: Decoder) -> None:
+        try:
+            build(decoder)
+        except BaseException as error:
+            failures.append(error)
+            ready.abort()
+
+    if not in_threads:
+        for decoder in decoders:
+            build(decoder)
+        return
+    threads = [threading.Thread(target=build_on_thread, args=(each,)) for each in decoders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise next(
+            (e for e in failures if not isinstance(e, threading.BrokenBarrierError)), failures[0]
+        )
+
+
+@contextlib.contextmanager
+def filled(devices: list[int]) -> Iterator[None]:
+    """All but HEADROOM is taken: what a trainer gets then is what a pause gave back."""
+    tidy(devices)
+    ballast = []
+    for device in devices:
+        spare = free(device) - HEADROOM
+        ballast.append(torch.empty(max(spare, 0), dtype=torch.uint8, device=f"cuda:{device}"))
+    yield
+    del ballast
+    torch.cuda.empty_cache()
+
+
+def pause_tags(cycle: int) -> int:
+    """Pauses everything, in each cycle by other calls; the bytes that the reports name."""
+    if cycle % 3 == 0:
+        return memsaver.pause(*TAGS).bytes
+    if cycle % 3 == 1:
+        return memsaver.pause().bytes
+    return sum(memsaver.pause(tag).bytes for tag in reversed(TAGS))
+
+
+def resume_rest(cycle: int) -> None:
+    """Resumes what is not resident, in each cycle by other calls."""
+    if cycle % 3 == 0:
+        memsaver.resume("kv_cache", "cuda_graph")
+    elif cycle % 3 == 1:
+        report = memsaver.resume()
+        assert set(report.changed) == {"kv_cache", "cuda_graph"}, report.changed
+    else:
+        memsaver.resume("kv_cache")
+        memsaver.resume("cuda_graph")
+
+
+def run(options: argparse.Namespace, decoders: list[Decoder]) -> dict[str, Any]:
+    """The scenario."""
+    devices: list[int] = options.devices
+    phases = Phases()
+    for device in devices:  # cuBLAS gets its workspace here, before any region is open
+        with torch.cuda.device(device):
+            use_of(device, 256 * MIB)
+    tidy(devices)
+    phases.done("start")
+
+    build_all(decoders, in_threads=len(decoders) > len(devices))
+    weights = [tensor for decoder in decoders for tensor in decoder.weights()]
+    kv = [tensor for decoder in decoders for tensor in decoder.kv()]
+    parameters = max(sum(p.numel() for p in each.model.parameters()) for each in decoders)
+    phases.done("build")
+
+    with torch.no_grad():
+        reference = [decoder.decode() for decoder in decoders]
+        again = [decoder.decode() for decoder in decoders]
+    for logits, other in zip(reference, again, strict=True):
+        assert torch.isfinite(logits).all()
+        assert logits.float().std() > 0
+        assert same(logits, other), "replays differ before any pause"
+    del again
+    saved_weights = [tensor.clone() for tensor in weights]
+    saved_kv = [tensor.clone() for tensor in kv] if options.kv_backup == "none" else []
+    assert bits(kv[0]).any()  # loads its kernel: that takes memory too
+    addresses = [tensor.data_ptr() for tensor in weights + kv]
+    ranges = {tag: memsaver.ranges(tag) for tag in TAGS}
+    for tag, tensors in (("weights", weights), ("kv_cache", kv)):
+        for tensor in tensors:
+            assert lies_in(tensor, ranges[tag]), f"a tensor of {tag} lies outside of it"
+    for decoder in decoders:
+        assert lies_in(decoder.logits, ranges["cuda_graph"]), (
+            "the logits lie outside the graph's tag"
+        )
+    phases.done("reference")
+
+    first_used: dict[int, int] = {}
+    figures: dict[str, Any] = {"freed_ratio": [], "pause_s": [], "resume_s": []}
+    with filled(devices), torch.no_grad():
+        for cycle in range(options.cycles):
+            tidy(devices)
+            before = {device: free(device) for device in devices}
+            held = {device: resident(device) for device in devices}
+            start = time.perf_counter()
+            reported = pause_tags(cycle)
+            figures["pause_s"].append(round(time.perf_counter() - start, 4))
+            assert all(memsaver.state(tag) is memsaver.State.PAUSED for tag in TAGS)
+            assert reported == sum(held.values()), (reported, held)
+            paused = {device: free(device) for device in devices}
+            for device in devices:
+                grown = paused[device] - before[device]
+                tensors = [t for t in weights + kv if t.device.index == device]
+                graph = sum(
+                    row.allocated_bytes
+                    for row in memsaver.stats()["cuda_graph"]
+                    if row.device == device
+                )
+                assert graph > 0
+                wanted = nbytes(tensors) + graph
+                assert grown >= FREED * wanted, f"freed {grown} of {wanted} bytes on {device}"
+                assert grown >= FREED * held[device], f"freed {grown} of {held[device]} bytes"
+                if cycle > 0:  # the first one pins host memory, which takes device memory too
+                    assert abs(grown - held[device]) <= NOISE, (grown, held[device])
+                assert resident(device) == 0
+                figures["freed_ratio"].append(round(grown / wanted, 4))
+            phases.done("pause")
+
+            for device in devices:
+                used = use_of(device, paused[device] - HEADROOM // 2)
+                assert used > before[device], "the trainer could have had this without a pause"
+            tidy(devices)
+            phases.done("trainer")
+
+            start = time.perf_counter()
+            memsaver.resume("weights")
+            figures["resume_s"].append(round(time.perf_counter() - start, 4))
+            for tensor, saved in zip(weights, saved_weights, strict=True):
+                assert same(tensor, saved), "the weights came back changed"
+            tidy(devices)
+            for device in devices:
+                taken = paused[device] - free(device)
+                back = resident(device, ("weights",))
+                assert back >= nbytes([t for t in weights if t.device.index == device])
+                assert abs(taken - back) <= NOISE, f"{taken} bytes taken for {back} of weights"
+                assert resident(device, TAGS[1:]) == 0
+            assert memsaver.state("weights") is memsaver.State.MAPPED
+            assert memsaver.state("kv_cache") is memsaver.State.PAUSED
+            assert memsaver.state("cuda_graph") is memsaver.State.PAUSED
+            phases.done("weights")
+
+            resume_rest(cycle)
+            assert all(memsaver.state(tag) is memsaver.State.MAPPED for tag in TAGS)
+            assert [tensor.data_ptr() for tensor in weights + kv] == addresses
+            assert {tag: memsaver.ranges(tag) for tag in TAGS} == ranges
+            if saved_kv:
+                for tensor in kv:
+                    assert not bits(tensor).any(), "memory without a backup does not read as zero"
+                for tensor, saved in zip(kv, saved_kv, strict=True):
+                    tensor.copy_(saved)
+            for decoder, logits in zip(decoders, reference, strict=True):
+                assert same(decoder.decode(), logits), f"cycle {cycle}: the logits differ"
+            tidy(devices)
+            for device in devices:
+                now = free(device)
+                assert now >= before[device] - (64 * MIB if cycle == 0 else NOISE), (
+                    f"cycle {cycle} on {device}: {before[device]} bytes free before, {now} after"
+                )
+                first = first_used.setdefault(device, now)
+                assert abs(now - first) <= NOISE, f"{first} bytes free after cycle 0, {now} now"
+            phases.done("rest")
+    return {
+        "parameters": parameters,
+        "bytes": {"weights": nbytes(weights), "kv_cache": nbytes(kv)},
+        "resident": {tag: sum(r.resident_bytes for r in memsaver.stats()[tag]) for tag in TAGS},
+        **figures,
+        "seconds": phases.seconds,
+    }
+
+
+def lies_in(tensor: torch.Tensor, ranges: tuple[memsaver.Range, ...]) -> bool:
+    """Whether a tensor's memory lies in one of the ranges."""
+    start = tensor.data_ptr()
+    return any(r.address <= start and start + tensor.nbytes <= r.address + r.bytes for r in ranges)
+
+
+def run_whole_process(options: argparse.Namespace, decoder: Decoder) -> dict[str, Any]:
+    """No region at all: by its environment, all that the process allocates is in one tag."""
+    tag = "everything"
+    (device,) = options.devices
+    phases = Phases()
+    with torch.no_grad():
+        decoder.build(lambda tag, backup: contextlib.nullcontext())
+        decoder.prefill()
+        decoder.capture(torch.cuda.graph)
+        reference = decoder.decode().cpu()
+        assert lies_in(decoder.model.lm_head.weight, memsaver.ranges(tag))
+        assert lies_in(decoder.logits, memsaver.ranges(tag))
+        phases.done("build")
+        first = None
+        for cycle in range(options.cycles):
+            tidy([device])
+            before, held = free(device), resident(device, (tag,))
+            assert held > nbytes(decoder.weights() + decoder.kv())
+            memsaver.pause()
+            grown = free(device) - before
+            assert grown >= FREED * held, f"freed {grown} of {held} bytes"
+            phases.done("pause")
+            # No matrix products here: cuBLAS's workspace is the process's, and so it is paused.
+            with memsaver.disabled():
+                trainer = torch.full((held // 2,), 3, dtype=torch.uint8, device="cuda")
+                assert trainer.max().item() == 3
+                del trainer
+            tidy([device])
+            phases.done("trainer")
+            memsaver.resume()
+            assert same(decoder.decode().cpu(), reference), f"cycle {cycle}: the logits differ"
+            tidy([device])
+            now = free(device)
+            first = first if first is not None else now
+            assert abs(now - first) <= NOISE, f"{first} bytes free after cycle 0, {now} now"
+            phases.done("resume")
+    return {"resident": held, "seconds": phases.seconds}
+
+
+def main() -> None:
+    """Parses the command line, runs, prints."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--devices", default="0", help="indices, separated by commas")
+    parser.add_argument("--threads", type=int, default=1, help="for each device")
+    parser.add_argument("--cycles", type=int, default=3)
+    parser.add_argument("--kv-backup", choices=["host", "none"], default="host")
+    parser.add_argument("--expandable", choices=["yes", "no"], help="what torch is expected to do")
+    parser.add_argument("--preloaded", choices=["yes", "no"], help="how this is expected to run")
+    parser.add_argument("--whole-process", action="store_true")
+    options = parser.parse_args()
+    options.devices = [int(part) for part in options.devices.split(",")]
+    start = time.perf_counter()
+    gc.freeze()  # what was imported need not be searched again and again
+    torch.set_default_dtype(torch.bfloat16)
+    torch.manual_seed(0)
+    if options.preloaded:
+        assert memsaver.is_preloaded() == (options.preloaded == "yes"), "the mode is another one"
+    decoders = [
+        Decoder(FULL if thread == 0 else SMALL, f"cuda:{device}", options.kv_backup)
+        for device in options.devices
+        for thread in range(options.threads)
+    ]
+    probe = torch.zeros(4 * MIB, device="cuda")
+    if options.expandable:
+        own = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == (0, 0)]
+        assert {s["is_expandable"] for s in own} == {options.expandable == "yes"}
+    del probe
+    if options.whole_process:
+        result = run_whole_process(options, decoders[0])
+    else:
+        result = run(options, decoders)
+    result["total_s"] = round(time.perf_counter() - start, 2)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()

@@ -1,0 +1,99 @@
+"""What memsaver is for, on a real GPU: decoder_scenario.py in every mode, a process for each."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memsaver
+
+SCENARIO = Path(__file__).with_name("decoder_scenario.py")
+SECONDS = 100
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="needs transformers"
+    ),
+]
+
+MODES = ["torch", "preload"]
+SEGMENTS = ["fixed", "expandable"]
+
+
+def environment(mode: str, segments: str, tag: str | None = None) -> dict[str, str]:
+    """A child's environment: this one without settings of torch's allocator and ours."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("MEMSAVER_")
+        and name not in ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    }
+    root = str(Path(memsaver.__file__).resolve().parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    env["HF_HUB_OFFLINE"] = "1"
+    env["PYTHONFAULTHANDLER"] = "1"
+    if segments == "expandable":
+        env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if mode == "preload":
+        env.update(memsaver.preload_env(tag, "host" if tag else None, env=env))
+    return env
+
+
+def run_scenario(mode: str, segments: str, *arguments: str, tag: str | None = None) -> None:
+    # With a tag for the process, preload_env turns expandable segments off.
+    expandable = segments == "expandable" and tag is None
+    command = [sys.executable, str(SCENARIO), *arguments]
+    command += ["--expandable", "yes" if expandable else "no"]
+    command += ["--preloaded", "yes" if mode == "preload" else "no"]
+    try:
+        child = subprocess.run(
+            command,
+            env=environment(mode, segments, tag),
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"no end after {SECONDS} s\n{error.stdout!r}\n{error.stderr!r}")
+    print(child.stdout[-4000:])
+    assert child.returncode == 0, f"status {child.returncode}\n{child.stderr[-6000:]}"
+    assert "MemsaverWarning" not in child.stderr, child.stderr[-6000:]
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_decoder_on_one_device(mode: str, segments: str) -> None:
+    run_scenario(mode, segments)
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_of_several_threads(mode: str, segments: str) -> None:
+    run_scenario(mode, segments, "--threads", "3")
+
+
+def test_kv_cache_without_a_backup_is_refilled() -> None:
+    run_scenario("torch", "fixed", "--kv-backup", "none")
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+def test_whole_process_in_one_tag(segments: str) -> None:
+    run_scenario("preload", segments, "--whole-process", "--cycles", "2", tag="everything")
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_devices_in_one_process(mode: str, segments: str) -> None:
+    run_scenario(mode, segments, "--devices", "0,1")
+
+
+@pytest.mark.two_gpus
+def test_threads_on_two_devices() -> None:
+    run_scenario("torch", "fixed", "--devices", "0,1", "--threads", "2")

@@ -1,0 +1,115 @@
+"""Who includes whom in csrc/: units know only what lies below them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parent.parent / "csrc"
+
+# The units of csrc/core (a unit is NAME.h and NAME.cpp), lowest layer first. A unit may include
+# the layers below its own, and its siblings in the same layer as long as no cycle comes of it.
+LAYERS = [
+    ["status"],
+    ["options", "text", "log"],
+    ["lifecycle"],
+    ["driver"],
+    ["device"],
+    ["handles"],
+    ["heap"],
+    ["backup"],
+    ["registry"],
+    ["transfer"],
+    ["allocation"],
+    ["transition"],
+    ["region"],
+    ["stats"],
+    ["abi"],  # implements memsaver.h
+]
+RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
+
+PUBLIC = "memsaver.h"
+# Outside the core: the headers of our own that a folder may include besides those in it.
+OUTSIDE_THE_CORE = {
+    "hooks": {PUBLIC},
+    "python": {PUBLIC},
+    "sim": set(),
+}
+
+
+def sources(folder):
+    return sorted(path for path in (CSRC / folder).rglob("*") if path.suffix in {".h", ".cpp"})
+
+
+def includes(path):
+    """The quoted includes of a file, as paths from csrc/."""
+    for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.M):
+        beside = (path.parent / name).resolve()
+        from_csrc = (CSRC / name).resolve()
+        in_core = (CSRC / "core" / name).resolve()
+        found = next((p for p in (beside, from_csrc, in_core) if p.is_file()), None)
+        assert found, f'{path.relative_to(CSRC)} includes "{name}", which is not in csrc/'
+        yield found.relative_to(CSRC.resolve()).as_posix()
+
+
+def unit_of(header):
+    """The core unit that a header belongs to, or None."""
+    folder, _, name = header.rpartition("/")
+    return Path(name).stem if folder == "core" else None
+
+
+def label(path):
+    return path.relative_to(CSRC).as_posix()
+
+
+@pytest.mark.parametrize("path", sources("core"), ids=label)
+def test_core_includes_only_what_lies_below(path):
+    assert path.stem in RANK, f"give {path.stem} its place in LAYERS"
+    for header in includes(path):
+        unit = unit_of(header)
+        if unit is None:
+            assert header == PUBLIC and path.stem == "abi", f"{path.name} may not include {header}"
+        else:
+            assert unit in RANK, f"give {unit} its place in LAYERS"
+            assert RANK[unit] <= RANK[path.stem], f"{path.name} may not include {header}, above it"
+
+
+def test_layers_name_only_units_that_exist():
+    assert set(RANK) == {path.stem for path in sources("core")}
+
+
+def test_core_has_no_cycle():
+    known = {}
+    for path in sources("core"):
+        known.setdefault(path.stem, set()).update(
+            unit for header in includes(path) if (unit := unit_of(header)) and unit != path.stem
+        )
+
+    def walk(unit, trail):
+        assert unit not in trail, " -> ".join([*trail, unit])
+        for other in sorted(known.get(unit, ())):
+            walk(other, [*trail, unit])
+
+    for unit in known:
+        walk(unit, [])
+
+
+@pytest.mark.parametrize(
+    ("folder", "path"),
+    [
+        pytest.param(folder, path, id=label(path))
+        for folder in OUTSIDE_THE_CORE
+        for path in sources(folder)
+    ],
+)
+def test_the_rest_knows_only_the_public_header(folder, path):
+    allowed = OUTSIDE_THE_CORE[folder]
+    for header in includes(path):
+        assert header in allowed or header.startswith(f"{folder}/"), (
+            f"{label(path)} may not include {header}"
+        )
+
+
+def test_public_header_needs_nothing():
+    text = (CSRC / PUBLIC).read_text()
+    assert set(re.findall(r"^\s*#\s*include\s*(\S+)", text, re.M)) <= {"<stddef.h>", "<stdint.h>"}
