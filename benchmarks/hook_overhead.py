@@ -1,11 +1,11 @@
 """What a preloaded process pays for a cudaMalloc/cudaFree pair outside any region.
 
-Two processes of the same small program, one preloaded and one not, live side by side and take turns
-of a few milliseconds; several such couples are measured, because a process also differs from the
-next by where its libraries happen to lie. Prints one JSON row for each size: nanoseconds per pair,
-medians over all turns.
+In one preloaded process, pairs through the hooks and pairs that call the runtime's own functions
+take turns of a few milliseconds: two processes would differ by more than the hooks cost, because of
+where their libraries and contexts happen to lie. Several processes are measured one after another.
+Prints one JSON row for each size: nanoseconds per pair, medians over all turns.
 
-    python benchmarks/hook_overhead.py [--couples 5] [--turns 60]
+    python benchmarks/hook_overhead.py [--processes 5] [--turns 60]
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,12 @@ from memsaver.preload import preload_env
 SIZES = {"512B": 512, "1MiB": 1 << 20, "2MiB": 2 << 20}
 TURN_SECONDS = 0.005
 
-# Reads "bytes pairs" lines and answers each with the nanoseconds of one pair. One allocation of
-# every size stays alive, so that a pair does not give a block of the driver's back and forth.
+# Arguments: the runtime's path, whose functions are called where the name alone reaches the hooks.
+# Reads "bytes pairs direct" lines and answers each with the nanoseconds of one pair. One allocation
+# of every size stays alive, so that a pair does not give a block of the driver's back and forth.
 PROGRAM = r"""
+#include <dlfcn.h>
+
 #include <chrono>
 #include <cstddef>
 #include <cstdio>
@@ -40,22 +42,36 @@ extern "C" int cudaMalloc(void** pointer, size_t bytes);
 extern "C" int cudaFree(void* pointer);
 extern "C" const char* cudaGetErrorString(int error);
 
+using Malloc = int (*)(void**, size_t);
+using Free = int (*)(void*);
+
 static int check(int error) {
   if (error != 0) std::fprintf(stderr, "%s\n", cudaGetErrorString(error));
   return error;
 }
 
-int main() {
+int main(int, char** arguments) {
+  void* runtime = dlopen(arguments[1], RTLD_NOW | RTLD_NOLOAD);
+  if (!runtime) return 1;
+  const Malloc mallocs[] = {cudaMalloc, reinterpret_cast<Malloc>(dlsym(runtime, "cudaMalloc"))};
+  const Free frees[] = {cudaFree, reinterpret_cast<Free>(dlsym(runtime, "cudaFree"))};
+  if (mallocs[0] == mallocs[1] || frees[0] == frees[1]) {
+    std::fprintf(stderr, "the process is not preloaded\n");
+    return 1;
+  }
   size_t bytes, pairs;
-  while (std::scanf("%zu %zu", &bytes, &pairs) == 2) {
+  int direct;
+  while (std::scanf("%zu %zu %d", &bytes, &pairs, &direct) == 3) {
     void* kept = nullptr;
     void* pointer = nullptr;
     if (check(cudaMalloc(&kept, bytes))) return 1;
     int failed = 0;
+    const Malloc take = mallocs[direct];
+    const Free give = frees[direct];
     const auto begin = std::chrono::steady_clock::now();
     for (size_t i = 0; i < pairs; ++i) {
-      failed |= cudaMalloc(&pointer, bytes);
-      failed |= cudaFree(pointer);
+      failed |= take(&pointer, bytes);
+      failed |= give(pointer);
     }
     const std::chrono::duration<double, std::nano> spent = std::chrono::steady_clock::now() - begin;
     if (check(cudaFree(kept)) || failed) return 1;
@@ -91,23 +107,29 @@ def build(folder: Path) -> Path:
     source, program = folder / "pairs.cpp", folder / "pairs"
     source.write_text(PROGRAM)
     command = [*compiler.split(), "-O2", str(source), "-o", str(program), str(runtime)]
-    subprocess.run([*command, f"-Wl,-rpath,{runtime.parent}"], check=True)
+    subprocess.run([*command, f"-Wl,-rpath,{runtime.parent}", "-ldl"], check=True)
     return program
 
 
 class Process:
-    """One running copy of the program."""
+    """One running copy of the program, preloaded."""
 
-    def __init__(self, program: Path, env: dict[str, str]) -> None:
+    def __init__(self, program: Path) -> None:
+        env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+        env = {name: value for name, value in env.items() if not name.startswith("MEMSAVER_")}
         self._child = subprocess.Popen(
-            [str(program)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [str(program), str(find_runtime())],
+            env={**env, **preload_env(env=env)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
-    def pair_ns(self, size: int, pairs: int) -> float:
-        """Nanoseconds of a pair, the mean of so many."""
+    def pair_ns(self, size: int, pairs: int, direct: bool) -> float:
+        """Nanoseconds of a pair, the mean of so many, through the hooks or past them."""
         assert self._child.stdin and self._child.stdout
         try:
-            self._child.stdin.write(f"{size} {pairs}\n")
+            self._child.stdin.write(f"{size} {pairs} {int(direct)}\n")
             self._child.stdin.flush()
             answer = self._child.stdout.readline()
         except BrokenPipeError:
@@ -121,23 +143,7 @@ class Process:
         self._child.communicate()
 
 
-@contextmanager
-def couple(program: Path) -> Iterator[tuple[Process, Process]]:
-    """A preloaded process and a plain one."""
-    plain = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "LD_PRELOAD" and not name.startswith("MEMSAVER_")
-    }
-    with ExitStack() as stack:
-        processes = []
-        for env in ({**plain, **preload_env(env=plain)}, plain):
-            processes.append(Process(program, env))
-            stack.callback(processes[-1].close)
-        yield processes[0], processes[1]
-
-
-def measure(couples: int = 5, turns: int = 60) -> list[dict[str, Any]]:
+def measure(processes: int = 5, turns: int = 60) -> list[dict[str, Any]]:
     """Measures on the current GPU. Needs a built memsaver, a compiler and a CUDA runtime.
 
     Raises RuntimeError where one of these is missing.
@@ -145,19 +151,20 @@ def measure(couples: int = 5, turns: int = 60) -> list[dict[str, Any]]:
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in SIZES}
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
-        for number in range(couples):
-            with couple(program) as (preloaded, plain):
+        for number in range(processes):
+            process = Process(program)
+            try:
                 for name, size in SIZES.items():
-                    plain.pair_ns(size, 20)
-                    estimate = plain.pair_ns(size, 100)
+                    process.pair_ns(size, 20, direct=True)
+                    estimate = process.pair_ns(size, 100, direct=True)
                     pairs = max(20, int(TURN_SECONDS * 1e9 / estimate))
-                    preloaded.pair_ns(size, pairs)
-                    ours, theirs = times[name]
+                    process.pair_ns(size, pairs, direct=False)
                     for turn in range(turns):
-                        order = [(preloaded, ours), (plain, theirs)]
                         # Who goes first alternates.
-                        for process, results in order[:: 1 if (turn + number) % 2 else -1]:
-                            results.append(process.pair_ns(size, pairs))
+                        for direct in (False, True) if (turn + number) % 2 else (True, False):
+                            times[name][direct].append(process.pair_ns(size, pairs, direct))
+            finally:
+                process.close()
     rows = []
     for name, (ours, theirs) in times.items():
         value, peer_value = statistics.median(ours), statistics.median(theirs)
@@ -166,7 +173,7 @@ def measure(couples: int = 5, turns: int = 60) -> list[dict[str, Any]]:
                 "bench": "hook_overhead",
                 "metric": f"malloc_free_pair_{name}_ns",
                 "memsaver": round(value, 1),
-                "peer": "without preload",
+                "peer": "the runtime's own functions",
                 "peer_value": round(peer_value, 1),
                 "ratio": round(value / peer_value, 4),
             }
@@ -177,11 +184,11 @@ def measure(couples: int = 5, turns: int = 60) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--couples", type=int, default=5, help="process couples (default 5)")
+    parser.add_argument("--processes", type=int, default=5, help="default 5")
     parser.add_argument("--turns", type=int, default=60, help="turns per size (default 60)")
     options = parser.parse_args(arguments)
     try:
-        rows = measure(options.couples, options.turns)
+        rows = measure(options.processes, options.turns)
     except RuntimeError as error:
         sys.exit(f"hook_overhead: {error}")
     for row in rows:

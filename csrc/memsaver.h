@@ -135,6 +135,12 @@ MS_API void ms_list_free(void* list);
  * paused. MS_INVALID_STATE: the tag is paused, or on its way there or back. */
 MS_API ms_status ms_region_enter(const char* tag, int backup, ms_error* error);
 
+/* Only allocations on these devices (bit n: device n, the first 64) belong to the innermost region
+ * of this thread; on others to no tag: ms_malloc refuses them with MS_INVALID_STATE, ms_malloc_any
+ * gives plain memory. Without it a region is for every device. MS_INVALID_STATE: the thread is in
+ * none. */
+MS_API ms_status ms_region_limit(uint64_t devices, ms_error* error);
+
 /* Leaves the innermost region or disabled section of this thread. MS_INVALID_STATE: there is none.
  */
 MS_API ms_status ms_region_exit(ms_error* error);
@@ -188,6 +194,12 @@ MS_API ms_status ms_free_any(void* pointer, int device, ms_error* error);
  * warning. */
 MS_API void* ms_torch_malloc(ptrdiff_t bytes, int device, void* stream);
 MS_API void ms_torch_free(void* pointer, size_t bytes, int device, void* stream);
+
+/* Lets devices whose use began after memory was mapped reach that memory too, where the hardware
+ * allows it: memory of ours is mapped for the devices in use at that time, and unlike cudaMalloc's
+ * not affected by cudaDeviceEnablePeerAccess. Allocations and resumes do it as well. Waits for
+ * transitions under way. */
+MS_API ms_status ms_refresh_peers(ms_error* error);
 
 /* --- transitions */
 

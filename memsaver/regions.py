@@ -52,6 +52,8 @@ class region(contextlib.ContextDecorator):
         devices = pools.prepare(self.device) if pools else []
         _C.region_enter(self.tag, self._backup_code)
         try:
+            if devices:
+                _C.region_limit(sum(1 << device for device in devices))
             _undo.stack.append(pools.route(self.tag, devices) if pools else None)
         except BaseException:
             _C.region_exit()

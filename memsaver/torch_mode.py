@@ -100,6 +100,7 @@ class TorchPools:
         indices = self.indices(devices)
         for device in indices:
             self.warm_up(device)
+        _C.refresh_peers()
         return indices
 
     def route(self, tag: str, devices: list[int]) -> Route:

@@ -133,11 +133,14 @@ def resume(*tags: str) -> Report:
     """
     start = time.perf_counter()
     names = [check_tag(tag) for tag in tags]
-    with _serialised(_selected(names)):
+    selected = _selected(names)
+    with _serialised(selected):
+        waiting = [name for name in selected if state(name) is State.PAUSED]
         try:
             changes = tuple(Change(*row) for row in _C.resume(names))
-            _announce_all(Report(0.0, changes).changed)
         finally:
+            # By what happened, not by how it ended: an interrupt may come when all is done.
+            _announce_all([name for name in waiting if state(name) is State.MAPPED])
             emit_warnings()
     return Report(time.perf_counter() - start, changes)
 
@@ -148,12 +151,13 @@ def paused(*tags: str, backup: str | None = None) -> Iterator[Report]:
 
     Yields the pause's report. Errors are those of `pause` and `resume`.
     """
-    report = pause(*tags, backup=backup)
+    mapped = [name for name in _selected([check_tag(t) for t in tags]) if _is(name, State.MAPPED)]
     try:
-        yield report
+        yield pause(*tags, backup=backup)
     finally:
-        if report.changed:
-            resume(*report.changed)
+        going = [name for name in mapped if _is(name, State.PAUSED)]
+        if going:
+            resume(*going)
 
 
 def state(tag: str) -> State:
@@ -203,7 +207,11 @@ def _announce_after(error: BaseException, tag: str) -> None:
         )
 
 
-def _announce_all(tags: tuple[str, ...]) -> None:
+def _is(tag: str, wanted: State) -> bool:
+    return state(tag) is wanted
+
+
+def _announce_all(tags: list[str]) -> None:
     first: BaseException | None = None
     for tag in tags:
         try:

@@ -105,11 +105,12 @@ def _why_not(config: pytest.Config, item: pytest.Item) -> str | None:
 class Totals(ctypes.Structure):
     """struct sim_totals of csrc/sim/sim.h."""
 
-    _names = (
+    _order = (
         "handles mappings reservations reserved_bytes allocations pinned_bytes registered_bytes "
         "streams events graphs captures retained_contexts queued_operations violations "
         "illegal_accesses devices"
-    ).split()
+    )
+    _names = tuple(_order.split())
     _fields_ = [(name, ctypes.c_uint64) for name in _names] + [
         ("physical_bytes", ctypes.c_uint64 * 16)
     ]
@@ -146,7 +147,7 @@ class Simulator:
         self.library.cuStreamBeginCapture_v2.argtypes = [pointer, ctypes.c_int]
         self.library.cuStreamEndCapture.argtypes = [pointer, pointer]
         self.library.cuGraphDestroy.argtypes = [pointer]
-        self._file = tempfile.TemporaryFile()
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - for the session
         self.idle: dict[int, int] = {}
 
     # What it does.

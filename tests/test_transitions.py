@@ -1,9 +1,11 @@
 """Pause and resume: contents, addresses, states, reports, threads, callbacks, work in flight."""
 
 import ctypes
+import itertools
 import random
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 
@@ -148,7 +150,7 @@ def test_new_and_deleted_blocks_between_cycles(sim, tag, make_blocks):
         blocks += make_blocks(name, [50_000, 200_000, 3 * MIB])
         assert all(b.is_intact() for b in blocks)
     spans = sorted((b.address, b.address + b.nbytes) for b in blocks)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def test_a_tensor_survives(sim, tag):
@@ -1018,7 +1020,7 @@ def events():
     """What callbacks saw, and a way to register them that is undone."""
 
     class Events(list):
-        registered = []
+        registered: ClassVar[list] = []
 
         def on(self, function, *arguments):
             self.registered.append(function(*arguments))

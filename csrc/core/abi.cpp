@@ -218,6 +218,10 @@ ms_status ms_disable_enter(ms_error* error) {
   });
 }
 
+ms_status ms_region_limit(uint64_t devices, ms_error* error) {
+  return guarded(error, [&] { limit_region(devices); });
+}
+
 const char* ms_region_tag(void) {
   const Tag* const tag = forked() ? nullptr : current_tag();
   return tag ? tag->name.c_str() : nullptr;
@@ -248,6 +252,10 @@ ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error* error)
     if (!tag) throw Error(Status::kInvalidState, "the calling thread is in no region");
     if (bytes == 0) return;
     Device& on = device_of(device);
+    if (!region_covers(on.ordinal())) {
+      throw Error(Status::kInvalidState,
+                  "the thread's region is not for device " + std::to_string(on.ordinal()));
+    }
     *pointer = reinterpret_cast<void*>(allocate(*tag, on, bytes));
     on.adopt_thread();
   });
@@ -262,7 +270,7 @@ ms_status ms_malloc_any(uint64_t bytes, int device, void* stream, void** pointer
     Tag* tag = current_tag();
     if (!tag) tag = tag_of_stream(stream);
     Device& on = device_of(device);
-    if (tag) {
+    if (tag && region_covers(on.ordinal())) {
       *pointer = reinterpret_cast<void*>(allocate(*tag, on, bytes));
       return;
     }
@@ -310,6 +318,13 @@ ms_status ms_resume(const char* const* tags, size_t tag_count, ms_change** rows,
   return guarded(error, [&] {
     require_tags();
     hand_out_changes(resume(names_of(tags, tag_count)), rows, row_count);
+  });
+}
+
+ms_status ms_refresh_peers(ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    share_with_active_devices();
   });
 }
 

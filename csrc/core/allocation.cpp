@@ -1,6 +1,7 @@
 #include "core/allocation.h"
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 
 #include "core/driver.h"
@@ -101,14 +102,42 @@ Hold::~Hold() {
     for (auto& [ordinal, pool] : tag->pools) {
       try {
         settle(lock_, pool);
-      } catch (const std::exception& error) {
+      } catch (const Error& error) {
         if (!lock_.owns_lock()) lock_.lock();
-        warn("freed memory of tag " + quoted(tag->name) + " stays held for now: " + error.what());
+        if (is_shutdown(static_cast<CUresult>(error.cuda_error))) continue;
+        warn("freed memory of tag " + quoted(tag->name) + " stays held for now: " + error.message);
+      } catch (...) {
+        // Out of host memory: the blocks stay doomed, and the next holder tries again.
+        if (!lock_.owns_lock()) lock_.lock();
       }
     }
     tag->held = false;
   }
   Registry::instance().changed.notify_all();
+}
+
+void share_with_active_devices() {
+  static std::atomic<uint64_t> known{0};
+  const uint64_t active = Device::active();
+  const uint64_t before = known.exchange(active);
+  if ((active & ~before) == 0 || before == 0) return;
+  Registry& registry = Registry::instance();
+  std::unique_lock<std::mutex> lock(registry.mutex);
+  const std::vector<Tag*> tags = registry.select({});
+  lock.unlock();
+  for (Tag* tag : tags) {
+    Hold hold(std::unique_lock<std::mutex>(registry.mutex), {tag});
+    hold.unlock();  // the holder's alone until the end of the hold
+    for (auto& [ordinal, pool] : tag->pools) {
+      try {
+        const std::vector<CUmemAccessDesc> access = pool.heap.device().access();
+        for (const auto& [address, extent] : pool.heap.extents()) extent.share(access);
+      } catch (const Error& error) {
+        warn("memory of tag " + quoted(tag->name) +
+             " cannot be reached from every device in use: " + error.message);
+      }
+    }
+  }
 }
 
 uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
@@ -118,6 +147,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
   const std::string what = "an allocation in tag " + quoted(tag.name);
   if (bytes > device.total_bytes()) throw registry.shortage(what, device, bytes).with_tag(tag.name);
   collect_strays(device);  // they may lie where this allocation will
+  share_with_active_devices();
   Hold hold(std::unique_lock<std::mutex>(registry.mutex), {&tag});
   if (tag.state != State::kMapped) {
     throw Error(Status::kInvalidState,

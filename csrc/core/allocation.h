@@ -38,6 +38,10 @@ class Hold {
 // kOutOfDeviceMemory (nothing is kept), kDriverFailed. Makes no call that a stream capture forbids.
 uint64_t allocate(Tag& tag, Device& device, uint64_t bytes);
 
+// Lets devices that came into use since the last call reach the memory that is mapped already.
+// Waits for held tags. Quick where nothing changed. A refusal of the driver is a warning.
+void share_with_active_devices();
+
 // Gives it back, in any state of the tag: at once, or by whoever holds the tag in a transition.
 // Waits for the device's work before memory goes back to the driver or to the next allocation.
 // Throws kNotOurs for foreign addresses, kInvalidArgument for an address that is not the start of a

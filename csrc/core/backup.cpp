@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "core/log.h"
 #include "core/status.h"
 #include "core/text.h"
 
@@ -82,9 +83,16 @@ void* HostBackup::host(uint64_t address) const {
 void HostBackup::drop(std::map<uint64_t, PinnedRange>::iterator cell) {
   char* const start = reinterpret_cast<char*>(cell->second.address());
   const uint64_t bytes = cell->second.bytes();
+  cell->second.unpin();
+  cells_.erase(cell);
   held_bytes_ -= bytes;
-  cells_.erase(cell);  // unpins
   madvise(start, bytes, MADV_DONTNEED);
+}
+
+void HostBackup::try_drop(std::map<uint64_t, PinnedRange>::iterator cell) noexcept try {
+  drop(cell);
+} catch (const Error& error) {
+  warn(error.message + "; host memory of a backup stays pinned for now");
 }
 
 void HostBackup::prepare(const std::vector<VaReservation>& spans,
@@ -117,11 +125,20 @@ void HostBackup::prepare(const std::vector<VaReservation>& spans,
   for (auto cell = cells_.begin(); cell != cells_.end();) {
     const auto need = wanted.find(cell->first);
     const auto next = std::next(cell);
-    const bool kept =
-        need != wanted.end() &&
-        cell->second.address() == reinterpret_cast<uint64_t>(need->second.first) &&
-        cell->second.bytes() == static_cast<uint64_t>(need->second.second - need->second.first);
-    if (!kept) drop(cell);
+    if (need == wanted.end()) {
+      try_drop(cell);
+    } else {
+      const auto low = reinterpret_cast<uint64_t>(need->second.first);
+      const auto high = reinterpret_cast<uint64_t>(need->second.second);
+      const PinnedRange& pinned = cell->second;
+      const uint64_t end = pinned.address() + pinned.bytes();
+      const bool covers = pinned.address() <= low && high <= end;
+      if (covers && (pinned.address() < low || high < end)) {
+        try_drop(cell);  // too much; it will do, if it cannot be changed
+      } else if (!covers) {
+        drop(cell);
+      }
+    }
     cell = next;
   }
   std::vector<uint64_t> added;
@@ -140,7 +157,7 @@ void HostBackup::prepare(const std::vector<VaReservation>& spans,
       added.push_back(cell);
     }
   } catch (...) {
-    for (const uint64_t cell : added) drop(cells_.find(cell));
+    for (const uint64_t cell : added) try_drop(cells_.find(cell));
     throw;
   }
 }
@@ -159,8 +176,8 @@ std::vector<Range> HostBackup::pieces(const std::vector<Range>& ranges) const {
 
 uint64_t HostBackup::release() {
   const uint64_t held = held_bytes_;
-  while (!cells_.empty()) drop(cells_.begin());
-  return held;
+  for (auto cell = cells_.begin(); cell != cells_.end();) try_drop(cell++);
+  return held - held_bytes_;
 }
 
 }  // namespace memsaver

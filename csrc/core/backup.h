@@ -56,7 +56,8 @@ class HostBackup {
   };
 
   Mirror& mirror_of(const VaReservation& span);
-  void drop(std::map<uint64_t, PinnedRange>::iterator cell);
+  void drop(std::map<uint64_t, PinnedRange>::iterator cell);  // on a throw it is as before
+  void try_drop(std::map<uint64_t, PinnedRange>::iterator cell) noexcept;
 
   std::vector<std::unique_ptr<Mirror>> mirrors_;
   std::map<uint64_t, PinnedRange> cells_;  // by the device address of their cell of the grid

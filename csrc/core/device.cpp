@@ -1,5 +1,6 @@
 #include "core/device.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 
@@ -69,9 +70,14 @@ Device::Device(int ordinal) : ordinal_(ordinal) {
            device_);
   rdma_supported_ = rdma != 0;
   CU_CHECK(cuDevicePrimaryCtxRetain, &context_, device_);
-  total_bytes_ = memory().total_bytes;
-  DeviceScope scope(*this);
-  driver().cuMemAlloc(&keeper_, kWaitBlockBytes);  // without it drain() is slower, no more
+  try {
+    DeviceScope scope(*this);
+    total_bytes_ = memory().total_bytes;
+    driver().cuMemAlloc(&keeper_, kWaitBlockBytes);  // without it drain() is slower, no more
+  } catch (...) {
+    driver().cuDevicePrimaryCtxRelease(device_);
+    throw;
+  }
 }
 
 void Device::adopt_thread() const noexcept {
@@ -88,20 +94,32 @@ Device::Memory Device::memory() const {
   return {free_bytes, total_bytes};
 }
 
+uint64_t Device::active() {
+  uint64_t mask = 0;
+  const int devices = std::min(count(), 64);
+  for (int ordinal = 0; ordinal < devices; ++ordinal) {
+    CUdevice device = 0;
+    unsigned int flags = 0;
+    int active = 0;
+    if (driver().cuDeviceGet(&device, ordinal) == CUDA_SUCCESS &&
+        driver().cuDevicePrimaryCtxGetState(device, &flags, &active) == CUDA_SUCCESS && active) {
+      mask |= 1ull << ordinal;
+    }
+  }
+  return mask;
+}
+
 std::vector<CUmemAccessDesc> Device::access() const {
   CUmemAccessDesc own{};
   own.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   own.location.id = ordinal_;
   own.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   std::vector<CUmemAccessDesc> access{own};
-  const int devices = count();
-  for (int other = 0; other < devices; ++other) {
-    if (other == ordinal_) continue;
+  const uint64_t others = active() & ~(1ull << ordinal_);
+  for (int other = 0; others >> other != 0; ++other) {
     CUdevice peer = 0;
-    unsigned int flags = 0;
-    int active = 0, reachable = 0;
-    if (driver().cuDeviceGet(&peer, other) == CUDA_SUCCESS &&
-        driver().cuDevicePrimaryCtxGetState(peer, &flags, &active) == CUDA_SUCCESS && active &&
+    int reachable = 0;
+    if ((others >> other & 1) != 0 && driver().cuDeviceGet(&peer, other) == CUDA_SUCCESS &&
         driver().cuDeviceCanAccessPeer(&reachable, peer, device_) == CUDA_SUCCESS && reachable) {
       access.push_back(own);
       access.back().location.id = other;
@@ -164,15 +182,17 @@ DeviceScope::DeviceScope(const Device& device) {
     CU_CHECK(cuCtxPushCurrent, device.context());
     pushed_ = true;
   }
-  if (driver().cuThreadExchangeStreamCaptureMode(&mode_) != CUDA_SUCCESS)
-    mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+  exchanged_ = driver().cuThreadExchangeStreamCaptureMode(&mode_) == CUDA_SUCCESS;
 }
 
 DeviceScope::~DeviceScope() {
-  driver().cuThreadExchangeStreamCaptureMode(&mode_);
-  if (pushed_) {
-    CUcontext popped = nullptr;
-    driver().cuCtxPopCurrent(&popped);
+  // A thread left in relaxed mode would miss errors of its own: a refusal is not taken at once.
+  for (int tries = 0; exchanged_ && tries < 3; ++tries) {
+    exchanged_ = driver().cuThreadExchangeStreamCaptureMode(&mode_) != CUDA_SUCCESS;
+  }
+  CUcontext popped = nullptr;
+  for (int tries = 0; pushed_ && tries < 3; ++tries) {
+    pushed_ = driver().cuCtxPopCurrent(&popped) != CUDA_SUCCESS;
   }
 }
 

@@ -25,6 +25,9 @@ class Device {
 
   static int count();
 
+  // The devices whose primary context is active, one bit each.
+  static uint64_t active();
+
   int ordinal() const { return ordinal_; }
   CUcontext context() const { return context_; }
 
@@ -86,6 +89,7 @@ class DeviceScope {
 
  private:
   bool pushed_ = false;
+  bool exchanged_ = false;
   CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 

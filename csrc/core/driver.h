@@ -24,6 +24,7 @@ namespace memsaver {
   X(cuDeviceGetAttribute)          \
   X(cuDeviceCanAccessPeer)         \
   X(cuDevicePrimaryCtxRetain)      \
+  X(cuDevicePrimaryCtxRelease)     \
   X(cuDevicePrimaryCtxGetState)    \
   X(cuCtxGetCurrent)               \
   X(cuCtxPushCurrent)              \

@@ -161,6 +161,10 @@ Mapping Mapping::map(uint64_t address, PhysicalMemory&& memory,
   return Mapping(address, std::move(memory));
 }
 
+void Mapping::share(const std::vector<CUmemAccessDesc>& access) const {
+  CU_CHECK(cuMemSetAccess, address_, bytes(), access.data(), access.size());
+}
+
 Mapping::Mapping(Mapping&& other) noexcept
     : address_(std::exchange(other.address_, 0)), memory_(std::move(other.memory_)) {}
 
@@ -206,6 +210,12 @@ PinnedRange& PinnedRange::operator=(PinnedRange&& other) noexcept {
   std::swap(start_, other.start_);
   std::swap(bytes_, other.bytes_);
   return *this;
+}
+
+void PinnedRange::unpin() {
+  CU_CHECK(cuMemHostUnregister, start_);
+  start_ = nullptr;
+  bytes_ = 0;
 }
 
 PinnedRange::~PinnedRange() {

@@ -75,6 +75,9 @@ class Mapping {
   Mapping& operator=(Mapping&& other) noexcept;
   ~Mapping();  // unmaps and releases; the caller has drained the device
 
+  // Lets others touch it too. The rights of those not in `access` stay.
+  void share(const std::vector<CUmemAccessDesc>& access) const;
+
   uint64_t address() const { return address_; }
   uint64_t bytes() const { return memory_.bytes(); }
   uint64_t end() const { return address_ + bytes(); }
@@ -101,6 +104,9 @@ class PinnedRange {
   PinnedRange(PinnedRange&& other) noexcept;
   PinnedRange& operator=(PinnedRange&& other) noexcept;
   ~PinnedRange();
+
+  // Gives up the pinning; on a throw it is as before.
+  void unpin();
 
   uint64_t address() const { return reinterpret_cast<uint64_t>(start_); }
   uint64_t bytes() const { return bytes_; }

@@ -91,6 +91,7 @@ class Heap {
   std::vector<Range> plan_tiles(uint64_t share_bytes) const;
   void commit_extents(std::vector<Mapping> mapped);
   std::vector<Mapping> take_all_extents();
+  const std::map<uint64_t, Mapping>& extents() const { return extents_; }
 
   const std::vector<VaReservation>& spans() const { return spans_; }
   uint64_t allocations() const { return blocks_.size(); }

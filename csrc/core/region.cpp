@@ -15,10 +15,16 @@ std::atomic<int> open_anywhere{1};
 
 namespace {
 
-// A thread's open regions; a null tag is a disabled section. A thread that ends inside a region
-// leaves it.
+constexpr uint64_t kAllDevices = ~0ull;
+
+struct Entry {
+  Tag* tag;          // null: a disabled section
+  uint64_t devices;  // bit n: allocations on device n are meant
+};
+
+// A thread's open regions. A thread that ends inside a region leaves it.
 struct Stack {
-  std::vector<Tag*> entries;
+  std::vector<Entry> entries;
   ~Stack();
 };
 
@@ -29,7 +35,7 @@ thread_local Tag* innermost = nullptr;
 thread_local bool inside = false;
 
 void push(Tag* tag) {
-  stack.entries.push_back(tag);
+  stack.entries.push_back({tag, kAllDevices});
   innermost = tag;
   inside = true;
   regions::open_anywhere.fetch_add(1);
@@ -48,7 +54,7 @@ void leave(Tag* tag) {
 
 Stack::~Stack() {
   regions::open_anywhere.fetch_sub(static_cast<int>(entries.size()));
-  for (Tag* tag : entries) leave(tag);
+  for (const Entry& entry : entries) leave(entry.tag);
   inside = false;
 }
 
@@ -118,12 +124,24 @@ void exit_region() {
     throw Error(Status::kInvalidState,
                 "this thread is in no region: enter and leave a region on the same thread");
   }
-  Tag* const tag = stack.entries.back();
+  Tag* const tag = stack.entries.back().tag;
   stack.entries.pop_back();
   inside = !stack.entries.empty();
-  innermost = inside ? stack.entries.back() : nullptr;
+  innermost = inside ? stack.entries.back().tag : nullptr;
   regions::open_anywhere.fetch_sub(1);
   leave(tag);
+}
+
+void limit_region(uint64_t devices) {
+  if (stack.entries.empty()) {
+    throw Error(Status::kInvalidState, "this thread is in no region whose devices could be named");
+  }
+  stack.entries.back().devices = devices;
+}
+
+bool region_covers(int device) noexcept {
+  if (!inside || device < 0 || device >= 64) return true;
+  return (stack.entries.back().devices >> device & 1) != 0;
 }
 
 size_t region_depth() { return stack.entries.size(); }

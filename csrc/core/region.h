@@ -22,6 +22,11 @@ void enter_disabled();
 void exit_region();  // throws kInvalidState when there is nothing to leave
 size_t region_depth();
 
+// Only allocations on these devices (bit n: device n) belong to this thread's innermost region; on
+// others they belong to no tag. Throws kInvalidState outside any.
+void limit_region(uint64_t devices);
+bool region_covers(int device) noexcept;
+
 // While a stream is bound, allocations for it by threads outside any region belong to the tag.
 void bind_stream(void* stream, const std::string& tag, std::optional<Backup> policy);
 void unbind_stream(void* stream);

@@ -7,21 +7,28 @@
 namespace memsaver {
 
 Transfer::~Transfer() {
-  for (Device* device : busy_) {
+  for (Busy& busy : busy_) {
     try {
-      DeviceScope scope(*device);
-      if (driver().cuStreamSynchronize(device->copy_stream()) != CUDA_SUCCESS) device->drain();
+      CUstream stream = busy.device->copy_stream();
+      if (driver().cuStreamSynchronize(stream) != CUDA_SUCCESS) busy.device->drain();
     } catch (...) {
       // The context is gone, and with it the copies.
     }
   }
+  let_go();
+}
+
+void Transfer::let_go() noexcept {
+  while (!busy_.empty()) busy_.pop_back();
 }
 
 uint64_t Transfer::queue(Device& device, const HostBackup& backup, const std::vector<Range>& ranges,
                          Direction direction) {
-  DeviceScope scope(device);
+  if (ranges.empty()) return 0;
   CUstream stream = device.copy_stream();
-  if (std::find(busy_.begin(), busy_.end(), &device) == busy_.end()) busy_.push_back(&device);
+  const bool known = std::any_of(busy_.begin(), busy_.end(),
+                                 [&](const Busy& busy) { return busy.device == &device; });
+  if (!known) busy_.push_back({&device, std::make_unique<DeviceScope>(device)});
   uint64_t bytes = 0;
   for (const Range& piece : backup.pieces(ranges)) {
     void* const host = backup.host(piece.address);
@@ -46,12 +53,8 @@ uint64_t Transfer::restore(Device& device, const HostBackup& backup,
 }
 
 void Transfer::wait() {
-  while (!busy_.empty()) {
-    Device& device = *busy_.back();
-    DeviceScope scope(device);
-    CU_CHECK(cuStreamSynchronize, device.copy_stream());
-    busy_.pop_back();
-  }
+  for (const Busy& busy : busy_) CU_CHECK(cuStreamSynchronize, busy.device->copy_stream());
+  let_go();
 }
 
 }  // namespace memsaver

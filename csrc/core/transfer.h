@@ -1,6 +1,7 @@
 // transfer: moves bytes between devices and their host backups.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "core/backup.h"
@@ -9,7 +10,8 @@
 
 namespace memsaver {
 
-// Copies queued on the devices' copy streams, which run side by side. Used by one thread; the
+// Copies queued on the devices' copy streams, which run side by side. Used by one thread, whose
+// current context is one of the devices' until the end; the
 // ranges and the host memory must stay as they are until wait() has returned or the object is gone.
 class Transfer {
  public:
@@ -31,7 +33,15 @@ class Transfer {
   uint64_t queue(Device& device, const HostBackup& backup, const std::vector<Range>& ranges,
                  Direction direction);
 
-  std::vector<Device*> busy_;
+  // A device with copies queued, and its context until they are done: to wait must not depend on a
+  // call that could be refused.
+  struct Busy {
+    Device* device;
+    std::unique_ptr<DeviceScope> scope;
+  };
+  void let_go() noexcept;
+
+  std::vector<Busy> busy_;  // contexts are pushed in this order, and popped from the back
 };
 
 }  // namespace memsaver

@@ -140,21 +140,23 @@ bool unmap_all(std::vector<Step>& steps, Error* failure, bool* clean) {
 }
 
 // Undoes what a resume has done to a step: new pages go back to the driver, parked ones are parked
-// again.
+// again. What the driver will not unmap stays mapped, and its bytes with it.
 void roll_back(Step& step) {
   if (!step.takes_parked) {
     step.mappings.clear();
     return;
   }
-  for (; !step.mappings.empty(); step.mappings.pop_back()) {
+  std::vector<Mapping> kept;
+  for (Mapping& mapping : step.mappings) {
     try {
-      const uint64_t address = step.mappings.back().address();
-      step.pool.parked.emplace_back(address, step.mappings.back().unmap());
+      const uint64_t address = mapping.address();
+      step.pool.parked.emplace_back(address, mapping.unmap());
     } catch (const Error& error) {
       warn("pages of tag " + quoted(step.pool.tag.name) + " stay mapped: " + error.message);
-      return;
+      kept.push_back(std::move(mapping));
     }
   }
+  step.mappings = std::move(kept);
 }
 
 uint64_t total(const std::vector<Range>& ranges) {
@@ -221,6 +223,7 @@ std::vector<Change> pause(const std::vector<std::string>& names, std::optional<B
     Transfer transfer;
     for (Step& step : steps) {
       Pool& pool = step.pool;
+      if (step.ranges.empty()) continue;
       try {
         DeviceScope scope(pool.heap.device());
         pool.backup.prepare(pool.heap.spans(), step.ranges);
@@ -303,6 +306,9 @@ std::vector<Change> resume(const std::vector<std::string>& names) {
     transfer.wait();
   } catch (Error& error) {
     for (Step& step : steps) roll_back(step);
+    hold.lock();
+    for (Step& step : steps) step.pool.heap.commit_extents(std::move(step.mappings));
+    hold.unlock();
     if (error.status == Status::kOutOfDeviceMemory && error.call == std::string("cuMemCreate")) {
       const Device& device = at->pool.heap.device();
       uint64_t needed = 0;

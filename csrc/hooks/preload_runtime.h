@@ -24,11 +24,12 @@
 
 namespace memsaver::hooks {
 
+// clang-format off
 enum class Call : unsigned {
 #define X(name, parameters, ...) name,
   MEMSAVER_HOOKS(X) MEMSAVER_CALLED(X)
 #undef X
-      kCount
+  kCount
 };
 
 template <Call call>
@@ -41,11 +42,12 @@ struct Signature;
 MEMSAVER_HOOKS(X)
 MEMSAVER_CALLED(X)
 #undef X
+// clang-format on
 
-    // What has been found for the calls of one loaded object. Never freed; `real` fills up over
-    // time. The objects that the functions lie in stay loaded from then on. Another object that is
-    // loaded where this one was inherits what was found for it.
-    struct Caller {
+// What has been found for the calls of one loaded object. Never freed; `real` fills up over time.
+// The objects that the functions lie in stay loaded from then on. Another object that is loaded
+// where this one was inherits what was found for it.
+struct Caller {
   uintptr_t begin, bytes;
   Caller* next;
   std::atomic<void*> real[static_cast<unsigned>(Call::kCount)];

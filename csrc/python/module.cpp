@@ -110,6 +110,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("region_enter", [](const std::string& tag, int backup) {
     without_gil([&](ms_error* error) { return ms_region_enter(tag.c_str(), backup, error); });
   });
+  m.def("region_limit", [](uint64_t devices) {
+    without_gil([&](ms_error* error) { return ms_region_limit(devices, error); });
+  });
+  m.def("refresh_peers",
+        [] { without_gil([](ms_error* error) { return ms_refresh_peers(error); }); });
   m.def("region_exit", [] { without_gil([](ms_error* error) { return ms_region_exit(error); }); });
   m.def("disable_enter",
         [] { without_gil([](ms_error* error) { return ms_disable_enter(error); }); });

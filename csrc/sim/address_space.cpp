@@ -80,10 +80,9 @@ CUresult AddressSpace::free(Range range) {
 }
 
 CUresult AddressSpace::map(Range range, std::shared_ptr<PhysicalMemory> memory) {
-  if (!valid(range) || range.size > memory->size() || !is_reserved(range) || !is_unmapped(range)) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  if (range.size < memory->size()) return CUDA_ERROR_NOT_SUPPORTED;
+  if (!valid(range)) return CUDA_ERROR_INVALID_VALUE;
+  if (range.size != memory->size()) return CUDA_ERROR_NOT_SUPPORTED;
+  if (!is_reserved(range) || !is_unmapped(range)) return CUDA_ERROR_INVALID_VALUE;
   if (mmap(pointer(range.address), range.size, PROT_NONE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE,
            memory->fd(), static_cast<off_t>(memory->offset())) == MAP_FAILED) {
     return CUDA_ERROR_OUT_OF_MEMORY;

@@ -12,8 +12,7 @@
 //   - A handle that was destroyed or never existed is an error, CUDA_ERROR_INVALID_VALUE or
 //     CUDA_ERROR_INVALID_HANDLE; the driver reads freed memory, and may crash.
 //   - The host can touch device memory while it is mapped and accessible, and faults otherwise.
-//   - Of a range with holes, cuMemUnmap takes every mapping. The driver accepts such a range too;
-//     what it takes is not known.
+//   - A mapping must end where its reservation does, or before; the driver was seen to map beyond.
 //
 // Read from the environment at the first cuInit; a value that makes no sense makes cuInit return
 // CUDA_ERROR_INVALID_VALUE:

@@ -1,0 +1,181 @@
+"""`memsaver demo` on the simulated driver: what it says, and that its checks can fail."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+import memsaver
+from memsaver import demo
+
+
+@pytest.fixture
+def run_demo(run_python):
+    """Runs the command in a process of its own: `run_demo(COLUMNS=80)`."""
+
+    def run(*, status=0, **env):
+        script = "from memsaver.cli import app; app(['demo'], prog_name='memsaver')"
+        return run_python(script, status=status, **env)
+
+    return run
+
+
+# One run takes seconds, so these two serve several tests. The narrow one has no driver named and
+# no GPU to find: then the demo takes the simulated one by itself.
+RUNS = {80: {"MEMSAVER_DRIVER": None, "CUDA_VISIBLE_DEVICES": ""}, 140: {}}
+_done = {}
+
+
+@pytest.fixture
+def finished_demo(run_demo):
+    def run(columns):
+        if columns not in _done:
+            _done[columns] = run_demo(COLUMNS=columns, **RUNS[columns])
+        return _done[columns]
+
+    return run
+
+
+@pytest.mark.parametrize("columns", RUNS)
+def test_the_demo(finished_demo, columns):
+    done = finished_demo(columns)
+    text = done.stdout
+    assert done.stderr == ""
+    assert text.rstrip().endswith("every check held")
+    assert text.count("✓") == 9 and "✗" not in text
+    assert max(len(line) for line in text.splitlines()) <= columns
+    flat = " ".join(text.split())
+    assert f"memsaver {memsaver.__version__} on the simulated driver" in flat
+    assert "It cannot show kernels, CUDA graphs" in flat and "the times are this CPU's" in flat
+    for step in ("pause the engine (1)", "resume weights", "resume the rest", "a trainer uses"):
+        assert step in flat
+    assert "100.0 % of its bytes free" in flat
+    assert "same addresses, same output" in flat
+    assert "…" not in text, "something was cut"
+
+
+def test_the_numbers_are_the_drivers(finished_demo):
+    lines = finished_demo(140).stdout.splitlines()
+    rows = {}
+    for line in lines:
+        for step in (
+            "build the engine",
+            "pause the engine (1)",
+            "resume weights",
+            "resume the rest",
+        ):
+            if line.strip().startswith(step):
+                rows[step] = [cell.replace(",", "") for cell in line[len(step) :].split()][-4:]
+    free = 80 * 1024
+    assert rows["pause the engine (1)"][:3] == ["0", "0", "0"]
+    assert rows["resume weights"][:3] == ["512", "0", "0"]
+    assert rows["resume the rest"][:3] == ["512", "1024", "32"]
+    for cells in rows.values():
+        assert free - 4 <= sum(map(int, cells)) <= free  # the library's own blocks aside
+
+
+def test_an_unusable_driver_is_an_error(run_demo):
+    done = run_demo(status=1, MEMSAVER_DRIVER="/nonexistent.so")
+    assert done.stdout == ""
+    assert done.stderr.startswith("memsaver demo: ") and "/nonexistent.so" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_device_too_small_is_an_error(run_demo):
+    done = run_demo(status=1, MEMSAVER_SIM_MEMORY="1GiB")
+    assert "CUDA out of memory" in done.stderr and "Traceback" not in done.stderr
+
+
+class Small(demo.SimulatedWorkload):
+    """The same with less memory, in the test's process."""
+
+    def build(self):
+        from memsaver import simulator
+
+        with memsaver.region("weights", backup="host"):
+            self.weights = [simulator.buffer(2 << 20) for _ in range(4)]
+        with memsaver.region("kv_cache", backup="host"):
+            self.kv = [simulator.buffer(4 << 20) for _ in range(2)]
+        with memsaver.region("cuda_graph"):
+            self.scratch = simulator.buffer(2 << 20)
+        for buffer in [*self.weights, *self.kv]:
+            buffer.array[:4] = b"data"
+
+    def train(self, nbytes):
+        pass
+
+
+def overwrite(self):
+    self.weights[0].array[:4] = bytes(4)
+
+
+class ChangesWeights(Small):
+    def train(self, nbytes):
+        memsaver.resume("weights")
+        overwrite(self)
+        memsaver.pause("weights")
+
+
+class ChangesOutput(Small):
+    def output(self):
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.calls
+
+
+class MovesAddresses(Small):
+    def addresses(self):
+        self.asked = getattr(self, "asked", 0) + 1
+        return [self.asked]
+
+
+class WakesTheCache(Small):
+    def weights_checksum(self):
+        value = super().weights_checksum()
+        memsaver.resume("kv_cache")
+        return value
+
+
+class KeepsMemory(Small):
+    def train(self, nbytes):
+        from memsaver import simulator
+
+        with memsaver.region("trainer"):
+            self.kept = simulator.buffer(64 << 20)
+
+
+@pytest.fixture
+def run_workload(sim, tag, monkeypatch):
+    tag.names.extend([*demo.TAGS, "trainer"])
+
+    def run(workload, width=120):
+        work = workload()
+        monkeypatch.setattr(demo, "choose_workload", lambda: work)
+        out = io.StringIO()
+        status = demo.run(Console(file=out, width=width, force_terminal=False))
+        memsaver.resume(*demo.TAGS)
+        return status, " ".join(out.getvalue().split())
+
+    return run
+
+
+def test_a_workload_that_behaves(run_workload):
+    status, text = run_workload(Small)
+    assert status == 0 and "every check held" in text
+
+
+@pytest.mark.parametrize(
+    "workload, says",
+    [
+        (ChangesWeights, "resume weights: the weights changed"),
+        (ChangesOutput, "resume the rest: the output changed"),
+        (MovesAddresses, "resume the rest: an address moved"),
+        (WakesTheCache, "resume weights: the KV cache woke too"),
+        (KeepsMemory, "bytes came free"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_check_that_does_not_hold(run_workload, workload, says):
+    status, text = run_workload(workload)
+    assert status == 1
+    assert "did not hold" in text and says in text
+    assert "✗" in text and "every check held" not in text
