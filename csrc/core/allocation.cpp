@@ -148,6 +148,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
   if (bytes > device.total_bytes()) throw registry.shortage(what, device, bytes).with_tag(tag.name);
   collect_strays(device);  // they may lie where this allocation will
   share_with_active_devices();
+  VaReservation span;  // outlives the hold: what is not used is given up without the lock
   Hold hold(std::unique_lock<std::mutex>(registry.mutex), {&tag});
   if (tag.state != State::kMapped) {
     throw Error(Status::kInvalidState,
@@ -162,7 +163,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
 
   if (plan.block.bytes == 0) {
     const uint64_t span_bytes = (bytes + kSlotBytes - 1) / kSlotBytes * kSlotBytes;
-    VaReservation span = VaReservation::reserve(span_bytes, kSlotBytes);
+    span = VaReservation::reserve(span_bytes, kSlotBytes);
     hold.lock();
     registry.publish(span, pool);
     pool.heap.commit_span(std::move(span));

@@ -257,7 +257,7 @@ std::vector<Change> pause(const std::vector<std::string>& names, std::optional<B
     failure.message +=
         "; and pages already unmapped could not be mapped again: the tags are paused, with their "
         "pages "
-        "held and their contents intact; resume them";
+        "held and their contents intact; resume them, then pause again";
   }
   if (!unmapped) throw failure;
   state.commit(State::kPaused);
