@@ -21,6 +21,8 @@ help:  ## Show this help
 
 .PHONY: demo
 demo: build  ## Show what memsaver does, on the GPU or on the simulated driver
+	@if [ -e /dev/nvidiactl ] && ! $(BIN)/python -c "import torch" 2>/dev/null; then \
+	  $(PIP_INSTALL) "torch>=2.6"; fi
 	$(BIN)/memsaver demo
 
 .PHONY: build

@@ -36,6 +36,7 @@ CXXFLAGS = [
     "-pthread",
     "-fvisibility=hidden",
     "-fvisibility-inlines-hidden",
+    "-fno-plt",
     "-fstack-protector-strong",
     "-U_FORTIFY_SOURCE",
     "-D_FORTIFY_SOURCE=2",

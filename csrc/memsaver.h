@@ -131,8 +131,8 @@ MS_API void ms_list_free(void* list);
 
 /* Enters a region on this thread. `backup` becomes the tag's policy; MS_BACKUP_DEFAULT keeps an
  * existing tag's policy and means MS_BACKUP_NONE for a new one. Touches no driver.
- * MS_INVALID_ARGUMENT: empty tag, unknown backup, or a policy other than the tag's while it is
- * paused. MS_INVALID_STATE: the tag is paused, or on its way there or back. */
+ * Waits while the tag is being paused or resumed. MS_INVALID_ARGUMENT: empty tag, unknown backup.
+ * MS_INVALID_STATE: the tag is paused. */
 MS_API ms_status ms_region_enter(const char* tag, int backup, ms_error* error);
 
 /* Only allocations on these devices (bit n: device n, the first 64) belong to the innermost region
@@ -203,16 +203,22 @@ MS_API ms_status ms_refresh_peers(ms_error* error);
 
 /* --- transitions */
 
+/* A number that every allocation, free and opened region raises. */
+MS_API uint64_t ms_changes(void);
+
 /* Gives the device memory of `tags` back on every device, all or nothing; no tags at all means
  * every tag. Waits for all work submitted to the devices before the call. `backup` overrides the
  * tags' policy for this call. The bytes of `dead` are neither saved nor restored (they read as zero
- * after the resume). On success `rows` has one row for each tag and device. MS_UNKNOWN_TAG;
- * MS_INVALID_STATE: a region of a tag is open on a thread;
- * MS_OUT_OF_HOST_MEMORY; MS_DRIVER_FAILED. After a failure every selected allocation is mapped with
- * its bytes. */
+ * after the resume); `changes` is what ms_changes said before they were looked up, and where it
+ * differs by now everything is saved (NULL: they are known to be dead). On success `rows` has one
+ * row for each tag and device.
+ * MS_UNKNOWN_TAG; MS_INVALID_STATE: a region of a tag is open on a thread; MS_OUT_OF_HOST_MEMORY;
+ * MS_DRIVER_FAILED. After a failure every selected allocation is mapped with its bytes; or, where
+ * the driver refused even to map again what it had unmapped, the tags are paused with their pages
+ * held and contents intact, the message says so, and a resume maps them. */
 MS_API ms_status ms_pause(const char* const* tags, size_t tag_count, int backup,
-                          const ms_range* dead, size_t dead_count, ms_change** rows,
-                          size_t* row_count, ms_error* error);
+                          const ms_range* dead, size_t dead_count, const uint64_t* changes,
+                          ms_change** rows, size_t* row_count, ms_error* error);
 
 /* Maps memory again behind the same addresses, and the saved bytes into it; what was not saved
  * reads as zero. MS_UNKNOWN_TAG; MS_OUT_OF_DEVICE_MEMORY; MS_DRIVER_FAILED. After a failure every

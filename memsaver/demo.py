@@ -41,14 +41,14 @@ class Workload(Protocol):
     def addresses(self) -> list[int]:
         """Where the tensors lie."""
 
-    def weights_checksum(self) -> int:
-        """A number that changes when a byte of the weights does."""
+    def weights_intact(self) -> bool:
+        """Whether every byte of the weights is what it was when they were built."""
 
     def output(self) -> Any:
         """One decode step's result, comparable with ==. Needs everything resident."""
 
-    def train(self, nbytes: int) -> None:
-        """Take that much device memory, use it, give it back."""
+    def train(self, nbytes: int) -> int:
+        """Take that much device memory, use it, give it back; what was free meanwhile."""
 
 
 class GpuWorkload:
@@ -69,6 +69,7 @@ class GpuWorkload:
         self.input = torch.randn(8, width, **half)
         with memsaver.region("weights", backup="host"):
             self.weights = [torch.randn(width, 2 * width, **half) / 64 for _ in range(layers)]
+        self.copies = [weight.clone() for weight in self.weights]
         with memsaver.region("kv_cache", backup="host"):
             self.kv = [torch.randn(8, tokens, 2 * width, **half) for _ in range(8)]
         torch.cuda.synchronize()
@@ -93,35 +94,39 @@ class GpuWorkload:
         """Of every tensor that the graph refers to."""
         return [t.data_ptr() for t in [*self.weights, *self.kv, self.result]]
 
-    def weights_checksum(self) -> int:
-        """The sum of all weights' bit patterns."""
-        torch = self.torch
-        return sum(int(w.view(torch.int16).sum(dtype=torch.int64)) for w in self.weights)
+    def weights_intact(self) -> bool:
+        """Compared on the GPU with copies outside of any region."""
+        pairs = zip(self.weights, self.copies, strict=True)
+        return all(self.torch.equal(weight, copy) for weight, copy in pairs)
 
     def output(self) -> Any:
         """The graph's output, replayed."""
         self.graph.replay()
         return self.result.cpu().tolist()
 
-    def train(self, nbytes: int) -> None:
+    def train(self, nbytes: int) -> int:
         """A trainer's tensors: filled, used, freed."""
         torch = self.torch
         whole = dict(dtype=torch.uint8, device="cuda")
         tensors = [torch.full((GIB,), 3, **whole) for _ in range(nbytes // GIB)]
         assert all(int(t[-1]) == 3 for t in tensors)
+        free = memsaver.device_memory()[0]
         del tensors
         torch.cuda.empty_cache()
+        return free
 
 
 class SimulatedWorkload:
     """The same steps on the simulated driver, with buffers in place of tensors."""
 
-    title = "the simulated driver (no GPU found)"
     limits = (
         "Simulated: memory, addresses, contents and the driver's accounting behave as on a GPU, "
         "and paused memory faults when touched.\nIt cannot show kernels, CUDA graphs, torch's "
         "allocator, or the speed of anything: the times are this CPU's."
     )
+
+    def __init__(self, why: str) -> None:
+        self.title = f"the simulated driver ({why})"
 
     def build(self) -> None:
         """Half a GiB of weights, one GiB of KV cache, a third tag where a graph's pool would be."""
@@ -133,18 +138,19 @@ class SimulatedWorkload:
             self.kv = [simulator.buffer(128 * MIB) for _ in range(8)]
         with memsaver.region("cuda_graph"):
             self.scratch = simulator.buffer(32 * MIB)
-        noise = random.Random(0).randbytes(MIB)
+        noise = random.Random(0)
         for buffer in [*self.weights, *self.kv]:
             for at in range(0, buffer.nbytes, 16 * MIB):
-                ctypes.memmove(buffer.address + at, noise, MIB)
+                ctypes.memmove(buffer.address + at, noise.randbytes(MIB), MIB)
+        self.built = self._checksum(self.weights)
 
     def addresses(self) -> list[int]:
         """Of every buffer."""
         return [b.address for b in [*self.weights, *self.kv, self.scratch]]
 
-    def weights_checksum(self) -> int:
-        """A checksum over every byte of the weights."""
-        return self._checksum(self.weights)
+    def weights_intact(self) -> bool:
+        """By a checksum over every byte, in order."""
+        return self._checksum(self.weights) == self.built
 
     def output(self) -> Any:
         """A checksum over weights and KV cache stands in for a decode step."""
@@ -157,14 +163,14 @@ class SimulatedWorkload:
             value = zlib.crc32(buffer.array, value)
         return value
 
-    def train(self, nbytes: int) -> None:
+    def train(self, nbytes: int) -> int:
         """A trainer's memory, in a tag of its own."""
         from memsaver import simulator
 
         with memsaver.region("trainer"):
             taken = simulator.buffer(nbytes)
         ctypes.memset(taken.address, 3, MIB)
-        del taken
+        return memsaver.device_memory()[0]
 
 
 @dataclass
@@ -199,18 +205,24 @@ def choose_workload() -> Workload:
 
     Must be asked before anything opens the driver: it may choose the simulated one for the process.
     """
+    why = "MEMSAVER_DRIVER=sim"
     if not os.environ.get("MEMSAVER_DRIVER"):
         try:
             import torch
 
-            if torch.cuda.is_available():
-                pools = torch_pools()
-                if pools is not None:
-                    return GpuWorkload(pools.torch)
-        except (ImportError, memsaver.MemsaverError):
-            pass
+            pools = torch_pools(required=False) if torch.cuda.is_available() else None
+            if pools is not None:
+                return GpuWorkload(pools.torch)
+            why = "torch finds no GPU here"
+        except ImportError:
+            why = "torch is not installed"
         os.environ["MEMSAVER_DRIVER"] = "sim"
-    return SimulatedWorkload() if _C.driver_info()[2] else GpuWorkload(__import__("torch"))
+    if _C.driver_info()[2]:
+        return SimulatedWorkload(why)
+    found = torch_pools()
+    if found is None:
+        raise memsaver.NotLoadedError("the demo needs a torch with CUDA for this driver")
+    return GpuWorkload(found.torch)
 
 
 def run(console: Console) -> int:
@@ -229,9 +241,10 @@ def run(console: Console) -> int:
     show = Show(table)
 
     show.step("build the engine", work.build, lambda: "three tags")
-    where, checksum, reference = work.addresses(), work.weights_checksum(), work.output()
+    where, reference = work.addresses(), work.output()
     held = memsaver.stats().resident_bytes  # of the engine: the trainer comes later
     free = memsaver.device_memory()[0]
+    lent = held // GIB * GIB
 
     def is_free() -> str:
         grown = memsaver.device_memory()[0] - free
@@ -239,19 +252,27 @@ def run(console: Console) -> int:
         return f"{100 * grown / held:.1f} % of its bytes free"
 
     def weights_only() -> str:
-        assert work.weights_checksum() == checksum, "the weights changed"
+        assert work.weights_intact(), "the weights changed"
         assert memsaver.state("kv_cache") == "paused", "the KV cache woke too"
         return "weights byte for byte, KV cache absent"
 
     def all_back() -> str:
         assert work.addresses() == where, "an address moved"
         assert work.output() == reference, "the output changed"
-        return "same addresses, same output"
+        return f"{len(where)} addresses and output as before"
+
+    lows: list[int] = []
+
+    def is_used() -> str:
+        is_free()
+        taken = free + held - lows[-1]
+        assert taken >= 0.98 * lent, f"the driver says {taken} bytes were taken"
+        return f"took {taken / MIB:,.0f} MiB, gave them back"
 
     for cycle in (1, 2):
         show.table.add_section()
         show.step(f"pause the engine ({cycle})", lambda: memsaver.pause(*TAGS), is_free)
-        show.step("a trainer uses the memory", lambda: work.train(held // GIB * GIB), is_free)
+        show.step("a trainer uses the memory", lambda: lows.append(work.train(lent)), is_used)
         show.step("resume weights", lambda: memsaver.resume("weights"), weights_only)
         show.step("resume the rest", lambda: memsaver.resume(*TAGS), all_back)
 

@@ -35,12 +35,14 @@ class MemsaverError(RuntimeError):
         tag: the tag concerned (at most its first 127 bytes), or "".
     """
 
+    _status = "INTERNAL"  # of a kind, where nobody says more
+
     def __init__(
         self, message: str, *, status: str = "", cuda_error: int = 0, call: str = "", tag: str = ""
     ) -> None:
         super().__init__(message)
         self.message = message
-        self.status = status
+        self.status = status or self._status
         self.cuda_error = cuda_error
         self.call = call
         self.tag = tag
@@ -57,6 +59,7 @@ class OutOfDeviceMemoryError(MemsaverError):
         free: bytes that were free there.
     """
 
+    _status = "OUT_OF_DEVICE_MEMORY"
     needed: int = 0
     free: int = 0
 
@@ -68,31 +71,44 @@ class OutOfHostMemoryError(MemsaverError):
         needed: bytes that could not be had.
     """
 
+    _status = "OUT_OF_HOST_MEMORY"
     needed: int = 0
 
 
 class InvalidStateError(MemsaverError):
     """A valid call at the wrong time: a region of a paused tag, a pause inside a capture."""
 
+    _status = "INVALID_STATE"
+
 
 class UnknownTagError(MemsaverError, KeyError):
     """No region ever named the tag. The message lists the known ones."""
+
+    _status = "UNKNOWN_TAG"
 
 
 class BackupError(MemsaverError, OSError):
     """A backup could not be written or read."""
 
+    _status = "BACKUP_FAILED"
+
 
 class DriverError(MemsaverError):
     """A CUDA driver call failed; `call` and `cuda_error` say which, and how."""
+
+    _status = "DRIVER_FAILED"
 
 
 class NotLoadedError(MemsaverError):
     """What the call needs is not there: a driver, a GPU, torch with CUDA, the native library."""
 
+    _status = "NOT_LOADED"
+
 
 class ConfigError(MemsaverError, ValueError):
     """A value that no state would make valid: an empty tag, an unknown backup or option."""
+
+    _status = "BAD_CONFIG"
 
 
 # The values of ms_status in memsaver.h.

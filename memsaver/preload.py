@@ -79,6 +79,10 @@ def preload_env(
                 "where the process enters its regions"
             )
         added["MEMSAVER_BACKUP"] = backup
+    inherited = base.get("MEMSAVER_BACKUP", "")
+    if backup is None and whole_process and inherited and inherited not in BACKUPS:
+        known = " or ".join(map(repr, BACKUPS))
+        raise ConfigError(f"MEMSAVER_BACKUP={inherited!r} is no backup; use {known}")
     added["LD_PRELOAD"] = _with_library(base.get("LD_PRELOAD", ""), _library_path())
     if whole_process:
         for name in _TORCH_SETTINGS:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from memsaver.errors import InvalidStateError
+from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.native import _C, backup_code, check_tag, emit_warnings
 from memsaver.torch_mode import Devices, torch_pools
 
 __all__ = ["disabled", "region"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class region(contextlib.ContextDecorator):
@@ -47,6 +50,20 @@ class region(contextlib.ContextDecorator):
         self.device = device
         self._backup_code = backup_code(backup)
 
+    def __call__(self, function: Function) -> Function:
+        """The function, with the region around each of its calls.
+
+        Raises:
+            ConfigError: a coroutine or generator function: what runs later would be outside.
+        """
+        kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction)
+        if any(kind(function) for kind in (*kinds, inspect.isasyncgenfunction)):
+            raise ConfigError(
+                f"{function.__qualname__} runs after its call has returned, outside of the region: "
+                "enter the region inside it, around what makes the tensors"
+            )
+        return super().__call__(function)
+
     def __enter__(self) -> region:
         pools = torch_pools()
         devices = pools.prepare(self.device) if pools else []
@@ -54,7 +71,8 @@ class region(contextlib.ContextDecorator):
         try:
             if devices:
                 _C.region_limit(sum(1 << device for device in devices))
-            _undo.stack.append(pools.route(self.tag, devices) if pools else None)
+            route = pools.route(self.tag, devices) if pools else None
+            _entered.stack.append((self, route))
         except BaseException:
             _C.region_exit()
             raise
@@ -66,11 +84,13 @@ class region(contextlib.ContextDecorator):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not _undo.stack:
+        if not _entered.stack or _entered.stack[-1][0] is not self:
             raise InvalidStateError(
-                "this thread is in no region: enter and leave a region on the same thread"
+                f"a region of tag {self.tag!r} is not the innermost of this thread: leave regions "
+                "in the reverse order, on the thread that entered them, and do not hold one open "
+                "over an `await` or a `yield`"
             )
-        route = _undo.stack.pop()
+        _, route = _entered.stack.pop()
         try:
             if route is not None:
                 route.close()
@@ -99,11 +119,11 @@ def disabled() -> Iterator[None]:
             _C.region_exit()
 
 
-class _Undo(threading.local):
-    """What each open region of this thread must close, innermost last."""
+class _Entered(threading.local):
+    """The open regions of this thread and what each must close, innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []
+        self.stack: list[tuple[region, Any]] = []
 
 
-_undo = _Undo()
+_entered = _Entered()

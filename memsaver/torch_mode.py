@@ -94,12 +94,19 @@ class TorchPools:
     def close_pool(self, device: int, pool: Any) -> None:
         """Give up the reference that keeps a pool open; tensors and graphs keep what they use."""
         self.torch._C._cuda_releasePool(device, pool.id)
+        with _lock:
+            _closed_pools.add(tuple(pool.id))
 
     def prepare(self, devices: Devices) -> list[int]:
         """The indices of the devices that a caller named, ready for a region. Call it outside."""
         indices = self.indices(devices)
-        for device in indices:
-            self.warm_up(device)
+        with suspended():  # of a region around this one
+            _C.disable_enter()
+            try:
+                for device in indices:
+                    self.warm_up(device)
+            finally:
+                _C.region_exit()
         _C.refresh_peers()
         return indices
 
@@ -164,8 +171,8 @@ class TorchPools:
         """Address and bytes of the blocks without a tensor in closed pools of ours."""
         dead = []
         for segment in self.torch.cuda.memory_snapshot():
-            if tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0):
-                continue  # torch's own pool, under a process-wide tag: any thread may reuse a block
+            if tuple(segment.get("segment_pool_id", (0, 0))) not in _closed_pools:
+                continue  # in torch's own pool, or a user's, any thread may reuse a block
             if not _C.owns(segment["address"]):
                 continue
             for block in segment["blocks"]:
@@ -185,28 +192,26 @@ class Route:
     ) -> None:
         self.owner = owner
         self.tag = tag
-        self.own = {device: owner.new_pool(device) for device in own}
-        self.pools = {**pools, **self.own}
         self._active: contextlib.ExitStack | None = None
         self._around = _routes.current
-        if self._around is not None:
-            self._around._stop()
-        try:
-            self._start()
-        except BaseException:
+        with contextlib.ExitStack() as undo:
+            own_pools = {}
+            for device in own:
+                own_pools[device] = owner.new_pool(device)
+                undo.callback(owner.close_pool, device, own_pools[device])
+            self.pools = {**pools, **own_pools}
             if self._around is not None:
-                self._around._start()
-            raise
+                self._around._stop()
+                undo.callback(self._around._start)
+            self._start()
+            undo.callback(self._stop)
+            self._undo = undo.pop_all()
         _routes.current = self
 
     def close(self) -> None:
         """End this level and make the one around it active again."""
         _routes.current = self._around
-        self._stop()
-        for device, pool in self.own.items():
-            self.owner.close_pool(device, pool)
-        if self._around is not None:
-            self._around._start()
+        self._undo.close()
 
     def _start(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -228,9 +233,11 @@ def suspended() -> Iterator[None]:
         yield
         return
     route._stop()
+    _routes.current = None
     try:
         yield
     finally:
+        _routes.current = route
         route._start()
 
 
@@ -242,3 +249,4 @@ _routes = _Routes()
 _lock = threading.Lock()
 _pools: TorchPools | None = None
 _capture_streams: dict[int, Any] = {}
+_closed_pools: set[tuple[int, ...]] = set()

@@ -103,8 +103,9 @@ def pause(*tags: str, backup: str | None = None) -> Report:
             for name in going:
                 announced.append(name)
                 observers.announce_pause(name)
+            changes = _C.changes()
             dead = pools.dead_ranges() if pools is not None and saved else []
-            rows = _C.pause(names, code, dead)
+            rows = _C.pause(selected, code, dead, changes) if selected else []
         except BaseException as error:
             # By what happened, not by the exception: an interrupt may come when all is done.
             for name in announced:
@@ -137,7 +138,8 @@ def resume(*tags: str) -> Report:
     with _serialised(selected):
         waiting = [name for name in selected if state(name) is State.PAUSED]
         try:
-            changes = tuple(Change(*row) for row in _C.resume(names))
+            rows = _C.resume(selected) if selected else []
+            changes = tuple(Change(*row) for row in rows)
         finally:
             # By what happened, not by how it ended: an interrupt may come when all is done.
             _announce_all([name for name in waiting if state(name) is State.MAPPED])
@@ -151,13 +153,21 @@ def paused(*tags: str, backup: str | None = None) -> Iterator[Report]:
 
     Yields the pause's report. Errors are those of `pause` and `resume`.
     """
-    mapped = [name for name in _selected([check_tag(t) for t in tags]) if _is(name, State.MAPPED)]
+    going: tuple[str, ...] = ()
+    selected = _selected([check_tag(tag) for tag in tags])
     try:
-        yield pause(*tags, backup=backup)
+        with _serialised(selected):
+            mapped = [name for name in selected if state(name) is State.MAPPED]
+            try:
+                report = pause(*tags, backup=backup)
+            finally:
+                # By what happened: an interrupt may come when all is done.
+                going = tuple(name for name in mapped if state(name) is State.PAUSED)
+        yield report
     finally:
-        going = [name for name in mapped if _is(name, State.PAUSED)]
-        if going:
-            resume(*going)
+        still = [name for name in going if state(name) is State.PAUSED]
+        if still:
+            resume(*still)
 
 
 def state(tag: str) -> State:
@@ -181,18 +191,38 @@ def _selected(names: list[str]) -> list[str]:
 def _serialised(names: list[str]) -> Iterator[None]:
     """Callbacks and transition of a tag are one step: no other thread's come between.
 
-    One lock a tag, taken in one order; a callback may pause and resume other tags.
+    A thread gets all tags of a call at once, so that calls cannot wait for each other. A callback
+    may pause and resume further tags, unless that would mean to wait for another thread.
     """
-    with _locks_guard:
-        locks = [_locks.setdefault(name, threading.RLock()) for name in sorted(names)]
-    with contextlib.ExitStack() as stack:
-        for lock in locks:
-            stack.enter_context(lock)
+    me = threading.get_ident()
+
+    def taken() -> list[str]:
+        return [name for name in names if _holders.get(name, (me, 0))[0] != me]
+
+    with _free:
+        if taken() and any(holder == me for holder, _ in _holders.values()):
+            raise InvalidStateError(
+                f"another thread is pausing or resuming {', '.join(map(repr, taken()))}, and this "
+                "one is in the middle of a transition itself (a callback?), which cannot wait"
+            )
+        _free.wait_for(lambda: not taken())
+        for name in names:
+            _holders[name] = (me, _holders.get(name, (me, 0))[1] + 1)
+    try:
         yield
+    finally:
+        with _free:
+            for name in names:
+                depth = _holders[name][1] - 1
+                if depth:
+                    _holders[name] = (me, depth)
+                else:
+                    del _holders[name]
+            _free.notify_all()
 
 
-_locks_guard = threading.Lock()
-_locks: dict[str, threading.RLock] = {}
+_free = threading.Condition()
+_holders: dict[str, tuple[int, int]] = {}  # tag -> thread and depth
 
 
 def _announce_after(error: BaseException, tag: str) -> None:
@@ -205,10 +235,6 @@ def _announce_after(error: BaseException, tag: str) -> None:
             MemsaverWarning,
             stacklevel=4,
         )
-
-
-def _is(tag: str, wanted: State) -> bool:
-    return state(tag) is wanted
 
 
 def _announce_all(tags: list[str]) -> None:

@@ -69,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith("MEMSAVER_")]:
         if name != "MEMSAVER_WERROR":
             del os.environ[name]
+    for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):  # typer colours by any of them
+        os.environ.pop(name, None)
     if not config.real_driver:
         os.environ["MEMSAVER_DRIVER"] = "sim"
 

@@ -710,7 +710,7 @@ def test_eight_threads_and_overlapping_tags(sim, tag, make_blocks, in_thread):
             try:
                 done += work(rng)
             except InvalidStateError as error:  # a pause met another thread's open region
-                assert "inside its own region" in str(error)
+                assert "while a region of it is open" in str(error)
             rng += 1
         return done
 

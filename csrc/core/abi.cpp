@@ -77,6 +77,7 @@ ms_status guarded(ms_error* error, Body body) noexcept {
       return report(Error(Status::kInternal, failure.what()), error);
     }
   } catch (...) {
+    if (error) *error = ms_error{MS_INTERNAL, 0, 0, 0, "", "", "no host memory for a message"};
     return MS_INTERNAL;
   }
 }
@@ -84,6 +85,10 @@ ms_status guarded(ms_error* error, Body body) noexcept {
 std::string text_of(const char* text, const char* what) {
   if (!text) throw Error(Status::kInvalidArgument, std::string(what) + " is null");
   return text;
+}
+
+void require_place(const void* place) {
+  if (!place) throw Error(Status::kInvalidArgument, "there is no place for the answer");
 }
 
 std::vector<std::string> names_of(const char* const* tags, size_t count) {
@@ -163,6 +168,7 @@ ms_status ms_device_memory(int device, uint64_t* free_bytes, uint64_t* total_byt
 ms_status ms_device_count(int* count, ms_error* error) {
   return guarded(error, [&] {
     require_not_forked();
+    require_place(count);
     *count = Device::count();
   });
 }
@@ -206,8 +212,7 @@ ms_status ms_region_enter(const char* tag, int backup, ms_error* error) {
 
 ms_status ms_region_exit(ms_error* error) {
   return guarded(error, [&] {
-    require_not_forked();
-    exit_region();
+    if (!forked()) exit_region();  // a child may leave what its parent entered
   });
 }
 
@@ -267,8 +272,7 @@ ms_status ms_malloc_any(uint64_t bytes, int device, void* stream, void** pointer
     *pointer = nullptr;
     require_not_forked();
     if (bytes == 0) return;
-    Tag* tag = current_tag();
-    if (!tag) tag = tag_of_stream(stream);
+    Tag* const tag = current_tag(stream);
     Device& on = device_of(device);
     if (tag && region_covers(on.ordinal())) {
       *pointer = reinterpret_cast<void*>(allocate(*tag, on, bytes));
@@ -303,13 +307,20 @@ int ms_owns(const void* pointer) {
 
 int ms_wants(void) { return current_tag() != nullptr && !forked(); }
 
+uint64_t ms_changes(void) { return Registry::instance().changes.load(); }
+
 ms_status ms_pause(const char* const* tags, size_t tag_count, int backup, const ms_range* dead,
-                   size_t dead_count, ms_change** rows, size_t* row_count, ms_error* error) {
+                   size_t dead_count, const uint64_t* changes, ms_change** rows, size_t* row_count,
+                   ms_error* error) {
   return guarded(error, [&] {
     require_tags();
     std::vector<Range> unsaved;
-    for (size_t i = 0; i < dead_count; ++i) unsaved.push_back({dead[i].address, dead[i].bytes});
-    hand_out_changes(pause(names_of(tags, tag_count), policy_of(backup), unsaved), rows, row_count);
+    for (size_t i = 0; i < dead_count; ++i) {
+      unsaved.push_back({dead[i].address, std::min(dead[i].bytes, UINT64_MAX - dead[i].address)});
+    }
+    const std::optional<uint64_t> seen = changes ? std::optional<uint64_t>(*changes) : std::nullopt;
+    hand_out_changes(pause(names_of(tags, tag_count), policy_of(backup), unsaved, seen), rows,
+                     row_count);
   });
 }
 
@@ -333,6 +344,7 @@ ms_status ms_tag_state(const char* tag, int* state, ms_error* error) {
     require_tags();
     const std::string name = text_of(tag, "the tag");
     std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+    require_place(state);
     *state = static_cast<int>(Registry::instance().known(name).state);
   });
 }
@@ -342,6 +354,7 @@ ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error) {
     require_tags();
     const std::string name = text_of(tag, "the tag");
     std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+    require_place(backup);
     *backup = static_cast<int>(Registry::instance().known(name).policy);
   });
 }
@@ -390,6 +403,7 @@ ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_co
 ms_status ms_backup_view(uint64_t address, uint64_t bytes, void** host, ms_error* error) {
   return guarded(error, [&] {
     require_not_forked();
+    require_place(host);
     *host = backup_view({address, bytes});
   });
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <optional>
 
 #include "core/driver.h"
@@ -12,12 +13,12 @@
 namespace memsaver {
 namespace {
 
-std::vector<Mapping> map_new(const Device& device, const std::vector<Range>& ranges) {
+std::map<uint64_t, Mapping> map_new(const Device& device, const std::vector<Range>& ranges) {
   const std::vector<CUmemAccessDesc> access = device.access();
-  std::vector<Mapping> mapped;
+  std::map<uint64_t, Mapping> mapped;
   for (const Range& range : ranges) {
-    mapped.push_back(
-        Mapping::map(range.address, PhysicalMemory::create(device, range.bytes), access));
+    Mapping& mapping = mapped[range.address];
+    mapping = Mapping::map(range.address, PhysicalMemory::create(device, range.bytes), access);
   }
   return mapped;
 }
@@ -28,20 +29,20 @@ uint64_t total(const std::vector<Range>& ranges) {
   return bytes;
 }
 
-// Unmaps and releases; what the driver would not unmap stays in the vector. The first failure, or
-// nothing.
-std::optional<Error> give_back(std::vector<Mapping>& extents) {
+// Unmaps and releases; what the driver would not unmap stays. The first failure, or nothing.
+std::optional<Error> give_back(std::map<uint64_t, Mapping>& extents) noexcept {
   std::optional<Error> failure;
-  std::vector<Mapping> kept;
-  for (Mapping& extent : extents) {
+  for (auto at = extents.begin(); at != extents.end();) {
     try {
-      extent.unmap();
-    } catch (const Error& error) {
-      if (!failure) failure = error;
-      kept.push_back(std::move(extent));
+      at->second.unmap();
+      at = extents.erase(at);
+    } catch (Error& error) {
+      if (!failure) failure = std::move(error);
+      ++at;
+    } catch (...) {
+      ++at;
     }
   }
-  extents = std::move(kept);
   return failure;
 }
 
@@ -52,22 +53,17 @@ void settle(std::unique_lock<std::mutex>& lock, Pool& pool) {
   while (!pool.heap.doomed().empty()) {
     const std::vector<uint64_t> blocks = pool.heap.doomed();
     const bool resident = pool.heap.resident_bytes() > 0;
-    std::vector<Range> gone;
-    for (const uint64_t address : blocks) {
-      gone.push_back({address, pool.heap.find(address)->bytes});
-    }
     const std::vector<uint64_t> extents = pool.heap.plan_free(blocks);
     lock.unlock();
-    if (resident) pool.heap.device().drain();
+    if (resident) Device::drain_active();
     lock.lock();
-    std::vector<Mapping> taken = pool.heap.take_extents(extents);
+    std::map<uint64_t, Mapping> taken = pool.heap.take_extents(extents);
     lock.unlock();
     const std::optional<Error> failure = give_back(taken);
     lock.lock();
-    pool.heap.commit_extents(std::move(taken));
+    pool.heap.commit_extents(taken);
     if (failure) throw *failure;
     pool.heap.commit_free(blocks);
-    pool.saved = subtract(std::move(pool.saved), std::move(gone));
     // Of parked pages, those that lie under no block any more.
     std::vector<PhysicalMemory> unused;
     for (size_t i = 0; i < pool.parked.size();) {
@@ -105,7 +101,10 @@ Hold::~Hold() {
       } catch (const Error& error) {
         if (!lock_.owns_lock()) lock_.lock();
         if (is_shutdown(static_cast<CUresult>(error.cuda_error))) continue;
-        warn("freed memory of tag " + quoted(tag->name) + " stays held for now: " + error.message);
+        warn_of([&] {
+          return "freed memory of tag " + quoted(tag->name) +
+                 " stays held for now: " + error.message;
+        });
       } catch (...) {
         // Out of host memory: the blocks stay doomed, and the next holder tries again.
         if (!lock_.owns_lock()) lock_.lock();
@@ -119,8 +118,8 @@ Hold::~Hold() {
 void share_with_active_devices() {
   static std::atomic<uint64_t> known{0};
   const uint64_t active = Device::active();
-  const uint64_t before = known.exchange(active);
-  if ((active & ~before) == 0 || before == 0) return;
+  const uint64_t before = known.load();
+  if ((active & ~before) == 0) return;
   Registry& registry = Registry::instance();
   std::unique_lock<std::mutex> lock(registry.mutex);
   const std::vector<Tag*> tags = registry.select({});
@@ -138,6 +137,7 @@ void share_with_active_devices() {
       }
     }
   }
+  known.store(active);
 }
 
 uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
@@ -171,7 +171,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
     hold.unlock();
   }
 
-  std::vector<Mapping> mapped;
+  std::map<uint64_t, Mapping> mapped;
   try {
     mapped = map_new(device, plan.missing);
   } catch (const Error& error) {
@@ -184,7 +184,8 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
     }
   }
   hold.lock();
-  pool.heap.commit_block(plan.block, std::move(mapped));
+  pool.heap.commit_block(plan.block, mapped);
+  ++registry.changes;
   return plan.block.address;
 }
 
@@ -201,6 +202,7 @@ void deallocate(uint64_t address) {
         .with_tag(pool->tag.name);
   }
   pool->heap.doom(address);
+  ++registry.changes;
   const State state = pool->tag.state;
   if (state == State::kSaving || state == State::kRestoring) return;  // its holder frees the doomed
   Hold hold(std::move(lock), {&pool->tag});

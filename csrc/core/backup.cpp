@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <set>
 
 #include "core/log.h"
 #include "core/status.h"
@@ -92,7 +93,9 @@ void HostBackup::drop(std::map<uint64_t, PinnedRange>::iterator cell) {
 void HostBackup::try_drop(std::map<uint64_t, PinnedRange>::iterator cell) noexcept try {
   drop(cell);
 } catch (const Error& error) {
-  warn(error.message + "; host memory of a backup stays pinned for now");
+  warn_of([&] { return error.message + "; host memory of a backup stays pinned for now"; });
+} catch (...) {
+  // Out of host memory for a message: the cell stays, as above.
 }
 
 void HostBackup::prepare(const std::vector<VaReservation>& spans,
@@ -174,9 +177,15 @@ std::vector<Range> HostBackup::pieces(const std::vector<Range>& ranges) const {
   return cut;
 }
 
-uint64_t HostBackup::release() {
+uint64_t HostBackup::release(const std::vector<Range>& kept) {
+  std::set<uint64_t> needed;
+  for (const Range& piece : pieces(kept)) needed.insert(piece.address / kCellBytes * kCellBytes);
   const uint64_t held = held_bytes_;
-  for (auto cell = cells_.begin(); cell != cells_.end();) try_drop(cell++);
+  for (auto cell = cells_.begin(); cell != cells_.end();) {
+    const auto next = std::next(cell);
+    if (!needed.count(cell->first)) try_drop(cell);
+    cell = next;
+  }
   return held - held_bytes_;
 }
 

@@ -7,6 +7,7 @@
 // called, or other ranges are prepared.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -31,8 +32,8 @@ class HostBackup {
   // `ranges` cut where a piece of pinned memory ends: no copy may cross that.
   std::vector<Range> pieces(const std::vector<Range>& ranges) const;
 
-  // Returns all memory to the system; the bytes.
-  uint64_t release();
+  // Returns the memory that backs nothing of `kept` (sorted) to the system; the bytes.
+  uint64_t release(const std::vector<Range>& kept);
 
   // Pinned bytes held.
   uint64_t held_bytes() const { return held_bytes_; }
@@ -61,7 +62,7 @@ class HostBackup {
 
   std::vector<std::unique_ptr<Mirror>> mirrors_;
   std::map<uint64_t, PinnedRange> cells_;  // by the device address of their cell of the grid
-  uint64_t held_bytes_ = 0;
+  std::atomic<uint64_t> held_bytes_{0};    // read by statistics at any time
 };
 
 }  // namespace memsaver

@@ -116,7 +116,7 @@ std::vector<CUmemAccessDesc> Device::access() const {
   own.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   std::vector<CUmemAccessDesc> access{own};
   const uint64_t others = active() & ~(1ull << ordinal_);
-  for (int other = 0; others >> other != 0; ++other) {
+  for (int other = 0; other < 64 && others >> other != 0; ++other) {
     CUdevice peer = 0;
     int reachable = 0;
     if ((others >> other & 1) != 0 && driver().cuDeviceGet(&peer, other) == CUDA_SUCCESS &&
@@ -157,6 +157,13 @@ void Device::drain() {
   const CUresult pinned = driver().cuMemHostRegister(page, kPageBytes, 0);
   if (pinned != CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED) check(pinned, "cuMemHostRegister");
   CU_CHECK(cuMemHostUnregister, page);
+}
+
+void Device::drain_active() {
+  const uint64_t devices = active();
+  for (int ordinal = 0; ordinal < 64 && devices >> ordinal != 0; ++ordinal) {
+    if ((devices >> ordinal & 1) != 0) get(ordinal).drain();
+  }
 }
 
 // A plain block to free, or 0 where the device has no memory left.

@@ -61,6 +61,9 @@ class Device {
   // earlier error of the device.
   void drain();
 
+  // The same for every device in use: kernels of one may touch memory of another.
+  static void drain_active();
+
  private:
   explicit Device(int ordinal);
   CUdeviceptr take_wait_block();

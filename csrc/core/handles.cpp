@@ -142,8 +142,10 @@ VaReservation::~VaReservation() {
   if (whole_bytes_ == 0) return;
   const CUresult result = driver().cuMemAddressFree(whole_address_, whole_bytes_);
   if (result != CUDA_SUCCESS && !is_shutdown(result)) {
-    warn(describe(result, "cuMemAddressFree") + "; " + format_bytes(whole_bytes_) +
-         " of addresses stay reserved");
+    warn_of([&] {
+      return describe(result, "cuMemAddressFree") + "; " + format_bytes(whole_bytes_) +
+             " of addresses stay reserved";
+    });
   }
 }
 
@@ -222,8 +224,10 @@ PinnedRange::~PinnedRange() {
   if (!start_) return;
   const CUresult result = driver().cuMemHostUnregister(start_);
   if (result != CUDA_SUCCESS && !is_shutdown(result)) {
-    warn(describe(result, "cuMemHostUnregister") + "; " + format_bytes(bytes_) +
-         " of host memory stay pinned");
+    warn_of([&] {
+      return describe(result, "cuMemHostUnregister") + "; " + format_bytes(bytes_) +
+             " of host memory stay pinned";
+    });
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <new>
 
 namespace memsaver {
 namespace {
@@ -43,6 +44,10 @@ std::vector<Range> subtract(std::vector<Range> ranges, std::vector<Range> holes)
     append(left, at, range.end());
   }
   return left;
+}
+
+std::vector<Range> intersect(const std::vector<Range>& ranges, const std::vector<Range>& others) {
+  return subtract(ranges, subtract(ranges, others));
 }
 
 uint64_t Heap::resident_bytes() const { return extent_bytes_; }
@@ -130,10 +135,15 @@ void Heap::commit_span(VaReservation span) {
   spans_.push_back(std::move(span));
 }
 
-void Heap::commit_block(const Range& block, std::vector<Mapping> mapped) {
-  commit_extents(std::move(mapped));
-  remove_free(block);
-  blocks_.emplace(block.address, Block{block.bytes, false});
+void Heap::commit_block(const Range& block, std::map<uint64_t, Mapping>& mapped) {
+  const auto entry = blocks_.emplace(block.address, Block{block.bytes, false}).first;
+  try {
+    remove_free(block);
+  } catch (...) {
+    blocks_.erase(entry);
+    throw;
+  }
+  commit_extents(mapped);
   allocated_bytes_ += block.bytes;
 }
 
@@ -167,65 +177,67 @@ bool Heap::needs(const Range& range) const {
 
 std::vector<uint64_t> Heap::plan_free(const std::vector<uint64_t>& blocks) const {
   const std::set<uint64_t> going(blocks.begin(), blocks.end());
-  std::set<uint64_t> dead;
+  std::set<uint64_t> touched;
   for (const uint64_t address : blocks) {
     const uint64_t end = address + blocks_.at(address).bytes;
     auto extent = extents_.upper_bound(address);
     if (extent != extents_.begin()) --extent;
     for (; extent != extents_.end() && extent->first < end; ++extent) {
-      if (extent->second.end() <= address || dead.count(extent->first)) continue;
-      auto block = blocks_.upper_bound(extent->first);
-      if (block != blocks_.begin()) --block;
-      bool needed = false;
-      for (; block != blocks_.end() && block->first < extent->second.end() && !needed; ++block) {
-        needed = block->first + block->second.bytes > extent->first && !going.count(block->first);
-      }
-      if (!needed) dead.insert(extent->first);
+      if (extent->second.end() > address) touched.insert(extent->first);
     }
   }
-  return {dead.begin(), dead.end()};
-}
-
-void Heap::commit_extents(std::vector<Mapping> mapped) {
-  for (Mapping& mapping : mapped) {
-    extent_bytes_ += mapping.bytes();
-    const uint64_t address = mapping.address();
-    extents_.emplace(address, std::move(mapping));
+  std::vector<uint64_t> dead;
+  for (const uint64_t address : touched) {
+    const uint64_t end = extents_.at(address).end();
+    auto block = blocks_.upper_bound(address);
+    if (block != blocks_.begin()) --block;
+    bool needed = false;
+    for (; block != blocks_.end() && block->first < end && !needed; ++block) {
+      needed = block->first + block->second.bytes > address && !going.count(block->first);
+    }
+    if (!needed) dead.push_back(address);
   }
+  return dead;
 }
 
-std::vector<Mapping> Heap::take_all_extents() {
-  std::vector<Mapping> taken;
-  taken.reserve(extents_.size());
-  for (auto& [address, mapping] : extents_) taken.push_back(std::move(mapping));
-  extents_.clear();
+void Heap::commit_extents(std::map<uint64_t, Mapping>& mapped) noexcept {
+  for (const auto& [address, mapping] : mapped) extent_bytes_ += mapping.bytes();
+  extents_.merge(mapped);
+}
+
+std::map<uint64_t, Mapping> Heap::take_all_extents() noexcept {
+  std::map<uint64_t, Mapping> taken;
+  taken.swap(extents_);
   extent_bytes_ = 0;
   return taken;
 }
 
-std::vector<Mapping> Heap::take_extents(const std::vector<uint64_t>& extents) {
-  std::vector<Mapping> taken;
-  taken.reserve(extents.size());
+std::map<uint64_t, Mapping> Heap::take_extents(const std::vector<uint64_t>& extents) noexcept {
+  std::map<uint64_t, Mapping> taken;
   for (const uint64_t address : extents) {
-    const auto extent = extents_.find(address);
-    extent_bytes_ -= extent->second.bytes();
-    taken.push_back(std::move(extent->second));
-    extents_.erase(extent);
+    auto node = extents_.extract(address);
+    extent_bytes_ -= node.mapped().bytes();
+    taken.insert(std::move(node));
   }
   return taken;
 }
 
 void Heap::commit_free(const std::vector<uint64_t>& blocks) {
-  for (const uint64_t address : blocks) {
-    const auto block = blocks_.find(address);
-    allocated_bytes_ -= block->second.bytes;
-    add_free({address, block->second.bytes});
-    blocks_.erase(block);
-  }
   const std::set<uint64_t> gone(blocks.begin(), blocks.end());
-  doomed_.erase(
-      std::remove_if(doomed_.begin(), doomed_.end(), [&](uint64_t a) { return gone.count(a) > 0; }),
-      doomed_.end());
+  doomed_.erase(std::remove_if(doomed_.begin(), doomed_.end(),
+                               [&](uint64_t address) { return gone.count(address) > 0; }),
+                doomed_.end());
+  for (const uint64_t address : gone) {
+    const auto block = blocks_.find(address);
+    const Range range{address, block->second.bytes};
+    allocated_bytes_ -= range.bytes;
+    blocks_.erase(block);
+    try {
+      add_free(range);
+    } catch (const std::bad_alloc&) {
+      // The addresses are lost to later allocations; no memory is.
+    }
+  }
 }
 
 std::vector<Range> Heap::live() const {

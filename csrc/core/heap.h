@@ -46,12 +46,13 @@ constexpr uint64_t kPieceBytes = 1ull << 30;
 
 // `ranges` less `holes`, both sorted or not; the result is sorted, adjacent parts joined.
 std::vector<Range> subtract(std::vector<Range> ranges, std::vector<Range> holes);
+std::vector<Range> intersect(const std::vector<Range>& ranges, const std::vector<Range>& others);
 
 class Heap {
  public:
   struct Block {
     uint64_t bytes;
-    bool doomed;  // freed while the tag was held by somebody else; gone when they let go
+    bool doomed;  // freed; gone when the holder of the tag lets go
   };
 
   explicit Heap(Device& device) : device_(&device) {}
@@ -69,7 +70,7 @@ class Heap {
   // ones share extents that grow with the heap, up to `slab_bytes`.
   Placement plan_block(uint64_t bytes, uint64_t slab_bytes) const;
   void commit_span(VaReservation span);
-  void commit_block(const Range& block, std::vector<Mapping> mapped);
+  void commit_block(const Range& block, std::map<uint64_t, Mapping>& mapped);
 
   // --- free
   const Block* find(uint64_t address) const;  // the block that starts there, or null
@@ -78,8 +79,8 @@ class Heap {
   const std::vector<uint64_t>& doomed() const { return doomed_; }
   // The extents that nothing needs once `blocks` are gone.
   std::vector<uint64_t> plan_free(const std::vector<uint64_t>& blocks) const;
-  // Takes those extents out, for the caller to destroy, and forgets the blocks.
-  std::vector<Mapping> take_extents(const std::vector<uint64_t>& extents);
+  // Takes those extents out, for the caller to destroy.
+  std::map<uint64_t, Mapping> take_extents(const std::vector<uint64_t>& extents) noexcept;
   void commit_free(const std::vector<uint64_t>& blocks);  // each of them doomed
 
   bool needs(const Range& range) const;  // a block lies in it, doomed or not
@@ -89,8 +90,9 @@ class Heap {
   // How a resume maps the live blocks: pieces on block boundaries where neighbours share up to
   // `share_bytes`, larger blocks on their own, no piece above kPieceBytes.
   std::vector<Range> plan_tiles(uint64_t share_bytes) const;
-  void commit_extents(std::vector<Mapping> mapped);
-  std::vector<Mapping> take_all_extents();
+  // These two allocate nothing and cannot fail, so that a transition's commit cannot.
+  void commit_extents(std::map<uint64_t, Mapping>& mapped) noexcept;  // takes them all
+  std::map<uint64_t, Mapping> take_all_extents() noexcept;
   const std::map<uint64_t, Mapping>& extents() const { return extents_; }
 
   const std::vector<VaReservation>& spans() const { return spans_; }

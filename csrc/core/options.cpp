@@ -31,8 +31,8 @@ Entry table[] = {
       Status::kBadConfig,
       "option " + std::string(entry.name) + " (" + entry.env + ") cannot be " + quoted(text) +
           ": it takes a whole number of bytes with an optional suffix KiB, MiB or GiB, from " +
-          std::to_string(entry.least) + " to " + std::to_string(entry.greatest) + "; it is " +
-          entry.meaning);
+          std::to_string(entry.least) + " to " + std::to_string(entry.greatest) +
+          "; its meaning: " + entry.meaning);
 }
 
 uint64_t parse(const Entry& entry, const std::string& text) {

@@ -79,6 +79,7 @@ Tag& open(const std::string& name, std::optional<Backup> policy) {
   }
   if (policy) tag.policy = *policy;
   ++tag.open_regions;
+  ++registry.changes;
   return tag;
 }
 
@@ -178,10 +179,14 @@ Tag* regions::find_current_tag() noexcept {
   return tag && tag->accepting.load(std::memory_order_acquire) ? tag : nullptr;
 }
 
-Tag* tag_of_stream(void* stream) {
-  std::lock_guard<std::mutex> lock(Registry::instance().mutex);
-  const auto found = bound_streams().find(stream);
-  return found == bound_streams().end() ? nullptr : found->second;
+Tag* current_tag(void* stream) {
+  if (inside) return innermost;
+  {
+    std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+    const auto found = bound_streams().find(stream);
+    if (found != bound_streams().end()) return found->second;
+  }
+  return current_tag();
 }
 
 }  // namespace memsaver

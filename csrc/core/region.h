@@ -14,8 +14,7 @@
 
 namespace memsaver {
 
-// Throws kInvalidArgument (empty tag; a policy other than a paused tag's), kInvalidState (a paused
-// tag); then nothing changed. Without a policy an existing tag keeps its own, and a new one gets
+// Throws kInvalidArgument (empty tag), kInvalidState (a paused tag); then nothing changed. Without a policy an existing tag keeps its own, and a new one gets
 // kNone.
 void enter_region(const std::string& tag, std::optional<Backup> policy);
 void enter_disabled();
@@ -46,7 +45,8 @@ inline Tag* current_tag() noexcept {
                                                                      : regions::find_current_tag();
 }
 
-// The tag bound to a stream, or null.
-Tag* tag_of_stream(void* stream);
+// The same for an allocation on a stream: outside any region or disabled section of the thread a
+// bound stream's tag comes before the process's.
+Tag* current_tag(void* stream);
 
 }  // namespace memsaver

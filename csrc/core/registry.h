@@ -65,6 +65,10 @@ class Registry {
   std::mutex mutex;
   std::condition_variable changed;  // a tag was let go
 
+  // Raised by every allocation, free and opened region: who looked at torch's blocks before cannot
+  // rely on what was dead then. Any thread.
+  std::atomic<uint64_t> changes{0};
+
   // The functions below expect the caller to hold `mutex`, unless they say otherwise.
 
   Tag& tag(const std::string& name);          // made when missing

@@ -28,7 +28,9 @@ std::vector<Usage> usage() {
       row.resident_bytes = pool.heap.resident_bytes();
       for (const auto& [address, memory] : pool.parked) row.resident_bytes += memory.bytes();
       row.backup_bytes = 0;
-      for (const Range& range : pool.saved) row.backup_bytes += range.bytes;
+      for (const Range& range : intersect(pool.saved, pool.heap.live())) {
+        row.backup_bytes += range.bytes;
+      }
       row.host_bytes = pool.backup.held_bytes();
       rows.push_back(row);
     }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
+#include <set>
 
 #include "core/allocation.h"
 #include "core/driver.h"
@@ -26,7 +28,9 @@ class StateChange {
  public:
   StateChange(Hold& hold, std::vector<Tag*> tags, State during)
       : hold_(hold), tags_(std::move(tags)) {
-    before_ = during == State::kSaving ? State::kMapped : State::kPaused;
+    const bool pausing = during == State::kSaving;
+    before_ = pausing ? State::kMapped : State::kPaused;
+    after_ = pausing ? State::kPaused : State::kMapped;
     set(during);
   }
   ~StateChange() {
@@ -35,8 +39,8 @@ class StateChange {
     set(before_);
     hold_.unlock();
   }
-  void commit(State after) {
-    set(after);
+  void commit() {
+    set(after_);
     committed_ = true;
   }
 
@@ -50,7 +54,7 @@ class StateChange {
 
   Hold& hold_;
   std::vector<Tag*> tags_;
-  State before_;
+  State before_, after_;
   bool committed_ = false;
 };
 
@@ -62,8 +66,10 @@ struct Step {
   std::vector<Range> ranges;  // to save, or to restore
   std::vector<Range> tiles;   // to map
   bool takes_parked = false;  // the pages are those that a failed pause kept
-  std::vector<Mapping> mappings;
-  std::vector<std::pair<uint64_t, PhysicalMemory>> pages;  // unmapped, with their addresses
+  std::vector<CUmemAccessDesc> access;
+  std::map<uint64_t, Mapping> mappings;
+  // Unmapped memory and its address. While it is mapped, its place here is kept, empty.
+  std::vector<std::pair<uint64_t, PhysicalMemory>> pages;
   uint64_t device_bytes = 0, copied_bytes = 0;
 };
 
@@ -96,67 +102,70 @@ std::vector<Change> report(const Hold& hold, const std::vector<Tag*>& changed,
   return rows;
 }
 
-template <typename Action>
-void for_each_device(const std::vector<Step>& steps, Action action) {
-  std::vector<Device*> seen;
-  for (const Step& step : steps) {
-    Device* const device = &step.pool.heap.device();
-    if (std::find(seen.begin(), seen.end(), device) != seen.end()) continue;
-    seen.push_back(device);
-    action(*device);
+// Gives back what destructors could not, on the devices concerned.
+void collect_all_strays(const std::vector<Step>& steps) {
+  std::set<Device*> devices;
+  for (const Step& step : steps) devices.insert(&step.pool.heap.device());
+  for (Device* device : devices) collect_strays(*device);
+}
+
+void drop_empty(Step& step) noexcept {
+  for (auto at = step.mappings.begin(); at != step.mappings.end();) {
+    at = at->second.bytes() == 0 ? step.mappings.erase(at) : std::next(at);
   }
+  step.pages.erase(std::remove_if(step.pages.begin(), step.pages.end(),
+                                  [](const auto& page) { return page.second.bytes() == 0; }),
+                   step.pages.end());
 }
 
 // Unmaps everything, or nothing: true, or false with the first failure. Where pages could not be
-// mapped again, they are left in `pages` and `*clean` is false.
-bool unmap_all(std::vector<Step>& steps, Error* failure, bool* clean) {
-  for (Step& step : steps) step.pages.reserve(step.mappings.size());
+// mapped again, they are left in `pages` and `*clean` is false. Needs no host memory: what was
+// taken out of a heap must not be lost for want of it.
+bool unmap_all(std::vector<Step>& steps, Error* failure, bool* clean) noexcept {
   try {
     for (Step& step : steps) {
-      for (; !step.mappings.empty(); step.mappings.pop_back()) {
-        const uint64_t address = step.mappings.back().address();
-        step.pages.emplace_back(address, step.mappings.back().unmap());
+      for (auto& [address, mapping] : step.mappings) {
+        step.pages.emplace_back(address, mapping.unmap());
       }
     }
+    for (Step& step : steps) step.mappings.clear();
     return true;
-  } catch (const Error& error) {
-    *failure = error;
+  } catch (Error& error) {
+    *failure = std::move(error);
+  } catch (...) {
+    failure->status = Status::kOutOfHostMemory;
   }
   *clean = true;
   for (Step& step : steps) {
-    try {
-      const std::vector<CUmemAccessDesc> access = step.pool.heap.device().access();
-      for (; !step.pages.empty(); step.pages.pop_back()) {
-        auto& [address, memory] = step.pages.back();
-        step.mappings.push_back(Mapping::map(address, std::move(memory), access));
+    for (auto& [address, memory] : step.pages) {
+      try {
+        step.mappings.at(address) = Mapping::map(address, std::move(memory), step.access);
+      } catch (...) {
+        *clean = false;
       }
-    } catch (const Error& error) {
-      warn("pages of tag " + quoted(step.pool.tag.name) +
-           " could not be mapped again: " + error.message);
-      *clean = false;
     }
+    drop_empty(step);
   }
   return false;
 }
 
 // Undoes what a resume has done to a step: new pages go back to the driver, parked ones are parked
 // again. What the driver will not unmap stays mapped, and its bytes with it.
-void roll_back(Step& step) {
+void roll_back(Step& step) noexcept {
   if (!step.takes_parked) {
     step.mappings.clear();
     return;
   }
-  std::vector<Mapping> kept;
-  for (Mapping& mapping : step.mappings) {
+  for (auto& [address, memory] : step.pages) {
+    const auto mapping = step.mappings.find(address);
+    if (memory.bytes() != 0 || mapping == step.mappings.end()) continue;
     try {
-      const uint64_t address = mapping.address();
-      step.pool.parked.emplace_back(address, mapping.unmap());
-    } catch (const Error& error) {
-      warn("pages of tag " + quoted(step.pool.tag.name) + " stay mapped: " + error.message);
-      kept.push_back(std::move(mapping));
+      memory = mapping->second.unmap();
+    } catch (...) {
+      warn_of([&] { return "pages of tag " + quoted(step.pool.tag.name) + " stay mapped"; });
     }
   }
-  step.mappings = std::move(kept);
+  drop_empty(step);
 }
 
 uint64_t total(const std::vector<Range>& ranges) {
@@ -167,24 +176,37 @@ uint64_t total(const std::vector<Range>& ranges) {
 
 // Maps memory behind a step's tiles, or its parked pages behind their addresses.
 void map_step(Step& step) {
-  Pool& pool = step.pool;
-  const Device& device = pool.heap.device();
-  const std::vector<CUmemAccessDesc> access = device.access();
-  step.mappings.reserve(step.tiles.size() + pool.parked.size());
+  const Device& device = step.pool.heap.device();
+  step.access = device.access();
   for (const Range& tile : step.tiles) {
-    step.mappings.push_back(
-        Mapping::map(tile.address, PhysicalMemory::create(device, tile.bytes), access));
+    Mapping& mapping = step.mappings[tile.address];
+    mapping = Mapping::map(tile.address, PhysicalMemory::create(device, tile.bytes), step.access);
   }
-  for (; step.takes_parked && !pool.parked.empty(); pool.parked.pop_back()) {
-    auto& [address, memory] = pool.parked.back();
-    step.mappings.push_back(Mapping::map(address, std::move(memory), access));
+  for (auto& [address, memory] : step.pages) {
+    Mapping& mapping = step.mappings[address];
+    mapping = Mapping::map(address, std::move(memory), step.access);
   }
+}
+
+// The error of a resume, with what the caller needs to know.
+[[noreturn]] void rethrow_as_shortage(const std::vector<Tag*>& tags, const std::vector<Step>& steps,
+                                      const Step& at) {
+  const Device& device = at.pool.heap.device();
+  uint64_t needed = 0;
+  for (const Step& step : steps) {
+    if (&step.pool.heap.device() == &device) needed += step.device_bytes;
+  }
+  std::vector<std::string> waiting;
+  for (const Tag* tag : tags) waiting.push_back(tag->name);
+  throw Registry::instance()
+      .shortage("resuming " + format_names(waiting), device, needed)
+      .with_tag(at.pool.tag.name);
 }
 
 }  // namespace
 
 std::vector<Change> pause(const std::vector<std::string>& names, std::optional<Backup> policy,
-                          const std::vector<Range>& dead) {
+                          const std::vector<Range>& dead, std::optional<uint64_t> seen) {
   const Clock::time_point start = Clock::now();
   check_options();
   Registry& registry = Registry::instance();
@@ -193,21 +215,23 @@ std::vector<Change> pause(const std::vector<std::string>& names, std::optional<B
   Hold hold(std::move(lock), std::move(selected));
 
   const std::vector<Tag*> tags = changing(hold, State::kPaused);
+  // What was dead when the caller looked may be another tensor's by now: then everything is saved.
+  const bool trust_dead = !seen || *seen == registry.changes.load();
   std::vector<Step> steps;
   for (Tag* tag : tags) {
     if (tag->open_regions > 0) {
       throw Error(Status::kInvalidState,
-                  "tag " + quoted(tag->name) +
-                      " cannot be paused inside its own region, where new tensors would get "
-                      "no memory: " +
+                  "tag " + quoted(tag->name) + " cannot be paused while a region of it is open (" +
                       std::to_string(tag->open_regions) +
-                      " region(s) of it are open; leave them first")
+                      " now, on this thread or others): new tensors would get no memory; leave the "
+                      "region first")
           .with_tag(tag->name);
     }
     for (auto& [ordinal, pool] : tag->pools) {
       Step step(pool);
-      if (policy.value_or(tag->policy) == Backup::kHost)
-        step.ranges = subtract(pool.heap.live(), dead);
+      if (policy.value_or(tag->policy) == Backup::kHost) {
+        step.ranges = trust_dead ? subtract(pool.heap.live(), dead) : pool.heap.live();
+      }
       step.device_bytes = pool.heap.resident_bytes();
       steps.push_back(std::move(step));
     }
@@ -215,10 +239,8 @@ std::vector<Change> pause(const std::vector<std::string>& names, std::optional<B
   StateChange state(hold, tags, State::kSaving);
   hold.unlock();
 
-  for_each_device(steps, [](Device& device) {
-    device.drain();
-    collect_strays(device);
-  });
+  if (!steps.empty()) Device::drain_active();
+  collect_all_strays(steps);
   {
     Transfer transfer;
     for (Step& step : steps) {
@@ -236,36 +258,40 @@ std::vector<Change> pause(const std::vector<std::string>& names, std::optional<B
     transfer.wait();
   }
 
+  // All that needs host memory comes first: from here to the commit nothing does.
+  std::vector<Change> rows = report(hold, tags, steps);
+  for (Step& step : steps) {
+    step.access = step.pool.heap.device().access();
+    step.pages.reserve(step.pool.heap.extents().size());
+  }
+  Error failure(Status::kInternal, "");
+  bool clean = true;
+
   hold.lock();
   for (Step& step : steps) step.mappings = step.pool.heap.take_all_extents();
   hold.unlock();
-  Error failure(Status::kInternal, "");
-  bool clean = true;
   const bool unmapped = unmap_all(steps, &failure, &clean);
   if (unmapped) {
     for (Step& step : steps) step.pages.clear();  // the memory goes back to the driver
   }
-
   hold.lock();
   for (Step& step : steps) {
-    step.pool.heap.commit_extents(std::move(step.mappings));
-    step.pool.parked = std::move(step.pages);
-    if (unmapped) step.pool.saved = std::move(step.ranges);
+    step.pool.heap.commit_extents(step.mappings);
+    step.pool.parked.swap(step.pages);
+    if (unmapped) step.pool.saved.swap(step.ranges);
   }
+  if (unmapped || !clean) state.commit();
   if (!clean) {
-    state.commit(State::kPaused);
     failure.message +=
         "; and pages already unmapped could not be mapped again: the tags are paused, with their "
-        "pages "
-        "held and their contents intact; resume them, then pause again";
+        "pages held and their contents intact; resume them, then pause again";
   }
   if (!unmapped) throw failure;
-  state.commit(State::kPaused);
   for (Tag* tag : tags) {
     ++tag->pauses;
     tag->last_pause_seconds = seconds_since(start);
   }
-  return report(hold, tags, steps);
+  return rows;
 }
 
 std::vector<Change> resume(const std::vector<std::string>& names) {
@@ -285,18 +311,20 @@ std::vector<Change> resume(const std::vector<std::string>& names) {
       step.takes_parked = !pool.parked.empty() || pool.heap.resident_bytes() > 0;
       if (!step.takes_parked) {
         step.tiles = pool.heap.plan_tiles(share_bytes);
-        step.ranges = pool.saved;
+        step.ranges = intersect(pool.saved, pool.heap.live());
       }
       step.device_bytes = total(step.tiles);
       steps.push_back(std::move(step));
     }
   }
   StateChange state(hold, tags, State::kRestoring);
+  for (Step& step : steps) step.pages.swap(step.pool.parked);
   hold.unlock();
 
-  for_each_device(steps, [](Device& device) { collect_strays(device); });
+  std::vector<Change> rows;
   const Step* at = nullptr;
   try {
+    collect_all_strays(steps);
     Transfer transfer;  // ends before the mappings do, so that nothing is unmapped under a copy
     for (Step& step : steps) {
       at = &step;
@@ -304,37 +332,38 @@ std::vector<Change> resume(const std::vector<std::string>& names) {
       step.copied_bytes = transfer.restore(step.pool.heap.device(), step.pool.backup, step.ranges);
     }
     transfer.wait();
-  } catch (Error& error) {
+    rows = report(hold, tags, steps);
+  } catch (...) {
     for (Step& step : steps) roll_back(step);
     hold.lock();
-    for (Step& step : steps) step.pool.heap.commit_extents(std::move(step.mappings));
-    hold.unlock();
-    if (error.status == Status::kOutOfDeviceMemory && error.call == std::string("cuMemCreate")) {
-      const Device& device = at->pool.heap.device();
-      uint64_t needed = 0;
-      for (const Step& step : steps) {
-        if (&step.pool.heap.device() == &device) needed += step.device_bytes;
-      }
-      std::vector<std::string> waiting;
-      for (const Tag* tag : tags) waiting.push_back(tag->name);
-      throw registry.shortage("resuming " + format_names(waiting), device, needed)
-          .with_tag(at->pool.tag.name);
+    for (Step& step : steps) {
+      step.pool.heap.commit_extents(step.mappings);
+      step.pool.parked.swap(step.pages);
     }
-    if (at) error.tag = at->pool.tag.name;
-    throw;
+    hold.unlock();
+    try {
+      throw;
+    } catch (Error& error) {
+      const bool no_memory =
+          error.status == Status::kOutOfDeviceMemory && error.call == std::string("cuMemCreate");
+      if (no_memory) rethrow_as_shortage(tags, steps, *at);
+      if (at) error.tag = at->pool.tag.name;
+      throw;
+    }
   }
 
   hold.lock();
   for (Step& step : steps) {
-    step.pool.heap.commit_extents(std::move(step.mappings));
-    step.pool.saved.clear();
+    step.pages.clear();  // places only: the memory is mapped
+    step.pool.heap.commit_extents(step.mappings);
   }
-  state.commit(State::kMapped);
+  for (Step& step : steps) step.pool.saved.clear();
+  state.commit();
   for (Tag* tag : tags) {
     ++tag->resumes;
     tag->last_resume_seconds = seconds_since(start);
   }
-  return report(hold, tags, steps);
+  return rows;
 }
 
 void* backup_view(const Range& range) {
@@ -346,6 +375,12 @@ void* backup_view(const Range& range) {
   if (pool->tag.state != State::kPaused) {
     throw Error(Status::kInvalidState, "tag " + name + " is " + name_of(pool->tag.state) +
                                            ": there is a backup to look at only while it is paused")
+        .with_tag(pool->tag.name);
+  }
+  const std::optional<Range> block = pool->heap.block_around(range.address);
+  if (!block || range.bytes > block->end() - range.address) {
+    throw Error(Status::kInvalidState,
+                "the tensor's memory is not inside one live allocation of tag " + name)
         .with_tag(pool->tag.name);
   }
   if (!subtract({range}, pool->saved).empty()) {
@@ -362,7 +397,7 @@ uint64_t trim() {
   std::unique_lock<std::mutex> lock(registry.mutex);
   std::vector<Tag*> idle;
   for (const auto& tag : registry.tags()) {
-    if (tag->state == State::kMapped && !tag->held) idle.push_back(tag.get());
+    if (!tag->held) idle.push_back(tag.get());
   }
   Hold hold(std::move(lock), std::move(idle));
   hold.unlock();
@@ -370,7 +405,7 @@ uint64_t trim() {
   for (Tag* tag : hold.tags()) {
     for (auto& [ordinal, pool] : tag->pools) {
       DeviceScope scope(pool.heap.device());
-      released += pool.backup.release();
+      released += pool.backup.release(pool.saved);
     }
   }
   return released;

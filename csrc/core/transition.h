@@ -29,7 +29,7 @@ struct Change {
 // refuses even to map pages again that a failed pause had unmapped: that tag is paused with its
 // pages kept, and a resume maps them.
 std::vector<Change> pause(const std::vector<std::string>& tags, std::optional<Backup> policy,
-                          const std::vector<Range>& dead);
+                          const std::vector<Range>& dead, std::optional<uint64_t> seen);
 
 // Maps memory behind the addresses of `tags` (all, when empty) and brings back what was saved; the
 // rest reads as zero. Throws kUnknownTag, kOutOfDeviceMemory, kDriverFailed. Then every tag is

@@ -41,7 +41,8 @@ void* per_thread(void* stream) {
   auto* get_device = real<Call::cudaGetDevice>(caller);
   if (get_device != nullptr && get_device(&device) != kSuccess) return kNotServed;
   void* memory = nullptr;
-  switch (ms_malloc(bytes, device, &memory, nullptr)) {
+  ms_error error;
+  switch (ms_malloc(bytes, device, &memory, &error)) {
     case MS_OK:
       *pointer = memory;
       return kSuccess;
@@ -49,12 +50,14 @@ void* per_thread(void* stream) {
     case MS_INVALID_STATE:
       return kNotServed;
     default:
+      ms_warn(error.message);  // the caller's signature has no room for it
       return kErrorMemoryAllocation;
   }
 }
 
 [[gnu::cold, gnu::noinline]] int release(void* pointer) {
-  switch (ms_free(pointer, nullptr)) {
+  ms_error error;
+  switch (ms_free(pointer, &error)) {
     case MS_OK:
       return kSuccess;
     case MS_NOT_OURS:  // inside an allocation, or freed already
@@ -64,6 +67,7 @@ void* per_thread(void* stream) {
     case MS_NOT_LOADED:
       return kErrorInitializationError;
     default:
+      ms_warn(error.message);
       return kErrorUnknown;
   }
 }

@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -146,19 +147,23 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("owns", [](uint64_t address) { return ms_owns(pointer(address)) != 0; });
 
-  m.def("pause",
-        [](const std::vector<std::string>& tags, int backup, const std::vector<Pair>& dead) {
-          const std::vector<const char*> names = pointers(tags);
-          std::vector<ms_range> unsaved;
-          for (const Pair& range : dead) unsaved.push_back({range.first, range.second});
-          ms_change* rows = nullptr;
-          size_t count = 0;
-          without_gil([&](ms_error* error) {
-            return ms_pause(names.data(), names.size(), backup, unsaved.data(), unsaved.size(),
-                            &rows, &count, error);
-          });
-          return list_of_changes(rows, count);
+  m.def("changes", &ms_changes);
+  m.def(
+      "pause",
+      [](const std::vector<std::string>& tags, int backup, const std::vector<Pair>& dead,
+         std::optional<uint64_t> changes) {
+        const std::vector<const char*> names = pointers(tags);
+        std::vector<ms_range> unsaved;
+        for (const Pair& range : dead) unsaved.push_back({range.first, range.second});
+        ms_change* rows = nullptr;
+        size_t count = 0;
+        without_gil([&](ms_error* error) {
+          return ms_pause(names.data(), names.size(), backup, unsaved.data(), unsaved.size(),
+                          changes ? &*changes : nullptr, &rows, &count, error);
         });
+        return list_of_changes(rows, count);
+      },
+      py::arg("tags"), py::arg("backup"), py::arg("dead"), py::arg("changes") = py::none());
   m.def("resume", [](const std::vector<std::string>& tags) {
     const std::vector<const char*> names = pointers(tags);
     ms_change* rows = nullptr;
