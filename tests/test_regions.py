@@ -611,3 +611,32 @@ def test_binding_a_stream_again_moves_it(sim, tag):
         memsaver.pause(second)
     _C.stream_unbind(stream)
     memsaver.pause(second)
+
+
+# --- leaving in another order, running later ------------------------------------------------------
+
+
+def test_regions_are_left_innermost_first(sim, tag):
+    outer, inner = memsaver.region(tag("outer")), memsaver.region(tag("inner"))
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(InvalidStateError, match="not the innermost"):
+        outer.__exit__(None, None, None)
+    assert _C.region_tag() == inner.tag
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    assert _C.region_depth() == 0
+
+
+def test_functions_that_run_later_are_refused(sim, tag):
+    async def coroutine(): ...
+
+    async def asynchronous():
+        yield
+
+    def generator():
+        yield
+
+    for function in (coroutine, asynchronous, generator):
+        with pytest.raises(ConfigError, match=function.__name__):
+            memsaver.region(tag(function.__name__))(function)

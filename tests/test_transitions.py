@@ -1359,3 +1359,76 @@ def test_two_devices(run_python):
         """,
         MEMSAVER_SIM_DEVICES=2,
     )
+
+
+# --- what changed while nobody looked -------------------------------------------------------------
+
+
+def test_what_was_dead_is_saved_if_memory_changed_since(sim, tag, make_blocks):
+    name = tag()
+    (block,) = make_blocks(name, [PAGE], backup="host")
+    dead = [(block.address, PAGE)]
+    looked = _C.changes()
+    (another,) = make_blocks(name, [PAGE], backup="host")
+    _C.pause([name], -1, dead, looked)
+    memsaver.resume(name)
+    assert block.is_intact() and another.is_intact()
+    _C.pause([name], -1, dead, _C.changes())
+    memsaver.resume(name)
+    assert block.is_zero() and another.is_intact()
+
+
+def test_callbacks_that_pause_further_tags_do_not_wait_for_each_other(sim, tag, make_blocks):
+    first, second = tag("first"), tag("second")
+    for name in (first, second):
+        make_blocks(name, [PAGE])
+    inside, errors = threading.Event(), []
+
+    def pause_the_other(_):
+        inside.set()
+        time.sleep(0.1)
+        try:
+            memsaver.pause(first)
+        except InvalidStateError as error:
+            errors.append(error)
+
+    registered = memsaver.on_pause(pause_the_other, second)
+    both = threading.Thread(target=lambda: (inside.wait(), memsaver.pause(first, second)))
+    both.start()
+    try:
+        memsaver.pause(second)
+    finally:
+        registered.remove()
+        both.join(20)
+    assert not both.is_alive()
+    assert memsaver.state(first) == memsaver.state(second) == "paused"
+    memsaver.resume(first, second)
+
+
+def test_a_pause_waits_for_other_devices(run_python):
+    run_python(
+        """
+        import ctypes, memsaver
+        from conftest import Simulator
+        from memsaver import simulator
+
+        sim = Simulator()
+        with memsaver.region("t", backup="host"):
+            here = simulator.buffer(2 << 20, 0)
+        with memsaver.region("u"):
+            there = simulator.buffer(2 << 20, 1)
+        sim.stream_delay(0.2)
+        library = sim.library
+        device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        assert library.cuDeviceGet(ctypes.byref(device), 1) == 0
+        assert library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+        assert library.cuCtxPushCurrent_v2(context) == 0
+        assert library.cuStreamCreate(ctypes.byref(stream), 1) == 0
+        copy = library.cuMemcpyDtoDAsync_v2
+        copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        assert copy(there.address, here.address, 2 << 20, stream) == 0
+        memsaver.pause("t")
+        assert sim.violations() == [], sim.violations()
+        """,
+        MEMSAVER_SIM_DEVICES=2,
+    )
