@@ -1413,7 +1413,7 @@ def test_a_pause_waits_for_other_devices(run_python):
         from memsaver import simulator
 
         sim = Simulator()
-        with memsaver.region("t", backup="host"):
+        with memsaver.region("t"):
             here = simulator.buffer(2 << 20, 0)
         with memsaver.region("u"):
             there = simulator.buffer(2 << 20, 1)
