@@ -23,12 +23,6 @@ std::map<uint64_t, Mapping> map_new(const Device& device, const std::vector<Rang
   return mapped;
 }
 
-uint64_t total(const std::vector<Range>& ranges) {
-  uint64_t bytes = 0;
-  for (const Range& range : ranges) bytes += range.bytes;
-  return bytes;
-}
-
 // Unmaps and releases; what the driver would not unmap stays. The first failure, or nothing.
 std::optional<Error> give_back(std::map<uint64_t, Mapping>& extents) noexcept {
   std::optional<Error> failure;
@@ -40,6 +34,7 @@ std::optional<Error> give_back(std::map<uint64_t, Mapping>& extents) noexcept {
       if (!failure) failure = std::move(error);
       ++at;
     } catch (...) {
+      if (!failure) failure.emplace(Status::kOutOfHostMemory, "");
       ++at;
     }
   }

@@ -46,7 +46,6 @@ namespace memsaver {
   X(cuMemcpyDtoHAsync)             \
   X(cuMemcpyHtoDAsync)             \
   X(cuStreamCreate)                \
-  X(cuStreamDestroy)               \
   X(cuStreamSynchronize)           \
   X(cuThreadExchangeStreamCaptureMode)
 

@@ -46,6 +46,12 @@ std::vector<Range> subtract(std::vector<Range> ranges, std::vector<Range> holes)
   return left;
 }
 
+uint64_t total(const std::vector<Range>& ranges) {
+  uint64_t bytes = 0;
+  for (const Range& range : ranges) bytes += range.bytes;
+  return bytes;
+}
+
 std::vector<Range> intersect(const std::vector<Range>& ranges, const std::vector<Range>& others) {
   return subtract(ranges, subtract(ranges, others));
 }

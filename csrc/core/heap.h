@@ -48,6 +48,9 @@ constexpr uint64_t kPieceBytes = 1ull << 30;
 std::vector<Range> subtract(std::vector<Range> ranges, std::vector<Range> holes);
 std::vector<Range> intersect(const std::vector<Range>& ranges, const std::vector<Range>& others);
 
+// Their bytes in sum.
+uint64_t total(const std::vector<Range>& ranges);
+
 class Heap {
  public:
   struct Block {

@@ -27,10 +27,7 @@ std::vector<Usage> usage() {
       row.allocated_bytes = pool.heap.allocated_bytes();
       row.resident_bytes = pool.heap.resident_bytes();
       for (const auto& [address, memory] : pool.parked) row.resident_bytes += memory.bytes();
-      row.backup_bytes = 0;
-      for (const Range& range : intersect(pool.saved, pool.heap.live())) {
-        row.backup_bytes += range.bytes;
-      }
+      row.backup_bytes = total(intersect(pool.saved, pool.heap.live()));
       row.host_bytes = pool.backup.held_bytes();
       rows.push_back(row);
     }

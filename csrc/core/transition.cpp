@@ -168,12 +168,6 @@ void roll_back(Step& step) noexcept {
   drop_empty(step);
 }
 
-uint64_t total(const std::vector<Range>& ranges) {
-  uint64_t bytes = 0;
-  for (const Range& range : ranges) bytes += range.bytes;
-  return bytes;
-}
-
 // Maps memory behind a step's tiles, or its parked pages behind their addresses.
 void map_step(Step& step) {
   const Device& device = step.pool.heap.device();
