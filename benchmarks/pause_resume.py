@@ -664,7 +664,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kv-gib", type=int, default=64, help="GiB of the kv workload")
-    parser.add_argument("--cycles", type=int, default=5, help="cycles of each kind")
+    parser.add_argument("--cycles", type=int, default=15, help="cycles of each kind")
     parser.add_argument("--gap", type=float, default=0.5, help="seconds before a resume")
     parser.add_argument("--only", type=parts, default=list(PARTS), help=",".join(PARTS))
     parser.add_argument("--output", type=Path, default=results.DEFAULT_PATH)

@@ -40,9 +40,10 @@ constexpr uint64_t kBlockBytes = 512;
 // Spans are aligned to this and a multiple of it: a slot of the address table (registry.h).
 constexpr uint64_t kSlotBytes = 32ull << 30;
 
-// Physical memory comes in pieces of at most this: larger ones are no faster (FACTS: 1 GiB to 64
-// GiB alike).
-constexpr uint64_t kPieceBytes = 1ull << 30;
+// Physical memory comes in pieces of at most this. On an H200, 64 GiB in pieces of 2 GiB are
+// unmapped and mapped in 1.2 and 2.4 ms, in pieces of 1 GiB in 1.8 and 3.4 ms; from 4 GiB on
+// releasing them takes longer.
+constexpr uint64_t kPieceBytes = 2ull << 30;
 
 // `ranges` less `holes`, both sorted or not; the result is sorted, adjacent parts joined.
 std::vector<Range> subtract(std::vector<Range> ranges, std::vector<Range> holes);

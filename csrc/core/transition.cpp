@@ -15,6 +15,10 @@
 namespace memsaver {
 namespace {
 
+// Memory that comes back empty (a KV cache) is large and of a piece: its neighbours share this many
+// times as much.
+constexpr uint64_t kDiscardedShares = 4;
+
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) {
@@ -304,7 +308,8 @@ std::vector<Change> resume(const std::vector<std::string>& names) {
       Step step(pool);
       step.takes_parked = !pool.parked.empty() || pool.heap.resident_bytes() > 0;
       if (!step.takes_parked) {
-        step.tiles = pool.heap.plan_tiles(share_bytes);
+        step.tiles =
+            pool.heap.plan_tiles(share_bytes * (pool.saved.empty() ? kDiscardedShares : 1));
         step.ranges = intersect(pool.saved, pool.heap.live());
       }
       step.device_bytes = total(step.tiles);
