@@ -7,6 +7,8 @@ leaves them paused with their backups.
 
 from __future__ import annotations
 
+import os
+
 __all__ = [
     "BackupError",
     "ConfigError",
@@ -32,9 +34,11 @@ class MemsaverError(RuntimeError):
         status: the name of the C ABI's status, such as "OUT_OF_DEVICE_MEMORY".
         cuda_error: the CUresult of `call`, 0 where no driver call failed.
         call: the CUDA driver call that failed, or "".
+        os_error: the errno of a file operation that failed, 0 where none did.
         tag: the tag concerned (at most its first 127 bytes), or "".
     """
 
+    os_error: int = 0
     _status = "INTERNAL"  # of a kind, where nobody says more
 
     def __init__(
@@ -69,10 +73,12 @@ class OutOfHostMemoryError(MemsaverError):
 
     Attributes:
         needed: bytes that could not be had.
+        free: bytes that could have been had, where that is known, else 0.
     """
 
     _status = "OUT_OF_HOST_MEMORY"
     needed: int = 0
+    free: int = 0
 
 
 class InvalidStateError(MemsaverError):
@@ -88,9 +94,16 @@ class UnknownTagError(MemsaverError, KeyError):
 
 
 class BackupError(MemsaverError, OSError):
-    """A backup could not be written or read."""
+    """A backup could not be written or read; `errno` and `strerror` say why, as of any OSError.
+
+    Attributes:
+        needed: bytes that were to be reserved, written or read.
+        free: bytes that were free on the disk, where it was full, else 0.
+    """
 
     _status = "BACKUP_FAILED"
+    needed: int = 0
+    free: int = 0
 
 
 class DriverError(MemsaverError):
@@ -128,15 +141,23 @@ _STATUSES: dict[int, tuple[str, type[MemsaverError]]] = {
 
 
 def error_of(
-    status: int, message: str, cuda_error: int, call: str, tag: str, needed: int, free: int
+    status: int,
+    message: str,
+    cuda_error: int,
+    call: str,
+    tag: str,
+    needed: int,
+    free: int,
+    os_error: int,
 ) -> MemsaverError:
     """The exception for a status of the C ABI. Called by `memsaver._C`."""
     name, kind = _STATUSES.get(status, ("INTERNAL", MemsaverError))
     if kind is OutOfDeviceMemoryError:
         message = "CUDA out of memory: " + message
     error = kind(message, status=name, cuda_error=cuda_error, call=call, tag=tag)
-    if isinstance(error, OutOfDeviceMemoryError):
+    error.os_error = os_error
+    if isinstance(error, BackupError) and os_error:
+        error.errno, error.strerror = os_error, os.strerror(os_error)
+    if isinstance(error, OutOfDeviceMemoryError | OutOfHostMemoryError | BackupError):
         error.needed, error.free = needed, free
-    if isinstance(error, OutOfHostMemoryError):
-        error.needed = needed
     return error

@@ -13,48 +13,7 @@ uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit;
 // Extents of new small blocks are this part of what the heap holds already.
 constexpr uint64_t kSlabShare = 16;
 
-void sort_by_address(std::vector<Range>& ranges) {
-  std::sort(ranges.begin(), ranges.end(),
-            [](const Range& a, const Range& b) { return a.address < b.address; });
-}
-
-void append(std::vector<Range>& ranges, uint64_t begin, uint64_t end) {
-  if (begin >= end) return;
-  if (!ranges.empty() && ranges.back().end() == begin) {
-    ranges.back().bytes += end - begin;
-  } else {
-    ranges.push_back({begin, end - begin});
-  }
-}
-
 }  // namespace
-
-std::vector<Range> subtract(std::vector<Range> ranges, std::vector<Range> holes) {
-  sort_by_address(ranges);
-  sort_by_address(holes);
-  std::vector<Range> left;
-  size_t hole = 0;
-  for (const Range& range : ranges) {
-    uint64_t at = range.address;
-    while (hole < holes.size() && holes[hole].end() <= at) ++hole;
-    for (size_t i = hole; i < holes.size() && holes[i].address < range.end(); ++i) {
-      append(left, at, std::min(holes[i].address, range.end()));
-      at = std::max(at, holes[i].end());
-    }
-    append(left, at, range.end());
-  }
-  return left;
-}
-
-uint64_t total(const std::vector<Range>& ranges) {
-  uint64_t bytes = 0;
-  for (const Range& range : ranges) bytes += range.bytes;
-  return bytes;
-}
-
-std::vector<Range> intersect(const std::vector<Range>& ranges, const std::vector<Range>& others) {
-  return subtract(ranges, subtract(ranges, others));
-}
 
 uint64_t Heap::resident_bytes() const { return extent_bytes_; }
 

@@ -25,13 +25,9 @@
 #include <vector>
 
 #include "core/handles.h"
+#include "core/range.h"
 
 namespace memsaver {
-
-struct Range {
-  uint64_t address = 0, bytes = 0;
-  uint64_t end() const { return address + bytes; }
-};
 
 // Blocks are multiples of this, as cudaMalloc's alignment promises at least 256 and torch expects
 // 512.
@@ -44,13 +40,6 @@ constexpr uint64_t kSlotBytes = 32ull << 30;
 // unmapped and mapped in 1.2 and 2.4 ms, in pieces of 1 GiB in 1.8 and 3.4 ms; from 4 GiB on
 // releasing them takes longer.
 constexpr uint64_t kPieceBytes = 2ull << 30;
-
-// `ranges` less `holes`, both sorted or not; the result is sorted, adjacent parts joined.
-std::vector<Range> subtract(std::vector<Range> ranges, std::vector<Range> holes);
-std::vector<Range> intersect(const std::vector<Range>& ranges, const std::vector<Range>& others);
-
-// Their bytes in sum.
-uint64_t total(const std::vector<Range>& ranges);
 
 class Heap {
  public:

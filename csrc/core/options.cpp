@@ -1,8 +1,15 @@
 #include "core/options.h"
 
+#include <fcntl.h>
+#include <strings.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
+#include <memory>
 
 #include "core/status.h"
 #include "core/text.h"
@@ -10,32 +17,59 @@
 namespace memsaver {
 namespace {
 
+// A path that was set. Those before it stay, because a reader may still be copying one.
+struct Path {
+  std::string text;
+  const Path* before;
+};
+
+// What a text means: a size or a flag, or a path.
+struct Value {
+  uint64_t number = 0;
+  std::string path;
+};
+
 struct Entry {
   const char* name;
+  OptionKind kind;
   const char* env;
   uint64_t least, greatest;
   const char* meaning;
-  std::atomic<uint64_t> value;
+  std::atomic<uint64_t> number;
+  std::atomic<const Path*> path;
   std::atomic<bool> known;  // the environment was read, or configure() was called
 };
 
 Entry table[] = {
-#define MS_OPTION_ENTRY(name, env, value, least, greatest, meaning) \
-  {#name, env, least, greatest, meaning, {value}, {false}},
+#define MS_OPTION_ENTRY(name, kind, env, value, least, greatest, meaning) \
+  {#name, OptionKind::kind, env, least, greatest, meaning, {value}, {nullptr}, {false}},
     MS_OPTIONS(MS_OPTION_ENTRY)
 #undef MS_OPTION_ENTRY
 };
 
-[[noreturn]] void refuse(const Entry& entry, const std::string& text) {
-  throw Error(
-      Status::kBadConfig,
-      "option " + std::string(entry.name) + " (" + entry.env + ") cannot be " + quoted(text) +
-          ": it takes a whole number of bytes with an optional suffix KiB, MiB or GiB, from " +
-          std::to_string(entry.least) + " to " + std::to_string(entry.greatest) +
-          "; its meaning: " + entry.meaning);
+std::string takes(const Entry& entry) {
+  switch (entry.kind) {
+    case OptionKind::kSize:
+      return "a whole number of bytes with an optional suffix KiB, MiB or GiB, from " +
+             std::to_string(entry.least) + " to " + std::to_string(entry.greatest);
+    case OptionKind::kFlag:
+      return "on, off, 1, 0, true or false";
+    case OptionKind::kPath:
+      return "a directory that exists and can be written to, or nothing for the default";
+  }
+  return "";
 }
 
-uint64_t parse(const Entry& entry, const std::string& text) {
+[[noreturn]] void refuse(const Entry& entry, const std::string& text, int reason = 0) {
+  Error error(Status::kBadConfig,
+              "option " + std::string(entry.name) + " (" + entry.env + ") cannot be " +
+                  quoted(text) + (reason ? " (" + std::string(std::strerror(reason)) + ")" : "") +
+                  ": it takes " + takes(entry) + "; its meaning: " + entry.meaning);
+  error.os_error = reason;
+  throw error;
+}
+
+uint64_t parse_size(const Entry& entry, const std::string& text) {
   if (text.empty() || text[0] < '0' || text[0] > '9') refuse(entry, text);
   char* end = nullptr;
   errno = 0;
@@ -58,6 +92,52 @@ uint64_t parse(const Entry& entry, const std::string& text) {
   return value;
 }
 
+uint64_t parse_flag(const Entry& entry, const std::string& text) {
+  for (const char* yes : {"on", "1", "true"}) {
+    if (strcasecmp(text.c_str(), yes) == 0) return 1;
+  }
+  for (const char* no : {"off", "0", "false"}) {
+    if (strcasecmp(text.c_str(), no) == 0) return 0;
+  }
+  refuse(entry, text);
+}
+
+// Absolute, so that a later chdir does not change what it means.
+std::string parse_path(const Entry& entry, const std::string& text) {
+  if (text.empty()) return text;
+  const std::unique_ptr<char, decltype(&std::free)> whole(realpath(text.c_str(), nullptr),
+                                                          &std::free);
+  struct stat facts;
+  if (!whole || stat(whole.get(), &facts) != 0) refuse(entry, text, errno);
+  if (!S_ISDIR(facts.st_mode)) refuse(entry, text, ENOTDIR);
+  if (faccessat(AT_FDCWD, whole.get(), W_OK | X_OK, AT_EACCESS) != 0) refuse(entry, text, errno);
+  return whole.get();
+}
+
+Value parse(const Entry& entry, const std::string& text) {
+  switch (entry.kind) {
+    case OptionKind::kSize:
+      return {parse_size(entry, text), {}};
+    case OptionKind::kFlag:
+      return {parse_flag(entry, text), {}};
+    case OptionKind::kPath:
+      return {0, parse_path(entry, text)};
+  }
+  throw Error(Status::kInternal, "an option of no kind");
+}
+
+void set(Entry& entry, const std::string& text) {
+  const Value value = parse(entry, text);
+  if (entry.kind == OptionKind::kPath) {
+    Path* const fresh = new Path{value.path, entry.path.load()};
+    while (!entry.path.compare_exchange_weak(fresh->before, fresh)) {
+    }
+  } else {
+    entry.number.store(value.number);
+  }
+  entry.known.store(true, std::memory_order_release);
+}
+
 Entry& find(const std::string& name) {
   for (Entry& entry : table) {
     if (name == entry.name) return entry;
@@ -66,29 +146,58 @@ Entry& find(const std::string& name) {
                                       format_names(option_names()));
 }
 
-uint64_t read(Entry& entry) {
+// The entry, with its value known.
+const Entry& read(Entry& entry) {
   if (!entry.known.load(std::memory_order_acquire)) {
-    if (const char* text = std::getenv(entry.env)) entry.value.store(parse(entry, text));
-    entry.known.store(true, std::memory_order_release);
+    if (const char* text = std::getenv(entry.env)) {
+      set(entry, text);
+    } else {
+      entry.known.store(true, std::memory_order_release);
+    }
   }
-  return entry.value.load(std::memory_order_relaxed);
+  return entry;
+}
+
+const Entry& read(Option which, OptionKind kind) {
+  Entry& entry = table[static_cast<size_t>(which)];
+  if (entry.kind != kind) {
+    throw Error(Status::kInternal,
+                "option " + std::string(entry.name) + " was read as one of another kind");
+  }
+  return read(entry);
+}
+
+std::string path_of(const Entry& entry) {
+  const Path* const path = entry.path.load();
+  return path ? path->text : "";
 }
 
 }  // namespace
 
-uint64_t option(Option which) { return read(table[static_cast<size_t>(which)]); }
+uint64_t option(Option which) { return read(which, OptionKind::kSize).number.load(); }
+
+bool flag(Option which) { return read(which, OptionKind::kFlag).number.load() != 0; }
+
+std::string path(Option which) { return path_of(read(which, OptionKind::kPath)); }
 
 void check_options() {
   for (Entry& entry : table) read(entry);
 }
 
-void set_option(const std::string& name, const std::string& text) {
-  Entry& entry = find(name);
-  entry.value.store(parse(entry, text));
-  entry.known.store(true, std::memory_order_release);
-}
+void set_option(const std::string& name, const std::string& text) { set(find(name), text); }
 
-std::string option_text(const std::string& name) { return std::to_string(read(find(name))); }
+std::string option_text(const std::string& name) {
+  const Entry& entry = read(find(name));
+  switch (entry.kind) {
+    case OptionKind::kSize:
+      return std::to_string(entry.number.load());
+    case OptionKind::kFlag:
+      return entry.number.load() ? "on" : "off";
+    case OptionKind::kPath:
+      return path_of(entry);
+  }
+  return "";
+}
 
 std::vector<std::string> option_names() {
   std::vector<std::string> names;

@@ -1,7 +1,7 @@
-// options: every setting, in one table: name, environment variable, default, bounds, meaning.
+// options: every setting, in one table: name, kind, environment variable, default, bounds, meaning.
 //
 // To add one: a line in MS_OPTIONS. Values come from the environment at the first use, and from
-// configure().
+// configure(). Any thread, at any time; nothing here takes a lock.
 #pragma once
 
 #include <cstdint>
@@ -10,34 +10,52 @@
 
 namespace memsaver {
 
-// name, environment variable, default, least, greatest, meaning. All are sizes in bytes.
+// What an option's text can be.
+enum class OptionKind {
+  kSize,  // a number of bytes with an optional suffix KiB, MiB or GiB
+  kFlag,  // on, off, 1, 0, true or false, in either case
+  kPath,  // an existing directory that can be written to, kept as its absolute path; "": the
+          // default
+};
+
+// name, kind, environment variable, default, least, greatest, meaning. Sizes are in bytes; a flag
+// is 1 or 0; a path is empty by default and has no bounds.
 #define MS_OPTIONS(X)                                                                            \
-  X(share_bytes, "MEMSAVER_SHARE_BYTES", 512ull << 20, 2ull << 20, 1ull << 30,                   \
+  X(share_bytes, kSize, "MEMSAVER_SHARE_BYTES", 512ull << 20, 2ull << 20, 1ull << 30,            \
     "allocations that lie together share one piece of physical memory of up to this many bytes " \
     "(four times as many without a backup) from a resume on: fewer pieces are faster to pause, " \
     "but memory of a deleted tensor goes "                                                       \
     "back to the driver only with its whole piece")                                              \
-  X(slab_bytes, "MEMSAVER_SLAB_BYTES", 64ull << 20, 2ull << 20, 1ull << 30,                      \
-    "the same for new allocations smaller than this, before the first pause")
+  X(slab_bytes, kSize, "MEMSAVER_SLAB_BYTES", 64ull << 20, 2ull << 20, 1ull << 30,               \
+    "the same for new allocations smaller than this, before the first pause")                    \
+  X(host_bytes, kSize, "MEMSAVER_HOST_BYTES", 0, 0, 1ull << 60,                                  \
+    "host memory that backups may hold in total; 0 is as much as the system can spare")          \
+  X(fingerprints, kFlag, "MEMSAVER_FINGERPRINTS", 1, 0, 1,                                       \
+    "a pause leaves out what equals its kept backup, by a 256-bit fingerprint")                  \
+  X(disk_dir, kPath, "MEMSAVER_DISK_DIR", 0, 0, 0,                                               \
+    "the directory of the files of backup='disk'; empty is $TMPDIR, else /var/tmp, else /tmp")
 
 enum class Option {
-#define MS_OPTION_NAME(name, env, value, least, greatest, meaning) name,
+#define MS_OPTION_NAME(name, kind, env, value, least, greatest, meaning) name,
   MS_OPTIONS(MS_OPTION_NAME)
 #undef MS_OPTION_NAME
 };
 
-// The value in bytes. Throws kBadConfig when the environment's text cannot be understood.
+// The value of an option of kind kSize, in bytes; of kind kFlag; of kind kPath. Throws kBadConfig
+// when the environment's text cannot be understood, kInternal for an option of another kind.
 uint64_t option(Option which);
+bool flag(Option which);
+std::string path(Option which);
 
 // Reads the environment now, so that text which cannot be understood is met before anything is
 // done. Throws kBadConfig.
 void check_options();
 
-// Sets by name from text: a number with an optional suffix KiB, MiB or GiB. Throws kBadConfig,
-// changing nothing.
+// Sets by name from the text that its kind takes. Throws kBadConfig, changing nothing.
 void set_option(const std::string& name, const std::string& text);
 
-// The value as text, in bytes. Throws kBadConfig for an unknown name.
+// The value as text that set_option takes: a size in bytes, "on" or "off", a path. Throws
+// kBadConfig for an unknown name.
 std::string option_text(const std::string& name);
 
 // The names, for messages.

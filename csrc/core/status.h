@@ -44,6 +44,7 @@ class Error : public std::exception {
   std::string tag;
   const char* call = "";   // a driver call's name, with static storage
   int32_t cuda_error = 0;  // its CUresult
+  int32_t os_error = 0;    // the errno of the system call that failed, 0 where none did
   uint64_t needed_bytes = 0;
   uint64_t free_bytes = 0;
 };

@@ -1,0 +1,158 @@
+#include "core/host_budget.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <utility>
+
+#include "core/options.h"
+#include "core/status.h"
+#include "core/system_files.h"
+#include "core/text.h"
+
+namespace memsaver {
+namespace {
+
+// The mutex orders claims, so that no two are granted the same memory. It is held while files are
+// read, never while memory is touched.
+std::mutex mutex;
+std::atomic<uint64_t> claimed_bytes{0};    // changed under the mutex
+std::atomic<uint64_t> untouched_bytes{0};  // of claimed_bytes; likewise
+
+// What the system leaves, and who says so.
+struct Available {
+  uint64_t bytes = UINT64_MAX;
+  std::string limit = "nothing";
+
+  void at_most(uint64_t limit_bytes, const std::string& who) {
+    if (limit_bytes >= bytes) return;
+    bytes = limit_bytes;
+    limit = who;
+  }
+};
+
+uint64_t less(uint64_t bytes, uint64_t taken) { return bytes > taken ? bytes - taken : 0; }
+
+uint64_t margin(uint64_t total) { return std::max<uint64_t>(total / 50, 256ull << 20); }
+
+void consider_group(const Cgroup& group, Available& available) {
+  const std::string stat = group.read("memory.stat").value_or("");
+  const char* const usage_file = group.unified ? "memory.current" : "memory.usage_in_bytes";
+  const uint64_t cache =
+      number_after(stat, group.unified ? "inactive_file" : "total_inactive_file").value_or(0) +
+      number_after(stat, group.unified ? "active_file" : "total_active_file").value_or(0);
+  const std::optional<uint64_t> usage = group.number(usage_file);
+  if (!usage) return;
+  const auto consider = [&](const char* file) {
+    const std::optional<uint64_t> limit = group.number(file);
+    if (!limit) return;
+    available.at_most(less(less(*limit, less(*usage, cache)), margin(*limit)),
+                      group.directory + "/" + file + ", which is " + format_bytes(*limit));
+  };
+  if (group.unified) {
+    consider("memory.max");
+    consider("memory.high");  // beyond it nothing is killed, but the process comes to a crawl
+  } else {
+    consider("memory.limit_in_bytes");
+  }
+}
+
+Available ask_system() {
+  Available available;
+  const std::string meminfo = read_system_file("/proc/meminfo").value_or("");
+  if (const std::optional<uint64_t> kib = number_after(meminfo, "MemAvailable")) {
+    const uint64_t total = number_after(meminfo, "MemTotal").value_or(*kib) << 10;
+    available.at_most(
+        less(*kib << 10, margin(total)),
+        "the system's memory (MemAvailable in /proc/meminfo is " + format_bytes(*kib << 10) + ")");
+  }
+  for (const Cgroup& group : cgroups_of("memory")) consider_group(group, available);
+  if (available.bytes != UINT64_MAX) available.bytes = less(available.bytes, untouched_bytes);
+  return available;
+}
+
+[[noreturn]] void refuse(uint64_t bytes, uint64_t free, const std::string& what,
+                         const std::string& limit, const std::string& remedy) {
+  Error error(Status::kOutOfHostMemory,
+              what + " needs " + format_bytes(bytes) + " of host memory, and " +
+                  format_bytes(free) + " can be had: the limit is " + limit +
+                  ", and backups hold " + format_bytes(claimed_bytes) + "; " + remedy +
+                  ", or use backup='disk' or backup='none'");
+  error.needed_bytes = bytes;
+  error.free_bytes = free;
+  throw error;
+}
+
+void claim(uint64_t bytes, const std::string& what) {
+  if (bytes == 0) return;
+  const uint64_t most = option(Option::host_bytes);
+  std::lock_guard<std::mutex> lock(mutex);
+  if (most != 0 && bytes > less(most, claimed_bytes)) {
+    refuse(bytes, less(most, claimed_bytes), what,
+           "the option host_bytes (MEMSAVER_HOST_BYTES), which is " + format_bytes(most),
+           "raise host_bytes, give memory back with trim()");
+  }
+  const Available available = ask_system();
+  if (bytes > available.bytes) {
+    refuse(bytes, available.bytes, what, available.limit,
+           "free host memory or raise that limit, give memory back with trim()");
+  }
+  claimed_bytes += bytes;
+  untouched_bytes += bytes;
+}
+
+}  // namespace
+
+uint64_t host_available_bytes() { return ask_system().bytes; }
+
+HostClaim HostClaim::take(uint64_t bytes, const std::string& what) {
+  HostClaim taken;
+  taken.grow(bytes, what);
+  return taken;
+}
+
+HostClaim::HostClaim(HostClaim&& other) noexcept
+    : bytes_(std::exchange(other.bytes_, 0)),
+      touched_bytes_(std::exchange(other.touched_bytes_, 0)) {}
+
+HostClaim& HostClaim::operator=(HostClaim&& other) noexcept {
+  HostClaim taken(std::move(other));
+  std::swap(bytes_, taken.bytes_);
+  std::swap(touched_bytes_, taken.touched_bytes_);
+  return *this;
+}
+
+HostClaim::~HostClaim() { shrink(bytes_); }
+
+void HostClaim::grow(uint64_t bytes, const std::string& what) {
+  claim(bytes, what);
+  bytes_ += bytes;
+}
+
+void HostClaim::touched(uint64_t bytes) noexcept {
+  std::lock_guard<std::mutex> lock(mutex);
+  const uint64_t more = std::min(bytes, bytes_ - touched_bytes_);
+  touched_bytes_ += more;
+  untouched_bytes -= more;
+}
+
+void HostClaim::shrink(uint64_t bytes) noexcept {
+  const uint64_t of_touched = std::min(bytes, touched_bytes_);
+  give_back(of_touched, std::min(bytes, bytes_) - of_touched);
+}
+
+void HostClaim::shrink_untouched(uint64_t bytes) noexcept {
+  give_back(0, std::min(bytes, bytes_ - touched_bytes_));
+}
+
+void HostClaim::give_back(uint64_t of_touched, uint64_t of_untouched) noexcept {
+  std::lock_guard<std::mutex> lock(mutex);
+  bytes_ -= of_touched + of_untouched;
+  touched_bytes_ -= of_touched;
+  claimed_bytes -= of_touched + of_untouched;
+  untouched_bytes -= of_untouched;
+}
+
+uint64_t HostClaim::claimed() noexcept { return claimed_bytes; }
+
+}  // namespace memsaver
