@@ -58,6 +58,9 @@ CUresult release(Lock* lock, Context* context) {
   for (auto at = shared.events.begin(); at != shared.events.end();) {
     at = at->second->context == context ? shared.events.erase(at) : std::next(at);
   }
+  for (auto at = shared.modules.begin(); at != shared.modules.end();) {
+    at = at->second.context == context ? shared.modules.erase(at) : std::next(at);
+  }
   shared.space.free_blocks_of(context->device);
   shared.host.drop_all_of(context->device);
   context->legacy = nullptr;

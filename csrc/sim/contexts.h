@@ -31,7 +31,7 @@ Context* find_context(CUcontext handle);
 
 void retain(Context* context);
 // The last release waits for the context's work (giving up the lock) and then frees its streams,
-// events, cuMemAlloc blocks and host memory. Memory of the virtual-memory calls stays.
+// events, modules, cuMemAlloc blocks and host memory. Memory of the virtual-memory calls stays.
 CUresult release(Lock* lock, Context* context);
 
 // The calling thread's stack.

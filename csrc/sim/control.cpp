@@ -44,6 +44,7 @@ int sim_counts(struct sim_totals* totals) {
   totals->streams = shared.streams.created();
   totals->events = shared.events.size();
   totals->graphs = shared.graphs.size() + shared.executables.size();
+  totals->modules = shared.modules.size();
   totals->captures = shared.captures.active();
   totals->queued_operations = shared.streams.queued_operations();
   totals->violations = shared.diagnostics.violations();

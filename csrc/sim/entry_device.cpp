@@ -99,6 +99,16 @@ CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuDeviceGetPCIBusId(char* text, int length, CUdevice device) {
+  Call call("cuDeviceGetPCIBusId", Needs::kInit);
+  if (call.refused()) return call.status();
+  constexpr int kLength = 13;  // domain:bus:device.function and a zero
+  if (text == nullptr || length < kLength) return CUDA_ERROR_INVALID_VALUE;
+  if (state().device(device) == nullptr) return CUDA_ERROR_INVALID_DEVICE;
+  std::snprintf(text, static_cast<size_t>(length), "0000:%02x:00.0", device + 1);
+  return CUDA_SUCCESS;
+}
+
 CUresult cuDeviceTotalMem(size_t* bytes, CUdevice device) {
   Call call("cuDeviceTotalMem", Needs::kInit);
   if (call.refused()) return call.status();

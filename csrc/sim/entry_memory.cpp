@@ -160,6 +160,17 @@ CUresult cuMemHostUnregister(void* address) {
   return give_up(&call, address, true);
 }
 
+CUresult cuMemHostGetDevicePointer(CUdeviceptr* device_address, void* address, unsigned int flags) {
+  Call call("cuMemHostGetDevicePointer", Needs::kContext);
+  if (call.refused()) return call.status();
+  const uint64_t at = reinterpret_cast<uint64_t>(address);
+  if (device_address == nullptr || flags != 0 || state().host.find(at) == nullptr) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  *device_address = at;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr address) {
   Call call("cuPointerGetAttribute", Needs::kInit);
   if (call.refused()) return call.status();

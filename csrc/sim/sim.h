@@ -13,6 +13,8 @@
 //     CUDA_ERROR_INVALID_HANDLE; the driver reads freed memory, and may crash.
 //   - The host can touch device memory while it is mapped and accessible, and faults otherwise.
 //   - A mapping must end where its reservation does, or before; the driver was seen to map beyond.
+//   - A module of whatever code has one kernel, memsaver's own ms_fingerprint, which runs on the
+//     CPU, in the geometry that it was made for alone.
 //
 // Read from the environment at the first cuInit; a value that makes no sense makes cuInit return
 // CUDA_ERROR_INVALID_VALUE:
@@ -45,6 +47,7 @@ struct sim_totals {
   uint64_t streams;           // cuStreamCreate without cuStreamDestroy
   uint64_t events;            // cuEventCreate without cuEventDestroy
   uint64_t graphs;            // graphs and executable graphs not destroyed
+  uint64_t modules;           // cuModuleLoadData without cuModuleUnload
   uint64_t captures;          // captures begun and not ended
   uint64_t retained_contexts;  // cuDevicePrimaryCtxRetain without Release, all devices
   uint64_t queued_operations;  // submitted and not completed, all streams
@@ -85,7 +88,7 @@ int sim_occupy(int device, uint64_t bytes);
 // cuMemHostAlloc and cuMemHostRegister return CUDA_ERROR_OUT_OF_MEMORY.
 void sim_host_limit(uint64_t bytes);
 
-// Every copy, set and host function waits this long before it starts (default 0).
+// Every copy, set, launch and host function waits this long before it starts (default 0).
 void sim_stream_delay(uint64_t microseconds);
 // Copies take at least size / rate (bytes per second; default 0: as fast as they go).
 void sim_copy_rate(uint64_t bytes_per_second);

@@ -20,6 +20,7 @@
 #include "diagnostics.h"
 #include "faults.h"
 #include "host_memory.h"
+#include "kernels.h"
 #include "streams.h"
 
 namespace memsaver::sim {
@@ -55,6 +56,7 @@ struct State {
   std::map<CUevent, std::shared_ptr<Event>> events;
   std::map<CUgraph, Graph> graphs;
   std::map<CUgraphExec, Graph> executables;
+  std::map<CUmodule, Module> modules;
 
   // A value for a handle of any kind; never 0, 1 or 2, and never used twice in a process.
   uint64_t next_handle();

@@ -9,6 +9,7 @@
 #include <cstdio>
 
 #include "contexts.h"
+#include "kernels.h"
 #include "state.h"
 #include "transfer.h"
 
@@ -52,11 +53,25 @@ bool start_thread(void* (*body)(void*), void* argument) {
   return started;
 }
 
+// A copy or a set; gives up the lock meanwhile. False when it met memory that was not there.
+bool run_transfer(Lock* lock, const Operation& operation, int device) {
+  const bool copies = operation.kind == Operation::Kind::kCopy;
+  std::vector<Span> destination, source;
+  if (!resolve(operation.destination, device, true, &destination)) return false;
+  if (copies && !resolve(operation.source, device, false, &source)) return false;
+  lock->unlock();
+  const bool fine =
+      copies ? copy(destination, source) : fill(destination, operation.value, operation.width);
+  lock->lock();
+  return fine;
+}
+
 }  // namespace
 
 bool Operation::touches(const Range& range) const {
-  return (kind == Kind::kCopy && (destination.overlaps(range) || source.overlaps(range))) ||
-         (kind == Kind::kSet && destination.overlaps(range));
+  return destination.overlaps(range) || source.overlaps(range) ||
+         std::any_of(reads.begin(), reads.end(),
+                     [&](const Range& read) { return read.overlaps(range); });
 }
 
 bool Streams::in_host_function() { return t_in_host_function; }
@@ -215,21 +230,12 @@ void Streams::execute(Lock* lock, const Stream& stream, const Operation& operati
   }
   if (stream.context->broken != CUDA_SUCCESS) return;
   const int device = stream.context->device;
-  std::vector<Span> destination, source;
-  bool fine = resolve(operation.destination, device, true, &destination);
-  if (operation.kind == Operation::Kind::kCopy) {
-    fine = fine && resolve(operation.source, device, false, &source);
-  }
-  if (fine) {
-    lock->unlock();
-    fine = operation.kind == Operation::Kind::kCopy
-               ? copy(destination, source)
-               : fill(destination, operation.value, operation.width);
-    lock->lock();
-  }
+  Range culprit = operation.destination;
+  const bool fine = operation.kind == Operation::Kind::kLaunch
+                        ? run_launch(lock, operation, device, &culprit)
+                        : run_transfer(lock, operation, device);
   if (fine) return;
-  const Range& range = operation.destination;
-  state().diagnostics.illegal_access(describe(operation.call, range));
+  state().diagnostics.illegal_access(describe(operation.call, culprit));
   stream.context->broken = CUDA_ERROR_ILLEGAL_ADDRESS;
 }
 

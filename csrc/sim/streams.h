@@ -32,13 +32,14 @@ struct Ticket {
 using TicketPtr = std::shared_ptr<Ticket>;
 
 struct Operation {
-  enum class Kind { kMarker, kCopy, kSet, kHostFunction };
+  enum class Kind { kMarker, kCopy, kSet, kHostFunction, kLaunch };
   Kind kind = Kind::kMarker;
-  const char* call = "";  // what submitted it, for diagnostics
-  Range destination;      // kCopy, kSet
-  Range source;           // kCopy
-  uint32_t value = 0;     // kSet, in the lowest `width` bytes
-  unsigned width = 1;     // 1 or 4
+  const char* call = "";     // what submitted it, for diagnostics
+  Range destination;         // kCopy, kSet; of a kLaunch what it writes
+  Range source;              // kCopy; of a kLaunch the list of what it reads
+  std::vector<Range> reads;  // kLaunch: what stood there when it was submitted
+  uint32_t value = 0;        // kSet, in the lowest `width` bytes
+  unsigned width = 1;        // 1 or 4
   CUhostFn function = nullptr;
   void* argument = nullptr;
 

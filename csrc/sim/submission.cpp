@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "kernels.h"
+
 namespace memsaver::sim {
 
 CUresult find_stream(Call* call, CUstream handle, StreamPtr* stream) {
@@ -17,6 +19,7 @@ CUresult submit(Call* call, const StreamPtr& stream, Operation operation, Comple
     const CUresult admitted = shared.captures.admit_legacy_stream(stream->context, true);
     if (admitted != CUDA_SUCCESS) return admitted;
   }
+  if (operation.kind == Operation::Kind::kLaunch) note_reads(&operation, stream->context->device);
   const TicketPtr ticket = shared.streams.submit(stream, std::move(operation));
   if (ticket == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
   if (completion == Completion::kLater) return CUDA_SUCCESS;

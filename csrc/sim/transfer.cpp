@@ -1,6 +1,7 @@
 #include "transfer.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -74,6 +75,24 @@ bool copy_piece(const Span& to, uint64_t to_at, const Span& from, uint64_t from_
   return false;
 }
 
+// A file through which host memory is reached without touching it.
+class Staging {
+ public:
+  Staging() : fd_(memfd_create("memsaver-sim-staging", MFD_CLOEXEC)) {}
+  ~Staging() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+
+  bool move(char* to, const char* from, uint64_t size) const {
+    return fd_ >= 0 && write_file(fd_, 0, from, size) && read_file(fd_, 0, to, size);
+  }
+
+ private:
+  int fd_;
+};
+
 }  // namespace
 
 bool resolve(const Range& range, int device, bool write, std::vector<Span>* spans) {
@@ -127,6 +146,30 @@ bool fill(const std::vector<Span>& destination, uint32_t value, unsigned width) 
       const uint64_t step = std::min<uint64_t>(pattern.size(), span.size - done);
       if (!write_file(fd, span.position + done, pattern.data(), step)) return false;
     }
+  }
+  return true;
+}
+
+bool fetch(const std::vector<Span>& source, void* buffer) {
+  char* to = static_cast<char*>(buffer);
+  for (const Span& span : source) {
+    const bool fine = span.memory == nullptr
+                          ? Staging().move(to, host(span.position), span.size)
+                          : read_file(span.memory->fd(), span.position, to, span.size);
+    if (!fine) return false;
+    to += span.size;
+  }
+  return true;
+}
+
+bool store(const void* buffer, const std::vector<Span>& destination) {
+  const char* from = static_cast<const char*>(buffer);
+  for (const Span& span : destination) {
+    const bool fine = span.memory == nullptr
+                          ? Staging().move(host(span.position), from, span.size)
+                          : write_file(span.memory->fd(), span.position, from, span.size);
+    if (!fine) return false;
+    from += span.size;
   }
   return true;
 }

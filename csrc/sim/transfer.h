@@ -30,4 +30,9 @@ bool copy(const std::vector<Span>& destination, const std::vector<Span>& source)
 // gives the memory back to the operating system.
 bool fill(const std::vector<Span>& destination, uint32_t value, unsigned width);
 
+// The bytes of spans, to or from a buffer of the simulator's own. Without the lock or with it.
+// False as above.
+bool fetch(const std::vector<Span>& source, void* buffer);
+bool store(const void* buffer, const std::vector<Span>& destination);
+
 }  // namespace memsaver::sim

@@ -26,9 +26,12 @@ NOT_INITIALIZED = 3
 DEINITIALIZED = 4
 NO_DEVICE = 100
 INVALID_DEVICE = 101
+INVALID_IMAGE = 200
 INVALID_CONTEXT = 201
+INVALID_PTX = 218
 INVALID_HANDLE = 400
 ILLEGAL_STATE = 401
+NOT_FOUND = 500
 NOT_READY = 600
 ILLEGAL_ADDRESS = 700
 ALREADY_REGISTERED = 712
@@ -47,6 +50,10 @@ NON_BLOCKING = 1
 LEGACY = 1
 PER_THREAD = 2
 READ, READ_WRITE = 1, 3
+
+
+KERNEL_IMAGE = Path(__file__).parents[2] / "csrc" / "kernels" / "fingerprint.fatbin"
+KERNEL_THREADS = 256
 
 
 class Location(ctypes.Structure):
@@ -84,6 +91,7 @@ class Totals(ctypes.Structure):
         "streams",
         "events",
         "graphs",
+        "modules",
         "captures",
         "retained_contexts",
         "queued_operations",
@@ -113,6 +121,7 @@ _SIGNATURES = {
     "cuDeviceGet": ("cuDeviceGet", [_P, _I]),
     "cuDeviceGetAttribute": ("cuDeviceGetAttribute", [_P, _I, _I]),
     "cuDeviceTotalMem": ("cuDeviceTotalMem_v2", [_P, _I]),
+    "cuDeviceGetPCIBusId": ("cuDeviceGetPCIBusId", [_P, _I, _I]),
     "cuDeviceGetUuid": ("cuDeviceGetUuid_v2", [_P, _I]),
     "cuDevicePrimaryCtxRetain": ("cuDevicePrimaryCtxRetain", [_P, _I]),
     "cuDevicePrimaryCtxRelease": ("cuDevicePrimaryCtxRelease_v2", [_I]),
@@ -145,6 +154,7 @@ _SIGNATURES = {
     "cuMemFreeHost": ("cuMemFreeHost", [_D]),
     "cuMemHostRegister": ("cuMemHostRegister_v2", [_D, _S, _U]),
     "cuMemHostUnregister": ("cuMemHostUnregister", [_D]),
+    "cuMemHostGetDevicePointer": ("cuMemHostGetDevicePointer_v2", [_P, _D, _U]),
     "cuMemcpyHtoD": ("cuMemcpyHtoD_v2", [_D, _D, _S]),
     "cuMemcpyDtoH": ("cuMemcpyDtoH_v2", [_D, _D, _S]),
     "cuMemcpyDtoD": ("cuMemcpyDtoD_v2", [_D, _D, _S]),
@@ -175,6 +185,10 @@ _SIGNATURES = {
     "cuEventElapsedTime": ("cuEventElapsedTime_v2", [_P, _P, _P]),
     "cuEventDestroy": ("cuEventDestroy_v2", [_P]),
     "cuLaunchHostFunc": ("cuLaunchHostFunc", [_P, HostFunction, _P]),
+    "cuModuleLoadData": ("cuModuleLoadData", [_P, _P]),
+    "cuModuleGetFunction": ("cuModuleGetFunction", [_P, _P, c_char_p]),
+    "cuModuleUnload": ("cuModuleUnload", [_P]),
+    "cuLaunchKernel": ("cuLaunchKernel", [_P, *[_U] * 7, _P, _P, _P]),
     "cuPointerGetAttribute": ("cuPointerGetAttribute", [_P, _I, _D]),
     "cuDeviceGetDefaultMemPool": ("cuDeviceGetDefaultMemPool", [_P, _I]),
     "cuMemPoolTrimTo": ("cuMemPoolTrimTo", [_P, _S]),
@@ -357,6 +371,23 @@ class Driver:
         status = c_int()
         self.check("cuStreamIsCapturing", stream, byref(status))
         return status.value
+
+    # memsaver's own kernel
+
+    def module(self, image: bytes | None = None) -> int:
+        """A module of `image`, or of the library's kernel."""
+        self._kept.append(ctypes.create_string_buffer(image or KERNEL_IMAGE.read_bytes()))
+        return self.get("cuModuleLoadData", c_void_p, ctypes.addressof(self._kept[-1]))
+
+    def kernel(self, module: int) -> int:
+        return self.get("cuModuleGetFunction", c_void_p, module, b"ms_fingerprint")
+
+    def launch(self, kernel: int, pieces: int, digests: int, count: int, stream: int | None) -> int:
+        """cuLaunchKernel's code. `pieces` and `digests` are addresses for the device."""
+        values = [ctypes.c_uint64(pieces), ctypes.c_uint64(digests), ctypes.c_uint32(count)]
+        arguments = (c_void_p * 3)(*[ctypes.addressof(value) for value in values])
+        blocks, threads = (count + 3) // 4, KERNEL_THREADS
+        return self.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, None)
 
     # the simulator's control
 

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from driver_api import (
     GLOBAL,
+    KERNEL_IMAGE,
     LEGACY,
     MIB,
     READ,
@@ -194,6 +195,40 @@ def host_alloc(drv):
     return created(drv, "cuMemHostAlloc", c_void_p, drv.cuMemFreeHost, PAGE, 0)
 
 
+def module_load(drv):
+    image = ctypes.create_string_buffer(KERNEL_IMAGE.read_bytes())
+    return created(drv, "cuModuleLoadData", c_void_p, drv.cuModuleUnload, ctypes.addressof(image))
+
+
+def function_get(drv):
+    module, out = drv.module(), c_void_p()
+    yield lambda: drv.cuModuleGetFunction(byref(out), module, b"ms_fingerprint")
+    drv.cuModuleUnload(module)
+
+
+def module_unload(drv):
+    module = drv.module()
+    drv.kernel(module)
+    yield lambda: drv.cuModuleUnload(module)
+
+
+def kernel_launch(drv):
+    module, pinned, stream = drv.module(), drv.pinned(PAGE), drv.stream()
+    kernel = drv.kernel(module)
+    ctypes.memset(pinned, 0, PAGE)  # pieces of no bytes
+    yield lambda: drv.launch(kernel, pinned, pinned + 4096, 4, stream)
+    drv.check("cuStreamSynchronize", stream)
+    drv.cuStreamDestroy(stream)
+    drv.cuModuleUnload(module)
+    drv.cuMemFreeHost(pinned)
+
+
+def host_device_pointer(drv):
+    pinned, out = drv.pinned(PAGE), ctypes.c_uint64()
+    yield lambda: drv.cuMemHostGetDevicePointer(byref(out), pinned, 0)
+    drv.cuMemFreeHost(pinned)
+
+
 def stream_create(drv):
     return created(drv, "cuStreamCreate", c_void_p, drv.cuStreamDestroy, 1)
 
@@ -220,6 +255,11 @@ CALLS = {
     "cuMemAlloc of 4 MiB": alloc_large,
     "cuMemHostAlloc": host_alloc,
     "cuMemGetInfo": memory_info,
+    "cuModuleLoadData": module_load,
+    "cuModuleGetFunction": function_get,
+    "cuModuleUnload": module_unload,
+    "cuLaunchKernel on an idle stream": kernel_launch,
+    "cuMemHostGetDevicePointer": host_device_pointer,
     "cuMemcpyDtoH": copy_synchronously,
     "cuMemcpyDtoHAsync to pageable memory on an idle stream": copy_to_pageable,
     "cuMemsetD8": set_synchronously,
@@ -494,6 +534,39 @@ def free_of_null(drv):
     return {"cuMemFree": drv.cuMemFree(0), "cuMemFreeHost": drv.cuMemFreeHost(0)}
 
 
+def launch_on_unpinned_memory(drv):
+    drv.start()
+    address, _ = drv.mapped(2 << 20)
+    kernel, stream = drv.kernel(drv.module()), drv.stream()
+    memory = ctypes.create_string_buffer(8192)
+    pieces = (ctypes.addressof(memory) + 15) // 16 * 16
+    (ctypes.c_uint64 * 2).from_address(pieces)[:] = [address, 64]
+    code = drv.launch(kernel, pieces, pieces + 4096, 1, stream)
+    return {"launch": code, "synchronize": drv.cuStreamSynchronize(stream)}
+
+
+def garbage_images(drv):
+    drv.start()
+    out, found = c_void_p(), {}
+    for name, text in {"text": b"garbage", "nothing": b"", "a zeroed page": bytes(4096)}.items():
+        image = ctypes.create_string_buffer(text, 4097)
+        found[name] = drv.cuModuleLoadData(byref(out), ctypes.addressof(image))
+    return found
+
+
+def launch_in_other_geometries(drv):
+    drv.start()
+    kernel, stream, pinned = drv.kernel(drv.module()), drv.stream(), drv.pinned(8192)
+    ctypes.memset(pinned, 0, 8192)
+    values = [ctypes.c_uint64(pinned), ctypes.c_uint64(pinned + 4096), ctypes.c_uint32(1)]
+    arguments = (c_void_p * 3)(*[ctypes.addressof(value) for value in values])
+    found = {}
+    for blocks, threads in ((0, 256), (1, 0), (1, 512), (1, 2048)):
+        code = drv.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, None)
+        found[f"{blocks} of {threads}"] = code
+    return [found, drv.cuStreamSynchronize(stream)]
+
+
 def set_reserved(drv):
     drv.start()
     address, other = drv.reserve(2 << 20), drv.mapped(2 << 20)[0]
@@ -751,6 +824,9 @@ ALONE = {
     "release twice while mapped; unmap": release_twice_while_mapped,
     "release of a number that is no handle": release_of_nonsense,
     "free of null": free_of_null,
+    "launch on host memory that is not pinned": launch_on_unpinned_memory,
+    "launch in other geometries": launch_in_other_geometries,
+    "images of garbage": garbage_images,
     "set memory that is reserved only": set_reserved,
     "set mapped memory without access": set_without_access,
     "copy mapped memory without access": copy_without_access,

@@ -1,0 +1,41 @@
+// fingerprint_host: the fingerprint of a piece of host memory, the same that the kernel finds on a
+// device.
+#pragma once
+
+#include <stdint.h>
+
+#include <cstring>
+#include <vector>
+
+#include "kernels/fingerprint_hash.h"
+
+namespace memsaver {
+
+// Of at most kFingerprintBytes. Any thread; takes 2 MiB for a table at the first use.
+inline Digest fingerprint_of(const void* bytes, uint64_t size) {
+  using namespace fingerprint;
+  static const std::vector<uint32_t>* const table = [] {
+    auto* const words = new std::vector<uint32_t>(kFingerprintBytes / 4 + kKeyWords);
+    for (uint32_t i = 0; i < words->size(); ++i) (*words)[i] = key_word(i);
+    return words;
+  }();
+  const uint32_t* const key = table->data();
+  const char* const at = static_cast<const char*>(bytes);
+  Digest digest{};
+  uint32_t offset = 0;
+  for (; offset + kChunkBytes <= size; offset += kChunkBytes) {
+    uint32_t words[4];
+    std::memcpy(words, at + offset, sizeof words);
+    add_chunk(digest.lanes, words, key + offset / 4);
+  }
+  if (offset < size) {
+    const uint32_t rest = static_cast<uint32_t>(size) - offset;
+    uint32_t words[4] = {0, 0, 0, 0};
+    std::memcpy(words, at + offset, rest);
+    add_part(digest.lanes, words, offset, rest);
+  }
+  for (int lane = 0; lane < kLanes; ++lane) digest.lanes[lane] += length_term(size, lane);
+  return digest;
+}
+
+}  // namespace memsaver
