@@ -15,6 +15,7 @@ ARTEFACTS = [
         "libmemsaver",
         sources=["csrc/core/*.cpp", "csrc/hooks/torch_allocator.cpp"],
         exports="csrc/core/exports.map",
+        embeds={"csrc/core/kernel_image.cpp": "csrc/kernels/fingerprint.fatbin"},
     ),
     Artefact(
         "libmemsaver_preload",

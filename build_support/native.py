@@ -5,7 +5,8 @@ Environment:
     MEMSAVER_CXXFLAGS      appended to every compilation
     MEMSAVER_LDFLAGS       appended to every link
     MEMSAVER_WERROR=1      warnings are errors
-    MEMSAVER_CUDA_INCLUDE  the folder with cuda.h, or `pip` for the one of nvidia-cuda-runtime
+    MEMSAVER_CUDA_INCLUDE  the folder with cuda.h, or `pip` for the one of nvidia-cuda-runtime;
+                           NVTX's headers are taken from there too, else from nvidia-nvtx
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Artefact:
 
     `sources` are globs and `exports` is a version script, both relative to the repository root;
     `links` names other artefacts, found at run time in the same folder. A Python module shares
-    the process's C++ runtime, because pybind11 throws; everything else brings its own.
+    the process's C++ runtime, because pybind11 throws; everything else brings its own. `embeds`
+    names, for a source, the file whose bytes it takes in: its path is MEMSAVER_EMBEDDED there.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Artefact:
     exports: str
     links: list[str] = field(default_factory=list)
     python_module: bool = False
+    embeds: dict[str, str] = field(default_factory=dict)
 
     @property
     def file_name(self) -> str:
@@ -88,21 +91,55 @@ class Artefact:
         return Extension(f"{PACKAGE}.{self.name}", self.source_files(root), language="c++")
 
 
-def cuda_include() -> Path:
-    """The folder with cuda.h: of a toolkit, else of the nvidia-cuda-runtime package."""
+@dataclass(frozen=True)
+class Header:
+    """A header of NVIDIA's: a CUDA toolkit has it, and so has each of the pip packages."""
+
+    path: str  # as it is included
+    packages: tuple[str, ...]
+
+    def folders_of_packages(self) -> list[Path]:
+        """The include folders of those packages that are installed."""
+        depth = len(Path(self.path).parts)
+        folders = []
+        for package in self.packages:
+            try:
+                files = metadata.files(package) or []
+            except metadata.PackageNotFoundError:
+                continue
+            named = [file for file in files if file.parts[-depth:] == Path(self.path).parts]
+            folders += [Path(file.locate()).parents[depth - 1] for file in named]
+        return folders
+
+
+CUDA = Header("cuda.h", ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"))
+NVTX = Header("nvtx3/nvToolsExt.h", ("nvidia-nvtx", "nvidia-nvtx-cu12"))
+
+
+def include_folders() -> list[Path]:
+    """The folders with cuda.h and NVTX: of a toolkit, else of the pip packages.
+
+    A toolkit may be installed without NVTX; the two need not come from one place.
+    """
     asked = os.environ.get("MEMSAVER_CUDA_INCLUDE", "")
-    if asked and asked != "pip":
-        candidates = [Path(asked)]
-    else:
-        candidates = [] if asked == "pip" else [home / "include" for home in _toolkits()]
-        candidates += _pip_includes()
+    named = asked not in ("", "pip")
+    toolkits = [Path(asked)] if named else [home / "include" for home in _toolkits()]
+    if asked == "pip":
+        toolkits = []
+    cuda = _folder_with(CUDA, toolkits + ([] if named else CUDA.folders_of_packages()))
+    nvtx = _folder_with(NVTX, toolkits + NVTX.folders_of_packages())
+    return list(dict.fromkeys([cuda, nvtx]))
+
+
+def _folder_with(header: Header, candidates: list[Path]) -> Path:
     for folder in candidates:
-        if (folder / "cuda.h").is_file():
+        if (folder / header.path).is_file():
             return folder
     looked = ", ".join(map(str, candidates)) or "no candidates"
     raise SystemExit(
-        f"memsaver: no cuda.h (looked in: {looked}). Install a CUDA toolkit and set CUDA_HOME, or "
-        "`pip install 'nvidia-cuda-runtime>=13'`, or set MEMSAVER_CUDA_INCLUDE to its folder."
+        f"memsaver: no {header.path} (looked in: {looked}). Install a CUDA toolkit and set "
+        f"CUDA_HOME, or `pip install '{header.packages[0]}>=13'`, or set MEMSAVER_CUDA_INCLUDE to "
+        "its folder."
     )
 
 
@@ -112,17 +149,6 @@ def _toolkits() -> list[Path]:
     if nvcc:
         homes.append(Path(nvcc).resolve().parent.parent)
     return [*homes, Path("/usr/local/cuda")]
-
-
-def _pip_includes() -> list[Path]:
-    folders = []
-    for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
-        try:
-            files = metadata.files(package) or []
-        except metadata.PackageNotFoundError:
-            continue
-        folders += [Path(file.locate()).parent for file in files if file.name == "cuda.h"]
-    return folders
 
 
 def ninja_program() -> str:
@@ -164,8 +190,7 @@ def ninja_file(root: Path, artefacts: list[Artefact], version: str) -> str:
         f"-I{root / 'csrc'}",
         "-iquote",
         str(root / "csrc/core"),
-        "-isystem",
-        str(cuda_include()),
+        *(word for folder in include_folders() for word in ("-isystem", str(folder))),
     ]
     python_includes = [sysconfig.get_path("include"), pybind11.get_include()]
     python_flags = [word for folder in python_includes for word in ("-isystem", folder)]
@@ -191,9 +216,14 @@ def ninja_file(root: Path, artefacts: list[Artefact], version: str) -> str:
         objects = []
         for source in artefact.source_files(root):
             objects.append(_escape(f"{artefact.name}/{source}.o"))
-            lines.append(f"build {objects[-1]}: compile {from_root(source)}")
-            if artefact.python_module:
-                lines.append(f"  extra = {_escape_value(shlex.join(python_flags))}")
+            embedded = artefact.embeds.get(source)
+            needed = f" | {from_root(embedded)}" if embedded else ""
+            lines.append(f"build {objects[-1]}: compile {from_root(source)}{needed}")
+            special = python_flags if artefact.python_module else []
+            if embedded:
+                special = [*special, f'-DMEMSAVER_EMBEDDED="{root / embedded}"']
+            if special:
+                lines.append(f"  extra = {_escape_value(shlex.join(special))}")
         linked = [f"{name}.so" for name in artefact.links]
         extra = [
             f"-Wl,-soname,{artefact.file_name}",
