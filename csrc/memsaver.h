@@ -51,12 +51,15 @@ typedef enum ms_state {
 typedef enum ms_backup {
   MS_BACKUP_DEFAULT = -1, /* what the tag's region said */
   MS_BACKUP_NONE = 0,     /* contents are discarded; resumed memory reads as zero */
-  MS_BACKUP_HOST = 1      /* contents are kept in pinned host memory */
+  MS_BACKUP_HOST = 1,     /* contents are kept in pinned host memory */
+  MS_BACKUP_PAGEABLE = 2, /* in ordinary host memory, through pinned buffers */
+  MS_BACKUP_DISK = 3      /* in a private file under option disk_dir */
 } ms_backup;
 
 typedef struct ms_error {
   int32_t status;     /* an ms_status */
   int32_t cuda_error; /* the CUresult of `call`, 0 where no driver call failed */
+  int32_t os_error;   /* the errno of a file operation that failed, 0 where none did */
   uint64_t needed_bytes, free_bytes;
   char call[48];      /* the driver call that failed, or "" */
   char tag[128];      /* the tag concerned, cut to fit, or "" */
@@ -66,6 +69,11 @@ typedef struct ms_error {
 typedef struct ms_range {
   uint64_t address, bytes;
 } ms_range;
+
+/* The 256-bit fingerprint of a piece of memory. */
+typedef struct ms_digest {
+  uint64_t lanes[4];
+} ms_digest;
 
 /* One tag on one device, as a pause or a resume left it. */
 typedef struct ms_change {
@@ -86,7 +94,8 @@ typedef struct ms_usage {
   uint64_t allocated_bytes; /* their bytes, each rounded up to 512 */
   uint64_t resident_bytes;  /* device memory held, as the driver counts it */
   uint64_t backup_bytes;    /* bytes that the next resume brings back */
-  uint64_t host_bytes;      /* pinned host memory held for backups */
+  uint64_t host_bytes;      /* host memory held for backups */
+  uint64_t disk_bytes;      /* disk space held for backups */
   uint64_t pauses, resumes; /* transitions done */
   double last_pause_seconds, last_resume_seconds;
 } ms_usage;
@@ -206,24 +215,67 @@ MS_API ms_status ms_refresh_peers(ms_error* error);
 /* A number that every allocation, free and opened region raises. */
 MS_API uint64_t ms_changes(void);
 
-/* Gives the device memory of `tags` back on every device, all or nothing; no tags at all means
- * every tag. Waits for all work submitted to the devices before the call. `backup` overrides the
- * tags' policy for this call. The bytes of `dead` are neither saved nor restored (they read as zero
- * after the resume); `changes` is what ms_changes said before they were looked up, and where it
- * differs by now everything is saved (NULL: they are known to be dead). On success `rows` has one
- * row for each tag and device.
- * MS_UNKNOWN_TAG; MS_INVALID_STATE: a region of a tag is open on a thread; MS_OUT_OF_HOST_MEMORY;
- * MS_DRIVER_FAILED. After a failure every selected allocation is mapped with its bytes; or, where
+/* A pause, resume or swap under way. */
+typedef struct ms_transition ms_transition;
+
+/* Begins to give the device memory of `tags` back on every device, all or nothing; no tags at all
+ * means every tag. From here on the transition holds the tags: what conflicts with it waits, so it
+ * must be run or freed. `backup` overrides the tags' policy for this call. The bytes of `dead` are
+ * neither saved nor restored (they read as zero after the resume); `changes` is what ms_changes
+ * said before they were looked up, and where it differs by now everything is saved (NULL: they are
+ * known to be dead).
+ * MS_UNKNOWN_TAG; MS_INVALID_STATE: a region of a tag is open on a thread.
+ * Running it waits for all work submitted to the devices before. MS_OUT_OF_HOST_MEMORY,
+ * MS_BACKUP_FAILED, MS_DRIVER_FAILED: every selected allocation is mapped with its bytes; or, where
  * the driver refused even to map again what it had unmapped, the tags are paused with their pages
  * held and contents intact, the message says so, and a resume maps them. */
+MS_API ms_status ms_pause_begin(const char* const* tags, size_t tag_count, int backup,
+                                const ms_range* dead, size_t dead_count, const uint64_t* changes,
+                                ms_transition** transition, ms_error* error);
+
+/* Begins to map memory again behind the same addresses, and the saved bytes into it; what was not
+ * saved reads as zero. MS_UNKNOWN_TAG.
+ * Running it: MS_OUT_OF_DEVICE_MEMORY, MS_OUT_OF_HOST_MEMORY (for staging), MS_BACKUP_FAILED,
+ * MS_DRIVER_FAILED. Then every selected tag is paused with its backup and holds no device memory;
+ * the same call may be made again. */
+MS_API ms_status ms_resume_begin(const char* const* tags, size_t tag_count,
+                                 ms_transition** transition, ms_error* error);
+
+/* Begins to pause `out` and resume `into` in one: all or nothing, copies in both directions at
+ * once, pages handed over without passing through the driver. Tags of `out` that are paused and
+ * tags of `into` that are mapped are left as they are; `backup`, `dead` and `changes` concern
+ * `out`. MS_INVALID_ARGUMENT: an empty side, or a tag on both.
+ * Running it: as a pause and a resume. After a failure every tag of `out` is mapped with its bytes
+ * and every tag of `into` paused with its backup; but the contents of tags without a backup may be
+ * gone, and where the driver also refused to undo, `out` is paused with all its bytes. */
+MS_API ms_status ms_swap_begin(const char* const* out, size_t out_count, const char* const* into,
+                               size_t into_count, int backup, const ms_range* dead,
+                               size_t dead_count, const uint64_t* changes,
+                               ms_transition** transition, ms_error* error);
+
+/* Does it, once, on any thread, and lets the tags go. On success `rows` has one row for each tag
+ * and device. */
+MS_API ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t* row_count,
+                                   ms_error* error);
+
+/* Bytes copied so far, and in all: that grows while the transition starts and shrinks where pieces
+ * are found unchanged. Any thread, until it is freed. */
+MS_API void ms_transition_progress(const ms_transition* transition, uint64_t* done_bytes,
+                                   uint64_t* total_bytes);
+
+/* Lets work that is submitted to `stream` (a CUstream) from now on run after the transition:
+ * returns when all of a resume's copies are queued on the devices, else at the end. Any thread but
+ * the one that is to run it. MS_INVALID_STATE: the transition failed. */
+MS_API ms_status ms_transition_wait_stream(ms_transition* transition, void* stream,
+                                           ms_error* error);
+
+/* Not while it runs. One that was not run gives up: nothing happened. NULL is allowed. */
+MS_API void ms_transition_free(ms_transition* transition);
+
+/* Begin, run and free in one. */
 MS_API ms_status ms_pause(const char* const* tags, size_t tag_count, int backup,
                           const ms_range* dead, size_t dead_count, const uint64_t* changes,
                           ms_change** rows, size_t* row_count, ms_error* error);
-
-/* Maps memory again behind the same addresses, and the saved bytes into it; what was not saved
- * reads as zero. MS_UNKNOWN_TAG; MS_OUT_OF_DEVICE_MEMORY; MS_DRIVER_FAILED. After a failure every
- * selected tag is paused with its backup and holds no device memory; the same call may be made
- * again. */
 MS_API ms_status ms_resume(const char* const* tags, size_t tag_count, ms_change** rows,
                            size_t* row_count, ms_error* error);
 
@@ -241,11 +293,28 @@ MS_API ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t*
                            ms_error* error);
 
 /* Where the backup of [address, address + bytes) lies in host memory: valid until the tag's next
- * change. MS_INVALID_STATE: the tag is not paused, or was paused without a backup, or a part of the
- * range is dead. MS_NOT_OURS. */
-MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, void** host, ms_error* error);
+ * change. What a caller writes there comes back with the resume, if it said that it is going to
+ * (`writable`); else it must not write. MS_INVALID_STATE: the tag is not paused, or was paused
+ * without a backup or with one on disk, or a part of the range is dead. MS_NOT_OURS. */
+MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** host,
+                                ms_error* error);
 
-/* Returns host memory that backs no paused tag. */
+/* Host memory held for all backups and what they need meanwhile, and how much more they may take
+ * now: by option host_bytes, and by what the system has. */
+MS_API ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes, ms_error* error);
+
+/* The fingerprints of device memory, whoever allocated it: each range is cut into pieces of 1 MiB
+ * from its own start, the last one shorter, and `rows` has one row for each piece, in order. They
+ * depend on the bytes alone, not on addresses: the same contents have the same fingerprints in
+ * every process. Two different pieces of equal length have the same with a chance of 2^-128, unless
+ * they were made for it. Waits for the work submitted to those devices before. MS_INVALID_ARGUMENT:
+ * no device memory. MS_INVALID_STATE: a range lies in a paused tag, or not in live allocations.
+ * MS_DRIVER_FAILED: also where the kernel fits neither the GPU nor the driver. */
+MS_API ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest** rows,
+                                size_t* row_count, ms_error* error);
+
+/* Returns host memory and disk space that back no paused tag to the system, and what is kept to
+ * find fingerprints. Takes a tenth of a second for 8 GiB, and waits for the work of the devices. */
 MS_API ms_status ms_trim(uint64_t* released_bytes, ms_error* error);
 
 #ifdef __cplusplus

@@ -5,14 +5,20 @@
 #include <new>
 
 #include "core/allocation.h"
+#include "core/backups.h"
+#include "core/contents.h"
 #include "core/driver.h"
+#include "core/host_budget.h"
 #include "core/lifecycle.h"
 #include "core/log.h"
 #include "core/options.h"
+#include "core/pause.h"
 #include "core/region.h"
+#include "core/resume.h"
+#include "core/staging.h"
 #include "core/stats.h"
+#include "core/swap.h"
 #include "core/text.h"
-#include "core/transition.h"
 #include "memsaver.h"
 
 namespace {
@@ -36,7 +42,9 @@ static_assert(MS_MAPPED == static_cast<int>(State::kMapped) &&
               MS_PAUSED == static_cast<int>(State::kPaused) &&
               MS_RESTORING == static_cast<int>(State::kRestoring));
 static_assert(MS_BACKUP_NONE == static_cast<int>(Backup::kNone) &&
-              MS_BACKUP_HOST == static_cast<int>(Backup::kHost));
+              MS_BACKUP_HOST == static_cast<int>(Backup::kHost) &&
+              MS_BACKUP_PAGEABLE == static_cast<int>(Backup::kPageable) &&
+              MS_BACKUP_DISK == static_cast<int>(Backup::kDisk));
 
 // Copies text into a fixed field, cut at a UTF-8 boundary.
 void copy_text(char* field, size_t capacity, const std::string& text) {
@@ -53,6 +61,7 @@ ms_status report(const Error& failure, ms_error* error) noexcept {
     std::memset(error, 0, sizeof(*error));
     error->status = static_cast<int32_t>(failure.status);
     error->cuda_error = failure.cuda_error;
+    error->os_error = failure.os_error;
     error->needed_bytes = failure.needed_bytes;
     error->free_bytes = failure.free_bytes;
     std::snprintf(error->call, sizeof(error->call), "%s", failure.call);
@@ -77,7 +86,7 @@ ms_status guarded(ms_error* error, Body body) noexcept {
       return report(Error(Status::kInternal, failure.what()), error);
     }
   } catch (...) {
-    if (error) *error = ms_error{MS_INTERNAL, 0, 0, 0, "", "", "no host memory for a message"};
+    if (error) *error = ms_error{MS_INTERNAL, 0, 0, 0, 0, "", "", "no host memory for a message"};
     return MS_INTERNAL;
   }
 }
@@ -105,9 +114,13 @@ std::optional<Backup> policy_of(int backup) {
       return Backup::kNone;
     case MS_BACKUP_HOST:
       return Backup::kHost;
+    case MS_BACKUP_PAGEABLE:
+      return Backup::kPageable;
+    case MS_BACKUP_DISK:
+      return Backup::kDisk;
     default:
-      throw Error(Status::kInvalidArgument,
-                  "there is no backup " + std::to_string(backup) + ": none is 0, host is 1");
+      throw Error(Status::kInvalidArgument, "there is no backup " + std::to_string(backup) +
+                                                ": none is 0, host is 1, pageable is 2, disk is 3");
   }
 }
 
@@ -136,6 +149,27 @@ void hand_out_changes(const std::vector<Change>& changes, ms_change** rows, size
 void require_tags() {
   require_not_forked();
   current_tag();
+}
+
+std::vector<Range> ranges_of(const ms_range* ranges, size_t count) {
+  std::vector<Range> made;
+  for (size_t i = 0; i < count; ++i) {
+    made.push_back({ranges[i].address, std::min(ranges[i].bytes, UINT64_MAX - ranges[i].address)});
+  }
+  return made;
+}
+
+std::optional<uint64_t> value_of(const uint64_t* number) {
+  return number ? std::optional<uint64_t>(*number) : std::nullopt;
+}
+
+Transition* unwrap(ms_transition* transition) {
+  if (!transition) throw Error(Status::kInvalidArgument, "the transition is null");
+  return reinterpret_cast<Transition*>(transition);
+}
+
+ms_transition* wrap(std::unique_ptr<Transition> transition) {
+  return reinterpret_cast<ms_transition*>(transition.release());
 }
 
 Device& device_of(int ordinal) { return Device::get(ordinal < 0 ? Device::current() : ordinal); }
@@ -309,27 +343,88 @@ int ms_wants(void) { return current_tag() != nullptr && !forked(); }
 
 uint64_t ms_changes(void) { return Registry::instance().changes.load(); }
 
+ms_status ms_pause_begin(const char* const* tags, size_t tag_count, int backup,
+                         const ms_range* dead, size_t dead_count, const uint64_t* changes,
+                         ms_transition** transition, ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    require_place(transition);
+    *transition = wrap(begin_pause(names_of(tags, tag_count), policy_of(backup),
+                                   ranges_of(dead, dead_count), value_of(changes)));
+  });
+}
+
+ms_status ms_resume_begin(const char* const* tags, size_t tag_count, ms_transition** transition,
+                          ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    require_place(transition);
+    *transition = wrap(begin_resume(names_of(tags, tag_count)));
+  });
+}
+
+ms_status ms_swap_begin(const char* const* out, size_t out_count, const char* const* into,
+                        size_t into_count, int backup, const ms_range* dead, size_t dead_count,
+                        const uint64_t* changes, ms_transition** transition, ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    require_place(transition);
+    *transition =
+        wrap(begin_swap(names_of(out, out_count), names_of(into, into_count), policy_of(backup),
+                        ranges_of(dead, dead_count), value_of(changes)));
+  });
+}
+
+ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t* row_count,
+                            ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    hand_out_changes(unwrap(transition)->run(), rows, row_count);
+  });
+}
+
+void ms_transition_progress(const ms_transition* transition, uint64_t* done_bytes,
+                            uint64_t* total_bytes) {
+  if (!transition) return;
+  const Progress& progress = reinterpret_cast<const Transition*>(transition)->progress();
+  if (done_bytes) *done_bytes = progress.done_bytes.load();
+  if (total_bytes) *total_bytes = progress.total_bytes.load();
+}
+
+ms_status ms_transition_wait_stream(ms_transition* transition, void* stream, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    unwrap(transition)->wait_stream(static_cast<CUstream>(stream));
+  });
+}
+
+void ms_transition_free(ms_transition* transition) {
+  guarded(nullptr, [&] {
+    if (!transition || forked()) return;  // a child has no use for it, and no thread that runs it
+    delete reinterpret_cast<Transition*>(transition);
+  });
+}
+
 ms_status ms_pause(const char* const* tags, size_t tag_count, int backup, const ms_range* dead,
                    size_t dead_count, const uint64_t* changes, ms_change** rows, size_t* row_count,
                    ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
-    std::vector<Range> unsaved;
-    for (size_t i = 0; i < dead_count; ++i) {
-      unsaved.push_back({dead[i].address, std::min(dead[i].bytes, UINT64_MAX - dead[i].address)});
-    }
-    const std::optional<uint64_t> seen = changes ? std::optional<uint64_t>(*changes) : std::nullopt;
-    hand_out_changes(pause(names_of(tags, tag_count), policy_of(backup), unsaved, seen), rows,
-                     row_count);
-  });
+  ms_transition* transition = nullptr;
+  const ms_status begun =
+      ms_pause_begin(tags, tag_count, backup, dead, dead_count, changes, &transition, error);
+  if (begun != MS_OK) return begun;
+  const ms_status done = ms_transition_run(transition, rows, row_count, error);
+  ms_transition_free(transition);
+  return done;
 }
 
 ms_status ms_resume(const char* const* tags, size_t tag_count, ms_change** rows, size_t* row_count,
                     ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
-    hand_out_changes(resume(names_of(tags, tag_count)), rows, row_count);
-  });
+  ms_transition* transition = nullptr;
+  const ms_status begun = ms_resume_begin(tags, tag_count, &transition, error);
+  if (begun != MS_OK) return begun;
+  const ms_status done = ms_transition_run(transition, rows, row_count, error);
+  ms_transition_free(transition);
+  return done;
 }
 
 ms_status ms_refresh_peers(ms_error* error) {
@@ -374,6 +469,7 @@ ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error) {
                           u.resident_bytes,
                           u.backup_bytes,
                           u.host_bytes,
+                          u.disk_bytes,
                           u.pauses,
                           u.resumes,
                           u.last_pause_seconds,
@@ -400,18 +496,43 @@ ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_co
   });
 }
 
-ms_status ms_backup_view(uint64_t address, uint64_t bytes, void** host, ms_error* error) {
+ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** host,
+                         ms_error* error) {
   return guarded(error, [&] {
     require_not_forked();
     require_place(host);
-    *host = backup_view({address, bytes});
+    *host = view_backup({address, bytes}, writable != 0);
+  });
+}
+
+ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    const uint64_t held = HostClaim::claimed(), budget = option(Option::host_bytes);
+    if (held_bytes) *held_bytes = held_host_bytes();
+    if (!available_bytes) return;
+    *available_bytes = host_available_bytes();
+    if (budget != 0) *available_bytes = std::min(*available_bytes, budget - std::min(budget, held));
+  });
+}
+
+ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest** rows, size_t* row_count,
+                         ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    std::vector<Range> wanted;
+    for (size_t i = 0; i < count; ++i) wanted.push_back({ranges[i].address, ranges[i].bytes});
+    hand_out(
+        fingerprints(wanted),
+        [](const Digest& d) { return ms_digest{{d.lanes[0], d.lanes[1], d.lanes[2], d.lanes[3]}}; },
+        rows, row_count);
   });
 }
 
 ms_status ms_trim(uint64_t* released_bytes, ms_error* error) {
   return guarded(error, [&] {
     require_tags();
-    const uint64_t released = trim();
+    const uint64_t released = trim_backups() + trim_staging() + Fingerprinter::trim();
     if (released_bytes) *released_bytes = released;
   });
 }

@@ -110,6 +110,14 @@ Hold::~Hold() {
   Registry::instance().changed.notify_all();
 }
 
+void Hold::keep_only(const std::vector<Tag*>& tags) {
+  for (Tag* tag : tags_) {
+    tag->held = std::find(tags.begin(), tags.end(), tag) != tags.end();
+  }
+  tags_ = tags;
+  Registry::instance().changed.notify_all();
+}
+
 void share_with_active_devices() {
   static std::atomic<uint64_t> known{0};
   const uint64_t active = Device::active();

@@ -23,6 +23,9 @@ class Hold {
 
   const std::vector<Tag*>& tags() const { return tags_; }
 
+  // Lets go of all but these. Under the lock.
+  void keep_only(const std::vector<Tag*>& tags);
+
   void unlock() { lock_.unlock(); }
   void lock() {
     if (!lock_.owns_lock()) lock_.lock();

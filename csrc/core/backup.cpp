@@ -1,189 +1,202 @@
 #include "core/backup.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
+#include <iterator>
+#include <mutex>
+#include <optional>
 #include <set>
+#include <utility>
 
+#include "core/file_medium.h"
+#include "core/host_medium.h"
 #include "core/log.h"
+#include "core/options.h"
 #include "core/status.h"
-#include "core/text.h"
 
 namespace memsaver {
 namespace {
 
-// The grid: copies of 64 MiB run at the bus's full rate, and a cell is pinned in a few
-// milliseconds.
-constexpr uint64_t kCellBytes = 64ull << 20;
+// Stores that were ended while some of their memory could not be unpinned.
+struct Retired {
+  std::mutex mutex;
+  std::vector<std::pair<std::unique_ptr<BackupStore>, const Device*>> stores;
+};
 
-constexpr uint64_t kHugePageBytes = 2ull << 20;
-
-uint64_t page_bytes() {
-  static const uint64_t bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  return bytes;
+Retired& retired() {
+  static Retired* const instance = new Retired;
+  return *instance;
 }
 
-[[noreturn]] void no_host_memory(const std::string& what, uint64_t bytes, int reason) {
-  Error error(Status::kOutOfHostMemory,
-              what + " of " + format_bytes(bytes) +
-                  " of host memory for a backup failed: " + std::strerror(reason) +
-                  "; free host memory, raise the limit, or use backup='none'");
-  error.needed_bytes = bytes;
-  throw error;
-}
-
-// Gives every page of the range memory, or throws: a page that cannot be had must not be met by the
-// copy.
-void populate(char* start, uint64_t bytes) {
-#ifndef MADV_POPULATE_WRITE
-  constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14; older C libraries do not name it
-#endif
-  if (madvise(start, bytes, MADV_POPULATE_WRITE) == 0) return;
-  if (errno != EINVAL) no_host_memory("taking", bytes, errno);
-  for (uint64_t at = 0; at < bytes; at += page_bytes()) start[at] = 0;
-}
+uint64_t grid(uint64_t address) { return address / kCellBytes * kCellBytes; }
 
 }  // namespace
 
-HostBackup::Mirror::Mirror(uint64_t device_address, uint64_t bytes)
-    : device_address_(device_address), bytes_(bytes) {
-  void* const whole = mmap(nullptr, bytes + kHugePageBytes, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (whole == MAP_FAILED) no_host_memory("reserving addresses", bytes, errno);
-  const uint64_t start = reinterpret_cast<uint64_t>(whole);
-  const uint64_t before = (kHugePageBytes - start % kHugePageBytes) % kHugePageBytes;
-  base_ = static_cast<char*>(whole) + before;
-  if (before > 0) munmap(whole, before);
-  munmap(base_ + bytes, kHugePageBytes - before);
-  madvise(base_, bytes, MADV_HUGEPAGE);  // nine times fewer faults where the system allows it
-  madvise(base_, bytes,
-          MADV_DONTFORK);  // a child has no use for it, and copying its tables takes long
-}
-
-HostBackup::Mirror::~Mirror() { munmap(base_, bytes_); }
-
-HostBackup::Mirror& HostBackup::mirror_of(const VaReservation& span) {
-  for (const auto& mirror : mirrors_) {
-    if (mirror->device_address() == span.address()) return *mirror;
+const char* name_of(Backup backup) {
+  switch (backup) {
+    case Backup::kNone:
+      return "none";
+    case Backup::kHost:
+      return "host";
+    case Backup::kPageable:
+      return "pageable";
+    case Backup::kDisk:
+      return "disk";
   }
-  mirrors_.push_back(std::make_unique<Mirror>(span.address(), span.bytes()));
-  return *mirrors_.back();
+  return "unknown";
 }
 
-void* HostBackup::host(uint64_t address) const {
-  for (const auto& mirror : mirrors_) {
-    if (mirror->contains(address)) return mirror->at(address);
+std::unique_ptr<BackupStore> BackupStore::make(Backup kind, const Device& device) {
+  std::unique_ptr<BackupMedium> medium;
+  if (kind == Backup::kDisk) {
+    medium = std::make_unique<FileMedium>(path(Option::disk_dir));
+  } else {
+    const auto memory =
+        kind == Backup::kHost ? HostMedium::Kind::kPinned : HostMedium::Kind::kPageable;
+    medium = std::make_unique<HostMedium>(memory, device.numa_node());
   }
-  throw Error(Status::kInternal,
-              "no host memory was prepared for address " + std::to_string(address));
+  return std::make_unique<BackupStore>(kind, std::move(medium));
 }
 
-void HostBackup::drop(std::map<uint64_t, PinnedRange>::iterator cell) {
-  char* const start = reinterpret_cast<char*>(cell->second.address());
-  const uint64_t bytes = cell->second.bytes();
-  cell->second.unpin();
+bool BackupStore::retire(std::unique_ptr<BackupStore> store, const Device& device) noexcept {
+  if (!store) return true;
+  try {
+    std::optional<DeviceScope> scope;
+    try {
+      scope.emplace(device);
+    } catch (...) {
+      // Without a context nothing can be unpinned, and it is kept.
+    }
+    // A file gives all back with its end; pages that are still pinned must not be somebody else's.
+    if (store->kind_ != Backup::kDisk) store->release({});
+    if (store->host_bytes() == 0) {
+      store.reset();
+      return true;
+    }
+    std::lock_guard<std::mutex> lock(retired().mutex);
+    retired().stores.emplace_back(std::move(store), &device);
+  } catch (...) {
+    static_cast<void>(store.release());  // no memory to keep it by: its pages stay claimed
+  }
+  return false;
+}
+
+uint64_t BackupStore::collect_retired() noexcept {
+  decltype(Retired::stores) stores;
+  {
+    std::lock_guard<std::mutex> lock(retired().mutex);
+    stores.swap(retired().stores);
+  }
+  uint64_t released = 0;
+  for (auto& [store, device] : stores) {
+    const uint64_t held = store->host_bytes();
+    if (retire(std::move(store), *device)) released += held;
+  }
+  return released;
+}
+
+void BackupStore::drop(Cells::iterator cell) {
+  const Range bounds = cell->second.bounds;
+  cell->second.kept.clear();  // a drop that fails may have taken a part
+  medium_->drop(bounds);
   cells_.erase(cell);
-  held_bytes_ -= bytes;
-  madvise(start, bytes, MADV_DONTNEED);
+  held_bytes_ -= bounds.bytes;
 }
 
-void HostBackup::try_drop(std::map<uint64_t, PinnedRange>::iterator cell) noexcept try {
+void BackupStore::try_drop(Cells::iterator cell) noexcept try {
   drop(cell);
 } catch (const Error& error) {
-  warn_of([&] { return error.message + "; host memory of a backup stays pinned for now"; });
+  warn_of([&] { return error.message + "; memory of a backup stays held for now"; });
 } catch (...) {
   // Out of host memory for a message: the cell stays, as above.
 }
 
-void HostBackup::prepare(const std::vector<VaReservation>& spans,
-                         const std::vector<Range>& ranges) {
-  // The part of each cell that is needed, as host addresses on page boundaries.
-  std::map<uint64_t, std::pair<char*, char*>> wanted;
-  for (const Range& range : ranges) {
-    const auto span = std::find_if(spans.begin(), spans.end(), [&](const VaReservation& candidate) {
-      return range.address - candidate.address() < candidate.bytes();
-    });
-    if (span == spans.end()) throw Error(Status::kInternal, "a range to back up lies in no span");
-    const Mirror& mirror = mirror_of(*span);
-    for (uint64_t at = range.address; at < range.end();) {
-      const uint64_t cell = at / kCellBytes * kCellBytes;
-      const uint64_t end = std::min(range.end(), cell + kCellBytes);
-      const uint64_t page = page_bytes();
-      char* const low =
-          reinterpret_cast<char*>(reinterpret_cast<uint64_t>(mirror.at(at)) / page * page);
-      char* const high = reinterpret_cast<char*>(
-          (reinterpret_cast<uint64_t>(mirror.at(end - 1)) / page + 1) * page);
-      const auto [entry, fresh] = wanted.try_emplace(cell, low, high);
-      if (!fresh) {
-        entry->second.first = std::min(entry->second.first, low);
-        entry->second.second = std::max(entry->second.second, high);
-      }
-      at = end;
-    }
+std::vector<BackupStore::Room> BackupStore::prepare(const std::vector<VaReservation>& spans,
+                                                    const std::vector<Range>& ranges) {
+  medium_->cover(spans);
+  std::map<uint64_t, Range> wanted;
+  for (const Range& part : cut(widened(ranges, kMediumUnit), kCellBytes)) {
+    Range& bounds = wanted.try_emplace(grid(part.address), part).first->second;
+    bounds.bytes = part.end() - bounds.address;
   }
   // What others held, or in other bounds, goes first: the host never holds both.
   for (auto cell = cells_.begin(); cell != cells_.end();) {
-    const auto need = wanted.find(cell->first);
     const auto next = std::next(cell);
+    const auto need = wanted.find(cell->first);
+    const Range held = cell->second.bounds;
     if (need == wanted.end()) {
       try_drop(cell);
-    } else {
-      const auto low = reinterpret_cast<uint64_t>(need->second.first);
-      const auto high = reinterpret_cast<uint64_t>(need->second.second);
-      const PinnedRange& pinned = cell->second;
-      const uint64_t end = pinned.address() + pinned.bytes();
-      const bool covers = pinned.address() <= low && high <= end;
-      if (covers && (pinned.address() < low || high < end)) {
-        try_drop(cell);  // too much; it will do, if it cannot be changed
-      } else if (!covers) {
-        drop(cell);
-      }
+    } else if (need->second.address < held.address || held.end() < need->second.end()) {
+      drop(cell);
+    } else if (need->second.bytes < held.bytes) {
+      try_drop(cell);  // too much; it will do, if it cannot be changed
     }
     cell = next;
   }
-  std::vector<uint64_t> added;
+  std::vector<Room> room;
+  uint64_t missing = 0;
+  for (const auto& [key, bounds] : wanted) {
+    const auto held = cells_.find(key);
+    const bool fresh = held == cells_.end();
+    room.push_back({fresh ? bounds : held->second.bounds, fresh});
+    if (fresh) missing += bounds.bytes;
+  }
+  medium_->claim(missing);
+  return room;
+}
+
+void BackupStore::attach(const Range& cell) {
+  Cell& added = cells_[grid(cell.address)];
   try {
-    for (const auto& [cell, bounds] : wanted) {
-      if (cells_.count(cell)) continue;
-      const uint64_t bytes = static_cast<uint64_t>(bounds.second - bounds.first);
-      populate(bounds.first, bytes);
-      try {
-        cells_.emplace(cell, PinnedRange::pin(bounds.first, bytes));
-      } catch (...) {
-        madvise(bounds.first, bytes, MADV_DONTNEED);
-        throw;
-      }
-      held_bytes_ += bytes;
-      added.push_back(cell);
-    }
+    medium_->attach(cell);
   } catch (...) {
-    for (const uint64_t cell : added) try_drop(cells_.find(cell));
+    cells_.erase(grid(cell.address));
     throw;
   }
+  added.bounds = cell;
+  held_bytes_ += cell.bytes;
 }
 
-std::vector<Range> HostBackup::pieces(const std::vector<Range>& ranges) const {
-  std::vector<Range> cut;
-  for (const Range& range : ranges) {
-    for (uint64_t at = range.address; at < range.end();) {
-      const uint64_t end = std::min(range.end(), (at / kCellBytes + 1) * kCellBytes);
-      cut.push_back({at, end - at});
-      at = end;
-    }
+void BackupStore::abandon(const Range& cell) noexcept {
+  const auto attached = cells_.find(grid(cell.address));
+  if (attached != cells_.end()) return try_drop(attached);
+  try {
+    medium_->drop(cell);
+  } catch (...) {
+    // Not attached, so there is nothing that could not be unpinned; blocks of a file go with it.
   }
-  return cut;
 }
 
-uint64_t HostBackup::release(const std::vector<Range>& kept) {
-  std::set<uint64_t> needed;
-  for (const Range& piece : pieces(kept)) needed.insert(piece.address / kCellBytes * kCellBytes);
+const std::vector<BackupStore::Kept>& BackupStore::kept(uint64_t address) const {
+  static const std::vector<Kept> nothing;
+  const auto cell = cells_.find(grid(address));
+  return cell == cells_.end() ? nothing : cell->second.kept;
+}
+
+void BackupStore::remember(uint64_t address, std::vector<Kept> kept) {
+  const auto cell = cells_.find(grid(address));
+  if (cell != cells_.end()) cell->second.kept = std::move(kept);
+}
+
+void BackupStore::forget(const Range& range) noexcept {
+  for (auto cell = cells_.lower_bound(grid(range.address));
+       cell != cells_.end() && cell->first < range.end(); ++cell) {
+    std::vector<Kept>& kept = cell->second.kept;
+    kept.erase(std::remove_if(kept.begin(), kept.end(),
+                              [&](const Kept& piece) {
+                                return piece.piece.address < range.end() &&
+                                       range.address < piece.piece.end();
+                              }),
+               kept.end());
+  }
+}
+
+uint64_t BackupStore::release(const std::vector<Range>& needed) {
+  std::set<uint64_t> cells;
+  for (const Range& part : cut(needed, kCellBytes)) cells.insert(grid(part.address));
   const uint64_t held = held_bytes_;
   for (auto cell = cells_.begin(); cell != cells_.end();) {
     const auto next = std::next(cell);
-    if (!needed.count(cell->first)) try_drop(cell);
+    if (!cells.count(cell->first)) try_drop(cell);
     cell = next;
   }
   return held - held_bytes_;

@@ -1,10 +1,9 @@
-// backup: where saved bytes live on the host. It knows device addresses, nothing of tags or states.
+// backup: the saved bytes of one tag on one device: what is kept, in which cells of a medium, and
+// with which fingerprints. It knows nothing of tags, states or streams.
 //
-// A HostBackup mirrors a heap's spans: for every byte of a span there is one host address, at the
-// same distance from the start, reserved without memory. So a tensor's backup is contiguous, needs
-// no bookkeeping, and takes exactly the pages of the ranges that were saved. Pages are pinned in
-// cells of a fixed grid and stay pinned across cycles, until they back nothing and trim() is
-// called, or other ranges are prepared.
+// Room is held in cells of a fixed grid of 64 MiB, each exactly as large as the ranges in it need.
+// Cells stay, contents and all, until other ranges are prepared or release() is called: so what has
+// not changed since need not be saved again.
 #pragma once
 
 #include <atomic>
@@ -13,56 +12,100 @@
 #include <memory>
 #include <vector>
 
-#include "core/handles.h"
-#include "core/heap.h"
+#include "core/backup_medium.h"
+#include "core/device.h"
+#include "core/fingerprint.h"
+#include "core/range.h"
 
 namespace memsaver {
 
-// Not thread-safe: its owner's tag is held while it changes.
-class HostBackup {
+// Where the contents of a paused tag are kept.
+enum class Backup : int32_t { kNone = 0, kHost = 1, kPageable = 2, kDisk = 3 };
+
+const char* name_of(Backup backup);
+
+// Not thread-safe but for its figures: its tag is held while it changes.
+class BackupStore {
  public:
-  // Makes host memory ready for exactly these ranges (sorted, inside `spans`), and returns what
-  // others held. Throws kOutOfHostMemory, holding no more than before; what backed earlier ranges
-  // may be gone, so the caller prepares only when it needs no earlier backup any more.
-  void prepare(const std::vector<VaReservation>& spans, const std::vector<Range>& ranges);
+  // An empty store of a kind other than kNone. Throws kBackupFailed, kBadConfig (no file can be
+  // made in option disk_dir).
+  static std::unique_ptr<BackupStore> make(Backup kind, const Device& device);
+  // Ends a store (or null); false where some of it cannot be given back yet: that is kept, claimed,
+  // for collect_retired(). Any thread, in a DeviceScope or not.
+  static bool retire(std::unique_ptr<BackupStore> store, const Device& device) noexcept;
+  // Gives that back; the bytes of the stores that are gone. Likewise.
+  static uint64_t collect_retired() noexcept;
 
-  // The host address of a device address in a prepared range.
-  void* host(uint64_t address) const;
+  BackupStore(Backup kind, std::unique_ptr<BackupMedium> medium)
+      : kind_(kind), medium_(std::move(medium)) {}
 
-  // `ranges` cut where a piece of pinned memory ends: no copy may cross that.
-  std::vector<Range> pieces(const std::vector<Range>& ranges) const;
+  Backup kind() const { return kind_; }
 
-  // Returns the memory that backs nothing of `kept` (sorted) to the system; the bytes.
-  uint64_t release(const std::vector<Range>& kept);
+  // What a cell needs to be ready for copies.
+  struct Room {
+    Range cell;
+    bool fresh;  // to be populated, then attached
+  };
+  // Makes room for exactly these ranges (sorted, inside `spans`), in address order: drops the cells
+  // that others needed, claims what is missing. Throws kOutOfHostMemory before any of it is
+  // touched; what backed other ranges may be gone, so the caller prepares only when it needs no
+  // earlier backup any more.
+  std::vector<Room> prepare(const std::vector<VaReservation>& spans,
+                            const std::vector<Range>& ranges);
+  // The two steps of a fresh cell: the first on any thread, the second inside a DeviceScope. Throw
+  // kOutOfHostMemory, kBackupFailed.
+  void populate(const Range& cell) { medium_->populate(cell); }
+  void attach(const Range& cell);
+  // Gives up a cell of a failed save, attached or not, and its claim.
+  void abandon(const Range& cell) noexcept;
 
-  // Pinned bytes held.
-  uint64_t held_bytes() const { return held_bytes_; }
+  // Where the bytes go (backup_medium.h). Of attached cells.
+  bool is_direct() const { return kind_ == Backup::kHost; }
+  void* direct(uint64_t address) const { return medium_->direct(address); }
+  void* view(uint64_t address) const { return medium_->view(address); }
+  void write(uint64_t address, const void* source, uint64_t bytes) {
+    medium_->write(address, source, bytes);
+  }
+  void read(uint64_t address, void* target, uint64_t bytes) {
+    medium_->read(address, target, bytes);
+  }
+
+  // A piece whose bytes in the store have this fingerprint.
+  struct Kept {
+    Range piece;
+    Digest digest;
+  };
+  // Of the cell around an address, in address order. Empty where nothing is known.
+  const std::vector<Kept>& kept(uint64_t address) const;
+  // From now on these are what is known of the cell around an address.
+  void remember(uint64_t address, std::vector<Kept> kept);
+  // Nothing is known of what lies in the range any more: it is about to be written to.
+  void forget(const Range& range) noexcept;
+
+  // Gives back the cells that back nothing of `needed` (sorted); the bytes.
+  uint64_t release(const std::vector<Range>& needed);
+
+  // Bytes held of the host's memory, and of the disk. Any thread.
+  uint64_t host_bytes() const { return kind_ == Backup::kDisk ? 0 : held_bytes_.load(); }
+  uint64_t disk_bytes() const { return kind_ == Backup::kDisk ? held_bytes_.load() : 0; }
 
  private:
-  // Host addresses for one span; pages appear when touched.
-  class Mirror {
-   public:
-    Mirror(uint64_t device_address, uint64_t bytes);
-    ~Mirror();
-    Mirror(const Mirror&) = delete;
-    Mirror& operator=(const Mirror&) = delete;
-    bool contains(uint64_t address) const { return address - device_address_ < bytes_; }
-    char* at(uint64_t address) const { return base_ + (address - device_address_); }
-    uint64_t device_address() const { return device_address_; }
-    uint64_t bytes() const { return bytes_; }
-
-   private:
-    uint64_t device_address_, bytes_;
-    char* base_;
+  struct Cell {
+    Range bounds;
+    std::vector<Kept> kept;
   };
+  using Cells = std::map<uint64_t, Cell>;  // by their address on the grid
+  void drop(Cells::iterator cell);         // on a throw it is as before
+  void try_drop(Cells::iterator cell) noexcept;
 
-  Mirror& mirror_of(const VaReservation& span);
-  void drop(std::map<uint64_t, PinnedRange>::iterator cell);  // on a throw it is as before
-  void try_drop(std::map<uint64_t, PinnedRange>::iterator cell) noexcept;
-
-  std::vector<std::unique_ptr<Mirror>> mirrors_;
-  std::map<uint64_t, PinnedRange> cells_;  // by the device address of their cell of the grid
-  std::atomic<uint64_t> held_bytes_{0};    // read by statistics at any time
+  const Backup kind_;
+  const std::unique_ptr<BackupMedium> medium_;
+  Cells cells_;  // attached
+  std::atomic<uint64_t> held_bytes_{0};
 };
+
+// The grid of the cells: copies of 64 MiB run at the bus's full rate (FACTS), and a cell is pinned
+// in the time that copying one takes.
+constexpr uint64_t kCellBytes = 64ull << 20;
 
 }  // namespace memsaver

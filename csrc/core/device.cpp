@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "core/driver.h"
+#include "core/numa.h"
 
 namespace memsaver {
 namespace {
@@ -69,6 +70,10 @@ Device::Device(int ordinal) : ordinal_(ordinal) {
   CU_CHECK(cuDeviceGetAttribute, &rdma, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
            device_);
   rdma_supported_ = rdma != 0;
+  char bus_id[32] = {};
+  if (driver().cuDeviceGetPCIBusId(bus_id, sizeof(bus_id), device_) == CUDA_SUCCESS) {
+    numa_node_ = numa_node_of_pci(bus_id);
+  }
   CU_CHECK(cuDevicePrimaryCtxRetain, &context_, device_);
   try {
     DeviceScope scope(*this);
@@ -128,13 +133,14 @@ std::vector<CUmemAccessDesc> Device::access() const {
   return access;
 }
 
-CUstream Device::copy_stream() {
+CUstream Device::copy_stream(Direction direction) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!copy_stream_) {
+  CUstream& stream = copy_streams_[direction == Direction::kToHost ? 0 : 1];
+  if (!stream) {
     DeviceScope scope(*this);
-    CU_CHECK(cuStreamCreate, &copy_stream_, CU_STREAM_NON_BLOCKING);
+    CU_CHECK(cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
   }
-  return copy_stream_;
+  return stream;
 }
 
 // cuCtxSynchronize would invalidate every stream capture of the context, whoever captures. Freeing

@@ -53,8 +53,13 @@ class Device {
   // context is active.
   std::vector<CUmemAccessDesc> access() const;
 
-  // The stream of our copies (non-blocking, in order), made at the first use.
-  CUstream copy_stream();
+  // The streams of our copies (non-blocking, in order), one for each direction, made at the first
+  // use.
+  enum class Direction { kToHost, kToDevice };
+  CUstream copy_stream(Direction direction);
+
+  // The NUMA node of the host that is nearest, or -1 where there is one node only.
+  int numa_node() const { return numa_node_; }
 
   // Returns when all work submitted to the device before the call is done, on every stream:
   // cuMemUnmap does not wait for it. Legal inside a stream capture. Throws kDriverFailed for an
@@ -74,8 +79,9 @@ class Device {
   uint64_t granularity_ = 0;
   uint64_t total_bytes_ = 0;
   bool rdma_supported_ = false;
+  int numa_node_ = -1;
   std::mutex mutex_;  // over the two below
-  CUstream copy_stream_ = nullptr;
+  CUstream copy_streams_[2] = {};
   std::vector<CUdeviceptr> unfreed_;  // of drain(), whose freeing failed
   CUdeviceptr keeper_ =
       0;  // a small block, so that the driver keeps the slab from which drain() takes another

@@ -22,6 +22,7 @@ namespace memsaver {
   X(cuDeviceGetCount)              \
   X(cuDeviceGet)                   \
   X(cuDeviceGetAttribute)          \
+  X(cuDeviceGetPCIBusId)           \
   X(cuDeviceCanAccessPeer)         \
   X(cuDevicePrimaryCtxRetain)      \
   X(cuDevicePrimaryCtxRelease)     \
@@ -43,10 +44,23 @@ namespace memsaver {
   X(cuMemFree)                     \
   X(cuMemHostRegister)             \
   X(cuMemHostUnregister)           \
+  X(cuMemHostGetDevicePointer)     \
+  X(cuPointerGetAttribute)         \
   X(cuMemcpyDtoHAsync)             \
   X(cuMemcpyHtoDAsync)             \
+  X(cuMemsetD8Async)               \
   X(cuStreamCreate)                \
+  X(cuStreamDestroy)               \
   X(cuStreamSynchronize)           \
+  X(cuStreamWaitEvent)             \
+  X(cuEventCreate)                 \
+  X(cuEventRecord)                 \
+  X(cuEventSynchronize)            \
+  X(cuEventDestroy)                \
+  X(cuModuleLoadData)              \
+  X(cuModuleGetFunction)           \
+  X(cuModuleUnload)                \
+  X(cuLaunchKernel)                \
   X(cuThreadExchangeStreamCaptureMode)
 
 struct DriverTable {

@@ -52,6 +52,21 @@ void keep(Stray stray, CUresult result, const char* call) noexcept try {
 } catch (...) {
 }
 
+// For destructors: makes the call inside a DeviceScope, and a warning of what fails.
+template <typename Call>
+void destroy(const Device& device, const char* name, Call call) noexcept {
+  try {
+    DeviceScope scope(device);
+    CUresult result = call();
+    if (result == CUDA_SUCCESS || is_shutdown(result)) return;
+    result = call();  // a refusal is not taken at once
+    if (result == CUDA_SUCCESS) return;
+    warn_of([&] { return describe(result, name); });
+  } catch (...) {
+    // The context is gone, and the object with it.
+  }
+}
+
 }  // namespace
 
 uint64_t collect_strays(const Device& device) noexcept {
@@ -189,8 +204,8 @@ PhysicalMemory Mapping::unmap() {
   return std::move(memory_);
 }
 
-PinnedRange PinnedRange::pin(void* start, uint64_t bytes) {
-  const CUresult result = driver().cuMemHostRegister(start, bytes, CU_MEMHOSTREGISTER_PORTABLE);
+PinnedRange PinnedRange::pin(void* start, uint64_t bytes, unsigned int flags) {
+  const CUresult result = driver().cuMemHostRegister(start, bytes, flags);
   if (result != CUDA_SUCCESS) {
     Error error(Status::kOutOfHostMemory,
                 describe(result, "cuMemHostRegister") + ", for " + format_bytes(bytes));
@@ -228,6 +243,77 @@ PinnedRange::~PinnedRange() {
       return describe(result, "cuMemHostUnregister") + "; " + format_bytes(bytes_) +
              " of host memory stay pinned";
     });
+  }
+}
+
+Stream Stream::create(const Device& device) {
+  DeviceScope scope(device);
+  Stream made;
+  CU_CHECK(cuStreamCreate, &made.stream_, CU_STREAM_NON_BLOCKING);
+  made.device_ = &device;
+  return made;
+}
+
+Stream::Stream(Stream&& other) noexcept
+    : device_(other.device_), stream_(std::exchange(other.stream_, nullptr)) {}
+
+Stream& Stream::operator=(Stream&& other) noexcept {
+  std::swap(device_, other.device_);
+  std::swap(stream_, other.stream_);
+  return *this;
+}
+
+Stream::~Stream() {
+  if (stream_)
+    destroy(*device_, "cuStreamDestroy", [this] { return driver().cuStreamDestroy(stream_); });
+}
+
+Event Event::create(const Device& device) {
+  DeviceScope scope(device);
+  Event made;
+  CU_CHECK(cuEventCreate, &made.event_, CU_EVENT_DISABLE_TIMING);
+  made.device_ = &device;
+  return made;
+}
+
+Event::Event(Event&& other) noexcept
+    : device_(other.device_), event_(std::exchange(other.event_, nullptr)) {}
+
+Event& Event::operator=(Event&& other) noexcept {
+  std::swap(device_, other.device_);
+  std::swap(event_, other.event_);
+  return *this;
+}
+
+Event::~Event() {
+  if (event_)
+    destroy(*device_, "cuEventDestroy", [this] { return driver().cuEventDestroy(event_); });
+}
+
+void Event::record(CUstream stream) { CU_CHECK(cuEventRecord, event_, stream); }
+
+void Event::wait() const { CU_CHECK(cuEventSynchronize, event_); }
+
+Module Module::load(const Device& device, const void* image) {
+  DeviceScope scope(device);
+  Module made;
+  CU_CHECK(cuModuleLoadData, &made.module_, image);
+  made.device_ = &device;
+  return made;
+}
+
+Module::Module(Module&& other) noexcept
+    : device_(other.device_), module_(std::exchange(other.module_, nullptr)) {}
+
+Module& Module::operator=(Module&& other) noexcept {
+  std::swap(device_, other.device_);
+  std::swap(module_, other.module_);
+  return *this;
+}
+
+Module::~Module() {
+  if (module_) {
+    destroy(*device_, "cuModuleUnload", [this] { return driver().cuModuleUnload(module_); });
   }
 }
 

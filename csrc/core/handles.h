@@ -97,8 +97,10 @@ class Mapping {
 // Host memory that the GPUs can copy from and to at full speed, while somebody else owns the pages.
 class PinnedRange {
  public:
-  // Page-aligned. Throws kOutOfHostMemory when the driver or the system refuses to pin it.
-  static PinnedRange pin(void* start, uint64_t bytes);
+  // Page-aligned. `flags` are cuMemHostRegister's. Throws kOutOfHostMemory when the driver or the
+  // system refuses to pin it.
+  static PinnedRange pin(void* start, uint64_t bytes,
+                         unsigned int flags = CU_MEMHOSTREGISTER_PORTABLE);
 
   PinnedRange() = default;
   PinnedRange(PinnedRange&& other) noexcept;
@@ -114,6 +116,63 @@ class PinnedRange {
  private:
   void* start_ = nullptr;
   uint64_t bytes_ = 0;
+};
+
+// A stream of our own on a device: non-blocking, in order. What is queued runs to its end though
+// the owner goes.
+class Stream {
+ public:
+  static Stream create(const Device& device);  // throws kDriverFailed
+
+  Stream() = default;
+  Stream(Stream&& other) noexcept;
+  Stream& operator=(Stream&& other) noexcept;
+  ~Stream();
+
+  CUstream get() const { return stream_; }
+
+ private:
+  const Device* device_ = nullptr;
+  CUstream stream_ = nullptr;
+};
+
+// A place in a stream that can be waited for, by the host or another stream. It keeps no time.
+class Event {
+ public:
+  static Event create(const Device& device);  // throws kDriverFailed
+
+  Event() = default;
+  Event(Event&& other) noexcept;
+  Event& operator=(Event&& other) noexcept;
+  ~Event();
+
+  // These two inside a DeviceScope. Throw kDriverFailed.
+  void record(CUstream stream);  // here and now
+  void wait() const;             // on the host
+  const Device* device() const { return device_; }
+  CUevent get() const { return event_; }
+
+ private:
+  const Device* device_ = nullptr;
+  CUevent event_ = nullptr;
+};
+
+// Code in a device's context.
+class Module {
+ public:
+  // `image` is a fatbin, a cubin or PTX. Throws kDriverFailed, kOutOfDeviceMemory.
+  static Module load(const Device& device, const void* image);
+
+  Module() = default;
+  Module(Module&& other) noexcept;
+  Module& operator=(Module&& other) noexcept;
+  ~Module();
+
+  CUmodule get() const { return module_; }
+
+ private:
+  const Device* device_ = nullptr;
+  CUmodule module_ = nullptr;
 };
 
 // Tries again to give back what a destructor could not, on one device. Returns the bytes that are

@@ -87,16 +87,20 @@ Tag* process_tag_from_environment() noexcept try {
   const char* name = std::getenv("MEMSAVER_TAG");
   if (!name || !*name) return nullptr;
   const char* backup = std::getenv("MEMSAVER_BACKUP");
-  const std::string policy = backup && *backup ? backup : "none";
-  if (policy != "none" && policy != "host") {
-    warn("MEMSAVER_BACKUP=" + quoted(policy) +
-         " is no backup (none, host), so MEMSAVER_TAG has no effect");
+  const std::string wanted = backup && *backup ? backup : "none";
+  std::optional<Backup> policy;
+  for (const Backup known : {Backup::kNone, Backup::kHost, Backup::kPageable, Backup::kDisk}) {
+    if (wanted == name_of(known)) policy = known;
+  }
+  if (!policy) {
+    warn("MEMSAVER_BACKUP=" + quoted(wanted) +
+         " is no backup (none, host, pageable, disk), so MEMSAVER_TAG has no effect");
     return nullptr;
   }
   Registry& registry = Registry::instance();
   std::lock_guard<std::mutex> lock(registry.mutex);
   Tag& tag = registry.tag(name);
-  tag.policy = policy == "host" ? Backup::kHost : Backup::kNone;
+  tag.policy = *policy;
   return &tag;
 } catch (...) {
   return nullptr;

@@ -22,7 +22,6 @@
 namespace memsaver {
 
 enum class State : int32_t { kMapped = 0, kSaving = 1, kPaused = 2, kRestoring = 3 };
-enum class Backup : int32_t { kNone = 0, kHost = 1 };
 
 const char* name_of(State state);
 
@@ -34,10 +33,11 @@ struct Pool {
 
   Tag& tag;
   Heap heap;
-  HostBackup backup;         // used by the tag's holder only
-  std::vector<Range> saved;  // what of a paused heap lies in the backup
-  // Pages that a pause which failed twice could not map again: unmapped, contents intact, at these
-  // addresses. The tag is paused then, and its resume maps them.
+  // The tag's holder alone uses it; the pointer changes under the registry's lock.
+  std::unique_ptr<BackupStore> backup;
+  std::vector<Range> saved;  // what of a paused heap lies in the backup, sorted
+  // Pages that a transition which failed twice could not map again: unmapped, at these addresses,
+  // with the contents of what is not in `saved`. The tag is paused then, and its resume maps them.
   std::vector<std::pair<uint64_t, PhysicalMemory>> parked;
 };
 

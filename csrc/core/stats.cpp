@@ -16,6 +16,7 @@ std::vector<Usage> usage() {
               0,
               0,
               0,
+              0,
               tag->pauses,
               tag->resumes,
               tag->last_pause_seconds,
@@ -28,7 +29,8 @@ std::vector<Usage> usage() {
       row.resident_bytes = pool.heap.resident_bytes();
       for (const auto& [address, memory] : pool.parked) row.resident_bytes += memory.bytes();
       row.backup_bytes = total(intersect(pool.saved, pool.heap.live()));
-      row.host_bytes = pool.backup.held_bytes();
+      row.host_bytes = pool.backup ? pool.backup->host_bytes() : 0;
+      row.disk_bytes = pool.backup ? pool.backup->disk_bytes() : 0;
       rows.push_back(row);
     }
   }

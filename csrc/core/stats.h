@@ -13,7 +13,7 @@ struct Usage {
   int device;  // -1: the tag has no memory anywhere
   State state;
   Backup policy;
-  uint64_t allocations, allocated_bytes, resident_bytes, backup_bytes, host_bytes;
+  uint64_t allocations, allocated_bytes, resident_bytes, backup_bytes, host_bytes, disk_bytes;
   uint64_t pauses, resumes;
   double last_pause_seconds, last_resume_seconds;
 };

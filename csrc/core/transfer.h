@@ -1,47 +1,119 @@
-// transfer: moves bytes between devices and their host backups.
+// transfer: moves the bytes of one heap between its device and its backup.
+//
+// A Save or a Restore is used by one thread, inside a DeviceScope of its device from its making to
+// its end; several on one device share its copy streams. Where the backup is host memory that
+// the device reaches, copies are queued and run by themselves; else they are staged, by threads,
+// when finish() or wait() is called.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
 #include "core/backup.h"
 #include "core/device.h"
-#include "core/heap.h"
+#include "core/fingerprint.h"
+#include "core/handles.h"
+#include "core/range.h"
+#include "core/workers.h"
 
 namespace memsaver {
 
-// Copies queued on the devices' copy streams, which run side by side. Used by one thread, whose
-// current context is one of the devices' until the end; the
-// ranges and the host memory must stay as they are until wait() has returned or the object is gone.
-class Transfer {
+// How far a transition's copies are. Any thread.
+struct Progress {
+  std::atomic<uint64_t> done_bytes{0};
+  std::atomic<uint64_t> total_bytes{0};  // shrinks where pieces are found unchanged
+};
+
+// Waits for a copy stream whatever the driver says of it; a context that is gone has no copies
+// left.
+void settle(Device& device, Device::Direction direction) noexcept;
+
+// Brings `ranges` (sorted, mapped, not written to meanwhile) into the store. Pieces whose
+// fingerprint is that of what the store keeps are left where they are.
+class Save {
  public:
-  Transfer() = default;
-  ~Transfer();  // waits for what is queued
-  Transfer(const Transfer&) = delete;
-  Transfer& operator=(const Transfer&) = delete;
+  // Makes room, and begins to fill it with pages and to hash. Throws kOutOfHostMemory before any
+  // of it is touched, kBackupFailed, kDriverFailed.
+  Save(Device& device, BackupStore& store, const std::vector<VaReservation>& spans,
+       std::vector<Range> ranges, Progress& progress);
+  // Waits for what is queued; without finish() gives up the room that was made.
+  ~Save();
+  Save(const Save&) = delete;
+  Save& operator=(const Save&) = delete;
 
-  // Queue copies of `ranges` to the prepared backup, or back. Return the bytes queued; throw
-  // kDriverFailed.
-  uint64_t save(Device& device, const HostBackup& backup, const std::vector<Range>& ranges);
-  uint64_t restore(Device& device, const HostBackup& backup, const std::vector<Range>& ranges);
-
-  // Returns when everything queued has arrived. Throws kDriverFailed.
-  void wait();
+  // Queues the copies of what lies below an address. Throws as the constructor.
+  void queue(uint64_t end);
+  // Returns when what lies below an address is in the store.
+  void wait(uint64_t end);
+  // Queues and waits for all, and keeps the fingerprints. The bytes copied.
+  uint64_t finish();
+  // Waits for what is queued and lets go of what is the driver's, so that the rest of its life
+  // needs no DeviceScope but for room that is given up. Nothing but keep() may follow.
+  void stop() noexcept;
+  // Ends here instead, and leaves what has been saved in the store.
+  void keep() noexcept;
 
  private:
-  enum class Direction { kToHost, kToDevice };
-  uint64_t queue(Device& device, const HostBackup& backup, const std::vector<Range>& ranges,
-                 Direction direction);
-
-  // A device with copies queued, and its context until they are done: to wait must not depend on a
-  // call that could be refused.
-  struct Busy {
-    Device* device;
-    std::unique_ptr<DeviceScope> scope;
+  struct Cell {
+    BackupStore::Room room;
+    std::vector<Range> ranges;
+    size_t first_piece = 0, piece_count = 0;
   };
-  void let_go() noexcept;
+  struct Mark {  // copies of what lies below `end` are done when the event is
+    uint64_t end, bytes;
+    Event event;
+  };
 
-  std::vector<Busy> busy_;  // contexts are pushed in this order, and popped from the back
+  const Digest& digest(size_t piece) { return hasher_ ? hasher_->wait(piece) : digests_[piece]; }
+  std::vector<Range> changed(const Cell& cell);
+  void copy(const std::vector<Range>& ranges);
+  void mark(uint64_t end);
+  void run_staged();
+
+  Device& device_;
+  BackupStore& store_;
+  Progress& progress_;
+  const std::vector<Range> ranges_;
+  std::vector<Cell> cells_;
+  std::vector<Range> pieces_;    // of the fingerprints
+  std::vector<Digest> digests_;  // of the pieces, where the host computes them
+  std::unique_ptr<Fingerprinter> hasher_;
+  std::unique_ptr<Workers> populating_;  // of the fresh cells, in order
+  size_t next_cell_ = 0, next_fresh_ = 0, next_mark_ = 0;
+  std::vector<Mark> marks_;
+  std::vector<Range> staged_;  // what run_staged() is to copy
+  uint64_t marked_bytes_ = 0, copied_bytes_ = 0;
+  bool finished_ = false, stopped_ = false;
+};
+
+// Brings bytes back from a store.
+class Restore {
+ public:
+  // `saved` (sorted) is what the store holds, `ranges` (sorted) what of it is wanted.
+  Restore(Device& device, BackupStore& store, std::vector<Range> saved, std::vector<Range> ranges,
+          Progress& progress);
+  ~Restore();  // waits for what is queued
+  Restore(const Restore&) = delete;
+  Restore& operator=(const Restore&) = delete;
+
+  // Queues the copies of what lies in a range, which is mapped now. Throws kDriverFailed.
+  void queue(const Range& mapped);
+  // Staged backups: copies what was queued, and returns when that is done; checks the
+  // fingerprints of what a disk gives back. Nothing for others. Throws kBackupFailed,
+  // kOutOfHostMemory, kDriverFailed.
+  void run_staged();
+  // Returns when everything is there. The bytes copied.
+  uint64_t finish();
+
+ private:
+  Device& device_;
+  BackupStore& store_;
+  Progress& progress_;
+  const std::vector<Range> saved_, ranges_;
+  std::vector<Range> staged_;
+  uint64_t queued_bytes_ = 0, copied_bytes_ = 0;
+  bool queued_ = false;
 };
 
 }  // namespace memsaver

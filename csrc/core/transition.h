@@ -1,19 +1,28 @@
-// transition: the only place that changes the state of a tag: mapped -> saving -> paused ->
-// restoring -> mapped.
+// transition: a change of state under way, and the only place that writes a tag's state:
+// mapped -> saving -> paused -> restoring -> mapped.
 //
-// Both run in three steps: plan under the registry's lock, execute without it while holding the
-// tags, commit under it. Either all of the tags change, on all of their devices, or none.
+// Every transition has three parts: it begins under the registry's lock (who is concerned, by what
+// ranges; from then on it holds the tags), runs without the lock on any thread, and commits under
+// it. Either all of the tags change, on all of their devices, or none. pause.h, resume.h and swap.h
+// say what each does; step.h has what they share.
 #pragma once
 
-#include <optional>
+#include <cuda.h>
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
+#include "core/allocation.h"
+#include "core/handles.h"
 #include "core/registry.h"
+#include "core/transfer.h"
 
 namespace memsaver {
 
-// One tag on one device, as the call left it.
+// One tag on one device, as the transition left it.
 struct Change {
   const Tag* tag;
   int device;
@@ -22,25 +31,70 @@ struct Change {
   uint64_t copied_bytes;
 };
 
-// Gives back the device memory of `tags` (all, when empty). Waits for the work submitted to their
-// devices before. `policy` overrides the tags' own for this call; the bytes of `dead` are neither
-// saved nor restored. Throws kUnknownTag; kInvalidState (an open region);
-// kOutOfHostMemory; kDriverFailed. Then every tag is as it was. One exception, where the driver
-// refuses even to map pages again that a failed pause had unmapped: that tag is paused with its
-// pages kept, and a resume maps them.
-std::vector<Change> pause(const std::vector<std::string>& tags, std::optional<Backup> policy,
-                          const std::vector<Range>& dead, std::optional<uint64_t> seen);
+class Transition {
+ public:
+  // One that was not run gives up: the tags are as before.
+  virtual ~Transition() = default;
+  Transition(const Transition&) = delete;
+  Transition& operator=(const Transition&) = delete;
 
-// Maps memory behind the addresses of `tags` (all, when empty) and brings back what was saved; the
-// rest reads as zero. Throws kUnknownTag, kOutOfDeviceMemory, kDriverFailed. Then every tag is
-// paused as before, and holds nothing.
-std::vector<Change> resume(const std::vector<std::string>& tags);
+  // Does it, once, and lets the tags go; one row for each tag and device, in the order of the call.
+  // What it throws, and what state the tags are in then, say pause.h, resume.h and swap.h.
+  std::vector<Change> run();
 
-// The host address of the backup of a range, until the tag's next change. Throws kNotOurs;
-// kInvalidState when the tag is not paused or not all of the range was saved.
-void* backup_view(const Range& range);
+  // How far the copies are. Any thread.
+  const Progress& progress() const { return progress_; }
 
-// Returns the host memory that backs no paused tag; the bytes. Tags in a transition are left alone.
-uint64_t trim();
+  // Lets work that is submitted to the stream from now on run after the transition: returns when
+  // every copy is queued on the devices, or at the end. Any thread but the one that is to run it.
+  // Throws kInvalidState when the transition failed.
+  void wait_stream(CUstream stream);
+
+ protected:
+  explicit Transition(std::unique_ptr<Hold> hold) : hold_(std::move(hold)) {}
+
+  virtual std::vector<Change> execute() = 0;
+  virtual void end() noexcept = 0;  // ends the StateChanges
+  // All memory is mapped and all copies are queued: work behind the events finds the contents.
+  void announce_queued(std::vector<Event> events);
+  // It has failed after all: whether that had been announced.
+  bool withdraw();
+
+  std::unique_ptr<Hold> hold_;
+  Progress progress_;
+
+ private:
+  enum class Phase { kRunning, kQueued, kDone, kFailed };
+  void enter(Phase phase);
+
+  std::mutex mutex_;  // over the three below
+  std::condition_variable changed_;
+  Phase phase_ = Phase::kRunning;
+  std::vector<Event> events_;
+};
+
+// Gives tags their state: kSaving or kRestoring for its life, then kPaused or kMapped once commit()
+// was called, else what they had. Its owner holds the tags, unlocked but where it says so.
+class StateChange {
+ public:
+  // Under the registry's lock.
+  StateChange(Hold& hold, std::vector<Tag*> tags, State during);
+  ~StateChange() { end(); }
+  StateChange(const StateChange&) = delete;
+  StateChange& operator=(const StateChange&) = delete;
+
+  const std::vector<Tag*>& tags() const { return tags_; }
+  void commit();  // under the lock
+  void end() noexcept;
+  bool is_committed() const { return committed_; }
+
+ private:
+  void set(State state);
+
+  Hold& hold_;
+  std::vector<Tag*> tags_;
+  State before_, after_;
+  bool committed_ = false, ended_ = false;
+};
 
 }  // namespace memsaver

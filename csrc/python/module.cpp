@@ -6,8 +6,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
+#include <cstdio>
+#include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -20,13 +24,27 @@ namespace {
 
 using Pair = std::pair<uint64_t, uint64_t>;
 
+// No GIL for its life. As pybind11's gil_scoped_release, but at the interpreter's exit Python ends
+// a daemon's thread where it takes the GIL again, by unwinding its stack, which must be let
+// through.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() noexcept(false) { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 void check(ms_status status, const ms_error& error) {
   if (status == MS_OK) return;
   const py::str message(error.message, std::string(error.message).size());
   const py::object raised =
       py::module_::import("memsaver.errors")
           .attr("error_of")(static_cast<int>(status), message, error.cuda_error, error.call,
-                            error.tag, error.needed_bytes, error.free_bytes);
+                            error.tag, error.needed_bytes, error.free_bytes, error.os_error);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   throw py::error_already_set();
 }
@@ -37,7 +55,7 @@ void without_gil(Call call) {
   ms_error error{};
   ms_status status;
   {
-    py::gil_scoped_release released;
+    const WithoutGil released;
     status = call(&error);
   }
   check(status, error);
@@ -64,6 +82,90 @@ std::vector<const char*> pointers(const std::vector<std::string>& texts) {
 }
 
 void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
+
+std::vector<ms_range> ranges_of(const std::vector<Pair>& pairs) {
+  std::vector<ms_range> out;
+  for (const Pair& range : pairs) out.push_back({range.first, range.second});
+  return out;
+}
+
+// A transition that was begun; it is freed as soon as it was run, which lets its tags go. Any
+// thread may call it, under the GIL.
+class Transition {
+ public:
+  explicit Transition(ms_transition* begun) : transition_(begun, &ms_transition_free) {}
+
+  // Once.
+  py::list run() {
+    require(transition_ && !was_run_, "the transition was given up, or run before");
+    was_run_ = true;
+    ms_change* rows = nullptr;
+    size_t count = 0;
+    ms_error error{};
+    ms_status status;
+    {
+      const WithoutGil released;
+      status = ms_transition_run(transition_.get(), &rows, &count, &error);
+    }
+    has_succeeded_ = status == MS_OK;
+    progress_ = read_progress();
+    let_go();
+    check(status, error);
+    return list_of_changes(rows, count);
+  }
+
+  // Bytes done and in all; as they were in the end, once it was run.
+  Pair progress() const { return transition_ ? read_progress() : progress_; }
+
+  void wait_stream(uint64_t stream) {
+    const std::shared_ptr<ms_transition> transition = transition_;
+    if (!transition) {
+      require(has_succeeded_, "the transition failed, or was given up");
+      return;  // all is done, whatever the stream
+    }
+    without_gil([&](ms_error* error) {
+      return ms_transition_wait_stream(transition.get(), pointer(stream), error);
+    });
+  }
+
+  // One that was not run never happened. After run() nothing.
+  void give_up() {
+    if (!was_run_) let_go();
+  }
+
+ private:
+  static void require(bool holds, const char* otherwise) {
+    ms_error error{};
+    std::snprintf(error.message, sizeof(error.message), "%s", otherwise);
+    check(holds ? MS_OK : MS_INVALID_STATE, error);
+  }
+
+  Pair read_progress() const {
+    Pair progress{0, 0};
+    ms_transition_progress(transition_.get(), &progress.first, &progress.second);
+    return progress;
+  }
+
+  // Frees it. Threads that wait for it on a stream leave now that it is over.
+  void let_go() {
+    std::shared_ptr<ms_transition> last = std::move(transition_);
+    const WithoutGil released;
+    while (last.use_count() > 1) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    last.reset();
+  }
+
+  std::shared_ptr<ms_transition> transition_;
+  bool was_run_ = false, has_succeeded_ = false;
+  Pair progress_{0, 0};
+};
+
+// `begin` gets the place for the transition, and the ms_error to fill.
+template <typename Begin>
+std::unique_ptr<Transition> begun(Begin begin) {
+  ms_transition* transition = nullptr;
+  without_gil([&](ms_error* error) { return begin(&transition, error); });
+  return std::make_unique<Transition>(transition);
+}
 
 }  // namespace
 
@@ -97,10 +199,10 @@ PYBIND11_MODULE(_C, m) {
     without_gil([&](ms_error* error) { return ms_configure(name.c_str(), value.c_str(), error); });
   });
   m.def("option", [](const std::string& name) {
-    char value[64];
+    char value[4096];  // PATH_MAX: an option may be a path
     without_gil(
         [&](ms_error* error) { return ms_option(name.c_str(), value, sizeof(value), error); });
-    return std::string(value);
+    return py::reinterpret_steal<py::str>(PyUnicode_DecodeFSDefault(value));
   });
   m.def("next_warning", []() -> py::object {
     char text[2048];
@@ -153,8 +255,7 @@ PYBIND11_MODULE(_C, m) {
       [](const std::vector<std::string>& tags, int backup, const std::vector<Pair>& dead,
          std::optional<uint64_t> changes) {
         const std::vector<const char*> names = pointers(tags);
-        std::vector<ms_range> unsaved;
-        for (const Pair& range : dead) unsaved.push_back({range.first, range.second});
+        const std::vector<ms_range> unsaved = ranges_of(dead);
         ms_change* rows = nullptr;
         size_t count = 0;
         without_gil([&](ms_error* error) {
@@ -173,6 +274,43 @@ PYBIND11_MODULE(_C, m) {
     });
     return list_of_changes(rows, count);
   });
+  py::class_<Transition>(m, "Transition")
+      .def("run", &Transition::run)
+      .def("progress", &Transition::progress)
+      .def("wait_stream", &Transition::wait_stream, py::arg("stream"))
+      .def("give_up", &Transition::give_up);
+  m.def(
+      "pause_begin",
+      [](const std::vector<std::string>& tags, int backup, const std::vector<Pair>& dead,
+         std::optional<uint64_t> changes) {
+        const std::vector<const char*> names = pointers(tags);
+        const std::vector<ms_range> unsaved = ranges_of(dead);
+        return begun([&](ms_transition** transition, ms_error* error) {
+          return ms_pause_begin(names.data(), names.size(), backup, unsaved.data(), unsaved.size(),
+                                changes ? &*changes : nullptr, transition, error);
+        });
+      },
+      py::arg("tags"), py::arg("backup"), py::arg("dead"), py::arg("changes") = py::none());
+  m.def("resume_begin", [](const std::vector<std::string>& tags) {
+    const std::vector<const char*> names = pointers(tags);
+    return begun([&](ms_transition** transition, ms_error* error) {
+      return ms_resume_begin(names.data(), names.size(), transition, error);
+    });
+  });
+  m.def(
+      "swap_begin",
+      [](const std::vector<std::string>& out, const std::vector<std::string>& into, int backup,
+         const std::vector<Pair>& dead, std::optional<uint64_t> changes) {
+        const std::vector<const char*> going = pointers(out), coming = pointers(into);
+        const std::vector<ms_range> unsaved = ranges_of(dead);
+        return begun([&](ms_transition** transition, ms_error* error) {
+          return ms_swap_begin(going.data(), going.size(), coming.data(), coming.size(), backup,
+                               unsaved.data(), unsaved.size(), changes ? &*changes : nullptr,
+                               transition, error);
+        });
+      },
+      py::arg("out"), py::arg("into"), py::arg("backup"), py::arg("dead"),
+      py::arg("changes") = py::none());
   m.def("tag_state", [](const std::string& tag) {
     int state = 0;
     without_gil([&](ms_error* error) { return ms_tag_state(tag.c_str(), &state, error); });
@@ -198,6 +336,7 @@ PYBIND11_MODULE(_C, m) {
       row["resident_bytes"] = u.resident_bytes;
       row["backup_bytes"] = u.backup_bytes;
       row["host_bytes"] = u.host_bytes;
+      row["disk_bytes"] = u.disk_bytes;
       row["pauses"] = u.pauses;
       row["resumes"] = u.resumes;
       row["last_pause_seconds"] = u.last_pause_seconds;
@@ -216,10 +355,34 @@ PYBIND11_MODULE(_C, m) {
                        [](const ms_range& r) { return py::make_tuple(r.address, r.bytes); });
       },
       py::arg("tag"), py::arg("device") = -1);
-  m.def("backup_view", [](uint64_t address, uint64_t bytes) {
-    void* host = nullptr;
-    without_gil([&](ms_error* error) { return ms_backup_view(address, bytes, &host, error); });
-    return py::memoryview::from_memory(host, static_cast<py::ssize_t>(bytes));
+  // The memoryview is writable in any case: who asked for reading only must not write.
+  m.def(
+      "backup_view",
+      [](uint64_t address, uint64_t bytes, bool writable) {
+        void* host = nullptr;
+        without_gil([&](ms_error* error) {
+          return ms_backup_view(address, bytes, writable, &host, error);
+        });
+        return py::memoryview::from_memory(host, static_cast<py::ssize_t>(bytes));
+      },
+      py::arg("address"), py::arg("bytes"), py::arg("writable") = false);
+  m.def("host_memory", [] {
+    uint64_t held_bytes = 0, available_bytes = 0;
+    without_gil(
+        [&](ms_error* error) { return ms_host_memory(&held_bytes, &available_bytes, error); });
+    return py::make_tuple(held_bytes, available_bytes);
+  });
+  m.def("fingerprint", [](const std::vector<Pair>& ranges) {
+    std::vector<ms_range> wanted;
+    for (const Pair& range : ranges) wanted.push_back({range.first, range.second});
+    ms_digest* rows = nullptr;
+    size_t count = 0;
+    without_gil([&](ms_error* error) {
+      return ms_fingerprint(wanted.data(), wanted.size(), &rows, &count, error);
+    });
+    const py::bytes digests(reinterpret_cast<const char*>(rows), count * sizeof(ms_digest));
+    ms_list_free(rows);
+    return digests;
   });
   m.def("trim", [] {
     uint64_t released = 0;

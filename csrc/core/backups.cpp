@@ -1,0 +1,76 @@
+#include "core/backups.h"
+
+#include <optional>
+
+#include "core/allocation.h"
+#include "core/fingerprint.h"
+#include "core/host_budget.h"
+#include "core/registry.h"
+#include "core/status.h"
+#include "core/text.h"
+
+namespace memsaver {
+
+void* view_backup(const Range& range, bool writable) {
+  Registry& registry = Registry::instance();
+  Pool* const pool = Registry::owner(range.address);
+  if (!pool) throw Error(Status::kNotOurs, "the tensor's memory is in no region of memsaver");
+  Hold hold(std::unique_lock<std::mutex>(registry.mutex), {&pool->tag});
+  const std::string name = quoted(pool->tag.name);
+  const auto refuse = [&](const std::string& why) {
+    return Error(Status::kInvalidState, why).with_tag(pool->tag.name);
+  };
+  if (pool->tag.state != State::kPaused) {
+    throw refuse("tag " + name + " is " + name_of(pool->tag.state) +
+                 ": there is a backup to look at only while it is paused");
+  }
+  const std::optional<Range> block = pool->heap.block_around(range.address);
+  if (!block || range.bytes > block->end() - range.address) {
+    throw refuse("the tensor's memory is not inside one live allocation of tag " + name);
+  }
+  if (!subtract({range}, pool->saved).empty()) {
+    throw refuse("not all of the range was saved when tag " + name +
+                 " was paused: it had no backup, or the memory belonged to no tensor");
+  }
+  void* const host = pool->backup->view(range.address);
+  if (!host) {
+    throw refuse("the backup of tag " + name +
+                 " is on disk, where there is nothing to look at without a copy: resume it, or use "
+                 "backup='host' or 'pageable'");
+  }
+  if (writable) pool->backup->forget(range);
+  return host;
+}
+
+uint64_t trim_backups() {
+  Registry& registry = Registry::instance();
+  std::unique_lock<std::mutex> lock(registry.mutex);
+  const std::vector<Tag*> tags = registry.select({});
+  lock.unlock();
+  uint64_t released = 0;
+  for (Tag* tag : tags) {
+    lock.lock();
+    if (tag->held) {
+      lock.unlock();
+      continue;
+    }
+    Hold hold(std::move(lock), {tag});
+    hold.unlock();  // the holder's alone until the end of the hold
+    for (auto& [ordinal, pool] : tag->pools) {
+      if (!pool.backup) continue;
+      DeviceScope scope(pool.heap.device());
+      released += pool.backup->release(pool.saved);
+      if (pool.backup->host_bytes() + pool.backup->disk_bytes() > 0) continue;
+      std::unique_ptr<BackupStore> empty;
+      hold.lock();
+      pool.backup.swap(empty);
+      hold.unlock();
+    }
+    lock = std::unique_lock<std::mutex>(registry.mutex, std::defer_lock);
+  }
+  return released + BackupStore::collect_retired();
+}
+
+uint64_t held_host_bytes() { return HostClaim::claimed() + Fingerprinter::held_bytes(); }
+
+}  // namespace memsaver

@@ -1,0 +1,22 @@
+// backups: what callers do with backups that are kept: look at them, and give them back.
+#pragma once
+
+#include <cstdint>
+
+#include "core/range.h"
+
+namespace memsaver {
+
+// The host address of the backup of a range, until the tag's next change. `writable`: the caller
+// writes there, and what is written comes back with the resume. Waits while the tag is held. Throws
+// kNotOurs; kInvalidState (the tag is not paused, the range was not saved, or not in host memory).
+void* view_backup(const Range& range, bool writable);
+
+// Returns host memory and disk space that back no paused tag to the system; the bytes. Tags that
+// are in a transition are left out.
+uint64_t trim_backups();
+
+// Host memory held for all backups, and for what they need meanwhile.
+uint64_t held_host_bytes();
+
+}  // namespace memsaver
