@@ -8,6 +8,7 @@
 Importing this starts no CUDA context and imports neither torch nor numpy.
 """
 
+from memsaver.backups import Trim, backup_view, trim
 from memsaver.errors import (
     BackupError,
     ConfigError,
@@ -20,6 +21,7 @@ from memsaver.errors import (
     OutOfHostMemoryError,
     UnknownTagError,
 )
+from memsaver.fingerprints import fingerprint
 from memsaver.graphs import graph
 from memsaver.native import _C, Backup, State
 from memsaver.observers import on_pause, on_resume
@@ -29,14 +31,12 @@ from memsaver.statistics import (
     Range,
     Stats,
     TagStats,
-    backup_view,
     configure,
     device_memory,
     ranges,
     stats,
-    trim,
 )
-from memsaver.transitions import Change, Report, pause, paused, resume, state
+from memsaver.transitions import Change, Report, Transition, pause, paused, resume, state, swap
 
 __version__ = _C.version()
 
@@ -57,11 +57,14 @@ __all__ = [
     "State",
     "Stats",
     "TagStats",
+    "Transition",
+    "Trim",
     "UnknownTagError",
     "backup_view",
     "configure",
     "device_memory",
     "disabled",
+    "fingerprint",
     "graph",
     "is_preloaded",
     "on_pause",
@@ -75,5 +78,6 @@ __all__ = [
     "resume",
     "state",
     "stats",
+    "swap",
     "trim",
 ]

@@ -68,9 +68,9 @@ def run(
     backup: Annotated[
         str | None,
         typer.Option(
-            metavar="none|host",
-            help="What a pause does with the tag's contents: discard them, or keep them in host "
-            "memory.",
+            metavar="none|host|pageable|disk",
+            help="What a pause does with the tag's contents: discard them, or keep them in pinned "
+            "or ordinary host memory, or in a file.",
             show_default=False,
         ),
     ] = None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -262,6 +263,7 @@ def run(console: Console) -> int:
         return f"{len(where)} addresses and output as before"
 
     lows: list[int] = []
+    bar = True if sys.stderr.isatty() else None
 
     def is_used() -> str:
         is_free()
@@ -271,10 +273,12 @@ def run(console: Console) -> int:
 
     for cycle in (1, 2):
         show.table.add_section()
-        show.step(f"pause the engine ({cycle})", lambda: memsaver.pause(*TAGS), is_free)
+        show.step(
+            f"pause the engine ({cycle})", lambda: memsaver.pause(*TAGS, progress=bar), is_free
+        )
         show.step("a trainer uses the memory", lambda: lows.append(work.train(lent)), is_used)
-        show.step("resume weights", lambda: memsaver.resume("weights"), weights_only)
-        show.step("resume the rest", lambda: memsaver.resume(*TAGS), all_back)
+        show.step("resume weights", lambda: memsaver.resume("weights", progress=bar), weights_only)
+        show.step("resume the rest", lambda: memsaver.resume(*TAGS, progress=bar), all_back)
 
     console.print(show.table)
     if show.failures:

@@ -42,13 +42,15 @@ class Backup(str, enum.Enum):
 
     NONE = "none"
     HOST = "host"
+    PAGEABLE = "pageable"
+    DISK = "disk"
 
     def __str__(self) -> str:
         return self.value
 
 
 STATES = [State.MAPPED, State.SAVING, State.PAUSED, State.RESTORING]  # by ms_state
-_BACKUPS = [Backup.NONE, Backup.HOST]  # by ms_backup
+_BACKUPS = [Backup.NONE, Backup.HOST, Backup.PAGEABLE, Backup.DISK]  # by ms_backup
 _DEFAULT = -1
 
 

@@ -45,7 +45,7 @@ _after_resume: list[Registration] = []
 
 
 def on_pause(function: Callback, tag: str | None = None) -> Registration:
-    """Call `function(tag)` before a tag is paused, on the thread that pauses, while all is mapped.
+    """Call `function(tag)` before a tag is paused, on the calling thread, while all is mapped.
 
     Args:
         function: what to call, in the order of registration. If it raises, nothing is paused and
@@ -58,7 +58,9 @@ def on_pause(function: Callback, tag: str | None = None) -> Registration:
 
 
 def on_resume(function: Callback, tag: str | None = None) -> Registration:
-    """Call `function(tag)` after a tag was resumed, on the thread that resumed it.
+    """Call `function(tag)` after a tag was resumed, on the thread that finishes the transition.
+
+    That is the calling thread, or the transition's own with `wait=False` or `progress`.
 
     Args:
         function: what to call, in the order of registration. If it raises, the tags stay resumed,

@@ -26,10 +26,11 @@ class region(contextlib.ContextDecorator):
 
     Args:
         tag: the name to pause and resume by.
-        backup: "none" (contents are discarded by a pause; memory reads as zero after the resume)
-            or "host" (they come back byte for byte). None keeps what an earlier region of the tag
-            said; a new tag gets "none". The last region that says something decides, for all of
-            the tag.
+        backup: "none" (contents are discarded by a pause; memory reads as zero after the resume),
+            or where they are kept, to come back byte for byte: "host" (pinned host memory, the
+            fastest), "pageable" (ordinary host memory), "disk" (a private file in the directory of
+            the option `disk_dir`). None keeps what an earlier region of the tag said; a new tag
+            gets "none". The last region that says something decides, for all of the tag.
         device: the CUDA device, or several, whose allocations are meant: an index, "cuda:1", a
             `torch.device`, or a sequence of those. None is the current device.
 

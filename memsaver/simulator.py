@@ -2,8 +2,8 @@
 
 Simulated device memory is host memory at the simulated addresses, so CPU code can read and write it
 directly; paused memory faults when touched, as on a GPU. torch cannot allocate there by itself:
-`empty` makes a CPU tensor over memory of the open region. What it cannot show: kernels, torch's
-allocator, the speed of anything.
+`empty` makes a CPU tensor over memory of the open region. What it cannot show: kernels other than
+memsaver's own, torch's allocator, the speed of anything.
 """
 
 from __future__ import annotations

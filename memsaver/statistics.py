@@ -1,23 +1,22 @@
-"""What each tag holds, where its memory lies, and what was saved of it."""
+"""What each tag holds, and where its memory lies."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from memsaver.errors import ConfigError, NotLoadedError
+from memsaver.errors import ConfigError
 from memsaver.native import _C, STATES, Backup, State, backup_of, check_tag
 
 __all__ = [
     "Range",
     "Stats",
     "TagStats",
-    "backup_view",
     "configure",
     "device_memory",
     "ranges",
     "stats",
-    "trim",
 ]
 
 
@@ -41,7 +40,8 @@ class TagStats:
         allocated_bytes: their bytes.
         resident_bytes: device memory held, as the driver counts it.
         backup_bytes: bytes that the next resume brings back.
-        host_bytes: pinned host memory held, kept for the next pause until `trim()`.
+        host_bytes: host memory held for backups, kept for the next pause until `trim()`.
+        disk_bytes: file space held for backups, likewise.
         pauses: pauses done, and
         resumes: resumes done, and
         last_pause_seconds: how long the last one took, for all tags of its call;
@@ -57,6 +57,7 @@ class TagStats:
     resident_bytes: int
     backup_bytes: int
     host_bytes: int
+    disk_bytes: int
     pauses: int
     resumes: int
     last_pause_seconds: float
@@ -65,9 +66,18 @@ class TagStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """All tags on all devices, at one moment."""
+    """All tags on all devices, at one moment.
+
+    Attributes:
+        tags: one row for each tag and device.
+        host_bytes: host memory held for backups in total: the tags', and what copies go through.
+        host_available_bytes: how much more backups may take now, by the option `host_bytes` and by
+            what the system can spare: it changes by itself, and takes no part in comparisons.
+    """
 
     tags: tuple[TagStats, ...]
+    host_bytes: int
+    host_available_bytes: int = field(compare=False)
 
     @property
     def resident_bytes(self) -> int:
@@ -75,9 +85,9 @@ class Stats:
         return sum(row.resident_bytes for row in self.tags)
 
     @property
-    def host_bytes(self) -> int:
-        """Pinned host memory held for all backups."""
-        return sum(row.host_bytes for row in self.tags)
+    def disk_bytes(self) -> int:
+        """File space held for all backups."""
+        return sum(row.disk_bytes for row in self.tags)
 
     def __getitem__(self, tag: str) -> tuple[TagStats, ...]:
         """The rows of one tag, one for each device. Raises KeyError for an unknown one."""
@@ -93,7 +103,7 @@ def stats() -> Stats:
     for row in rows:
         row["state"] = STATES[row["state"]]
         row["backup"] = backup_of(row["backup"])
-    return Stats(tuple(TagStats(**row) for row in rows))
+    return Stats(tuple(TagStats(**row) for row in rows), *_C.host_memory())
 
 
 def ranges(tag: str, device: int | None = None) -> tuple[Range, ...]:
@@ -111,46 +121,26 @@ def device_memory(device: int = 0) -> tuple[int, int]:
     return _C.device_memory(device)
 
 
-def backup_view(tensor: Any) -> Any:
-    """A CPU tensor over the saved contents of a tensor whose tag is paused; no copy is made.
+def configure(**options: bool | int | str | os.PathLike[str]) -> None:
+    """Set options by name.
 
-    The view has the tensor's shape, strides and dtype. It is for reading: what is written to it
-    comes back with the resume. Valid until the next resume, pause or `trim()`.
+    A size is a number of bytes, or text such as "256MiB"; a flag is a bool, or "on" or "off"; a
+    directory is a path, or "" for the default.
 
-    Raises:
-        ConfigError: the tensor's memory is in no region.
-        InvalidStateError: its tag is not paused, or was paused without a backup.
-        NotLoadedError: torch is not installed.
-    """
-    try:
-        import torch
-    except ImportError:
-        raise NotLoadedError(
-            "backup_view makes torch tensors, and torch is not installed"
-        ) from None
-    if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"backup_view takes a torch tensor, not {type(tensor).__name__}")
-    items = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() == 0:
-        return torch.empty_like(tensor, device="cpu")
-    view = _C.backup_view(tensor.data_ptr(), items * tensor.element_size())
-    flat = torch.frombuffer(view, dtype=tensor.dtype, count=items)
-    return flat.as_strided(tuple(tensor.shape), tensor.stride(), 0)
-
-
-def configure(**options: int | str) -> None:
-    """Set options by name; sizes are bytes, or text such as "256MiB".
-
-    `share_bytes` and `slab_bytes` are described in the README; each has an environment variable
-    (MEMSAVER_SHARE_BYTES, MEMSAVER_SLAB_BYTES), which counts until the option is set here.
+    The README describes them: `share_bytes`, `slab_bytes` and `host_bytes` are sizes,
+    `fingerprints` is a flag, `disk_dir` a directory. Each has an environment variable
+    (MEMSAVER_SHARE_BYTES and so on), which counts until the option is set here.
 
     Raises:
         ConfigError: an unknown name or value; the options before it in the call are set.
     """
     for name, value in options.items():
-        _C.configure(name, str(value))
-
-
-def trim() -> int:
-    """Return the host memory that backs no paused tag; the bytes returned."""
-    return _C.trim()
+        if isinstance(value, bool):
+            text = "on" if value else "off"
+        elif isinstance(value, os.PathLike):
+            text = os.fsdecode(value)
+        else:
+            text = str(value)
+        if "\0" in text:
+            raise ConfigError(f"option {name} cannot be {text!r}: it contains a NUL character")
+        _C.configure(name, os.fsencode(text))

@@ -170,15 +170,35 @@ class TorchPools:
     def dead_ranges(self) -> list[tuple[int, int]]:
         """Address and bytes of the blocks without a tensor in closed pools of ours."""
         dead = []
-        for segment in self.torch.cuda.memory_snapshot():
+        for segment in self._segments():
             if tuple(segment.get("segment_pool_id", (0, 0))) not in _closed_pools:
                 continue  # in torch's own pool, or a user's, any thread may reuse a block
-            if not _C.owns(segment["address"]):
-                continue
             for block in segment["blocks"]:
                 if block["state"] == "inactive":
                     dead.append((block["address"], block["size"]))
         return dead
+
+    def live_ranges(self, allocations: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Address and bytes of what lives in allocations of ours, in the order of addresses.
+
+        Where an allocation is a segment of torch's, that is its tensors, with the sizes they asked
+        for; else it is the whole allocation.
+        """
+        segments = {segment["address"]: segment for segment in self._segments()}
+        live = []
+        for address, nbytes in allocations:
+            if address not in segments:
+                live.append((address, nbytes))
+                continue
+            for block in segments[address]["blocks"]:
+                if block["state"] == "active_allocated":
+                    live.append((block["address"], block["requested_size"]))
+        return sorted(live)
+
+    def _segments(self) -> list[dict[str, Any]]:
+        """The segments of torch that lie in memory of ours, as torch describes them."""
+        snapshot = self.torch.cuda.memory_snapshot()
+        return [segment for segment in snapshot if _C.owns(segment["address"])]
 
 
 class Route:

@@ -1,70 +1,36 @@
-"""Pause and resume."""
+"""Pause, resume and swap."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import Literal, overload
 
-from memsaver import observers
-from memsaver.errors import InvalidStateError, MemsaverWarning
-from memsaver.native import _C, STATES, State, backup_code, check_tag, emit_warnings
+from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.handles import Call, Progress, Transition, state
+from memsaver.native import _C, State, backup_code, check_tag, emit_warnings
+from memsaver.reports import Change, Report
 from memsaver.torch_mode import torch_pools
+from memsaver.turns import Turn
 
-__all__ = ["Change", "Report", "pause", "paused", "resume", "state"]
-
-
-@dataclass(frozen=True)
-class Change:
-    """What a pause or a resume did to one tag on one device.
-
-    Attributes:
-        tag: the tag.
-        device: the device's index; -1 for a tag without memory.
-        changed: False where it was in the wanted state already.
-        device_bytes: device memory given back, or taken.
-        copied_bytes: bytes moved to the backup, or from it.
-    """
-
-    tag: str
-    device: int
-    changed: bool
-    device_bytes: int
-    copied_bytes: int
+__all__ = ["Change", "Report", "Transition", "pause", "paused", "resume", "state", "swap"]
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a pause or a resume did.
-
-    Attributes:
-        seconds: how long it took, callbacks included.
-        changes: each tag on each device.
-    """
-
-    seconds: float
-    changes: tuple[Change, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Device memory given back, or taken, in total."""
-        return sum(change.device_bytes for change in self.changes)
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes moved to the backups, or from them, in total."""
-        return sum(change.copied_bytes for change in self.changes)
-
-    @property
-    def changed(self) -> tuple[str, ...]:
-        """The tags whose state changed, in the order of the call."""
-        return tuple(dict.fromkeys(change.tag for change in self.changes if change.changed))
+@overload
+def pause(
+    *tags: str, backup: str | None = None, wait: Literal[True] = True, progress: Progress = None
+) -> Report: ...
 
 
-def pause(*tags: str, backup: str | None = None) -> Report:
+@overload
+def pause(
+    *tags: str, backup: str | None = None, wait: Literal[False], progress: Progress = None
+) -> Transition: ...
+
+
+def pause(
+    *tags: str, backup: str | None = None, wait: bool = True, progress: Progress = None
+) -> Report | Transition:
     """Give the device memory of `tags` back; their addresses stay reserved.
 
     All or nothing: after an error every tag is mapped with its contents. Waits until the devices
@@ -73,51 +39,41 @@ def pause(*tags: str, backup: str | None = None) -> Report:
 
     Args:
         tags: which ones; none at all means every tag.
-        backup: "none" or "host", for this call, instead of what the regions said.
+        backup: "none", "host", "pageable" or "disk" (see `region`), for this call, instead of what
+            the regions said.
+        wait: False returns a `Transition` as soon as the tags are taken; the rest happens on a
+            thread of its own. The memory must not be used from the call on.
+        progress: `progress(done_bytes, total_bytes)` is called about every 50 ms by the thread that
+            waits, and at the end, while the work is done on another; True is a bar on stderr. See
+            `Transition.wait` for one that raises.
 
     Only blocks that a tensor owns are saved. Contents that are not saved read as zero after the
-    resume.
+    resume. A call that wants a tag of a transition under way waits for it.
 
     Raises:
         UnknownTagError: no region ever named it.
         ConfigError: an unknown backup.
-        InvalidStateError: inside a region of one of the tags, or a CUDA graph capture.
+        InvalidStateError: inside a region of one of the tags, or a CUDA graph capture; or in a
+            callback, where waiting for another transition would be for ever.
         OutOfHostMemoryError: no host memory for the backup.
+        BackupError: the backup could not be written.
         DriverError: a driver call failed.
     """
-    start = time.perf_counter()
     code = backup_code(backup)
     names = [check_tag(tag) for tag in tags]
-    pools = torch_pools(required=False)
-    if pools is not None and pools.is_capturing():
-        raise InvalidStateError(
-            "nothing can be paused while a CUDA graph is captured on this stream: replays would "
-            "use the memory; pause before or after the capture"
-        )
-    selected = _selected(names)
-    with _serialised(selected):
-        going = [name for name in selected if state(name) is State.MAPPED]
-        saved = any(_C.tag_backup(name) if code < 0 else code for name in going)
-        announced = []
-        try:
-            for name in going:
-                announced.append(name)
-                observers.announce_pause(name)
-            changes = _C.changes()
-            dead = pools.dead_ranges() if pools is not None and saved else []
-            rows = _C.pause(selected, code, dead, changes) if selected else []
-        except BaseException as error:
-            # By what happened, not by the exception: an interrupt may come when all is done.
-            for name in announced:
-                if state(name) is State.MAPPED:
-                    _announce_after(error, name)
-            raise
-        finally:
-            emit_warnings()
-    return Report(time.perf_counter() - start, tuple(Change(*row) for row in rows))
+    _check_no_capture("paused")
+    return _transition(Call("pause", _selected(names), [], code), wait, progress)
 
 
-def resume(*tags: str) -> Report:
+@overload
+def resume(*tags: str, wait: Literal[True] = True, progress: Progress = None) -> Report: ...
+
+
+@overload
+def resume(*tags: str, wait: Literal[False], progress: Progress = None) -> Transition: ...
+
+
+def resume(*tags: str, wait: bool = True, progress: Progress = None) -> Report | Transition:
     """Map memory behind the addresses of `tags` again, and bring back what was saved.
 
     All or nothing: after an error every tag is paused as before, with its backup, and holds no
@@ -126,25 +82,77 @@ def resume(*tags: str) -> Report:
 
     Args:
         tags: which ones; none at all means every tag.
+        wait: False returns a `Transition` as soon as the tags are taken; the rest happens on a
+            thread of its own. The memory may be used on the host after its `wait()`, and by a
+            stream's work submitted after its `wait_stream(stream)`.
+        progress: as in `pause`.
 
     Raises:
         UnknownTagError: no region ever named it.
         OutOfDeviceMemoryError: the memory is not there; the error says how much is needed and free.
+        InvalidStateError: in a callback, where waiting for another transition would be for ever.
+        BackupError: the backup could not be read.
         DriverError: a driver call failed.
     """
-    start = time.perf_counter()
     names = [check_tag(tag) for tag in tags]
-    selected = _selected(names)
-    with _serialised(selected):
-        waiting = [name for name in selected if state(name) is State.PAUSED]
-        try:
-            rows = _C.resume(selected) if selected else []
-            changes = tuple(Change(*row) for row in rows)
-        finally:
-            # By what happened, not by how it ended: an interrupt may come when all is done.
-            _announce_all([name for name in waiting if state(name) is State.MAPPED])
-            emit_warnings()
-    return Report(time.perf_counter() - start, changes)
+    return _transition(Call("resume", [], _selected(names), -1), wait, progress)
+
+
+@overload
+def swap(
+    *,
+    out: str | Sequence[str],
+    into: str | Sequence[str],
+    backup: str | None = None,
+    wait: Literal[True] = True,
+    progress: Progress = None,
+) -> Report: ...
+
+
+@overload
+def swap(
+    *,
+    out: str | Sequence[str],
+    into: str | Sequence[str],
+    backup: str | None = None,
+    wait: Literal[False],
+    progress: Progress = None,
+) -> Transition: ...
+
+
+def swap(
+    *,
+    out: str | Sequence[str],
+    into: str | Sequence[str],
+    backup: str | None = None,
+    wait: bool = True,
+    progress: Progress = None,
+) -> Report | Transition:
+    """Pause `out` and resume `into` at once: memory is handed over, copies go both ways together.
+
+    All or nothing: after an error `out` is mapped and `into` paused as before, with all contents
+    that have a backup; those of tags without one may be gone. Takes less time than one after the
+    other, and hardly more device memory than the larger side. Tags of `out` that are paused and
+    tags of `into` that are mapped already are left as they are, and the report says so.
+
+    Args:
+        out: the tag, or tags, to pause.
+        into: the tag, or tags, to resume.
+        backup: as in `pause`, for `out`.
+        wait: as in `pause` and `resume`.
+        progress: as in `pause`.
+
+    Raises:
+        ConfigError: a tag on both sides, or a side without tags.
+        MemsaverError: what `pause` and `resume` raise.
+    """
+    code = backup_code(backup)
+    going, coming = _side(out, "out"), _side(into, "into")
+    both = [name for name in going if name in coming]
+    if both:
+        raise ConfigError(f"tag {both[0]!r} cannot be both paused and resumed by one swap")
+    _check_no_capture("swapped")
+    return _transition(Call("swap", _selected(going), _selected(coming), code), wait, progress)
 
 
 @contextlib.contextmanager
@@ -156,7 +164,7 @@ def paused(*tags: str, backup: str | None = None) -> Iterator[Report]:
     going: tuple[str, ...] = ()
     selected = _selected([check_tag(tag) for tag in tags])
     try:
-        with _serialised(selected):
+        with Turn(selected):
             mapped = [name for name in selected if state(name) is State.MAPPED]
             try:
                 report = pause(*tags, backup=backup)
@@ -170,13 +178,32 @@ def paused(*tags: str, backup: str | None = None) -> Iterator[Report]:
             resume(*still)
 
 
-def state(tag: str) -> State:
-    """The state of a tag.
+def _transition(call: Call, wait: bool, progress: Progress) -> Report | Transition:
+    """Begin the call on this thread, and finish it here or on a thread of its own."""
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise ConfigError(
+            f"progress is a function of two numbers of bytes, True or None, not {progress!r}"
+        )
+    with Turn([*call.out, *call.into]) as turn:
+        try:
+            call.begin()
+            if wait and (progress is None or progress is False):
+                return call.run()
+            handle = Transition(call, turn, progress)
+        except BaseException as error:
+            if not turn.handed_over:
+                call.abandon(error)
+            raise
+        finally:
+            emit_warnings(stacklevel=4)
+    return handle.wait() if wait else handle
 
-    Raises:
-        UnknownTagError: no region ever named it.
-    """
-    return STATES[_C.tag_state(check_tag(tag))]
+
+def _side(tags: str | Sequence[str], side: str) -> list[str]:
+    names = [check_tag(tag) for tag in ([tags] if isinstance(tags, str) else tags)]
+    if not names:
+        raise ConfigError(f"swap needs a tag to work on: `{side}` names none")
+    return names
 
 
 def _selected(names: list[str]) -> list[str]:
@@ -187,62 +214,10 @@ def _selected(names: list[str]) -> list[str]:
     return list(dict.fromkeys(str(row["tag"]) for row in _C.stats()))
 
 
-@contextlib.contextmanager
-def _serialised(names: list[str]) -> Iterator[None]:
-    """Callbacks and transition of a tag are one step: no other thread's come between.
-
-    A thread gets all tags of a call at once, so that calls cannot wait for each other. A callback
-    may pause and resume further tags, unless that would mean to wait for another thread.
-    """
-    me = threading.get_ident()
-
-    def taken() -> list[str]:
-        return [name for name in names if _holders.get(name, (me, 0))[0] != me]
-
-    with _free:
-        if taken() and any(holder == me for holder, _ in _holders.values()):
-            raise InvalidStateError(
-                f"another thread is pausing or resuming {', '.join(map(repr, taken()))}, and this "
-                "one is in the middle of a transition itself (a callback?), which cannot wait"
-            )
-        _free.wait_for(lambda: not taken())
-        for name in names:
-            _holders[name] = (me, _holders.get(name, (me, 0))[1] + 1)
-    try:
-        yield
-    finally:
-        with _free:
-            for name in names:
-                depth = _holders[name][1] - 1
-                if depth:
-                    _holders[name] = (me, depth)
-                else:
-                    del _holders[name]
-            _free.notify_all()
-
-
-_free = threading.Condition()
-_holders: dict[str, tuple[int, int]] = {}  # tag -> thread and depth
-
-
-def _announce_after(error: BaseException, tag: str) -> None:
-    """Tell callbacks that a tag stays mapped; theirs are not the errors that count."""
-    try:
-        observers.announce_resume(tag)
-    except Exception as second:
-        warnings.warn(
-            f"a callback for tag {tag!r} failed after the pause had failed ({error}): {second!r}",
-            MemsaverWarning,
-            stacklevel=4,
+def _check_no_capture(what: str) -> None:
+    pools = torch_pools(required=False)
+    if pools is not None and pools.is_capturing():
+        raise InvalidStateError(
+            f"nothing can be {what} while a CUDA graph is captured on this stream: replays would "
+            f"use the memory; do it before or after the capture"
         )
-
-
-def _announce_all(tags: list[str]) -> None:
-    first: BaseException | None = None
-    for tag in tags:
-        try:
-            observers.announce_resume(tag)
-        except BaseException as error:
-            first = first or error
-    if first is not None:
-        raise first

@@ -1,0 +1,132 @@
+"""Work that goes on while its caller does something else."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from memsaver.errors import InvalidStateError, MemsaverWarning
+from memsaver.native import emit_warnings
+
+__all__ = ["Job"]
+
+Result = TypeVar("Result")
+
+
+class Outcome(Generic[Result]):
+    """What became of a job: shared by its handle and its thread, and owned by both."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.over = threading.Event()
+        self.result: Result | None = None
+        self.error: BaseException | None = None
+        self.collected = False
+
+    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
+        if self.error is not None and not self.collected:
+            warn(
+                f"{self.what} failed in the background, and nobody asked for its result: "
+                f"{self.error!s}",
+                MemsaverWarning,
+                stacklevel=2,
+            )
+
+
+def _fill(places: list[Outcome[Result]], work: Callable[[], Result]) -> None:
+    """Do the work here and put what came of it into the one outcome."""
+    result = error = None
+    try:
+        result = work()
+    except BaseException as raised:
+        error = raised
+    # An error keeps this frame and those below it: none of them may keep the outcome, which must go
+    # with its last user.
+    outcome = places.pop()
+    outcome.result, outcome.error = result, error
+    outcome.over.set()
+    del outcome, error
+
+
+class Job(Generic[Result]):
+    """Work on a thread of its own; the interpreter's exit waits for it. Any thread may use this.
+
+    An error that no `wait` has delivered becomes a `MemsaverWarning` when this object is gone.
+    """
+
+    def __init__(
+        self, name: str, what: str, work: Callable[[], Result], abandon: Callable[[], None]
+    ) -> None:
+        """Start it.
+
+        Args:
+            name: of the thread, after "memsaver-".
+            what: the work in words, for messages.
+            work: the work. Done on the calling thread where no thread can be had.
+            abandon: called if the work will not be done, because of an interrupt.
+        """
+        self._outcome: Outcome[Result] = Outcome(what)
+        self._process = os.getpid()
+        places = [self._outcome]
+        claim = threading.Lock()  # taken by the one thread that does the work
+
+        def run() -> None:
+            if claim.acquire(blocking=False):
+                _fill(places, work)
+
+        # A daemon's threads are daemons, unless they are told.
+        thread = threading.Thread(target=run, name=f"memsaver-{name}", daemon=False)
+        try:
+            thread.start()
+        except RuntimeError:  # as many threads as there may be, or the interpreter is ending
+            run()
+        except BaseException:
+            if claim.acquire(blocking=False):
+                abandon()
+            raise
+
+    def done(self) -> bool:
+        """Whether it is over, well or not. Does not wait."""
+        return self._outcome.over.is_set()
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Wait until it is over; its result. May be called more than once.
+
+        Args:
+            timeout: wait at most so many seconds.
+
+        Raises:
+            TimeoutError: time is up; the work goes on.
+            MemsaverError: what the work raised.
+        """
+        self._wait(None if timeout is None else time.monotonic() + timeout, timeout)
+        emit_warnings()
+        return self._collected()
+
+    def _wait(self, deadline: float | None, timeout: float | None) -> None:
+        """Until it is over. Raises TimeoutError; and what only this waiting is refused for."""
+        if not self._over_within(None if deadline is None else deadline - time.monotonic()):
+            raise self._too_late(timeout)
+
+    def _over_within(self, seconds: float | None) -> bool:
+        if not self.done() and os.getpid() != self._process:
+            raise InvalidStateError(
+                f"{self._outcome.what} is the parent process's: a forked child cannot wait for it"
+            )
+        return self._outcome.over.wait(None if seconds is None else max(seconds, 0))
+
+    def _too_late(self, timeout: float | None) -> TimeoutError:
+        return TimeoutError(
+            f"{self._outcome.what} is not over after {timeout:g} s; it goes on: wait again"
+        )
+
+    def _collected(self) -> Result:
+        outcome = self._outcome
+        outcome.collected = True
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.result  # type: ignore[return-value]  # filled where there is no error

@@ -1,0 +1,86 @@
+"""What backups hold: a look at it, and giving back what is not needed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from memsaver.background import Job
+from memsaver.errors import ConfigError, NotLoadedError
+from memsaver.native import _C, emit_warnings
+
+__all__ = ["Trim", "backup_view", "trim"]
+
+
+def backup_view(tensor: Any, writable: bool = False) -> Any:
+    """A CPU tensor over the saved contents of a tensor whose tag is paused; no copy is made.
+
+    The view has the tensor's shape, strides and dtype. Valid until the tag's next change: a resume,
+    a pause, the end of its tensors.
+
+    Args:
+        tensor: a tensor of a paused tag, or a view of one.
+        writable: False makes a view whose in-place operations raise InvalidStateError, and so do
+            those of its views; what is computed from it is an ordinary tensor. True makes an
+            ordinary tensor: what is written to it comes back with the resume.
+
+    Raises:
+        ConfigError: the tensor's memory is in no region.
+        InvalidStateError: its tag is not paused, or was paused without a backup or with one on
+            disk, which is not in memory.
+        NotLoadedError: torch is not installed.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise NotLoadedError(
+            "backup_view makes torch tensors, and torch is not installed"
+        ) from None
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"backup_view takes a torch tensor, not {type(tensor).__name__}")
+    if tensor.numel() == 0:
+        view = torch.empty_like(tensor, device="cpu")
+    else:
+        items = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        saved = _C.backup_view(tensor.data_ptr(), items * tensor.element_size(), writable)
+        flat = torch.frombuffer(saved, dtype=tensor.dtype, count=items)
+        view = flat.as_strided(tuple(tensor.shape), tensor.stride(), 0)
+    if writable:
+        return view
+    from memsaver.readonly import read_only
+
+    return read_only(view)
+
+
+class Trim(Job[int]):
+    """Host memory being returned, on a thread of its own; `wait()` gives the bytes returned.
+
+    An error that no `wait` has delivered becomes a `MemsaverWarning` when this object is gone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("trim", "the return of host memory", _C.trim, lambda: None)
+
+
+@overload
+def trim(wait: Literal[False] = False) -> Trim: ...
+
+
+@overload
+def trim(wait: Literal[True]) -> int: ...
+
+
+def trim(wait: bool = False) -> Trim | int:
+    """Return the host memory and file space that backs no paused tag; it is kept for the next one.
+
+    Goes on in the background and takes a while, because unpinning waits for the devices' work; what
+    wants a tag whose memory is being returned waits, one tag at a time.
+
+    Args:
+        wait: True waits and gives the bytes returned; False gives a handle whose `wait()` does.
+    """
+    if not wait:
+        return Trim()
+    try:
+        return _C.trim()
+    finally:
+        emit_warnings()

@@ -1,0 +1,117 @@
+"""Fingerprints: whether two processes, or a tag before and after, hold the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from memsaver import simulator
+from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
+from memsaver.handles import state
+from memsaver.native import _C, State, check_tag
+from memsaver.regions import region
+from memsaver.torch_mode import torch_pools
+
+__all__ = ["fingerprint"]
+
+_PIECE = 1 << 20  # bytes of a range that one native digest is of
+_DIGEST = 32  # bytes of one
+
+
+def fingerprint(*tags_or_tensors: Any) -> str:
+    """A hex digest of the bytes of what is named, in that order; computed on the device.
+
+    The same bytes give the same digest in every process, wherever they lie: contents that were not
+    made with the hash in mind differ in 128 bits or more when they differ at all.
+
+    Args:
+        tags_or_tensors: tags, whose live tensors count in the order of their addresses; and CUDA
+            tensors (on the simulated driver: tensors over its memory), in any memory. A tensor that
+            is not contiguous counts as its contiguous copy, which is made.
+
+    Waits for work submitted to the device before. A tag's fingerprint is that of its tensors, if
+    they are named in the order of their addresses.
+
+    Raises:
+        UnknownTagError: no region ever named the tag.
+        ConfigError: a tensor that is not on a GPU, or something that is neither tag nor tensor.
+        InvalidStateError: a tag, or a tensor's tag, is paused.
+        DriverError: a driver call failed.
+    """
+    if not tags_or_tensors:
+        raise ConfigError("fingerprint needs a tag or a tensor to work on")
+    digest = hashlib.blake2b(digest_size=16, person=b"memsaver 1")
+    for named in tags_or_tensors:
+        if isinstance(named, str):
+            _add(digest, _ranges_of_tag(named))
+        else:
+            with _contiguous(named) as tensor:
+                _add(digest, [(tensor.data_ptr(), tensor.numel() * tensor.element_size())])
+    return digest.hexdigest()
+
+
+def _add(digest: Any, ranges: list[tuple[int, int]]) -> None:
+    """Mix in each range: its length, then its native digests."""
+    filled = [r for r in ranges if r[1]]
+    pieces = memoryview(_C.fingerprint(filled) if filled else b"")
+    at = 0
+    for _, nbytes in ranges:
+        end = at + -(-nbytes // _PIECE) * _DIGEST
+        digest.update(nbytes.to_bytes(8, "little"))
+        digest.update(pieces[at:end])
+        at = end
+
+
+def _ranges_of_tag(tag: str) -> list[tuple[int, int]]:
+    if state(check_tag(tag)) is State.PAUSED:
+        raise InvalidStateError(
+            f"tag {tag!r} is paused: it has no device memory to look at; take its fingerprint "
+            "before the pause, or resume it first",
+            tag=tag,
+        )
+    ranges = _C.ranges(tag)
+    pools = torch_pools(required=False)
+    return pools.live_ranges(ranges) if pools is not None else ranges
+
+
+@contextlib.contextmanager
+def _contiguous(tensor: Any) -> Iterator[Any]:
+    """The tensor, or a contiguous copy of it on its device."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"fingerprint takes tags and torch tensors, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ConfigError(f"fingerprint takes dense tensors, not {tensor.layout}")
+    tensor = tensor.detach()
+    simulated = _is_simulated()
+    if tensor.numel() == 0:
+        yield tensor
+        return
+    if not (_C.owns(tensor.data_ptr()) if simulated else tensor.is_cuda):
+        raise ConfigError(
+            f"fingerprint takes CUDA tensors, not one on {tensor.device}: move it to a GPU"
+            + (" (here: simulator.empty, in a region)" if simulated else "")
+        )
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        yield tensor
+    elif simulated:
+        with region(_tag_of(tensor.data_ptr())):
+            copy = simulator.empty(tensor.shape, tensor.dtype)
+        yield copy.copy_(tensor)
+    else:
+        yield tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _tag_of(address: int) -> str:
+    tags = dict.fromkeys(str(row["tag"]) for row in _C.stats())
+    return next(tag for tag in tags if any(a <= address < a + n for a, n in _C.ranges(tag)))
+
+
+def _is_simulated() -> bool:
+    try:
+        return simulator.active()
+    except NotLoadedError:
+        return False

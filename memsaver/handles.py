@@ -1,0 +1,247 @@
+"""One transition from its begin to its end, and the handle on one that goes on in the background.
+
+Private but for `Transition`; the public functions are in `memsaver.transitions`.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from memsaver import observers
+from memsaver.background import Job
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverWarning
+from memsaver.native import _C, STATES, State, check_tag
+from memsaver.progress import Callback, callback_of
+from memsaver.reports import Change, Report
+from memsaver.torch_mode import torch_pools
+from memsaver.turns import Turn, waiting_for
+
+__all__ = ["Call", "Progress", "Transition", "state"]
+
+Progress: TypeAlias = bool | Callback | None
+
+_TICK_SECONDS = 0.05  # between two calls of a progress callback
+
+
+def state(tag: str) -> State:
+    """The state of a tag.
+
+    Raises:
+        UnknownTagError: no region ever named it.
+    """
+    return STATES[_C.tag_state(check_tag(tag))]
+
+
+@dataclass
+class Call:
+    """A pause of `out`, a resume of `into`, or both at once: begun on one thread, run on any.
+
+    Whoever uses it has the turn of its tags, and calls `abandon` when `begin` or `run` raises.
+    """
+
+    kind: str
+    out: list[str]
+    into: list[str]
+    backup: int
+    start: float = field(default_factory=time.perf_counter)
+    native: _C.Transition | None = None
+    _announced: list[str] = field(default_factory=list)
+    _waiting: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of {', '.join(map(repr, [*self.out, *self.into])) or 'nothing'}"
+
+    def begin(self) -> None:
+        """Tell those who registered for a pause, and hold the tags. Copies nothing yet."""
+        self._waiting = [name for name in self.into if state(name) is State.PAUSED]
+        going = [name for name in self.out if state(name) is State.MAPPED]
+        for name in going:
+            self._announced.append(name)
+            observers.announce_pause(name)
+        changes = _C.changes()
+        self.native = self._begin(self._dead_ranges(going), changes)
+
+    def run(self) -> Report:
+        """Do it, and tell those who registered for a resume. Once."""
+        rows: list[tuple[str, int, bool, int, int]] = []
+        try:
+            if self.native is not None:
+                rows = self.native.run()
+        finally:
+            # By what happened, not by how it ended: an interrupt may come when all is done.
+            _announce_all([name for name in self._waiting if state(name) is State.MAPPED])
+        return Report(time.perf_counter() - self.start, tuple(Change(*row) for row in rows))
+
+    def abandon(self, error: BaseException) -> None:
+        """It ended like this: give up what was not done, and tell whose tags stay mapped."""
+        if self.native is not None:
+            self.native.give_up()
+        # By what happened, not by the exception: an interrupt may come when all is done.
+        for name in self._announced:
+            if state(name) is State.MAPPED:
+                _announce_after(error, name)
+
+    def _dead_ranges(self, going: list[str]) -> list[tuple[int, int]]:
+        pools = torch_pools(required=False)
+        saved = any(_C.tag_backup(name) if self.backup < 0 else self.backup for name in going)
+        return pools.dead_ranges() if pools is not None and saved else []
+
+    def _begin(self, dead: list[tuple[int, int]], changes: int) -> _C.Transition | None:
+        if self.out and self.into:
+            return _C.swap_begin(self.out, self.into, self.backup, dead, changes)
+        if self.out:
+            return _C.pause_begin(self.out, self.backup, dead, changes)
+        return _C.resume_begin(self.into) if self.into else None
+
+
+class Transition(Job[Report]):
+    """A pause, a resume or a swap under way, on a thread of its own. Any thread may use this.
+
+    Its tags are taken from the call that made it until it is over: a call that wants one of them
+    waits. The interpreter's exit waits for it. An error that nobody met in `wait` or `wait_stream`
+    becomes a `MemsaverWarning` when this object is gone.
+    """
+
+    def __init__(self, call: Call, turn: Turn, progress: Progress) -> None:
+        self._call = call
+        self._turn = turn
+        self._progress = progress
+        self._told_end = False
+
+        def work() -> Report:
+            turn.take_over()
+            try:
+                return call.run()
+            except BaseException as error:
+                call.abandon(error)
+                raise
+            finally:
+                turn.release()
+
+        def abandon() -> None:
+            call.abandon(KeyboardInterrupt())
+            turn.release()
+
+        turn.hand_over()
+        super().__init__(call.kind, str(call), work, abandon)
+
+    def __repr__(self) -> str:
+        return f"<memsaver.Transition: {self._call}, {'over' if self.done() else 'under way'}>"
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes copied so far and in all.
+
+        The total is 0 while it is not known yet, and shrinks when unchanged contents are found.
+        """
+        native = self._call.native
+        return native.progress() if native is not None else (0, 0)
+
+    def wait(self, timeout: float | None = None) -> Report:
+        """Wait until it is over, callbacks included; its report. May be called more than once.
+
+        The progress callback of the call that made it is called here, on this thread. If it raises,
+        the transition is over before the exception leaves. An interrupt leaves at once, and the
+        transition goes on.
+
+        Args:
+            timeout: wait at most so many seconds.
+
+        Raises:
+            TimeoutError: time is up; the transition goes on.
+            InvalidStateError: from one of its own callbacks, which it waits for.
+            MemsaverError: what the pause, resume or swap met: see there. Nothing has changed then.
+        """
+        return super().wait(timeout)
+
+    def wait_stream(self, stream: Any = None) -> None:
+        """Let work that is submitted to a stream from now on run after the transition's copies.
+
+        Returns when every copy of a resume is queued, which may be before it is done; of a pause or
+        a swap when it is over.
+
+        Args:
+            stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or the address of a
+                CUDA stream; None is torch's current stream.
+
+        Raises:
+            ConfigError: not a stream.
+            MemsaverError: the transition failed: as from `wait`.
+        """
+        address = _address_of(stream)
+        if self._call.native is None:
+            return
+        try:
+            self._call.native.wait_stream(address)
+        except InvalidStateError:
+            with waiting_for(self._turn):
+                super()._wait(None, None)
+            self._collected()  # raises, if that is the reason
+            raise
+
+    def _wait(self, deadline: float | None, timeout: float | None) -> None:
+        if self.done() and (self._told_end or not callable(self._progress)):
+            return
+        with waiting_for(self._turn), callback_of(self._progress, str(self._call)) as callback:
+            if callback is None:
+                super()._wait(deadline, timeout)
+                return
+            while True:
+                left = _TICK_SECONDS if deadline is None else deadline - time.monotonic()
+                if self._over_within(min(left, _TICK_SECONDS)):
+                    break
+                if left <= 0:
+                    raise self._too_late(timeout)
+                self._tell(callback, *self.progress)
+            if self._outcome.error is None:
+                self._told_end = True
+                total = self.progress[1]
+                self._tell(callback, total, total)
+
+    def _tell(self, callback: Callback, done: int, total: int) -> None:
+        try:
+            callback(done, total)
+        except Exception:
+            super()._wait(None, None)
+            if self._outcome.error is not None:
+                self._collected()  # raises what matters more
+            raise
+
+
+def _address_of(stream: Any) -> int:
+    if stream is None:
+        pools = torch_pools(required=False)
+        return int(pools.torch.cuda.current_stream().cuda_stream) if pools is not None else 0
+    address = getattr(stream, "cuda_stream", stream)
+    if not isinstance(address, int) or isinstance(address, bool):
+        raise ConfigError(
+            f"wait_stream takes a torch.cuda.Stream or a stream's address, not "
+            f"{type(stream).__name__}"
+        )
+    return address
+
+
+def _announce_after(error: BaseException, tag: str) -> None:
+    """Tell callbacks that a tag stays mapped; theirs are not the errors that count."""
+    try:
+        observers.announce_resume(tag)
+    except Exception as second:
+        warnings.warn(
+            f"a callback for tag {tag!r} failed after the pause had failed ({error}): {second!r}",
+            MemsaverWarning,
+            stacklevel=5,
+        )
+
+
+def _announce_all(tags: list[str]) -> None:
+    first: BaseException | None = None
+    for tag in tags:
+        try:
+            observers.announce_resume(tag)
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
