@@ -10,8 +10,9 @@ import datetime
 import importlib.metadata
 import json
 import os
+import statistics
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -24,7 +25,7 @@ class Measurement(TypedDict):
     """What a benchmark found out about one metric against one peer."""
 
     bench: str  # the benchmark's name
-    metric: str  # its unit is the end of the name: _ms, _ns, or percent where there is none
+    metric: str  # its unit is the end of the name: _ms, _ns, _MiB, _GBps, or percent without one
     memsaver: float  # the median
     peer: str  # what it is compared with
     peer_value: float  # the peer's median, in the same unit
@@ -50,6 +51,51 @@ KEYS = (*Measurement.__annotations__, "gpu", "versions", "commit", "date", "deta
 def ratio(memsaver: float, peer: float, *, higher_is_better: bool = False) -> float:
     """How many times better memsaver's value is than the peer's."""
     return round(memsaver / peer if higher_is_better else peer / memsaver, 4)
+
+
+def measurement(
+    metric: str,
+    memsaver: Sequence[float],
+    peer: str,
+    theirs: Sequence[float],
+    limit: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """The row of a metric of which less is better, from every value.
+
+    Amounts of memory may be nothing or, by noise, less: for the ratio they are a MiB at least.
+    """
+    ours, others = round(statistics.median(memsaver), 3), round(statistics.median(theirs), 3)
+    least = 1.0 if metric.endswith("_MiB") else 0.0
+    detail = {"memsaver": list(memsaver), "peer": list(theirs)}
+    if limit is not None:
+        detail["limit"] = list(limit)
+    return {
+        "bench": "pause_resume",
+        "metric": metric,
+        "memsaver": ours,
+        "peer": peer,
+        "peer_value": others,
+        "ratio": ratio(max(ours, least), max(others, least)),
+        "limit": None if limit is None else round(statistics.median(limit), 3),
+        "detail": detail,
+    }
+
+
+def percentage(
+    metric: str, memsaver_ms: Sequence[float], peer: str, peer_ms: Sequence[float]
+) -> dict[str, Any]:
+    """The row of memsaver's rate in percent of the rate at which a peer moves the same bytes."""
+    percent = round(100 * statistics.median(peer_ms) / statistics.median(memsaver_ms), 2)
+    return {
+        "bench": "pause_resume",
+        "metric": metric,
+        "memsaver": percent,
+        "peer": peer,
+        "peer_value": 100.0,
+        "ratio": ratio(percent, 100.0, higher_is_better=True),
+        "limit": None,
+        "detail": {"memsaver_ms": list(memsaver_ms), "peer_ms": list(peer_ms)},
+    }
 
 
 def stamp(directory: Path = ROOT) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""A kernel on memory of a region against the same kernel on plain memory."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import results
+import workloads
+from children import Child, attempt
+from libraries import OURS
+from serve import Worker
+from workloads import GIB
+
+TURNS = 40
+WARM_UP = 5  # these bring the clocks up
+
+
+class Bandwidth(Worker):
+    """Runs the kernel."""
+
+    def __init__(self, name: str) -> None:
+        import torch
+
+        if name != OURS:
+            raise ValueError(f"{name} has no part in this")
+        workloads.start_cuda()
+        self._torch = torch
+
+    def bandwidth(self) -> dict[str, Any]:
+        """GB/s of a kernel that reads one tensor and writes another, for memory of each kind."""
+        import memsaver
+
+        with memsaver.region("bandwidth"):
+            ours = self._pair()
+        plain = self._pair()
+        fresh = self._turn_about(ours, plain)
+        memsaver.pause("bandwidth")
+        memsaver.resume("bandwidth")
+        ours[0].fill_(1)
+        return {"fresh": fresh, "resumed": self._turn_about(ours, plain)}
+
+    def _pair(self) -> tuple[Any, Any]:
+        source = self._torch.empty(GIB, dtype=self._torch.float32, device="cuda").fill_(1)
+        return source, self._torch.empty_like(source)
+
+    def _speed(self, source: Any, target: Any) -> float:
+        begin = self._torch.cuda.Event(enable_timing=True)
+        end = self._torch.cuda.Event(enable_timing=True)
+        begin.record()
+        self._torch.add(source, 1, out=target)
+        end.record()
+        end.synchronize()
+        return float(2 * source.nbytes / 1e6 / begin.elapsed_time(end))
+
+    def _turn_about(self, ours: tuple[Any, Any], plain: tuple[Any, Any]) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {"region": [], "plain": []}
+        for turn in range(TURNS + WARM_UP):
+            order = [("region", ours), ("plain", plain)]
+            for name, tensors in order[:: 1 if turn % 2 else -1]:
+                value = self._speed(*tensors)
+                if turn >= WARM_UP:
+                    found[name].append(round(value, 1))
+        return found
+
+
+def rows(found: dict[str, dict[str, list[float]]]) -> Iterator[dict[str, Any]]:
+    """Bandwidth on region memory in percent of that on plain memory; GB/s are in the detail."""
+    for when, speeds in found.items():
+        plain = statistics.median(speeds["plain"])
+        percent = round(100 * statistics.median(speeds["region"]) / plain, 2)
+        yield {
+            "bench": "pause_resume",
+            "metric": "region_bandwidth" + ("" if when == "fresh" else f"_{when}"),
+            "memsaver": percent,
+            "peer": "plain memory",
+            "peer_value": 100.0,
+            "ratio": results.ratio(percent, 100.0, higher_is_better=True),
+            "limit": None,
+            "detail": {"memsaver_GBps": speeds["region"], "peer_GBps": speeds["plain"]},
+        }
+
+
+def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """The bandwidth of fresh memory, and of resumed memory."""
+    with attempt(failures), Child("parts.bandwidth:Bandwidth", OURS) as child:
+        yield from rows(child.ask("bandwidth"))

@@ -1,0 +1,26 @@
+"""A cudaMalloc/cudaFree pair outside any region, preloaded or not: hook_overhead.py."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import results
+
+
+def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of hook_overhead.py, with the ratio and the keys that all rows have."""
+    try:
+        import hook_overhead
+
+        found = hook_overhead.measure()
+    except (ImportError, RuntimeError) as error:
+        failures.append(f"hook: {error}")
+        return
+    for row in found:
+        yield {
+            **row,
+            "ratio": results.ratio(row["memsaver"], row["peer_value"]),
+            "limit": None,
+        }

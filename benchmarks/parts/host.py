@@ -1,0 +1,89 @@
+"""Host memory beyond the bytes that are backed up, and what is left of it after a resume.
+
+MiB more than before the first pause, each library in a process of its own: while 16 GB are paused,
+less these 16 GB, and after a resume and, for memsaver, trim(wait=True). The figures are those of
+the process where the backup is in them; memory that the driver pinned may be in the machine's
+alone. The metrics host_machine_* are the machine's in any case: page tables and what the driver
+keeps are in them, and whatever other processes do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import comparison
+import host_memory
+import workloads
+from children import Child, attempt
+from libraries import DEFAULT, OURS, PEERS, open_library
+from saved import Saved
+from serve import Worker
+from workloads import MIB
+
+CYCLES = 3
+SLOW_CYCLES = 1
+
+
+class Host(Worker):
+    """Looks at its own memory around a pause."""
+
+    def __init__(self, name: str) -> None:
+        workloads.start_cuda()
+        self._library = open_library(name)
+
+    def setup(self) -> dict[str, Any]:
+        """Makes the tensors, and has used every kernel that a cycle uses."""
+        self._saved = Saved(self._library, "weights", "host", workloads.decoder)
+        self._saved.change()
+        self._saved.remember()
+        self._saved.check()
+        self._before = host_memory.in_use()
+        return {"bytes": self._saved.bytes}
+
+    def cycle(self) -> dict[str, Any]:
+        """Bytes above those before the first pause, while paused and when all is given back."""
+        self._saved.change()
+        self._saved.pause()
+        paused = host_memory.in_use()
+        self._saved.resume()
+        self._library.trim()
+        trimmed = host_memory.in_use()
+        process, machine = host_memory.growth(self._before, paused)
+        left, machine_left = host_memory.growth(self._before, trimmed)
+        if process < self._saved.bytes / 2:  # the process's figures do not have the backup
+            process, left = machine, machine_left
+        return {
+            "host_overhead_paused_MiB": in_mib(process - self._saved.bytes),
+            "host_overhead_trimmed_MiB": in_mib(left),
+            "host_machine_paused_MiB": in_mib(machine - self._saved.bytes),
+            "host_machine_trimmed_MiB": in_mib(machine_left),
+        }
+
+
+def in_mib(size: int) -> float:
+    """Bytes in MiB, rounded."""
+    return round(size / MIB, 1)
+
+
+def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of host_*."""
+    found: dict[str, dict[str, list[float]]] = {}
+    with contextlib.ExitStack() as stack:
+        names = [OURS, *(PEERS if options.peer else ())]
+        children = [stack.enter_context(Child("parts.host:Host", name)) for name in names]
+        for child in children:
+            with attempt(failures):
+                child.ready()  # imports later would be in the machine's figure
+        for child in children:
+            with child, attempt(failures):
+                child.ask("setup")
+                for _ in range(SLOW_CYCLES if child.name == DEFAULT else CYCLES):
+                    for metric, value in child.ask("cycle").items():
+                        found.setdefault(metric, {}).setdefault(child.name, []).append(value)
+    for metric, values in found.items():
+        yield from comparison.compared(metric, values)
+        if OURS in values and not set(PEERS) & set(values):
+            comparison.tell(metric, values[OURS])

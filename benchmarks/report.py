@@ -1,0 +1,107 @@
+"""What is called good, and the table that says what is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from libraries import DEFAULT, PEERS, RETAINED
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a row must reach.
+
+    Attributes:
+        ratio: the least ratio; or
+        at_most: the most that memsaver's own value may be.
+        peer: the peer it is for; None for all.
+        otherwise: another metric, whose goal may be reached instead.
+    """
+
+    ratio: float | None = None
+    at_most: float | None = None
+    peer: str | None = None
+    otherwise: str | None = None
+
+    def is_met(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row reaches this, whatever `otherwise` says."""
+        if self.at_most is not None:
+            return float(row["memsaver"]) <= self.at_most
+        return self.ratio is None or float(row["ratio"]) >= self.ratio
+
+    def __str__(self) -> str:
+        return f"<= {self.at_most:g}" if self.at_most is not None else f"{self.ratio:.3f}"
+
+
+# Patterns of metrics; the first that fits counts. What fits none has no goal.
+GOALS: tuple[tuple[str, Goal | None], ...] = (
+    ("*_at_once_ms", None),
+    ("kv_*_ms", Goal(1.0)),
+    ("discarded_*_ms", Goal(1.3)),
+    ("many_*_ms", Goal(5.0)),
+    ("backed_first_pause_ms", Goal(12.0, peer=PEERS[DEFAULT])),
+    ("backed_changed_pause_ms", Goal(14.0, peer=PEERS[DEFAULT])),
+    ("backed_changed_resume_ms", Goal(4.5, peer=PEERS[DEFAULT])),
+    ("backed_changed_*_rate", Goal(0.97)),
+    ("backed_unchanged_pause_ms", Goal(20.0, peer=PEERS[RETAINED])),
+    ("swap_16GB_ms", Goal(1.7)),
+    ("swap_*_spaced_ms", None),
+    ("swap_*_ms", Goal(5.0)),
+    ("two_gpu_backed_pause_ms", Goal(round(1 / 1.15, 4))),
+    ("disk_pause_ms", Goal(2.0, otherwise="disk_pause_rate")),
+    ("disk_resume_ms", Goal(2.0, otherwise="disk_resume_rate")),
+    ("disk_pause_rate", Goal(0.9, otherwise="disk_pause_ms")),
+    ("disk_resume_rate", Goal(0.9, otherwise="disk_resume_ms")),
+    ("host_overhead_paused_MiB", Goal(at_most=256)),
+    ("host_overhead_trimmed_MiB", Goal(at_most=64)),
+    ("region_bandwidth*", Goal(0.99)),
+    ("malloc_free_pair_*", Goal(round(1 / 1.01, 4))),
+)
+
+
+def goal(metric: str, peer: str) -> Goal | None:
+    """What a metric must reach against a peer, if there is something."""
+    found = next((goal for pattern, goal in GOALS if fnmatchcase(metric, pattern)), None)
+    return found if found and found.peer in (None, peer) else None
+
+
+def verdict(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Whether a row of these reaches its goal: "", "yes", "by METRIC" or "not met"."""
+    wanted = goal(row["metric"], row["peer"])
+    if wanted is None:
+        return ""
+    if wanted.is_met(row):
+        return "yes"
+    for other in rows:
+        instead = goal(other["metric"], other["peer"])
+        if other["metric"] == wanted.otherwise and instead and instead.is_met(other):
+            return f"by {wanted.otherwise}"
+    return "not met"
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("metric", "memsaver", "peer", "peer's", "limit", "ratio", "goal", "met")
+    for column in table.columns:
+        if column.header in ("memsaver", "peer's", "limit", "ratio", "goal"):
+            column.justify = "right"
+    for row in rows:
+        met = verdict(row, rows)
+        table.add_row(
+            row["metric"],
+            f"{row['memsaver']:.2f}",
+            row["peer"],
+            f"{row['peer_value']:.2f}",
+            "" if row["limit"] is None else f"{row['limit']:.2f}",
+            f"{row['ratio']:.3f}",
+            str(goal(row["metric"], row["peer"]) or ""),
+            f"[bold red]{met}" if met == "not met" else met,
+        )
+    Console(width=None if sys.stdout.isatty() else 150).print(table)

@@ -1,0 +1,50 @@
+"""The other end of children.py: python serve.py MODULE:CLASS LIBRARY SETTINGS."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import traceback
+from typing import Any, ClassVar
+
+
+class Worker:
+    """What a child does on request: its methods, which return what JSON can hold.
+
+    Made at the first request, with the library's name and the settings as arguments.
+    """
+
+    imports: ClassVar[tuple[str, ...]] = ("torch",)  # at once: all children do that together
+
+
+def serve(path: str, name: str, settings: dict[str, Any]) -> None:
+    """Answers requests until there are no more."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no reply
+    module, _, attribute = path.partition(":")
+    kind: type[Any] = getattr(importlib.import_module(module), attribute)
+    for wanted in kind.imports:
+        with contextlib.suppress(ImportError):  # the first request will say so
+            importlib.import_module(wanted)
+    worker: Any = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if request["do"] == "ready":
+                reply = {}
+            else:
+                if worker is None:
+                    worker = kind(name, **settings)
+                reply = getattr(worker, request["do"])(**request["arguments"])
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+    os._exit(0)  # memory is still paused: not every library can free that at exit
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

@@ -1,0 +1,139 @@
+"""The tensors that are measured, and their contents. Imports torch only inside its functions."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+MANY = 10_000
+WORDS = MIB // 8  # of 64 bits in the pieces whose sums are compared
+
+
+def decoder_shapes() -> Iterator[tuple[int, ...]]:
+    """The weights of a Llama with 8 billion parameters, fused as inference engines fuse them."""
+    hidden, inter, vocab, layers, kv = 4096, 14336, 128256, 32, 1024
+    yield (vocab, hidden)
+    for _ in range(layers):
+        yield (hidden + 2 * kv, hidden)
+        yield (hidden, hidden)
+        yield (2 * inter, hidden)
+        yield (hidden, inter)
+        yield (hidden,)
+        yield (hidden,)
+    yield (hidden,)
+    yield (vocab, hidden)
+
+
+def decoder_bytes() -> int:
+    """The bytes of the decoder's weights in bfloat16."""
+    return sum(
+        2 * (shape[0] * shape[1] if len(shape) > 1 else shape[0]) for shape in decoder_shapes()
+    )
+
+
+def decoder(device: int = 0) -> list[Any]:
+    """The decoder's 195 weight tensors, 16 GB, with any contents."""
+    import torch
+
+    return [
+        torch.empty(shape, dtype=torch.bfloat16, device=f"cuda:{device}")
+        for shape in decoder_shapes()
+    ]
+
+
+def blocks(count: int, size: int) -> list[Any]:
+    """So many tensors of so many bytes, with any contents."""
+    import torch
+
+    return [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(count)]
+
+
+# --- contents ------------------------------------------------------------------------------------
+
+
+def words_of(tensor: Any) -> Any:
+    """A tensor's bytes as integers of 64 bits, flat; it must have a multiple of 8 bytes."""
+    import torch
+
+    return tensor.view(-1).view(torch.int64)
+
+
+def randomise(tensors: Iterable[Any], seed: int) -> None:
+    """Fills tensors with random bits that the seed determines."""
+    import torch
+
+    torch.manual_seed(seed)
+    for tensor in tensors:
+        words_of(tensor).random_()
+
+
+def change(tensors: Iterable[Any]) -> None:
+    """Changes every 64-bit word of the tensors."""
+    for tensor in tensors:
+        words_of(tensor).add_(1)
+
+
+def sums(tensors: Iterable[Any]) -> Any:
+    """The sum of each MiB of the tensors (of what is left over at their ends too), on the CPU."""
+    import torch
+
+    found = []
+    for tensor in tensors:
+        words = words_of(tensor)
+        whole = words.numel() // WORDS * WORDS
+        found.append(words[:whole].view(-1, WORDS).sum(1))
+        if whole < words.numel():
+            found.append(words[whole:].sum().view(1))
+    return torch.cat([part.cpu() for part in found])
+
+
+def all_zero(tensors: Iterable[Any]) -> bool:
+    """Whether every byte of the tensors is zero, by their sums."""
+    return not sums(tensors).any().item()
+
+
+# --- the device ----------------------------------------------------------------------------------
+
+
+def start_cuda(devices: Sequence[int] = (0,)) -> None:
+    """Makes the context of each device."""
+    import torch
+
+    for device in devices:
+        torch.zeros(1, device=f"cuda:{device}")
+
+
+def synchronise(devices: Sequence[int] = (0,)) -> None:
+    """Waits until the devices have nothing to do."""
+    import torch
+
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def free_bytes(devices: Sequence[int] = (0,)) -> int:
+    """Free memory of the devices, as the driver says."""
+    import torch
+
+    return sum(int(torch.cuda.mem_get_info(device)[0]) for device in devices)
+
+
+def timed_ms(call: Callable[[], object], devices: Sequence[int] = (0,)) -> float:
+    """Milliseconds of a call, with the devices idle before and after."""
+    synchronise(devices)
+    start = time.perf_counter()
+    call()
+    synchronise(devices)
+    return round((time.perf_counter() - start) * 1e3, 3)
+
+
+def stop_collecting() -> None:
+    """Lets no garbage collection among thousands of tensors fall into a measurement."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
