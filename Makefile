@@ -1,7 +1,8 @@
 # Everything runs in the virtual environment .venv, which is made when it is first needed.
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?= -m "not soak"
+# Two processes, each with files of its own; tests on a GPU are chosen without them.
+PYTEST_ARGS ?= -m "not soak" -n 2 --dist loadfile
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -38,13 +39,17 @@ lint: $(VENV)/.installed-lint  ## Check style and types, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
-	find csrc -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
+	find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
 
 .PHONY: format
 format: $(VENV)/.installed-lint  ## Bring the sources into the style that lint checks
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
-	find csrc -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format -i
+	find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format -i
+
+.PHONY: kernels
+kernels: $(VENV)/.requirements  ## Compile the device code, after a change of csrc/kernels
+	$(BIN)/python build_support/kernels.py
 
 .PHONY: bench
 bench: build  ## Measure pause and resume (BENCH_ARGS to choose)

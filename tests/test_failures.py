@@ -149,7 +149,7 @@ def test_a_pause(sim, tag, make_blocks, each_fault, attempt, way, code):
         if policy == "none":
             blocks.fill()
         if way == "host, first":
-            memsaver.trim()  # pages must be pinned
+            memsaver.trim(wait=True)  # pages must be pinned
         else:  # pages of the cycle before must be unpinned
             _C.pause(names, 1, [(last.address, last.nbytes)])
             memsaver.resume(*names)
@@ -424,7 +424,7 @@ def test_pages_that_could_not_be_unpinned(sim, tag, make_blocks, undo):
     memsaver.resume(name)
     with sim.fault("cuMemHostUnregister", times=0):
         if undo == "trim":
-            memsaver.trim()
+            memsaver.trim(wait=True)
         elif undo == "none":
             memsaver.pause(name, backup="none")
         else:
@@ -436,7 +436,7 @@ def test_pages_that_could_not_be_unpinned(sim, tag, make_blocks, undo):
         memsaver.pause(name)
         memsaver.resume(name)
         assert blocks.are_intact()
-    memsaver.trim()
+    memsaver.trim(wait=True)
     assert memsaver.stats().host_bytes == sim.counts().registered_bytes == 0
 
 
@@ -754,9 +754,11 @@ def test_the_first_use_of_a_device(run_python):
             memsaver.resume()
             use()
             counts = sim.counts()
-            assert counts.streams <= 1 and not sim.violations()
+            # One for each direction; and one that could not be destroyed.
+            lost = call == "cuStreamDestroy" and times == 0
+            assert counts.streams <= 2 + lost and not sim.violations()
             assert counts.retained_contexts == 1, counts.retained_contexts
-            memsaver.trim()
+            memsaver.trim(wait=True)
             assert sim.counts().registered_bytes == 0
             assert memsaver.stats().resident_bytes == 0 == sim.counts().handles
 

@@ -185,7 +185,7 @@ class HeapModel(RuleBasedStateMachine):
             assert self.resident() == 0
             if self.paused:
                 memsaver.resume(self.name)
-            memsaver.trim()
+            memsaver.trim(wait=True)
             assert self.resident() == 0 and memsaver.ranges(self.name) == ()
 
 

@@ -84,7 +84,7 @@ def test_a_child_forked_after_the_driver_was_opened_is_inert(run_python):
                     assert "fork" in refuses(error, call, "mapped")
                     refuses(error, call)
                 assert "spawn" in refuses(error, enter, "new")
-                for call in (memsaver.stats, memsaver.trim, memsaver.device_memory):
+                for call in (memsaver.stats, _C.trim, memsaver.device_memory):
                     refuses(error, call)
                 refuses(error, memsaver.state, "mapped")
                 refuses(error, memsaver.ranges, "mapped")
@@ -134,6 +134,7 @@ def test_a_child_forked_during_another_threads_pause(run_python):
             from conftest import Task
 
             block = use()
+            block.fill(2)
             sim.stream_delay(0.3)
             task = Task(memsaver.pause, "used")
             while memsaver.state("used") != "saving":
@@ -235,14 +236,17 @@ def test_exit_with_live_memory_in_every_state(run_python, end, status):
     assert done.stderr == ""
 
 
-def test_exit_while_a_thread_pauses(run_python):
+@pytest.mark.parametrize("seed", [1, 2], ids=["ends meanwhile", "ends after it"])
+def test_exit_while_a_thread_pauses(run_python, seed):
+    # Of unchanged contents the pause is over while the interpreter ends.
     done = run_python(
         code(
-            """
+            f"""
             import time
             from conftest import Task
 
             block = use()
+            block.fill({seed})
             sim.stream_delay(0.5)
             task = Task(memsaver.pause, "used")
             while memsaver.state("used") != "saving":
@@ -308,7 +312,7 @@ for call in (memsaver.state, memsaver.pause, memsaver.resume, memsaver.ranges):
     else:
         raise AssertionError("a tag that no region named")
 assert memsaver.pause().changes == memsaver.resume().changes == ()
-assert memsaver.stats().tags == () and memsaver.trim() == 0
+assert memsaver.stats().tags == () and memsaver.trim(wait=True) == 0
 memsaver.configure(share_bytes="64MiB")
 print(*errors, sep="\\n")
 """
@@ -453,6 +457,112 @@ def test_configure_names_the_options(options):
     memsaver.configure()
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        *[(True, "on"), (1, "on"), ("on", "on"), ("TRUE", "on"), ("1", "on")],
+        *[(False, "off"), (0, "off"), ("off", "off"), ("False", "off"), ("0", "off")],
+    ],
+)
+def test_a_flag(options, run_python, given, kept):
+    options(fingerprints=kept == "off")
+    options(fingerprints=given)
+    assert _C.option("fingerprints") == kept
+
+
+@pytest.mark.parametrize("value", [2, "", "yes", "o", "onn", " on", None, 1.0, b"on", "on\0"])
+def test_a_flag_refuses_nonsense(options, value):
+    options(fingerprints=False)
+    with pytest.raises(ConfigError, match="fingerprints"):
+        memsaver.configure(fingerprints=value)
+    assert _C.option("fingerprints") == "off"
+
+
+def test_a_directory(options, tmp_path, monkeypatch):
+    assert _C.option("disk_dir") == ""
+    options(disk_dir=tmp_path)
+    assert _C.option("disk_dir") == str(tmp_path)
+    odd = tmp_path / "with space, \u00fc and \udcff"
+    odd.mkdir()
+    monkeypatch.chdir(tmp_path)
+    options(disk_dir=odd.name)
+    monkeypatch.chdir("/")  # does not change what the name meant
+    assert _C.option("disk_dir") == str(odd)
+    options(disk_dir="")
+    assert _C.option("disk_dir") == ""
+
+
+def test_a_directory_refuses_what_cannot_hold_files(options, tmp_path):
+    options(disk_dir=tmp_path)
+    (tmp_path / "file").write_text("")
+    for value, reason in (
+        (tmp_path / "missing", "No such file"),
+        (tmp_path / "file", "Not a directory"),
+        ("/proc/self/nothing", "No such file"),
+        (f"{tmp_path}\0", "NUL"),
+        (1, "No such file"),
+        (b"/tmp", "No such file"),
+    ):
+        with pytest.raises(ConfigError, match=reason) as caught:
+            memsaver.configure(disk_dir=value)
+        assert "disk_dir" in str(caught.value)
+    assert _C.option("disk_dir") == str(tmp_path)
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused(run_python, tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    run_python(
+        code(
+            f"""
+            import os
+            if os.geteuid() == 0:  # whom no mode stops
+                os.seteuid(65534)
+            message = refuses(memsaver.ConfigError, memsaver.configure, disk_dir={str(locked)!r})
+            assert "disk_dir" in message and "Permission denied" in message, message
+            """
+        )
+    )
+
+
+def test_every_kind_of_option_from_the_environment(run_python, tmp_path):
+    run_python(
+        code(
+            f"""
+            names = ("host_bytes", "fingerprints", "disk_dir")
+            assert [_C.option(name) for name in names] == ["1073741824", "off", {str(tmp_path)!r}]
+            memsaver.configure(host_bytes=0, fingerprints=True, disk_dir="")
+            assert [_C.option(name) for name in names] == ["0", "on", ""]
+            """
+        ),
+        MEMSAVER_HOST_BYTES="1GiB",
+        MEMSAVER_FINGERPRINTS="0",
+        MEMSAVER_DISK_DIR=tmp_path,
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("MEMSAVER_HOST_BYTES", "1152921504606846977"),  # 2**60 + 1
+        ("MEMSAVER_FINGERPRINTS", "maybe"),
+        ("MEMSAVER_DISK_DIR", "/nowhere"),
+    ],
+)
+def test_nonsense_of_every_kind_in_the_environment(run_python, variable, value):
+    run_python(
+        code(
+            f"""
+            with memsaver.region("t"):
+                message = refuses(memsaver.ConfigError, simulator.buffer, 4096)
+            assert {variable!r} in message and {value!r} in message, message
+            assert sim.counts().handles == 0
+            """
+        ),
+        **{variable: value},
+    )
+
+
 # --- quiet ----------------------------------------------------------------------------------------
 
 
@@ -477,7 +587,7 @@ def test_nothing_is_printed(run_python):
                 del large
             assert caught and issubclass(caught[0].category, memsaver.MemsaverWarning)
             sim.clear_faults()
-            memsaver.trim()
+            memsaver.trim(wait=True)
             """
         )
     )

@@ -569,7 +569,7 @@ def test_working_without_torch_and_numpy(run_python):
                 assert "torch" in str(error)
             else:
                 raise AssertionError("backup_view without torch")
-        memsaver.trim(), memsaver.stats(), memsaver.ranges("t")
+        memsaver.trim(wait=True), memsaver.stats(), memsaver.ranges("t")
         """
     )
 

@@ -929,7 +929,10 @@ def test_a_backup_view_of_a_tensor(sim, tag):
     assert torch.equal(memsaver.backup_view(column), expected[:, 5])
     assert torch.equal(memsaver.backup_view(tensor.t()), expected.t())
     assert memsaver.backup_view(nothing).shape == (0, 3)
-    view[7, 7] = 12345  # what is written there comes back with the resume
+    with pytest.raises(InvalidStateError, match="writable=True"):
+        view[7, 7] = 12345
+    # What is written to a writable one comes back with the resume.
+    memsaver.backup_view(tensor, writable=True)[7, 7] = 12345
     del view
     memsaver.resume(name)
     expected[7, 7] = 12345
@@ -964,14 +967,15 @@ def test_trim_returns_what_backs_no_paused_tag(sim, tag, make_blocks):
     first, second = tag("first"), tag("second")
     blocks = make_blocks(first, [3 * MIB], backup="host")
     blocks += make_blocks(second, [5 * MIB], backup="host")
-    memsaver.trim()
-    assert memsaver.trim() == 0
+    memsaver.trim(wait=True)
+    assert memsaver.trim(wait=True) == 0
     memsaver.pause(first, second)
-    assert memsaver.trim() == 0
+    assert memsaver.trim(wait=True) < MIB  # where fingerprints came back
+    assert memsaver.trim(wait=True) == 0
     memsaver.resume(first)
     kept = row_of(first).host_bytes
     assert kept >= 3 * MIB
-    assert memsaver.trim() == kept
+    assert memsaver.trim(wait=True) == kept
     assert row_of(first).host_bytes == 0
     assert sim.counts().registered_bytes == row_of(second).host_bytes > 0
     memsaver.resume(second)
@@ -979,7 +983,7 @@ def test_trim_returns_what_backs_no_paused_tag(sim, tag, make_blocks):
     with memsaver.paused(first, second):
         pass
     assert all(b.is_intact() for b in blocks)
-    memsaver.trim()
+    memsaver.trim(wait=True)
     assert sim.counts().registered_bytes == 0
 
 
@@ -989,7 +993,7 @@ def test_trim_does_not_wait_for_a_pause(sim, tag, make_blocks, in_thread, wait_u
     slow(0.3)
     task = in_thread(memsaver.pause, name)
     wait_until(lambda: memsaver.state(name) == "saving")
-    memsaver.trim()
+    memsaver.trim(wait=True)
     assert memsaver.state(name) == "saving"
     task.result()
     sim.stream_delay(0)

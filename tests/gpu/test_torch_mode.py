@@ -426,7 +426,7 @@ def case_backup_view(tag: str) -> None:
         assert view.shape == tensor.shape
         assert tensor.numel() == 0 or view.stride() == tensor.stride()
         assert torch.equal(view, wanted)
-    memsaver.backup_view(whole)[0] = 7.0  # what is written to it comes back
+    memsaver.backup_view(whole, writable=True)[0] = 7.0  # what is written to it comes back
     memsaver.resume(tag)
     expected[0][0] = 7.0
     assert torch.equal(whole.cpu(), expected[0])
