@@ -21,6 +21,7 @@ def registered():
     yield found
     for registration in found:
         registration.remove()
+    found.clear()  # pytest keeps the list, and with it what the callbacks refer to
 
 
 @pytest.fixture
@@ -859,3 +860,56 @@ def test_on_a_gpu():
     tensors.clear()
     torch.cuda.empty_cache()
     memsaver.trim(wait=True)
+
+
+# --- who does not wait ----------------------------------------------------------------------------
+
+
+def test_a_free_in_a_tag_that_does_not_change_does_not_wait(sim, tag, make_blocks):
+    busy, idle, mapped = tag("busy"), tag("idle"), tag("mapped")
+    blocks = make_blocks(busy, [3 * MIB], backup="host")
+    others, more = make_blocks(idle, [MIB]), make_blocks(mapped, [MIB])
+    memsaver.pause(idle)
+    with held(sim):
+        pause = memsaver.pause(busy, idle, wait=False)
+        resume = memsaver.resume(mapped, wait=False)
+        others.clear()
+        more.clear()
+        gc.collect()
+        assert memsaver.ranges(idle) == memsaver.ranges(mapped) == ()
+        assert not pause.done()
+    assert [(c.tag, c.changed) for c in pause.wait().changes] == [(busy, True), (idle, False)]
+    assert resume.wait().changed == ()
+    memsaver.resume(busy, idle)
+    assert intact(blocks)
+
+
+def test_a_stream_waits_on_a_thread_without_a_context(sim, tag, make_paused, in_thread):
+    name = tag()
+    blocks = make_paused(name)
+    with held(sim):
+        resume = memsaver.resume(name, wait=False)
+        assert in_thread(lambda: resume.wait_stream(0)).result() is None
+        assert not resume.done()
+    resume.wait()
+    assert intact(blocks)
+
+
+def test_a_callback_of_a_failed_transition_may_ask_for_it(sim, tag, make_blocks, registered):
+    name = tag()
+    blocks = make_blocks(name, [MIB], backup="host")
+    met = []
+
+    def ask(_):
+        with pytest.raises(InvalidStateError):
+            handle.wait_stream(0)
+        met.append("told")
+
+    with sim.fault("cuMemcpyDtoHAsync"):
+        with held(sim):
+            handle = memsaver.pause(name, wait=False)
+            registered.append(memsaver.on_resume(ask, tag=name))
+        with pytest.raises(memsaver.MemsaverError):
+            handle.wait(20)
+    assert met == ["told"] and memsaver.state(name) == "mapped"
+    assert intact(blocks)
