@@ -176,11 +176,14 @@ void drop_empty(Step& step) noexcept {
 
 bool unmap_all(std::vector<Step>& steps, Error* failure, bool* clean) noexcept {
   try {
-    for (Step& step : steps) {
-      for (auto& [address, mapping] : step.mappings) {
-        step.pages.emplace_back(address, mapping.unmap());
+    on_each_device(steps, [](std::vector<Step*>& own, const Step*& at) {
+      for (Step* step : own) {
+        at = step;
+        for (auto& [address, mapping] : step->mappings) {
+          step->pages.emplace_back(address, mapping.unmap());
+        }
       }
-    }
+    });
     for (Step& step : steps) step.mappings.clear();
     return true;
   } catch (Error& error) {

@@ -69,9 +69,10 @@ void prepare_stores(Hold& hold, std::vector<Step>& steps);
 // Save; then nothing is lost.
 void save_all(std::vector<Step>& steps, Progress& progress);
 
-// Unmaps everything, or nothing: true, or false with the first failure. Where pages could not be
-// mapped again, they are left in `pages` and `*clean` is false. Needs no host memory: what was
-// taken out of a heap must not be lost for want of it (reserve `pages` before).
+// Unmaps everything, or nothing, all devices at once: true, or false with the first failure. Where
+// pages could not be mapped again, they are left in `pages` and `*clean` is false. Needs no host
+// memory once it unmaps: what was taken out of a heap must not be lost for want of it (reserve
+// `pages` before).
 bool unmap_all(std::vector<Step>& steps, Error* failure, bool* clean) noexcept;
 
 // Maps memory behind a step's tiles and its pages behind their addresses, and tells of each range
