@@ -32,15 +32,17 @@ def graph(
         tag: the tag of its memory.
         backup: as in `region`. With "none" the outputs of the last replay are lost by a pause, and
             a replay makes them again.
-        pool: share the memory of an earlier graph: what its `pool()` returns. It must come from
-            `memsaver.graph` too, or its memory is not in the tag.
+        pool: graphs captured with the same one share their memory, as with torch: what an earlier
+            graph's `pool()` or `torch.cuda.graph_pool_handle()` returns. Graphs of another tag, or
+            captured by `torch.cuda.graph`, have no part in it, unless the pool is of a graph that
+            was captured here.
         stream: the stream to capture on; None is a side stream of torch's.
         capture_error_mode: torch's.
 
     Memory allocated inside belongs to the tag, on other threads too if for the captured stream.
 
     Raises:
-        ConfigError: an empty tag, an unknown backup.
+        ConfigError: an empty tag, an unknown backup, a `pool` that is none.
         InvalidStateError: the tag is paused.
         NotLoadedError: no GPU, or no torch with CUDA: there is nothing to capture.
     """
@@ -61,10 +63,7 @@ def graph(
     stream = stream if stream is not None else pools.capture_stream(device)
     with suspended(), contextlib.ExitStack() as undo:
         pools.warm_up(device, stream)
-        if pool is None:
-            pool = pools.new_pool(device)
-            undo.callback(pools.close_pool, device, pool)  # from then on the graph keeps it
-        pool_id = getattr(pool, "id", pool)
+        pool_id = undo.enter_context(pools.capture_pool(device, tag, pool))
         _C.region_enter(tag, code)
         undo.callback(_C.region_exit)
         _C.stream_bind(stream.cuda_stream, tag, code)

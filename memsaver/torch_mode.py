@@ -95,7 +95,36 @@ class TorchPools:
         """Give up the reference that keeps a pool open; tensors and graphs keep what they use."""
         self.torch._C._cuda_releasePool(device, pool.id)
         with _lock:
-            _closed_pools.add(tuple(pool.id))
+            _closed_pools.add(_pool_id(pool))
+
+    @contextlib.contextmanager
+    def capture_pool(self, device: int, tag: str, pool: Any) -> Iterator[tuple[int, int]]:
+        """The id of the pool to capture a graph into; inside, the pool is there.
+
+        None is a new pool. A pool of ours, which an earlier graph has, is itself. Any other, such
+        as `torch.cuda.graph_pool_handle()`, would get its memory elsewhere: a pool of ours stands
+        for it, one per device and tag, for as long as a graph keeps it.
+
+        Raises:
+            ConfigError: it is no pool.
+        """
+        name = None if pool is None else _pool_id(pool)
+        with _lock:
+            ours = name in _closed_pools
+            shared = _shared_pools.get((device, tag, name)) if name is not None else None
+        if ours and name is not None:
+            yield name
+        elif shared is not None and shared.use_count() > 0:
+            yield _pool_id(shared)
+        else:
+            fresh = self.new_pool(device)
+            if name is not None:
+                with _lock:
+                    _shared_pools[device, tag, name] = fresh
+            try:
+                yield _pool_id(fresh)
+            finally:
+                self.close_pool(device, fresh)  # from then on the graph keeps it
 
     def prepare(self, devices: Devices) -> list[int]:
         """The indices of the devices that a caller named, ready for a region. Call it outside."""
@@ -261,6 +290,17 @@ def suspended() -> Iterator[None]:
         route._start()
 
 
+def _pool_id(pool: Any) -> tuple[int, int]:
+    """The id of a `MemPool`, or the id itself."""
+    try:
+        first, second = getattr(pool, "id", pool)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"pool is what a graph's pool() or torch.cuda.graph_pool_handle() returns, not {pool!r}"
+        ) from None
+    return int(first), int(second)
+
+
 class _Routes(threading.local):
     current: Route | None = None
 
@@ -269,4 +309,6 @@ _routes = _Routes()
 _lock = threading.Lock()
 _pools: TorchPools | None = None
 _capture_streams: dict[int, Any] = {}
-_closed_pools: set[tuple[int, ...]] = set()
+_closed_pools: set[tuple[int, int]] = set()
+# By device, tag and the caller's pool: the pool of ours that stands for it.
+_shared_pools: dict[tuple[int, str, tuple[int, int]], Any] = {}

@@ -539,6 +539,40 @@ def case_graph_is_paused_and_replayed(tag: str) -> None:
     assert held(tag) == 0
 
 
+def case_graphs_share_a_pool_that_the_caller_made(tag: str) -> None:
+    """Graphs captured with torch's own pool handle share memory, in the tag, while they live."""
+    source = torch.ones(16 * MIB, device="cuda")
+    for _ in range(2):  # the second time, all graphs of the first are gone
+        handle, graphs, results, bytes_after = torch.cuda.graph_pool_handle(), [], [], []
+        for number in range(3):
+            graphs.append(torch.cuda.CUDAGraph())
+            with memsaver.graph(graphs[-1], tag=tag, pool=handle):
+                results.append((source * (number + 2)).sum())  # a temporary of 64 MiB
+            bytes_after.append(held(tag))
+        assert bytes_after[0] >= 64 * MIB
+        assert bytes_after[-1] < 2 * 64 * MIB
+        assert all(inside(result, tag) for result in results)
+        before = free()
+        report = memsaver.pause(tag)
+        assert free() - before >= 0.98 * report.bytes - 16 * MIB
+        memsaver.resume(tag)
+        for number, graph in enumerate(graphs):
+            graph.replay()
+            assert results[number].item() == (number + 2) * 16 * MIB
+        graphs.clear()
+        results.clear()
+        del graph
+        tidy()
+        assert allocated(tag) == 0
+    again = torch.cuda.CUDAGraph()
+    with memsaver.graph(again, tag=tag, pool=handle):  # its graphs are gone, it can be used
+        result = source * 2
+    assert inside(result, tag)
+    del again, result
+    tidy()
+    assert held(tag) == 0
+
+
 def case_backward_inside_a_graph(tag: str) -> None:
     """Memory that autograd's threads allocate during a capture belongs to the graph's tag."""
     torch.manual_seed(0)
