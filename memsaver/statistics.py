@@ -127,8 +127,8 @@ def configure(**options: bool | int | str | os.PathLike[str]) -> None:
     A size is a number of bytes, or text such as "256MiB"; a flag is a bool, or "on" or "off"; a
     directory is a path, or "" for the default.
 
-    The README describes them: `share_bytes`, `slab_bytes` and `host_bytes` are sizes,
-    `fingerprints` is a flag, `disk_dir` a directory. Each has an environment variable
+    The README describes them: `share_bytes`, `slab_bytes`, `margin_bytes` and `host_bytes` are
+    sizes, `fingerprints` is a flag, `disk_dir` a directory. Each has an environment variable
     (MEMSAVER_SHARE_BYTES and so on), which counts until the option is set here.
 
     Raises:

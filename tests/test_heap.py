@@ -312,3 +312,23 @@ def test_a_hundred_thousand_small_blocks(sim, tag, order):
         _C.free(address)
     assert held(name) == 0 and memsaver.ranges(name) == ()
     assert time.perf_counter() - start < 30
+
+
+def test_an_allocation_leaves_the_margin_free(sim, tag, options):
+    """What would leave less than the margin free is out of memory; what is there already is not."""
+    name = tag()
+    free = memsaver.device_memory(0)[0]
+    options(margin_bytes=free - 8 * MIB)
+    with memsaver.region(name):
+        with pytest.raises(memsaver.OutOfDeviceMemoryError, match="margin_bytes") as caught:
+            simulator.buffer(10 * MIB)
+        assert (caught.value.needed, caught.value.free) == (10 * MIB, free)
+        kept = [simulator.buffer(nbytes) for nbytes in (4 * MIB, 2 * MIB, MIB, MIB // 2)]
+        with pytest.raises(memsaver.OutOfDeviceMemoryError):
+            simulator.buffer(2 * MIB)
+        options(margin_bytes=0)
+        kept.append(simulator.buffer(10 * MIB))
+        options(margin_bytes="80GiB")
+    memsaver.pause(name)
+    memsaver.resume(name)  # the margin is about new allocations
+    assert memsaver.stats()[name][0].resident_bytes == 18 * MIB

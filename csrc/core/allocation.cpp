@@ -13,7 +13,13 @@
 namespace memsaver {
 namespace {
 
+// New memory for the ranges. Throws kOutOfDeviceMemory too where less than the option margin_bytes
+// would stay free.
 std::map<uint64_t, Mapping> map_new(const Device& device, const std::vector<Range>& ranges) {
+  const uint64_t margin = option(Option::margin_bytes);
+  if (margin > 0 && !ranges.empty() && device.memory().free_bytes < total(ranges) + margin) {
+    throw Error(Status::kOutOfDeviceMemory, "");  // allocate() says what is needed
+  }
   const std::vector<CUmemAccessDesc> access = device.access();
   std::map<uint64_t, Mapping> mapped;
   for (const Range& range : ranges) {
@@ -183,7 +189,10 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
       mapped = map_new(device, plan.least);
     } catch (const Error& again) {
       if (again.status != Status::kOutOfDeviceMemory) throw;
-      throw registry.shortage(what, device, total(plan.least)).with_tag(tag.name);
+      const uint64_t margin = option(Option::margin_bytes);
+      const std::string beyond =
+          margin == 0 ? "" : ", with " + format_bytes(margin) + " to stay free (margin_bytes),";
+      throw registry.shortage(what + beyond, device, total(plan.least)).with_tag(tag.name);
     }
   }
   hold.lock();

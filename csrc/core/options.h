@@ -28,6 +28,9 @@ enum class OptionKind {
     "back to the driver only with its whole piece")                                              \
   X(slab_bytes, kSize, "MEMSAVER_SLAB_BYTES", 64ull << 20, 2ull << 20, 1ull << 30,               \
     "the same for new allocations smaller than this, before the first pause")                    \
+  X(margin_bytes, kSize, "MEMSAVER_MARGIN_BYTES", 0, 0, 1ull << 60,                              \
+    "device memory that a new allocation must leave free; one that would not is out of memory, " \
+    "so that torch first gives back what it caches")                                             \
   X(host_bytes, kSize, "MEMSAVER_HOST_BYTES", 0, 0, 1ull << 60,                                  \
     "host memory that backups may hold in total; 0 is as much as the system can spare")          \
   X(fingerprints, kFlag, "MEMSAVER_FINGERPRINTS", 1, 0, 1,                                       \
