@@ -13,12 +13,14 @@ import gc
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
 import time
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -499,3 +501,35 @@ def run_python(tmp_path):
         return done
 
     return run
+
+
+# --- integrations/torch_memory_saver --------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def dropin_wheel(tmp_path_factory):
+    """The wheel of the distribution, built as pip builds it."""
+    folder = tmp_path_factory.mktemp("dropin")
+    leftovers = shutil.ignore_patterns("build", "*.egg-info", "*.so", "__pycache__")
+    source = ROOT / "integrations" / "torch_memory_saver"
+    shutil.copytree(source, folder / "source", ignore=leftovers)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
+    subprocess.run(
+        [*command, "--disable-pip-version-check", "-w", str(folder), str(folder / "source")],
+        check=True,
+        timeout=110,
+    )
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def dropin_site(dropin_wheel):
+    """A folder of packages with memsaver and the wheel's contents in it."""
+    from memsaver.native import LIBRARY_DIR
+
+    folder = dropin_wheel.parent / "site"
+    with zipfile.ZipFile(dropin_wheel) as archive:
+        archive.extractall(folder)
+    (folder / "memsaver").symlink_to(LIBRARY_DIR)
+    return folder

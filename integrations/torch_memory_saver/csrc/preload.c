@@ -1,0 +1,109 @@
+// The library that LD_PRELOAD names: torch_memory_saver's variables in, memsaver's library loaded.
+//
+// It depends on nothing but libc, because a preloaded library that misses a dependency ends every
+// process. Where memsaver is not found, or a variable makes no sense, it does nothing: the Python
+// package says so when it is used. Nothing is printed.
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <limits.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+static const char kLibrary[] = "libmemsaver_preload.so";
+static const char kTag[] = "default";  // of a whole process, as in torch_memory_saver
+
+// Set beside MEMSAVER_TAG and MEMSAVER_BACKUP where they are made here, so that a child that
+// inherits them knows whether they still apply.
+static const char kMade[] = "TMS_MADE_MEMSAVER_TAG";
+
+static bool is_true(const char* name) {
+  static const char* const words[] = {"1", "true", "TRUE", "yes", "YES"};
+  const char* value = getenv(name);
+  for (size_t i = 0; value && i < sizeof words / sizeof *words; ++i) {
+    if (strcmp(value, words[i]) == 0) return true;
+  }
+  return false;
+}
+
+// With both backups asked for, which is an error, contents are kept in any case.
+static const char* wanted_backup(void) {
+  if (is_true("TMS_INIT_ENABLE_CPU_BACKUP")) {
+    const char* kind = getenv("TMS_INIT_CPU_BACKUP_BACKEND");
+    return kind && strcmp(kind, "mmap") == 0 ? "pageable" : "host";
+  }
+  return is_true("TMS_INIT_ENABLE_DISK_BACKUP") ? "disk" : "none";
+}
+
+static const char* past_blanks(const char* text) { return text + strspn(text, " \t"); }
+
+// Torch's expandable segments take memory from the driver, where no hook sees it.
+static void turn_off_expandable_segments(const char* variable) {
+  static const char name[] = "expandable_segments";
+  const char* value = getenv(variable);
+  if (!value) return;
+  const size_t room = 2 * strlen(value) + 1;  // "False" is one longer than "True"
+  char* changed = calloc(room, 1);
+  if (!changed) return;
+  char* end = changed;
+  bool found = false;
+  while (*value) {
+    const char* after = NULL;
+    if (strncasecmp(value, name, sizeof name - 1) == 0) {
+      after = past_blanks(value + sizeof name - 1);
+      after = *after == ':' ? past_blanks(after + 1) : NULL;
+    }
+    if (after && strncasecmp(after, "true", 4) == 0) {
+      memcpy(end, value, (size_t)(after - value));
+      end += after - value;
+      memcpy(end, "False", 5);
+      end += 5;
+      value = after + 4;
+      found = true;
+    } else {
+      *end++ = *value++;
+    }
+  }
+  if (found) setenv(variable, changed, 1);
+  free(changed);
+}
+
+static void translate_variables(void) {
+  if (getenv(kMade)) {  // by a parent's TMS_INIT_ENABLE
+    unsetenv("MEMSAVER_TAG");
+    unsetenv("MEMSAVER_BACKUP");
+    unsetenv(kMade);
+  }
+  if (getenv("MEMSAVER_TAG") || !is_true("TMS_INIT_ENABLE")) return;
+  setenv("MEMSAVER_TAG", kTag, 1);
+  setenv("MEMSAVER_BACKUP", wanted_backup(), 1);
+  setenv(kMade, "1", 1);
+  turn_off_expandable_segments("PYTORCH_ALLOC_CONF");
+  turn_off_expandable_segments("PYTORCH_CUDA_ALLOC_CONF");
+}
+
+// Makes memsaver's cudaMalloc the one that libraries loaded from now on are bound to.
+static void load_memsaver(void) {
+  if (dlopen(kLibrary, RTLD_LAZY | RTLD_NOLOAD)) return;  // preloaded by its own name
+  Dl_info own;
+  char path[PATH_MAX];
+  const char* slash = NULL;
+  if (dladdr(kLibrary, &own) && own.dli_fname) slash = strrchr(own.dli_fname, '/');
+  if (slash) {
+    const int length = snprintf(path, sizeof path, "%.*s/memsaver/%s", (int)(slash - own.dli_fname),
+                                own.dli_fname, kLibrary);
+    if (length > 0 && (size_t)length < sizeof path && dlopen(path, RTLD_NOW | RTLD_GLOBAL)) return;
+  }
+  dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);  // LD_LIBRARY_PATH
+}
+
+__attribute__((constructor)) static void start(void) {
+  const int saved_errno = errno;
+  translate_variables();
+  load_memsaver();
+  dlerror();
+  errno = saved_errno;
+}

@@ -1,0 +1,25 @@
+"""Build of the library that LD_PRELOAD names; the project's metadata is in pyproject.toml."""
+
+from setuptools import Extension, setup
+
+# Frameworks look for any of these names beside the package. It is the same library: memsaver works
+# with every CUDA version. No Python module either: "abi3" says that it fits every Python.
+NAMES = [
+    "torch_memory_saver_hook_mode_preload",
+    "torch_memory_saver_hook_mode_preload_cu12",
+    "torch_memory_saver_hook_mode_preload_cu13",
+]
+
+setup(
+    ext_modules=[
+        Extension(
+            name,
+            sources=["csrc/preload.c"],
+            libraries=["dl"],
+            extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden"],
+            py_limited_api=True,
+        )
+        for name in NAMES
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

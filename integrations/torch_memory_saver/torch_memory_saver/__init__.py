@@ -1,0 +1,19 @@
+"""The interface of torch_memory_saver 0.0.10, provided by memsaver.
+
+    from torch_memory_saver import torch_memory_saver
+
+    with torch_memory_saver.region(tag="weights", enable_cpu_backup=True):
+        model = build_model()
+    torch_memory_saver.pause("weights")
+    torch_memory_saver.resume("weights")
+
+Importing this starts no CUDA context and imports neither torch nor numpy.
+"""
+
+from torch_memory_saver.entrypoint import TorchMemorySaver
+from torch_memory_saver.hooks.mode_preload import configure_subprocess
+
+torch_memory_saver = TorchMemorySaver()
+"""The object that a process uses."""
+
+__all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]

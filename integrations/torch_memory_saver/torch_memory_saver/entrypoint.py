@@ -1,0 +1,296 @@
+"""The object that programs use: regions, graphs, pause and resume over memsaver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import memsaver
+from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
+from torch_memory_saver.backups import CpuBackupBackend, backup_for
+from torch_memory_saver.binary_wrapper import BinaryWrapper, ThreadState
+from torch_memory_saver.environment import Environment, read_environment
+from torch_memory_saver.hooks.base import HookMode
+from torch_memory_saver.tags import Tags
+
+__all__ = ["TorchMemorySaver"]
+
+
+class TorchMemorySaver:
+    """Pauses and resumes tensors tag by tag; every object of a process means the same tags.
+
+    Errors are memsaver's: after one, nothing is lost and nothing is half-done. Pausing what is
+    paused, resuming what is mapped, and tags that no region has named do nothing. Any thread; a
+    region concerns the thread that entered it.
+    """
+
+    def __init__(self) -> None:
+        self._hook_mode: HookMode = "preload"
+        self._impl: _Process | None = None
+
+    @contextlib.contextmanager
+    def region(
+        self,
+        tag: str = "default",
+        enable_cpu_backup: bool = False,
+        enable_disk_backup: bool = False,
+        cpu_backup_backend: CpuBackupBackend | None = None,
+    ) -> Iterator[None]:
+        """Tensors made inside belong to `tag`, and are paused and resumed with it.
+
+        Regions of one tag may ask for different backups: each tensor has what its region asked for.
+
+        Args:
+            tag: the name to pause and resume by.
+            enable_cpu_backup: contents come back from host memory; without a backup the memory
+                reads as zero after a resume.
+            enable_disk_backup: contents come back from a file, in the directory that
+                `set_disk_backup_dir` or TMS_DISK_BACKUP_DIR names.
+            cpu_backup_backend: "pinned" host memory, the fastest, or "mmap", which is ordinary
+                memory. None is TMS_INIT_CPU_BACKUP_BACKEND, else "pinned".
+
+        Raises:
+            ConfigError: options that contradict each other, or an empty tag.
+            InvalidStateError: the tag is paused.
+            NotLoadedError: no GPU, or no torch that can use it.
+        """
+        impl = self._ensure_initialized()
+        backup = impl.backup_for(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
+        member = impl.tags.open_member(tag, backup)
+        devices = impl.devices() if self._hook_mode == "preload" else None
+        with memsaver.region(member.name, backup=backup, device=devices), impl.thread.scope():
+            yield
+
+    @contextlib.contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: Any,
+        pool: Any = None,
+        stream: Any = None,
+        capture_error_mode: str = "global",
+        tag: str = "default",
+        enable_cpu_backup: bool = False,
+        cpu_backup_backend: CpuBackupBackend | None = None,
+    ) -> Iterator[None]:
+        """`torch.cuda.graph`, with the graph's memory in `tag`. In either mode.
+
+        Args:
+            cuda_graph: a `torch.cuda.CUDAGraph` to capture into.
+            pool: graphs captured here with the same one share their memory.
+            stream: the stream to capture on.
+            capture_error_mode: torch's.
+            tag: as in `region`.
+            enable_cpu_backup: as in `region`.
+            cpu_backup_backend: as in `region`.
+
+        Raises:
+            ConfigError, InvalidStateError, NotLoadedError: as `region`.
+        """
+        impl = self._ensure_initialized()
+        backup = impl.backup_for(enable_cpu_backup, False, cpu_backup_backend)
+        member = impl.tags.open_member(tag, backup)
+        capture = memsaver.graph(
+            cuda_graph,
+            member.name,
+            backup=backup,
+            pool=pool,
+            stream=stream,
+            capture_error_mode=capture_error_mode,
+        )
+        with capture, impl.thread.scope():
+            yield
+
+    @contextlib.contextmanager
+    def disable(self) -> Iterator[None]:
+        """Tensors made inside belong to no tag; outside of any region it changes nothing."""
+        impl = self._ensure_initialized()
+        with memsaver.disabled(), impl.thread.scope():
+            yield
+
+    def pause(self, tag: str | None = None) -> None:
+        """Give the device memory of a tag, or of all, back; addresses stay.
+
+        Raises:
+            MemsaverError: what `memsaver.pause` raises; every tag is mapped with its contents then.
+        """
+        impl = self._ensure_initialized()
+        if not tag:
+            memsaver.pause()
+        elif names := impl.tags.known(tag):
+            memsaver.pause(*names)
+
+    def resume(self, tag: str | None = None) -> None:
+        """Map memory behind the addresses of a tag, or of all, and bring back what was saved.
+
+        Raises:
+            MemsaverError: what `memsaver.resume` raises, such as `OutOfDeviceMemoryError`; every
+                tag is paused with its backup then, and the call may be made again.
+        """
+        impl = self._ensure_initialized()
+        if not tag:
+            memsaver.resume()
+        elif names := impl.tags.known(tag):
+            memsaver.resume(*names)
+        if impl.retain is False:
+            memsaver.trim()
+
+    @property
+    def enabled(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def hook_mode(self) -> HookMode:
+        """What was asked for, "preload" by default. Both work in every process.
+
+        With "preload" a region is about all GPUs that the process uses, with "torch" about the
+        current one. Cannot be set after the first use.
+
+        Raises:
+            ConfigError: on setting, there is no such mode.
+            InvalidStateError: on setting, the object was used already.
+        """
+        return self._hook_mode
+
+    @hook_mode.setter
+    def hook_mode(self, hook_mode: HookMode) -> None:
+        if hook_mode not in ("preload", "torch"):
+            raise ConfigError(f"hook_mode {hook_mode!r} is not one of preload, torch")
+        if self._impl is not None:
+            raise InvalidStateError(
+                "hook_mode cannot be set any more: set it before the first region, pause or resume"
+            )
+        self._hook_mode = hook_mode
+
+    @property
+    def memory_margin_bytes(self) -> int:
+        """Device memory that allocations in regions leave free; 0 at first.
+
+        One that would not is out of memory, upon which torch gives back what it caches.
+
+        Raises:
+            ConfigError: on setting, a number that is no size.
+        """
+        return self._ensure_initialized().margin_bytes
+
+    @memory_margin_bytes.setter
+    def memory_margin_bytes(self, value: int) -> None:
+        impl = self._ensure_initialized()
+        impl.thread.set_memory_margin_bytes(value)
+        impl.margin_bytes = int(value)
+
+    @property
+    def retain_cpu_backup(self) -> bool:
+        """Whether host memory of backups is kept from a resume to the next pause.
+
+        Where nobody has set it, this is False and memsaver keeps the memory, so that the next pause
+        is fast. False, set here or by TMS_RETAIN_CPU_BACKUP, gives it back after each `resume`, in
+        the background.
+        """
+        return self._ensure_initialized().retain or False
+
+    @retain_cpu_backup.setter
+    def retain_cpu_backup(self, value: bool) -> None:
+        self._ensure_initialized().retain = bool(value)
+
+    def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
+        """The saved contents of a tensor whose tag is paused, as a CPU tensor; else None.
+
+        Args:
+            x: a tensor.
+            zero_copy: False copies them. True makes a tensor over the backup itself, valid until
+                the tag's next change; what is written to it comes back with the resume.
+
+        Raises:
+            ConfigError: not a tensor.
+            InvalidStateError: its tag is paused, without a backup or with one on disk.
+        """
+        self._ensure_initialized()
+        import torch
+
+        if not isinstance(x, torch.Tensor):
+            raise ConfigError(f"get_cpu_backup takes a torch tensor, not {type(x).__name__}")
+        try:
+            view = memsaver.backup_view(x, writable=zero_copy)
+        except ConfigError:  # in no region
+            return None
+        except InvalidStateError as error:
+            if not error.tag or memsaver.state(error.tag) is memsaver.State.PAUSED:
+                raise
+            return None
+        return view if zero_copy else view.clone()
+
+    def set_disk_backup_dir(self, path: str) -> None:
+        """The directory for backups on disk, made if it is not there. A paused tag's stays.
+
+        Raises:
+            ConfigError: it cannot be made or written to.
+        """
+        self._ensure_initialized()
+        _set_disk_dir(path)
+
+    def _ensure_initialized(self) -> _Process:
+        if self._impl is None:
+            self._impl = _process(self._hook_mode)
+        return self._impl
+
+
+class _Process:
+    """What all objects of a process share."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.tags = Tags()
+        self.thread = ThreadState(self.tags, environment.backend)
+        self._binary_wrapper = BinaryWrapper(self.thread)
+        self.retain = environment.retain
+        self.margin_bytes = 0
+        self._backend = environment.backend
+        tag = os.environ.get("MEMSAVER_TAG")
+        if tag and memsaver.is_preloaded():
+            self.tags.member(tag, os.environ.get("MEMSAVER_BACKUP") or "none")
+
+    def backup_for(self, cpu: bool, disk: bool, backend: str | None) -> str:
+        """The backup that a region's options ask for, by memsaver's name."""
+        return backup_for(cpu, disk, backend, self._backend)
+
+    def devices(self) -> list[int] | None:
+        """The GPUs that torch uses in this process, where there are several."""
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized() or torch.cuda.device_count() < 2:
+            return None
+        used = {torch.cuda.current_device()}
+        used.update(filter(torch._C._cuda_hasPrimaryContext, range(torch.cuda.device_count())))
+        return sorted(used)
+
+
+def _process(hook_mode: HookMode) -> _Process:
+    global _shared
+    with _lock:
+        environment = read_environment()
+        if environment.whole_process and hook_mode == "preload" and not memsaver.is_preloaded():
+            raise NotLoadedError(
+                "TMS_INIT_ENABLE makes the whole process a region, for which memsaver must be "
+                "preloaded, and it is not: start the process in configure_subprocess(), or with "
+                "LD_PRELOAD as torch_memory_saver.utils.get_binary_path_from_package says"
+            )
+        if _shared is None:
+            if environment.disk_dir is not None:
+                _set_disk_dir(environment.disk_dir)
+            _shared = _Process(environment)
+        return _shared
+
+
+def _set_disk_dir(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the directory {path!r} for backups cannot be made: {error}") from error
+    memsaver.configure(disk_dir=path)
+
+
+_lock = threading.Lock()
+_shared: _Process | None = None

@@ -1,0 +1,83 @@
+"""The variables of torch_memory_saver, read once.
+
+| variable | meaning here |
+|---|---|
+| TMS_INIT_ENABLE | the whole process is a region with the tag "default"; it must be preloaded |
+| TMS_INIT_ENABLE_CPU_BACKUP | with a backup in host memory |
+| TMS_INIT_ENABLE_DISK_BACKUP | with a backup on disk |
+| TMS_INIT_CPU_BACKUP_BACKEND | "pinned" or "mmap", wherever a region does not say |
+| TMS_RETAIN_CPU_BACKUP | `TorchMemorySaver.retain_cpu_backup` |
+| TMS_DISK_BACKUP_DIR | `TorchMemorySaver.set_disk_backup_dir` |
+| TMS_DISK_BACKUP_CHUNK_MB | has no effect: memsaver chooses its own pieces |
+
+The preloaded library reads the first four too, before Python starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memsaver.errors import ConfigError
+from torch_memory_saver.backups import BACKENDS, backup_for
+
+__all__ = ["Environment", "read_environment"]
+
+_TRUE = ("1", "true", "TRUE", "yes", "YES")
+_FALSE = ("0", "false", "FALSE", "no", "NO")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the variables say.
+
+    Attributes:
+        whole_process: everything the process allocates is to belong to a tag.
+        backup: memsaver's name of that tag's backup.
+        backend: the kind of host memory where a region names none.
+        retain: None where nothing was said.
+        disk_dir: None where nothing was said.
+    """
+
+    whole_process: bool
+    backup: str
+    backend: str
+    retain: bool | None
+    disk_dir: str | None
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """What the variables, by default this process's, say now.
+
+    Raises:
+        ConfigError: one has a value that means nothing, or two contradict each other.
+    """
+    env = os.environ if variables is None else variables
+    backend = env.get("TMS_INIT_CPU_BACKUP_BACKEND", "pinned")
+    if backend not in BACKENDS:
+        raise ConfigError(
+            f"TMS_INIT_CPU_BACKUP_BACKEND cannot be {backend!r}: it is one of {', '.join(BACKENDS)}"
+        )
+    cpu = _flag(env, "TMS_INIT_ENABLE_CPU_BACKUP") or False
+    disk = _flag(env, "TMS_INIT_ENABLE_DISK_BACKUP") or False
+    if cpu and disk:
+        raise ConfigError(
+            "TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP are both set: choose one"
+        )
+    return Environment(
+        whole_process=_flag(env, "TMS_INIT_ENABLE") or False,
+        backup=backup_for(cpu, disk, None, backend),
+        backend=backend,
+        retain=_flag(env, "TMS_RETAIN_CPU_BACKUP"),
+        disk_dir=env.get("TMS_DISK_BACKUP_DIR") or None,
+    )
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    raise ConfigError(f"{name} cannot be {text!r}: it is one of {', '.join(_TRUE + _FALSE)}")

@@ -1,0 +1,1 @@
+"""How allocations are caught."""

@@ -1,0 +1,9 @@
+"""The modes that can be asked for."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+__all__ = ["HookMode"]
+
+HookMode: TypeAlias = Literal["preload", "torch"]

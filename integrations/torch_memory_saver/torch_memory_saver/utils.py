@@ -1,0 +1,94 @@
+"""Where the preloaded library lies, and changes of the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from memsaver.errors import ConfigError, NotLoadedError
+from memsaver.native import LIBRARY_DIR
+from memsaver.preload import LIBRARY
+
+__all__ = ["change_env", "get_binary_path_from_package", "is_xpu", "preload_library"]
+
+_STEM = "torch_memory_saver_hook_mode_preload"
+
+
+def preload_library() -> Path:
+    """The library that LD_PRELOAD may name, beside the package.
+
+    Raises:
+        NotLoadedError: it is not there.
+        ConfigError: `LD_PRELOAD` cannot name it: its path has a space or a colon.
+    """
+    return _library(f"{_STEM}.abi3.so")
+
+
+def get_binary_path_from_package(stem: str) -> Path:
+    """The library of that name, for a program that sets LD_PRELOAD itself.
+
+    It is the one that carries torch's CUDA version in its name, where there is such a torch. They
+    are all the same.
+
+    Raises:
+        ConfigError: there is no such library here, or `LD_PRELOAD` cannot name it.
+        NotLoadedError: it is not installed, or would not find memsaver's library.
+    """
+    if stem != _STEM:
+        raise ConfigError(f"memsaver has no library {stem!r}; it has {_STEM!r}")
+    path = _library(f"{_STEM}{_cuda_suffix()}.abi3.so")
+    if not (path.parent / "memsaver" / LIBRARY).is_file() and not _is_found_by_name():
+        raise NotLoadedError(
+            f"{path.name} would not find {LIBRARY}, which is in {LIBRARY_DIR}: install memsaver "
+            f"and torch-memory-saver into the same folder (pip install without -e), put that "
+            "folder into LD_LIBRARY_PATH, or start children in configure_subprocess()"
+        )
+    return path
+
+
+def is_xpu() -> bool:
+    """Whether torch runs on Intel GPUs: memsaver does not."""
+    return False
+
+
+@contextmanager
+def change_env(key: str, value: str) -> Iterator[None]:
+    """An environment variable has this value inside the block, and its old one after it."""
+    before = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = before
+
+
+def _library(name: str) -> Path:
+    path = Path(__file__).resolve().parent.parent / name
+    if not path.is_file():
+        raise NotLoadedError(f"{path} is not there; reinstall memsaver's torch-memory-saver")
+    if any(character in str(path) for character in " \t\n:"):
+        raise ConfigError(
+            f"LD_PRELOAD cannot name {str(path)!r}, because of the space or colon in it; install "
+            "torch-memory-saver under another path"
+        )
+    return path
+
+
+def _cuda_suffix() -> str:
+    try:
+        import torch
+    except ImportError:
+        return ""
+    major = str(torch.version.cuda or "").split(".")[0]
+    return f"_cu{major}" if major in ("12", "13") else ""
+
+
+def _is_found_by_name() -> bool:
+    """Whether a child with this process's LD_LIBRARY_PATH finds memsaver's library in it."""
+    folders = os.environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":")
+    return any((Path(folder) / LIBRARY).is_file() for folder in folders if folder)
