@@ -39,13 +39,13 @@ lint: $(VENV)/.installed-lint  ## Check style and types, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
-	find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
+	find csrc integrations tests/native -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
 
 .PHONY: format
 format: $(VENV)/.installed-lint  ## Bring the sources into the style that lint checks
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
-	find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format -i
+	find csrc integrations tests/native -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format -i
 
 .PHONY: kernels
 kernels: $(VENV)/.requirements  ## Compile the device code, after a change of csrc/kernels

@@ -381,6 +381,9 @@ def test_allocations_can_be_switched_off_underneath(run):
         assert reads(inside, 1)
         with saver.region("a"):
             assert cdll.tms_get_current_tag() == b"a" and not cdll.tms_get_enable_cpu_backup()
+        with memsaver.region("memsaver's", backup="disk"):
+            assert cdll.tms_get_current_tag() == b"memsaver's"
+            assert cdll.tms_get_enable_disk_backup() and not cdll.tms_get_enable_cpu_backup()
     """)
 
 

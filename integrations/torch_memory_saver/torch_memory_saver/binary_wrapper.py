@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 
 import memsaver
-from memsaver.native import _C
+from memsaver.native import _C, backup_of
 from torch_memory_saver.tags import Member, Tags
 
 __all__ = ["BinaryWrapper", "ThreadState"]
@@ -79,7 +79,7 @@ class ThreadState:
         name = _C.region_tag()
         if name is None:
             return None
-        return self._tags.find(name) or Member(name, name, memsaver.stats()[name][0].backup)
+        return self._tags.find(name) or Member(name, name, backup_of(_C.tag_backup(name)))
 
 
 class BinaryWrapper:
