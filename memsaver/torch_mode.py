@@ -293,12 +293,12 @@ def suspended() -> Iterator[None]:
 def _pool_id(pool: Any) -> tuple[int, int]:
     """The id of a `MemPool`, or the id itself."""
     try:
-        first, second = getattr(pool, "id", pool)
+        first, second = map(int, getattr(pool, "id", pool))
     except (TypeError, ValueError):
         raise ConfigError(
             f"pool is what a graph's pool() or torch.cuda.graph_pool_handle() returns, not {pool!r}"
         ) from None
-    return int(first), int(second)
+    return first, second
 
 
 class _Routes(threading.local):

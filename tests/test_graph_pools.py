@@ -113,7 +113,7 @@ def test_a_capture_that_fails_leaves_no_dead_pool_behind(pools, capture, allocat
     capture(HANDLE)
 
 
-@pytest.mark.parametrize("wrong", [3, "", (1, 2, 3), object()])
+@pytest.mark.parametrize("wrong", [3, "", "ab", (1, 2, 3), object()])
 def test_what_is_no_pool_is_refused(pools, wrong):
     with pytest.raises(ConfigError, match="pool"), pools.capture_pool(0, "graphs", wrong):
         pass
