@@ -533,3 +533,66 @@ def dropin_site(dropin_wheel):
         archive.extractall(folder)
     (folder / "memsaver").symlink_to(LIBRARY_DIR)
     return folder
+
+
+@pytest.fixture
+def run_dropin(dropin_site, tmp_path):
+    """Runs Python code after the usual import; gives its CompletedProcess, status checked."""
+
+    fixtures = ROOT / "tests" / "fixtures" / "preload"
+
+    def go(code, *, status=0, packages=dropin_site, **env):
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("MEMSAVER_", "TMS_")) and name != "LD_PRELOAD"
+        }
+        paths = [str(packages), str(fixtures), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environment["MEMSAVER_DRIVER"] = "sim"
+        environment.update(env)
+        done = subprocess.run(
+            [sys.executable, "-c", DROPIN_PREAMBLE + textwrap.dedent(code)],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    return go
+
+
+DROPIN_PREAMBLE = """
+import os, subprocess, sys
+import memsaver
+from memsaver import simulator
+from torch_memory_saver import TorchMemorySaver, configure_subprocess, torch_memory_saver as saver
+
+MIB = 1 << 20
+
+def block(byte, nbytes=3 * MIB):
+    made = simulator.buffer(nbytes)
+    made.array[:] = bytes([byte]) * nbytes
+    return made
+
+def reads(made, byte):
+    return bytes(made.array) == bytes([byte]) * made.nbytes
+
+def raises(kind, function, *arguments, **named):
+    try:
+        function(*arguments, **named)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+def enter(context):
+    with context:
+        pass
+
+def used():
+    free, total = memsaver.device_memory(0)
+    return total - free
+"""

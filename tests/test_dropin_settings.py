@@ -1,0 +1,126 @@
+"""The settings of torch_memory_saver, over memsaver: properties and TMS_* variables."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def test_hook_mode_can_be_set_until_the_first_use(run_dropin):
+    run_dropin("""
+        assert saver.hook_mode == "preload"
+        saver.hook_mode = "torch"
+        raises(ValueError, setattr, saver, "hook_mode", "magic")
+        with saver.region("a", enable_cpu_backup=True):
+            made = block(1)
+        assert "first" in raises(memsaver.InvalidStateError, setattr, saver, "hook_mode", "torch")
+        assert saver.hook_mode == "torch"
+        saver.pause("a"), saver.resume("a")
+        assert reads(made, 1)
+    """)
+
+
+def test_the_margin_stays_free(run_dropin):
+    run_dropin("""
+        free, total = memsaver.device_memory(0)
+        assert saver.memory_margin_bytes == 0
+        saver.memory_margin_bytes = free - 20 * MIB
+        assert saver.memory_margin_bytes == free - 20 * MIB
+        with saver.region("a"):
+            first = block(1, 16 * MIB)
+            raises(memsaver.OutOfDeviceMemoryError, simulator.buffer, 16 * MIB)
+            saver.memory_margin_bytes = 0
+            second = block(2, 16 * MIB)
+        raises(ValueError, setattr, saver, "memory_margin_bytes", -1)
+    """)
+
+
+@pytest.mark.parametrize("how", ["default", "true", "false", "environment"])
+def test_host_memory_is_kept_unless_told_otherwise(run_dropin, how):
+    env = {"TMS_RETAIN_CPU_BACKUP": "no"} if how == "environment" else {}
+    run_dropin(
+        f"""
+        import time
+        how = {how!r}
+        assert saver.retain_cpu_backup is False
+        if how in ("true", "false"):
+            saver.retain_cpu_backup = how == "true"
+        assert saver.retain_cpu_backup is (how == "true")
+        with saver.region("a", enable_cpu_backup=True):
+            made = block(1, 16 * MIB)
+        host = lambda: memsaver.stats()["a"][0].host_bytes
+        for _ in range(2):
+            saver.pause("a")
+            assert host() >= 16 * MIB
+            saver.resume("a")
+            if how in ("default", "true"):
+                time.sleep(0.1)
+                assert host() >= 16 * MIB
+            else:
+                end = time.monotonic() + 20
+                while host() and time.monotonic() < end:
+                    time.sleep(0.01)
+                assert host() == 0
+            assert reads(made, 1)
+        """,
+        **env,
+    )
+
+
+def test_the_directory_for_backups_is_made_and_used(run_dropin, tmp_path):
+    code = """
+        with saver.region("a", enable_disk_backup=True):
+            made = block(1, 16 * MIB)
+        if {named!r}:
+            saver.set_disk_backup_dir({named!r})
+        folder = {folder!r}
+        assert os.path.isdir(folder)
+        saver.pause("a")
+        open_files = map("/proc/self/fd/{{}}".format, os.listdir("/proc/self/fd"))
+        files = [os.readlink(path) for path in open_files if os.path.islink(path)]
+        assert [name for name in files if name.startswith(folder)], files
+        saver.resume("a")
+        assert reads(made, 1)
+        raises(ValueError, saver.set_disk_backup_dir, "/proc/nowhere/at/all")
+    """
+    by_call, by_env = str(tmp_path / "call" / "deep"), str(tmp_path / "env" / "deep")
+    run_dropin(code.format(named=by_call, folder=by_call))
+    run_dropin(
+        code.format(named="", folder=by_env),
+        TMS_DISK_BACKUP_DIR=by_env,
+        TMS_DISK_BACKUP_CHUNK_MB="64",
+    )
+
+
+def test_the_kind_of_host_memory_from_the_environment(run_dropin):
+    run_dropin(
+        """
+        with saver.region("a", enable_cpu_backup=True):
+            first = block(1)
+        with saver.region("b", enable_cpu_backup=True, cpu_backup_backend="pinned"):
+            second = block(2)
+        backups = {row.tag: row.backup.value for row in memsaver.stats().tags}
+        assert backups == {"a": "pageable", "b": "host"}
+        """,
+        TMS_INIT_CPU_BACKUP_BACKEND="mmap",
+    )
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"TMS_INIT_ENABLE": "maybe"},
+        {"TMS_INIT_ENABLE_CPU_BACKUP": ""},
+        {"TMS_RETAIN_CPU_BACKUP": "2"},
+        {"TMS_INIT_CPU_BACKUP_BACKEND": "tape"},
+        {"TMS_INIT_ENABLE_CPU_BACKUP": "1", "TMS_INIT_ENABLE_DISK_BACKUP": "1"},
+    ],
+)
+def test_variables_that_mean_nothing_are_errors_at_the_first_use(run_dropin, env):
+    run_dropin(
+        f"""
+        message = raises(ValueError, saver.pause)
+        assert {next(iter(env))!r} in message, message
+        assert saver._impl is None
+        """,
+        **env,
+    )
