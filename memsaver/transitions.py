@@ -59,10 +59,7 @@ def pause(
         BackupError: the backup could not be written.
         DriverError: a driver call failed.
     """
-    code = backup_code(backup)
-    names = [check_tag(tag) for tag in tags]
-    _check_no_capture("paused")
-    return _transition(Call("pause", _selected(names), [], code), wait, progress)
+    return _transition(pause_call(tags, backup), wait, progress)
 
 
 @overload
@@ -94,8 +91,7 @@ def resume(*tags: str, wait: bool = True, progress: Progress = None) -> Report |
         BackupError: the backup could not be read.
         DriverError: a driver call failed.
     """
-    names = [check_tag(tag) for tag in tags]
-    return _transition(Call("resume", [], _selected(names), -1), wait, progress)
+    return _transition(resume_call(tags), wait, progress)
 
 
 @overload
@@ -146,13 +142,7 @@ def swap(
         ConfigError: a tag on both sides, or a side without tags.
         MemsaverError: what `pause` and `resume` raise.
     """
-    code = backup_code(backup)
-    going, coming = _side(out, "out"), _side(into, "into")
-    both = [name for name in going if name in coming]
-    if both:
-        raise ConfigError(f"tag {both[0]!r} cannot be both paused and resumed by one swap")
-    _check_no_capture("swapped")
-    return _transition(Call("swap", _selected(going), _selected(coming), code), wait, progress)
+    return _transition(swap_call(out, into, backup), wait, progress)
 
 
 @contextlib.contextmanager
@@ -176,6 +166,31 @@ def paused(*tags: str, backup: str | None = None) -> Iterator[Report]:
         still = [name for name in going if state(name) is State.PAUSED]
         if still:
             resume(*still)
+
+
+def pause_call(tags: Sequence[str], backup: str | None) -> Call:
+    """The call that `pause` makes, its arguments checked. Nothing is begun."""
+    code = backup_code(backup)
+    names = [check_tag(tag) for tag in tags]
+    _check_no_capture("paused")
+    return Call("pause", _selected(names), [], code)
+
+
+def resume_call(tags: Sequence[str]) -> Call:
+    """The call that `resume` makes, its arguments checked. Nothing is begun."""
+    names = [check_tag(tag) for tag in tags]
+    return Call("resume", [], _selected(names), -1)
+
+
+def swap_call(out: str | Sequence[str], into: str | Sequence[str], backup: str | None) -> Call:
+    """The call that `swap` makes, its arguments checked. Nothing is begun."""
+    code = backup_code(backup)
+    going, coming = _side(out, "out"), _side(into, "into")
+    both = [name for name in going if name in coming]
+    if both:
+        raise ConfigError(f"tag {both[0]!r} cannot be both paused and resumed by one swap")
+    _check_no_capture("swapped")
+    return Call("swap", _selected(going), _selected(coming), code)
 
 
 def _transition(call: Call, wait: bool, progress: Progress) -> Report | Transition:

@@ -1,0 +1,139 @@
+"""Pause, resume and swap on all ranks of a group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from memsaver.distributed.agreement import together
+from memsaver.distributed.interrupts import interrupts_deferred
+from memsaver.distributed.reports import GroupReport
+from memsaver.handles import Call, state
+from memsaver.native import State
+from memsaver.transitions import pause_call, resume_call, swap_call
+
+__all__ = ["pause", "paused", "resume", "swap"]
+
+
+def pause(
+    *tags: str, group: Any = None, backup: str | None = None, timeout: float | None = None
+) -> GroupReport:
+    """Give the device memory of `tags` back on every rank of the group, or on none.
+
+    A collective. When it returns, the memory is free on all ranks. What every rank does is
+    `memsaver.pause`: see there for what it promises about contents, callbacks and work in flight.
+
+    Args:
+        tags: which ones, the same on all ranks, in any order; none at all means every tag that the
+            rank has.
+        group: a `torch.distributed` group that this rank is in; None is the world.
+        backup: as in `memsaver.pause`. Each rank may choose its own.
+        timeout: seconds to wait for the other ranks at each step, and so for the slowest one's
+            copies; None is the timeout that the group was made with.
+
+    Raises:
+        RankError: it failed on a rank, or the ranks did not make the same call. Every rank raises
+            the same, and what this call paused is mapped again, with its contents; those without a
+            backup may be zeros then (see `memsaver.distributed`).
+        GroupError: a rank died, hangs, or did not come in time; this one went back alike.
+        InvalidStateError: torch.distributed is not initialised, or this rank is not in the group.
+        NotLoadedError: there is no torch, or none with gloo where the group needs it.
+    """
+    return together(
+        f"pause({_listed(tags) or 'every tag'})", lambda: pause_call(tags, backup), group, timeout
+    )
+
+
+def resume(*tags: str, group: Any = None, timeout: float | None = None) -> GroupReport:
+    """Map memory behind the addresses of `tags` again on every rank of the group, or on none.
+
+    A collective. When it returns, all ranks have their memory and what was saved of it.
+
+    Args:
+        tags: as in `pause`.
+        group: as in `pause`.
+        timeout: as in `pause`.
+
+    Raises:
+        RankError: it failed on a rank (for want of memory, say), or the ranks did not make the same
+            call. Every rank raises the same, and what this call resumed is paused again, with the
+            contents that it had; backup views made before are no longer valid there.
+        GroupError: a rank died, hangs, or did not come in time; this one went back alike.
+        InvalidStateError, NotLoadedError: as from `pause`.
+    """
+    return together(
+        f"resume({_listed(tags) or 'every tag'})", lambda: resume_call(tags), group, timeout
+    )
+
+
+def swap(
+    *,
+    out: str | Sequence[str],
+    into: str | Sequence[str],
+    group: Any = None,
+    backup: str | None = None,
+    timeout: float | None = None,
+) -> GroupReport:
+    """Pause `out` and resume `into` at once, on every rank of the group or on none.
+
+    A collective, of what `memsaver.swap` does.
+
+    Args:
+        out: the tag, or tags, to pause; the same on all ranks, in any order.
+        into: the tag, or tags, to resume; likewise.
+        group: as in `pause`.
+        backup: as in `pause`, for `out`.
+        timeout: as in `pause`.
+
+    Raises:
+        RankError: it failed on a rank, or the ranks did not make the same call. Every rank raises
+            the same and has gone back, with all contents that have a backup; those of tags without
+            one may be gone.
+        GroupError: a rank died, hangs, or did not come in time; this one went back alike.
+        InvalidStateError, NotLoadedError: as from `pause`.
+    """
+    return together(
+        f"swap(out={_side(out)}, into={_side(into)})",
+        lambda: swap_call(out, into, backup),
+        group,
+        timeout,
+    )
+
+
+@contextlib.contextmanager
+def paused(
+    *tags: str, group: Any = None, backup: str | None = None, timeout: float | None = None
+) -> Iterator[GroupReport]:
+    """Pause `tags` on every rank for the block, and resume what that paused, also after an error.
+
+    Entering and leaving are collectives: a rank that leaves early, by an exception say, waits for
+    the others there. Yields the pause's report. Arguments and errors are those of `pause` and
+    `resume`; where the resume fails, the tags stay paused on all ranks.
+    """
+    going: tuple[str, ...] | None = None
+    try:
+        with interrupts_deferred():  # one that comes now is raised below, where all is in place
+            report = pause(*tags, group=group, backup=backup, timeout=timeout)
+            going = report.local.changed
+        yield report
+    finally:
+        if going is not None:
+            names = going
+            together(
+                f"resume(what paused({_listed(tags) or 'every tag'}) paused)",
+                lambda: Call("resume", [], [n for n in names if state(n) is State.PAUSED], -1),
+                group,
+                timeout,
+            )
+
+
+def _listed(tags: Sequence[object]) -> str:
+    """Tags in words, the same for every order. Takes anything: who gives it is told elsewhere."""
+    return ", ".join(sorted({repr(tag) for tag in tags}))
+
+
+def _side(tags: object) -> str:
+    if isinstance(tags, str) or not isinstance(tags, Sequence):
+        return repr(tags)
+    return f"[{_listed(tags)}]" if len(tags) != 1 else repr(tags[0])

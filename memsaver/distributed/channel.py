@@ -1,0 +1,171 @@
+"""How the ranks of a group tell each other something: one all-gather of bytes, over the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from memsaver.distributed.errors import GroupError, ranks_text
+from memsaver.errors import InvalidStateError, NotLoadedError
+
+__all__ = ["Channel"]
+
+_DIAGNOSIS_SECONDS = 5.0  # at most, to find out who is missing
+_GRACE_SECONDS = 5.0  # for a backend that does not keep an operation's own timeout
+
+
+class Channel:
+    """The ranks of a `torch.distributed` group, for one call. Used by one thread.
+
+    Attributes:
+        ranks: the group's ranks in the world, in the group's order.
+        rank: this process's own, in the world.
+
+    Raises:
+        NotLoadedError: torch, or what it needs for a group without a CPU backend, is not there.
+        InvalidStateError: torch.distributed is not initialised, or this rank is not in the group.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._torch, self._dist = _modules()
+        if not self._dist.is_initialized():
+            raise InvalidStateError(
+                "torch.distributed is not initialised, so there are no other ranks: call "
+                "torch.distributed.init_process_group first, or memsaver.pause, resume or swap for "
+                "this process alone"
+            )
+        self._group = self._dist.group.WORLD if group is None else group
+        self._place: int = self._dist.get_rank(self._group)
+        if self._place < 0:
+            raise InvalidStateError("this rank is not in the group: only its own ranks call")
+        self.ranks: list[int] = self._dist.get_process_group_ranks(self._group)
+        self.rank = self.ranks[self._place]
+        config: str = self._dist.get_backend_config(self._group)
+        self._needs_gloo = not any(part.split(":")[0] == "cpu" for part in config.split(","))
+        if self._needs_gloo and not self._dist.is_gloo_available():
+            raise NotLoadedError(
+                f"the group's backend is {config}, which carries no CPU tensors, and this torch "
+                "has no gloo to make one that does: give a group with a CPU backend"
+            )
+        with _lock:
+            self._link = _links.setdefault(self._group, _Link())
+
+    def all_gather(self, payload: bytes, timeout: float | None, what: str) -> list[bytes]:
+        """What every rank gave, in the group's order. All give the same number of bytes.
+
+        Args:
+            payload: this rank's bytes.
+            timeout: seconds to wait for the others; None is the group's own timeout.
+            what: the call in words, for the error.
+
+        Raises:
+            GroupError: a rank is dead, did not come in time, or the group is broken.
+        """
+        link = self._link
+        link.meetings += 1
+        wait = None if timeout is None else timedelta(seconds=timeout)
+        try:
+            with link.lock:
+                self._prepare(wait)
+            if link.store is not None:
+                link.store.set(str(self.rank), str(link.meetings))
+            carrier = link.gloo if self._needs_gloo else self._group
+            # A sum of rows that are zero but for one's own: in place, and every backend has it.
+            rows = self._torch.zeros((len(self.ranks), len(payload)), dtype=self._torch.uint8)
+            rows[self._place] = self._torch.frombuffer(bytearray(payload), dtype=self._torch.uint8)
+            options = self._dist.distributed_c10d.AllreduceOptions()
+            if wait is not None:
+                options.timeout = wait
+            work = carrier.allreduce([rows], options)
+            if wait is None:
+                work.wait()
+            else:
+                work.wait(wait + timedelta(seconds=_GRACE_SECONDS))
+        except Exception as error:
+            raise self._lost(error, what) from error
+        return [bytes(row.tolist()) for row in rows]
+
+    def _prepare(self, wait: timedelta | None) -> None:
+        link = self._link
+        c10d = self._dist.distributed_c10d
+        name = f"memsaver/{self._group.group_name}"
+        if link.store is None:
+            with contextlib.suppress(Exception):  # then nobody can say who is missing
+                link.store = self._dist.PrefixStore(name, c10d._get_default_store())
+        if self._needs_gloo and link.gloo is None:
+            store = self._dist.PrefixStore(f"{name}/gloo", c10d._get_default_store())
+            link.gloo = self._dist.ProcessGroupGloo(
+                store, self._place, len(self.ranks), wait or c10d.default_pg_timeout
+            )
+
+    def _lost(self, error: Exception, what: str) -> GroupError:
+        missing = self._missing()
+        who = f"{ranks_text(missing)} did not come; " if missing else ""
+        lost = GroupError(
+            f"{what} could not be settled with the other ranks: {who}torch says: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+        lost.missing = missing
+        return lost
+
+    def _missing(self) -> tuple[int, ...]:
+        """Who has not come as far as this rank. The store may be dead or hang: () then."""
+        late: list[int] = []
+
+        def look() -> None:
+            for rank in self.ranks:
+                if _arrivals(self._link.store, rank) < self._link.meetings:
+                    late.append(rank)
+
+        return tuple(late) if self._link.store is not None and _done_in_time(look) else ()
+
+
+class _Link:
+    """What this process keeps of a group from call to call; it does not keep the group."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # while the two below are made
+        self.meetings = 0  # that this rank came to
+        self.store: Any = None  # says how many meetings each rank came to
+        self.gloo: Any = None  # a process group of our own, where the group carries no CPU tensors
+
+
+def _arrivals(store: Any, rank: int) -> int:
+    """How many meetings a rank has come to."""
+    return int(store.get(str(rank))) if store.check([str(rank)]) else 0
+
+
+def _done_in_time(look: Callable[[], None]) -> bool:
+    """Whether it could be done within the time for a diagnosis."""
+    done = threading.Event()
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            look()
+            done.set()
+
+    with contextlib.suppress(RuntimeError):  # no thread to be had: no diagnosis
+        threading.Thread(target=run, name="memsaver-missing-ranks", daemon=True).start()
+        done.wait(_DIAGNOSIS_SECONDS)
+    return done.is_set()
+
+
+def _modules() -> tuple[Any, Any]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError:
+        raise NotLoadedError(
+            "memsaver.distributed works on groups of torch.distributed, and torch is not installed"
+        ) from None
+    if not dist.is_available():
+        raise NotLoadedError("this torch was built without torch.distributed")
+    return torch, dist
+
+
+_lock = threading.Lock()
+_links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()  # by group

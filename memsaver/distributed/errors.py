@@ -1,0 +1,137 @@
+"""What a call on all ranks raises where it could not be done, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from memsaver.errors import MemsaverError
+
+__all__ = ["GroupError", "RankError", "RankFailure", "ranks_text"]
+
+_MOST = 8  # different reasons in one message; the attributes have all
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What happened on one rank.
+
+    Attributes:
+        rank: the rank in the world, not in the group.
+        host: the name of its machine.
+        kind: the name of the exception's class; "" where ranks disagree.
+        status: `MemsaverError.status`, or "" for other exceptions.
+        tag: `MemsaverError.tag`, or "".
+        message: the exception's text; where ranks disagree, the call that the rank made. Cut to
+            about 1 KiB; the rank itself has the whole exception as its error's `__cause__`.
+    """
+
+    rank: int
+    host: str
+    kind: str
+    status: str
+    tag: str
+    message: str
+
+    @property
+    def reason(self) -> str:
+        """The exception's class and text."""
+        return f"{self.kind}: {self.message}" if self.kind else self.message
+
+
+class RankError(MemsaverError):
+    """The call failed on some ranks, and was taken back on all others. The same on every rank.
+
+    Attributes:
+        failures: by rank, what failed there; where the ranks disagree, every rank's own call.
+        stuck: by rank, where a rank could not go back either: the state of its tags, and why.
+            Empty where every rank is as it was before the call.
+    """
+
+    _status = "RANK_FAILED"
+    failures: dict[int, RankFailure]
+    stuck: dict[int, RankFailure]
+
+
+class GroupError(MemsaverError):
+    """The ranks cannot reach each other: one died, hangs, or never made the call.
+
+    This rank has taken back what it did, unless the message says otherwise. Others have too as far
+    as they live; one that had every rank's answer before the loss may have returned. `__cause__` is
+    torch's error.
+
+    Attributes:
+        missing: the ranks that did not come as far as this one, as far as that can be known.
+    """
+
+    _status = "GROUP_FAILED"
+    missing: tuple[int, ...] = ()
+
+
+def failed(
+    what: str, size: int, failures: dict[int, RankFailure], stuck: dict[int, RankFailure]
+) -> RankError:
+    """The error of ranks that could not do the call."""
+    reasons = _by_reason(failures.values())
+    return _rank_error(
+        f"{what} failed on {ranks_text(failures)} of {size}: {reasons}; {_after(stuck)}",
+        failures,
+        stuck,
+        [failure.tag for failure in failures.values()],
+    )
+
+
+def disagreed(calls: dict[int, RankFailure], stuck: dict[int, RankFailure]) -> RankError:
+    """The error of ranks that made different calls."""
+    return _rank_error(
+        f"the ranks of a group must make the same call: {_by_reason(calls.values())}; "
+        f"{_after(stuck)}",
+        calls,
+        stuck,
+        [],
+    )
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words: "rank 3", "ranks 0-3, 7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
+
+
+def _rank_error(
+    message: str, failures: dict[int, RankFailure], stuck: dict[int, RankFailure], tags: list[str]
+) -> RankError:
+    error = RankError(message, tag=next((tag for tag in tags if tag), ""))
+    error.failures, error.stuck = failures, stuck
+    return error
+
+
+def _after(stuck: dict[int, RankFailure]) -> str:
+    if not stuck:
+        return "every rank is as it was before the call, which may be made again"
+    return (
+        f"the other ranks are as they were before the call, but {ranks_text(stuck)} could not go "
+        f"back: {_by_reason(stuck.values())}; pause or resume the tags there first"
+    )
+
+
+def _by_reason(failures: Iterable[RankFailure]) -> str:
+    """Every reason once, with its ranks and where one of them runs."""
+    by_reason: dict[str, list[RankFailure]] = {}
+    for failure in failures:
+        by_reason.setdefault(failure.reason, []).append(failure)
+    texts = [
+        f"{ranks_text(f.rank for f in group)} ({group[0].host}): {reason}"
+        if len(group) == 1
+        else f"{ranks_text(f.rank for f in group)}: {reason}"
+        for reason, group in list(by_reason.items())[:_MOST]
+    ]
+    if len(by_reason) > _MOST:
+        texts.append(f"and {len(by_reason) - _MOST} more reasons, in the error's attributes")
+    return "; ".join(texts)
