@@ -20,11 +20,14 @@ thread at a time. What they promise:
 - **Contents.** What has a backup keeps its bytes whatever happens. A pause is first begun on all
   ranks and then done on all, so that what can be refused is refused before contents without a
   backup are given up; if it fails after that, they are zeros where the rank had paused them.
+- **Callbacks** of `memsaver.on_pause` and `on_resume` run on each rank with its own part of the
+  call. They must not wait for callbacks of other ranks: one that fails calls none. Where the call
+  is taken back, those for the way back are called.
 - **Interrupts.** Ctrl-C during a call is raised when the call is over, and takes nothing back.
 
 The ranks talk over the CPU, so that nothing depends on memory that is being paused or is full. A
 group that has no backend for it (`init_process_group("nccl")`) gets one of its own from memsaver,
-over gloo, when it is first used. A group that is made for the purpose, by
+over gloo, when it is first used; its timeout is torch's default. A group made for the purpose, by
 `torch.distributed.new_group(backend="gloo")`, keeps a timeout from closing one that others use.
 
 Importing this does not import torch.

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from memsaver.distributed.errors import GroupError, ranks_text
-from memsaver.errors import InvalidStateError, NotLoadedError
+from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 
 __all__ = ["Channel"]
 
 _DIAGNOSIS_SECONDS = 5.0  # at most, to find out who is missing
+_STRAGGLER_SECONDS = 0.5  # without another rank coming, until those that have not are missing
 _GRACE_SECONDS = 5.0  # for a backend that does not keep an operation's own timeout
 
 
@@ -27,7 +29,9 @@ class Channel:
 
     Raises:
         NotLoadedError: torch, or what it needs for a group without a CPU backend, is not there.
-        InvalidStateError: torch.distributed is not initialised, or this rank is not in the group.
+        InvalidStateError: torch.distributed is not initialised, this rank is not in the group, or
+            the group was destroyed.
+        ConfigError: it is no group.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -39,9 +43,7 @@ class Channel:
                 "this process alone"
             )
         self._group = self._dist.group.WORLD if group is None else group
-        self._place: int = self._dist.get_rank(self._group)
-        if self._place < 0:
-            raise InvalidStateError("this rank is not in the group: only its own ranks call")
+        self._place = self._place_in_group()
         self.ranks: list[int] = self._dist.get_process_group_ranks(self._group)
         self.rank = self.ranks[self._place]
         config: str = self._dist.get_backend_config(self._group)
@@ -53,6 +55,21 @@ class Channel:
             )
         with _lock:
             self._link = _links.setdefault(self._group, _Link())
+
+    def _place_in_group(self) -> int:
+        if self._group == self._dist.GroupMember.NON_GROUP_MEMBER:
+            raise InvalidStateError("this rank is not in the group: only its own ranks call")
+        if not isinstance(self._group, self._dist.ProcessGroup):
+            raise ConfigError(
+                f"group is a process group of torch.distributed or None, not "
+                f"{type(self._group).__name__}"
+            )
+        try:
+            return int(self._dist.get_rank(self._group))
+        except (RuntimeError, ValueError) as error:
+            raise InvalidStateError(
+                f"the group cannot be used; was it destroyed? {error}"
+            ) from None
 
     def all_gather(self, payload: bytes, timeout: float | None, what: str) -> list[bytes]:
         """What every rank gave, in the group's order. All give the same number of bytes.
@@ -75,8 +92,9 @@ class Channel:
                 link.store.set(str(self.rank), str(link.meetings))
             carrier = link.gloo if self._needs_gloo else self._group
             # A sum of rows that are zero but for one's own: in place, and every backend has it.
-            rows = self._torch.zeros((len(self.ranks), len(payload)), dtype=self._torch.uint8)
-            rows[self._place] = self._torch.frombuffer(bytearray(payload), dtype=self._torch.uint8)
+            kind = {"dtype": self._torch.uint8, "device": "cpu"}
+            rows = self._torch.zeros((len(self.ranks), len(payload)), **kind)
+            rows[self._place] = self._torch.tensor(list(payload), **kind)
             options = self._dist.distributed_c10d.AllreduceOptions()
             if wait is not None:
                 options.timeout = wait
@@ -104,7 +122,7 @@ class Channel:
 
     def _lost(self, error: Exception, what: str) -> GroupError:
         missing = self._missing()
-        who = f"{ranks_text(missing)} did not come; " if missing else ""
+        who = f"{ranks_text(missing)} had not come by then; " if missing else ""
         lost = GroupError(
             f"{what} could not be settled with the other ranks: {who}torch says: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
@@ -113,15 +131,21 @@ class Channel:
         return lost
 
     def _missing(self) -> tuple[int, ...]:
-        """Who has not come as far as this rank. The store may be dead or hang: () then."""
-        late: list[int] = []
+        """Who does not come as far as this rank. The store may be dead or hang: () then."""
+        store, meetings = self._link.store, self._link.meetings
+        late = tuple(self.ranks)
 
         def look() -> None:
-            for rank in self.ranks:
-                if _arrivals(self._link.store, rank) < self._link.meetings:
-                    late.append(rank)
+            nonlocal late
+            end = time.monotonic() + _STRAGGLER_SECONDS
+            while late and time.monotonic() < end:
+                still = _behind(store, self.ranks, meetings)
+                if len(still) < len(late):
+                    end = time.monotonic() + _STRAGGLER_SECONDS
+                late = still
+                time.sleep(_STRAGGLER_SECONDS / 10)
 
-        return tuple(late) if self._link.store is not None and _done_in_time(look) else ()
+        return late if store is not None and _done_in_time(look) else ()
 
 
 class _Link:
@@ -134,9 +158,15 @@ class _Link:
         self.gloo: Any = None  # a process group of our own, where the group carries no CPU tensors
 
 
-def _arrivals(store: Any, rank: int) -> int:
-    """How many meetings a rank has come to."""
-    return int(store.get(str(rank))) if store.check([str(rank)]) else 0
+def _behind(store: Any, ranks: list[int], meetings: int) -> tuple[int, ...]:
+    """The ranks that came to fewer meetings."""
+    keys = [str(rank) for rank in ranks]
+    # Two requests for all ranks, where each came at least once.
+    known = keys if store.check(keys) else [key for key in keys if store.check([key])]
+    many = store.has_extended_api()
+    values = store.multi_get(known) if many else [store.get(key) for key in known]
+    came = {key: int(value) for key, value in zip(known, values, strict=True)}
+    return tuple(rank for rank in ranks if came.get(str(rank), 0) < meetings)
 
 
 def _done_in_time(look: Callable[[], None]) -> bool:

@@ -48,14 +48,8 @@ class Record:
 
     def packed(self) -> bytes:
         """For `parse` on all ranks."""
-        return _RECORD.pack(
-            self.protocol,
-            self.failed,
-            self.digest,
-            self.seconds,
-            self.device_bytes,
-            self.copied_bytes,
-        )
+        fields = (self.protocol, self.failed, self.digest, self.seconds)
+        return _RECORD.pack(*fields, self.device_bytes, self.copied_bytes)
 
     @staticmethod
     def parse(data: bytes) -> Record:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from memsaver.handles import Call, state
 from memsaver.native import Backup, State
-from memsaver.statistics import stats
+from memsaver.statistics import TagStats, stats
 from memsaver.transitions import pause, resume
 
 __all__ = ["Rollback"]
@@ -26,7 +26,12 @@ class Rollback:
     def __init__(self, call: Call) -> None:
         names = dict.fromkeys([*call.out, *call.into])
         self._before = {name: state(name) for name in names}
-        self._kept = {name: _kept_in(name) for name in names if self._before[name] is State.PAUSED}
+        rows: dict[str, list[TagStats]] = {}
+        for row in stats().tags:
+            rows.setdefault(row.tag, []).append(row)
+        self._kept = {
+            name: _kept_in(rows[name]) for name in names if self._before[name] is State.PAUSED
+        }
         self.done = False
         self.stuck = self.warning = ""
         self.errors: list[BaseException] = []
@@ -69,9 +74,8 @@ class Rollback:
             self.errors.append(error)
 
 
-def _kept_in(tag: str) -> Backup:
+def _kept_in(rows: list[TagStats]) -> Backup:
     """Where a paused tag's contents are, and go again if it is paused once more; or nowhere."""
-    rows = [row for row in stats().tags if row.tag == tag]
     # Pages of a paused tag are those that a failed pause had to keep, with their contents.
     if not any(row.backup_bytes or row.resident_bytes for row in rows):
         return Backup.NONE
