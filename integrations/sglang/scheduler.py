@@ -23,15 +23,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import os
-import pkgutil
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import memsaver
-from memsaver.errors import ConfigError, NotLoadedError, UnknownTagError
+from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.integrations.sglang.errors import EngineBusyError
 from memsaver.integrations.sglang.protocol import (
     RELEASE_ORDER,
@@ -44,8 +45,9 @@ from memsaver.integrations.sglang.protocol import (
     answers_of,
     error_of,
 )
+from memsaver.integrations.sglang.tags import names_of
 
-__all__ = ["install", "register"]
+__all__ = ["install", "install_in", "modules", "register"]
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -66,14 +68,31 @@ def register() -> None:
 
 
 def install() -> None:
-    """Put the hooks in place at once, where SGLang loads no plugins (Ray actors before 0.5.23).
+    """Put the hooks in place at once, importing the modules that they are on.
 
     Idempotent, and harmless beside `register`. To be called before the scheduler is made, when
     SGLang's modules can be imported.
     """
+    for name in modules():
+        install_in(importlib.import_module(name))
+
+
+def modules() -> tuple[str, ...]:
+    """The modules of SGLang's that have something to hook, for `install_in`."""
+    return tuple(dict.fromkeys(target.rsplit(".", 2)[0] for target in _hooks()))
+
+
+def install_in(module: ModuleType) -> None:
+    """Put the hooks on one of `modules()` in place, which has been imported. As `install`.
+
+    For processes that load no plugins, or do not need all of these modules: the registry imports
+    whatever has a hook, the whole scheduler in a process that only detokenizes, say.
+    """
     for target, (kind, hook) in _hooks().items():
-        path, name = target.rsplit(".", 1)
-        owner = pkgutil.resolve_name(path)
+        where, owner_name, name = target.rsplit(".", 2)
+        if where != module.__name__:
+            continue
+        owner = getattr(module, owner_name)
         done = vars(owner).get(_INSTALLED, frozenset())
         if name not in done:
             setattr(owner, name, _wrapped(kind, getattr(owner, name), hook))
@@ -189,14 +208,13 @@ def _only(request: Any, tags: Sequence[str]) -> Any:
 
 
 def _with_memory(tags: Sequence[str]) -> list[str]:
-    """Those tags that are memsaver's here: CUDA graphs need not be, nor all of another saver's."""
-    known = []
+    """The tags of memsaver's behind these: CUDA graphs need not have any."""
+    known: list[str] = []
     for tag in tags:
         try:
-            memsaver.state(tag)
-        except (UnknownTagError, NotLoadedError):
+            known += names_of(tag)
+        except NotLoadedError:
             continue
-        known.append(tag)
     return known
 
 
