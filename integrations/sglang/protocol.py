@@ -130,7 +130,8 @@ class Answer:
         tags: what it was done to, or was to be done to; what was as asked already is left out.
         released: the tags whose memory is given back now.
         ranks: the ranks of the scheduler's tensor-parallel group.
-        failure: why nothing was done, or None.
+        failure: why it was not done, or None.
+        number: counts the scheduler's answers, from 1.
     """
 
     operation: str
@@ -138,6 +139,7 @@ class Answer:
     released: tuple[str, ...]
     ranks: tuple[RankReport, ...] = ()
     failure: Failure | None = None
+    number: int = 0
 
     def text(self) -> str:
         """The answer as a string, which `answers_of` understands."""
@@ -153,6 +155,7 @@ class Answer:
             tuple(fields["released"]),
             tuple(RankReport._from(rank) for rank in fields["ranks"]),
             Failure(**failure) if failure else None,
+            fields["number"],
         )
 
 

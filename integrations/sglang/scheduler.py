@@ -25,8 +25,6 @@ import copy
 import functools
 import importlib
 import inspect
-import os
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -45,9 +43,11 @@ from memsaver.integrations.sglang.protocol import (
     answers_of,
     error_of,
 )
+from memsaver.integrations.sglang.ranks import Figures, Group, first_failure
 from memsaver.integrations.sglang.tags import names_of
+from memsaver.reports import Report
 
-__all__ = ["install", "install_in", "modules", "register"]
+__all__ = ["install", "install_in", "modules"]
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -56,21 +56,10 @@ _LAST = "_memsaver_last_answer"  # of a scheduler
 _INSTALLED = "_memsaver_hooks"  # of a class
 
 
-def register() -> None:
-    """Register the hooks with SGLang's hook registry; call it from a plugin's entry point.
-
-    They take effect when SGLang applies what its plugins registered, before the engine starts.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target, (kind, hook) in _hooks().items():
-        HookRegistry.register(target, hook, HookType[kind])
-
-
 def install() -> None:
     """Put the hooks in place at once, importing the modules that they are on.
 
-    Idempotent, and harmless beside `register`. To be called before the scheduler is made, when
+    Idempotent. To be called before the scheduler is made, when
     SGLang's modules can be imported.
     """
     for name in modules():
@@ -130,7 +119,7 @@ def release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Around `SchedulerWeightUpdaterManager.release_memory_occupation`."""
     if isinstance(updater.memory_saver_adapter, _Deferred):
         return original(updater, request)  # from here already
-    group = _Group(updater.tp_cpu_group)
+    group = Group(updater.tp_cpu_group)
     try:
         tags = [tag for tag in _asked(request, RELEASE_ORDER) if tag not in updater.offload_tags]
     except ConfigError as error:
@@ -138,20 +127,20 @@ def release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     if not tags:
         return _answer(updater, "release", [], [])
     ranks = group.attempt(lambda: _check_idle(updater))
-    if _first_failure(ranks):
+    if first_failure(ranks):
         return _answer(updater, "release", tags, ranks)
-    if not _with_memory(RELEASE_ORDER):
+    if not _names(RELEASE_ORDER):
         original(updater, _only(request, tags))
         return _answer(updater, "release", tags, ranks)
 
     ranks = group.attempt(lambda: _prepare(original, updater, request, tags))
-    if not _first_failure(ranks):
+    if not first_failure(ranks):
         ranks = group.attempt(lambda: _move(memsaver.pause, tags))
-    if _first_failure(ranks):
+    if first_failure(ranks):
         # Some ranks may have given memory back, so all of them take it again. Where that is not to
         # be had, the tags are released: of a rank that has them mapped, the next resume is easy.
         undone = group.attempt(lambda: _move(memsaver.resume, tags))
-        if not _first_failure(undone):
+        if not first_failure(undone):
             _restore(updater, request, tags)
     return _answer(updater, "release", tags, ranks)
 
@@ -160,19 +149,19 @@ def resume(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Around `SchedulerWeightUpdaterManager.resume_memory_occupation`."""
     if isinstance(updater.memory_saver_adapter, _Deferred):
         return original(updater, request)
-    group = _Group(updater.tp_cpu_group)
+    group = Group(updater.tp_cpu_group)
     try:
         tags = [tag for tag in _asked(request, RESUME_ORDER) if tag in updater.offload_tags]
     except ConfigError as error:
         return _answer(updater, "resume", [], [], Failure.of(error))
     if not tags:
         return _answer(updater, "resume", [], [])
-    if not _with_memory(RESUME_ORDER):
+    if not _names(RESUME_ORDER):
         original(updater, _only(request, tags))
         return _answer(updater, "resume", tags, group.attempt(lambda: None))
 
     ranks = group.attempt(lambda: _move(memsaver.resume, tags))
-    if _first_failure(ranks):
+    if first_failure(ranks):
         # A rank that cannot give it back again stays mapped, which the next resume accepts.
         group.attempt(lambda: _move(memsaver.pause, tags))
     else:
@@ -207,23 +196,25 @@ def _only(request: Any, tags: Sequence[str]) -> Any:
     return request
 
 
-def _with_memory(tags: Sequence[str]) -> list[str]:
-    """The tags of memsaver's behind these: CUDA graphs need not have any."""
-    known: list[str] = []
-    for tag in tags:
-        try:
-            known += names_of(tag)
-        except NotLoadedError:
-            continue
-    return known
+def _names(tags: Sequence[str]) -> dict[str, str]:
+    """SGLang's tag of each of memsaver's tags behind these; {} where another saver has them."""
+    try:
+        return {name: tag for tag in tags for name in names_of(tag)}
+    except NotLoadedError:
+        return {}
 
 
-def _move(
-    transition: Callable[..., memsaver.Report], tags: Sequence[str]
-) -> memsaver.Report | None:
-    """Pause or resume the tags, those with memory; to neither, no tags would mean all of them."""
-    known = _with_memory(tags)
-    return transition(*known) if known else None
+def _move(transition: Callable[..., Report], tags: Sequence[str]) -> Figures | None:
+    """Pause or resume the tags, in one call; to it, no tags would mean all of them."""
+    names = _names(tags)
+    if not names:
+        return None
+    report = transition(*names)
+    device, copied = dict.fromkeys(tags, 0), dict.fromkeys(tags, 0)
+    for change in report.changes:
+        device[names[change.tag]] += change.device_bytes
+        copied[names[change.tag]] += change.copied_bytes
+    return Figures(report.seconds, device, copied)
 
 
 def _is_idle(updater: Any) -> bool:
@@ -249,7 +240,7 @@ def _prepare(original: Callable[..., Any], updater: Any, request: Any, tags: Seq
             original(updater, _only(request, tags))
         except Exception:
             if WEIGHTS in tags and WEIGHTS not in saver.paused:
-                _barrier(updater.tp_cpu_group)  # where the other ranks wait for this one
+                Group(updater.tp_cpu_group).barrier()  # where the other ranks wait for this one
             raise
 
 
@@ -268,18 +259,23 @@ def _answer(
     updater: Any,
     operation: str,
     tags: Sequence[str],
-    ranks: Sequence[RankReport],
+    ranks: list[RankReport],
     failure: Failure | None = None,
 ) -> Any:
     """What goes back to the tokenizer manager, as SGLang's type for it."""
-    failed = _first_failure(ranks)
+    failed = first_failure(ranks)
     if failed is not None and failed.failure is not None:
         failure = _failure(updater, operation, tags, ranks, failed, failed.failure)
+    before = getattr(updater.scheduler, _LAST, None)
     answer = Answer(
-        operation, tuple(tags), tuple(sorted(updater.offload_tags)), tuple(ranks), failure
+        operation,
+        tuple(tags),
+        tuple(sorted(updater.offload_tags)),
+        tuple(ranks),
+        failure,
+        before.number + 1 if before is not None else 1,
     )
-    if updater.scheduler is not None:
-        setattr(updater.scheduler, _LAST, answer)
+    setattr(updater.scheduler, _LAST, answer)
     from sglang.srt.managers import io_struct
 
     output = {
@@ -293,7 +289,7 @@ def _failure(
     updater: Any,
     operation: str,
     tags: Sequence[str],
-    ranks: Sequence[RankReport],
+    ranks: list[RankReport],
     failed: RankReport,
     why: Failure,
 ) -> Failure:
@@ -310,10 +306,6 @@ def _failure(
         f"({failed.host}): {why.message}; {then}"
     )
     return Failure(why.kind, message, why.tag, why.needed, why.free)
-
-
-def _first_failure(ranks: Sequence[RankReport]) -> RankReport | None:
-    return next((rank for rank in ranks if rank.failure is not None), None)
 
 
 class _Deferred:
@@ -346,57 +338,6 @@ class _Deferral:
 
     def __exit__(self, *_: object) -> None:
         self._updater.memory_saver_adapter = self._saver
-
-
-class _Group:
-    """The ranks of a tensor-parallel group, over a torch process group that works on the CPU."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def attempt(self, work: Callable[[], memsaver.Report | None]) -> list[RankReport]:
-        """Do the work on this rank, and learn how it went on every one.
-
-        Collective: every rank of the group calls it, also one that could not work.
-        """
-        mine = RankReport(self._rank(), socket.gethostname(), os.getpid())
-        try:
-            report = work()
-        except Exception as error:
-            mine = RankReport(mine.rank, mine.host, mine.pid, failure=Failure.of(error))
-        else:
-            if report is not None:
-                mine = _of_report(mine, report)
-        return self._gather(mine)
-
-    def _rank(self) -> int:
-        return int(_distributed().get_rank(self._group)) if self._group is not None else 0
-
-    def _gather(self, mine: RankReport) -> list[RankReport]:
-        if self._group is None or _distributed().get_world_size(self._group) == 1:
-            return [mine]
-        all_ranks: list[RankReport] = [mine] * _distributed().get_world_size(self._group)
-        _distributed().all_gather_object(all_ranks, mine, group=self._group)
-        return all_ranks
-
-
-def _of_report(rank: RankReport, report: memsaver.Report) -> RankReport:
-    device: dict[str, int] = {}
-    copied: dict[str, int] = {}
-    for change in report.changes:
-        device[change.tag] = device.get(change.tag, 0) + change.device_bytes
-        copied[change.tag] = copied.get(change.tag, 0) + change.copied_bytes
-    return RankReport(rank.rank, rank.host, rank.pid, report.seconds, device, copied)
-
-
-def _distributed() -> Any:
-    import torch.distributed
-
-    return torch.distributed
-
-
-def _barrier(group: Any) -> None:
-    _distributed().barrier(group)
 
 
 # --- in the tokenizer manager ---------------------------------------------------------------------

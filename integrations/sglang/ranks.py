@@ -1,0 +1,76 @@
+"""The ranks of a tensor-parallel group: what one does, all learn of."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from memsaver.integrations.sglang.protocol import Failure, RankReport
+
+__all__ = ["Figures", "Group", "first_failure"]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What work on one rank did; fields as of `RankReport`."""
+
+    seconds: float = 0.0
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+    copied_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+class Group:
+    """The ranks of a torch process group that works on the CPU; None is a group of one rank."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def attempt(self, work: Callable[[], Figures | None]) -> list[RankReport]:
+        """Do the work on this rank, and learn how it went on every one, in the order of ranks.
+
+        Collective: every rank of the group calls it, also one that could not work. An exception of
+        the work becomes its rank's failure.
+        """
+        mine = RankReport(self._rank(), socket.gethostname(), os.getpid())
+        try:
+            did = work() or Figures()
+            mine = replace(
+                mine,
+                seconds=did.seconds,
+                device_bytes=did.device_bytes,
+                copied_bytes=did.copied_bytes,
+            )
+        except Exception as error:
+            mine = replace(mine, failure=Failure.of(error))
+        return self._gather(mine)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self._size() > 1:
+            _distributed().barrier(self._group)
+
+    def _rank(self) -> int:
+        return int(_distributed().get_rank(self._group)) if self._group is not None else 0
+
+    def _size(self) -> int:
+        return int(_distributed().get_world_size(self._group)) if self._group is not None else 1
+
+    def _gather(self, mine: RankReport) -> list[RankReport]:
+        ranks = [mine] * self._size()
+        if len(ranks) > 1:
+            _distributed().all_gather_object(ranks, mine, group=self._group)
+        return ranks
+
+
+def first_failure(ranks: list[RankReport]) -> RankReport | None:
+    """The report of the first rank that failed."""
+    return next((rank for rank in ranks if rank.failure is not None), None)
+
+
+def _distributed() -> Any:
+    import torch.distributed
+
+    return torch.distributed

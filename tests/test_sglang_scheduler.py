@@ -1,0 +1,329 @@
+"""Release and resume in the scheduler: on the simulated driver, around a stand-in's handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import sglang_stand_in as stand_in
+
+import memsaver
+from memsaver.integrations.sglang import scheduler as hooks
+from memsaver.integrations.sglang.errors import EngineBusyError
+from memsaver.integrations.sglang.protocol import SchedulerState, answers_of, error_of
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    with stand_in.modules(monkeypatch) as classes:
+        hooks.install()
+        yield classes
+
+
+@pytest.fixture
+def engine(sglang, sim, tag, make_blocks):
+    """A scheduler whose weights (with a backup), KV cache and graphs are memsaver's."""
+    tag.names.extend(stand_in.TAGS)
+    scheduler = sglang.Scheduler(sglang.Updater)
+    scheduler.model = make_blocks("weights", [4 * MIB], backup="host")[0]
+    scheduler.kv = make_blocks("kv_cache", [8 * MIB], backup="none")[0]
+    scheduler.graph = make_blocks("cuda_graph", [2 * MIB], backup="host")[0]
+    yield scheduler
+    assert scheduler.death is None
+    del scheduler.model, scheduler.kv, scheduler.graph
+
+
+def ask(scheduler, operation, tags=None):
+    """The answer to one message, as it arrives in the tokenizer manager."""
+    kind = {
+        "release": stand_in.ReleaseMemoryOccupationReqInput,
+        "resume": stand_in.ResumeMemoryOccupationReqInput,
+    }[operation]
+    output = scheduler.handle(f"{operation}_memory_occupation", kind(tags=tags))
+    assert scheduler.death is None, repr(scheduler.death)
+    (answer,) = answers_of([output])
+    return answer
+
+
+def states():
+    return {tag: memsaver.state(tag).value for tag in stand_in.TAGS}
+
+
+def test_release_and_resume_tell_bytes_of_each_tag(engine, sim):
+    before = sim.tag_bytes()
+    answer = ask(engine, "release")
+    assert answer.failure is None and set(answer.released) == set(stand_in.TAGS)
+    (rank,) = answer.ranks
+    assert rank.device_bytes["kv_cache"] >= 8 * MIB and rank.device_bytes["weights"] >= 4 * MIB
+    assert rank.bytes == before and sim.tag_bytes() == 0
+    assert rank.copied_bytes["kv_cache"] == 0 and rank.copied_bytes["weights"] >= 4 * MIB
+    assert rank.seconds > 0
+
+    answer = ask(engine, "resume", ["weights"])
+    assert set(answer.released) == {"kv_cache", "cuda_graph"}
+    assert engine.model.is_intact()
+    answer = ask(engine, "resume")
+    assert set(answer.tags) == {"kv_cache", "cuda_graph"} and answer.released == ()
+    assert engine.kv.is_zero() and engine.graph.is_intact()
+
+
+@pytest.mark.parametrize("tags", [None, [], ["weights"], ["weights", "kv_cache"]])
+def test_doing_it_twice_changes_nothing(engine, tags):
+    ask(engine, "release", tags)
+    after = states()
+    answer = ask(engine, "release", tags)
+    assert answer.tags == () and answer.failure is None and states() == after
+    ask(engine, "resume")
+    answer = ask(engine, "resume", tags)
+    assert answer.tags == () and answer.failure is None
+    assert engine.model.is_intact() and set(states().values()) == {"mapped"}
+
+
+def test_unknown_tags_change_nothing(engine):
+    for operation in ("release", "resume"):
+        answer = ask(engine, operation, ["weights", "optimizer"])
+        assert isinstance(error_of([answer]), memsaver.ConfigError)
+    assert set(states().values()) == {"mapped"} and engine.weight_updater.offload_tags == set()
+
+
+def test_a_busy_engine_refuses(engine):
+    engine.begin("a")
+    answer = ask(engine, "release")
+    assert isinstance(error_of([answer]), EngineBusyError)
+    assert set(states().values()) == {"mapped"} and answer.released == ()
+    engine.end("a")
+    assert ask(engine, "release").failure is None
+
+
+def test_a_resume_without_room_can_be_repeated(engine, sim):
+    ask(engine, "release")
+    sim.occupy((80 << 30) - sim.physical() - 6 * MIB)  # the trainer's
+    answer = ask(engine, "resume")
+    error = error_of([answer])
+    assert isinstance(error, memsaver.OutOfDeviceMemoryError)
+    assert error.needed > error.free == 6 * MIB and "rank 0 of 1" in str(error)
+    assert set(states().values()) == {"paused"} and set(answer.released) == set(stand_in.TAGS)
+    assert sim.tag_bytes() == 0
+    assert ask(engine, "resume", ["weights"]).failure is None  # for which there is room
+    assert engine.model.is_intact()
+    sim.occupy(0)
+    assert ask(engine, "resume").released == ()
+    assert engine.model.is_intact() and engine.graph.is_intact() and engine.kv.is_zero()
+
+
+@pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemcpyDtoHAsync"])
+def test_a_release_that_fails_leaves_everything_mapped(engine, sim, call):
+    with sim.fault(call):
+        answer = ask(engine, "release")
+    assert isinstance(error_of([answer]), memsaver.MemsaverError)
+    assert set(states().values()) == {"mapped"} and answer.released == ()
+    assert engine.weight_updater.offload_tags == set()
+    assert engine.model.is_intact() and engine.graph.is_intact()
+    assert ask(engine, "release").failure is None
+    ask(engine, "resume")
+    assert engine.model.is_intact()
+
+
+def test_a_failure_of_sglangs_own_part_is_undone(engine):
+    engine.weight_updater.prepare_error = RuntimeError("a weight cache is active")
+    answer = ask(engine, "release")
+    assert "a weight cache is active" in str(error_of([answer]))
+    assert set(states().values()) == {"mapped"} and engine.weight_updater.offload_tags == set()
+    engine.weight_updater.prepare_error = None
+    assert ask(engine, "release").failure is None
+    assert ask(engine, "resume").failure is None and engine.model.is_intact()
+
+
+def test_model_buffers_come_back_without_a_backup(sglang, sim, tag, make_blocks):
+    tag.names.extend(stand_in.TAGS)
+    scheduler = sglang.Scheduler(sglang.Updater)
+    scheduler.model = make_blocks("weights", [MIB], backup="none")[0]
+    saved = scheduler.buffers()
+    ask(scheduler, "release")
+    ask(scheduler, "resume")
+    assert scheduler.buffers() == saved and any(saved)
+    assert scheduler.model.bytes()[16:].count(0) == MIB - 16
+    del scheduler.model
+
+
+def test_the_state_is_part_of_the_server_information(engine):
+    def state():
+        fields = engine.handle("get_internal_state").internal_state["memsaver"]
+        return SchedulerState.from_fields(fields)
+
+    assert state() == SchedulerState((), True, None)
+    answer = ask(engine, "release", ["kv_cache"])
+    assert state() == SchedulerState(("kv_cache",), True, answer) and answer.number == 1
+    engine.running.add("a")
+    assert not state().idle
+    engine.running.clear()
+    assert ask(engine, "resume").number == 2
+
+
+def test_an_error_reaches_whoever_asked_the_engine(engine, sglang, sim):
+    local = stand_in.Engine(sglang.Tokenizer([engine]))
+    request = stand_in.ResumeMemoryOccupationReqInput
+
+    def run(method, message):
+        return local.loop.run_until_complete(method(message, None))
+
+    manager = local.tokenizer_manager
+    (answer,) = run(manager.release_memory_occupation, stand_in.ReleaseMemoryOccupationReqInput())
+    assert answer.ranks[0].bytes == 14 * MIB
+    with sim.fault("cuMemCreate", sim.OUT_OF_MEMORY):
+        with pytest.raises(memsaver.OutOfDeviceMemoryError, match="rank 0 of 1"):
+            run(manager.resume_memory_occupation, request())
+    assert run(manager.resume_memory_occupation, request())[0].released == ()
+    local.shutdown()
+
+
+def test_another_saver_is_guarded_and_does_its_own_work(sglang, monkeypatch):
+    monkeypatch.setattr(hooks, "names_of", lambda tag: ())  # other tests have made such tags
+    scheduler = sglang.Scheduler(sglang.Updater)
+    saver = scheduler.weight_updater.memory_saver_adapter
+    for _ in range(2):
+        ask(scheduler, "release", ["kv_cache", "weights"])
+        ask(scheduler, "release")
+        assert saver.paused == set(stand_in.TAGS)
+    for _ in range(2):
+        ask(scheduler, "resume", ["weights"])
+        ask(scheduler, "resume")
+        assert saver.paused == set()
+
+
+def test_install_twice_is_as_once(engine):
+    hooks.install()
+    assert ask(engine, "release").number == 1
+    assert ask(engine, "resume").released == ()
+
+
+def test_without_hooks_the_stand_in_dies(monkeypatch):
+    with stand_in.modules(monkeypatch) as classes:
+        for setup, name, tags in [
+            ([], "resume_memory_occupation", None),
+            ([["kv_cache"]], "resume_memory_occupation", None),
+            ([None], "release_memory_occupation", None),
+        ]:
+            scheduler = classes.Scheduler(classes.Updater)
+            for released in setup:
+                scheduler.handle(
+                    "release_memory_occupation",
+                    stand_in.ReleaseMemoryOccupationReqInput(tags=released),
+                )
+            scheduler.handle(name, stand_in.ResumeMemoryOccupationReqInput(tags=tags))
+            assert scheduler.death is not None
+        busy = classes.Scheduler(classes.Updater)
+        busy.begin("a")
+        busy.handle("release_memory_occupation", stand_in.ReleaseMemoryOccupationReqInput())
+        assert isinstance(busy.death, AssertionError)
+        asyncio.set_event_loop(None)
+
+
+RANK = """
+    import os, sys, datetime
+    import pytest, torch.distributed as dist
+    import sglang_stand_in as stand_in
+    import memsaver
+    from conftest import Block, Simulator
+    from test_sglang_scheduler import MIB, ask, hooks, states
+
+    rank = int(sys.argv[1])
+    dist.init_process_group(
+        "gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2,
+        timeout=datetime.timedelta(seconds=30))
+    sim = Simulator()
+    sim.start()
+    patch = pytest.MonkeyPatch()
+    with stand_in.modules(patch) as classes:
+        hooks.install()
+        scheduler = classes.Scheduler(classes.Updater, group=dist.group.WORLD)
+        with memsaver.region("weights", backup="host"):
+            scheduler.model = Block(sim, 4 * MIB, rank)
+        with memsaver.region("kv_cache"):
+            kv = Block(sim, 8 * MIB, rank)
+        everything = ("kv_cache", "weights")
+        memsaver_states = lambda: {memsaver.state(tag).value for tag in everything}
+
+        # One rank is busy: none releases.
+        if rank == 1:
+            scheduler.begin("a")
+        answer = ask(scheduler, "release")
+        assert answer.failure.kind == "EngineBusyError", answer
+        assert memsaver_states() == {"mapped"}
+        scheduler.end("a")
+
+        # SGLang's part fails on one, before its barrier.
+        if rank == 1:
+            scheduler.weight_updater.prepare_error = RuntimeError("no room for the buffers")
+        answer = ask(scheduler, "release")
+        assert "no room for the buffers" in answer.failure.message, answer
+        assert memsaver_states() == {"mapped"} and not scheduler.weight_updater.offload_tags
+        assert scheduler.model.is_intact()
+        scheduler.weight_updater.prepare_error = None
+
+        # The saver fails on one.
+        if rank == 1:
+            sim.fail("cuMemUnmap", 1)
+        answer = ask(scheduler, "release")
+        assert "rank 1 of 2" in answer.failure.message, answer
+        assert memsaver_states() == {"mapped"} and not scheduler.weight_updater.offload_tags
+        assert scheduler.model.is_intact()
+
+        # All is well.
+        answer = ask(scheduler, "release")
+        assert answer.failure is None and len(answer.ranks) == 2, answer
+        assert [r.rank for r in answer.ranks] == [0, 1] and len({r.pid for r in answer.ranks}) == 2
+        assert memsaver_states() == {"paused"}
+
+        # A trainer holds one rank's memory: none resumes.
+        if rank == 1:
+            sim.occupy((80 << 30) - sim.physical() - 6 * MIB)
+        answer = ask(scheduler, "resume")
+        assert answer.failure.kind == "OutOfDeviceMemoryError", answer
+        assert "rank 1 of 2" in answer.failure.message and answer.failure.free == 6 * MIB
+        assert memsaver_states() == {"paused"} and sim.tag_bytes() == 0
+        sim.occupy(0)
+        answer = ask(scheduler, "resume")
+        assert answer.failure is None and answer.released == ()
+        assert memsaver_states() == {"mapped"} and scheduler.model.is_intact() and kv.is_zero()
+        assert scheduler.death is None
+        dist.barrier()
+    print("done")
+"""
+
+
+def test_two_ranks_do_it_together_or_not_at_all(tmp_path, run_python):
+    pytest.importorskip("torch.distributed")
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(RANK))
+    import os
+
+    from memsaver.native import LIBRARY_DIR
+
+    environment = {**os.environ, "MEMSAVER_DRIVER": "sim"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), str(LIBRARY_DIR.parent)]
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for output in outputs:
+        assert output.endswith("done\n"), "\n".join(outputs)
