@@ -1,0 +1,290 @@
+"""How to talk to an engine: an `sglang.Engine` of this process, or a server at a URL.
+
+Both ask for one thing at a time and know nothing of states; `sleep.SleepController` does. Every
+call but a generation is bounded by a timeout in seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
+from memsaver.integrations.sglang.protocol import Answer, SchedulerState
+
+__all__ = ["Engine", "LocalEngine", "ServedEngine", "connect"]
+
+_POLL_SECONDS = 0.05
+
+
+class Engine(Protocol):
+    """What a controller needs of an engine.
+
+    Errors: `EngineTimeoutError` where there is no answer in time, `EngineError` where the engine is
+    gone or refuses, memsaver's own where its hooks in the schedulers tell of one.
+    """
+
+    def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+        """Release memory; what the schedulers answer, [] where that does not reach the caller."""
+
+    def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+        """Resume memory; answers as of `release`."""
+
+    def states(self, timeout: float) -> list[SchedulerState]:
+        """How the schedulers are, one for each data-parallel rank; [] without memsaver's hooks."""
+
+    def flush(self, timeout: float) -> bool:
+        """Flush the prefix cache; False where requests are in flight, and nothing was done."""
+
+    def abort(self, timeout: float) -> None:
+        """Abort all requests; they may take a moment to end."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate, as `sglang.Engine.generate`. Not bounded."""
+
+
+def connect(engine: Any, api_key: str | None = None) -> Engine:
+    """The way to talk to `engine`.
+
+    Args:
+        engine: an `sglang.Engine`, or the URL of an SGLang server.
+        api_key: what a server asks for (its admin key, where it has one).
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(engine, str):
+        if not engine.startswith(("http://", "https://")):
+            raise ConfigError(f"a server's URL starts with http:// or https://, not {engine!r}")
+        return ServedEngine(engine, api_key)
+    missing = [
+        name for name in ("loop", "tokenizer_manager", "generate") if not hasattr(engine, name)
+    ]
+    if missing:
+        raise ConfigError(
+            f"neither an sglang.Engine nor a URL: {type(engine).__name__} has no `{missing[0]}`"
+        )
+    return LocalEngine(engine)
+
+
+def _scheduler_states(internal_states: Sequence[Mapping[str, Any]]) -> list[SchedulerState]:
+    if not internal_states or any("memsaver" not in state for state in internal_states):
+        return []
+    return [SchedulerState.from_fields(state["memsaver"]) for state in internal_states]
+
+
+class LocalEngine:
+    """An `sglang.Engine` of this process.
+
+    Its calls run on the engine's event loop, which any thread may drive; while another thread does
+    (it generates, say), that thread runs them. Not to be called from the loop's own thread.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+        """See `Engine`."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput as Request
+
+        request = Request(tags=list(tags))
+        ask = self._engine.tokenizer_manager.release_memory_occupation
+        return self._run("a release", lambda: ask(request, None), timeout) or []
+
+    def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+        """See `Engine`."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput as Request
+
+        request = Request(tags=list(tags))
+        ask = self._engine.tokenizer_manager.resume_memory_occupation
+        return self._run("a resume", lambda: ask(request, None), timeout) or []
+
+    def states(self, timeout: float) -> list[SchedulerState]:
+        """See `Engine`."""
+        ask = self._engine.tokenizer_manager.get_internal_state
+        return _scheduler_states(self._run("its state", ask, timeout))
+
+    def flush(self, timeout: float) -> bool:
+        """See `Engine`."""
+        ask = self._engine.tokenizer_manager.flush_cache
+        return bool(self._run("a flush", ask, timeout).success)
+
+    def abort(self, timeout: float) -> None:
+        """See `Engine`."""
+
+        async def ask() -> None:
+            self._engine.tokenizer_manager.abort_request(abort_all=True)
+
+        self._run("an abort", ask, timeout)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Engine`."""
+        return self._engine.generate(*args, **kwargs)
+
+    def _run(self, what: str, ask: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> Any:
+        loop: asyncio.AbstractEventLoop = self._engine.loop
+        if _is_in_event_loop():
+            raise InvalidStateError(
+                "the controller cannot wait inside an event loop: call it by "
+                "`await asyncio.to_thread(...)`"
+            )
+        if loop.is_closed():
+            raise EngineError("the engine was shut down")
+        future = asyncio.run_coroutine_threadsafe(ask(), loop)
+        _drive(loop, future, time.monotonic() + timeout)
+        if not future.done():
+            future.cancel()
+            raise EngineTimeoutError(
+                f"the engine did not answer {what} within {timeout:g} s; it may be dead, or busy"
+            )
+        try:
+            return future.result()
+        except MemsaverError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"the engine failed at {what}: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _is_in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _drive(
+    loop: asyncio.AbstractEventLoop, future: concurrent.futures.Future[Any], deadline: float
+) -> None:
+    """Wait until `future`, which runs on `loop`, is done, or `deadline` is over.
+
+    The loop may be driven by another thread when this begins, or not, and that may change.
+    """
+
+    async def watch() -> None:
+        while not future.done() and time.monotonic() < deadline:
+            await asyncio.wait(
+                [asyncio.wrap_future(future)], timeout=min(_POLL_SECONDS, _left(deadline))
+            )
+
+    while not (future.done() or loop.is_closed()) and time.monotonic() < deadline:
+        if loop.is_running():
+            concurrent.futures.wait([future], min(_POLL_SECONDS, _left(deadline)))
+            continue
+        watching = watch()
+        try:
+            loop.run_until_complete(watching)
+        except RuntimeError:  # another thread was faster
+            watching.close()
+            time.sleep(0.001)
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+class ServedEngine:
+    """An SGLang server at a URL. Any thread. Goes there directly, past what proxies are set."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+    def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+        """See `Engine`."""
+        self._post("/release_memory_occupation", {"tags": list(tags)}, timeout)
+        return []
+
+    def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+        """See `Engine`."""
+        self._post("/resume_memory_occupation", {"tags": list(tags)}, timeout)
+        return []
+
+    def states(self, timeout: float) -> list[SchedulerState]:
+        """See `Engine`."""
+        text = self._request("GET", "/server_info", None, timeout)
+        try:
+            return _scheduler_states(json.loads(text)["internal_states"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineError(
+                f"{self._url}/server_info is not what an SGLang server says: {text[:200]!r}"
+            ) from error
+
+    def flush(self, timeout: float) -> bool:
+        """See `Engine`."""
+        try:
+            self._post("/flush_cache", {}, timeout)
+        except EngineError as error:
+            if error.http_status == http.client.BAD_REQUEST:
+                return False
+            raise
+        return True
+
+    def abort(self, timeout: float) -> None:
+        """See `Engine`."""
+        self._post("/abort_request", {"abort_all": True}, timeout)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As `sglang.Engine.generate`, with JSON for what it takes and gives; no streams."""
+        if kwargs.get("stream"):
+            raise ConfigError("a controller over a URL does not stream: ask the server itself")
+        if len(args) > 1:
+            raise ConfigError("over a URL, pass what comes after the prompt by name")
+        payload = {name: value for name, value in kwargs.items() if value is not None}
+        prompt = payload.pop("prompt", args[0] if args else None)
+        if prompt is not None:
+            payload["text"] = prompt
+        return json.loads(self._post("/generate", payload, None))
+
+    def _post(self, path: str, payload: Mapping[str, Any], timeout: float | None) -> str:
+        return self._request("POST", path, json.dumps(payload).encode(), timeout)
+
+    def _request(self, method: str, path: str, body: bytes | None, timeout: float | None) -> str:
+        url = self._url + path
+        request = urllib.request.Request(url, body, self._headers, method=method)
+        try:
+            with self._open(request, timeout=timeout) as response:
+                return str(response.read().decode(errors="replace"))
+        except urllib.error.HTTPError as error:
+            failed = EngineError(f"{url} answered {error.code}: {_body(error)}")
+            failed.http_status = error.code
+            raise failed from error
+        except TimeoutError as error:
+            raise self._timeout(url, timeout) from error
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, TimeoutError):
+                raise self._timeout(url, timeout) from error
+            raise EngineError(f"{url} cannot be reached: {error.reason}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(
+                f"{url} ended the connection ({type(error).__name__}: {error}); "
+                "the server may be dead"
+            ) from error
+
+    def _timeout(self, url: str, timeout: float | None) -> EngineTimeoutError:
+        return EngineTimeoutError(f"{url} did not answer within {timeout or 0.0:g} s")
+
+
+def _body(error: urllib.error.HTTPError) -> str:
+    """What a server says of an error, SGLang's JSON or not."""
+    try:
+        text = error.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return str(error.reason)
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text.strip()[:1000] or str(error.reason)

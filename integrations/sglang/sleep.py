@@ -1,0 +1,406 @@
+"""`SleepController`: puts an SGLang engine to sleep and wakes it, and lets nothing kill it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from memsaver.errors import InvalidStateError, MemsaverError
+from memsaver.integrations.sglang.engines import Engine, connect
+from memsaver.integrations.sglang.errors import EngineBusyError, EngineError, EngineTimeoutError
+from memsaver.integrations.sglang.protocol import (
+    RELEASE_ORDER,
+    RESUME_ORDER,
+    WEIGHTS,
+    Answer,
+    SchedulerState,
+    error_of,
+)
+from memsaver.integrations.sglang.reports import SleepReport, Step, rank_reports
+from memsaver.integrations.sglang.status import Status, needs_of, selected, status_of
+
+__all__ = ["SleepController", "Status"]
+
+_POLL_SECONDS = 0.02
+
+# HTTP statuses by which a server says that it did not pass the call on to the engine.
+_NOT_ASKED = (401, 403, 404, 405, 422)
+
+
+class SleepController:
+    """Puts an SGLang engine to sleep and wakes it, by tags: "kv_cache", "weights", "cuda_graph".
+
+    Every call leaves out what is as asked already, and refuses, before the engine is asked, what
+    would end it: releasing memory under requests, and generating without it.
+
+        engine = SleepController(sglang.Engine(enable_memory_saver=True, ...))
+        engine.sleep(wait_idle=True)          # all of it; the trainer may have the memory
+        with engine.staged_wake():            # the weights are there: update them, drop the
+            update_weights()                  # trainer's copy
+        engine.generate(...)                  # the KV cache and the graphs are there, too
+
+    With memsaver's plugin in the engine, a call that fails (no memory, say) leaves the engine alive
+    and as it was, on all ranks, and can be made again; the state is the engine's own, also after
+    errors and when others release or resume. Without it, the engine dies of what fails in it, and
+    the controller knows only what it did itself, and what it was told at first.
+
+    Threads: any; `sleep` and `wake_up` are done one after the other, generations run beside each
+    other. Not inside an event loop: there, `await asyncio.to_thread(controller.sleep)`. Requests
+    that reach the engine past the controller are seen when `sleep` begins; without the plugin, one
+    that arrives in the moment after is fatal. So is one while it sleeps, in any case, and SGLang's
+    `/health` makes one, unless `SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0`.
+
+    Args:
+        engine: an `sglang.Engine` of this process, or a server's URL.
+        api_key: what the server asks for, its admin key where it has one.
+        released: tags that are released already; needed only where the plugin is not in the engine.
+        timeout: seconds that finding out about the engine may take.
+
+    Raises:
+        ConfigError: neither an engine nor a URL, or an unknown tag.
+        EngineError: it cannot be reached.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        api_key: str | None = None,
+        released: str | Sequence[str] = (),
+        timeout: float = 60.0,
+    ) -> None:
+        self._engine: Engine = connect(engine, api_key)
+        self._timeout = timeout
+        self._turn = threading.RLock()  # held by whoever changes the state
+        self._change = threading.Condition()  # of what follows; nothing waits for an engine in it
+        self._generating = 0
+        self._anywhere = frozenset(selected(released, RELEASE_ORDER)) if released else frozenset()
+        self._everywhere = self._anywhere  # data-parallel schedulers may differ after a failure
+        self._known = True
+        self._sleeping = False  # a release is under way
+        self._guarded = False  # memsaver's plugin is in the engine
+        self._number = 0  # of the last answer that is known
+        self.refresh()
+
+    @property
+    def status(self) -> Status:
+        """What is there, as far as this controller knows. `refresh` asks the engine."""
+        with self._change:
+            return status_of(self._anywhere) if self._known else Status.UNKNOWN
+
+    @property
+    def released(self) -> frozenset[str]:
+        """The tags that are released, on one scheduler at least."""
+        with self._change:
+            return self._anywhere
+
+    @property
+    def guarded(self) -> bool:
+        """Whether memsaver's plugin is in the engine."""
+        return self._guarded
+
+    def refresh(self) -> Status:
+        """Ask the engine for its state. Without the plugin it does not know, and nothing changes.
+
+        Raises:
+            EngineError: it cannot be reached.
+        """
+        with self._turn:
+            self._learn(self._engine.states(self._timeout))
+            return self.status
+
+    def check(self, operation: str) -> None:
+        """Raise `InvalidStateError` where the engine would not survive it.
+
+        Args:
+            operation: "generate" or "update_weights".
+        """
+        needed = needs_of(operation)
+        with self._change:
+            if not self._known or self._sleeping:
+                what = "is about to sleep" if self._sleeping else "is in an unknown state"
+                raise InvalidStateError(f"the engine {what}: it cannot {operation} now")
+            missing = [tag for tag in RESUME_ORDER if tag in self._anywhere & needed]
+        if missing:
+            raise InvalidStateError(
+                f"the engine cannot {operation} while {', '.join(missing)} is released; "
+                "wake it up first",
+                tag=missing[0],
+            )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`sglang.Engine.generate`, unless memory that it needs is released.
+
+        Over a URL, arguments and result are JSON, and there are no streams. A stream counts as a
+        request from its first item to its end.
+
+        Raises:
+            InvalidStateError: what it needs is released, or being released.
+            EngineError: the engine failed.
+        """
+        if kwargs.get("stream"):
+            self.check("generate")
+            return self._stream(args, kwargs)
+        with self._request():
+            return self._engine.generate(*args, **kwargs)
+
+    def sleep(
+        self,
+        tags: str | Sequence[str] | None = None,
+        *,
+        wait_idle: bool = False,
+        abort: bool = False,
+        flush: bool = False,
+        timeout: float = 60.0,
+    ) -> SleepReport:
+        """Give the memory of `tags` back; all of them when none is named.
+
+        Tags that are released are left out. SGLang flushes its prefix cache when "kv_cache" is
+        among the tags.
+
+        Args:
+            tags: a tag, or several.
+            wait_idle: wait until no request is in flight, instead of refusing.
+            abort: abort the requests in flight, and wait for their end.
+            flush: flush the prefix cache also where only other tags are released, as before new
+                weights. Without the plugin, that is how a busy engine is found out: always done.
+            timeout: seconds for all of it.
+
+        Raises:
+            ConfigError: an unknown tag, or an empty list of tags.
+            EngineBusyError: requests are in flight, at the end of `timeout` where it waits for
+                them. The engine is as it was.
+            EngineTimeoutError: no answer; the status is unknown until the engine answers again.
+            EngineError: the engine failed. With the plugin it is as it was, if it still answers.
+            MemsaverError: with the plugin, why memory could not be released; all is mapped.
+        """
+        wanted = selected(tags, RELEASE_ORDER)
+        deadline = time.monotonic() + timeout
+        with self._turn:
+            self._settle()
+            going = [tag for tag in wanted if tag not in self._everywhere]
+            skipped = tuple(tag for tag in wanted if tag not in going)
+            if not going:
+                return SleepReport((), skipped)
+            steps: list[Step] = []
+            with self._closed_to_requests(wait_idle or abort, abort, deadline, steps):
+                self._drain(wait_idle or abort, flush, deadline, steps)
+                steps.append(self._ask("release", going, deadline))
+            return SleepReport(tuple(steps), skipped)
+
+    def wake_up(
+        self, tags: str | Sequence[str] | None = None, *, timeout: float = 60.0
+    ) -> SleepReport:
+        """Take memory for `tags` again; for all that are released when none is named.
+
+        Tags that are not released are left out. What had a backup has its contents, weights
+        without one must be loaded, and the KV cache is empty.
+
+        Args:
+            tags: a tag, or several.
+            timeout: seconds.
+
+        Raises:
+            ConfigError: an unknown tag, or an empty list of tags.
+            OutOfDeviceMemoryError: with the plugin, where the memory is not there on some rank, say
+                as a trainer still holds it. The tags are released as before, the engine is alive,
+                and the call can be made again.
+            EngineTimeoutError, EngineError, MemsaverError: as of `sleep`.
+        """
+        wanted = selected(tags, RESUME_ORDER)
+        with self._turn:
+            self._settle()
+            coming = [tag for tag in wanted if tag in self._anywhere]
+            skipped = tuple(tag for tag in wanted if tag not in coming)
+            if not coming:
+                return SleepReport((), skipped)
+            return SleepReport((self._ask("resume", coming, time.monotonic() + timeout),), skipped)
+
+    @contextlib.contextmanager
+    def asleep(
+        self, tags: str | Sequence[str] | None = None, **options: Any
+    ) -> Iterator[SleepReport]:
+        """Sleep for the block, and wake what went to sleep at its end, also after an exception.
+
+        Args and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`.
+        """
+        report = self.sleep(tags, **options)
+        try:
+            yield report
+        finally:
+            if report.changed:
+                self.wake_up(report.changed)
+
+    @contextlib.contextmanager
+    def staged_wake(self, *, timeout: float = 60.0) -> Iterator[list[SleepReport]]:
+        """Wake the weights for the block, which updates them, and the rest when it is done.
+
+        So the memory of the KV cache and the graphs is needed only when the block has given up
+        its own copy of the weights. After an exception in the block the rest sleeps on, and the
+        weights are there: update them again and `wake_up()`, or `sleep()`.
+
+        Yields a list of the reports, which has the second one after the block. Errors are those of
+        `wake_up`, for each of both.
+        """
+        reports = [self.wake_up(WEIGHTS, timeout=timeout)]
+        yield reports
+        reports.append(self.wake_up(timeout=timeout))
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _request(self) -> Iterator[None]:
+        """While it lasts, memory is not released."""
+        with self._change:
+            self.check("generate")
+            self._generating += 1
+        try:
+            yield
+        finally:
+            with self._change:
+                self._generating -= 1
+                self._change.notify_all()
+
+    def _stream(self, args: Any, kwargs: Any) -> Iterator[Any]:
+        with self._request():
+            yield from self._engine.generate(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _closed_to_requests(
+        self, wait: bool, abort: bool, deadline: float, steps: list[Step]
+    ) -> Iterator[None]:
+        """For the block, no request comes by this controller, and none is under way."""
+        with self._change:
+            if self._generating and not wait:
+                raise _busy()
+            self._sleeping = True
+        try:
+            if abort:
+                steps.append(_timed("abort", lambda: self._engine.abort(_left(deadline))))
+            with self._change:
+                done = self._change.wait_for(lambda: not self._generating, _left(deadline))
+            if not done:
+                raise _busy()
+            yield
+        finally:
+            with self._change:
+                self._sleeping = False
+
+    def _drain(self, wait: bool, flush: bool, deadline: float, steps: list[Step]) -> None:
+        """See to it that no request is in flight, whoever made it."""
+
+        def until_idle() -> None:
+            while not self._is_idle(deadline):
+                if not wait or time.monotonic() >= deadline:
+                    raise _busy()
+                time.sleep(min(_POLL_SECONDS, _left(deadline)))
+
+        steps.append(_timed("wait_idle" if self._guarded else "flush", until_idle))
+        if flush and self._guarded:
+            steps.append(_timed("flush", lambda: self._flush(deadline)))
+
+    def _is_idle(self, deadline: float) -> bool:
+        if not self._guarded:
+            flushed: bool = self._engine.flush(_left(deadline))
+            return flushed
+        return all([state.idle for state in self._engine.states(_left(deadline))])
+
+    def _flush(self, deadline: float) -> None:
+        if not self._engine.flush(_left(deadline)):
+            raise _busy()
+
+    # --- the engine -------------------------------------------------------------------------------
+
+    def _ask(self, operation: str, tags: Sequence[str], deadline: float) -> Step:
+        """Release or resume, and know what holds then."""
+        ask = self._engine.release if operation == "release" else self._engine.resume
+        started = time.monotonic()
+        try:
+            if time.monotonic() >= deadline:
+                raise EngineTimeoutError(f"there was no time left for the {operation}")
+            answers = ask(tags, _left(deadline))
+        except BaseException as error:
+            self._after_failure(error)
+            raise
+        seconds = time.monotonic() - started
+        if not answers and self._guarded:
+            answers = self._new_answers(self._engine.states(self._timeout))
+            failed = error_of(answers)
+            if failed is not None:  # which a server did not pass on
+                self._after_failure(failed)
+                raise failed
+        self._note(operation, tags, answers)
+        return Step(operation, tuple(tags), seconds, rank_reports(answers))
+
+    def _after_failure(self, error: BaseException) -> None:
+        """Find out what the state is. Raises what the engine says of a failure in its place."""
+        if isinstance(error, EngineError) and error.http_status in _NOT_ASKED:
+            return
+        with self._change:
+            self._known = False
+        timed_out = isinstance(error, EngineTimeoutError)
+        try:
+            states = self._engine.states(min(self._timeout, 1.0) if timed_out else self._timeout)
+        except MemsaverError:
+            return
+        told = error_of(self._new_answers(states))
+        self._learn(states)
+        if told is not None and isinstance(error, EngineError) and not timed_out:
+            raise told from error
+
+    def _new_answers(self, states: Sequence[SchedulerState]) -> list[Answer]:
+        """What the schedulers answered since this controller last learned of an answer."""
+        answers = [state.last for state in states if state.last is not None]
+        return [answer for answer in answers if answer.number > self._number]
+
+    def _settle(self) -> None:
+        """Know the state, or refuse."""
+        if self._guarded:
+            self._learn(self._engine.states(self._timeout))
+        if not self._known:
+            raise InvalidStateError(
+                "what the engine has released is unknown since its last failure, and it has not "
+                "memsaver's plugin to tell: restart it"
+            )
+
+    def _learn(self, states: Sequence[SchedulerState]) -> None:
+        """Take over what the schedulers say."""
+        if not states:
+            return
+        with self._change:
+            self._guarded = self._known = True
+            sets = [frozenset(state.released) for state in states]
+            self._anywhere = frozenset().union(*sets)
+            self._everywhere = sets[0].intersection(*sets)
+            self._number = max([state.last.number for state in states if state.last] or [0])
+
+    def _note(self, operation: str, tags: Sequence[str], answers: Sequence[Answer]) -> None:
+        """Take over a success, from its answers where there are some."""
+        if answers:
+            self._learn([SchedulerState(answer.released, True, answer) for answer in answers])
+            return
+        with self._change:
+            changed = frozenset(tags)
+            release = operation == "release"
+            self._anywhere = self._anywhere | changed if release else self._anywhere - changed
+            self._everywhere = self._anywhere
+
+
+def _timed(name: str, work: Callable[[], None]) -> Step:
+    started = time.monotonic()
+    work()
+    return Step(name, (), time.monotonic() - started)
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
+def _busy() -> EngineBusyError:
+    return EngineBusyError(
+        "the engine has requests in flight, and memory that they use cannot be released: wait for "
+        "them (wait_idle=True), or abort them (abort=True)"
+    )
