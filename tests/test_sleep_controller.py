@@ -236,8 +236,6 @@ def test_requests_are_aborted_where_asked_to(world, in_thread, wait_until):
 def test_no_request_slips_in_while_the_engine_goes_to_sleep(make_world, kind):
     # Generations and sleeps of several threads: each request is served or refused, none is fatal.
     world = make_world(kind)
-    if kind == "local":
-        world.manager.generate_seconds = 0.0  # its loop is one thread's at a time
     served = refused = 0
 
     def requests():
@@ -251,7 +249,7 @@ def test_no_request_slips_in_while_the_engine_goes_to_sleep(make_world, kind):
                 time.sleep(0.001)
         return counts
 
-    threads = 1 if kind == "local" else 4
+    threads = 3
     with ThreadPoolExecutor(threads) as pool:
         tasks = [pool.submit(requests) for _ in range(threads)]
         while not all(task.done() for task in tasks):
@@ -260,7 +258,7 @@ def test_no_request_slips_in_while_the_engine_goes_to_sleep(make_world, kind):
         for task in tasks:
             served, refused = served + task.result()[0], refused + task.result()[1]
     world.check_alive()
-    assert served == world.scheduler.generated and served + refused == 40 * threads
+    assert 0 < served == world.scheduler.generated and served + refused == 40 * threads
 
 
 def test_a_stream_counts_until_its_end(make_world):

@@ -10,10 +10,11 @@ import asyncio
 import concurrent.futures
 import http.client
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
@@ -82,14 +83,15 @@ def _scheduler_states(internal_states: Sequence[Mapping[str, Any]]) -> list[Sche
 
 
 class LocalEngine:
-    """An `sglang.Engine` of this process.
+    """An `sglang.Engine` of this process. Any thread, but none inside an event loop.
 
-    Its calls run on the engine's event loop, which any thread may drive; while another thread does
-    (it generates, say), that thread runs them. Not to be called from the loop's own thread.
+    Its calls run on the engine's event loop, which one thread can drive at a time. While another
+    one does (it generates, say), that thread runs them; generations take turns.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._driving = threading.Lock()  # held by the thread that drives the loop, or is about to
 
     def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
         """See `Engine`."""
@@ -127,7 +129,18 @@ class LocalEngine:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See `Engine`."""
-        return self._engine.generate(*args, **kwargs)
+        with self._driving:
+            result = self._engine.generate(*args, **kwargs)
+        return self._stream(iter(result)) if kwargs.get("stream") else result
+
+    def _stream(self, items: Iterator[Any]) -> Iterator[Any]:
+        end = object()
+        while True:
+            with self._driving:  # not between items, which may be long
+                item = next(items, end)
+            if item is end:
+                return
+            yield item
 
     def _run(self, what: str, ask: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> Any:
         loop: asyncio.AbstractEventLoop = self._engine.loop
@@ -139,7 +152,7 @@ class LocalEngine:
         if loop.is_closed():
             raise EngineError("the engine was shut down")
         future = asyncio.run_coroutine_threadsafe(ask(), loop)
-        _drive(loop, future, time.monotonic() + timeout)
+        self._drive(loop, future, time.monotonic() + timeout)
         if not future.done():
             future.cancel()
             raise EngineTimeoutError(
@@ -154,6 +167,35 @@ class LocalEngine:
                 f"the engine failed at {what}: {type(error).__name__}: {error}"
             ) from error
 
+    def _drive(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        future: concurrent.futures.Future[Any],
+        deadline: float,
+    ) -> None:
+        """Wait until `future`, which runs on `loop`, is done, or `deadline` is over.
+
+        Another thread may drive the loop when this begins, or later, or stop doing so.
+        """
+
+        async def watch() -> None:
+            while not future.done() and time.monotonic() < deadline:
+                waited = min(_POLL_SECONDS, _left(deadline))
+                await asyncio.wait([asyncio.wrap_future(future)], timeout=waited)
+
+        while not (future.done() or loop.is_closed()) and time.monotonic() < deadline:
+            if loop.is_running() or not self._driving.acquire(blocking=False):
+                concurrent.futures.wait([future], min(_POLL_SECONDS, _left(deadline)))
+                continue
+            watching = watch()
+            try:
+                loop.run_until_complete(watching)
+            except RuntimeError:  # somebody who knows nothing of this was faster
+                watching.close()
+                time.sleep(0.001)
+            finally:
+                self._driving.release()
+
 
 def _is_in_event_loop() -> bool:
     try:
@@ -161,32 +203,6 @@ def _is_in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _drive(
-    loop: asyncio.AbstractEventLoop, future: concurrent.futures.Future[Any], deadline: float
-) -> None:
-    """Wait until `future`, which runs on `loop`, is done, or `deadline` is over.
-
-    The loop may be driven by another thread when this begins, or not, and that may change.
-    """
-
-    async def watch() -> None:
-        while not future.done() and time.monotonic() < deadline:
-            await asyncio.wait(
-                [asyncio.wrap_future(future)], timeout=min(_POLL_SECONDS, _left(deadline))
-            )
-
-    while not (future.done() or loop.is_closed()) and time.monotonic() < deadline:
-        if loop.is_running():
-            concurrent.futures.wait([future], min(_POLL_SECONDS, _left(deadline)))
-            continue
-        watching = watch()
-        try:
-            loop.run_until_complete(watching)
-        except RuntimeError:  # another thread was faster
-            watching.close()
-            time.sleep(0.001)
 
 
 def _left(deadline: float) -> float:
