@@ -544,7 +544,7 @@ def test_no_order_of_calls_ends_the_engine(make_world, kind, guarded):
     @settings(
         max_examples=40,
         deadline=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture],
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
     @given(_CALLS)
     def run(calls):
