@@ -114,7 +114,7 @@ class TorchPools:
             shared = _shared_pools.get((device, tag, name)) if name is not None else None
         if ours and name is not None:
             yield name
-        elif shared is not None and shared.use_count() > 0:
+        elif shared is not None and _is_kept(shared):
             yield _pool_id(shared)
         else:
             fresh = self.new_pool(device)
@@ -288,6 +288,14 @@ def suspended() -> Iterator[None]:
     finally:
         _routes.current = route
         route._start()
+
+
+def _is_kept(pool: Any) -> bool:
+    """Whether a graph keeps a closed pool; torch raises where it has forgotten the pool."""
+    try:
+        return bool(pool.use_count() > 0)
+    except RuntimeError:
+        return False
 
 
 def _pool_id(pool: Any) -> tuple[int, int]:

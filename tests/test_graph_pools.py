@@ -40,6 +40,8 @@ def pools(allocator, monkeypatch):
             allocator.counts[self.id] = 1
 
         def use_count(self) -> int:
+            if allocator.counts[self.id] == 0:
+                raise RuntimeError("INTERNAL ASSERT FAILED")  # torch has forgotten the pool
             return allocator.counts[self.id]
 
     cuda = SimpleNamespace(
