@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sglang_stand_in as stand_in
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import memsaver
@@ -320,7 +321,7 @@ def test_asleep_wakes_what_it_put_to_sleep(world):
 # --- failures -------------------------------------------------------------------------------------
 
 
-def test_a_wake_without_room_fails_and_the_next_one_works(make_world, kind):
+def test_a_wake_without_room_fails_and_the_next_one_works(make_world, kind, caplog):
     world = make_world(kind)
     world.controller.sleep()
     for tags in (None, "weights", None):
@@ -332,6 +333,9 @@ def test_a_wake_without_room_fails_and_the_next_one_works(make_world, kind):
     assert world.released == set() and world.scheduler.model.is_intact()
     assert world.controller.generate(prompt="a")["text"] == "a!"
     world.check_alive()
+    del caught
+    gc.collect()
+    assert "never retrieved" not in caplog.text  # the error was the caller's
 
 
 def test_a_staged_wake_without_room_for_the_rest(make_world, kind):
@@ -544,6 +548,9 @@ def test_no_order_of_calls_ends_the_engine(make_world, kind, guarded):
     @settings(
         max_examples=40,
         deadline=None,
+        # What targeting imports is parsed while other threads parse, which Python 3.11.7 may take
+        # for an error of its own (AST constructor recursion depth mismatch).
+        phases=set(Phase) - {Phase.target},
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
     @given(_CALLS)

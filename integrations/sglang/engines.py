@@ -179,9 +179,11 @@ class LocalEngine:
         """
 
         async def watch() -> None:
-            while not future.done() and time.monotonic() < deadline:
-                waited = min(_POLL_SECONDS, _left(deadline))
-                await asyncio.wait([asyncio.wrap_future(future)], timeout=waited)
+            answer = asyncio.wrap_future(future)
+            while not answer.done() and time.monotonic() < deadline:
+                await asyncio.wait([answer], timeout=min(_POLL_SECONDS, _left(deadline)))
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # else asyncio logs it as one that nobody asked for
 
         while not (future.done() or loop.is_closed()) and time.monotonic() < deadline:
             if loop.is_running() or not self._driving.acquire(blocking=False):
