@@ -26,6 +26,35 @@ TESTS = Path(__file__).parent
 STAND_IN = TESTS / "fixtures" / "sglang_plugins"
 
 
+# --- the package ----------------------------------------------------------------------------------
+
+
+def test_the_controller_is_imported_when_asked_for(run_python):
+    """SGLang's processes load the plugin, and pay for nothing else."""
+    run_python(
+        """
+import sys
+import memsaver.integrations.sglang.plugin
+home = "memsaver.integrations.sglang"
+assert f"{home}.sleep" not in sys.modules and f"{home}.engines" not in sys.modules
+from memsaver.integrations.sglang import *
+from memsaver.integrations.sglang.sleep import SleepController as the_one
+import memsaver.integrations.sglang as package
+assert SleepController is the_one and Status.AWAKE == "awake"
+assert set(package.__all__) <= set(dir(package))
+for name in package.__all__:
+    assert getattr(package, name).__module__.startswith(home + "."), name
+assert not {"torch", "numpy", "sglang"} & set(sys.modules)
+try:
+    from memsaver.integrations.sglang import Sleep
+except ImportError as error:
+    assert "'Sleep'" in str(error)
+else:
+    raise SystemExit("there is no Sleep")
+        """
+    )
+
+
 # --- the adapter ----------------------------------------------------------------------------------
 
 
