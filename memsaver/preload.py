@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from memsaver.errors import ConfigError, NotLoadedError
+from memsaver.native import backup_code
 
 __all__ = ["is_preloaded", "preload", "preload_env"]
 
 LIBRARY = "libmemsaver_preload.so"
 CORE = "libmemsaver.so"
-BACKUPS = ("none", "host")
 
 # The older name is still read where the newer one is not set.
 _TORCH_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -44,8 +44,8 @@ def preload_env(
         tag: Everything the child allocates outside of `memsaver.disabled()` belongs to this tag,
             as if the whole process were a region. None leaves what `env` says, usually nothing:
             the child then enters regions of its own.
-        backup: The tag's policy, "none" or "host". None leaves what `env` says; without that the
-            contents are discarded by a pause.
+        backup: The tag's policy, "none", "host", "pageable" or "disk" (see `memsaver.region`). None
+            leaves what `env` says; without that the contents are discarded by a pause.
         env: What the child's environment starts from, by default this process's. It is only read.
 
     Returns:
@@ -70,9 +70,7 @@ def preload_env(
         added["MEMSAVER_TAG"] = tag
     whole_process = bool(tag or base.get("MEMSAVER_TAG"))
     if backup is not None:
-        if backup not in BACKUPS:
-            known = " or ".join(map(repr, BACKUPS))
-            raise ConfigError(f"unknown backup {backup!r}; use {known}")
+        backup_code(backup)
         if not whole_process:
             raise ConfigError(
                 f"backup {backup!r} needs a tag for the process; give one, or choose the backup "
@@ -80,9 +78,11 @@ def preload_env(
             )
         added["MEMSAVER_BACKUP"] = backup
     inherited = base.get("MEMSAVER_BACKUP", "")
-    if backup is None and whole_process and inherited and inherited not in BACKUPS:
-        known = " or ".join(map(repr, BACKUPS))
-        raise ConfigError(f"MEMSAVER_BACKUP={inherited!r} is no backup; use {known}")
+    if backup is None and whole_process and inherited:
+        try:
+            backup_code(inherited)
+        except ConfigError as error:
+            raise ConfigError(f"MEMSAVER_BACKUP is set, and {error}") from None
     added["LD_PRELOAD"] = _with_library(base.get("LD_PRELOAD", ""), _library_path())
     if whole_process:
         for name in _TORCH_SETTINGS:

@@ -28,6 +28,12 @@ def pause(
 ) -> Transition: ...
 
 
+@overload
+def pause(
+    *tags: str, backup: str | None = None, wait: bool, progress: Progress = None
+) -> Report | Transition: ...
+
+
 def pause(
     *tags: str, backup: str | None = None, wait: bool = True, progress: Progress = None
 ) -> Report | Transition:
@@ -68,6 +74,10 @@ def resume(*tags: str, wait: Literal[True] = True, progress: Progress = None) ->
 
 @overload
 def resume(*tags: str, wait: Literal[False], progress: Progress = None) -> Transition: ...
+
+
+@overload
+def resume(*tags: str, wait: bool, progress: Progress = None) -> Report | Transition: ...
 
 
 def resume(*tags: str, wait: bool = True, progress: Progress = None) -> Report | Transition:
@@ -114,6 +124,17 @@ def swap(
     wait: Literal[False],
     progress: Progress = None,
 ) -> Transition: ...
+
+
+@overload
+def swap(
+    *,
+    out: str | Sequence[str],
+    into: str | Sequence[str],
+    backup: str | None = None,
+    wait: bool,
+    progress: Progress = None,
+) -> Report | Transition: ...
 
 
 def swap(

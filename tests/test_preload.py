@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
+import memsaver
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.preload import is_preloaded, preload, preload_env
 
@@ -456,7 +457,9 @@ def test_pause_and_resume(python):
     assert out == ["2", "0", "True", "0", "0", "True", "0"]
 
 
-@pytest.mark.parametrize(("backup", "policy"), [("none", "0"), ("host", "1")])
+@pytest.mark.parametrize(
+    ("backup", "policy"), [("none", "0"), ("host", "1"), ("pageable", "2"), ("disk", "3")]
+)
 def test_the_environment_makes_the_process_a_region(python, backup, policy):
     out = python(
         """
@@ -615,6 +618,29 @@ def test_run_end_to_end(cli, built):
     assert (done.returncode, done.stderr) == (42, "")
 
 
+@pytest.mark.parametrize("backup", ["none", "host", "pageable", "disk"])
+def test_run_keeps_contents_where_it_is_told_to(cli, backup):
+    code = """
+        import ctypes
+        import memsaver
+        from child import MIB, Caller
+
+        pointer = Caller("caller_1.so").malloc(4 * MIB)
+        ctypes.memset(pointer, 7, 4 * MIB)
+        memsaver.pause()
+        (row,) = memsaver.stats().tags
+        memsaver.resume()
+        contents = set(ctypes.string_at(pointer, 4 * MIB))
+        print(row.tag, row.backup, row.host_bytes > 0, row.disk_bytes > 0, contents)
+        """
+    code = textwrap.dedent(code)
+    done = cli("--tag", "all", "--backup", backup, "--", sys.executable, "-c", code, env=SIM)
+    assert (done.returncode, done.stderr) == (0, "")
+    on_host, on_disk = backup in ("host", "pageable"), backup == "disk"
+    contents = {7} if on_host or on_disk else {0}
+    assert done.stdout == f"all {backup} {on_host} {on_disk} {contents}\n"
+
+
 def test_run_without_a_tag_leaves_regions_to_the_command(cli, built):
     done = cli("--", built / "program", env=SIM)
     assert done.stdout.splitlines() == program_lines("theirs")
@@ -646,7 +672,7 @@ def test_run_hands_over_signals(cli):
         (["--tag", "t"], 2, "put it after `--`"),
         (["--", ""], 2, "put it after `--`"),
         (["--tag", "", "--", "true"], 2, "the tag is empty"),
-        (["--tag", "t", "--backup", "tape", "--", "true"], 2, "use 'none' or 'host'"),
+        (["--tag", "t", "--backup", "tape", "--", "true"], 2, "'pageable', 'disk'"),
         (["--backup", "host", "--", "true"], 2, "needs a tag"),
         (["--", "no-such-command-here", "-x"], 127, "not found: no-such-command-here"),
         (["--", "/no/such/file"], 127, "not found: /no/such/file"),
@@ -698,6 +724,19 @@ def test_env_names_tag_and_backup():
     assert preload_env(backup="none", env={"MEMSAVER_TAG": "t"})["MEMSAVER_BACKUP"] == "none"
 
 
+@pytest.mark.parametrize("backup", list(memsaver.Backup))
+def test_env_takes_every_backup(backup):
+    inherited = {"MEMSAVER_TAG": "t", "MEMSAVER_BACKUP": str(backup)}
+    assert preload_env("t", backup, env={})["MEMSAVER_BACKUP"] == str(backup)
+    assert "MEMSAVER_BACKUP" not in preload_env(env=inherited)
+
+
+def test_env_refuses_an_inherited_backup_that_is_none():
+    with pytest.raises(ConfigError, match="MEMSAVER_BACKUP is set, and there is no backup 'tape'"):
+        preload_env(env={"MEMSAVER_TAG": "t", "MEMSAVER_BACKUP": "tape"})
+    assert "MEMSAVER_BACKUP" not in preload_env(env={"MEMSAVER_BACKUP": "tape"})  # of no tag
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_env_turns_expandable_segments_off_for_a_whole_process(name):
     conf = "max_split_size_mb:64,expandable_segments:True,pinned_num_register_threads:8"
@@ -714,7 +753,7 @@ def test_env_turns_expandable_segments_off_for_a_whole_process(name):
     [
         (("",), "tag is empty"),
         (("a\0b",), "null byte"),
-        (("t", "disk"), "'none' or 'host'"),
+        (("t", "tape"), "no backup 'tape'; the backups are 'none', 'host', 'pageable', 'disk'"),
         ((None, "host"), "needs a tag"),
     ],
 )
