@@ -1,11 +1,13 @@
-"""Who includes whom in csrc/: units know only what lies below them."""
+"""Who knows whom: the units of csrc/ only what lies below them, integrations nobody but memsaver."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).parent.parent / "csrc"
+ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
 
 # The units of csrc/core (a unit is NAME.h and NAME.cpp), lowest layer first. A unit may include
 # the layers below its own, and its siblings in the same layer as long as no cycle comes of it.
@@ -127,3 +129,71 @@ def test_the_rest_knows_only_the_public_header(folder, path):
 def test_public_header_needs_nothing():
     text = (CSRC / PUBLIC).read_text()
     assert set(re.findall(r"^\s*#\s*include\s*(\S+)", text, re.M)) <= {"<stddef.h>", "<stdint.h>"}
+
+
+# --- Python ---------------------------------------------------------------------------------------
+
+# Packages of ours: where they lie, and which of ours a module of theirs may import beside them.
+PACKAGES = {
+    "memsaver": ("memsaver", set()),
+    "memsaver.distributed": ("memsaver/distributed", {"memsaver"}),
+    "memsaver.integrations.sglang": ("integrations/sglang", {"memsaver"}),
+    "torch_memory_saver": (
+        "integrations/torch_memory_saver/torch_memory_saver",
+        {"memsaver"},
+    ),
+}
+# What may be missing: imported where it is needed, never when a module of ours is.
+OPTIONAL = {"numpy", "sglang", "torch", "vllm"}
+WITH_TORCH = {"memsaver/readonly.py"}  # which is imported where torch is there only
+
+
+def modules():
+    for package, (folder, _) in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if package == package_of(name_of(path)):
+                yield pytest.param(package, path, id=path.relative_to(ROOT).as_posix())
+
+
+def name_of(path):
+    """The name that a module of ours is imported by."""
+    for package, (folder, _) in sorted(PACKAGES.items(), key=lambda row: -len(row[1][0])):
+        if path.is_relative_to(ROOT / folder):
+            return ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts])
+    raise AssertionError(f"{path} is in no package of PACKAGES")
+
+
+def package_of(name):
+    """The package of ours that a name belongs to, or None."""
+    found = [known for known in PACKAGES if f"{name}.".startswith(f"{known}.")]
+    return max(found, key=len, default=None)
+
+
+def imports(path):
+    """The names that a module imports, and whether it does when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    late = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{path}:{node.lineno}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from ((name, id(node) not in late) for name in names)
+
+
+@pytest.mark.parametrize(("package", "path"), list(modules()))
+def test_a_package_knows_only_what_it_is_built_on(package, path):
+    for name, at_once in imports(path):
+        theirs = package_of(name)
+        assert theirs in {None, package, *PACKAGES[package][1]}, f"{path} imports {name}"
+        optional = name.split(".")[0] in OPTIONAL
+        if path.relative_to(ROOT).as_posix() not in WITH_TORCH:
+            assert not (at_once and optional), f"{path} imports {name} at once"

@@ -1,9 +1,10 @@
 """The entry points by which SGLang finds memsaver, and what they put in place.
 
 SGLang has two groups of entry points, and neither is enough. `sglang.srt.plugins` is loaded in the
-main process and in spawned schedulers, but in no Ray actor, and before 0.5.23 in no data-parallel
-controller; `sglang.srt.platforms` is asked in every process, in the middle of SGLang's imports. So
-memsaver is in both, under the name `memsaver`; whichever comes first, the result is the same:
+main process and in spawned schedulers, but in no Ray actor of SGLang's, and in 0.5.16 in no
+data-parallel controller; `sglang.srt.platforms` is asked in every process, in the middle of
+SGLang's imports. So memsaver is in both, under the name `memsaver`; whichever comes first, the
+result is the same:
 
 - the factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, gives memsaver's, where
   one that is enabled is asked for;
@@ -155,7 +156,7 @@ def _keep_nccl_from_registering() -> None:
     """Turn off what binds NCCL to the pages of a graph, for this process and its children.
 
     A resume puts new pages behind a graph's addresses, while collectives that NCCL registered at
-    the capture go on using the old ones. SGLang does the same from 0.5.23 on.
+    the capture go on using the old ones. SGLang 0.5.23 does the same itself.
     """
     if settings.graphs_are_pausable():
         os.environ.setdefault(_NCCL, "0")

@@ -57,10 +57,9 @@ _INSTALLED = "_memsaver_hooks"  # of a class
 
 
 def install() -> None:
-    """Put the hooks in place at once, importing the modules that they are on.
+    """Put the hooks in place at once, importing the modules that they are on. Idempotent.
 
-    Idempotent. To be called before the scheduler is made, when
-    SGLang's modules can be imported.
+    To be called before the scheduler is made, when SGLang's modules can be imported.
     """
     for name in modules():
         install_in(importlib.import_module(name))
@@ -72,10 +71,10 @@ def modules() -> tuple[str, ...]:
 
 
 def install_in(module: ModuleType) -> None:
-    """Put the hooks on one of `modules()` in place, which has been imported. As `install`.
+    """Put the hooks on one of `modules()` in place, which has been imported. Idempotent.
 
-    For processes that load no plugins, or do not need all of these modules: the registry imports
-    whatever has a hook, the whole scheduler in a process that only detokenizes, say.
+    Not by SGLang's registry: some processes do not ask it, and it imports whatever has a hook, the
+    whole scheduler in a process that only detokenizes, say.
     """
     for target, (kind, hook) in _hooks().items():
         where, owner_name, name = target.rsplit(".", 2)
@@ -89,6 +88,11 @@ def install_in(module: ModuleType) -> None:
 
 
 def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
+    """By method: which kind of hook, in the words of SGLang's registry, and the hook.
+
+    AROUND is called with the original and its arguments, AFTER with its result and its arguments,
+    REPLACE with its arguments.
+    """
     return {
         f"{_UPDATER}.release_memory_occupation": ("AROUND", release),
         f"{_UPDATER}.resume_memory_occupation": ("AROUND", resume),
@@ -99,7 +103,7 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
 
 
 def _wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-    """One hook around one method, as SGLang's registry does it."""
+    """The method with its hook."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
