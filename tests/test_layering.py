@@ -1,4 +1,4 @@
-"""Who knows whom: the units of csrc/ only what lies below them, integrations nobody but memsaver."""
+"""Who knows whom: units of csrc/ only those below them, integrations nobody but memsaver."""
 
 import ast
 import re
