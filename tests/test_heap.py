@@ -195,7 +195,7 @@ def test_allocations_against_a_model(sim, tag, options, slab):
     run_state_machine_as_test(
         lambda: HeapModel(sim, tag(), slab),
         settings=settings(
-            max_examples=40,
+            max_examples=20,
             stateful_step_count=30,
             deadline=None,
             print_blob=True,
