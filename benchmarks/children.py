@@ -10,17 +10,18 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 REPLY_SECONDS = 180  # requests take less unless they say so; a child that takes longer hangs
 CLOSE_SECONDS = 60  # the system unpins and frees 32 GB meanwhile
 
-SERVE = Path(__file__).with_name("serve.py")
+SERVE = Path(__file__).resolve().with_name("serve.py")
 
 # torch's settings change what memory it asks for; torch_memory_saver refuses some.
 NOT_INHERITED = ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -45,15 +46,30 @@ class Child:
     Args:
         worker: "module:class" of what serves.
         name: the library's name, in messages and for the worker.
+        environment: its variables, instead of this process's.
+        directory: where it runs, instead of here.
+        tree: it starts processes of its own. Those that are left when it ends are ended too.
         settings: further arguments of the worker.
     """
 
-    def __init__(self, worker: str, name: str, **settings: Any) -> None:
+    def __init__(
+        self,
+        worker: str,
+        name: str,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        directory: str | None = None,
+        tree: bool = False,
+        **settings: Any,
+    ) -> None:
         self.name = name
         self._buffer = b""
+        self._tree = tree
         self._process = subprocess.Popen(
             [sys.executable, str(SERVE), worker, name, json.dumps(settings)],
-            env={key: value for key, value in os.environ.items() if key not in NOT_INHERITED},
+            env={key: value for key, value in environment.items() if key not in NOT_INHERITED},
+            cwd=directory,
+            start_new_session=tree,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -86,7 +102,7 @@ class Child:
         while b"\n" not in self._buffer:
             left = max(0.0, end - time.monotonic())
             if not select.select([stream], [], [], left)[0]:
-                self._process.kill()
+                self._kill()
                 raise Failed(f"{self.name} did not answer {what} in {within:.0f} s")
             read = os.read(stream, 1 << 16)
             if not read:
@@ -104,9 +120,21 @@ class Child:
         try:
             self._process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
+        self._end_tree()
         self._process.stdout.close()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._end_tree()
+
+    def _end_tree(self) -> None:
+        """Ends the processes that the child started; its group is what it is the first of."""
+        if self._tree:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._tree = False
 
     def __enter__(self) -> Child:
         return self

@@ -42,24 +42,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import host_memory
-import report
 import results
-from children import Failed
+import runs
 from parts import backed, bandwidth, discarded, disk, hook, host, swap, two_gpu
 from raw_driver import count_gpus
 
-Measure = Callable[[argparse.Namespace, list[str]], Iterator[dict[str, Any]]]
-
 # Name -> what measures it, in this order; what has the same is called once. The last one when no
 # other process uses the device.
-PARTS: dict[str, Measure] = {
+PARTS: dict[str, runs.Measure] = {
     **dict.fromkeys(discarded.WORKLOADS, discarded.measure),
     "backed": backed.measure,
     "swap": swap.measure,
@@ -87,39 +80,7 @@ def run(options: argparse.Namespace) -> int:
         return 2
     if options.touch_gib and set(options.only) & set(IN_HOST_MEMORY):
         print(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)), flush=True)
-    circumstances = results.stamp()
-    rows: list[dict[str, Any]] = []
-    failures: list[str] = []
-    count = 0
-    for measure in dict.fromkeys(PARTS[name] for name in PARTS if name in options.only):
-        before, start = len(rows), time.monotonic()
-        try:
-            for row in measure(options, failures):
-                rows.append(row)
-        except Failed as error:
-            failures.append(str(error))
-        except Exception as error:  # one part's mistake does not cost the others their results
-            traceback.print_exc()
-            failures.append(f"{measure.__module__}: {type(error).__name__}: {error}")
-        name = measure.__module__.removeprefix("parts.")
-        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
-        if rows[before:]:
-            count = results.write(options.output, rows[before:], circumstances)
-    if rows:
-        report.show(rows)
-        print(f"{options.output}: {count} rows, {len(rows)} of them from this run")
-    for failure in failures:
-        print(f"failed: {failure}", file=sys.stderr)
-    return 1 if failures else 0
-
-
-def parts_of(text: str) -> list[str]:
-    """The value of --only."""
-    chosen = [part.strip() for part in text.split(",") if part.strip()]
-    unknown = sorted(set(chosen) - set(PARTS))
-    if unknown or not chosen:
-        raise argparse.ArgumentTypeError(f"choose from {', '.join(PARTS)}, separated by commas")
-    return chosen
+    return runs.run(dict.fromkeys(PARTS[name] for name in PARTS if name in options.only), options)
 
 
 def main() -> int:
@@ -136,7 +97,7 @@ def main() -> int:
     add("--disk-cycles", type=int, default=3, help="cycles with a backup on disk")
     add("--disk-dir", type=Path, default=DISK_DIR, help="a directory on the disk to measure")
     add("--touch-gib", type=float, default=40, help="GiB of host memory to touch first; 0: none")
-    add("--only", type=parts_of, help=",".join(PARTS))
+    add("--only", type=runs.part_names(PARTS), help=",".join(PARTS))
     add("--output", type=Path, default=results.DEFAULT_PATH)
     add("--peer", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()

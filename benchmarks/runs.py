@@ -1,0 +1,58 @@
+"""Runs the parts of a benchmark, one after the other, and keeps what each of them found."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import report
+import results
+from children import Failed
+
+# Yields rows; what could not be measured goes into the list of failures.
+Measure = Callable[[argparse.Namespace, list[str]], Iterator[dict[str, Any]]]
+
+
+def run(measures: Iterable[Measure], options: argparse.Namespace) -> int:
+    """Measures, merges the rows into `options.output` after each part, prints; an exit status."""
+    circumstances = results.stamp()
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    count = 0
+    for measure in measures:
+        before, start = len(rows), time.monotonic()
+        try:
+            for row in measure(options, failures):
+                rows.append(row)
+        except Failed as error:
+            failures.append(str(error))
+        except Exception as error:  # one part's mistake does not cost the others their results
+            traceback.print_exc()
+            failures.append(f"{measure.__module__}: {type(error).__name__}: {error}")
+        name = measure.__module__.removeprefix("parts.")
+        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+        if rows[before:]:
+            count = results.write(options.output, rows[before:], circumstances)
+    if rows:
+        report.show(rows)
+        print(f"{options.output}: {count} rows, {len(rows)} of them from this run")
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def part_names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """What parses the value of --only."""
+    names = list(known)
+
+    def parse(text: str) -> list[str]:
+        chosen = [part.strip() for part in text.split(",") if part.strip()]
+        if not chosen or set(chosen) - set(names):
+            raise argparse.ArgumentTypeError(f"choose from {', '.join(names)}, separated by commas")
+        return chosen
+
+    return parse
