@@ -17,13 +17,15 @@ class Goal:
 
     Attributes:
         ratio: the least ratio; or
-        at_most: the most that memsaver's own value may be.
+        at_most: the most that memsaver's own value may be; or
+        alone: what memsaver's value must reach, and the peer's must not.
         peer: the peer it is for; None for all.
         otherwise: another metric, whose goal may be reached instead.
     """
 
     ratio: float | None = None
     at_most: float | None = None
+    alone: float | None = None
     peer: str | None = None
     otherwise: str | None = None
 
@@ -31,10 +33,14 @@ class Goal:
         """Whether a row reaches this, whatever `otherwise` says."""
         if self.at_most is not None:
             return float(row["memsaver"]) <= self.at_most
+        if self.alone is not None:
+            return float(row["peer_value"]) < self.alone <= float(row["memsaver"])
         return self.ratio is None or float(row["ratio"]) >= self.ratio
 
     def __str__(self) -> str:
-        return f"<= {self.at_most:g}" if self.at_most is not None else f"{self.ratio:.3f}"
+        if self.at_most is not None:
+            return f"<= {self.at_most:g}"
+        return f">= {self.alone:g} alone" if self.alone is not None else f"{self.ratio:.3f}"
 
 
 # Patterns of metrics; the first that fits counts. What fits none has no goal.
@@ -60,6 +66,14 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("host_overhead_trimmed_MiB", Goal(at_most=64)),
     ("region_bandwidth*", Goal(0.99)),
     ("malloc_free_pair_*", Goal(round(1 / 1.01, 4))),
+    ("sglang_release_weights_first_ms", None),
+    ("sglang_release_weights_ms", Goal(12.0)),
+    ("sglang_release_weights_unchanged_ms", Goal(40.0)),
+    ("sglang_resume_weights_ms", Goal(4.0)),
+    ("sglang_*_kv_ms", Goal(1.0)),
+    ("sglang_decode_tokens_per_s", Goal(0.99)),
+    ("sglang_resident_MiB", Goal(1.0)),
+    ("sglang_max_mem_fraction", Goal(alone=0.9)),
 )
 
 

@@ -18,14 +18,16 @@ from typing import Any, TypedDict
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_PATH = ROOT / "benchmarks" / "results" / "h200.json"
-DISTRIBUTIONS = ("memsaver", "torch", "torch_memory_saver")
+DISTRIBUTIONS = ("memsaver", "torch", "torch_memory_saver", "sglang")
 
 
 class Measurement(TypedDict):
     """What a benchmark found out about one metric against one peer."""
 
     bench: str  # the benchmark's name
-    metric: str  # its unit is the end of the name: _ms, _ns, _MiB, _GBps, or percent without one
+    metric: (
+        str  # its unit is the end of the name: _ms, _ns, _MiB, _GBps, _s, or percent without one
+    )
     memsaver: float  # the median
     peer: str  # what it is compared with
     peer_value: float  # the peer's median, in the same unit
@@ -59,8 +61,11 @@ def measurement(
     peer: str,
     theirs: Sequence[float],
     limit: Sequence[float] | None = None,
+    *,
+    bench: str = "pause_resume",
+    higher_is_better: bool = False,
 ) -> dict[str, Any]:
-    """The row of a metric of which less is better, from every value.
+    """The row of a metric, from every value.
 
     Amounts of memory may be nothing or, by noise, less: for the ratio they are a MiB at least.
     """
@@ -70,12 +75,12 @@ def measurement(
     if limit is not None:
         detail["limit"] = list(limit)
     return {
-        "bench": "pause_resume",
+        "bench": bench,
         "metric": metric,
         "memsaver": ours,
         "peer": peer,
         "peer_value": others,
-        "ratio": ratio(max(ours, least), max(others, least)),
+        "ratio": ratio(max(ours, least), max(others, least), higher_is_better=higher_is_better),
         "limit": None if limit is None else round(statistics.median(limit), 3),
         "detail": detail,
     }

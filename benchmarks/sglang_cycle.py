@@ -1,0 +1,113 @@
+"""An SGLang engine through the memory cycle of RL training: memsaver beside torch_memory_saver.
+
+    PYTHONPATH=where/torch_memory_saver/lies python benchmarks/sglang_cycle.py [--only cycle]
+
+Needs SGLang, and memsaver installed so that SGLang finds its plugin. The engine serves a model of
+Qwen3-8B's shape with random weights, 16.4 GB, on one GPU, CUDA graphs included.
+
+What is measured
+    fraction    the largest mem_fraction_static with which an engine wakes up beside a trainer that
+                holds a copy of the weights: in stages, against all at once
+    cycle       release and resume of each tag, with weights backed up in host memory: as loaded,
+                with nothing changed, and after a weight update; decoding before and after; memory
+                in use when all is released; the start of the engine
+
+Each engine lives in a process of its own and has the GPU for itself, memsaver's and the peer's one
+after the other. The first engine of a run compiles kernels: it is never one whose start counts.
+Before each step lies a wait of --wait seconds, so that the driver's clearing of released memory is
+not what is measured. Times are those of the engine's caller. All values count.
+
+New weights come from tensors of a trainer, in the process of the engine's caller, which are freed
+before the release. The engine's checksums of its weights before each release and after the resume
+are compared; a library that loses bytes is a failure, and no row.
+
+Host memory is touched before (--touch-gib), for the reason that pause_resume.py has. Progress goes
+to the error output. Prints a table and merges its rows into --output (see results.py), after each
+part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+
+import results
+import runs
+from parts import sglang_fraction, sglang_tags
+from sglang_engine import used_mib, why_no_peer
+from sglang_model import BIG, SMALL, write_config
+
+# The order of measuring: the second needs kernels that are compiled.
+PARTS: dict[str, runs.Measure] = {
+    "fraction": sglang_fraction.measure,
+    "cycle": sglang_tags.measure,
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures what was asked for; an exit status."""
+    wrong = why_not(options)
+    if wrong:
+        print(wrong, file=sys.stderr)
+        return 2
+    options.compiled = False
+    options.output = options.output.resolve()
+    with tempfile.TemporaryDirectory(prefix="memsaver-bench-") as folder:
+        options.model = Path(folder)
+        write_config(SMALL if options.small else BIG, options.model)
+        return runs.run([PARTS[name] for name in PARTS if name in options.only], options)
+
+
+def why_not(options: argparse.Namespace) -> str:
+    """What is missing; "" where all is there. Notes how much memory is in use already."""
+    if importlib.util.find_spec("sglang") is None:
+        return "SGLang is not installed"
+    missing = why_no_peer() if options.peer and "cycle" in options.only else ""
+    if missing:
+        return (
+            f"{missing}: put its wheel (0.0.10), unpacked, into PYTHONPATH, or measure memsaver "
+            "alone with --no-peer"
+        )
+    try:
+        options.idle_mib = used_mib()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def fractions_of(text: str) -> list[float]:
+    """The value of --fractions."""
+    try:
+        found = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = []
+    if not found or not all(0 < fraction < 1 for fraction in found):
+        raise argparse.ArgumentTypeError("numbers between 0 and 1, separated by commas")
+    return sorted(set(found))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("--cycles", type=int, default=3, help="cycles with new weights, and as many without")
+    add("--decodes", type=int, default=5, help="batches of 8 x 256 tokens, before and after")
+    add("--wait", type=float, default=1.0, help="seconds before each step")
+    add("--fractions", type=fractions_of, default="0.86,0.90,0.94", help="of fraction, to be tried")
+    add("--trainer-gb", type=float, default=16.4, help="GB that its trainer holds, at least")
+    add("--touch-gib", type=float, default=24, help="GiB of host memory to touch first; 0: none")
+    add("--small", action="store_true", help="a model of 4 layers, to try this out")
+    add("--only", type=runs.part_names(PARTS), default=",".join(PARTS), help=",".join(PARTS))
+    add("--output", type=Path, default=results.DEFAULT_PATH)
+    add("--peer", action=argparse.BooleanOptionalAction, default=True)
+    made.set_defaults(device="cuda")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(run(parser().parse_args()))

@@ -1,0 +1,249 @@
+"""An SGLang engine in a process of its own, with one memory saver or the other.
+
+The saver is the one that SGLang finds: memsaver by its plugin, torch_memory_saver where that is
+turned off. Both may be installed. Every start is checked: no figure comes from the wrong one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from children import Child, Failed
+from libraries import OURS
+from serve import Worker
+from sglang_model import BIG, SMALL, Trainer
+
+BENCH = "sglang_cycle"
+KV_CACHE, WEIGHTS, GRAPH = "kv_cache", "weights", "cuda_graph"
+TAGS = (KV_CACHE, WEIGHTS, GRAPH)
+
+PEER_DISTRIBUTION = "torch_memory_saver"
+PEER_LIBRARY = "torch_memory_saver_hook"  # in the names of the peer's libraries
+
+START_SECONDS = 300  # kernels are compiled on first use
+FREE_SECONDS = 60  # until the memory of a process that ended is free
+NOISE_MIB = 64  # between two readings of what nobody changed
+
+# Settings of the savers and of SGLang's plugins; the benchmark makes its own.
+DROPPED = ("MEMSAVER_SGLANG_PRELOAD", "SGLANG_PLUGINS", "SGLANG_PLATFORM")
+
+_begin = time.monotonic()
+
+
+def say(text: str) -> None:
+    """Progress, with the seconds since the start, to the error output."""
+    print(f"[{time.monotonic() - _begin:6.1f}] {text}", file=sys.stderr, flush=True)
+
+
+def used_mib() -> float:
+    """MiB of the first GPU in use, as the driver says. Starts no CUDA context."""
+    query = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        return float(done.stdout.split()[0])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise RuntimeError(f"nvidia-smi does not say how much memory is in use: {error}") from None
+
+
+def why_no_peer() -> str:
+    """Why torch_memory_saver cannot be measured; "" where it can."""
+    if importlib.util.find_spec(PEER_DISTRIBUTION) is None:
+        return "torch_memory_saver is not installed"
+    try:
+        version = importlib.metadata.version(PEER_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return ""  # put there without its metadata
+    if "memsaver" in version.partition("+")[2]:
+        return f"torch_memory_saver {version} is memsaver under that name"
+    return ""
+
+
+def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of an engine with the saver of that name, wherever its process runs."""
+    found = {
+        key: value
+        for key, value in inherited.items()
+        if key not in DROPPED and not key.startswith("TMS_")
+    }
+    places = [place for place in found.get("PYTHONPATH", "").split(os.pathsep) if place]
+    if places:
+        found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(place) for place in places)
+    found["MEMSAVER_SGLANG"] = "1" if name == OURS else "0"
+    found["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
+    found.setdefault("NCCL_GRAPH_REGISTER", "0")
+    found.setdefault("SGLANG_IS_FLASHINFER_AVAILABLE", "false")  # its kernels are not asked for
+    if os.path.isdir("/usr/local/cuda"):
+        found.setdefault("CUDA_HOME", "/usr/local/cuda")
+    return found
+
+
+@contextlib.contextmanager
+def running(
+    worker: str, name: str, options: argparse.Namespace, **settings: Any
+) -> Iterator[tuple[Child, dict[str, Any]]]:
+    """An engine for the block, and what its `start` said. When this ends, its memory is free."""
+    wait_until_free(options.idle_mib)
+    say(f"{name}: starting an engine")
+    with Child(
+        worker,
+        name,
+        environment=environment(name),
+        directory=str(options.model),
+        tree=True,
+        model=str(options.model),
+        small=options.small,
+        wait=options.wait,
+        device=options.device,
+        **settings,
+    ) as child:
+        child.ready()
+        started = child.ask("start", within=START_SECONDS)
+        options.compiled = True
+        say(f"{name}: up after {started['seconds']:.1f} s, {started['used']:.0f} MiB in use")
+        yield child, started
+        with contextlib.suppress(Failed):  # it is ended anyway
+            child.ask("stop")
+
+
+def wait_until_free(idle_mib: float) -> None:
+    """Waits until no more memory is in use than so much. Raises Failed where it stays in use."""
+    end = time.monotonic() + FREE_SECONDS
+    while (used := used_mib()) > idle_mib + NOISE_MIB:
+        if time.monotonic() > end:
+            raise Failed(f"{used:.0f} MiB of the GPU are in use, {idle_mib:.0f} were at first")
+        time.sleep(0.5)
+
+
+def mapped(part: str) -> bool:
+    """Whether a process of this session has a file mapped with this in its path."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.getsid(int(pid)) == os.getsid(0) and part in Path(f"/proc/{pid}/maps").read_text(
+                errors="replace"
+            ):
+                return True
+    return False
+
+
+class EngineWorker(Worker):
+    """Starts the engine, and asks it for what all measurements need.
+
+    Args:
+        name: whose saver it has.
+        model: the model's directory.
+        small: whether the model there is the small one.
+        fraction: mem_fraction_static.
+        backup: whether weights keep their contents.
+        wait: seconds of rest, in which the driver clears what was released.
+        trainer_bytes: what the trainer holds, where that is more than the weights.
+        device: the trainer's torch device.
+    """
+
+    imports: ClassVar[tuple[str, ...]] = ("torch", "sglang")
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        small: bool,
+        fraction: float,
+        backup: bool,
+        wait: float,
+        device: str,
+        trainer_bytes: int = 0,
+    ) -> None:
+        self._name = name
+        self._model, self._fraction, self._backup = model, fraction, backup
+        self._wait = wait
+        self.trainer = Trainer(SMALL if small else BIG, trainer_bytes, device)
+
+    def start(self) -> dict[str, Any]:
+        """Starts the engine, and checks whose saver it has."""
+        import sglang
+
+        begin = time.perf_counter()
+        self.engine = sglang.Engine(
+            model_path=self._model,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            attention_backend="triton",
+            sampling_backend="pytorch",
+            mem_fraction_static=self._fraction,
+            enable_memory_saver=True,
+            enable_weights_cpu_backup=self._backup,
+            cuda_graph_bs_decode=[1, 2, 4, 8],
+            disable_prefill_cuda_graph=True,
+            random_seed=1,
+            log_level="warning",
+        )
+        seconds = round(time.perf_counter() - begin, 3)
+        self.generate([[5, 6, 7, 8]], 16)
+        self._check_saver()
+        return {"seconds": seconds, "used": used_mib()}
+
+    def stop(self) -> dict[str, Any]:
+        """Ends the engine."""
+        self.engine.shutdown()
+        return {}
+
+    def rest(self) -> None:
+        """Waits: the driver clears released memory, and the engine becomes idle."""
+        time.sleep(self._wait)
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> int:
+        """Generates so many tokens for each prompt; how many there are in all."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        ids = [list(prompt) for prompt in prompts]
+        replies = self.engine.generate(input_ids=ids, sampling_params=sampling)
+        return sum(len(reply["output_ids"]) for reply in replies)
+
+    def release_ms(self, tag: str) -> float:
+        """Milliseconds of a release, as its caller sees it."""
+        begin = time.perf_counter()
+        answers = self.engine.release_memory_occupation(tags=[tag])
+        spent = round((time.perf_counter() - begin) * 1e3, 3)
+        self._check_answers(tag, answers)
+        return spent
+
+    def resume_ms(self, tag: str) -> float:
+        """Milliseconds of a resume, as its caller sees it."""
+        begin = time.perf_counter()
+        answers = self.engine.resume_memory_occupation(tags=[tag])
+        spent = round((time.perf_counter() - begin) * 1e3, 3)
+        self._check_answers(tag, answers)
+        return spent
+
+    def update(self) -> None:
+        """Sends the trainer's weights to the engine, which copies them into its own."""
+        done, message = self.engine.update_weights_from_tensor(self.trainer.weights)
+        if not done:
+            raise RuntimeError(f"the weights were not updated: {message}")
+
+    def _check_saver(self) -> None:
+        ask = self.engine.tokenizer_manager.get_internal_state
+        states = self.engine.loop.run_until_complete(ask())
+        ours = bool(states) and all("memsaver" in state for state in states)
+        theirs = mapped(PEER_LIBRARY)
+        if (ours, theirs) != ((True, False) if self._name == OURS else (False, True)):
+            raise RuntimeError(
+                f"this engine should have the saver of {self._name}; memsaver's hooks are "
+                f"{'there' if ours else 'not there'}, torch_memory_saver's library is "
+                f"{'loaded' if theirs else 'not loaded'}"
+            )
+
+    def _check_answers(self, tag: str, answers: Any) -> None:
+        """memsaver's hooks tell what they moved. There may be no pausable graphs."""
+        if self._name == OURS and tag != GRAPH:
+            ranks = [rank for answer in answers or () for rank in answer.ranks]
+            if not ranks or not all(rank.device_bytes.get(tag) for rank in ranks):
+                raise RuntimeError(f"memsaver did not move the memory of {tag}: {answers}")

@@ -1,0 +1,128 @@
+"""The model of the engines under measurement, a Qwen3 with random weights, and a trainer of it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HEAD, KV_HEADS = 128, 8
+DROP_SECONDS = 20  # until an engine has let go of the tensors that it was sent
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a model is."""
+
+    layers: int
+    hidden: int
+    inter: int
+    vocab: int
+    heads: int
+
+
+BIG = Shape(layers=36, hidden=4096, inter=12288, vocab=151936, heads=32)  # Qwen3-8B
+SMALL = Shape(layers=4, hidden=512, inter=1024, vocab=8192, heads=8)
+
+
+def write_config(shape: Shape, directory: Path) -> None:
+    """The model's config.json, which is all that an engine with dummy weights reads."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inter,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "use_cache": True,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def checkpoint(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the weights, as checkpoints have them."""
+    hidden, inter = shape.hidden, shape.inter
+    queries, keys = shape.heads * HEAD, KV_HEADS * HEAD
+    yield "model.embed_tokens.weight", (shape.vocab, hidden)
+    for number in range(shape.layers):
+        layer = f"model.layers.{number}"
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.self_attn.q_proj.weight", (queries, hidden)
+        yield f"{layer}.self_attn.k_proj.weight", (keys, hidden)
+        yield f"{layer}.self_attn.v_proj.weight", (keys, hidden)
+        yield f"{layer}.self_attn.q_norm.weight", (HEAD,)
+        yield f"{layer}.self_attn.k_norm.weight", (HEAD,)
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, queries)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        yield f"{layer}.mlp.gate_proj.weight", (inter, hidden)
+        yield f"{layer}.mlp.up_proj.weight", (inter, hidden)
+        yield f"{layer}.mlp.down_proj.weight", (hidden, inter)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (shape.vocab, hidden)
+
+
+class Trainer:
+    """A copy of the weights on the GPU, in memory of its own, which engines may be sent.
+
+    Args:
+        total: bytes to hold, where that is more than the weights.
+        device: the torch device.
+    """
+
+    def __init__(self, shape: Shape, total: int = 0, device: str = "cuda") -> None:
+        self._shape, self._total, self._device = shape, total, device
+        self.weights: list[tuple[str, Any]] = []
+        self._rest: Any = None
+        self._others = 0  # bytes of this process's, of which nothing is known here
+
+    def take(self, seed: int) -> None:
+        """Takes memory for new weights: small random numbers, others for each seed."""
+        import torch
+
+        if self._device == "cuda":
+            self._others = torch.cuda.memory_allocated()
+        torch.manual_seed(seed)
+        for name, size in checkpoint(self._shape):
+            tensor = torch.empty(size, dtype=torch.bfloat16, device=self._device)
+            self.weights.append((name, tensor.normal_(1.0 if len(size) == 1 else 0.0, 0.02)))
+        held = sum(tensor.nbytes for _, tensor in self.weights)
+        more = max(0, self._total - held)
+        self._rest = torch.empty(more, dtype=torch.uint8, device=self._device)
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def drop(self) -> None:
+        """Gives all of it back to the driver. RuntimeError where an engine does not let go."""
+        import torch
+
+        self.weights.clear()
+        self._rest = None
+        gc.collect()
+        if self._device != "cuda":
+            return
+        end = time.monotonic() + DROP_SECONDS
+        while True:  # torch keeps what another process has a handle of
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+            left = torch.cuda.memory_allocated() - self._others
+            if left <= 0:
+                return
+            if time.monotonic() > end:
+                raise RuntimeError(f"the engine holds {left} bytes of the trainer's")
+            time.sleep(0.05)
