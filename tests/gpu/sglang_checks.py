@@ -1,0 +1,61 @@
+"""What the scenarios on SGLang engines share: how they ask, and what must hold then."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_engines import GIB, MIB, SLACK, Session
+
+from memsaver.integrations.sglang.reports import SleepReport
+
+EVERY = frozenset({"kv_cache", "weights", "cuda_graph"})
+ROOM = 2 * GIB  # for the weights and the graphs, and never for the KV cache
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException]) -> Iterator[list[Any]]:
+    """The block must raise this; the error is then in the list."""
+    caught: list[Any] = []
+    try:
+        yield caught
+    except kind as error:
+        caught.append(error)
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+@contextlib.contextmanager
+def gives_back(session: Session, reports: list[SleepReport]) -> Iterator[None]:
+    """In the block, what the reports put into the list tell must arrive at the driver."""
+    before = session.free()
+    yield
+    gained = [now - then for now, then in zip(session.free(), before, strict=True)]
+    told = sum(report.bytes for report in reports)
+    ranks = [rank for report in reports for step in report.steps for rank in step.ranks]
+    assert told > 0 and len({(rank.host, rank.pid) for rank in ranks}) == session.gpus, ranks
+    assert sum(gained) >= 0.98 * told - session.gpus * SLACK, (gained, told)
+    if len(session.replicas) == 1:  # otherwise each replica's rank is number 0
+        for gpu, gain in enumerate(gained):
+            of_rank = sum(rank.bytes for rank in ranks if rank.rank == gpu)
+            assert of_rank > 0 and gain >= 0.98 * of_rank - SLACK, (gpu, gain, of_rank)
+
+
+def check_output(session: Session) -> None:
+    outputs = session.outputs()
+    assert outputs == session.expected, f"{outputs} instead of {session.expected}"
+
+
+def sleep(session: Session, tags: Any = None) -> SleepReport:
+    """Put the engine to sleep when it is done with what it last generated."""
+    return session.controller.sleep(tags, wait_idle=True)
+
+
+def check_refusal(session: Session, error: Any, before: list[int], gpu: int) -> None:
+    """The error says what, where and what to do, and every rank holds what it held before."""
+    for part in ("kv_cache", "out of memory", f"rank {gpu} of {session.gpus}", "make room"):
+        assert part in str(error), str(error)
+    assert error.needed > error.free > 0, (error.needed, error.free)
+    taken = [then - now for now, then in zip(session.free(), before, strict=True)]
+    assert max(taken) < 256 * MIB, f"{taken} bytes are held after: {error}"

@@ -1,0 +1,168 @@
+"""Scenarios of sleeping and waking, with a backup of the weights. Each is run on a live engine.
+
+A scenario begins and ends with the engine awake; where it raises, the engine is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from sglang_checks import (
+    EVERY,
+    ROOM,
+    check_output,
+    check_refusal,
+    gives_back,
+    raises,
+    sleep,
+)
+from sglang_engines import GIB, MIB, PROMPTS, Session, Trainer, greedy
+
+from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError
+from memsaver.integrations.sglang.reports import SleepReport
+from memsaver.integrations.sglang.sleep import Status
+
+
+def active_in_every_process(session: Session) -> None:
+    """Each of SGLang's processes that works on a GPU has memsaver, and says so once."""
+    assert session.controller.guarded and session.controller.status is Status.AWAKE
+    report = sleep(session)
+    session.controller.wake_up()
+    ranks = {rank.pid for step in report.steps for rank in step.ranks}
+    assert len(ranks) == session.gpus
+    lines = re.findall(
+        r"memsaver \S+ is SGLang's memory saver in process (\d+) \((.*)\)",
+        session.log.read_text(errors="replace"),
+    )
+    said = Counter(int(pid) for pid, _ in lines)
+    assert ranks <= set(said), (ranks, lines)
+    assert set(said.values()) == {1}, lines
+    assert {how for _, how in lines} == {"torch mode, CUDA graphs included"}, lines
+    check_output(session)
+
+
+def two_stages(session: Session) -> None:
+    """The KV cache and the weights are released apart, and resumed apart, the weights first."""
+    controller, reports = session.controller, []
+    with gives_back(session, reports):
+        reports.append(sleep(session, "kv_cache"))
+        assert controller.status is Status.WEIGHTS_ONLY
+        reports.append(sleep(session, "weights"))
+    assert controller.status is Status.ASLEEP
+    assert [report.changed for report in reports] == [("kv_cache",), ("weights",)]
+    with raises(InvalidStateError):
+        controller.generate(input_ids=PROMPTS[0], sampling_params=greedy(1))
+    with controller.staged_wake() as woken:
+        assert controller.status is Status.WEIGHTS_ONLY
+        with raises(InvalidStateError):
+            controller.generate(input_ids=PROMPTS[0], sampling_params=greedy(1))
+    assert [report.changed for report in woken] == [("weights",), ("kv_cache",)]
+    copied = sum(r.copied_bytes.get("weights", 0) for s in woken[0].steps for r in s.ranks)
+    assert copied >= 0.9 * 2 * sum(t.numel() for part in session.weights for t in part.values())
+    assert controller.status is Status.AWAKE
+    check_output(session)
+
+
+def weights_alone(session: Session) -> None:
+    """The KV cache stays, with the prefixes in it."""
+    reports: list[SleepReport] = []
+    with gives_back(session, reports):
+        reports.append(sleep(session, "weights"))
+    assert session.controller.status is Status.NO_WEIGHTS
+    session.controller.wake_up()
+    session.settle()
+    check_output(session)
+
+
+def graphs_too(session: Session) -> None:
+    """All three are released; the graphs compute the same from the same addresses."""
+    controller, reports = session.controller, []
+    with gives_back(session, reports):
+        reports.append(sleep(session))
+    assert controller.released == EVERY and set(reports[0].changed) == EVERY
+    assert all(r.device_bytes["cuda_graph"] > 0 for s in reports[0].steps for r in s.ranks)
+    assert set(controller.wake_up().changed) == EVERY
+    assert controller.status is Status.AWAKE
+    check_output(session)
+
+    sleep(session, "cuda_graph")
+    assert controller.status is Status.NO_GRAPHS
+    with raises(InvalidStateError):
+        controller.generate(input_ids=PROMPTS[0], sampling_params=greedy(1))
+    controller.wake_up()
+    session.settle()
+    check_output(session)
+
+
+def five_cycles_with_a_trainer(session: Session) -> None:
+    """A trainer writes all over the freed memory between them; nothing of it stays, or leaks."""
+    after: list[list[int]] = []
+    for cycle in range(5):
+        reports: list[SleepReport] = []
+        before = session.free()
+        with gives_back(session, reports):
+            reports.append(sleep(session))
+        pattern = 0x5A5A5A5A5A5A5A5A + cycle
+        trainers = [Trainer(gpu, GIB, pattern) for gpu in range(session.gpus)]
+        given = sum(trainer.bytes for trainer in trainers)
+        most = sum(before) + reports[0].bytes
+        assert given >= most - 0.02 * reports[0].bytes - session.gpus * 3 * GIB, (given, most)
+        assert all(trainer.is_intact() for trainer in trainers)
+        for trainer in trainers:
+            trainer.free()
+        session.controller.wake_up()
+        check_output(session)
+        session.settle()
+        after.append(session.free())
+    lost = [first - last for first, last in zip(after[0], after[-1], strict=True)]
+    assert max(lost) < 64 * MIB, f"free memory after each cycle: {after}"
+
+
+def a_wake_that_does_not_fit(session: Session) -> None:
+    """While a trainer holds the memory of the last GPU: an error, no rank goes on alone."""
+    controller = session.controller
+    sleep(session)
+    last = session.gpus - 1
+    trainer = Trainer(last, ROOM, pattern=7)
+    before = session.free()
+    with raises(OutOfDeviceMemoryError) as caught:
+        controller.wake_up()
+    check_refusal(session, caught[0], before, last)
+    assert controller.released == EVERY and controller.status is Status.ASLEEP
+    assert trainer.is_intact()
+
+    controller.wake_up("weights")  # there is room for them
+    before = session.free()
+    with raises(OutOfDeviceMemoryError) as caught:
+        controller.wake_up()
+    check_refusal(session, caught[0], before, last)
+    if session.engine is not None:
+        with raises(OutOfDeviceMemoryError) as caught:
+            session.engine.resume_memory_occupation(tags=["kv_cache"])
+        check_refusal(session, caught[0], before, last)
+    assert controller.refresh() is Status.WEIGHTS_ONLY
+    with raises(InvalidStateError):
+        controller.generate(input_ids=PROMPTS[0], sampling_params=greedy(1))
+    assert trainer.is_intact()
+    trainer.free()
+    assert set(controller.wake_up().changed) == {"kv_cache", "cuda_graph"}
+    check_output(session)
+
+
+def a_wake_that_does_not_fit_one_replica(session: Session) -> None:
+    """Replicas decide apart; the error tells, and the next call wakes what still sleeps."""
+    controller = session.controller
+    sleep(session)
+    trainer = Trainer(session.gpus - 1, ROOM, pattern=7)
+    with raises(OutOfDeviceMemoryError) as caught:
+        controller.wake_up()
+    assert "kv_cache" in str(caught[0]) and "make room" in str(caught[0]), str(caught[0])
+    assert controller.released == EVERY
+    with raises(InvalidStateError):
+        controller.generate(input_ids=PROMPTS[0], sampling_params=greedy(1))
+    assert trainer.is_intact()
+    trainer.free()
+    controller.wake_up()
+    assert controller.status is Status.AWAKE
+    check_output(session)

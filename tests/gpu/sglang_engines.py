@@ -1,0 +1,270 @@
+"""Engines for the scenarios: how each is started, and what the scenarios ask of it.
+
+An SGLang engine or server in its own processes; this process is its client, and plays the trainer
+that uses the memory which the engine gives back. Needs torch, SGLang, and memsaver installed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sglang_model
+import torch
+
+from memsaver.integrations.sglang.sleep import SleepController
+
+MIB = 1 << 20
+GIB = 1 << 30
+# Between two readings of free memory: SGLang clones the model's buffers, torch takes a segment.
+SLACK = 32 * MIB
+
+SERVER_SECONDS = 200
+SETTLE_SECONDS = 30
+
+PROMPTS = ([5, 6, 7, 8, 901, 44], [9, 10, 11], list(range(3000, 3100)))
+TOKENS = 24
+
+# Every batch is padded to one of the captured sizes, also a single request.
+COMMON: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "mem_fraction_static": 0.3,
+    "enable_memory_saver": True,
+    "cuda_graph_bs_decode": [2, 4, 8],
+    "disable_prefill_cuda_graph": True,
+    "random_seed": 1,
+    "log_level": "info",
+}
+KEPT = {"enable_weights_cpu_backup": True}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "backup": KEPT,
+    "no_backup": {},
+    "server": KEPT,
+    "backup_tp2": {**KEPT, "tp_size": 2},
+    "no_backup_tp2": {"tp_size": 2},
+    "backup_dp2": {**KEPT, "dp_size": 2},
+}
+
+
+@dataclass
+class Session:
+    """One engine and what is known of it.
+
+    Attributes:
+        controller: puts it to sleep and wakes it.
+        flush: empties its prefix cache; False where it is busy.
+        close: ends it.
+        log: what all processes wrote.
+        weights: what it started with, as of `sglang_model.weights`.
+        engine: the `sglang.Engine`, None of a server.
+        url: the server's URL, or "".
+        gpus: how many it is on, from number 0 on.
+        replicas: the data-parallel ranks, each of which is asked; None where there is one.
+        expected: the tokens that it generates after its start.
+    """
+
+    controller: SleepController
+    flush: Callable[[], bool]
+    close: Callable[[], object]
+    log: Path
+    weights: list[dict[str, Any]]
+    engine: Any = None
+    url: str = ""
+    gpus: int = 1
+    replicas: tuple[int | None, ...] = (None,)
+    expected: list[list[int]] = field(default_factory=list)
+
+    def outputs(self) -> list[list[int]]:
+        """Greedy tokens, prompt by prompt: how requests are batched changes the arithmetic."""
+        options = [{} if rank is None else {"routed_dp_rank": rank} for rank in self.replicas]
+        return [
+            self.controller.generate(input_ids=prompt, sampling_params=greedy(TOKENS), **option)[
+                "output_ids"
+            ]
+            for option in options
+            for prompt in PROMPTS
+        ]
+
+    def settle(self) -> None:
+        """Wait until the engine has nothing to do, and empty its prefix cache."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        time.sleep(0.2)  # another replica than the one that answers may be at its last batch
+        while not self.flush():
+            assert time.monotonic() < deadline, "the engine does not become idle"
+            time.sleep(0.05)
+
+    def free(self) -> list[int]:
+        """The driver's free bytes on each GPU."""
+        readings = []
+        for gpu in range(self.gpus):
+            torch.cuda.synchronize(gpu)
+            readings.append(torch.cuda.mem_get_info(gpu)[0])
+        return readings
+
+
+def greedy(tokens: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
+class Trainer:
+    """Memory of this process that fills a GPU up to a margin, with a pattern that can be checked.
+
+    Bytes in use are those of its blocks of 1 GiB; `free` gives them back to the driver.
+    """
+
+    def __init__(self, gpu: int, margin: int, pattern: int) -> None:
+        self._gpu, self._pattern = gpu, pattern
+        self._blocks: list[torch.Tensor] = []
+        while torch.cuda.mem_get_info(gpu)[0] >= margin + GIB:
+            shape = (GIB // 8,)
+            block = torch.full(shape, pattern, dtype=torch.int64, device=f"cuda:{gpu}")
+            torch.cuda.synchronize(gpu)
+            self._blocks.append(block)
+
+    @property
+    def bytes(self) -> int:
+        return GIB * len(self._blocks)
+
+    def is_intact(self) -> bool:
+        """Whether nobody else wrote there."""
+        return all(bool((block == self._pattern).all()) for block in self._blocks)
+
+    def free(self) -> None:
+        self._blocks.clear()
+        gc.collect()
+        torch.cuda.synchronize(self._gpu)
+        torch.cuda.empty_cache()
+
+
+def start(group: str, folder: Path) -> Session:
+    """Start the engine of a group of scenarios, and learn what it generates."""
+    parts = sglang_model.weights(seed=1)
+    sglang_model.save(folder / "model", parts)
+    arguments = {
+        "model_path": str(folder / "model"),
+        "host": "127.0.0.1",
+        "port": free_port(),
+        **COMMON,
+        **ARGUMENTS[group],
+    }
+    gpus = arguments.get("tp_size", 1) * arguments.get("dp_size", 1)
+    begin = _serve if group == "server" else _engine
+    session = begin(arguments, folder / "log", parts)
+    try:
+        session.gpus = gpus
+        session.free()  # this process's part of each GPU is taken from here on
+        if arguments.get("dp_size", 1) > 1:
+            session.replicas = tuple(range(arguments["dp_size"]))
+        _learn(session)
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def _learn(session: Session) -> None:
+    """Learn the expected output, which has to be one that tells something."""
+    readings = []
+    for _ in range(3):  # the first one compiles kernels
+        session.settle()
+        readings.append(session.outputs())
+    assert readings[1] == readings[2], f"the engine is not deterministic: {readings[1:]}"
+    session.expected = readings[2]
+    for tokens in session.expected:
+        assert len(tokens) == TOKENS and len(set(tokens)) > TOKENS // 4, f"degenerate: {tokens}"
+    one = session.expected[: len(PROMPTS)]
+    assert len({tuple(tokens) for tokens in one}) == len(PROMPTS), "prompts have no effect"
+    assert session.expected == one * len(session.replicas), "the replicas differ"
+
+
+def _engine(arguments: dict[str, Any], log: Path, parts: list[dict[str, Any]]) -> Session:
+    import sglang
+
+    engine = sglang.Engine(**arguments)
+    try:
+        controller = SleepController(engine)
+    except BaseException:
+        engine.shutdown()
+        raise
+
+    def flush() -> bool:
+        return bool(engine.flush_cache().success)
+
+    return Session(controller, flush, engine.shutdown, log, parts, engine)
+
+
+def _serve(arguments: dict[str, Any], log: Path, parts: list[dict[str, Any]]) -> Session:
+    url = f"http://127.0.0.1:{arguments['port']}"
+    command = [sys.executable, "-m", "sglang.launch_server", *_flags(arguments)]
+    # /health generates a token otherwise, which an engine that sleeps does not survive.
+    env = {**os.environ, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+
+    def close() -> None:
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+    try:
+        deadline = time.monotonic() + SERVER_SECONDS
+        while request(url, "/health")[0] != 200:
+            assert server.poll() is None, f"the server ended with status {server.returncode}"
+            assert time.monotonic() < deadline, f"the server is not up after {SERVER_SECONDS} s"
+            time.sleep(0.5)
+        controller = SleepController(url)
+    except BaseException:
+        close()
+        raise
+
+    def flush() -> bool:
+        return request(url, "/flush_cache", {})[0] == 200
+
+    return Session(controller, flush, close, log, parts, url=url)
+
+
+def _flags(arguments: dict[str, Any]) -> list[str]:
+    """Engine arguments, as the server's command line has them."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        flags += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return flags
+
+
+def request(url: str, path: str, payload: Any = None, seconds: float = 60) -> tuple[int, str]:
+    """The status and the body of an answer; status 0 where the server cannot be reached.
+
+    A POST where there is a payload.
+    """
+    body = None if payload is None else json.dumps(payload).encode()
+    asked = urllib.request.Request(url + path, body, {"Content-Type": "application/json"})
+    past_proxies = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with past_proxies.open(asked, timeout=seconds) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

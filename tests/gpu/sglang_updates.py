@@ -1,0 +1,78 @@
+"""Scenarios of weights without a backup, which a trainer sends between the stages of a wake.
+
+A scenario begins and ends with the engine awake; where it raises, the engine is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sglang_model
+from sglang_checks import check_output, gives_back, sleep
+from sglang_engines import Session
+
+from memsaver.integrations.sglang.reports import SleepReport
+
+
+def weights_are_gone_without_an_update(session: Session) -> None:
+    """So that what the updates bring is seen; and an update brings them back."""
+    reports: list[SleepReport] = []
+    with gives_back(session, reports):
+        reports.append(sleep(session))
+    assert sum(r.copied_bytes.get("weights", 0) for s in reports[0].steps for r in s.ranks) == 0
+    session.controller.wake_up()
+    garbage = session.outputs()
+    assert all(found != known for found, known in zip(garbage, session.expected, strict=True))
+    session.settle()
+    update_from_gpu_tensors(session)
+
+
+def update_from_gpu_tensors(session: Session) -> None:
+    """As a trainer on the same GPU sends them."""
+    updates(session, lambda part: [(name, tensor.cuda()) for name, tensor in part.items()])
+
+
+def update_from_host_tensors(session: Session) -> None:
+    """As a trainer that has them in host memory sends them."""
+    updates(session, lambda part: [(name, tensor.clone()) for name, tensor in part.items()])
+
+
+def update_from_buckets(session: Session) -> None:
+    """As trainers send many small tensors at once."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    kept: list[Any] = []  # while the engine reads them
+
+    def bucket(part: dict[str, Any]) -> list[Any]:
+        made = FlattenedTensorBucket([(name, tensor.cuda()) for name, tensor in part.items()])
+        kept.append(made)
+        contents = {
+            "flattened_tensor": made.get_flattened_tensor(),
+            "metadata": made.get_metadata(),
+        }
+        return [
+            MultiprocessingSerializer.serialize(contents, output_str=True)
+            for _ in range(session.gpus)
+        ]
+
+    updates(session, bucket, load_format="flattened_bucket")
+
+
+def updates(session: Session, sent: Callable[[dict[str, Any]], Any], **options: Any) -> None:
+    """New weights between the stages of a wake, then the old ones in the same way."""
+    other = sglang_model.weights(seed=2)
+    for weights in (other, session.weights):
+        sleep(session)
+        with session.controller.staged_wake():
+            session.controller.check("update_weights")
+            for number, part in enumerate(weights):
+                done, message = session.engine.update_weights_from_tensor(
+                    sent(part), flush_cache=number == len(weights) - 1, **options
+                )
+                assert done, message
+        if weights is other:
+            found = session.outputs()
+            assert all(new != old for new, old in zip(found, session.expected, strict=True))
+    check_output(session)
