@@ -47,7 +47,7 @@ class Child:
         worker: "module:class" of what serves.
         name: the library's name, in messages and for the worker.
         environment: its variables, instead of this process's.
-        directory: where it runs, instead of here.
+        cwd: where it runs, instead of here.
         tree: it starts processes of its own. Those that are left when it ends are ended too.
         settings: further arguments of the worker.
     """
@@ -58,7 +58,7 @@ class Child:
         name: str,
         *,
         environment: Mapping[str, str] = os.environ,
-        directory: str | None = None,
+        cwd: str | None = None,
         tree: bool = False,
         **settings: Any,
     ) -> None:
@@ -68,7 +68,7 @@ class Child:
         self._process = subprocess.Popen(
             [sys.executable, str(SERVE), worker, name, json.dumps(settings)],
             env={key: value for key, value in environment.items() if key not in NOT_INHERITED},
-            cwd=directory,
+            cwd=cwd,
             start_new_session=tree,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -46,8 +46,9 @@ def say(text: str) -> None:
 
 
 def used_mib() -> float:
-    """MiB of the first GPU in use, as the driver says. Starts no CUDA context."""
-    query = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    """MiB of the first GPU that is visible in use, as the driver says. Starts no CUDA context."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+    query = ("nvidia-smi", "-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits")
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
         return float(done.stdout.split()[0])
@@ -98,7 +99,7 @@ def running(
         worker,
         name,
         environment=environment(name),
-        directory=str(options.model),
+        cwd=str(options.model),
         tree=True,
         model=str(options.model),
         small=options.small,

@@ -1,6 +1,7 @@
 """The benchmarks' helpers, without a GPU: sums, rows, goals, children, host memory, files."""
 
 import importlib
+import inspect
 import json
 import random
 import sys
@@ -106,6 +107,15 @@ def test_either_the_peer_or_the_disk_must_be_reached(module):
     assert verdict(slow, [slow, low]) == "not met"
     assert verdict(low, [fast, low]) == "by disk_pause_ms"
     assert verdict(row("lora_pause_ms", 9.0, 0.1), []) == ""
+
+
+@pytest.mark.parametrize("part", sorted(path.stem for path in BENCHMARKS.glob("parts/*.py")))
+def test_no_worker_has_a_setting_that_its_child_takes_for_itself(module, part):
+    worker = module("serve").Worker
+    taken = {*inspect.signature(module("children").Child).parameters} - {"name", "settings"}
+    found = vars(module(f"parts.{part}")).values()
+    for kind in (kind for kind in found if isinstance(kind, type) and issubclass(kind, worker)):
+        assert not taken & {*inspect.signature(kind).parameters}, kind
 
 
 def test_the_rows_of_the_backed_part(module):

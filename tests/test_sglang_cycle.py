@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
 SMI = """#!/bin/sh
-case "$1" in *memory.used*) echo 1000;; *) echo "Some GPU, 1.2.3";; esac
+case "$*" in *memory.used*) echo 1000;; *) echo "Some GPU, 1.2.3";; esac
 """
 
 
