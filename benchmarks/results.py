@@ -187,8 +187,9 @@ def _gpu_and_driver() -> tuple[str, str]:
 
 
 def _commit(directory: Path) -> str:
-    commit = _output("git", "rev-parse", "HEAD", directory=directory)
-    if not commit:
-        return os.environ.get("BENCH_COMMIT") or "unknown"
+    told = os.environ.get("BENCH_COMMIT")  # of a copy of the tree, say
+    commit = told or _output("git", "rev-parse", "HEAD", directory=directory)
+    if told or not commit:
+        return told or "unknown"
     changed = _output("git", "status", "--porcelain", "csrc", "memsaver", directory=directory)
     return commit + ("+changes" if changed else "")
