@@ -50,7 +50,8 @@ typedef enum ms_state {
 
 typedef enum ms_backup {
   MS_BACKUP_DEFAULT = -1, /* what the tag's region said */
-  MS_BACKUP_NONE = 0,     /* contents are discarded; resumed memory reads as zero */
+  MS_BACKUP_NONE = 0,     /* contents are discarded; resumed memory reads as zero, with option
+                             `poison` as bytes 0xFF */
   MS_BACKUP_HOST = 1,     /* contents are kept in pinned host memory */
   MS_BACKUP_PAGEABLE = 2, /* in ordinary host memory, through pinned buffers */
   MS_BACKUP_DISK = 3      /* in a private file under option disk_dir */
@@ -221,9 +222,9 @@ typedef struct ms_transition ms_transition;
 /* Begins to give the device memory of `tags` back on every device, all or nothing; no tags at all
  * means every tag. From here on the transition holds the tags: what conflicts with it waits, so it
  * must be run or freed. `backup` overrides the tags' policy for this call. The bytes of `dead` are
- * neither saved nor restored (they read as zero after the resume); `changes` is what ms_changes
- * said before they were looked up, and where it differs by now everything is saved (NULL: they are
- * known to be dead).
+ * neither saved nor restored (after the resume they read as zero, or poison); `changes` is what
+ * ms_changes said before they were looked up, and where it differs by now everything is saved
+ * (NULL: they are known to be dead).
  * MS_UNKNOWN_TAG; MS_INVALID_STATE: a region of a tag is open on a thread.
  * Running it waits for all work submitted to the devices before. MS_OUT_OF_HOST_MEMORY,
  * MS_BACKUP_FAILED, MS_DRIVER_FAILED: every selected allocation is mapped with its bytes; or, where
@@ -234,7 +235,7 @@ MS_API ms_status ms_pause_begin(const char* const* tags, size_t tag_count, int b
                                 ms_transition** transition, ms_error* error);
 
 /* Begins to map memory again behind the same addresses, and the saved bytes into it; what was not
- * saved reads as zero. MS_UNKNOWN_TAG.
+ * saved reads as zero, with option `poison` as bytes 0xFF. MS_UNKNOWN_TAG.
  * Running it: MS_OUT_OF_DEVICE_MEMORY, MS_OUT_OF_HOST_MEMORY (for staging), MS_BACKUP_FAILED,
  * MS_DRIVER_FAILED. Then every selected tag is paused with its backup and holds no device memory;
  * the same call may be made again. */

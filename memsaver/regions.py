@@ -26,7 +26,8 @@ class region(contextlib.ContextDecorator):
 
     Args:
         tag: the name to pause and resume by.
-        backup: "none" (contents are discarded by a pause; memory reads as zero after the resume),
+        backup: "none" (contents are discarded by a pause; memory reads as zero after the resume,
+            or as NaN under the option `poison`),
             or where they are kept, to come back byte for byte: "host" (pinned host memory, the
             fastest), "pageable" (ordinary host memory), "disk" (a private file in the directory of
             the option `disk_dir`). None keeps what an earlier region of the tag said; a new tag

@@ -54,7 +54,8 @@ def pause(
             `Transition.wait` for one that raises.
 
     Only blocks that a tensor owns are saved. Contents that are not saved read as zero after the
-    resume. A call that wants a tag of a transition under way waits for it.
+    resume (under the option `poison`, as NaN). A call that wants a tag of a transition under way
+    waits for it.
 
     Raises:
         UnknownTagError: no region ever named it.

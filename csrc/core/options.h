@@ -35,6 +35,9 @@ enum class OptionKind {
     "host memory that backups may hold in total; 0 is as much as the system can spare")          \
   X(fingerprints, kFlag, "MEMSAVER_FINGERPRINTS", 1, 0, 1,                                       \
     "a pause leaves out what equals its kept backup, by a 256-bit fingerprint")                  \
+  X(poison, kFlag, "MEMSAVER_POISON", 0, 0, 1,                                                   \
+    "for debugging: what a resume does not bring back from a backup is filled with bytes 0xFF, " \
+    "which are NaN in every float of 16, 32 and 64 bits, instead of zeros")                      \
   X(disk_dir, kPath, "MEMSAVER_DISK_DIR", 0, 0, 0,                                               \
     "the directory of the files of backup='disk'; empty is $TMPDIR, else /var/tmp, else /tmp")
 

@@ -1,6 +1,7 @@
 #include "core/resume.h"
 
 #include <chrono>
+#include <functional>
 #include <mutex>
 
 #include "core/driver.h"
@@ -27,6 +28,8 @@ class Resume : public Transition {
   std::vector<Change> execute() override;
   void end() noexcept override { state_.end(); }
   void map_and_copy();
+  void map_and_copy_on(std::vector<Step*>& own, const Step*& at,
+                       const std::function<void(Device&)>& queued);
   void undo() noexcept;
 
   const Clock::time_point start_ = Clock::now();
@@ -34,6 +37,43 @@ class Resume : public Transition {
   std::vector<Change> rows_;
   std::vector<Step> steps_;
 };
+
+// Maps one device's memory, and queues what goes into it. Then waits until all is there, having
+// called `queued` before.
+void Resume::map_and_copy_on(std::vector<Step*>& own, const Step*& at,
+                             const std::function<void(Device&)>& queued) {
+  Device& device = own.front()->device();
+  std::vector<std::pair<Step*, std::unique_ptr<Restore>>> restores;
+  for (Step* step : own) {
+    at = step;
+    Restore* restore = nullptr;
+    if (!step->ranges.empty()) {
+      restores.emplace_back(
+          step, std::make_unique<Restore>(step->device(), *step->pool->backup, step->pool->saved,
+                                          step->ranges, progress_));
+      restore = restores.back().second.get();
+    }
+    const auto mapped = [&](const Range& range) {
+      if (restore) restore->queue(range);
+    };
+    for (const auto& [address, extent] : step->pool->heap.extents()) {
+      mapped({address, extent.bytes()});
+    }
+    map_step(*step, mapped);
+  }
+  for (auto& [step, restore] : restores) {
+    at = step;
+    restore->run_staged();
+  }
+  queued(device);
+  for (auto& [step, restore] : restores) {
+    at = step;
+    step->copied_bytes = restore->finish();
+  }
+  if (own.front()->poison) {
+    CU_CHECK(cuStreamSynchronize, device.copy_stream(Device::Direction::kToDevice));
+  }
+}
 
 void Resume::map_and_copy() {
   std::mutex mutex;
@@ -44,39 +84,19 @@ void Resume::map_and_copy() {
     for (size_t j = 0; j < i; ++j) first &= &steps_[j].device() != &steps_[i].device();
     devices += first;
   }
+  const auto queued = [&](Device& device) {
+    Event event = Event::create(device);
+    event.record(device.copy_stream(Device::Direction::kToDevice));
+    std::lock_guard<std::mutex> lock(mutex);
+    events.push_back(std::move(event));
+    if (events.size() == devices) announce_queued(std::move(events));
+  };
   on_each_device(steps_, [&](std::vector<Step*>& own, const Step*& at) {
-    std::vector<std::pair<Step*, std::unique_ptr<Restore>>> restores;
-    for (Step* step : own) {
-      at = step;
-      Restore* restore = nullptr;
-      if (!step->ranges.empty()) {
-        restores.emplace_back(
-            step, std::make_unique<Restore>(step->device(), *step->pool->backup, step->pool->saved,
-                                            step->ranges, progress_));
-        restore = restores.back().second.get();
-      }
-      const auto mapped = [&](const Range& range) {
-        if (restore) restore->queue(range);
-      };
-      for (const auto& [address, extent] : step->pool->heap.extents()) {
-        mapped({address, extent.bytes()});
-      }
-      map_step(*step, mapped);
-    }
-    for (auto& [step, restore] : restores) {
-      at = step;
-      restore->run_staged();
-    }
-    Event event = Event::create(own.front()->device());
-    event.record(own.front()->device().copy_stream(Device::Direction::kToDevice));
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      events.push_back(std::move(event));
-      if (events.size() == devices) announce_queued(std::move(events));
-    }
-    for (auto& [step, restore] : restores) {
-      at = step;
-      step->copied_bytes = restore->finish();
+    try {
+      map_and_copy_on(own, at, queued);
+    } catch (...) {  // fills that are queued must not meet memory that is gone
+      if (own.front()->poison) settle(own.front()->device(), Device::Direction::kToDevice);
+      throw;
     }
   });
 }

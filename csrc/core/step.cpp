@@ -5,6 +5,7 @@
 
 #include "core/driver.h"
 #include "core/log.h"
+#include "core/options.h"
 #include "core/text.h"
 #include "core/workers.h"
 
@@ -14,6 +15,10 @@ namespace {
 // Memory that comes back empty (a KV cache) is large and of a piece: its neighbours share this many
 // times as much.
 constexpr uint64_t kDiscardedShares = 4;
+
+// A NaN in float64, float32, bfloat16, float16 and both common formats of 8 bits (e4m3fn, e5m2);
+// -1 in integers.
+constexpr unsigned char kPoison = 0xFF;
 
 }  // namespace
 
@@ -71,6 +76,7 @@ std::vector<Step> plan_pause(const std::vector<Tag*>& tags, std::optional<Backup
 }
 
 std::vector<Step> plan_resume(const std::vector<Tag*>& tags, uint64_t share_bytes) {
+  const bool poison = flag(Option::poison);
   std::vector<Step> steps;
   for (Tag* tag : tags) {
     for (auto& [ordinal, pool] : tag->pools) {
@@ -88,6 +94,7 @@ std::vector<Step> plan_resume(const std::vector<Tag*>& tags, uint64_t share_byte
       }
       step.ranges = intersect(pool.saved, pool.heap.live());
       step.device_bytes = total(step.tiles);
+      step.poison = poison;
       steps.push_back(std::move(step));
     }
   }
@@ -211,12 +218,21 @@ void map_step(Step& step, const std::function<void(const Range&)>& mapped) {
   for (const Range& tile : step.tiles) {
     Mapping& mapping = step.mappings[tile.address];
     mapping = Mapping::map(tile.address, PhysicalMemory::create(device, tile.bytes), step.access);
+    if (step.poison) fill_unrestored(step, tile);  // else new memory is zero
     mapped(tile);
   }
   for (auto& [address, memory] : step.pages) {
     Mapping& mapping = step.mappings[address];
     mapping = Mapping::map(address, std::move(memory), step.access);
     mapped({address, mapping.bytes()});
+  }
+}
+
+void fill_unrestored(const Step& step, const Range& mapped) {
+  CUstream stream = step.device().copy_stream(Device::Direction::kToDevice);
+  const unsigned char value = step.poison ? kPoison : 0;
+  for (const Range& gap : subtract({mapped}, within(step.ranges, mapped))) {
+    CU_CHECK(cuMemsetD8Async, gap.address, value, gap.bytes, stream);
   }
 }
 

@@ -31,6 +31,7 @@ struct Step {
   std::vector<CUmemAccessDesc> access;   // of what is mapped
   std::map<uint64_t, Mapping> mappings;  // taken out of the heap, or made by the transition
   std::vector<Page> pages;               // while one is mapped, its place here is kept, empty
+  bool poison = false;                   // of a resume: what is not restored is filled
   uint64_t device_bytes = 0, copied_bytes = 0;
 };
 
@@ -47,7 +48,7 @@ void fill_rows(std::vector<Change>& rows, const std::vector<Step>& steps) noexce
 // of a tag is open. Under the registry's lock.
 std::vector<Step> plan_pause(const std::vector<Tag*>& tags, std::optional<Backup> policy,
                              const std::vector<Range>& dead, bool trust_dead);
-// How a resume maps what lives. Under the registry's lock.
+// How a resume maps what lives, and whether it poisons (option poison). Under the registry's lock.
 std::vector<Step> plan_resume(const std::vector<Tag*>& tags, uint64_t share_bytes);
 
 // Runs call(device's steps) for every device, side by side, each on a thread of its own inside a
@@ -76,8 +77,13 @@ void save_all(std::vector<Step>& steps, Progress& progress);
 bool unmap_all(std::vector<Step>& steps, Error* failure, bool* clean) noexcept;
 
 // Maps memory behind a step's tiles and its pages behind their addresses, and tells of each range
-// when it is there.
+// when it is there. Where the step poisons, fills of the tiles are queued: see fill_unrestored.
 void map_step(Step& step, const std::function<void(const Range&)>& mapped);
+
+// Queues fills of what in a mapped range is not to be restored: with poison where the step says so,
+// else with zeros. They are on the device's stream of copies to it, which the caller waits for
+// before the resume returns, and before anything is unmapped again.
+void fill_unrestored(const Step& step, const Range& mapped);
 
 // Undoes map_step: new memory goes back to the driver, pages are pages again. What the driver will
 // not unmap stays mapped, and its bytes with it.

@@ -80,13 +80,10 @@ void Swap::on_each_side(const std::function<void(Side&, const Step*& at)>& call)
   });
 }
 
-// What lies in a page that came over: zeros, and what is to be restored.
+// What lies in a page that came over: zeros (or poison), and what is to be restored.
 void Swap::fill(const Hand& hand, Restore* restore) {
   const Range tile{hand.at, hand.bytes};
-  CUstream stream = hand.to->device().copy_stream(Device::Direction::kToDevice);
-  for (const Range& gap : subtract({tile}, within(hand.to->ranges, tile))) {
-    CU_CHECK(cuMemsetD8Async, gap.address, 0, gap.bytes, stream);
-  }
+  fill_unrestored(*hand.to, tile);
   if (restore) restore->queue(tile);
 }
 
