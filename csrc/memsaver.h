@@ -101,6 +101,18 @@ typedef struct ms_usage {
   double last_pause_seconds, last_resume_seconds;
 } ms_usage;
 
+/* Where an address lies. */
+typedef struct ms_location {
+  const char* tag;
+  int32_t device;
+  int32_t state; /* an ms_state: the tag's */
+  uint64_t address,
+      bytes;            /* the live allocation around it; 0 bytes: it is freed, or was none yet */
+  double since_seconds; /* when the tag came into that state, in seconds since 1970 */
+  int64_t thread;       /* the system's number of the thread whose call brought it there */
+  char caller[1024];    /* what ms_transition_set_caller said of that call, cut to fit, or "" */
+} ms_location;
+
 /* --- the library */
 
 /* "major.minor.patch". Touches no driver. */
@@ -259,6 +271,11 @@ MS_API ms_status ms_swap_begin(const char* const* out, size_t out_count, const c
 MS_API ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t* row_count,
                                    ms_error* error);
 
+/* Says in words who a transition is for (a place in a program, say), for ms_locate. After its begin
+ * and before its run, on the thread of either. MS_INVALID_STATE: it was run. */
+MS_API ms_status ms_transition_set_caller(ms_transition* transition, const char* caller,
+                                          ms_error* error);
+
 /* Bytes copied so far, and in all: that grows while the transition starts and shrinks where pieces
  * are found unchanged. Any thread, until it is freed. */
 MS_API void ms_transition_progress(const ms_transition* transition, uint64_t* done_bytes,
@@ -292,6 +309,10 @@ MS_API ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error);
 /* The live allocations of a tag in address order, on `device`, or on all of them (-1). */
 MS_API ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_count,
                            ms_error* error);
+
+/* Whose memory an address is, and who has it in its state since when. Makes no driver call and
+ * waits for no transition: it answers after an illegal access, too. MS_NOT_OURS. */
+MS_API ms_status ms_locate(const void* pointer, ms_location* location, ms_error* error);
 
 /* Where the backup of [address, address + bytes) lies in host memory: valid until the tag's next
  * change. What a caller writes there comes back with the resume, if it said that it is going to

@@ -21,6 +21,7 @@ from memsaver.errors import (
     OutOfHostMemoryError,
     UnknownTagError,
 )
+from memsaver.explanations import Explanation, explain
 from memsaver.fingerprints import fingerprint
 from memsaver.graphs import graph
 from memsaver.native import _C, Backup, State
@@ -46,6 +47,7 @@ __all__ = [
     "Change",
     "ConfigError",
     "DriverError",
+    "Explanation",
     "InvalidStateError",
     "MemsaverError",
     "MemsaverWarning",
@@ -64,6 +66,7 @@ __all__ = [
     "configure",
     "device_memory",
     "disabled",
+    "explain",
     "fingerprint",
     "graph",
     "is_preloaded",

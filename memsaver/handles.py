@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from memsaver import observers
 from memsaver.background import Job
+from memsaver.callers import caller
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverWarning
 from memsaver.native import _C, STATES, State, check_tag
 from memsaver.progress import Callback, callback_of
@@ -63,6 +64,8 @@ class Call:
             observers.announce_pause(name)
         changes = _C.changes()
         self.native = self._begin(self._dead_ranges(going), changes)
+        if self.native is not None:
+            self.native.set_caller(caller().encode(errors="replace"))
 
     def run(self) -> Report:
         """Do it, and tell those who registered for a resume. Once."""

@@ -224,6 +224,18 @@ class TorchPools:
                     live.append((block["address"], block["requested_size"]))
         return sorted(live)
 
+    def tensor_around(self, address: int) -> tuple[bool, tuple[int, int] | None]:
+        """Whether an address lies in a segment of torch's, and address and bytes of its tensor."""
+        for segment in self._segments():
+            if not segment["address"] <= address < segment["address"] + segment["total_size"]:
+                continue
+            for block in segment["blocks"]:
+                start, nbytes = block["address"], block["requested_size"]
+                if block["state"] == "active_allocated" and start <= address < start + nbytes:
+                    return True, (start, nbytes)
+            return True, None
+        return False, None
+
     def _segments(self) -> list[dict[str, Any]]:
         """The segments of torch that lie in memory of ours, as torch describes them."""
         snapshot = self.torch.cuda.memory_snapshot()

@@ -31,7 +31,7 @@ LAYERS = [
     ["handover", "pause", "resume"],
     ["swap", "backups"],
     ["region"],
-    ["stats"],
+    ["stats", "location"],
     ["abi"],  # implements memsaver.h
 ]
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}

@@ -10,6 +10,7 @@
 #include "core/driver.h"
 #include "core/host_budget.h"
 #include "core/lifecycle.h"
+#include "core/location.h"
 #include "core/log.h"
 #include "core/options.h"
 #include "core/pause.h"
@@ -383,6 +384,13 @@ ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t*
   });
 }
 
+ms_status ms_transition_set_caller(ms_transition* transition, const char* caller, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    unwrap(transition)->set_caller(text_of(caller, "the caller"));
+  });
+}
+
 void ms_transition_progress(const ms_transition* transition, uint64_t* done_bytes,
                             uint64_t* total_bytes) {
   if (!transition) return;
@@ -493,6 +501,25 @@ ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_co
       }
     }
     hand_out(ranges, [](const Range& r) { return ms_range{r.address, r.bytes}; }, rows, row_count);
+  });
+}
+
+ms_status ms_locate(const void* pointer, ms_location* location, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    require_place(location);
+    const Location found = locate(reinterpret_cast<uint64_t>(pointer));
+    *location = ms_location{found.tag->name.c_str(),
+                            found.device,
+                            static_cast<int32_t>(found.state),
+                            found.block.address,
+                            found.block.bytes,
+                            found.mark.at_seconds,
+                            found.mark.thread,
+                            ""};
+    if (found.mark.caller) {
+      copy_text(location->caller, sizeof(location->caller), *found.mark.caller);
+    }
   });
 }
 

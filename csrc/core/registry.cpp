@@ -1,8 +1,11 @@
 #include "core/registry.h"
 
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 
 #include "core/text.h"
 
@@ -20,6 +23,11 @@ const char* name_of(State state) {
       return "restoring";
   }
   return "unknown";
+}
+
+Mark Mark::now() {
+  const auto time = std::chrono::system_clock::now().time_since_epoch();
+  return {std::chrono::duration<double>(time).count(), syscall(SYS_gettid), nullptr};
 }
 
 std::atomic<Pool*> Registry::slots_[Registry::kSlots] = {};

@@ -25,6 +25,15 @@ enum class State : int32_t { kMapped = 0, kSaving = 1, kPaused = 2, kRestoring =
 
 const char* name_of(State state);
 
+// Who brought a tag into a state, and when.
+struct Mark {
+  static Mark now();  // of the calling thread
+
+  double at_seconds = 0;                      // since 1970
+  int64_t thread = 0;                         // the system's number of the thread that began it
+  std::shared_ptr<const std::string> caller;  // what it says of itself, or null
+};
+
 struct Tag;
 
 // The memory of one tag on one device. Lives as long as the process.
@@ -42,13 +51,15 @@ struct Pool {
 };
 
 // All fields under the registry's lock, but for the name and `accepting`. Only transition.cpp
-// writes `state`.
+// writes `state` and the marks.
 struct Tag {
-  explicit Tag(std::string name) : name(std::move(name)) {}
+  explicit Tag(std::string name) : name(std::move(name)), changed(Mark::now()) {}
 
   const std::string name;
   Backup policy = Backup::kNone;
   State state = State::kMapped;
+  Mark changed;               // of the last transition that was done; at first, of its making
+  Mark changing;              // of the one under way, in kSaving and kRestoring
   bool held = false;          // one thread is changing the tag's memory
   int open_regions = 0;       // threads inside a region of it, and bound streams
   std::map<int, Pool> pools;  // by device ordinal; nodes never move

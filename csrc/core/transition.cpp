@@ -23,6 +23,14 @@ std::vector<Change> Transition::run() {
   }
 }
 
+void Transition::set_caller(const std::string& caller) {
+  if (!hold_) throw Error(Status::kInvalidState, "the transition was run already");
+  const auto text = std::make_shared<const std::string>(caller);
+  hold_->lock();
+  for (Tag* tag : hold_->tags()) tag->changing.caller = text;
+  hold_->unlock();
+}
+
 void Transition::enter(Phase phase) {
   std::lock_guard<std::mutex> lock(mutex_);
   phase_ = phase;
@@ -66,6 +74,8 @@ StateChange::StateChange(Hold& hold, std::vector<Tag*> tags, State during)
   const bool pausing = during == State::kSaving;
   before_ = pausing ? State::kMapped : State::kPaused;
   after_ = pausing ? State::kPaused : State::kMapped;
+  const Mark mark = Mark::now();
+  for (Tag* tag : tags_) tag->changing = mark;
   set(during);
 }
 
@@ -79,6 +89,11 @@ void StateChange::end() noexcept {
 }
 
 void StateChange::commit() {
+  const double now = Mark::now().at_seconds;
+  for (Tag* tag : tags_) {
+    tag->changed = std::move(tag->changing);
+    tag->changed.at_seconds = now;
+  }
   set(after_);
   committed_ = true;
 }

@@ -42,6 +42,10 @@ class Transition {
   // What it throws, and what state the tags are in then, say pause.h, resume.h and swap.h.
   std::vector<Change> run();
 
+  // Who it is done for, in words, for those who meet memory that is paused. Before run(), on one
+  // thread. Throws kInvalidState after it.
+  void set_caller(const std::string& caller);
+
   // How far the copies are. Any thread.
   const Progress& progress() const { return progress_; }
 
@@ -74,7 +78,8 @@ class Transition {
 };
 
 // Gives tags their state: kSaving or kRestoring for its life, then kPaused or kMapped once commit()
-// was called, else what they had. Its owner holds the tags, unlocked but where it says so.
+// was called, else what they had, and the mark of the thread that made it. Its owner holds the
+// tags, unlocked but where it says so.
 class StateChange {
  public:
   // Under the registry's lock.

@@ -114,6 +114,14 @@ class Transition {
     return list_of_changes(rows, count);
   }
 
+  // Before run().
+  void set_caller(const std::string& caller) {
+    require(transition_ && !was_run_, "the transition was given up, or run before");
+    without_gil([&](ms_error* error) {
+      return ms_transition_set_caller(transition_.get(), caller.c_str(), error);
+    });
+  }
+
   // Bytes done and in all; as they were in the end, once it was run.
   Pair progress() const { return transition_ ? read_progress() : progress_; }
 
@@ -276,6 +284,7 @@ PYBIND11_MODULE(_C, m) {
   });
   py::class_<Transition>(m, "Transition")
       .def("run", &Transition::run)
+      .def("set_caller", &Transition::set_caller, py::arg("caller"))
       .def("progress", &Transition::progress)
       .def("wait_stream", &Transition::wait_stream, py::arg("stream"))
       .def("give_up", &Transition::give_up);
@@ -355,6 +364,20 @@ PYBIND11_MODULE(_C, m) {
                        [](const ms_range& r) { return py::make_tuple(r.address, r.bytes); });
       },
       py::arg("tag"), py::arg("device") = -1);
+  // None for a foreign address.
+  m.def("locate", [](uint64_t address) -> py::object {
+    ms_location found{};
+    ms_error error{};
+    ms_status status;
+    {
+      const WithoutGil released;
+      status = ms_locate(pointer(address), &found, &error);
+    }
+    if (status == MS_NOT_OURS) return py::none();
+    check(status, error);
+    return py::make_tuple(found.tag, found.device, found.state, found.address, found.bytes,
+                          found.since_seconds, found.thread, found.caller);
+  });
   // The memoryview is writable in any case: who asked for reading only must not write.
   m.def(
       "backup_view",

@@ -1,0 +1,155 @@
+"""What an address is: for those who met an illegal access, or are about to."""
+
+from __future__ import annotations
+
+import operator
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from memsaver.errors import ConfigError
+from memsaver.native import _C, STATES, State
+from memsaver.statistics import Range
+from memsaver.torch_mode import torch_pools
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What lies at an address; `str()` of it says so in words.
+
+    Attributes:
+        address: the address.
+        tag: whose memory it is; None: not memsaver's, and nothing else is known then.
+        device: the device's index.
+        state: the tag's state.
+        allocation: the live allocation around the address; None: it was freed, or is none yet.
+        in_segment: whether torch has cut the allocation into tensors' blocks.
+        tensor: the block of a live tensor around the address, where torch knows it.
+        since: when the tag came into its state, as of `time.time()`: when it was paused, say.
+        seconds: how long it had been in it when this was asked.
+        thread: the system's number of the thread whose call brought it there
+            (`threading.get_native_id()`); for a tag that was never paused, which made it.
+        caller: the place of that call in the program, and its thread's name; "" for a call that did
+            not come through Python.
+    """
+
+    address: int
+    tag: str | None = None
+    device: int | None = None
+    state: State | None = None
+    allocation: Range | None = None
+    in_segment: bool = False
+    tensor: Range | None = None
+    since: float | None = None
+    seconds: float | None = None
+    thread: int | None = None
+    caller: str = ""
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the start of the tensor, or else of the allocation; 0 where there is none."""
+        around = self.tensor or self.allocation
+        return self.address - around.address if around is not None else 0
+
+    def __str__(self) -> str:
+        if self.tag is None or self.since is None or self.state is None:
+            return f"{self.address:#x} is not memsaver's: no tag has reserved this address"
+        return (
+            f"{self.address:#x} {self._place()} of tag {self.tag!r} on device {self.device}; the "
+            f"tag {_STANDING[self.state]} for {self.seconds:.3f} s, since {_clock(self.since)}, by "
+            f"{self.caller or 'a call outside of Python'} ({self.thread}); "
+            f"{self._advice(self.tag, self.state)}"
+        )
+
+    def _place(self) -> str:
+        if self.allocation is None:
+            return "lies in no live allocation (it is freed, or was never handed out), in addresses"
+        allocation = f"an allocation of {self.allocation.bytes} bytes at"
+        if self.tensor is not None:
+            return (
+                f"lies {self.offset} bytes into a tensor of {self.tensor.bytes} bytes at "
+                f"{self.tensor.address:#x}, in {allocation} {self.allocation.address:#x}"
+            )
+        lies = "lies in no live tensor, " if self.in_segment else "lies "
+        return f"{lies}{self.offset} bytes into {allocation} {self.allocation.address:#x}"
+
+    def _advice(self, tag: str, state: State) -> str:
+        if self.allocation is None or (self.in_segment and self.tensor is None):
+            return "nothing may use it: look for a tensor that was deleted too early"
+        if state is State.MAPPED:
+            return "it may be used"
+        if state is State.PAUSED:
+            return f"nothing may touch it before memsaver.resume({tag!r})"
+        return "nothing may touch it before the transition is over, and the tag resumed"
+
+
+_STANDING = {
+    State.MAPPED: "has been mapped",
+    State.SAVING: "is being paused",
+    State.PAUSED: "has been paused",
+    State.RESTORING: "is being resumed",
+}
+
+
+def explain(address_or_tensor: Any) -> Explanation:
+    """What memsaver knows of an address: its tag, tensor and state, and who paused it, and when.
+
+    Answers after an illegal access too, when the CUDA context is lost: the driver is not asked. The
+    address of such an access is in the message of `compute-sanitizer` or `cuda-gdb`.
+
+    Args:
+        address_or_tensor: a device address, or anything with a `data_ptr()`, such as a tensor.
+
+    Raises:
+        ConfigError: neither an address nor a tensor.
+        InvalidStateError: in a forked child, which has none of the memory.
+    """
+    address = _address_of(address_or_tensor)
+    found = _C.locate(address)
+    if found is None:
+        return Explanation(address)
+    tag, device, state, start, nbytes, since, thread, caller = found
+    allocation = Range(start, nbytes) if nbytes else None
+    in_segment, tensor = _tensor_around(address) if allocation else (False, None)
+    return Explanation(
+        address=address,
+        tag=tag,
+        device=device,
+        state=STATES[state],
+        allocation=allocation,
+        in_segment=in_segment,
+        tensor=Range(*tensor) if tensor is not None else None,
+        since=since,
+        seconds=max(time.time() - since, 0.0),
+        thread=thread,
+        caller=caller,
+    )
+
+
+def _address_of(named: Any) -> int:
+    try:
+        pointer = getattr(named, "data_ptr", None)
+        address = operator.index(pointer() if callable(pointer) else named)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor without memory
+        raise ConfigError(
+            f"explain takes a device address or a tensor, not {type(named).__name__}"
+        ) from None
+    if not 0 <= address < 1 << 64:
+        raise ConfigError(f"{address:#x} is no address")
+    return address
+
+
+def _tensor_around(address: int) -> tuple[bool, tuple[int, int] | None]:
+    try:
+        pools = torch_pools(required=False)
+        return pools.tensor_around(address) if pools is not None else (False, None)
+    except Exception:
+        # torch may refuse anything once its context is lost; the rest is worth as much.
+        return False, None
+
+
+def _clock(seconds: float) -> str:
+    fraction = int(seconds % 1 * 1000)
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) + f".{fraction:03}"
