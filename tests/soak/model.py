@@ -1,0 +1,126 @@
+"""What must be true of the memory of a soak: which tensors there are, and what they must hold."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from typing import Any
+
+import memsaver
+from memsaver.errors import MemsaverError
+from memsaver.native import _C
+from soak.memory import Memory
+
+# What a paused tag holds when it comes back.
+KEPT, ZERO, UNKNOWN = "kept", "zero", "unknown"
+
+
+class Wrong(AssertionError):
+    """Something that memsaver promises does not hold."""
+
+
+class Digests:
+    """Fingerprints of device memory: what the device finds, in few bytes."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._zeros: dict[int, bytes] = {}
+        self.bytes = 0
+
+    def of(self, tensor: Any, nbytes: int) -> bytes:
+        """Patient: pinned memory for the digests may be wanting where another has everything."""
+        for attempt in range(50):
+            try:
+                rows = _C.fingerprint([(self._memory.address(tensor), nbytes)])
+                break
+            except MemsaverError as error:
+                if attempt == 49 or not self._memory.is_out_of_memory(error):
+                    raise
+                self._memory.let_go()
+                time.sleep(0.1)
+        self.bytes += nbytes
+        return hashlib.blake2b(rows, digest_size=16).digest()
+
+    def of_zeros(self, tensor: Any, nbytes: int) -> bytes:
+        """Of as many zeros; the tensor's contents are lost where they were not known yet."""
+        if nbytes not in self._zeros:
+            self._memory.zero(tensor)
+            self._zeros[nbytes] = self.of(tensor, nbytes)
+        return self._zeros[nbytes]
+
+
+class Piece:
+    """One tensor and the digest of what it holds while its tag is mapped."""
+
+    def __init__(self, memory: Memory, digests: Digests, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.tensor = memory.tensor(nbytes)
+        self.address = memory.address(self.tensor)
+        self._memory = memory
+        self._digests = digests
+        self._zeros = digests.of_zeros(self.tensor, nbytes)
+        self.fill()
+
+    def fill(self) -> None:
+        """New contents."""
+        self._memory.fill(self.tensor)
+        self._digest = self._digests.of(self.tensor, self.nbytes)
+
+    def check(self, contents: str) -> None:
+        """Raises Wrong where it does not hold what it must, at its address."""
+        if self._memory.address(self.tensor) != self.address:
+            raise Wrong("a tensor has moved")
+        found = self._digests.of(self.tensor, self.nbytes)
+        if contents == UNKNOWN:
+            self.fill()
+        elif found != (self._zeros if contents == ZERO else self._digest):
+            raise Wrong(f"{self.nbytes} bytes at {self.address:#x} are not what they were")
+        else:
+            self._digest = found
+
+
+class SoakedTag:
+    """A tag, its tensors, and what they hold when they come back."""
+
+    def __init__(self, name: str, backup: str, cap: int) -> None:
+        self.name = name
+        self.backup = backup
+        self.cap = cap
+        self.pieces: list[Piece] = []
+        self.contents = KEPT
+        self.known = False  # a region has named it
+        self.graph: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def state(self) -> memsaver.State:
+        return memsaver.state(self.name)
+
+    def was_paused(self, backup: str | None) -> None:
+        """By a call with this backup."""
+        self.contents = ZERO if (backup or self.backup) == "none" else KEPT
+
+    def check_mapped(self) -> None:
+        """All of it is there, after a resume or a pause that failed."""
+        if self.state is not memsaver.State.MAPPED:
+            raise Wrong(f"{self.name} is {self.state}, and should be mapped")
+        for piece in self.pieces:
+            piece.check(self.contents)
+        self.contents = KEPT
+
+    def check_explained(self, randomness: random.Random) -> None:
+        """`explain` knows a byte of it."""
+        if not self.pieces:
+            return
+        piece = randomness.choice(self.pieces)
+        offset = randomness.randrange(piece.nbytes)
+        found = memsaver.explain(piece.address + offset)
+        if (found.tag, found.state) != (self.name, self.state):
+            raise Wrong(f"a byte of {self.name}, which is {self.state}: {found}")
+        missing = found.allocation is None or (found.in_segment and found.tensor is None)
+        if missing or found.offset != offset:
+            raise Wrong(f"{offset} bytes into a tensor of {self.name}: {found}")

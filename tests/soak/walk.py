@@ -1,0 +1,464 @@
+"""A random walk over everything that can be done to tags, with every step's promises checked."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+
+import memsaver
+from memsaver import State
+from memsaver.errors import (
+    BackupError,
+    DriverError,
+    InvalidStateError,
+    MemsaverWarning,
+    OutOfDeviceMemoryError,
+    OutOfHostMemoryError,
+)
+from soak.memory import GIB, Memory
+from soak.model import UNKNOWN, Digests, Piece, SoakedTag, Wrong
+from soak.turnstile import Turnstile
+
+SHORTAGES = (OutOfDeviceMemoryError, OutOfHostMemoryError, BackupError)
+KINDS = {"kv": "none", "activations": "none", "weights": "host", "optimizer": "host"}
+KINDS |= {"frozen": "pageable", "spilled": "disk"}
+GRAPHS = "graphs"
+
+
+class Walk:
+    """One process's walk. `finish` leaves nothing behind; then it may go on."""
+
+    def __init__(self, memory: Memory, seed: int, turnstile: Turnstile) -> None:
+        self._memory = memory
+        self._random = random.Random(seed)
+        self._turnstile = turnstile
+        self._digests = Digests(memory)
+        self._tags = [
+            SoakedTag(name, kind, memory.limits.tag[kind]) for name, kind in KINDS.items()
+        ]
+        if memory.has_graphs:
+            self._tags.append(SoakedTag(GRAPHS, "none", 0))
+        memsaver.configure(host_bytes=memory.limits.host)
+        if memory.has_graphs:  # what captures and kernels need beside tags
+            memsaver.configure(margin_bytes=GIB)
+        self._pending: dict[str, Counter[str]] = {}  # by what failed: errors not yet recovered
+        self._last_error = ""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count."""
+        self.operations: Counter[str] = Counter()
+        self.met: Counter[str] = Counter()
+        self.recovered: Counter[str] = Counter()
+        self.warned: Counter[str] = Counter()
+        self.cycles = 0  # tags that were paused and resumed, contents checked
+        self.device_bytes = self.copied_bytes = 0
+        self._digests.bytes = 0
+
+    @property
+    def fingerprinted_bytes(self) -> int:
+        return self._digests.bytes
+
+    def warm_up(self) -> None:
+        """Every kind of backup, and every kind of step a few times."""
+        for tag in self._tags[: len(KINDS)]:
+            with memsaver.region(tag.name, backup=tag.backup):
+                tag.known = True
+                tag.pieces = [Piece(self._memory, self._digests, tag.cap // 16 & ~7)]
+            self._pause([tag], None)
+            self._resume([tag])
+        for _ in range(4):
+            for step, _ in self._steps():
+                self._do(step)
+        self.finish()
+
+    def run(self, seconds: float, most: int) -> None:
+        """Walk so long, and so many steps at most."""
+        steps = self._steps()
+        choices, weights = [step for step, _ in steps], [weight for _, weight in steps]
+        end = time.monotonic() + seconds
+        for _ in range(most):
+            if time.monotonic() > end:
+                break
+            self._do(self._random.choices(choices, weights)[0])
+        self._memory.let_go()
+
+    def finish(self, patience: float = 100) -> None:
+        """Bring everything back and check it, then give it all up. Raises Wrong where it cannot."""
+        deadline = time.monotonic() + patience
+        left = self._known()
+        while left:
+            # What is mapped first, and what has too little memory again when others have less.
+            for tag in sorted(left, key=lambda tag: tag.state is not State.MAPPED):
+                if tag.state is State.PAUSED and not self._resume([tag]):
+                    continue
+                tag.check_mapped()
+                self._check_graph(tag)
+                tag.pieces.clear()
+                tag.graph = None
+                left.remove(tag)
+            self._make_room()
+            if time.monotonic() > deadline:
+                raise Wrong(f"no resume in {patience:.0f} s: {self._last_error}")
+        for what in list(self._pending):
+            self._succeeded(what)  # nothing of what failed is missing: it was checked above
+        if memsaver.stats().resident_bytes != 0:
+            raise Wrong(f"memory is held when all is deleted: {memsaver.stats().tags}")
+
+    # The steps.
+
+    def _steps(self) -> list[tuple[Callable[[], None], int]]:
+        """What can be done, and how often it is."""
+        steps = [
+            (self.create, 10),
+            (self.delete, 5),
+            (self.refill, 6),
+            (self.pause, 10),
+            (self.resume, 12),
+            (self.swap, 8),
+            (self.pause_for_a_block, 4),
+            (self.in_the_background, 6),
+            (self.take, 3),
+            (self.let_go, 2),
+            (self.trim, 1),
+            (self.tidy, 1),
+        ]
+        if self._memory.has_graphs:
+            steps += [(self.replay, 4), (self.capture, 1), (self.drop_graph, 1)]
+        return steps
+
+    def _do(self, step: Callable[[], None]) -> None:
+        self.operations[step.__name__] += 1
+        with self._turnstile.passing(alone=step.__name__ == "capture"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", MemsaverWarning)
+                step()
+        self.warned.update(str(w.message)[:60] for w in caught if w.category is MemsaverWarning)
+        self._random.choice(self._tags[: len(KINDS)]).check_explained(self._random)
+        if self._memory.violations():
+            raise Wrong(f"after {step.__name__}: {self._memory.violations()}")
+
+    def create(self) -> None:
+        """New tensors; refused while their tag is paused."""
+        tag = self._any()
+        try:
+            with memsaver.region(tag.name, backup=tag.backup):
+                tag.known = True
+                for _ in range(self._random.randint(1, 4)):
+                    nbytes = self._size(tag)
+                    if self._total() + nbytes > self._memory.limits.budget:
+                        break
+                    if tag.nbytes + nbytes > tag.cap:
+                        break
+                    tag.pieces.append(Piece(self._memory, self._digests, nbytes))
+        except InvalidStateError as error:
+            if tag.state is State.MAPPED:
+                raise Wrong(f"a region of {tag.name} was refused") from error
+            self._met(error, "create")
+            self._succeeded("create")  # it was meant
+        except Exception as error:
+            if not self._is_expected(error):
+                raise
+            self._met(error, "create")
+            self._memory.let_go()
+            self._memory.tidy()
+        else:
+            self._succeeded("create")
+
+    def delete(self) -> None:
+        """Legal in any state."""
+        tag = self._any()
+        keep = self._random.random() ** 0.25
+        tag.pieces = [piece for piece in tag.pieces if self._random.random() < keep]
+
+    def refill(self) -> None:
+        """New contents for some, so that not every page is unchanged at the next pause."""
+        tag = self._any()
+        if tag.known and tag.state is State.MAPPED:
+            for piece in tag.pieces:
+                if self._random.random() < 0.5:
+                    piece.fill()
+
+    def pause(self) -> None:
+        self._pause(self._several(), self._override())
+
+    def resume(self) -> None:
+        tags = self._several()
+        for attempt in range(3):
+            if self._resume(tags):
+                return
+            self._make_room()
+            others = [tag for tag in self._known() if tag not in tags]
+            if attempt == 0 and others:
+                self._pause([self._random.choice(others)], None)
+
+    def swap(self) -> None:
+        both = self._several(most=4)
+        if len(both) > 1:
+            cut = self._random.randint(1, len(both) - 1)
+            self._swap(both[:cut], both[cut:], self._override())
+
+    def pause_for_a_block(self) -> None:
+        """`paused()`, while somebody else uses the memory."""
+        tags = self._several()
+        going = [tag for tag in tags if tag.state is State.MAPPED]
+        left = False
+        try:
+            with memsaver.paused(*[tag.name for tag in tags]) as report:
+                self._count(report)
+                for tag in going:
+                    self._must_be(tag, State.PAUSED)
+                    tag.was_paused(None)
+                left = True
+        except Exception as error:
+            if not self._is_expected(error):
+                raise
+            self._met(error, going[0].name if going else "nothing")
+            for tag in going:
+                if not left:
+                    tag.check_mapped()  # the pause failed
+                else:
+                    self._must_be(tag, State.PAUSED)
+        else:
+            for tag in going:
+                self._came_back(tag)
+
+    def in_the_background(self) -> None:
+        """A transition on its own thread, while tensors of its tags are deleted."""
+        tag = self._random.choice(self._known() or self._tags[:1])
+        if not tag.known:
+            return
+        pausing = tag.state is State.MAPPED
+        if not pausing and tag.state is not State.PAUSED:
+            raise Wrong(f"{tag.name} is {tag.state}, and nothing is under way")
+        try:
+            call = memsaver.pause if pausing else memsaver.resume
+            transition = call(tag.name, wait=False)
+            if tag.pieces:
+                tag.pieces.pop(self._random.randrange(len(tag.pieces)))
+            if self._random.random() < 0.5:
+                self._memory.wait_stream(transition)
+            report = transition.wait()
+        except Exception as error:
+            if not self._is_expected(error):
+                raise
+            self._met(error, tag.name)
+            if pausing:
+                tag.check_mapped()
+            else:
+                self._must_be(tag, State.PAUSED)
+            return
+        self._count(report)
+        self._must_be(tag, State.PAUSED if pausing else State.MAPPED)
+        if pausing:
+            tag.was_paused(None)
+            self._succeeded(tag.name)
+        else:
+            self._came_back(tag)
+
+    def take(self) -> None:
+        """Somebody takes most of what is free."""
+        limits = self._memory.limits
+        room = min(memsaver.device_memory(0)[0] - limits.leave, limits.budget)
+        try:
+            if room > 0:
+                self._memory.take(int(room * self._random.uniform(0.6, 1)))
+        except RuntimeError as error:
+            if not self._memory.is_out_of_memory(error):
+                raise
+            self._met(error, "take")  # the other process was quicker
+            self._succeeded("take")
+
+    def let_go(self) -> None:
+        self._memory.let_go()
+
+    def trim(self) -> None:
+        memsaver.trim(wait=self._random.random() < 0.5)
+
+    def tidy(self) -> None:
+        self._memory.tidy()
+
+    def capture(self) -> None:
+        """A new graph in the place of the old one. Nobody else does anything meanwhile."""
+        tag = self._tags[-1]
+        if tag.known and tag.state is not State.MAPPED:
+            return
+        self._memory.let_go()
+        if memsaver.device_memory(0)[0] < 2 * GIB:
+            return
+        tag.backup = self._random.choice(["none", "host"])
+        tag.graph = None
+        self._memory.tidy()
+        tag.graph = self._memory.capture(tag.name, tag.backup)  # type: ignore[union-attr]
+        tag.known = True
+
+    def replay(self) -> None:
+        tag = self._tags[-1]
+        if tag.known and tag.state is State.MAPPED:
+            self._check_graph(tag)
+
+    def drop_graph(self) -> None:
+        self._tags[-1].graph = None
+
+    # Transitions, and what must be true after them.
+
+    def _pause(self, tags: list[SoakedTag], backup: str | None) -> None:
+        going = [tag for tag in tags if tag.state is State.MAPPED]
+
+        def done() -> None:
+            for tag in going:
+                self._must_be(tag, State.PAUSED)
+                tag.was_paused(backup)
+
+        def failed() -> None:
+            for tag in going:
+                if tag.state is State.MAPPED:
+                    tag.check_mapped()  # else its pages are kept, contents and all
+
+        self._attempt(
+            lambda: memsaver.pause(*[tag.name for tag in tags], backup=backup), going, done, failed
+        )
+
+    def _resume(self, tags: list[SoakedTag]) -> bool:
+        coming = [tag for tag in tags if tag.state is State.PAUSED]
+
+        def done() -> None:
+            for tag in coming:
+                self._came_back(tag)
+
+        def failed() -> None:
+            for tag in coming:
+                self._must_be(tag, State.PAUSED)
+
+        return self._attempt(
+            lambda: memsaver.resume(*[tag.name for tag in tags]), coming, done, failed
+        )
+
+    def _swap(self, out: list[SoakedTag], into: list[SoakedTag], backup: str | None) -> None:
+        going = [tag for tag in out if tag.state is State.MAPPED]
+        coming = [tag for tag in into if tag.state is State.PAUSED]
+
+        def done() -> None:
+            for tag in going:
+                self._must_be(tag, State.PAUSED)
+                tag.was_paused(backup)
+            for tag in coming:
+                self._came_back(tag)
+
+        def failed() -> None:
+            for tag in coming:
+                self._must_be(tag, State.PAUSED)
+            for tag in going:
+                if (backup or tag.backup) == "none":
+                    tag.contents = UNKNOWN  # the one thing that a swap may lose
+                if tag.state is State.MAPPED:
+                    tag.check_mapped()
+
+        names = [[tag.name for tag in side] for side in (out, into)]
+        self._attempt(
+            lambda: memsaver.swap(out=names[0], into=names[1], backup=backup),
+            [*going, *coming],
+            done,
+            failed,
+        )
+
+    def _attempt(
+        self,
+        call: Callable[[], memsaver.Report],
+        changing: list[SoakedTag],
+        done: Callable[[], None],
+        failed: Callable[[], None],
+    ) -> bool:
+        """Make the call, and check what must be true then: whether it went well."""
+        name = changing[0].name if changing else "nothing"
+        with self._memory.faults() as faulty:
+            try:
+                report = call()
+            except Exception as error:
+                if not self._is_expected(error) and not (faulty and isinstance(error, DriverError)):
+                    raise
+                failure: Exception | None = error
+            else:
+                failure = None
+        if failure is not None:
+            self._met(failure, name)
+            del failure
+            failed()
+            return False
+        self._count(report)
+        done()
+        for tag in changing:
+            self._succeeded(tag.name)
+        return True
+
+    def _came_back(self, tag: SoakedTag) -> None:
+        tag.check_mapped()
+        self._check_graph(tag)
+        self._succeeded(tag.name)
+        self.cycles += 1
+
+    def _must_be(self, tag: SoakedTag, state: State) -> None:
+        if tag.state is not state:
+            raise Wrong(f"{tag.name} is {tag.state}, and should be {state}")
+
+    def _check_graph(self, tag: SoakedTag) -> None:
+        if tag.graph is None:
+            return
+        found, expected = tag.graph.replay(self._random.randrange(1 << 30))
+        nbytes = found.numel() * found.element_size()
+        if self._digests.of(found, nbytes) != self._digests.of(expected, nbytes):
+            raise Wrong("a replay computes something else")
+
+    # Figures.
+
+    def _count(self, report: memsaver.Report) -> None:
+        self.device_bytes += report.bytes
+        self.copied_bytes += report.copied_bytes
+
+    def _met(self, error: Exception, what: str) -> None:
+        kind = type(error).__name__
+        self._last_error = str(error)
+        self.met[kind] += 1
+        self._pending.setdefault(what, Counter())[kind] += 1
+
+    def _succeeded(self, what: str) -> None:
+        """What had failed is done."""
+        self.recovered += self._pending.pop(what, Counter())
+
+    def _is_expected(self, error: Exception) -> bool:
+        return isinstance(error, SHORTAGES) or self._memory.is_out_of_memory(error)
+
+    def _make_room(self) -> None:
+        """What the errors advise, for device and host memory. And others may be quicker."""
+        self._memory.let_go()
+        self._memory.tidy()
+        memsaver.trim(wait=True)
+        time.sleep(self._random.random() * 0.05)
+
+    # Choices.
+
+    def _known(self) -> list[SoakedTag]:
+        return [tag for tag in self._tags if tag.known]
+
+    def _any(self) -> SoakedTag:
+        return self._random.choice(self._tags[: len(KINDS)])
+
+    def _several(self, most: int = 3) -> list[SoakedTag]:
+        known = self._known()
+        return self._random.sample(known, min(len(known), self._random.randint(1, most)))
+
+    def _override(self) -> str | None:
+        if self._random.random() < 0.9:
+            return None
+        return self._random.choice(["none", "host", "pageable", "disk"])
+
+    def _size(self, tag: SoakedTag) -> int:
+        """Of any magnitude, large ones more often; a multiple of 8."""
+        most = min(self._memory.limits.tensor, tag.cap // 2)
+        return max(int(512 * (most / 512) ** self._random.random() ** 0.5) & ~7, 8)
+
+    def _total(self) -> int:
+        return sum(tag.nbytes for tag in self._tags)
