@@ -507,6 +507,59 @@ def case_allocation_without_enough_memory(tag: str) -> None:
     assert is_numbered(tensor)
 
 
+def case_poison(tag: str) -> None:
+    """What has no backup comes back as NaN, what has one as it was; also by a swap."""
+    kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+    kept_tag = f"{tag} kept"
+    with memsaver.region(kept_tag, backup="host"):
+        kept = numbered(20)
+    with memsaver.region(tag):
+        lost = [torch.zeros(3 * MIB, dtype=kind, device="cuda") for kind in kinds]
+        whole = torch.zeros(1000, dtype=torch.int32, device="cuda")
+
+    def came_back() -> bool:
+        return all(bool(t.isnan().all()) for t in lost) and bool((whole == -1).all())
+
+    memsaver.configure(poison=True)
+    try:
+        memsaver.pause()
+        memsaver.resume()
+        assert came_back()
+        assert is_numbered(kept)
+        for tensor in (*lost, whole):
+            tensor.zero_()
+        memsaver.pause(tag)
+        memsaver.swap(out=kept_tag, into=tag)
+        assert came_back()
+        memsaver.resume(kept_tag)
+        assert is_numbered(kept)
+    finally:
+        memsaver.configure(poison=False)
+    memsaver.pause(tag)
+    memsaver.resume(tag)
+    assert not any(bool(t.any()) for t in (*lost, whole))
+
+
+def case_explain(tag: str) -> None:
+    """torch's tensors are told apart in an allocation, dead ones too."""
+    with memsaver.region(tag):
+        first, second = numbered(1), numbered(2)
+    places = {"first": first.data_ptr(), "second": second.data_ptr()}
+    memsaver.pause(tag)
+    found = memsaver.explain(second[1000])
+    assert (found.tag, found.state, found.device) == (tag, "paused", 0)
+    assert found.tensor == (places["second"], 2 * MIB) and found.offset == 4000
+    assert "in case_explain" in found.caller, found.caller
+    del first
+    found = memsaver.explain(places["first"])
+    assert found.tag == tag and found.tensor is None
+    assert "no live" in str(found)
+    memsaver.resume(tag)
+    assert memsaver.explain(second).state == "mapped"
+    assert memsaver.explain(torch.zeros(8, device="cuda")).tag is None
+    assert memsaver.explain(torch.zeros(8)).tag is None
+
+
 def case_graph_is_paused_and_replayed(tag: str) -> None:
     """A graph's memory is in its tag, goes and comes back, and goes with the graph."""
     source = torch.ones(16 * MIB, device="cuda")

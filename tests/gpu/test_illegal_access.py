@@ -1,0 +1,57 @@
+"""After a kernel has touched paused memory the context is lost; who paused it is still told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import memsaver
+
+PROGRAM = """
+import os
+import torch
+import memsaver
+
+with memsaver.region("weights", backup="host"):
+    weights = torch.ones(1 << 20, device="cuda")
+weights.add_(1)
+
+
+def sleep():
+    memsaver.pause("weights")
+
+
+sleep()
+try:
+    weights.add_(1)
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    assert "illegal memory access" in str(error), error
+else:
+    raise AssertionError("paused memory could be touched")
+found = memsaver.explain(weights[7])
+print(found.tag, found.state, found.offset, "in sleep" in found.caller, flush=True)
+print(found, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.gpu
+def test_paused_memory_that_was_touched_is_explained() -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MEMSAVER_")}
+    root = str(Path(memsaver.__file__).resolve().parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[0] == "weights paused 28 True", done.stdout
