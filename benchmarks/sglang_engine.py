@@ -34,8 +34,17 @@ START_SECONDS = 300  # kernels are compiled on first use
 FREE_SECONDS = 60  # until the memory of a process that ended is free
 NOISE_MIB = 64  # between two readings of what nobody changed
 
-# Settings of the savers and of SGLang's plugins; the benchmark makes its own.
-DROPPED = ("MEMSAVER_SGLANG_PRELOAD", "SGLANG_PLUGINS", "SGLANG_PLATFORM")
+# How the settings of the savers, of SGLang's plugins and of torch's allocator begin; the benchmark
+# makes its own.
+DROPPED = (
+    "LD_PRELOAD",
+    "MEMSAVER_",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "SGLANG_PLATFORM",
+    "SGLANG_PLUGINS",
+    "TMS_",
+)
 
 _begin = time.monotonic()
 
@@ -71,11 +80,7 @@ def why_no_peer() -> str:
 
 def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables of an engine with the saver of that name, wherever its process runs."""
-    found = {
-        key: value
-        for key, value in inherited.items()
-        if key not in DROPPED and not key.startswith("TMS_")
-    }
+    found = {key: value for key, value in inherited.items() if not key.startswith(DROPPED)}
     places = [place for place in found.get("PYTHONPATH", "").split(os.pathsep) if place]
     if places:
         found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(place) for place in places)

@@ -95,24 +95,25 @@ class TorchPools:
         """Give up the reference that keeps a pool open; tensors and graphs keep what they use."""
         self.torch._C._cuda_releasePool(device, pool.id)
         with _lock:
-            _closed_pools.add(_pool_id(pool))
+            _closed_pools[_pool_id(pool)] = pool
 
     @contextlib.contextmanager
     def capture_pool(self, device: int, tag: str, pool: Any) -> Iterator[tuple[int, int]]:
         """The id of the pool to capture a graph into; inside, the pool is there.
 
         None is a new pool. A pool of ours, which an earlier graph has, is itself. Any other, such
-        as `torch.cuda.graph_pool_handle()`, would get its memory elsewhere: a pool of ours stands
-        for it, one per device and tag, for as long as a graph keeps it.
+        as `torch.cuda.graph_pool_handle()`, or one of ours whose graphs are gone, would get its
+        memory elsewhere: a pool of ours stands for it, one per device and tag, for as long as a
+        graph keeps it.
 
         Raises:
             ConfigError: it is no pool.
         """
         name = None if pool is None else _pool_id(pool)
         with _lock:
-            ours = name in _closed_pools
+            ours = _closed_pools.get(name) if name is not None else None
             shared = _shared_pools.get((device, tag, name)) if name is not None else None
-        if ours and name is not None:
+        if name is not None and ours is not None and _is_kept(ours):
             yield name
         elif shared is not None and _is_kept(shared):
             yield _pool_id(shared)
@@ -329,6 +330,6 @@ _routes = _Routes()
 _lock = threading.Lock()
 _pools: TorchPools | None = None
 _capture_streams: dict[int, Any] = {}
-_closed_pools: set[tuple[int, int]] = set()
+_closed_pools: dict[tuple[int, int], Any] = {}  # by its id
 # By device, tag and the caller's pool: the pool of ours that stands for it.
 _shared_pools: dict[tuple[int, str, tuple[int, int]], Any] = {}

@@ -516,6 +516,10 @@ def test_a_group_without_a_cpu_backend(run_ranks):
         assert report.local.changed == ("w",) and len(report.ranks) == 2
         assert intact(weights)
         other = dist.new_group()
+        md.resume("w", group=other, timeout=0.5)  # the connections that this makes are kept
+        if RANK == 1:
+            time.sleep(2)
+        md.resume("w", group=other)
         with md.paused("w", group=other):
             assert states("w") == ["paused"]
         assert intact(weights)

@@ -51,7 +51,7 @@ def pools(allocator, monkeypatch):
             CUDAPluggableAllocator=lambda *names: SimpleNamespace(allocator=lambda: None)
         ),
     )
-    monkeypatch.setattr(torch_mode, "_closed_pools", set())
+    monkeypatch.setattr(torch_mode, "_closed_pools", {})
     monkeypatch.setattr(torch_mode, "_shared_pools", {})
     torch = SimpleNamespace(cuda=cuda, _C=SimpleNamespace(_cuda_releasePool=allocator.release))
     return torch_mode.TorchPools(torch)
@@ -82,6 +82,14 @@ def test_the_pool_of_an_earlier_graph_is_used_as_it_is(capture):
     first = capture(None)
     assert capture(first) == first
     assert capture(list(first)) == first
+
+
+def test_the_pool_of_graphs_that_are_gone_is_not_torchs_own(capture, allocator):
+    first = capture(None)
+    allocator.release(0, first)
+    second = capture(first)
+    assert second != first and allocator.counts[second] == 1
+    assert capture(first) == second
 
 
 def test_graphs_with_one_handle_share_one_pool(capture, allocator):

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
+#include <mutex>
 #include <optional>
 
 #include "core/driver.h"
@@ -16,7 +17,10 @@ namespace {
 // New memory for the ranges. Throws kOutOfDeviceMemory too where less than the option margin_bytes
 // would stay free.
 std::map<uint64_t, Mapping> map_new(const Device& device, const std::vector<Range>& ranges) {
+  static std::mutex* const one_at_a_time = new std::mutex;  // each sees what the last one took
   const uint64_t margin = option(Option::margin_bytes);
+  std::unique_lock<std::mutex> turn(*one_at_a_time, std::defer_lock);
+  if (margin > 0) turn.lock();
   if (margin > 0 && !ranges.empty() && device.memory().free_bytes < total(ranges) + margin) {
     throw Error(Status::kOutOfDeviceMemory, "");  // allocate() says what is needed
   }

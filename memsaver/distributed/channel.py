@@ -96,7 +96,9 @@ class Channel:
             rows = self._torch.zeros((len(self.ranks), len(payload)), **kind)
             rows[self._place] = self._torch.tensor(list(payload), **kind)
             options = self._dist.distributed_c10d.AllreduceOptions()
-            if wait is not None:
+            if self._needs_gloo:  # made with the timeout of the first call
+                options.timeout = wait or self._dist.distributed_c10d.default_pg_timeout
+            elif wait is not None:
                 options.timeout = wait
             work = carrier.allreduce([rows], options)
             if wait is None:
