@@ -180,13 +180,12 @@ void BackupStore::remember(uint64_t address, std::vector<Kept> kept) {
 void BackupStore::forget(const Range& range) noexcept {
   for (auto cell = cells_.lower_bound(grid(range.address));
        cell != cells_.end() && cell->first < range.end(); ++cell) {
+    // Left in their places: a save forgets range by range, and a cell may have 100,000 pieces.
     std::vector<Kept>& kept = cell->second.kept;
-    kept.erase(std::remove_if(kept.begin(), kept.end(),
-                              [&](const Kept& piece) {
-                                return piece.piece.address < range.end() &&
-                                       range.address < piece.piece.end();
-                              }),
-               kept.end());
+    auto at = std::upper_bound(
+        kept.begin(), kept.end(), range.address,
+        [](uint64_t address, const Kept& piece) { return address < piece.piece.end(); });
+    for (; at != kept.end() && at->piece.address < range.end(); ++at) at->piece.bytes = 0;
   }
 }
 

@@ -70,7 +70,7 @@ class BackupStore {
     medium_->read(address, target, bytes);
   }
 
-  // A piece whose bytes in the store have this fingerprint.
+  // A piece whose bytes in the store have this fingerprint. One of no bytes has been forgotten.
   struct Kept {
     Range piece;
     Digest digest;

@@ -28,7 +28,7 @@ void* view_backup(const Range& range, bool writable) {
   if (!block || range.bytes > block->end() - range.address) {
     throw refuse("the tensor's memory is not inside one live allocation of tag " + name);
   }
-  if (!subtract({range}, pool->saved).empty()) {
+  if (total(within(pool->saved, range)) != range.bytes) {
     throw refuse("not all of the range was saved when tag " + name +
                  " was paused: it had no backup, or the memory belonged to no tensor");
   }

@@ -49,7 +49,8 @@ void require_live(const Pool& pool, const std::vector<Range>& ranges) {
                     ": there are no contents to fingerprint; resume it first")
         .with_tag(pool.tag.name);
   }
-  const uint64_t outside = total(subtract(ranges, pool.heap.live()));
+  uint64_t outside = 0;
+  for (const Range& range : ranges) outside += range.bytes - total(pool.heap.live_within(range));
   if (outside != 0) {
     throw Error(Status::kInvalidState, format_bytes(outside) +
                                            " of the memory to fingerprint are in no live "

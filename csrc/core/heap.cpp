@@ -213,6 +213,18 @@ std::vector<Range> Heap::live() const {
   return ranges;
 }
 
+std::vector<Range> Heap::live_within(const Range& window) const {
+  std::vector<Range> parts;
+  auto block = blocks_.upper_bound(window.address);
+  if (block != blocks_.begin()) --block;
+  for (; block != blocks_.end() && block->first < window.end(); ++block) {
+    if (block->second.doomed) continue;
+    append(parts, std::max(block->first, window.address),
+           std::min(block->first + block->second.bytes, window.end()));
+  }
+  return parts;
+}
+
 std::vector<Range> Heap::plan_tiles(uint64_t share_bytes) const {
   const uint64_t unit = device_->granularity();
   std::vector<Range> tiles;

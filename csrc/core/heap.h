@@ -80,6 +80,7 @@ class Heap {
 
   // --- pause and resume
   std::vector<Range> live() const;  // blocks that are not doomed, in address order
+  std::vector<Range> live_within(const Range& window) const;  // the parts of them in it
   // How a resume maps the live blocks: pieces on block boundaries where neighbours share up to
   // `share_bytes`, larger blocks on their own, no piece above kPieceBytes.
   std::vector<Range> plan_tiles(uint64_t share_bytes) const;

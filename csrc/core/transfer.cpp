@@ -255,6 +255,7 @@ void Restore::run_staged() {
     store_.read(piece.address, buffer.data(), piece.bytes);
     if (store_.kind() == Backup::kDisk) {
       for (const BackupStore::Kept& kept : store_.kept(piece.address)) {
+        if (kept.piece.bytes == 0) continue;
         if (kept.piece.address < piece.address || kept.piece.end() > piece.end()) continue;
         const char* const bytes = buffer.data() + (kept.piece.address - piece.address);
         if (fingerprint_of(bytes, kept.piece.bytes) != kept.digest) {
