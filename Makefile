@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 # Two processes, each with files of its own; tests on a GPU are chosen without them.
-PYTEST_ARGS ?= -m "not soak" -n 2 --dist loadfile
+PYTEST_ARGS ?= -m "not soak and not system" -n 2 --dist loadfile
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ BUILD_FILES := pyproject.toml setup.py build_support/native.py
 help:  ## Show this help
 	@echo "Usage: make [target] [PYTHON=python3] [PYTEST_ARGS=...] [BENCH_ARGS=...]"
 	@echo
-	@awk 'BEGIN {FS = ":.*##"} /^[a-z-]+:.*##/ {printf "  %-10s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*##"} /^[a-z-]+:.*##/ {printf "  %-12s %s\n", $$1, $$2}' Makefile
 
 .PHONY: demo
 demo: build  ## Show what memsaver does, on the GPU or on the simulated driver
@@ -33,6 +33,10 @@ build: $(VENV)/.installed  ## Build the libraries into memsaver/, only what chan
 .PHONY: test
 test: $(VENV)/.installed-test build  ## Run the tests (PYTEST_ARGS to choose)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-system
+test-system: $(VENV)/.installed-test build  ## Run the tests of processes' lives and systems' limits
+	$(BIN)/python -m pytest -m system -n 2
 
 .PHONY: lint
 lint: $(VENV)/.installed-lint  ## Check style and types, changing nothing

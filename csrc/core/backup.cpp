@@ -1,5 +1,7 @@
 #include "core/backup.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <iterator>
 #include <mutex>
@@ -30,6 +32,11 @@ Retired& retired() {
 uint64_t grid(uint64_t address) { return address / kCellBytes * kCellBytes; }
 
 }  // namespace
+
+uint64_t cell_unit() {
+  static const uint64_t unit = std::max(kMediumUnit, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
+  return unit;
+}
 
 const char* name_of(Backup backup) {
   switch (backup) {
@@ -99,8 +106,11 @@ void BackupStore::drop(Cells::iterator cell) {
   cell->second.kept.clear();  // a drop that fails may have taken a part
   medium_->drop(bounds);
   cells_.erase(cell);
-  held_bytes_ -= bounds.bytes;
+  cell_bytes_ -= bounds.bytes;
+  count();
 }
+
+void BackupStore::count() { held_bytes_ = cell_bytes_ + medium_->unreturned_bytes(); }
 
 void BackupStore::try_drop(Cells::iterator cell) noexcept try {
   drop(cell);
@@ -114,7 +124,7 @@ std::vector<BackupStore::Room> BackupStore::prepare(const std::vector<VaReservat
                                                     const std::vector<Range>& ranges) {
   medium_->cover(spans);
   std::map<uint64_t, Range> wanted;
-  for (const Range& part : cut(widened(ranges, kMediumUnit), kCellBytes)) {
+  for (const Range& part : cut(widened(ranges, cell_unit()), kCellBytes)) {
     Range& bounds = wanted.try_emplace(grid(part.address), part).first->second;
     bounds.bytes = part.end() - bounds.address;
   }
@@ -153,7 +163,8 @@ void BackupStore::attach(const Range& cell) {
     throw;
   }
   added.bounds = cell;
-  held_bytes_ += cell.bytes;
+  cell_bytes_ += cell.bytes;
+  count();
 }
 
 void BackupStore::abandon(const Range& cell) noexcept {
@@ -164,6 +175,7 @@ void BackupStore::abandon(const Range& cell) noexcept {
   } catch (...) {
     // Not attached, so there is nothing that could not be unpinned; blocks of a file go with it.
   }
+  count();
 }
 
 const std::vector<BackupStore::Kept>& BackupStore::kept(uint64_t address) const {

@@ -85,7 +85,8 @@ class BackupStore {
   // Gives back the cells that back nothing of `needed` (sorted); the bytes.
   uint64_t release(const std::vector<Range>& needed);
 
-  // Bytes held of the host's memory, and of the disk. Any thread.
+  // Bytes held of the host's memory, and of the disk, where what a file system does not give back
+  // counts until the last cell is gone. Any thread.
   uint64_t host_bytes() const { return kind_ == Backup::kDisk ? 0 : held_bytes_.load(); }
   uint64_t disk_bytes() const { return kind_ == Backup::kDisk ? held_bytes_.load() : 0; }
 
@@ -97,11 +98,13 @@ class BackupStore {
   using Cells = std::map<uint64_t, Cell>;  // by their address on the grid
   void drop(Cells::iterator cell);         // on a throw it is as before
   void try_drop(Cells::iterator cell) noexcept;
+  void count();  // after a change of the cells
 
   const Backup kind_;
   const std::unique_ptr<BackupMedium> medium_;
   Cells cells_;  // attached
-  std::atomic<uint64_t> held_bytes_{0};
+  uint64_t cell_bytes_ = 0;
+  std::atomic<uint64_t> held_bytes_{0};  // and what a medium could not give back
 };
 
 // The grid of the cells: copies of 64 MiB run at the bus's full rate (FACTS), and a cell is pinned

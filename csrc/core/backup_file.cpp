@@ -32,7 +32,8 @@ uint64_t free_bytes_of(const std::string& directory) {
                      " failed: " + (detail.empty() ? std::strerror(reason) : detail);
   if (full) text += " (" + format_bytes(free) + " are free); free disk space there";
   if (reason == EFBIG) text += "; raise the limit of file sizes (ulimit -f)";
-  text += full || reason == EFBIG ? ", or choose" : "; choose";
+  if (reason == EMFILE) text += "; close files or raise the limit of open files (ulimit -n)";
+  text += full || reason == EFBIG || reason == EMFILE ? ", or choose" : "; choose";
   text += " another directory with disk_dir (MEMSAVER_DISK_DIR), or backup='host'";
   Error error(Status::kBackupFailed, text);
   error.needed_bytes = bytes;
@@ -48,7 +49,7 @@ bool holds_files(const std::string& directory) {
 }
 
 std::string default_directory() {
-  const char* const asked = std::getenv("TMPDIR");
+  const char* const asked = secure_getenv("TMPDIR");
   for (const std::string& candidate : {std::string(asked ? asked : ""), std::string("/var/tmp")}) {
     if (holds_files(candidate)) return candidate;
   }
@@ -178,6 +179,12 @@ bool BackupFile::punch(uint64_t offset, uint64_t bytes) {
   if (reason == EOPNOTSUPP || reason == ENOSYS) return false;
   if (reason != 0) fail("giving back", bytes, reason);
   return true;
+}
+
+void BackupFile::clear() {
+  while (ftruncate(file_, 0) != 0) {
+    if (errno != EINTR) fail("giving back", held_bytes(), errno);
+  }
 }
 
 uint64_t BackupFile::held_bytes() const noexcept {

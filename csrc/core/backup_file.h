@@ -44,6 +44,9 @@ class BackupFile {
   // cannot; the space then comes back with the file's end.
   bool punch(uint64_t offset, uint64_t bytes);
 
+  // Gives back the space of all of it. No other call may be under way.
+  void clear();
+
   // Moves all bytes or throws; then an unknown part has been moved. Reading beyond what was written
   // or reserved is an error. Buffers to read into must not be copied by a fork (MADV_DONTFORK):
   // what a direct transfer writes into a page that a child shares may be lost.

@@ -3,7 +3,7 @@
 //
 // A medium mirrors a heap's spans: every device address has one place in it, at the same distance
 // from the start of its span. Nothing is stored at a place until a cell around it was attached. A
-// cell is a range of device addresses on boundaries of kMediumUnit bytes.
+// cell is a range of device addresses on boundaries of cell_unit() bytes.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,13 @@
 
 namespace memsaver {
 
-// Cells begin and end on multiples of this, and write() and read() take nothing smaller: what
-// direct input and output asks of addresses in files and in memory.
+// write() and read() take multiples of this, and nothing smaller: what direct input and output asks
+// of addresses in files and in memory.
 constexpr uint64_t kMediumUnit = 4096;
+
+// Cells begin and end on multiples of this, a multiple of kMediumUnit: the system's pages, which
+// are 64 KiB on some, are pinned and given back whole.
+uint64_t cell_unit();
 
 class BackupMedium {
  public:
@@ -35,8 +39,13 @@ class BackupMedium {
   virtual void attach(const Range& cell) = 0;
   // gives everything of it back, attached or not, and its claim. Throws kDriverFailed where the
   // memory cannot be unpinned (then the cell is as it was), kBackupFailed where a file cannot be
-  // made smaller (then its contents are undefined).
+  // made smaller, kOutOfHostMemory where the system does not take pages back (then its contents are
+  // undefined, and it may be dropped again).
   virtual void drop(const Range& cell) = 0;
+
+  // Bytes of dropped cells that are held all the same, until the last cell is dropped: of files in
+  // a file system that cannot free a part of one.
+  virtual uint64_t unreturned_bytes() const { return 0; }
 
   // The address in host memory that devices copy from and to at full speed, or null: then bytes go
   // through write() and read(). Of an attached cell.

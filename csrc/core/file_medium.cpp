@@ -10,6 +10,33 @@ void FileMedium::cover(const std::vector<VaReservation>& spans) {
   }
 }
 
+void FileMedium::populate(const Range& cell) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    populated_.insert(cell.address);  // also where only a part gets its blocks
+  }
+  file_.reserve(place(cell.address), cell.bytes);
+  std::lock_guard<std::mutex> lock(mutex_);
+  unreturned_ = subtract(std::move(unreturned_), {cell});
+}
+
+void FileMedium::drop(const Range& cell) {
+  const bool punched = file_.punch(place(cell.address), cell.bytes);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool held = populated_.erase(cell.address) > 0;
+  if (populated_.empty()) {
+    if (!punched || !unreturned_.empty()) file_.clear();
+    unreturned_.clear();
+  } else if (held && !punched) {
+    for (const Range& part : subtract({cell}, unreturned_)) unreturned_.push_back(part);
+  }
+}
+
+uint64_t FileMedium::unreturned_bytes() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return total(unreturned_);
+}
+
 uint64_t FileMedium::place(uint64_t address) const {
   const auto after = starts_.upper_bound(address);
   if (after == starts_.begin()) {

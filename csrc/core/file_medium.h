@@ -2,7 +2,10 @@
 #pragma once
 
 #include <map>
+#include <mutex>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "core/backup_file.h"
 #include "core/backup_medium.h"
@@ -17,9 +20,10 @@ class FileMedium : public BackupMedium {
 
   void cover(const std::vector<VaReservation>& spans) override;
   void claim(uint64_t) override {}  // by populate(): only the file system can promise its blocks
-  void populate(const Range& cell) override { file_.reserve(place(cell.address), cell.bytes); }
+  void populate(const Range& cell) override;
   void attach(const Range&) override {}
-  void drop(const Range& cell) override { file_.punch(place(cell.address), cell.bytes); }
+  void drop(const Range& cell) override;
+  uint64_t unreturned_bytes() const override;
   void* direct(uint64_t) const override { return nullptr; }
   void* view(uint64_t) const override { return nullptr; }
   void write(uint64_t address, const void* source, uint64_t bytes) override {
@@ -35,6 +39,9 @@ class FileMedium : public BackupMedium {
   BackupFile file_;
   std::map<uint64_t, uint64_t> starts_;  // address of a span -> its offset in the file
   uint64_t end_ = 0;
+  mutable std::mutex mutex_;       // over the next two
+  std::set<uint64_t> populated_;   // addresses of cells
+  std::vector<Range> unreturned_;  // what had been cells and could not be punched; disjoint
 };
 
 }  // namespace memsaver

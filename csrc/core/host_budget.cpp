@@ -93,6 +93,14 @@ void claim(uint64_t bytes, const std::string& what) {
            "raise host_bytes, give memory back with trim()");
   }
   const Available available = ask_system();
+  if (available.bytes == UINT64_MAX && is_out_of_descriptors()) {
+    Error error(Status::kOutOfHostMemory,
+                what + " needs " + format_bytes(bytes) +
+                    " of host memory, and how much can be had cannot be found out: no file can be "
+                    "opened any more; close files or raise their limit (ulimit -n)");
+    error.needed_bytes = bytes;
+    throw error;
+  }
   if (bytes > available.bytes) {
     refuse(bytes, available.bytes, what, available.limit,
            "free host memory or raise that limit, give memory back with trim()");

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "core/driver.h"
 #include "core/numa.h"
 #include "core/status.h"
 #include "core/text.h"
@@ -32,11 +33,18 @@ void touch(char* start, uint64_t bytes) {
   for (uint64_t at = 0; at < bytes; at += page) static_cast<volatile char*>(start)[at] = 0;
 }
 
+// Takes the pages' memory from them. What the process has locked since is unlocked.
+void give_back(char* start, uint64_t bytes) {
+  if (madvise(start, bytes, MADV_DONTNEED) == 0) return;
+  if (munlock(start, bytes) == 0 && madvise(start, bytes, MADV_DONTNEED) == 0) return;
+  no_host_memory("giving back", bytes, errno);
+}
+
 }  // namespace
 
 HostMedium::Mirror::Mirror(uint64_t device_address, uint64_t bytes, int node)
     : device_address_(device_address), bytes_(bytes) {
-  void* const whole = mmap(nullptr, bytes + kHugePageBytes, PROT_READ | PROT_WRITE,
+  void* const whole = mmap(nullptr, bytes + kHugePageBytes, PROT_NONE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (whole == MAP_FAILED) no_host_memory("reserving addresses", bytes, errno);
   const uint64_t start = reinterpret_cast<uint64_t>(whole);
@@ -44,6 +52,14 @@ HostMedium::Mirror::Mirror(uint64_t device_address, uint64_t bytes, int node)
   base_ = static_cast<char*>(whole) + before;
   if (before > 0) munmap(whole, before);
   munmap(base_ + bytes, kHugePageBytes - before);
+  // A process that locks its future memory (mlockall) would get every page at once, and could not
+  // give one back.
+  munlock(base_, bytes);
+  if (mprotect(base_, bytes, PROT_READ | PROT_WRITE) != 0) {
+    const int reason = errno;
+    munmap(base_, bytes);
+    no_host_memory("reserving addresses", bytes, reason);
+  }
   madvise(base_, bytes, MADV_HUGEPAGE);  // nine times fewer faults where the system allows it
   madvise(base_, bytes,
           MADV_DONTFORK);  // a child has no use for it, and copying its tables takes long
@@ -51,6 +67,30 @@ HostMedium::Mirror::Mirror(uint64_t device_address, uint64_t bytes, int node)
 }
 
 HostMedium::Mirror::~Mirror() { munmap(base_, bytes_); }
+
+HostMedium::~HostMedium() {
+  bool all = true;
+  for (auto& [address, range] : pinned_) {
+    try {
+      if (range.bytes() > 0) range.unpin();
+    } catch (const Error& error) {
+      all = all && is_shutdown(static_cast<CUresult>(error.cuda_error));
+    } catch (...) {
+      all = false;
+    }
+  }
+  if (all) return;
+  struct Kept {
+    std::vector<std::unique_ptr<Mirror>> mirrors;
+    HostClaim claim;
+    std::map<uint64_t, PinnedRange> pinned;
+  };
+  try {
+    static_cast<void>(new Kept{std::move(mirrors_), std::move(claim_), std::move(pinned_)});
+  } catch (...) {
+    for (auto& mirror : mirrors_) static_cast<void>(mirror.release());
+  }
+}
 
 void HostMedium::cover(const std::vector<VaReservation>& spans) {
   for (const VaReservation& span : spans) {
@@ -89,7 +129,7 @@ void HostMedium::drop(const Range& cell) {
     if (pinned->second.bytes() > 0) pinned->second.unpin();
     pinned_.erase(pinned);
   }
-  madvise(place(cell.address), cell.bytes, MADV_DONTNEED);
+  give_back(place(cell.address), cell.bytes);
   std::lock_guard<std::mutex> lock(mutex_);
   if (populated_.erase(cell.address) > 0) {
     claim_.shrink(cell.bytes);

@@ -20,6 +20,8 @@ class HostMedium : public BackupMedium {
   enum class Kind { kPinned, kPageable };
   // `node`: the NUMA node of the device, or -1.
   HostMedium(Kind kind, int node) : kind_(kind), node_(node) {}
+  // Pages that cannot be unpinned stay, and stay claimed: they must not become somebody else's.
+  ~HostMedium() override;
 
   void cover(const std::vector<VaReservation>& spans) override;
   void claim(uint64_t bytes) override;

@@ -93,7 +93,7 @@ void add_levels(const std::vector<Mount>& mounts, bool unified, const std::strin
 }  // namespace
 
 std::optional<std::string> read_system_file(const std::string& path) {
-  const char* const root = std::getenv("MEMSAVER_TEST_SYSTEM_ROOT");
+  const char* const root = secure_getenv("MEMSAVER_TEST_SYSTEM_ROOT");
   const int file = open(((root ? root : "") + path).c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) return std::nullopt;
   std::string text;
@@ -106,6 +106,13 @@ std::optional<std::string> read_system_file(const std::string& path) {
   if (got < 0) return std::nullopt;
   text.erase(text.find_last_not_of(" \t\n") + 1);
   return text;
+}
+
+bool is_out_of_descriptors() {
+  const int file = open("/", O_PATH | O_CLOEXEC);
+  if (file < 0) return errno == EMFILE || errno == ENFILE;
+  close(file);
+  return false;
 }
 
 std::optional<uint64_t> number_after(const std::string& text, const std::string& key) {

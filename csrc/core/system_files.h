@@ -16,6 +16,9 @@ namespace memsaver {
 // /proc and /sys instead.
 std::optional<std::string> read_system_file(const std::string& path);
 
+// Whether this process, or the system, has no descriptor left to read such files by.
+bool is_out_of_descriptors();
+
 // The number behind `key` in a file of lines "key number" or "key: number".
 std::optional<uint64_t> number_after(const std::string& text, const std::string& key);
 
