@@ -86,6 +86,10 @@ Tag& open(const std::string& name, std::optional<Backup> policy) {
 Tag* process_tag_from_environment() noexcept try {
   const char* name = std::getenv("MEMSAVER_TAG");
   if (!name || !*name) return nullptr;
+  if (!is_utf8(name)) {
+    warn("MEMSAVER_TAG is no UTF-8, so it has no effect: a tag is text");
+    return nullptr;
+  }
   const char* backup = std::getenv("MEMSAVER_BACKUP");
   const std::string wanted = backup && *backup ? backup : "none";
   std::optional<Backup> policy;

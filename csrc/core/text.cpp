@@ -22,6 +22,30 @@ std::string format_bytes(uint64_t bytes) {
   return text;
 }
 
+bool is_utf8(const std::string& text) {
+  size_t following = 0;
+  unsigned char least = 0x80, most = 0xBF;  // of the next byte of a sequence
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (following > 0) {
+      if (byte < least || byte > most) return false;
+      --following;
+      least = 0x80;
+      most = 0xBF;
+    } else if (byte >= 0xC2 && byte <= 0xF4) {
+      following = byte >= 0xF0 ? 3 : byte >= 0xE0 ? 2 : 1;
+      // No longer form than needed, no surrogates, nothing beyond U+10FFFF.
+      if (byte == 0xE0) least = 0xA0;
+      if (byte == 0xED) most = 0x9F;
+      if (byte == 0xF0) least = 0x90;
+      if (byte == 0xF4) most = 0x8F;
+    } else if (byte >= 0x80) {
+      return false;
+    }
+  }
+  return following == 0;
+}
+
 std::string quoted(const std::string& name) {
   constexpr size_t kShown = 60;
   if (name.size() <= kShown) return "'" + name + "'";

@@ -13,6 +13,9 @@ std::string format_bytes(uint64_t bytes);
 // "'a', 'b'"; "none" when empty; the first twenty, and how many more.
 std::string format_names(const std::vector<std::string>& names);
 
+// Whether it is UTF-8, as tags are.
+bool is_utf8(const std::string& text);
+
 // A name in quotes, cut to 60 bytes at a UTF-8 boundary.
 std::string quoted(const std::string& name);
 
