@@ -116,7 +116,8 @@ class RankReport:
         return sum(self.device_bytes.values())
 
     @classmethod
-    def _from(cls, fields: Mapping[str, Any]) -> RankReport:
+    def from_fields(cls, fields: Mapping[str, Any]) -> RankReport:
+        """The report whose `asdict` this is."""
         failure = fields["failure"]
         return cls(**{**fields, "failure": Failure(**failure) if failure else None})
 
@@ -153,7 +154,7 @@ class Answer:
             fields["operation"],
             tuple(fields["tags"]),
             tuple(fields["released"]),
-            tuple(RankReport._from(rank) for rank in fields["ranks"]),
+            tuple(RankReport.from_fields(rank) for rank in fields["ranks"]),
             Failure(**failure) if failure else None,
             fields["number"],
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memsaver.integrations.sglang.protocol import Failure, RankReport
@@ -59,10 +60,27 @@ class Group:
         return int(_distributed().get_world_size(self._group)) if self._group is not None else 1
 
     def _gather(self, mine: RankReport) -> list[RankReport]:
-        ranks = [mine] * self._size()
-        if len(ranks) > 1:
-            _distributed().all_gather_object(ranks, mine, group=self._group)
-        return ranks
+        # As JSON: what other processes say is parsed, and never executed as a pickle would be.
+        size = self._size()
+        if size == 1:
+            return [mine]
+        text = json.dumps(asdict(mine)).encode()
+        lengths = [int(row[0]) for row in self._all_gather([len(text)], size, "int64")]
+        padded = text.ljust(max(lengths), b"\0")
+        rows = self._all_gather(list(padded), size, "uint8")
+        return [
+            RankReport.from_fields(json.loads(bytes(row[:length])))
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+
+    def _all_gather(self, numbers: list[int], size: int, dtype: str) -> list[list[int]]:
+        """Every rank's numbers, of which each gives as many."""
+        import torch
+
+        mine = torch.tensor(numbers, dtype=getattr(torch, dtype))
+        rows = [torch.empty_like(mine) for _ in range(size)]
+        _distributed().all_gather(rows, mine, group=self._group)
+        return [row.tolist() for row in rows]
 
 
 def first_failure(ranks: list[RankReport]) -> RankReport | None:
