@@ -50,7 +50,8 @@ def preload_env(
 
     Returns:
         Only what has to be set. `LD_PRELOAD` keeps every library that is in it already, and
-        memsaver's comes first unless it is there. `MEMSAVER_TAG` and `MEMSAVER_BACKUP` are there
+        memsaver's comes first unless it is there; another installation's is left out, as a process
+        can have one only. `MEMSAVER_TAG` and `MEMSAVER_BACKUP` are there
         if given. With a tag for the whole process, torch's expandable segments would take their
         memory from the driver, where no hook sees it: `PYTORCH_ALLOC_CONF` and
         `PYTORCH_CUDA_ALLOC_CONF`, where they ask for `expandable_segments:True`, ask for `False`
@@ -153,4 +154,5 @@ def _with_library(preloaded: str, path: str) -> str:
     present = [entry for entry in _SEPARATORS.split(preloaded) if entry]
     if any(os.path.realpath(entry) == os.path.realpath(path) for entry in present):
         return preloaded
-    return ":".join([path, *present])
+    others = [entry for entry in present if os.path.basename(entry) not in (LIBRARY, CORE)]
+    return ":".join([path, *others])

@@ -1,4 +1,6 @@
 // The hooks: a foreign signature in, the C ABI of memsaver.h or the real function out.
+#include <string.h>
+
 #include "hooks/preload_runtime.h"
 #include "memsaver.h"
 
@@ -32,10 +34,26 @@ void* per_thread(void* stream) {
   return stream != nullptr ? stream : reinterpret_cast<void*>(uintptr_t{2});
 }
 
+// Whether the process's libmemsaver.so, the first that was loaded, is the one beside this library.
+// Another installation's serves its own hooks, and these stay out.
+bool has_own_core() {
+  static const bool own = [] {
+    const bool same = strcmp(ms_version(), MEMSAVER_VERSION) == 0;
+    if (!same) {
+      ms_warn("libmemsaver_preload.so of memsaver " MEMSAVER_VERSION
+              " does nothing, because the process has libmemsaver.so of another version: name one "
+              "installation in LD_PRELOAD");
+    }
+    return same;
+  }();
+  return own;
+}
+
 // Memory of ours in *pointer, or a cudaError_t; kNotServed if the real function should answer:
 // the runtime cannot name a device or there is no driver (its own error says why), or a pause of
 // the process's region, or a fork, came between asking and allocating.
 [[gnu::cold, gnu::noinline]] int allocate(const void* caller, void** pointer, size_t bytes) {
+  if (!has_own_core()) return kNotServed;
   // A thread's current device is known to its runtime alone until that has started a context.
   int device = -1;
   auto* get_device = real<Call::cudaGetDevice>(caller);

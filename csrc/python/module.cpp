@@ -3,11 +3,14 @@
 //
 // Every call that can wait releases the GIL. A failure becomes the exception that
 // memsaver.errors.error_of builds.
+#include <dlfcn.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -38,13 +41,22 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
+// Text of the library's, in which a path or a variable may have brought bytes that are no UTF-8.
+py::str text_of(const char* text) {
+  PyObject* const decoded =
+      PyUnicode_DecodeUTF8(text, static_cast<py::ssize_t>(std::strlen(text)), "backslashreplace");
+  if (!decoded) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(decoded);
+}
+
 void check(ms_status status, const ms_error& error) {
   if (status == MS_OK) return;
-  const py::str message(error.message, std::string(error.message).size());
+  const py::str message = text_of(error.message);
   const py::object raised =
       py::module_::import("memsaver.errors")
           .attr("error_of")(static_cast<int>(status), message, error.cuda_error, error.call,
-                            error.tag, error.needed_bytes, error.free_bytes, error.os_error);
+                            text_of(error.tag), error.needed_bytes, error.free_bytes,
+                            error.os_error);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   throw py::error_already_set();
 }
@@ -71,7 +83,7 @@ py::list list_of(Row* rows, size_t count, Convert convert) {
 
 py::list list_of_changes(ms_change* rows, size_t count) {
   return list_of(rows, count, [](const ms_change& c) {
-    return py::make_tuple(c.tag, c.device, c.changed != 0, c.device_bytes, c.copied_bytes);
+    return py::make_tuple(text_of(c.tag), c.device, c.changed != 0, c.device_bytes, c.copied_bytes);
   });
 }
 
@@ -79,6 +91,19 @@ std::vector<const char*> pointers(const std::vector<std::string>& texts) {
   std::vector<const char*> out;
   for (const std::string& text : texts) out.push_back(text.c_str());
   return out;
+}
+
+// A process has one libmemsaver.so, the first that was loaded: a preloaded one may be another
+// installation's.
+void require_own_core() {
+  if (std::string(ms_version()) == MEMSAVER_VERSION) return;
+  Dl_info info{};
+  dladdr(reinterpret_cast<const void*>(&ms_version), &info);
+  throw py::import_error(std::string("this package is memsaver " MEMSAVER_VERSION
+                                     ", and the process has libmemsaver.so of memsaver ") +
+                         ms_version() + " already, from " +
+                         (info.dli_fname ? info.dli_fname : "another place") +
+                         ": use one installation, and take the other's library out of LD_PRELOAD");
 }
 
 void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
@@ -93,7 +118,22 @@ std::vector<ms_range> ranges_of(const std::vector<Pair>& pairs) {
 // thread may call it, under the GIL.
 class Transition {
  public:
-  explicit Transition(ms_transition* begun) : transition_(begun, &ms_transition_free) {}
+  Transition() = default;
+  Transition(const Transition&) = delete;
+  Transition& operator=(const Transition&) = delete;
+  // One that was not run is given up, which may take as long as the devices' work.
+  ~Transition() {
+    if (!transition_) return;
+    try {
+      let_go();
+    } catch (...) {
+      // The interpreter is ending this thread, a daemon's, and a destructor cannot be unwound.
+      for (;;) pause();
+    }
+  }
+
+  // Makes it the one that has been begun.
+  void adopt(ms_transition* begun) { transition_.reset(begun, &ms_transition_free); }
 
   // Once.
   py::list run() {
@@ -170,15 +210,18 @@ class Transition {
 // `begin` gets the place for the transition, and the ms_error to fill.
 template <typename Begin>
 std::unique_ptr<Transition> begun(Begin begin) {
+  auto made = std::make_unique<Transition>();
   ms_transition* transition = nullptr;
   without_gil([&](ms_error* error) { return begin(&transition, error); });
-  return std::make_unique<Transition>(transition);
+  made->adopt(transition);
+  return made;
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "memsaver's C ABI. Private: use the package memsaver.";
+  require_own_core();
 
   m.def("version", &ms_version);
   m.def("driver_info", [] {
@@ -215,7 +258,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("next_warning", []() -> py::object {
     char text[2048];
     if (!ms_next_warning(text, sizeof(text))) return py::none();
-    return py::str(text);
+    return text_of(text);
   });
 
   m.def("region_enter", [](const std::string& tag, int backup) {
@@ -232,7 +275,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("region_tag", []() -> py::object {
     const char* tag = ms_region_tag();
     if (!tag) return py::none();
-    return py::str(tag);
+    return text_of(tag);
   });
   m.def("region_depth", &ms_region_depth);
   m.def("stream_bind", [](uint64_t stream, const std::string& tag, int backup) {
@@ -336,7 +379,7 @@ PYBIND11_MODULE(_C, m) {
     without_gil([&](ms_error* error) { return ms_stats(&rows, &count, error); });
     return list_of(rows, count, [](const ms_usage& u) {
       py::dict row;
-      row["tag"] = u.tag;
+      row["tag"] = text_of(u.tag);
       row["device"] = u.device;
       row["state"] = u.state;
       row["backup"] = u.backup;
