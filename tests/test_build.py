@@ -100,6 +100,29 @@ def test_stack_is_not_executable(elf):
     assert flags and not any(flag & 1 for flag in flags)
 
 
+def test_no_memory_is_both_writable_and_executable(elf):
+    flags = [s.header.p_flags for s in elf.iter_segments() if s.header.p_type == "PT_LOAD"]
+    assert flags and not any(flag & 1 and flag & 2 for flag in flags)
+    df_textrel = 0x4
+    tags = dynamic(elf)
+    assert "DT_TEXTREL" not in tags and not tags.get("DT_FLAGS", [0])[0] & df_textrel
+
+
+def test_stacks_and_buffers_are_checked(elf, name):
+    # By the functions that the compiler's checks call; the preloaded library has no buffer that a
+    # function of libc fills.
+    names = {symbol.name for symbol in elf.get_section_by_name(".dynsym").iter_symbols()}
+    assert "__stack_chk_fail" in names
+    checked = {symbol for symbol in names if re.fullmatch(r"__\w+_chk", symbol)}
+    assert checked or name == "libmemsaver_preload.so"
+
+
+@pytest.mark.parametrize("name", sorted(ARTEFACTS.keys() - {"_C", "libmemsaver_preload.so"}))
+def test_the_containers_of_the_core_are_checked(elf):
+    symbols = {symbol.name for symbol in elf.get_section_by_name(".symtab").iter_symbols()}
+    assert any("glibcxx_assert_fail" in symbol for symbol in symbols)
+
+
 def test_is_bound_at_load_and_read_only_afterwards(elf):
     tags = dynamic(elf)
     assert any(s.header.p_type == "PT_GNU_RELRO" for s in elf.iter_segments())

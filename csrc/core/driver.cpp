@@ -30,7 +30,7 @@ std::string directory_of_this_library() {
 
 std::unique_ptr<DriverTable> open_driver() {
   auto table = std::make_unique<DriverTable>();
-  const char* named = std::getenv("MEMSAVER_DRIVER");
+  const char* named = secure_getenv("MEMSAVER_DRIVER");
   table->library = named && *named ? named : "libcuda.so.1";
   table->simulated = table->library == "sim";
   const std::string path =

@@ -10,13 +10,17 @@ NAMES = [
     "torch_memory_saver_hook_mode_preload_cu13",
 ]
 
+CFLAGS = ["-std=c11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden"]
+CFLAGS += ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
+
 setup(
     ext_modules=[
         Extension(
             name,
             sources=["csrc/preload.c"],
             libraries=["dl"],
-            extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden"],
+            extra_compile_args=CFLAGS,
+            extra_link_args=["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"],
             py_limited_api=True,
         )
         for name in NAMES

@@ -1,0 +1,169 @@
+"""What SECURITY.md promises: who can read what, and what is never executed."""
+
+import ast
+import os
+import re
+import stat
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import memsaver
+from memsaver.errors import BackupError
+
+ROOT = Path(__file__).parent.parent
+MIB = 1 << 20
+SOURCES = sorted(
+    path for folder in ("memsaver", "integrations") for path in (ROOT / folder).rglob("*.py")
+)
+
+# What makes code of data, by module and name; a bare name is a builtin.
+EXECUTES = {"eval", "exec", "compile", "execfile"}
+UNPICKLES = re.compile(
+    r"\b(c?pickle|dill|marshal|shelve|all_gather_object|gather_object|scatter_object_list|"
+    r"broadcast_object_list|send_object_list|recv_object_list|torch\.load|yaml\.(unsafe_)?load|"
+    r"os\.system|os\.popen|shell=True)\b"
+)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_data_is_executed_or_unpickled(path):
+    text = path.read_text()
+    tree = ast.parse(text)
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not called & EXECUTES
+    code = ast.unparse(_without_docstrings(tree))
+    assert not UNPICKLES.search(code), UNPICKLES.search(code)
+
+
+def _without_docstrings(tree):
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [
+                line
+                for line in body
+                if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+            ] or [ast.Pass()]
+    return tree
+
+
+def open_files(folder):
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            where = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        if where.startswith(f"{folder}/"):
+            found.append(int(number))
+    return found
+
+
+@pytest.mark.parametrize("mask", [0, 0o077])
+def test_a_backup_on_disk_is_private(sim, tag, make_blocks, options, tmp_path, mask):
+    # Whatever the umask: no name, no rights for others, nothing for a program that is started.
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    options(disk_dir=folder)
+    blocks = make_blocks(name := tag(), [3 * MIB], backup="disk")
+    before = os.umask(mask)
+    try:
+        memsaver.pause(name)
+    finally:
+        os.umask(before)
+    (file,) = open_files(folder)
+    facts = os.fstat(file)
+    assert stat.S_ISREG(facts.st_mode) and stat.S_IMODE(facts.st_mode) == 0o600
+    assert facts.st_nlink == 0 and facts.st_uid == os.geteuid() and list(folder.iterdir()) == []
+    assert not os.get_inheritable(file)
+    with pytest.raises(OSError):  # nor can it be given a name
+        os.link(f"/proc/self/fd/{file}", folder / "name", follow_symlinks=True)
+    memsaver.resume(name)
+    assert blocks[0].is_intact()
+
+
+def test_a_directory_that_became_a_link(sim, tag, make_blocks, options, tmp_path):
+    # Files are made without a name, so that a link of somebody else's has nothing to catch.
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    folder.mkdir()
+    options(disk_dir=folder)
+    blocks = make_blocks(name := tag(), [MIB], backup="disk")
+    folder.rmdir()
+    folder.symlink_to(elsewhere)
+    with pytest.raises(BackupError):
+        memsaver.pause(name)
+    assert not elsewhere.exists() and blocks[0].is_intact()
+
+
+def test_no_sockets_and_no_names_in_shared_places(run_python, tmp_path):
+    # What others could open: none of the process's descriptors is a socket or a shared file, and
+    # nothing appears in /dev/shm or the directory of temporary files.
+    run_python(
+        """
+        import os, stat
+        before = set(os.listdir("/dev/shm"))
+        import memsaver
+        from memsaver import simulator
+        for kind in ("host", "pageable", "disk"):
+            with memsaver.region(kind, backup=kind):
+                block = simulator.buffer(1 << 20)
+            memsaver.pause(kind)
+            kinds = [os.stat(f"/proc/self/fd/{n}").st_mode for n in os.listdir("/proc/self/fd")
+                     if os.path.exists(f"/proc/self/fd/{n}")]
+            assert not any(map(stat.S_ISSOCK, kinds))
+            assert set(os.listdir("/dev/shm")) <= before
+            assert os.listdir(os.environ["TMPDIR"]) == []
+            memsaver.resume(kind)
+        """,
+        TMPDIR=tmp_path,
+    )
+
+
+HOSTILE = [
+    "__import__('os').system('touch owned')",
+    "$(touch owned)",
+    "`touch owned`",
+    "; touch owned",
+    "%n%n%n%n%s%s",
+    "../../../../etc/passwd",
+    "\x1b]0;owned\x07",
+    "A" * 5000,
+    "\udcff",
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
+def test_variables_are_data(run_python, tmp_path, value):
+    names = ["SHARE_BYTES", "SLAB_BYTES", "MARGIN_BYTES", "HOST_BYTES", "FINGERPRINTS", "DISK_DIR"]
+    run_python(
+        textwrap.dedent(
+            """
+            import memsaver
+            from memsaver import simulator
+            with memsaver.region("t", backup="disk"):
+                try:
+                    simulator.buffer(1 << 20)
+                except memsaver.ConfigError as error:
+                    assert "MEMSAVER_" in str(error)
+                else:
+                    raise AssertionError("accepted")
+            """
+        ),
+        **{f"MEMSAVER_{name}": value for name in names},
+        MEMSAVER_TAG=value,
+        MEMSAVER_BACKUP=value,
+    )
+    assert not (tmp_path / "owned").exists()
+
+
+def test_the_promises_are_written_down():
+    text = (ROOT / "SECURITY.md").read_text()
+    for subject in ("other processes of the same user", "MEMSAVER_DRIVER", "0600", "pickle"):
+        assert subject in text
