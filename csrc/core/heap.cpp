@@ -207,6 +207,7 @@ void Heap::commit_free(const std::vector<uint64_t>& blocks) {
 
 std::vector<Range> Heap::live() const {
   std::vector<Range> ranges;
+  ranges.reserve(blocks_.size());
   for (const auto& [address, block] : blocks_) {
     if (!block.doomed) ranges.push_back({address, block.bytes});
   }

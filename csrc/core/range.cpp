@@ -6,8 +6,9 @@ namespace memsaver {
 namespace {
 
 void sort_by_address(std::vector<Range>& ranges) {
-  std::sort(ranges.begin(), ranges.end(),
-            [](const Range& a, const Range& b) { return a.address < b.address; });
+  const auto before = [](const Range& a, const Range& b) { return a.address < b.address; };
+  if (std::is_sorted(ranges.begin(), ranges.end(), before)) return;  // as most are, and faster
+  std::sort(ranges.begin(), ranges.end(), before);
 }
 
 }  // namespace

@@ -92,7 +92,7 @@ std::vector<Step> plan_resume(const std::vector<Tag*>& tags, uint64_t share_byte
       if (!there.empty()) {
         step.tiles = cut(subtract(std::move(step.tiles), std::move(there)), kPieceBytes);
       }
-      step.ranges = intersect(pool.saved, pool.heap.live());
+      if (!pool.saved.empty()) step.ranges = intersect(pool.saved, pool.heap.live());
       step.device_bytes = total(step.tiles);
       step.poison = poison;
       steps.push_back(std::move(step));
