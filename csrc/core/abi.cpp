@@ -2,7 +2,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <new>
+#include <string_view>
 
 #include "core/allocation.h"
 #include "core/backups.h"
@@ -87,15 +89,21 @@ ms_status guarded(ms_error* error, Body body) noexcept {
       return report(Error(Status::kInternal, failure.what()), error);
     }
   } catch (...) {
-    if (error) *error = ms_error{MS_INTERNAL, 0, 0, 0, 0, "", "", "no host memory for a message"};
-    return MS_INTERNAL;
+    // Only a message that found no memory comes here, whatever it was to say.
+    if (error) {
+      *error = ms_error{
+          MS_OUT_OF_HOST_MEMORY, 0, 0, 0, 0, "", "", "the process has no host memory left"};
+    }
+    return MS_OUT_OF_HOST_MEMORY;
   }
 }
 
-std::string text_of(const char* text, const char* what) {
+std::string_view view_of(const char* text, const char* what) {
   if (!text) throw Error(Status::kInvalidArgument, std::string(what) + " is null");
   return text;
 }
+
+std::string text_of(const char* text, const char* what) { return std::string(view_of(text, what)); }
 
 void require_place(const void* place) {
   if (!place) throw Error(Status::kInvalidArgument, "there is no place for the answer");
@@ -125,25 +133,24 @@ std::optional<Backup> policy_of(int backup) {
   }
 }
 
+// A list that the caller of the ABI is to free, with room for so many rows; null for none.
+template <typename Row>
+std::unique_ptr<Row, decltype(&std::free)> make_list(size_t count) {
+  std::unique_ptr<Row, decltype(&std::free)> list(nullptr, &std::free);
+  if (count == 0) return list;
+  list.reset(static_cast<Row*>(std::malloc(count * sizeof(Row))));
+  if (!list) throw std::bad_alloc();
+  return list;
+}
+
 template <typename Row, typename Source, typename Convert>
 void hand_out(const std::vector<Source>& source, Convert convert, Row** rows, size_t* count) {
   if (count) *count = source.size();
   if (!rows) return;
   *rows = nullptr;
-  if (source.empty()) return;
-  *rows = static_cast<Row*>(std::malloc(source.size() * sizeof(Row)));
-  if (!*rows) throw std::bad_alloc();
-  for (size_t i = 0; i < source.size(); ++i) (*rows)[i] = convert(source[i]);
-}
-
-void hand_out_changes(const std::vector<Change>& changes, ms_change** rows, size_t* count) {
-  hand_out(
-      changes,
-      [](const Change& c) {
-        return ms_change{c.tag->name.c_str(), c.device, c.changed ? 1 : 0, c.device_bytes,
-                         c.copied_bytes};
-      },
-      rows, count);
+  auto list = make_list<Row>(source.size());
+  for (size_t i = 0; i < source.size(); ++i) list.get()[i] = convert(source[i]);
+  *rows = list.release();
 }
 
 // What every call on tags starts with: the process's own tag counts as known.
@@ -380,7 +387,17 @@ ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t*
                             ms_error* error) {
   return guarded(error, [&] {
     require_not_forked();
-    hand_out_changes(unwrap(transition)->run(), rows, row_count);
+    Transition* const begun = unwrap(transition);
+    // Before it is run: what is done cannot fail for want of a place to say so.
+    auto list = make_list<ms_change>(rows ? begun->row_count() : 0);
+    const std::vector<Change> changes = begun->run();
+    for (size_t i = 0; list && i < changes.size(); ++i) {
+      const Change& c = changes[i];
+      list.get()[i] = {c.tag->name.c_str(), c.device, c.changed ? 1 : 0, c.device_bytes,
+                       c.copied_bytes};
+    }
+    if (row_count) *row_count = changes.size();
+    if (rows) *rows = list.release();
   });
 }
 
@@ -445,7 +462,7 @@ ms_status ms_refresh_peers(ms_error* error) {
 ms_status ms_tag_state(const char* tag, int* state, ms_error* error) {
   return guarded(error, [&] {
     require_tags();
-    const std::string name = text_of(tag, "the tag");
+    const std::string_view name = view_of(tag, "the tag");
     std::lock_guard<std::mutex> lock(Registry::instance().mutex);
     require_place(state);
     *state = static_cast<int>(Registry::instance().known(name).state);
@@ -455,7 +472,7 @@ ms_status ms_tag_state(const char* tag, int* state, ms_error* error) {
 ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error) {
   return guarded(error, [&] {
     require_tags();
-    const std::string name = text_of(tag, "the tag");
+    const std::string_view name = view_of(tag, "the tag");
     std::lock_guard<std::mutex> lock(Registry::instance().mutex);
     require_place(backup);
     *backup = static_cast<int>(Registry::instance().known(name).policy);

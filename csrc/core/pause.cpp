@@ -15,9 +15,8 @@ class Pause : public Transition {
  public:
   Pause(std::unique_ptr<Hold> hold, std::vector<Tag*> tags, std::vector<Change> rows,
         std::vector<Step> steps)
-      : Transition(std::move(hold)),
+      : Transition(std::move(hold), std::move(rows)),
         state_(*hold_, std::move(tags), State::kSaving),
-        rows_(std::move(rows)),
         steps_(std::move(steps)) {}
 
  private:
@@ -26,7 +25,6 @@ class Pause : public Transition {
 
   const Clock::time_point start_ = Clock::now();
   StateChange state_;
-  std::vector<Change> rows_;
   std::vector<Step> steps_;
 };
 
@@ -46,7 +44,7 @@ std::vector<Change> Pause::execute() {
     step.access = step.device().access();
     step.pages.reserve(step.pool->heap.extents().size());
   }
-  Error failure(Status::kInternal, "");
+  Error failure(Status::kOutOfHostMemory, kNoMemory);
   bool clean = true;
 
   hold_->lock();

@@ -47,20 +47,22 @@ Registry& Registry::instance() {
 Tag& Registry::tag(const std::string& name) {
   const auto found = by_name_.find(name);
   if (found != by_name_.end()) return *found->second;
-  tags_.push_back(std::make_unique<Tag>(name));
-  by_name_.emplace(name, tags_.back().get());
+  auto made = std::make_unique<Tag>(name);
+  tags_.reserve(tags_.size() + 1);  // both lists have it, or none
+  by_name_.emplace(name, made.get());
+  tags_.push_back(std::move(made));
   return *tags_.back();
 }
 
-Tag& Registry::known(const std::string& name) const {
+Tag& Registry::known(std::string_view name) const {
   const auto found = by_name_.find(name);
   if (found != by_name_.end()) return *found->second;
   std::vector<std::string> names;
   for (const auto& tag : tags_) names.push_back(tag->name);
   throw Error(Status::kUnknownTag,
-              "there is no tag " + quoted(name) +
+              "there is no tag " + quoted(std::string(name)) +
                   ": no region ever named it; known tags: " + format_names(names))
-      .with_tag(name);
+      .with_tag(std::string(name));
 }
 
 std::vector<Tag*> Registry::select(const std::vector<std::string>& names) const {
@@ -88,6 +90,12 @@ void Registry::publish(const VaReservation& span, Pool& pool) {
   }
   for (uint64_t slot = first; slot <= last; ++slot)
     slots_[slot].store(&pool, std::memory_order_release);
+}
+
+void Registry::retract(const VaReservation& span) noexcept {
+  const uint64_t end = (span.address() + span.bytes()) / kSlotBytes;
+  for (uint64_t slot = span.address() / kSlotBytes; slot < end; ++slot)
+    slots_[slot].store(nullptr, std::memory_order_release);
 }
 
 Error Registry::shortage(const std::string& what, const Device& device, uint64_t needed_bytes) {

@@ -9,10 +9,12 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/backup.h"
@@ -82,8 +84,9 @@ class Registry {
 
   // The functions below expect the caller to hold `mutex`, unless they say otherwise.
 
-  Tag& tag(const std::string& name);          // made when missing
-  Tag& known(const std::string& name) const;  // throws kUnknownTag with the known ones
+  Tag& tag(const std::string& name);  // made when missing
+  // Needs host memory for the error alone. Throws kUnknownTag with the known ones.
+  Tag& known(std::string_view name) const;
   // All of `names` without duplicates, in that order; every tag when empty. Throws kUnknownTag.
   std::vector<Tag*> select(const std::vector<std::string>& names) const;
   const std::vector<std::unique_ptr<Tag>>& tags() const {
@@ -93,6 +96,8 @@ class Registry {
   Pool& pool(Tag& tag, Device& device);
   // Makes owner() know a span. Throws kOutOfDeviceMemory for addresses beyond the table.
   void publish(const VaReservation& span, Pool& pool);
+  // Makes owner() forget it again.
+  void retract(const VaReservation& span) noexcept;
 
   // Without the lock: the pool that reserved this address, or null.
   static Pool* owner(uint64_t address) noexcept {
@@ -109,7 +114,7 @@ class Registry {
   // runs on.
   static constexpr uint64_t kSlots = (1ull << 49) / kSlotBytes;
 
-  std::map<std::string, Tag*> by_name_;
+  std::map<std::string, Tag*, std::less<>> by_name_;
   std::vector<std::unique_ptr<Tag>> tags_;
   static std::atomic<Pool*> slots_[kSlots];
 };

@@ -19,9 +19,8 @@ class Resume : public Transition {
  public:
   Resume(std::unique_ptr<Hold> hold, std::vector<Tag*> tags, std::vector<Change> rows,
          std::vector<Step> steps)
-      : Transition(std::move(hold)),
+      : Transition(std::move(hold), std::move(rows)),
         state_(*hold_, std::move(tags), State::kRestoring),
-        rows_(std::move(rows)),
         steps_(std::move(steps)) {}
 
  private:
@@ -34,7 +33,6 @@ class Resume : public Transition {
 
   const Clock::time_point start_ = Clock::now();
   StateChange state_;
-  std::vector<Change> rows_;
   std::vector<Step> steps_;
 };
 

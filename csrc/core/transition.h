@@ -46,6 +46,9 @@ class Transition {
   // thread. Throws kInvalidState after it.
   void set_caller(const std::string& caller);
 
+  // How many rows run() gives.
+  size_t row_count() const { return rows_.size(); }
+
   // How far the copies are. Any thread.
   const Progress& progress() const { return progress_; }
 
@@ -55,7 +58,8 @@ class Transition {
   void wait_stream(CUstream stream);
 
  protected:
-  explicit Transition(std::unique_ptr<Hold> hold) : hold_(std::move(hold)) {}
+  Transition(std::unique_ptr<Hold> hold, std::vector<Change> rows)
+      : hold_(std::move(hold)), rows_(std::move(rows)) {}
 
   virtual std::vector<Change> execute() = 0;
   virtual void end() noexcept = 0;  // ends the StateChanges
@@ -65,6 +69,7 @@ class Transition {
   bool withdraw();
 
   std::unique_ptr<Hold> hold_;
+  std::vector<Change> rows_;
   Progress progress_;
 
  private:
