@@ -4,6 +4,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <new>
 #include <optional>
 
 #include "core/driver.h"
@@ -121,10 +122,11 @@ Hold::~Hold() {
 }
 
 void Hold::keep_only(const std::vector<Tag*>& tags) {
+  std::vector<Tag*> kept = tags;  // before any is let go
   for (Tag* tag : tags_) {
     tag->held = std::find(tags.begin(), tags.end(), tag) != tags.end();
   }
-  tags_ = tags;
+  tags_.swap(kept);
   Registry::instance().changed.notify_all();
 }
 
@@ -179,7 +181,12 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
     span = VaReservation::reserve(span_bytes, kSlotBytes);
     hold.lock();
     registry.publish(span, pool);
-    pool.heap.commit_span(std::move(span));
+    try {
+      pool.heap.commit_span(std::move(span));
+    } catch (...) {
+      registry.retract(span);
+      throw;
+    }
     plan = pool.heap.plan_block(bytes, slab_bytes);
     hold.unlock();
   }
@@ -192,7 +199,8 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
     try {
       mapped = map_new(device, plan.least);
     } catch (const Error& again) {
-      if (again.status != Status::kOutOfDeviceMemory) throw;
+      const bool refused = again.call == std::string("cuMemCreate") || again.call[0] == 0;
+      if (again.status != Status::kOutOfDeviceMemory || !refused) throw;
       const uint64_t margin = option(Option::margin_bytes);
       const std::string beyond =
           margin == 0 ? "" : ", with " + format_bytes(margin) + " to stay free (margin_bytes),";
@@ -221,7 +229,11 @@ void deallocate(uint64_t address) {
   ++registry.changes;
   const State state = pool->tag.state;
   if (state == State::kSaving || state == State::kRestoring) return;  // its holder frees the doomed
-  Hold hold(std::move(lock), {&pool->tag});
+  try {
+    Hold hold(std::move(lock), {&pool->tag});
+  } catch (const std::bad_alloc&) {
+    // It is freed, and the next holder gives its memory back.
+  }
 }
 
 }  // namespace memsaver

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <new>
 
 namespace memsaver {
 namespace {
@@ -95,19 +94,19 @@ Heap::Placement Heap::plan_block(uint64_t bytes, uint64_t slab_bytes) const {
   return plan;
 }
 
-void Heap::commit_span(VaReservation span) {
-  add_free({span.address(), span.bytes()});
+void Heap::commit_span(VaReservation&& span) {
+  spans_.reserve(spans_.size() + 1);
+  FreePlaces places = make_places();
+  const Range range{span.address(), span.bytes()};
   spans_.push_back(std::move(span));
+  add_free(std::move(places), range);
 }
 
 void Heap::commit_block(const Range& block, std::map<uint64_t, Mapping>& mapped) {
-  const auto entry = blocks_.emplace(block.address, Block{block.bytes, false}).first;
-  try {
-    remove_free(block);
-  } catch (...) {
-    blocks_.erase(entry);
-    throw;
-  }
+  FreePlaces spare = make_places();
+  if (doomed_.capacity() <= blocks_.size()) doomed_.reserve(2 * blocks_.size() + 1);
+  blocks_.emplace(block.address, Block{block.bytes, false});
+  remove_free(std::move(spare), block);
   commit_extents(mapped);
   allocated_bytes_ += block.bytes;
 }
@@ -126,9 +125,11 @@ std::optional<Range> Heap::block_around(uint64_t address) const {
   return range;
 }
 
-void Heap::doom(uint64_t block) {
+void Heap::doom(uint64_t block) noexcept {
+  const auto found = blocks_.find(block);
+  if (found == blocks_.end()) return;
   doomed_.push_back(block);
-  blocks_.at(block).doomed = true;
+  found->second.doomed = true;
 }
 
 bool Heap::needs(const Range& range) const {
@@ -189,6 +190,8 @@ std::map<uint64_t, Mapping> Heap::take_extents(const std::vector<uint64_t>& exte
 
 void Heap::commit_free(const std::vector<uint64_t>& blocks) {
   const std::set<uint64_t> gone(blocks.begin(), blocks.end());
+  std::vector<FreePlaces> places(gone.size());
+  for (FreePlaces& made : places) made = make_places();
   doomed_.erase(std::remove_if(doomed_.begin(), doomed_.end(),
                                [&](uint64_t address) { return gone.count(address) > 0; }),
                 doomed_.end());
@@ -197,11 +200,8 @@ void Heap::commit_free(const std::vector<uint64_t>& blocks) {
     const Range range{address, block->second.bytes};
     allocated_bytes_ -= range.bytes;
     blocks_.erase(block);
-    try {
-      add_free(range);
-    } catch (const std::bad_alloc&) {
-      // The addresses are lost to later allocations; no memory is.
-    }
+    add_free(std::move(places.back()), range);
+    places.pop_back();
   }
 }
 
@@ -258,38 +258,53 @@ bool Heap::starts_span(uint64_t address) const {
                      [address](const VaReservation& span) { return span.address() == address; });
 }
 
-void Heap::add_free(Range range) {
+Heap::FreePlaces Heap::make_places() {
+  std::map<uint64_t, uint64_t> by_address{{0, 0}};
+  std::set<std::pair<uint64_t, uint64_t>> by_size{{0, 0}};
+  return {by_address.extract(by_address.begin()), by_size.extract(by_size.begin())};
+}
+
+Heap::FreePlaces Heap::take_free(std::map<uint64_t, uint64_t>::iterator at) noexcept {
+  const auto sized = by_size_.find({at->second, at->first});
+  return {free_.extract(at), by_size_.extract(sized)};
+}
+
+void Heap::put_free(FreePlaces places, const Range& range) noexcept {
+  places.by_address.key() = range.address;
+  places.by_address.mapped() = range.bytes;
+  places.by_size.value() = {range.bytes, range.address};
+  free_.insert(std::move(places.by_address));
+  by_size_.insert(std::move(places.by_size));
+}
+
+void Heap::add_free(FreePlaces places, Range range) noexcept {
   auto next = free_.lower_bound(range.address);
   // Spans that happen to adjoin stay apart: a mapping must lie in one reservation.
   if (next != free_.end() && range.end() == next->first && !starts_span(next->first)) {
     range.bytes += next->second;
-    by_size_.erase({next->second, next->first});
-    next = free_.erase(next);
+    const auto joined = next++;
+    take_free(joined);
   }
   if (next != free_.begin() && !starts_span(range.address)) {
     const auto before = std::prev(next);
     if (before->first + before->second == range.address) {
       range = {before->first, before->second + range.bytes};
-      by_size_.erase({before->second, before->first});
-      free_.erase(before);
+      take_free(before);
     }
   }
-  free_[range.address] = range.bytes;
-  by_size_.insert({range.bytes, range.address});
+  put_free(std::move(places), range);
 }
 
-void Heap::remove_free(const Range& range) {
+void Heap::remove_free(FreePlaces spare, const Range& range) noexcept {
   const auto around = std::prev(free_.upper_bound(range.address));
   const Range whole{around->first, around->second};
-  by_size_.erase({whole.bytes, whole.address});
-  free_.erase(around);
+  FreePlaces places = take_free(around);
   if (whole.address < range.address) {
-    free_[whole.address] = range.address - whole.address;
-    by_size_.insert({range.address - whole.address, whole.address});
+    put_free(std::move(places), {whole.address, range.address - whole.address});
+    places = std::move(spare);
   }
   if (range.end() < whole.end()) {
-    free_[range.end()] = whole.end() - range.end();
-    by_size_.insert({whole.end() - range.end(), range.end()});
+    put_free(std::move(places), {range.end(), whole.end() - range.end()});
   }
 }
 

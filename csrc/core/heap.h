@@ -62,19 +62,21 @@ class Heap {
   // Where an allocation would go. A block of `slab_bytes` or more gets extents of its own; smaller
   // ones share extents that grow with the heap, up to `slab_bytes`.
   Placement plan_block(uint64_t bytes, uint64_t slab_bytes) const;
-  void commit_span(VaReservation span);
+  // Both change nothing where they throw std::bad_alloc; the span stays with the caller then.
+  void commit_span(VaReservation&& span);
   void commit_block(const Range& block, std::map<uint64_t, Mapping>& mapped);
 
   // --- free
   const Block* find(uint64_t address) const;  // the block that starts there, or null
   std::optional<Range> block_around(uint64_t address) const;
-  void doom(uint64_t block);
+  void doom(uint64_t block) noexcept;  // needs no memory: a free cannot fail
   const std::vector<uint64_t>& doomed() const { return doomed_; }
   // The extents that nothing needs once `blocks` are gone.
   std::vector<uint64_t> plan_free(const std::vector<uint64_t>& blocks) const;
   // Takes those extents out, for the caller to destroy.
   std::map<uint64_t, Mapping> take_extents(const std::vector<uint64_t>& extents) noexcept;
-  void commit_free(const std::vector<uint64_t>& blocks);  // each of them doomed
+  // Each of them doomed, and stays so where it throws std::bad_alloc.
+  void commit_free(const std::vector<uint64_t>& blocks);
 
   bool needs(const Range& range) const;  // a block lies in it, doomed or not
 
@@ -95,8 +97,16 @@ class Heap {
   uint64_t resident_bytes() const;
 
  private:
-  void add_free(Range range);
-  void remove_free(const Range& range);
+  // The places of a free range in the two maps, so that changing these needs no memory.
+  struct FreePlaces {
+    std::map<uint64_t, uint64_t>::node_type by_address;
+    std::set<std::pair<uint64_t, uint64_t>>::node_type by_size;
+  };
+  static FreePlaces make_places();
+  FreePlaces take_free(std::map<uint64_t, uint64_t>::iterator at) noexcept;
+  void put_free(FreePlaces places, const Range& range) noexcept;
+  void add_free(FreePlaces places, Range range) noexcept;
+  void remove_free(FreePlaces spare, const Range& range) noexcept;
   bool starts_span(uint64_t address) const;
   uint64_t slab(uint64_t slab_bytes) const;
   bool fits_alone(const Range& free, uint64_t need, uint64_t* start) const;
@@ -104,8 +114,8 @@ class Heap {
 
   Device* device_;
   std::vector<VaReservation> spans_;
-  std::map<uint64_t, Block> blocks_;                 // by address
-  std::vector<uint64_t> doomed_;                     // addresses of the doomed among them
+  std::map<uint64_t, Block> blocks_;  // by address
+  std::vector<uint64_t> doomed_;  // addresses of the doomed among them; has room for all of them
   std::map<uint64_t, uint64_t> free_;                // address -> bytes, neighbours joined
   std::set<std::pair<uint64_t, uint64_t>> by_size_;  // the same as (bytes, address)
   std::map<uint64_t, Mapping>
