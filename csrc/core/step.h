@@ -70,7 +70,11 @@ void prepare_stores(Hold& hold, std::vector<Step>& steps);
 // Save; then nothing is lost.
 void save_all(std::vector<Step>& steps, Progress& progress);
 
-// Unmaps everything, or nothing, all devices at once: true, or false with the first failure. Where
+// For the error that a caller gives to unmap_all.
+constexpr const char* kNoMemory = "the process has no host memory left";
+
+// Unmaps everything, or nothing, all devices at once: true, or false with the first failure (one
+// for want of host memory leaves `*failure` as it is: there is no memory for another). Where
 // pages could not be mapped again, they are left in `pages` and `*clean` is false. Needs no host
 // memory once it unmaps: what was taken out of a heap must not be lost for want of it (reserve
 // `pages` before).

@@ -27,16 +27,31 @@ struct Side {
   std::vector<Step*> out, into;
   Handover plan;
   std::map<Step*, std::unique_ptr<Save>> saves;  // kept until nothing can fail any more
+  std::vector<std::vector<Range>> saved;         // for each hand: what is saved of its page
+  std::map<Step*, std::vector<Range>> handed;    // room for all of that, in undoing
+
+  void prepare_undo();
 };
+
+void Side::prepare_undo() {
+  saved.clear();
+  handed.clear();
+  for (Step* step : out) handed[step];
+  std::map<Step*, size_t> count;
+  for (const Hand& hand : plan.hands) {
+    saved.push_back(intersect(hand.from->ranges, {{hand.page, hand.bytes}}));
+    count[hand.from] += saved.back().size();
+  }
+  for (auto& [step, ranges] : handed) ranges.reserve(count[step]);
+}
 
 class Swap : public Transition {
  public:
   Swap(std::unique_ptr<Hold> hold, std::vector<Tag*> going, std::vector<Tag*> coming,
        std::vector<Change> rows, std::vector<Step> out, std::vector<Step> into)
-      : Transition(std::move(hold)),
+      : Transition(std::move(hold), std::move(rows)),
         going_(*hold_, std::move(going), State::kSaving),
         coming_(*hold_, std::move(coming), State::kRestoring),
-        rows_(std::move(rows)),
         out_(std::move(out)),
         into_(std::move(into)) {}
 
@@ -58,7 +73,6 @@ class Swap : public Transition {
 
   const Clock::time_point start_ = Clock::now();
   StateChange going_, coming_;
-  std::vector<Change> rows_;
   std::vector<Step> out_, into_;
   std::map<Device*, Side> sides_;
   const Device* short_of_ = nullptr;  // the device that gave the most of too little
@@ -138,8 +152,7 @@ void Swap::exchange_on(Side& side, const Step*& at) {
     const auto source = hand.from->mappings.find(hand.page);
     Mapping& target = hand.to->mappings[hand.at];
     hand.memory = source->second.unmap();
-    hand.left = true;
-    hand.from->mappings.erase(source);
+    hand.left = true;  // its place there is kept, empty: taking it back needs no memory
     target = Mapping::map(hand.at, std::move(hand.memory), hand.to->access);
     if (save != side.saves.end()) {
       fill(hand, restore_of(hand.to));
@@ -171,6 +184,7 @@ void Swap::exchange(bool beyond) {
   missing_bytes_ = 0;
   for (auto& [device, side] : sides_) {
     side.plan = plan_handover(side.out, side.into, beyond);
+    side.prepare_undo();
     uint64_t missing = 0;
     for (const auto& [step, tile] : side.plan.missing) missing += tile.bytes;
     if (missing > missing_bytes_) {
@@ -240,18 +254,23 @@ bool Swap::take_back(Device& device, Side& side) noexcept try {
 }
 
 // Makes of tags that could not be made whole again paused ones that have lost nothing: what was
-// handed over lies in the backup, the rest in pages that are kept.
+// handed over lies in the backup, the rest in pages that are kept. Needs no host memory: the want
+// of it may be why.
 void Swap::keep_paused(const Device& device, Side& side) noexcept try {
   const std::unique_ptr<DeviceScope> scope = try_scope(device);
   for (Step* step : side.out) {
-    std::vector<Range> handed;
-    for (const Hand& hand : side.plan.hands) {
-      if (hand.from == step && hand.left) handed.push_back({hand.page, hand.bytes});
+    std::vector<Range>& handed = side.handed.at(step);
+    for (size_t i = 0; i < side.plan.hands.size(); ++i) {
+      const Hand& hand = side.plan.hands[i];
+      if (hand.from != step || !hand.left) continue;
+      handed.insert(handed.end(), side.saved[i].begin(), side.saved[i].end());
     }
-    step->ranges = intersect(step->ranges, handed);
+    step->ranges.swap(handed);
     const auto save = side.saves.find(step);
     if (save != side.saves.end()) save->second->keep();
-    for (const Range& page : handed) step->mappings.erase(page.address);
+    for (const Hand& hand : side.plan.hands) {
+      if (hand.from == step && hand.left) step->mappings.erase(hand.page);
+    }
     for (auto at = step->mappings.begin(); at != step->mappings.end();) {
       try {
         step->pages.emplace_back(at->first, PhysicalMemory());
@@ -264,7 +283,6 @@ void Swap::keep_paused(const Device& device, Side& side) noexcept try {
     drop_empty(*step);
   }
 } catch (...) {
-  // Out of host memory: what is mapped stays so, and counted.
 }
 
 void Swap::end_saves(const Device& device, Side& side) noexcept {
@@ -320,7 +338,7 @@ void Swap::exchange_all(bool beyond) {
   };
   try {
     exchange(beyond);
-    Error failure(Status::kInternal, "");
+    Error failure(Status::kOutOfHostMemory, kNoMemory);
     if (!unmap_all(out_, &failure, &clean)) throw failure;
   } catch (Error& error) {
     if (!give_up()) {
