@@ -13,6 +13,9 @@ namespace {
 constexpr size_t kWaitBlockBytes = 512;
 constexpr size_t kPageBytes = 4096;
 
+// Of what a scope changes and restores: a refusal is not taken at once.
+constexpr int kTries = 3;
+
 CUmemAllocationProp pinned_on(int ordinal) {
   CUmemAllocationProp prop{};
   prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -39,11 +42,9 @@ Device& Device::get(int ordinal) {
   static std::mutex* const mutex = new std::mutex;
   static auto* const devices = new std::map<int, std::unique_ptr<Device>>;
   std::lock_guard<std::mutex> lock(*mutex);
-  auto found = devices->find(ordinal);
-  if (found == devices->end()) {
-    found = devices->emplace(ordinal, std::unique_ptr<Device>(new Device(ordinal))).first;
-  }
-  return *found->second;
+  std::unique_ptr<Device>& device = (*devices)[ordinal];  // its place first: no device is given up
+  if (!device) device.reset(new Device(ordinal));
+  return *device;
 }
 
 Device::Device(int ordinal) : ordinal_(ordinal) {
@@ -189,23 +190,34 @@ CUdeviceptr Device::take_wait_block() {
   return block;
 }
 
-DeviceScope::DeviceScope(const Device& device) {
+ContextScope::ContextScope(const Device& device) {
   CUcontext current = nullptr;
   if (driver().cuCtxGetCurrent(&current) != CUDA_SUCCESS || current != device.context()) {
     CU_CHECK(cuCtxPushCurrent, device.context());
     pushed_ = true;
   }
-  exchanged_ = driver().cuThreadExchangeStreamCaptureMode(&mode_) == CUDA_SUCCESS;
+}
+
+ContextScope::~ContextScope() {
+  CUcontext popped = nullptr;
+  for (int tries = 0; pushed_ && tries < kTries; ++tries) {
+    pushed_ = driver().cuCtxPopCurrent(&popped) != CUDA_SUCCESS;
+  }
+}
+
+DeviceScope::DeviceScope(const Device& device) : context_(device) {
+  CUresult exchanged = CUDA_ERROR_UNKNOWN;
+  for (int tries = 0; exchanged != CUDA_SUCCESS && tries < kTries; ++tries) {
+    exchanged = driver().cuThreadExchangeStreamCaptureMode(&mode_);
+  }
+  check(exchanged, "cuThreadExchangeStreamCaptureMode");
 }
 
 DeviceScope::~DeviceScope() {
-  // A thread left in relaxed mode would miss errors of its own: a refusal is not taken at once.
-  for (int tries = 0; exchanged_ && tries < 3; ++tries) {
-    exchanged_ = driver().cuThreadExchangeStreamCaptureMode(&mode_) != CUDA_SUCCESS;
-  }
-  CUcontext popped = nullptr;
-  for (int tries = 0; pushed_ && tries < 3; ++tries) {
-    pushed_ = driver().cuCtxPopCurrent(&popped) != CUDA_SUCCESS;
+  // A thread left in relaxed mode would miss errors of its own.
+  bool exchanged = false;
+  for (int tries = 0; !exchanged && tries < kTries; ++tries) {
+    exchanged = driver().cuThreadExchangeStreamCaptureMode(&mode_) == CUDA_SUCCESS;
   }
 }
 

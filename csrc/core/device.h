@@ -87,8 +87,22 @@ class Device {
       0;  // a small block, so that the driver keeps the slab from which drain() takes another
 };
 
-// While it lives, the thread's context is the device's, and driver calls of the thread are none
-// that a stream capture forbids. Restores both; the errors of restoring are dropped.
+// While it lives, the thread's context is the device's. Restores it; an error of restoring is
+// dropped. Throws kDriverFailed. Enough for calls that are legal under any stream capture.
+class ContextScope {
+ public:
+  explicit ContextScope(const Device& device);
+  ~ContextScope();
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  bool pushed_ = false;
+};
+
+// The same, and driver calls of the thread are none that a stream capture forbids. Throws
+// kDriverFailed too where the driver refuses that three times: a call that waits would break a
+// capture then, so it must not be made.
 class DeviceScope {
  public:
   explicit DeviceScope(const Device& device);
@@ -97,8 +111,7 @@ class DeviceScope {
   DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
-  bool pushed_ = false;
-  bool exchanged_ = false;
+  ContextScope context_;
   CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 

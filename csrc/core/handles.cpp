@@ -52,19 +52,21 @@ void keep(Stray stray, CUresult result, const char* call) noexcept try {
 } catch (...) {
 }
 
-// For destructors: makes the call inside a DeviceScope, and a warning of what fails.
-template <typename Call>
+// For destructors: makes the call inside a scope, and a warning of what fails. Streams and events
+// may be destroyed under any capture, so that a ContextScope will do.
+template <typename Scope, typename Call>
 void destroy(const Device& device, const char* name, Call call) noexcept {
-  try {
-    DeviceScope scope(device);
-    CUresult result = call();
-    if (result == CUDA_SUCCESS || is_shutdown(result)) return;
-    result = call();  // a refusal is not taken at once
-    if (result == CUDA_SUCCESS) return;
-    warn_of([&] { return describe(result, name); });
-  } catch (...) {
-    // The context is gone, and the object with it.
+  CUresult result = CUDA_SUCCESS;
+  for (int tries = 0; tries < 2; ++tries) {  // a refusal is not taken at once
+    try {
+      Scope scope(device);
+      result = call();
+      if (result == CUDA_SUCCESS || is_shutdown(result)) return;
+    } catch (...) {
+      // Where there is none twice, the context is gone, and the object with it.
+    }
   }
+  if (result != CUDA_SUCCESS) warn_of([&] { return describe(result, name); });
 }
 
 }  // namespace
@@ -265,7 +267,8 @@ Stream& Stream::operator=(Stream&& other) noexcept {
 
 Stream::~Stream() {
   if (stream_)
-    destroy(*device_, "cuStreamDestroy", [this] { return driver().cuStreamDestroy(stream_); });
+    destroy<ContextScope>(*device_, "cuStreamDestroy",
+                          [this] { return driver().cuStreamDestroy(stream_); });
 }
 
 Event Event::create(const Device& device) {
@@ -287,7 +290,8 @@ Event& Event::operator=(Event&& other) noexcept {
 
 Event::~Event() {
   if (event_)
-    destroy(*device_, "cuEventDestroy", [this] { return driver().cuEventDestroy(event_); });
+    destroy<ContextScope>(*device_, "cuEventDestroy",
+                          [this] { return driver().cuEventDestroy(event_); });
 }
 
 void Event::record(CUstream stream) { CU_CHECK(cuEventRecord, event_, stream); }
@@ -313,7 +317,8 @@ Module& Module::operator=(Module&& other) noexcept {
 
 Module::~Module() {
   if (module_) {
-    destroy(*device_, "cuModuleUnload", [this] { return driver().cuModuleUnload(module_); });
+    destroy<DeviceScope>(*device_, "cuModuleUnload",
+                         [this] { return driver().cuModuleUnload(module_); });
   }
 }
 
