@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "core/status.h"
@@ -17,17 +18,17 @@
 namespace memsaver {
 namespace {
 
-// Bytes that the file system of `directory` has left for this user.
-uint64_t free_bytes_of(const std::string& directory) {
+// Bytes that the file system of `directory` has left for this user, if it says so.
+std::optional<uint64_t> free_bytes_of(const std::string& directory) {
   struct statvfs facts;
-  if (statvfs(directory.c_str(), &facts) != 0) return 0;
+  if (statvfs(directory.c_str(), &facts) != 0) return std::nullopt;
   return static_cast<uint64_t>(facts.f_bavail) * facts.f_frsize;
 }
 
 [[noreturn]] void fail_in(const std::string& directory, const std::string& what, uint64_t bytes,
                           int reason, const std::string& detail) {
   const bool full = reason == ENOSPC || reason == EDQUOT;
-  const uint64_t free = full ? free_bytes_of(directory) : 0;
+  const uint64_t free = full ? free_bytes_of(directory).value_or(0) : 0;
   std::string text = what + " in " + quoted(directory) +
                      " failed: " + (detail.empty() ? std::strerror(reason) : detail);
   if (full) text += " (" + format_bytes(free) + " are free); free disk space there";
@@ -167,7 +168,8 @@ void BackupFile::reserve(uint64_t offset, uint64_t bytes) {
   if (bytes == 0) return;
   int reason = allocate(file_, 0, offset, bytes);
   if (reason == EOPNOTSUPP || reason == ENOSYS) {
-    reason = free_bytes_of(directory_) < bytes ? ENOSPC : 0;
+    // Where nobody knows, the writes will say.
+    reason = free_bytes_of(directory_).value_or(bytes) < bytes ? ENOSPC : 0;
   }
   if (reason != 0) fail("reserving", bytes, reason);
 }

@@ -35,6 +35,22 @@ std::string unescaped(const std::string& text) {
   return plain;
 }
 
+// A file open for reading, or -1.
+class OpenFile {
+ public:
+  explicit OpenFile(const char* path) : number_(open(path, O_RDONLY | O_CLOEXEC)) {}
+  ~OpenFile() {
+    if (number_ >= 0) close(number_);
+  }
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+
+  int number() const { return number_; }
+
+ private:
+  const int number_;
+};
+
 // A mounted hierarchy of control groups.
 struct Mount {
   std::string root;  // the group that the mount point shows, "/" for the hierarchy's or namespace's
@@ -94,15 +110,14 @@ void add_levels(const std::vector<Mount>& mounts, bool unified, const std::strin
 
 std::optional<std::string> read_system_file(const std::string& path) {
   const char* const root = secure_getenv("MEMSAVER_TEST_SYSTEM_ROOT");
-  const int file = open(((root ? root : "") + path).c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) return std::nullopt;
+  const OpenFile file(((root ? root : "") + path).c_str());
+  if (file.number() < 0) return std::nullopt;
   std::string text;
   char part[4096];
   ssize_t got;
-  while ((got = ::read(file, part, sizeof(part))) > 0 || (got < 0 && errno == EINTR)) {
+  while ((got = ::read(file.number(), part, sizeof(part))) > 0 || (got < 0 && errno == EINTR)) {
     if (got > 0) text.append(part, static_cast<size_t>(got));
   }
-  close(file);
   if (got < 0) return std::nullopt;
   text.erase(text.find_last_not_of(" \t\n") + 1);
   return text;
