@@ -4,6 +4,8 @@ VENV ?= .venv
 # Two processes, each with files of its own; tests on a GPU are chosen without them.
 PYTEST_ARGS ?= -m "not soak and not system" -n 2 --dist loadfile
 BENCH_ARGS ?=
+# All of the faults are 34,000: `make faults ARGS=` takes twenty minutes.
+ARGS ?= --every 12
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -16,7 +18,7 @@ BUILD_FILES := pyproject.toml setup.py build_support/native.py
 
 .PHONY: help
 help:  ## Show this help
-	@echo "Usage: make [target] [PYTHON=python3] [PYTEST_ARGS=...] [BENCH_ARGS=...]"
+	@echo "Usage: make [target] [PYTHON=python3] [PYTEST_ARGS=...] [BENCH_ARGS=...] [ARGS=...]"
 	@echo
 	@awk 'BEGIN {FS = ":.*##"} /^[a-z-]+:.*##/ {printf "  %-12s %s\n", $$1, $$2}' Makefile
 
@@ -37,6 +39,10 @@ test: $(VENV)/.installed-test build  ## Run the tests (PYTEST_ARGS to choose)
 .PHONY: test-system
 test-system: $(VENV)/.installed-test build  ## Run the tests of processes' lives and systems' limits
 	$(BIN)/python -m pytest -m system -n 2
+
+.PHONY: faults
+faults: $(VENV)/.installed-test build  ## Fail the calls to the driver and the system (ARGS to choose)
+	@PYTHONPATH=tests $(BIN)/python -m faults $(ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.installed-lint  ## Check style and types, changing nothing

@@ -1,0 +1,138 @@
+"""Which faults there are: a call, which one of its kind, the code, once or from then on."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# Every entry point that the library knows: one that comes later is failed too. The two without a
+# simulated counterpart cannot fail in a way that matters: they name an error.
+DRIVER_CALLS = [
+    name
+    for name in re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver.h").read_text())
+    if name not in ("cuGetErrorName", "cuGetErrorString")
+]
+
+INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED = 1, 2, 712
+INVALID_IMAGE, INVALID_CONTEXT, NO_BINARY, NOT_FOUND = 200, 201, 209, 500
+ILLEGAL_ADDRESS, LAUNCH_FAILED, NOT_SUPPORTED = 700, 719, 801
+CAPTURE_UNSUPPORTED, UNKNOWN = 900, 999
+
+SHORT = -1  # os_faults: half of a transfer is done
+
+# What a call is known to answer, beyond what any call may: an earlier failure of the device's work.
+# 4, 709 and 3 are not among them: they say that the process's driver is gone, and its memory with
+# it, so that nothing is left to give back (tests/test_process.py).
+_DRIVER_CODES = {
+    "cuInit": [INVALID_VALUE, UNKNOWN],
+    "cuMemCreate": [OUT_OF_MEMORY, INVALID_VALUE, LAUNCH_FAILED],
+    "cuMemAddressReserve": [OUT_OF_MEMORY, INVALID_VALUE],
+    "cuMemAddressFree": [INVALID_VALUE],
+    "cuMemMap": [OUT_OF_MEMORY, INVALID_VALUE],
+    "cuMemSetAccess": [OUT_OF_MEMORY, INVALID_VALUE],
+    "cuMemAlloc": [OUT_OF_MEMORY, LAUNCH_FAILED],
+    "cuMemHostRegister": [OUT_OF_MEMORY, INVALID_VALUE, ALREADY_REGISTERED, NOT_SUPPORTED],
+    "cuStreamCreate": [OUT_OF_MEMORY, LAUNCH_FAILED],
+    "cuEventCreate": [OUT_OF_MEMORY, LAUNCH_FAILED],
+    "cuModuleLoadData": [OUT_OF_MEMORY, INVALID_IMAGE, NO_BINARY],
+    "cuModuleGetFunction": [OUT_OF_MEMORY, NOT_FOUND],
+    "cuLaunchKernel": [OUT_OF_MEMORY, LAUNCH_FAILED],
+    "cuCtxPushCurrent": [INVALID_CONTEXT, LAUNCH_FAILED],
+    "cuCtxGetCurrent": [INVALID_CONTEXT],
+    "cuMemcpyDtoHAsync": [INVALID_VALUE, ILLEGAL_ADDRESS, CAPTURE_UNSUPPORTED],
+    "cuMemcpyHtoDAsync": [INVALID_VALUE, ILLEGAL_ADDRESS, CAPTURE_UNSUPPORTED],
+    "cuStreamSynchronize": [ILLEGAL_ADDRESS, LAUNCH_FAILED, CAPTURE_UNSUPPORTED],
+}
+_ANY_DRIVER_CODES = [INVALID_VALUE, LAUNCH_FAILED]
+
+# By the call's manual page. EINTR is for once only: who is interrupted for ever is not failing.
+_OS_CODES = {
+    "mmap": [errno.ENOMEM, errno.EAGAIN],
+    "munmap": [errno.ENOMEM],
+    "madvise": [errno.EINVAL, errno.EAGAIN],
+    "mbind": [errno.EINVAL, errno.EPERM, errno.ENOSYS],
+    "open": [errno.EMFILE, errno.ENOENT, errno.EACCES],
+    "open_unnamed": [errno.ENOSPC, errno.EMFILE, errno.EACCES, errno.EOPNOTSUPP, errno.EISDIR],
+    "mkostemp": [errno.ENOSPC, errno.EMFILE, errno.EROFS],
+    "fcntl": [errno.EINVAL],
+    "fstat": [errno.EIO],
+    "statvfs": [errno.EIO],
+    "fallocate": [
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+        errno.EOPNOTSUPP,
+        errno.EINTR,
+    ],
+    "pread": [errno.EIO, errno.EINVAL, errno.EINTR, SHORT],
+    "pwrite": [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EINVAL, errno.EINTR, SHORT],
+    "read": [errno.EIO, errno.EINTR],
+    "sync_file_range": [errno.EIO, errno.ENOSPC, errno.ENOSYS, errno.EINTR],
+    "posix_fadvise": [errno.EINVAL],
+    "ftruncate": [errno.EIO],
+    "close": [errno.EIO],
+    "pthread_create": [errno.EAGAIN],
+    "malloc": [errno.ENOMEM],
+}
+OS_CALLS = list(_OS_CODES)
+
+# Refused, these change nothing that a caller could see: the call must succeed. (A file that cannot
+# be asked about is one without an answer.)
+OS_TOLERATED = {
+    "munmap", "madvise", "mbind", "open", "fstat", "statvfs", "read", "posix_fadvise", "ftruncate",
+    "close", "pthread_create",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Injection:
+    """The `nth` call (1: the first) of a scenario's act fails with `code`.
+
+    `forever`: and every later one of that name, until the act is over.
+    """
+
+    scenario: str
+    call: str
+    nth: int
+    code: int
+    forever: bool
+
+    @property
+    def of_driver(self) -> bool:
+        return self.call.startswith("cu")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.scenario}:{self.call}:{self.nth}:{self.code}"
+            f":{'forever' if self.forever else 'once'}"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Injection:
+        """Raises ValueError for what is no injection."""
+        parts = text.split(":")
+        if len(parts) != 5 or parts[4] not in ("once", "forever"):
+            raise ValueError(f"{text!r} is not scenario:call:nth:code:once or ...:forever")
+        return cls(parts[0], parts[1], int(parts[2]), int(parts[3]), parts[4] == "forever")
+
+
+def codes_of(call: str) -> list[int]:
+    if call.startswith("cu"):
+        return _DRIVER_CODES.get(call, _ANY_DRIVER_CODES)
+    return _OS_CODES[call]
+
+
+def injections_of(scenario: str, counts: dict[str, int]) -> Iterator[Injection]:
+    """All faults that an act which makes so many calls can meet."""
+    for call, count in counts.items():
+        for nth in range(1, count + 1):
+            for code in codes_of(call):
+                yield Injection(scenario, call, nth, code, False)
+                if code not in (errno.EINTR, SHORT) or call.startswith("cu"):
+                    yield Injection(scenario, call, nth, code, True)

@@ -1,0 +1,150 @@
+"""The workers: processes with the simulated driver, os_faults preloaded, and a time limit each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from faults.injections import ROOT, Injection
+
+LIMIT_SECONDS = 60.0  # for a worker's answer; one takes milliseconds
+SOURCE = ROOT / "tests" / "native" / "os_faults.cpp"
+
+# What the library may read of the system: the same on every machine, two NUMA nodes, one cgroup.
+_SYSTEM = {
+    "sys/devices/system/node/online": "0-1",
+    "sys/bus/pci/devices/0000:01:00.0/numa_node": "1",
+    "proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB",
+    "proc/self/cgroup": "0::/job",
+    "proc/self/mountinfo": "30 24 0:26 / /cg rw - cgroup2 cgroup2 rw",
+    "cg/job/memory.max": str(48 << 30),
+    "cg/job/memory.current": str(1 << 30),
+    "cg/job/memory.stat": "inactive_file 4096\nactive_file 4096",
+    "cg/job/cpu.max": "400000 100000",
+}
+
+
+class Workplace:
+    """A folder with what workers need: os_faults, a system to read, a place for backups' files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.library = folder / "os_faults.so"
+        compiler = os.environ.get("CXX", "g++").split()
+        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+        command = [*compiler, *flags, str(SOURCE), "-o", str(self.library), "-ldl"]
+        subprocess.run(command, check=True)
+        (folder / "disk").mkdir()
+        for name, text in _SYSTEM.items():
+            path = folder / "system" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
+        self.environment = {
+            **kept,
+            "LD_PRELOAD": str(self.library),
+            "PYTHONPATH": str(ROOT / "tests"),
+            "MEMSAVER_DRIVER": "sim",
+            "MEMSAVER_SIM_DEVICES": "2",
+            "MEMSAVER_DISK_DIR": str(folder / "disk"),
+            "MEMSAVER_TEST_SYSTEM_ROOT": str(folder / "system"),
+        }
+
+
+class Worker:
+    """A worker process of one scenario. One thread uses it."""
+
+    def __init__(self, place: Workplace, scenario: str) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - for its life
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "faults.worker", scenario],
+            env=place.environment,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        self._read = b""
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Its answer; result "died" or "hung" where there is none, and it is of no use then."""
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.flush()
+        end = time.monotonic() + LIMIT_SECONDS
+        output = self._process.stdout.fileno()
+        while b"\n" not in self._read:
+            ready, _, _ = select.select([output], [], [], max(end - time.monotonic(), 0))
+            if not ready:
+                self._stop(signal.SIGABRT)  # says where its threads are
+                return {"result": "hung", "why": f"no answer in {LIMIT_SECONDS} s\n{self._said()}"}
+            part = os.read(output, 1 << 16)
+            if not part:
+                status = self._process.wait()
+                return {"result": "died", "why": f"the process ended: {status}\n{self._said()}"}
+            self._read += part
+        answer, self._read = self._read.split(b"\n", 1)
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        self._stop(signal.SIGKILL)
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            if stream:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def _stop(self, number: int) -> None:
+        for sent in (number, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, sent)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+                return
+
+    def _said(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-3000:]
+
+
+def count(place: Workplace, scenario: str) -> dict[str, int]:
+    """The calls that the scenario's act makes. Raises RuntimeError where it does not work."""
+    worker = Worker(place, scenario)
+    try:
+        answer = worker.ask("count")
+    finally:
+        worker.close()
+    if "counts" not in answer:
+        raise RuntimeError(f"{scenario} does not work without faults: {answer.get('why')}")
+    counts: dict[str, int] = answer["counts"]
+    return counts
+
+
+def attempt(place: Workplace, injections: list[Injection]) -> list[tuple[Injection, str, str]]:
+    """Tries faults of one scenario: each with what came of it, and why it failed."""
+    outcomes = []
+    worker: Worker | None = None
+    try:
+        for injection in injections:
+            if worker is None:
+                worker = Worker(place, injection.scenario)
+            answer = worker.ask(str(injection))
+            result = answer.get("result", "failed")
+            outcomes.append((injection, result, answer.get("why", "")))
+            if result not in ("passed", "unmet"):
+                worker.close()
+                worker = None
+    finally:
+        if worker is not None:
+            worker.close()
+    return outcomes

@@ -1,0 +1,155 @@
+"""The simulated driver and the system as a worker sees them: counted, failed, compared."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import time
+from typing import Any
+
+from conftest import Simulator
+
+from faults.injections import DRIVER_CALLS, OS_CALLS, Injection
+
+MIB = 1 << 20
+
+
+class Machine:
+    """One for a process, with os_faults preloaded. Its driver starts with `start`."""
+
+    def __init__(self) -> None:
+        import memsaver
+        from memsaver import simulator  # noqa: F401 - as memsaver.simulator
+
+        self.memsaver = memsaver
+        self.os = ctypes.CDLL(None)
+        self.os.os_faults_calls.restype = ctypes.c_uint64
+        self.os.os_faults_clear.restype = ctypes.c_uint64
+        self.os.os_faults_mapped_bytes.restype = ctypes.c_int64
+        u64 = ctypes.c_uint64
+        self.os.os_faults_set.argtypes = [ctypes.c_char_p, u64, ctypes.c_int, u64]
+        if self.os.os_faults_watch(b"/libmemsaver.so") != 0:
+            raise RuntimeError("libmemsaver.so is not loaded")
+        self.sim = Simulator()
+        self.idle: dict[int, int] = {}
+
+    def start(self, devices: int) -> None:
+        """What the library keeps of each device, it has from here on."""
+        for device in range(devices):
+            self.sim.start(device)
+            # The streams of copies and the kernel too.
+            first = Group(self, [f"first-{device}"], "host")
+            first.allocate([4096], device)
+            with self.memsaver.paused(*first.names):
+                pass
+        self.memsaver.trim(wait=True)
+        self.idle = dict(self.sim.idle)
+
+    # --- faults
+
+    def stand(self, call: str, code: int) -> None:
+        """The system refuses this call for good."""
+        assert self.os.os_faults_stand(call.encode(), code) == 0, call
+
+    def counts(self) -> dict[str, int]:
+        """Calls so far, by name."""
+        made = {name: self.sim.calls(name) for name in DRIVER_CALLS}
+        made.update({name: self.os.os_faults_calls(name.encode()) for name in OS_CALLS})
+        return made
+
+    def arm(self, injection: Injection) -> None:
+        times = 0 if injection.forever else 1
+        if injection.of_driver:
+            self._last = self.sim.calls(injection.call) + injection.nth
+            self.sim.fail(injection.call, injection.code, injection.nth, times)
+        else:
+            name = injection.call.encode()
+            assert self.os.os_faults_set(name, injection.nth, injection.code, times) == 0
+
+    def disarm(self, injection: Injection) -> bool:
+        """Whether the fault met a call."""
+        if injection.of_driver:
+            met: bool = self.sim.calls(injection.call) >= self._last
+            self.sim.clear_faults()
+            return met
+        return bool(self.os.os_faults_clear())
+
+    # --- figures
+
+    def totals(self) -> dict[str, Any]:
+        """All that could be leaked, of the driver and the system, by name."""
+        totals = self.sim.counts()
+        end = time.monotonic() + 1  # what nobody had a reason to wait for
+        while totals.queued_operations and time.monotonic() < end:
+            time.sleep(0.0005)
+            totals = self.sim.counts()
+        figures: dict[str, Any] = {name: getattr(totals, name) for name in totals._names}
+        for device in self.idle:
+            figures[f"physical_bytes[{device}]"] = totals.physical_bytes[device]
+        figures["files"] = len(os.listdir("/proc/self/fd"))
+        figures["mapped_bytes"] = self.os.os_faults_mapped_bytes()
+        stats = self.memsaver.stats()
+        figures["resident_bytes"] = stats.resident_bytes
+        figures["host_bytes"] = stats.host_bytes
+        figures["disk_bytes"] = stats.disk_bytes
+        return figures
+
+    def tags_bytes(self) -> int:
+        """Device memory in use beyond what the library keeps for itself, as the driver counts."""
+        physical = self.sim.counts().physical_bytes
+        return sum(physical[device] - idle for device, idle in self.idle.items())
+
+
+class Group:
+    """Tags that change together, their blocks, and what lies in these."""
+
+    def __init__(self, machine: Machine, names: list[str], backup: str | None) -> None:
+        self.machine, self.names, self.backup = machine, names, backup
+        self.blocks: list[tuple[Any, bytes]] = []
+        self._seed = 0
+
+    def allocate(self, sizes: list[int], device: int = 0, tag: int = 0) -> None:
+        memsaver = self.machine.memsaver
+        with memsaver.region(self.names[tag], backup=self.backup):
+            for nbytes in sizes:
+                self._seed += 1
+                contents = random.Random(f"{self.names[tag]} {self._seed}").randbytes(nbytes)
+                self.blocks.append((memsaver.simulator.buffer(nbytes, device), contents))
+
+    def fill(self) -> None:
+        for block, contents in self.blocks:
+            self.machine.sim.write(block.address, contents)
+
+    def change(self) -> None:
+        """Other contents, in a part of each block."""
+        for i, (block, contents) in enumerate(self.blocks):
+            self._seed += 1
+            fresh = random.Random(self._seed).randbytes(min(block.nbytes, 512))
+            self.blocks[i] = (block, fresh + contents[len(fresh) :])
+            self.machine.sim.write(block.address, fresh)
+
+    def states(self) -> set[str]:
+        return {str(self.machine.memsaver.state(name)) for name in self.names}
+
+    def held(self) -> int:
+        """Device memory that the library says they hold."""
+        rows = self.machine.memsaver.stats().tags
+        return sum(row.resident_bytes for row in rows if row.tag in self.names)
+
+    def is_intact(self) -> bool:
+        read = self.machine.sim.read
+        return all(read(block.address, block.nbytes) == data for block, data in self.blocks)
+
+    def is_zero(self) -> bool:
+        read = self.machine.sim.read
+        return all(
+            read(block.address, block.nbytes).count(0) == block.nbytes for block, _ in self.blocks
+        )
+
+    def is_gone(self) -> bool:
+        return not any(self.machine.sim.accessible(block.address) for block, _ in self.blocks)
+
+    def came_back(self) -> bool:
+        """What a resume owes: the contents, or zeros where nothing was to be kept."""
+        return self.is_zero() if self.backup in (None, "none") else self.is_intact()

@@ -1,0 +1,73 @@
+"""All scenarios, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from faults.calls import Allocate, Ask, Captured, FirstUse, Free
+from faults.machine import MIB, Machine
+from faults.scenario import Scenario, require
+from faults.transitions import DiskCached, DiskNamed, Graph, Pause, Resume, Swap
+
+__all__ = ["SCENARIOS", "Scenario"]
+
+Make = Callable[[Machine, str], Scenario]
+
+
+def _case(kind: Callable[..., Scenario], *arguments: Any, **named: Any) -> Make:
+    return lambda machine, name: kind(machine, name, *arguments, **named)
+
+
+def _fingerprint(asked: Ask) -> object:
+    return asked.memsaver.fingerprint(*asked.tags.names)
+
+
+def _view(asked: Ask) -> object:
+    from memsaver.native import _C
+
+    block, contents = asked.tags.blocks[1]
+    view = _C.backup_view(block.address, block.nbytes)
+    require(bytes(view) == contents, "the backup has other contents")
+    return view
+
+
+SCENARIOS: dict[str, Make] = {
+    "allocate_small": _case(Allocate, 100_000),
+    "allocate_large": _case(Allocate, 3 * MIB),
+    "allocate_in_new_tags": _case(Allocate, 70 * MIB, new_tags=True),
+    "allocate_in_capture": _case(Captured),
+    "free": _case(Free, "mapped"),
+    "free_while_paused": _case(Free, "paused"),
+    "free_during_pause": _case(Free, "meanwhile"),
+    "pause_none": _case(Pause, "none"),
+    "pause_host": _case(Pause, "host"),
+    "pause_host_kept": _case(Pause, "host", kept=True),
+    "pause_pageable": _case(Pause, "pageable"),
+    "pause_pageable_kept": _case(Pause, "pageable", kept=True),
+    "pause_disk": _case(Pause, "disk"),
+    "pause_disk_kept": _case(Pause, "disk", kept=True),
+    "pause_disk_named": _case(DiskNamed, "disk"),
+    "pause_disk_cached": _case(DiskCached, "disk"),
+    "pause_two_devices": _case(Pause, "host", devices=2),
+    "pause_background": _case(Pause, "host", background=True),
+    "pause_graph": _case(Graph, "pause"),
+    "resume_none": _case(Resume, "none"),
+    "resume_host": _case(Resume, "host"),
+    "resume_pageable": _case(Resume, "pageable"),
+    "resume_disk": _case(Resume, "disk"),
+    "resume_two_devices": _case(Resume, "host", devices=2),
+    "resume_background": _case(Resume, "host", background=True),
+    "resume_graph": _case(Graph, "resume"),
+    "swap_host_host": _case(Swap, "host", "host"),
+    "swap_host_none": _case(Swap, "host", "none"),
+    "swap_none_host": _case(Swap, "none", "host"),
+    "swap_pageable_disk": _case(Swap, "pageable", "disk"),
+    "swap_background": _case(Swap, "host", "host", background=True),
+    "fingerprint": _case(Ask, _fingerprint),
+    "backup_view": _case(Ask, _view, paused=True),
+    "stats": _case(Ask, lambda asked: asked.memsaver.stats()),
+    "trim": _case(Ask, lambda asked: asked.memsaver.trim(wait=True)),
+    "first_device": _case(FirstUse, pausing=False),
+    "first_pause": _case(FirstUse, pausing=True),
+}

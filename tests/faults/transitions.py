@@ -1,0 +1,269 @@
+"""Pauses, resumes and swaps under faults: of each backup, in part, with graphs, in background."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+from typing import ClassVar
+
+from faults.machine import MIB, Group, Machine
+from faults.scenario import SIZES, Scenario, require
+
+
+class Transitions(Scenario):
+    """What pauses and resumes have in common."""
+
+    def check_mapped(self, group: Group, held: int, intact: bool = True) -> None:
+        require(group.states() == {"mapped"}, f"{group.names} are {group.states()}, not mapped")
+        require(group.held() == held, f"{group.names} hold {group.held()} bytes, not {held}")
+        if intact:
+            require(group.is_intact(), f"contents of {group.names} are lost")
+
+    def check_paused(self, group: Group) -> None:
+        require(group.states() == {"paused"}, f"{group.names} are {group.states()}, not paused")
+        require(group.held() == 0, f"{group.names} are paused and hold {group.held()} bytes")
+        require(group.is_gone(), f"{group.names} are paused, and their memory is there")
+
+    def was_kept(self, group: Group, error: Exception) -> bool:
+        """Refused, and the undoing too: paused, with the pages held (csrc/DESIGN.md)."""
+        says_so = "resume them" in str(error) or "no host memory left" in str(error)
+        return group.states() == {"paused"} and says_so
+
+
+class Pause(Transitions):
+    """A pause of two of three tags, of memory whose backup is new, or kept and partly changed."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        name: str,
+        backup: str,
+        kept: bool = False,
+        devices: int = 1,
+        background: bool = False,
+    ) -> None:
+        super().__init__(machine, name)
+        self.devices, self.kept, self.background = devices, kept, background
+        self.going = self.group("going", backup, tags=2)
+
+    def build(self) -> None:
+        super().build()
+        for device in range(self.devices):
+            self.going.allocate(SIZES, device)
+            self.going.allocate(SIZES[:2], device, tag=1)
+        self.memsaver.pause(*self.going.names)
+        self.memsaver.resume(*self.going.names)
+        self.held = self.going.held()
+
+    def prepare(self) -> None:
+        self.going.fill()
+        if self.kept:
+            self.memsaver.pause(*self.going.names)
+            self.memsaver.resume(*self.going.names)
+            self.going.fill()
+            self.going.change()
+
+    def act(self) -> None:
+        if self.background:
+            self.memsaver.pause(*self.going.names, wait=False).wait()
+        else:
+            self.memsaver.pause(*self.going.names)
+
+    def check_unchanged(self, error: Exception) -> None:
+        self.check_bystander()
+        if not self.was_kept(self.going, error):
+            self.check_mapped(self.going, self.held)
+            return
+        self.memsaver.resume(*self.going.names)
+        self.check_mapped(self.going, self.held)
+
+    def check_done(self) -> None:
+        self.check_paused(self.going)
+        self.check_bystander()
+
+    def rest(self) -> None:
+        self.memsaver.resume(*self.going.names)
+        require(self.going.came_back(), f"{self.going.names} came back with other contents")
+        super().rest()
+
+
+class Resume(Pause):
+    """A resume of two of three tags; the third stays paused with its backup."""
+
+    def build(self) -> None:
+        super().build()
+        self.staying = self.group("staying", "host")
+        self.staying.allocate(SIZES[:1])
+        self.staying.fill()
+
+    def prepare(self) -> None:
+        self.going.fill()
+        self.memsaver.pause(*self.going.names, *self.staying.names)
+
+    def act(self) -> None:
+        if self.background:
+            transition = self.memsaver.resume(*self.going.names, wait=False)
+            with contextlib.suppress(self.memsaver.MemsaverError):
+                transition.wait_stream(0)  # where it fails, the resume does or does not
+            transition.wait()
+        else:
+            self.memsaver.resume(*self.going.names)
+
+    def check_unchanged(self, error: Exception) -> None:
+        self.check_paused(self.going)
+        self.check_paused(self.staying)
+        self.check_bystander()
+
+    def check_done(self) -> None:
+        self.check_mapped(self.going, self.going.held(), intact=False)
+        require(self.going.came_back(), f"{self.going.names} came back with other contents")
+        self.check_paused(self.staying)
+        self.check_bystander()
+
+    def rest(self) -> None:
+        self.memsaver.resume(*self.staying.names)
+        require(self.staying.is_intact(), "contents of a tag that was not asked for are lost")
+        super().rest()
+
+
+class Swap(Transitions):
+    """Two tags go out, one comes in; some pages fit, some do not."""
+
+    options: ClassVar[dict[str, str]] = {"share_bytes": "4MiB", "slab_bytes": "2MiB"}
+
+    def __init__(
+        self, machine: Machine, name: str, out: str, into: str, background: bool = False
+    ) -> None:
+        super().__init__(machine, name)
+        self.background = background
+        self.out, self.into = self.group("out", out, tags=2), self.group("into", into)
+
+    def build(self) -> None:
+        super().build()
+        self.out.allocate([4096, 2 * MIB + 512, 100_000])
+        self.out.allocate([2 * MIB], tag=1)
+        self.into.allocate([2 * MIB, 512, 2 * MIB + 512])
+
+    def prepare(self) -> None:
+        self.out.fill()
+        self.into.fill()
+        self.memsaver.pause(*self.into.names)
+        self.held = self.out.held()
+
+    def act(self) -> None:
+        if self.background:
+            self.memsaver.swap(out=self.out.names, into=self.into.names, wait=False).wait()
+        else:
+            self.memsaver.swap(out=self.out.names, into=self.into.names)
+
+    def check_unchanged(self, error: Exception) -> None:
+        self.check_bystander()
+        # What a swap writes over, without a backup to bring it back from, may be gone.
+        kept = self.out.backup != "none"
+        if not self.was_kept(self.out, error):
+            self.check_paused(self.into)
+            self.check_mapped(self.out, self.held, intact=kept)
+            return
+        require(self.into.states() == {"paused"}, f"{self.into.names} are not paused")
+        self.memsaver.resume(*self.out.names)
+        require(self.out.is_intact() or not kept, f"contents of {self.out.names} are lost")
+
+    def check_done(self) -> None:
+        self.check_paused(self.out)
+        require(self.into.states() == {"mapped"}, "what was to come in is not mapped")
+        require(self.into.came_back(), f"{self.into.names} came back with other contents")
+        self.check_bystander()
+
+    def rest(self) -> None:
+        self.memsaver.resume(*self.out.names, *self.into.names)
+        require(self.out.came_back(), f"{self.out.names} came back with other contents")
+        # As they were first: a page that came over may be larger.
+        self.memsaver.pause(*self.out.names, *self.into.names, backup="none")
+        self.memsaver.resume(*self.out.names, *self.into.names)
+        super().rest()
+
+
+class Graph(Pause):
+    """A pause, or a resume, of memory that a captured graph uses; the graph replays afterwards."""
+
+    def __init__(self, machine: Machine, name: str, act: str) -> None:
+        super().__init__(machine, name, "host")
+        self.resuming = act == "resume"
+
+    def build(self) -> None:
+        super().build()
+        library = self.sim.library
+        self.stack = contextlib.ExitStack()
+        self.stream = self.stack.enter_context(self.sim.stream())
+        graph, self.executable = ctypes.c_void_p(), ctypes.c_void_p()
+        require(library.cuStreamBeginCapture_v2(self.stream, 0) == 0, "no capture")
+        self.memory, contents = self.going.blocks[0]
+        self.written = bytes([9]) * len(contents)
+        self.sim.memset(self.memory.address, 9, len(contents), self.stream)
+        library.cuStreamEndCapture(self.stream, ctypes.byref(graph))
+        library.cuGraphInstantiateWithFlags(
+            ctypes.byref(self.executable), graph, ctypes.c_ulonglong(0)
+        )
+        library.cuGraphDestroy(graph)
+        library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+
+    def replay(self) -> None:
+        """Leaves the contents as they were."""
+        library = self.sim.library
+        self.sim.write(self.memory.address, bytes(len(self.written)))
+        require(library.cuGraphLaunch(self.executable, self.stream) == 0, "no replay")
+        require(library.cuStreamSynchronize(self.stream) == 0, "the replay failed")
+        replayed = self.sim.read(self.memory.address, len(self.written))
+        require(replayed == self.written, "the graph did not reach its memory")
+        self.sim.write(self.memory.address, self.going.blocks[0][1])
+
+    def prepare(self) -> None:
+        super().prepare()
+        # Work in flight on the program's stream is waited for, whatever fails.
+        self.sim.library.cuGraphLaunch(self.executable, self.stream)
+        if self.resuming:
+            self.memsaver.pause(*self.going.names)
+
+    def act(self) -> None:
+        (self.memsaver.resume if self.resuming else self.memsaver.pause)(*self.going.names)
+
+    def expect_replayed(self) -> None:
+        """What the graph wrote before the pause is there; then the contents of before."""
+        replayed = self.sim.read(self.memory.address, len(self.written))
+        require(replayed == self.written, "what the graph had written is lost")
+        self.replay()
+
+    def check_unchanged(self, error: Exception) -> None:
+        self.check_bystander()
+        if self.resuming:
+            self.check_paused(self.going)
+            return
+        if self.was_kept(self.going, error):
+            self.memsaver.resume(*self.going.names)
+        self.sim.library.cuStreamSynchronize(self.stream)
+        self.expect_replayed()
+        self.check_mapped(self.going, self.held)
+        self.sim.library.cuGraphLaunch(self.executable, self.stream)
+
+    def check_done(self) -> None:
+        self.check_bystander()
+        if not self.resuming:
+            self.check_paused(self.going)
+
+    def rest(self) -> None:
+        self.memsaver.resume(*self.going.names)
+        self.expect_replayed()
+        super().rest()
+
+
+class DiskNamed(Pause):
+    """A disk whose file system has no unnamed files."""
+
+    standing: ClassVar[dict[str, int]] = {"open_unnamed": errno.EOPNOTSUPP}
+
+
+class DiskCached(Pause):
+    """A disk whose file system has no direct transfers, nor a way to reserve room."""
+
+    standing: ClassVar[dict[str, int]] = {"fcntl": errno.EINVAL, "fallocate": errno.EOPNOTSUPP}

@@ -1,0 +1,71 @@
+"""The fault sweep (`make faults`): parts of it, and that it notices what does not hold."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from faults.injections import Injection, injections_of
+
+# What each of them once found.
+PARTS = {
+    "a free without memory, a capture broken": [
+        "free:malloc",
+        "allocate_in_capture:cuThreadExchangeStreamCaptureMode",
+    ],
+    "a pause that was done and failed without memory": ["pause_none:malloc"],
+    "a disk that was full because it could not be asked": ["pause_disk_cached:statvfs"],
+    "a device that was retained without memory": ["first_device:malloc"],
+}
+
+
+def sweep(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "faults", *arguments],
+        cwd=ROOT / "tests",
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_a_part_of_the_sweep(parts):
+    status, said = sweep(*(word for part in parts for word in ("--only", part)))
+    assert status == 0, said
+    assert said.splitlines()[-1].endswith(" passed, 0 failed"), said
+    assert int(said.splitlines()[-1].split()[0]) >= 3, said
+
+
+def test_what_does_not_hold_is_a_failure_that_can_be_done_alone():
+    # A driver that says it is gone is believed, and its memory gone with it: here that is a leak.
+    fault = "pause_none:cuMemRelease:1:4:once"
+    status, said = sweep("--only", fault)
+    assert status == 1
+    assert said.splitlines()[-1] == "0 passed, 1 failed"
+    assert f'make faults ARGS="--only {fault}"' in said
+
+
+def test_a_fault_that_meets_no_call_counts_for_nothing():
+    status, said = sweep("--only", "stats:cuMemCreate:1:2:once")
+    assert status == 1, said
+    assert said.splitlines()[-1] == "0 passed, 0 failed"
+
+
+@pytest.mark.parametrize("only", ["pause_none:cuMemCreate", "a:b:c:d:once"])
+def test_nothing_to_inject_is_an_error(only):
+    status, said = sweep("--only", only)
+    assert status == 1
+    assert "passed" not in said
+
+
+def test_an_injection_is_what_its_text_says():
+    made = list(injections_of("pause", {"cuMemMap": 2, "pread": 1}))
+    assert len({str(injection) for injection in made}) == len(made)
+    assert all(Injection.parse(str(injection)) == injection for injection in made)
+    assert {injection.nth for injection in made if injection.call == "cuMemMap"} == {1, 2}
+    assert {injection.forever for injection in made} == {True, False}
+    with pytest.raises(ValueError, match="once"):
+        Injection.parse("pause:cuMemMap:1:2:often")
