@@ -270,16 +270,21 @@ uint64_t Fingerprinter::trim() noexcept {
       for (auto& [device, kept] : all_kept().by_device) all.push_back(kept.get());
     }
     for (Kept* kept : all) {
-      // Unpinned without the lock: that waits for the device.
-      std::vector<std::unique_ptr<Exchange>> going;
       {
         std::lock_guard<std::mutex> lock(kept->mutex);
-        going.swap(kept->stuck);
-        going.reserve(going.size() + 1);
-        if (kept->idle) going.push_back(std::move(kept->idle));
+        if (!kept->idle && kept->stuck.empty()) continue;
       }
-      if (going.empty()) continue;
       DeviceScope scope(kept->device);
+      // Unpinned without the lock: that waits for the device. What is taken out finds room again.
+      std::vector<std::unique_ptr<Exchange>> going, room;
+      {
+        std::lock_guard<std::mutex> lock(kept->mutex);
+        kept->stuck.reserve(kept->stuck.size() + 1);
+        room.reserve(kept->stuck.size() + 1);
+        if (kept->idle) kept->stuck.push_back(std::move(kept->idle));
+        going.swap(kept->stuck);
+        kept->stuck.swap(room);
+      }
       for (std::unique_ptr<Exchange>& exchange : going) {
         if (exchange->unpin()) {
           released += exchange->bytes();
