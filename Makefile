@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 # Two processes, each with files of its own; tests on a GPU are chosen without them.
-PYTEST_ARGS ?= -m "not soak and not system" -n 2 --dist loadfile
+PYTEST_ARGS ?= -m "not soak and not long" -n 2 --dist loadfile
 BENCH_ARGS ?=
 # All of the faults are 34,000: `make faults ARGS=` takes twenty minutes.
 ARGS ?= --every 12
@@ -36,9 +36,9 @@ build: $(VENV)/.installed  ## Build the libraries into memsaver/, only what chan
 test: $(VENV)/.installed-test build  ## Run the tests (PYTEST_ARGS to choose)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: test-system
-test-system: $(VENV)/.installed-test build  ## Run the tests of processes' lives and systems' limits
-	$(BIN)/python -m pytest -m system -n 2
+.PHONY: test-long
+test-long: $(VENV)/.installed-test build  ## Run the longer tests: every failing call, processes' lives, limits
+	$(BIN)/python -m pytest -m long -n 2
 
 .PHONY: faults
 faults: $(VENV)/.installed-test build  ## Fail the calls to the driver and the system (ARGS to choose)

@@ -93,6 +93,7 @@ def clean(sim):
     return sim.counts().registered_bytes == memsaver.stats().host_bytes == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", STAGED)
 def test_a_pause_fails_at_every_call(sim, staged, faults, attempt, kind):
     names, blocks = staged(kind)
@@ -118,6 +119,7 @@ def test_a_pause_fails_at_every_call(sim, staged, faults, attempt, kind):
     assert sim.violations() == [] and clean(sim)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", STAGED)
 def test_a_resume_fails_at_every_call(sim, staged, faults, attempt, kind):
     names, blocks = staged(kind)

@@ -458,7 +458,7 @@ def test_what_is_refused_before_anything_changes(run_ranks):
     )
 
 
-@pytest.mark.system
+@pytest.mark.long
 def test_ranks_that_die_or_hang(run_ranks):
     run_ranks(
         """
@@ -499,7 +499,7 @@ def test_ranks_that_die_or_hang(run_ranks):
     )
 
 
-@pytest.mark.system
+@pytest.mark.long
 def test_a_group_without_a_cpu_backend(run_ranks):
     # As init_process_group("nccl") makes it. torch itself can send no CPU tensor over it.
     run_ranks(

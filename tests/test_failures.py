@@ -135,6 +135,7 @@ def states(names):
 # --- one call fails -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 @pytest.mark.parametrize("way", ["host, first", "host, other ranges", "none"])
 def test_a_pause(sim, tag, make_blocks, each_fault, attempt, way, code):
@@ -176,6 +177,7 @@ def test_a_pause(sim, tag, make_blocks, each_fault, attempt, way, code):
     assert sim.violations() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 @pytest.mark.parametrize("backup", ["host", "none"])
 def test_a_resume(sim, tag, make_blocks, each_fault, attempt, backup, code):
@@ -204,6 +206,7 @@ def test_a_resume(sim, tag, make_blocks, each_fault, attempt, backup, code):
     assert sim.violations() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 @pytest.mark.parametrize(
     "nbytes, first",
@@ -244,6 +247,7 @@ def test_an_allocation(sim, tag, make_blocks, each_fault, attempt, nbytes, first
     assert sim.violations() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 @pytest.mark.parametrize("sizes", [[PAGE], [64 * MIB], [3 * GIB]], ids=["2MiB", "64MiB", "3GiB"])
 def test_a_free(sim, tag, make_blocks, each_fault, sizes, code):
@@ -366,6 +370,7 @@ def test_a_resume_of_kept_pages_fails_in_every_way(
                 assert held([name]) == everything and reported() == sim.tag_bytes(), faults
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [1, 0], ids=["once", "from then on"])
 @pytest.mark.parametrize("second", ["cuMemUnmap", "cuMemRelease", "cuStreamSynchronize"])
 def test_a_resume_and_its_undoing(sim, tag, make_blocks, each_fault, attempt, second, times):
@@ -704,6 +709,7 @@ def test_an_interrupted_paused_resumes(run_python):
 # --- the first use --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_first_use_of_a_device(run_python):
     # Each fault in a process of its own, forked before the driver is opened.
     done = run_python(

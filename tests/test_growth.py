@@ -16,7 +16,7 @@ from conftest import ROOT
 import memsaver
 from memsaver.native import _C
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.long
 
 SMALL, LARGE = 1_000, 100_000
 DRIVER_CALLS = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver.h").read_text())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.long
 
 FIXTURES = Path(__file__).parent / "fixtures" / "limits"
 CC = (sysconfig.get_config_var("CC") or "cc").split()

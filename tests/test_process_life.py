@@ -8,7 +8,7 @@ import signal
 import pytest
 from test_process import code
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.long
 
 KINDS = ["none", "host", "pageable", "disk"]
 

@@ -14,7 +14,7 @@ from test_preload import built, run  # noqa: F401 - fixtures
 import memsaver
 from memsaver.preload import preload_env
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.long
 
 PACKAGE = Path(find_spec("memsaver").origin).parent
 OTHER = "9.9.9"

@@ -64,6 +64,7 @@ def leaves_pinned(fault, kinds):
     return fault.times == 0 and (staged or fault.call == "cuMemHostUnregister")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kinds", PAIRS, ids="/".join)
 def test_a_swap(sim, pair, put_back, each_fault, attempt, options, kinds):
     anew = kinds == ("host", "host")  # pinned and hashed too; else all is copied, into what is kept
