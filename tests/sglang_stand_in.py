@@ -261,6 +261,7 @@ class Server:
 
     def __init__(self, manager: TokenizerManager, api_key: str | None = None) -> None:
         self.manager, self.api_key, self.swallow_errors = manager, api_key, False
+        self.failing_infos = 0  # how many of the next questions for /server_info fail
         self.loop = asyncio.new_event_loop()
         self._threads = [threading.Thread(target=self.loop.run_forever, daemon=True)]
         outer = self
@@ -321,6 +322,9 @@ class Server:
     async def _route(self, method: str, path: str, body) -> tuple[int, str]:
         manager = self.manager
         if method == "GET":
+            if path == "/server_info" and self.failing_infos:
+                self.failing_infos -= 1
+                return 500, "Internal Server Error"
             if path == "/server_info":
                 states = await manager.get_internal_state()
                 return 200, json.dumps({"version": "0.5.23", "internal_states": states})

@@ -367,6 +367,33 @@ def test_a_server_that_hides_an_error(make_world):
         server.shutdown()
 
 
+def test_a_server_that_cannot_tell_what_a_release_did(make_world):
+    world = make_world("server")
+    server = stand_in.Server(world.manager)
+    try:
+        controller = SleepController(server.url, timeout=5)
+        engine_release = controller._engine.release
+
+        def release(tags, timeout):
+            answers = engine_release(tags, timeout)
+            server.failing_infos = 1
+            return answers
+
+        controller._engine.release = release
+        with pytest.raises(EngineError, match="500"):
+            controller.sleep()
+        assert world.released == ALL and controller.status is Status.UNKNOWN
+        with pytest.raises(InvalidStateError, match="unknown"):
+            controller.generate(prompt="a")
+        assert controller.sleep().skipped == RELEASE_ORDER  # it asks again
+        assert controller.status is Status.ASLEEP
+        controller.wake_up()
+        assert controller.generate(prompt="a")["text"] == "a!"
+        world.check_alive()
+    finally:
+        server.shutdown()
+
+
 def test_a_sleep_that_fails_leaves_the_engine_awake(make_world, kind):
     world = make_world(kind)
     with world.sim.fault("cuMemUnmap"), pytest.raises(memsaver.DriverError):

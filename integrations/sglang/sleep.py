@@ -316,31 +316,37 @@ class SleepController:
 
     def _ask(self, operation: str, tags: Sequence[str], deadline: float) -> Step:
         """Release or resume, and know what holds then."""
+        if time.monotonic() >= deadline:
+            raise EngineTimeoutError(f"there was no time left for the {operation}")
         ask = self._engine.release if operation == "release" else self._engine.resume
+        with self._change:
+            self._known = False  # until somebody says what was done
         started = time.monotonic()
         try:
-            if time.monotonic() >= deadline:
-                raise EngineTimeoutError(f"there was no time left for the {operation}")
             answers = ask(tags, _left(deadline))
         except BaseException as error:
             self._after_failure(error)
             raise
         seconds = time.monotonic() - started
+        states: list[SchedulerState] = []
         if not answers and self._guarded:
-            answers = self._new_answers(self._engine.states(self._timeout))
+            states = self._engine.states(self._timeout)
+            answers = self._new_answers(states)
+        if not states:
+            self._note(operation, tags, answers)
+        else:
+            self._learn(states)
             failed = error_of(answers)
             if failed is not None:  # which a server did not pass on
-                self._after_failure(failed)
                 raise failed
-        self._note(operation, tags, answers)
         return Step(operation, tuple(tags), seconds, rank_reports(answers))
 
     def _after_failure(self, error: BaseException) -> None:
         """Find out what the state is. Raises what the engine says of a failure in its place."""
         if isinstance(error, EngineError) and error.http_status in _NOT_ASKED:
+            with self._change:
+                self._known = True  # as before
             return
-        with self._change:
-            self._known = False
         timed_out = isinstance(error, EngineTimeoutError)
         try:
             states = self._engine.states(min(self._timeout, 1.0) if timed_out else self._timeout)
@@ -387,6 +393,7 @@ class SleepController:
             release = operation == "release"
             self._anywhere = self._anywhere | changed if release else self._anywhere - changed
             self._everywhere = self._anywhere
+            self._known = True
 
 
 def _timed(name: str, work: Callable[[], None]) -> Step:

@@ -19,7 +19,7 @@ class Status(str, Enum):
     ASLEEP = "asleep"  # neither weights nor KV cache; with graphs or without
     NO_WEIGHTS = "no_weights"  # but a KV cache; with graphs or without
     NO_GRAPHS = "no_graphs"  # but weights and KV cache
-    UNKNOWN = "unknown"  # after an error; the engine did not say since
+    UNKNOWN = "unknown"  # it changes, or the engine did not say since an error
 
 
 # By what is released.
