@@ -424,12 +424,54 @@ def test_an_answer_that_comes_too_late(make_world, kind):
     world.manager.answer_seconds = 0.3
     with pytest.raises(EngineTimeoutError):
         world.controller._ask("release", ["weights"], time.monotonic() + 0.1)
+    assert world.controller.status is Status.UNKNOWN
     world.manager.answer_seconds = 0.0
     world.controller.refresh()  # what it did is done by now, or never is
     assert world.controller.released == world.released
     world.controller.sleep()
     assert world.released == ALL
     world.controller.wake_up()
+    world.check_alive()
+
+
+@pytest.mark.parametrize("operation", ["sleep", "wake_up"])
+def test_the_timeout_is_for_all_of_a_call(make_world, kind, operation):
+    world = make_world(kind)
+    if operation == "wake_up":
+        world.controller.sleep()
+    before = world.released
+    world.manager.answer_seconds = 2.0  # longer than the call may take, shorter than 5 s
+    call = getattr(world.controller, operation)
+    started = time.monotonic()
+    with pytest.raises(EngineTimeoutError):
+        call(timeout=0.3)
+    assert time.monotonic() - started < 1.0
+    world.manager.answer_seconds = 0.2  # enough for one question of those that it takes
+    started = time.monotonic()
+    with pytest.raises(EngineTimeoutError):
+        call(timeout=0.3)
+    assert time.monotonic() - started < 1.0
+    world.manager.answer_seconds = 0.0
+    time.sleep(0.3)
+    world.controller.refresh()
+    assert world.controller.released == world.released == before or world.released == ALL - before
+    call()
+    world.check_alive()
+
+
+def test_a_call_waits_for_another_ones_turn_no_longer_than_its_timeout(make_world, in_thread):
+    world = make_world("local")
+    world.scheduler.running.add("somebody's")
+    sleeping = in_thread(world.controller.sleep, wait_idle=True)
+    time.sleep(0.1)
+    for call in (world.controller.sleep, world.controller.wake_up):
+        started = time.monotonic()
+        with pytest.raises(EngineTimeoutError, match="another thread"):
+            call(timeout=0.1)
+        assert time.monotonic() - started < 1.0
+    world.scheduler.running.clear()
+    assert sleeping.result().changed == RELEASE_ORDER
+    world.controller.wake_up(timeout=5)
     world.check_alive()
 
 

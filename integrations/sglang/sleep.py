@@ -106,10 +106,11 @@ class SleepController:
         """Ask the engine for its state. Without the plugin it does not know, and nothing changes.
 
         Raises:
-            EngineError: it cannot be reached.
+            EngineError: it cannot be reached, or not within the controller's `timeout`.
         """
-        with self._turn:
-            self._learn(self._engine.states(self._timeout))
+        deadline = time.monotonic() + self._timeout
+        with self._turn_before(deadline):
+            self._learn(self._states(deadline))
             return self.status
 
     def check(self, operation: str) -> None:
@@ -167,20 +168,22 @@ class SleepController:
             abort: abort the requests in flight, and wait for their end.
             flush: flush the prefix cache also where only other tags are released, as before new
                 weights. Without the plugin, that is how a busy engine is found out: always done.
-            timeout: seconds for all of it.
+            timeout: seconds for all of it, waiting for another thread's call and finding out what
+                the state is included.
 
         Raises:
             ConfigError: an unknown tag, or an empty list of tags.
             EngineBusyError: requests are in flight, at the end of `timeout` where it waits for
                 them. The engine is as it was.
-            EngineTimeoutError: no answer; the status is unknown until the engine answers again.
+            EngineTimeoutError: no answer, and then the status is unknown until the engine answers
+                again; or another thread's call did not end in time, and nothing was done.
             EngineError: the engine failed. With the plugin it is as it was, if it still answers.
             MemsaverError: with the plugin, why memory could not be released; all is mapped.
         """
         wanted = selected(tags, RELEASE_ORDER)
         deadline = time.monotonic() + timeout
-        with self._turn:
-            self._settle()
+        with self._turn_before(deadline):
+            self._settle(deadline)
             going = [tag for tag in wanted if tag not in self._everywhere]
             skipped = tuple(tag for tag in wanted if tag not in going)
             if not going:
@@ -201,7 +204,7 @@ class SleepController:
 
         Args:
             tags: a tag, or several.
-            timeout: seconds.
+            timeout: seconds for all of it, as of `sleep`.
 
         Raises:
             ConfigError: an unknown tag, or an empty list of tags.
@@ -211,13 +214,14 @@ class SleepController:
             EngineTimeoutError, EngineError, MemsaverError: as of `sleep`.
         """
         wanted = selected(tags, RESUME_ORDER)
-        with self._turn:
-            self._settle()
+        deadline = time.monotonic() + timeout
+        with self._turn_before(deadline):
+            self._settle(deadline)
             coming = [tag for tag in wanted if tag in self._anywhere]
             skipped = tuple(tag for tag in wanted if tag not in coming)
             if not coming:
                 return SleepReport((), skipped)
-            return SleepReport((self._ask("resume", coming, time.monotonic() + timeout),), skipped)
+            return SleepReport((self._ask("resume", coming, deadline),), skipped)
 
     @contextlib.contextmanager
     def asleep(
@@ -314,6 +318,22 @@ class SleepController:
 
     # --- the engine -------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _turn_before(self, deadline: float) -> Iterator[None]:
+        """For the block, no other thread changes the state."""
+        if not self._turn.acquire(timeout=_left(deadline)):
+            raise EngineTimeoutError(
+                "another thread's sleep or wake-up by this controller did not end in time; "
+                "nothing was done"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _states(self, deadline: float) -> list[SchedulerState]:
+        return self._engine.states(min(self._timeout, _left(deadline)))
+
     def _ask(self, operation: str, tags: Sequence[str], deadline: float) -> Step:
         """Release or resume, and know what holds then."""
         if time.monotonic() >= deadline:
@@ -325,12 +345,12 @@ class SleepController:
         try:
             answers = ask(tags, _left(deadline))
         except BaseException as error:
-            self._after_failure(error)
+            self._after_failure(error, deadline)
             raise
         seconds = time.monotonic() - started
         states: list[SchedulerState] = []
         if not answers and self._guarded:
-            states = self._engine.states(self._timeout)
+            states = self._states(deadline)
             answers = self._new_answers(states)
         if not states:
             self._note(operation, tags, answers)
@@ -341,20 +361,21 @@ class SleepController:
                 raise failed
         return Step(operation, tuple(tags), seconds, rank_reports(answers))
 
-    def _after_failure(self, error: BaseException) -> None:
+    def _after_failure(self, error: BaseException, deadline: float) -> None:
         """Find out what the state is. Raises what the engine says of a failure in its place."""
         if isinstance(error, EngineError) and error.http_status in _NOT_ASKED:
             with self._change:
                 self._known = True  # as before
             return
-        timed_out = isinstance(error, EngineTimeoutError)
+        if time.monotonic() >= deadline:
+            return
         try:
-            states = self._engine.states(min(self._timeout, 1.0) if timed_out else self._timeout)
+            states = self._states(deadline)
         except MemsaverError:
             return
         told = error_of(self._new_answers(states))
         self._learn(states)
-        if told is not None and isinstance(error, EngineError) and not timed_out:
+        if told is not None and isinstance(error, EngineError):
             raise told from error
 
     def _new_answers(self, states: Sequence[SchedulerState]) -> list[Answer]:
@@ -362,10 +383,10 @@ class SleepController:
         answers = [state.last for state in states if state.last is not None]
         return [answer for answer in answers if answer.number > self._number]
 
-    def _settle(self) -> None:
+    def _settle(self, deadline: float) -> None:
         """Know the state, or refuse."""
         if self._guarded:
-            self._learn(self._engine.states(self._timeout))
+            self._learn(self._states(deadline))
         if not self._known:
             raise InvalidStateError(
                 "what the engine has released is unknown since its last failure, and it has not "
