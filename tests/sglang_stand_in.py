@@ -84,13 +84,16 @@ class Updater:
         self.scheduler, self.memory_saver_adapter, self.tp_cpu_group = scheduler, saver, group
         self.offload_tags: set[str] = set()
         self.is_fully_idle = scheduler.is_fully_idle
-        self.prepare_error: Exception | None = None
+        self.prepare_error: Exception | None = None  # of a release, before its barrier
+        self.resume_errors: dict[str, Exception] = {}  # of a resume, by where it raises them
+        self.queue_open = True  # of the KV cache
 
     def release_memory_occupation(self, recv_req):
         assert self.is_fully_idle(), "only when the server is idle"
         tags = recv_req.tags or TAGS
         self.offload_tags.update(tags)
         if "kv_cache" in tags:
+            self.queue_open = False
             self.memory_saver_adapter.pause("kv_cache")
             self.scheduler.flush_cache()
         if "weights" in tags:
@@ -110,13 +113,21 @@ class Updater:
         if "cuda_graph" in tags:
             self.memory_saver_adapter.resume("cuda_graph")
         if "weights" in tags:
+            self._raise("before weights")
             self.memory_saver_adapter.resume("weights")
             self._barrier()
+            self._raise("after weights")
             self.scheduler.restore_buffers(self.stashed_model_static_state)
             del self.stashed_model_static_state
         if "kv_cache" in tags:
             self.memory_saver_adapter.resume("kv_cache")
+            self.queue_open = True
+            self._raise("after kv_cache")
         return ResumeMemoryOccupationReqOutput()
+
+    def _raise(self, where: str) -> None:
+        if where in self.resume_errors:
+            raise self.resume_errors[where]
 
     def _barrier(self) -> None:
         if self.tp_cpu_group is not None:

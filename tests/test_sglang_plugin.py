@@ -313,10 +313,10 @@ else:
 assert not [name for name in sys.modules if name.startswith("sglang.srt.managers")]
 from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-from memsaver.integrations.sglang import scheduler
+from memsaver.integrations.sglang import hooks
 for owner in (TokenizerControlMixin, SchedulerWeightUpdaterManager):
     for name in ("release_memory_occupation", "resume_memory_occupation"):
-        assert getattr(owner, name).__code__.co_filename == scheduler.__file__
+        assert getattr(owner, name).__code__.co_filename == hooks.__file__
         """,
         PYTHONPATH=os.pathsep.join([str(STAND_IN), str(TESTS)]),
         SGLANG_PLUGINS=None,
@@ -328,8 +328,8 @@ def test_an_sglang_with_other_handlers(run_sglang):
     _, log = run_sglang(
         """
 import types
-from memsaver.integrations.sglang import plugin, scheduler
-for name in scheduler.modules():
+from memsaver.integrations.sglang import hooks, plugin
+for name in hooks.modules():
     plugin._hook(types.ModuleType(name))
 assert type(engine.TorchMemorySaverAdapter.create(enable=True)).__name__ == "MemsaverAdapter"
         """

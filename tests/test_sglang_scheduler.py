@@ -12,7 +12,7 @@ import pytest
 import sglang_stand_in as stand_in
 
 import memsaver
-from memsaver.integrations.sglang import scheduler as hooks
+from memsaver.integrations.sglang import hooks, moves
 from memsaver.integrations.sglang.errors import EngineBusyError
 from memsaver.integrations.sglang.protocol import SchedulerState, answers_of, error_of
 
@@ -140,6 +140,105 @@ def test_a_failure_of_sglangs_own_part_is_undone(engine):
     assert ask(engine, "resume").failure is None and engine.model.is_intact()
 
 
+@pytest.mark.parametrize("where", ["before weights", "after weights", "after kv_cache"])
+def test_a_failure_of_sglangs_own_part_of_a_resume_is_undone(engine, sim, where):
+    ask(engine, "release")
+    updater = engine.weight_updater
+    updater.resume_errors[where] = RuntimeError("a buffer has another shape")
+    for _ in range(2):
+        answer = ask(engine, "resume")
+        assert "a buffer has another shape" in str(error_of([answer]))
+        assert "released as before" in str(error_of([answer])) and answer.held == ()
+        assert set(states().values()) == {"paused"} and sim.tag_bytes() == 0
+        assert set(answer.released) == updater.offload_tags == set(stand_in.TAGS)
+    updater.resume_errors.clear()
+    assert ask(engine, "resume").failure is None
+    assert engine.model.is_intact() and engine.graph.is_intact() and engine.kv.is_zero()
+    assert ask(engine, "release").failure is None and ask(engine, "resume").failure is None
+
+
+def test_memory_that_a_failed_resume_leaves_mapped_is_given_back(engine, sim):
+    ask(engine, "release")
+    updater = engine.weight_updater
+    updater.resume_errors["after kv_cache"] = RuntimeError("no queue")
+    with sim.fault("cuMemUnmap"):
+        answer = ask(engine, "resume")
+    message = str(error_of([answer]))
+    assert "no queue" in message and "could not give it back: rank 0" in message
+    assert "as before" not in message
+    assert set(answer.held) == set(answer.released) == set(stand_in.TAGS)
+    assert sim.tag_bytes() > 0
+
+    engine.running.add("a")  # it has memory, so that somebody may use it
+    assert isinstance(error_of([ask(engine, "release")]), EngineBusyError)
+    assert sim.tag_bytes() > 0
+    engine.running.clear()
+    with sim.fault("cuMemUnmap"):
+        answer = ask(engine, "release")
+    assert "some ranks have memory" in str(error_of([answer])) and len(answer.held) == 3
+    assert set(answer.released) == set(stand_in.TAGS)
+    answer = ask(engine, "release", ["kv_cache"])
+    assert answer.failure is None and answer.tags == ("kv_cache",)
+    assert set(answer.held) == {"weights", "cuda_graph"}
+    answer = ask(engine, "release")
+    assert answer.held == () and answer.ranks[0].bytes == 6 * MIB and sim.tag_bytes() == 0
+    updater.resume_errors.clear()
+    assert ask(engine, "resume").failure is None
+    assert engine.model.is_intact() and engine.graph.is_intact()
+
+
+def test_a_release_that_is_refused_keeps_contents_without_a_backup(engine):
+    def refuse(tag):
+        raise RuntimeError("not now")
+
+    handle = memsaver.on_pause(refuse, "cuda_graph")
+    try:
+        answer = ask(engine, "release")
+    finally:
+        handle.remove()
+    message = str(error_of([answer]))
+    assert "not now" in message and "with its contents" in message and "lost" not in message
+    assert engine.kv.is_intact() and engine.model.is_intact() and engine.graph.is_intact()
+    assert ask(engine, "release").failure is None and ask(engine, "resume").failure is None
+
+
+def test_an_sglang_without_what_the_hooks_need(sglang, monkeypatch, caplog):
+    """Its own handlers do it all, and it tells of no guard."""
+    monkeypatch.setattr(moves, "names_of", lambda tag: ())
+    request = stand_in.ReleaseMemoryOccupationReqInput()
+    for owner, name in [
+        ("updater", "offload_tags"),
+        ("updater", "tp_cpu_group"),
+        ("updater", "is_fully_idle"),
+        ("scheduler", "weight_updater"),
+    ]:
+        scheduler = sglang.Scheduler(sglang.Updater)
+        updater = scheduler.weight_updater
+        delattr(updater if owner == "updater" else scheduler, name)
+        caplog.clear()
+        for _ in range(2):
+            state = scheduler.handle("get_internal_state")
+            assert state is not None and "memsaver" not in state.internal_state
+        assert scheduler.death is None and caplog.text.count(name) == 1
+        if owner == "updater":
+            called = []
+            output = hooks.scheduler.release(
+                lambda *arguments: called.append(arguments) or "its own", updater, request
+            )
+            assert output == "its own" and called == [(updater, request)]
+
+
+def test_answers_without_room_for_a_text_are_not_guarded(sglang, monkeypatch):
+    import sglang.srt.managers.io_struct as messages
+
+    monkeypatch.setattr(messages, "ResumeMemoryOccupationReqOutput", type("Output", (), {}))
+    scheduler = sglang.Scheduler(sglang.Updater)
+    assert "memsaver" not in scheduler.handle("get_internal_state").internal_state
+    request = stand_in.ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
+    output = scheduler.handle("release_memory_occupation", request)
+    assert output is not None and answers_of([output]) == [] and scheduler.death is None
+
+
 def test_model_buffers_come_back_without_a_backup(sglang, sim, tag, make_blocks):
     tag.names.extend(stand_in.TAGS)
     scheduler = sglang.Scheduler(sglang.Updater)
@@ -157,9 +256,11 @@ def test_the_state_is_part_of_the_server_information(engine):
         fields = engine.handle("get_internal_state").internal_state["memsaver"]
         return SchedulerState.from_fields(fields)
 
-    assert state() == SchedulerState((), True, None)
+    first = state()
+    assert first == SchedulerState(first.scheduler, (), True, None)
     answer = ask(engine, "release", ["kv_cache"])
-    assert state() == SchedulerState(("kv_cache",), True, answer) and answer.number == 1
+    assert state() == SchedulerState(first.scheduler, ("kv_cache",), True, answer)
+    assert answer.number == 1 and answer.scheduler == first.scheduler
     engine.running.add("a")
     assert not state().idle
     engine.running.clear()
@@ -184,7 +285,7 @@ def test_an_error_reaches_whoever_asked_the_engine(engine, sglang, sim):
 
 
 def test_another_saver_is_guarded_and_does_its_own_work(sglang, monkeypatch):
-    monkeypatch.setattr(hooks, "names_of", lambda tag: ())  # other tests have made such tags
+    monkeypatch.setattr(moves, "names_of", lambda tag: ())  # other tests have made such tags
     scheduler = sglang.Scheduler(sglang.Updater)
     saver = scheduler.weight_updater.memory_saver_adapter
     for _ in range(2):
@@ -247,6 +348,7 @@ RANK = """
             scheduler.model = Block(sim, 4 * MIB, rank)
         with memsaver.region("kv_cache"):
             kv = Block(sim, 8 * MIB, rank)
+        updater = scheduler.weight_updater
         everything = ("kv_cache", "weights")
         memsaver_states = lambda: {memsaver.state(tag).value for tag in everything}
 
@@ -264,14 +366,28 @@ RANK = """
         answer = ask(scheduler, "release")
         assert "no room for the buffers" in answer.failure.message, answer
         assert memsaver_states() == {"mapped"} and not scheduler.weight_updater.offload_tags
-        assert scheduler.model.is_intact()
+        assert scheduler.model.is_intact() and kv.is_intact()
+        assert updater.queue_open  # on the rank that failed, too
         scheduler.weight_updater.prepare_error = None
+
+        # The saver refuses on one: the other one has not given anything up.
+        def refuse(tag):
+            raise RuntimeError("not now")
+
+        handle = memsaver.on_pause(refuse, "weights") if rank == 1 else None
+        answer = ask(scheduler, "release")
+        assert "not now" in answer.failure.message and "rank 1 of 2" in answer.failure.message
+        assert "with its contents" in answer.failure.message, answer
+        assert memsaver_states() == {"mapped"} and kv.is_intact() and scheduler.model.is_intact()
+        if handle:
+            handle.remove()
 
         # The saver fails on one.
         if rank == 1:
             sim.fail("cuMemUnmap", 1)
         answer = ask(scheduler, "release")
         assert "rank 1 of 2" in answer.failure.message, answer
+        assert "of kv_cache, what has no backup is lost" in answer.failure.message, answer
         assert memsaver_states() == {"mapped"} and not scheduler.weight_updater.offload_tags
         assert scheduler.model.is_intact()
 
@@ -288,6 +404,33 @@ RANK = """
         assert answer.failure.kind == "OutOfDeviceMemoryError", answer
         assert "rank 1 of 2" in answer.failure.message and answer.failure.free == 6 * MIB
         assert memsaver_states() == {"paused"} and sim.tag_bytes() == 0
+        sim.occupy(0)
+
+        # SGLang's part of a resume fails on one, before its barrier or after it.
+        for where in ("before weights", "after weights"):
+            if rank == 1:
+                updater.resume_errors[where] = RuntimeError("another shape")
+            answer = ask(scheduler, "resume")
+            assert "another shape" in answer.failure.message, answer
+            assert "released as before" in answer.failure.message and answer.held == (), answer
+            assert memsaver_states() == {"paused"} and updater.offload_tags == set(stand_in.TAGS)
+            updater.resume_errors.clear()
+
+        # And then another rank cannot give it back: it is named, and a release has it do so.
+        if rank == 1:
+            sim.occupy((80 << 30) - sim.physical() - 6 * MIB)
+        else:
+            sim.fail("cuMemUnmap", 1)
+        answer = ask(scheduler, "resume")
+        assert answer.failure.kind == "OutOfDeviceMemoryError", answer
+        assert "give it back: rank 0" in answer.failure.message, answer
+        assert set(answer.held) == set(stand_in.TAGS) == updater.offload_tags
+        assert memsaver_states() == ({"mapped"} if rank == 0 else {"paused"})
+        answer = ask(scheduler, "release")
+        assert answer.failure is None and answer.held == (), answer
+        assert [r.bytes > 0 for r in answer.ranks] == [True, False]
+        assert memsaver_states() == {"paused"} and sim.tag_bytes() == 0
+
         sim.occupy(0)
         answer = ask(scheduler, "resume")
         assert answer.failure is None and answer.released == ()

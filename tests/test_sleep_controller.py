@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import memsaver
 from memsaver.errors import ConfigError, InvalidStateError
-from memsaver.integrations.sglang import scheduler as hooks
+from memsaver.integrations.sglang import hooks
 from memsaver.integrations.sglang.engines import connect
 from memsaver.integrations.sglang.errors import EngineBusyError, EngineError, EngineTimeoutError
 from memsaver.integrations.sglang.protocol import RELEASE_ORDER, RESUME_ORDER
@@ -656,7 +656,7 @@ def test_no_order_of_calls_ends_the_engine(make_world, kind, guarded):
 
 def test_importing_it_imports_neither_torch_nor_sglang(tmp_path):
     code = (
-        "import sys, memsaver.integrations.sglang.sleep, memsaver.integrations.sglang.scheduler\n"
+        "import sys, memsaver.integrations.sglang.sleep, memsaver.integrations.sglang.hooks\n"
         "assert not {'torch', 'sglang'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=60)

@@ -8,7 +8,7 @@ result is the same:
 
 - the factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, gives memsaver's, where
   one that is enabled is asked for;
-- SGLang's release and resume have the hooks of `memsaver.integrations.sglang.scheduler`.
+- SGLang's release and resume have the hooks of `memsaver.integrations.sglang.hooks`.
 
 Both are put in place when SGLang imports the modules concerned. Until a saver is asked for, nothing
 else happens: no driver is opened, no torch imported. SGLang with `enable_memory_saver=False` works
@@ -28,7 +28,7 @@ from typing import Any
 
 import memsaver
 from memsaver.errors import NotLoadedError
-from memsaver.integrations.sglang import scheduler, settings, versions
+from memsaver.integrations.sglang import hooks, settings, versions
 from memsaver.integrations.sglang.adapter import MemsaverAdapter
 from memsaver.integrations.sglang.imports import when_imported
 from memsaver.native import _C
@@ -137,13 +137,13 @@ def _start() -> None:
 
 def _hook_schedulers() -> None:
     """Now or when they are imported; once more where they are being imported. Idempotent."""
-    for name in scheduler.modules():
+    for name in hooks.modules():
         when_imported(name, _hook)
 
 
 def _hook(module: ModuleType) -> None:
     try:
-        scheduler.install_in(module)
+        hooks.install_in(module)
     except Exception:
         # The saver works without; what SGLang's own handlers do not survive, they then do not.
         _logger.exception(

@@ -127,17 +127,22 @@ class Answer:
     """What one scheduler says of a release or a resume, for all ranks of its group.
 
     Attributes:
+        scheduler: its name, which no other has.
         operation: "release" or "resume".
         tags: what it was done to, or was to be done to; what was as asked already is left out.
         released: the tags whose memory is given back now.
+        held: those of them of which some rank has memory still, as it could not give it back after
+            a failure; a release of them tries again.
         ranks: the ranks of the scheduler's tensor-parallel group.
         failure: why it was not done, or None.
         number: counts the scheduler's answers, from 1.
     """
 
+    scheduler: str
     operation: str
     tags: tuple[str, ...]
     released: tuple[str, ...]
+    held: tuple[str, ...] = ()
     ranks: tuple[RankReport, ...] = ()
     failure: Failure | None = None
     number: int = 0
@@ -151,9 +156,11 @@ class Answer:
         """The answer whose `asdict` this is, lists in place of tuples or not."""
         failure = fields["failure"]
         return cls(
+            fields["scheduler"],
             fields["operation"],
             tuple(fields["tags"]),
             tuple(fields["released"]),
+            tuple(fields["held"]),
             tuple(RankReport.from_fields(rank) for rank in fields["ranks"]),
             Failure(**failure) if failure else None,
             fields["number"],
@@ -165,11 +172,13 @@ class SchedulerState:
     """How one scheduler is, as part of the server information.
 
     Attributes:
+        scheduler: its name, which no other has.
         released: the tags whose memory is given back.
         idle: whether a release would find nothing in flight.
         last: the last answer, or None.
     """
 
+    scheduler: str
     released: tuple[str, ...]
     idle: bool
     last: Answer | None = None
@@ -183,8 +192,16 @@ class SchedulerState:
         """The state whose `fields` these are."""
         last = fields["last"]
         return cls(
-            tuple(fields["released"]), fields["idle"], Answer.from_fields(last) if last else None
+            fields["scheduler"],
+            tuple(fields["released"]),
+            fields["idle"],
+            Answer.from_fields(last) if last else None,
         )
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """As of `Answer`."""
+        return self.last.held if self.last is not None else ()
 
 
 def answers_of(outputs: Iterable[object]) -> list[Answer]:

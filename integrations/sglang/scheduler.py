@@ -11,26 +11,31 @@ bookkeeping), with a saver that does nothing.
 |---|---|
 | a release of what is released, a resume of what is not | nothing has changed; no error |
 | the engine is busy, or a tag unknown | nothing has changed |
-| a release fails | mapped; contents without a backup may be gone, the KV cache is flushed |
-| a resume fails | released as before, backups untouched; the same call may be made again |
+| a release is refused before it is done | mapped, with contents; the KV cache is flushed |
+| a release fails later | mapped; contents without a backup may be gone, the KV cache is flushed |
+| a resume fails | released as before, with backups; the same call may be made again |
+
+Where the way back fails too, on some ranks, the tags count as released, and the answer names the
+ranks that hold memory of them still (`Answer.held`). They give it back at the next release of the
+tags, or have it at the next resume.
 
 The result travels in the answer to the tokenizer manager, whose methods return the answers of all
 schedulers, or raise. It is part of the server information, too. Pipeline stages decide each for
-itself. An engine whose saver is not memsaver's gets the checks only.
+itself. An engine whose saver is not memsaver's gets the checks only, and one whose handlers are not
+as expected nothing at all: it is not guarded.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-import importlib
-import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from types import ModuleType
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import memsaver
-from memsaver.errors import ConfigError, NotLoadedError
+from memsaver.errors import ConfigError
+from memsaver.integrations.sglang import handlers, moves
 from memsaver.integrations.sglang.errors import EngineBusyError
 from memsaver.integrations.sglang.protocol import (
     RELEASE_ORDER,
@@ -40,327 +45,260 @@ from memsaver.integrations.sglang.protocol import (
     Failure,
     RankReport,
     SchedulerState,
-    answers_of,
-    error_of,
 )
-from memsaver.integrations.sglang.ranks import Figures, Group, first_failure
-from memsaver.integrations.sglang.tags import names_of
-from memsaver.reports import Report
+from memsaver.integrations.sglang.ranks import Group, first_failure
 
-__all__ = ["install", "install_in", "modules"]
+__all__ = ["add_state", "release", "resume"]
 
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _LAST = "_memsaver_last_answer"  # of a scheduler
-_INSTALLED = "_memsaver_hooks"  # of a class
-
-
-def install() -> None:
-    """Put the hooks in place at once, importing the modules that they are on. Idempotent.
-
-    To be called before the scheduler is made, when SGLang's modules can be imported.
-    """
-    for name in modules():
-        install_in(importlib.import_module(name))
-
-
-def modules() -> tuple[str, ...]:
-    """The modules of SGLang's that have something to hook, for `install_in`."""
-    return tuple(dict.fromkeys(target.rsplit(".", 2)[0] for target in _hooks()))
-
-
-def install_in(module: ModuleType) -> None:
-    """Put the hooks on one of `modules()` in place, which has been imported. Idempotent.
-
-    Not by SGLang's registry: some processes do not ask it, and it imports whatever has a hook, the
-    whole scheduler in a process that only detokenizes, say.
-    """
-    for target, (kind, hook) in _hooks().items():
-        where, owner_name, name = target.rsplit(".", 2)
-        if where != module.__name__:
-            continue
-        owner = getattr(module, owner_name)
-        done = vars(owner).get(_INSTALLED, frozenset())
-        if name not in done:
-            setattr(owner, name, _wrapped(kind, getattr(owner, name), hook))
-            setattr(owner, _INSTALLED, done | {name})
-
-
-def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
-    """By method: which kind of hook, in the words of SGLang's registry, and the hook.
-
-    AROUND is called with the original and its arguments, AFTER with its result and its arguments,
-    REPLACE with its arguments.
-    """
-    return {
-        f"{_UPDATER}.release_memory_occupation": ("AROUND", release),
-        f"{_UPDATER}.resume_memory_occupation": ("AROUND", resume),
-        f"{_SCHEDULER}.get_internal_state": ("AFTER", add_state),
-        f"{_TOKENIZER}.release_memory_occupation": ("REPLACE", ask_to_release),
-        f"{_TOKENIZER}.resume_memory_occupation": ("REPLACE", ask_to_resume),
-    }
-
-
-def _wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-    """The method with its hook."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if kind == "AROUND":
-            return hook(original, *args, **kwargs)
-        if kind == "AFTER":
-            return hook(original(*args, **kwargs), *args, **kwargs)
-        return hook(*args, **kwargs)
-
-    return call
-
-
-# --- in the schedulers ----------------------------------------------------------------------------
+_NAME = "_memsaver_name"  # likewise
+_logger = logging.getLogger("memsaver.sglang")
 
 
 def release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Around `SchedulerWeightUpdaterManager.release_memory_occupation`."""
-    if isinstance(updater.memory_saver_adapter, _Deferred):
-        return original(updater, request)  # from here already
+    if handlers.is_running(updater) or not handlers.is_as_expected(updater):
+        return original(updater, request)
     group = Group(updater.tp_cpu_group)
+    answer = _Answering(updater, "release")
     try:
-        tags = [tag for tag in _asked(request, RELEASE_ORDER) if tag not in updater.offload_tags]
+        asked = handlers.asked_tags(request, RELEASE_ORDER)
     except ConfigError as error:
-        return _answer(updater, "release", [], [], Failure.of(error))
-    if not tags:
-        return _answer(updater, "release", [], [])
-    ranks = group.attempt(lambda: _check_idle(updater))
-    if first_failure(ranks):
-        return _answer(updater, "release", tags, ranks)
-    if not _names(RELEASE_ORDER):
-        original(updater, _only(request, tags))
-        return _answer(updater, "release", tags, ranks)
+        return answer.refused(error)
+    tags = [tag for tag in asked if tag not in updater.offload_tags]
+    if not moves.are_memsavers(RELEASE_ORDER):
+        return _release_by_another(original, updater, request, tags)
 
-    ranks = group.attempt(lambda: _prepare(original, updater, request, tags))
-    if not first_failure(ranks):
-        ranks = group.attempt(lambda: _move(memsaver.pause, tags))
+    # What is released may have memory on some rank: see the end of `resume`.
+    ranks = group.attempt(
+        lambda: handlers.check_idle(updater) if tags or moves.is_mapped(asked) else None
+    )
     if first_failure(ranks):
-        # Some ranks may have given memory back, so all of them take it again. Where that is not to
-        # be had, the tags are released: of a rank that has them mapped, the next resume is easy.
-        undone = group.attempt(lambda: _move(memsaver.resume, tags))
-        if not first_failure(undone):
-            _restore(updater, request, tags)
-    return _answer(updater, "release", tags, ranks)
+        return answer.failed(asked, ranks)
+    if tags:
+        ranks = group.attempt(lambda: handlers.run(original, updater, request, tags))
+    if not first_failure(ranks):
+        ranks = moves.pause(group, asked)
+    if not first_failure(ranks):
+        gave = [tag for tag in asked if tag in tags or _is_moved(tag, ranks)]
+        return answer.done(gave, ranks, held=answer.held - set(asked))
+    if not tags:
+        return answer.failed(asked, ranks, "they are released, and some ranks have memory of them")
+
+    # Some ranks may have given memory back, so all of them take it again. Where that is not to be
+    # had, the tags are released: of a rank that has them mapped, the next resume is easy.
+    undone = moves.resume(group, tags)
+    updater.offload_tags.update(tags)  # also where the handler failed before it did so
+    if first_failure(undone):
+        then = (
+            "what other ranks gave back could not be had again, so that they are released: resume "
+            f"them; {_troubles(undone)}"
+        )
+        return answer.failed(tags, ranks, then, held=answer.held | set(tags))
+    _restore(updater, request, tags)
+    return answer.failed(tags, ranks, _what_is_left(undone))
+
+
+def _release_by_another(
+    original: Callable[..., Any], updater: Any, request: Any, tags: Sequence[str]
+) -> Any:
+    """With another saver: the checks only."""
+    answer = _Answering(updater, "release")
+    if not tags:
+        return answer.done([], [])
+    ranks = Group(updater.tp_cpu_group).attempt(lambda: handlers.check_idle(updater))
+    if first_failure(ranks):
+        return answer.failed(tags, ranks)
+    original(updater, handlers.request_for(request, tags))
+    return answer.done(tags, ranks)
 
 
 def resume(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Around `SchedulerWeightUpdaterManager.resume_memory_occupation`."""
-    if isinstance(updater.memory_saver_adapter, _Deferred):
+    if handlers.is_running(updater) or not handlers.is_as_expected(updater):
         return original(updater, request)
     group = Group(updater.tp_cpu_group)
+    answer = _Answering(updater, "resume")
     try:
-        tags = [tag for tag in _asked(request, RESUME_ORDER) if tag in updater.offload_tags]
+        asked = handlers.asked_tags(request, RESUME_ORDER)
     except ConfigError as error:
-        return _answer(updater, "resume", [], [], Failure.of(error))
+        return answer.refused(error)
+    tags = [tag for tag in asked if tag in updater.offload_tags]
     if not tags:
-        return _answer(updater, "resume", [], [])
-    if not _names(RESUME_ORDER):
-        original(updater, _only(request, tags))
-        return _answer(updater, "resume", tags, group.attempt(lambda: None))
+        return answer.done([], [])
+    if not moves.are_memsavers(RESUME_ORDER):
+        original(updater, handlers.request_for(request, tags))
+        return answer.done(tags, group.attempt(lambda: None))
 
-    ranks = group.attempt(lambda: _move(memsaver.resume, tags))
-    if first_failure(ranks):
-        # A rank that cannot give it back again stays mapped, which the next resume accepts.
-        group.attempt(lambda: _move(memsaver.pause, tags))
-    else:
-        with _Deferral(updater):
-            original(updater, _only(request, tags))
-    return _answer(updater, "resume", tags, ranks)
+    stash = handlers.stash_of(updater)
+    ranks = moves.resume(group, tags)
+    failed = ranks
+    if not first_failure(ranks):
+        failed = group.attempt(lambda: handlers.run(original, updater, request, tags))
+    if not first_failure(failed):
+        return answer.done(tags, ranks, held=answer.held - set(tags))
+    again = moves.pause(group, tags)
+    updater.offload_tags.update(tags)
+    if WEIGHTS in tags:
+        handlers.keep_stash(updater, stash)
+    if first_failure(again):
+        # A rank that cannot give it back again stays mapped, which the next call accepts.
+        then = (
+            "they count as released, and ranks that had taken memory could not give it back: "
+            f"{_troubles(again)}; release or resume them again"
+        )
+        return answer.failed(tags, failed, then, held=answer.held | set(tags))
+    then = "on every rank they are released as before; make room and resume them again"
+    return answer.failed(tags, failed, then, held=answer.held - set(tags))
 
 
 def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
-    """After `Scheduler.get_internal_state`: the state of the memory, under "memsaver"."""
-    updater = scheduler.weight_updater
-    state = SchedulerState(
-        tuple(sorted(updater.offload_tags)), _is_idle(updater), getattr(scheduler, _LAST, None)
-    )
-    result.internal_state["memsaver"] = state.fields()
+    """After `Scheduler.get_internal_state`: the state of the memory, under "memsaver".
+
+    It is left out where this SGLang is not as expected: whoever asks then sees no guard.
+    """
+    try:
+        updater = scheduler.weight_updater
+        if handlers.is_as_expected(updater):
+            state = SchedulerState(
+                _name(scheduler),
+                tuple(sorted(updater.offload_tags)),
+                handlers.is_idle(updater),
+                getattr(scheduler, _LAST, None),
+            )
+            result.internal_state["memsaver"] = state.fields()
+    except Exception as error:
+        _log_once(f"{type(error).__name__}: {error}")
     return result
 
 
-def _asked(request: Any, order: Sequence[str]) -> list[str]:
-    """The tags of a request, in the order in which SGLang works on them."""
-    tags = request.tags or order  # none at all, or an empty list, are all of them to SGLang
-    unknown = [tag for tag in tags if tag not in order]
-    if unknown:
-        raise ConfigError(f"SGLang has no memory called {unknown[0]!r}; it has {', '.join(order)}")
-    return [tag for tag in order if tag in tags]
-
-
-def _only(request: Any, tags: Sequence[str]) -> Any:
-    """The request, for these tags."""
-    request = copy.copy(request)
-    request.tags = list(tags)
-    return request
-
-
-def _names(tags: Sequence[str]) -> dict[str, str]:
-    """SGLang's tag of each of memsaver's tags behind these; {} where another saver has them."""
-    try:
-        return {name: tag for tag in tags for name in names_of(tag)}
-    except NotLoadedError:
-        return {}
-
-
-def _move(transition: Callable[..., Report], tags: Sequence[str]) -> Figures | None:
-    """Pause or resume the tags, in one call; to it, no tags would mean all of them."""
-    names = _names(tags)
-    if not names:
-        return None
-    report = transition(*names)
-    device, copied = dict.fromkeys(tags, 0), dict.fromkeys(tags, 0)
-    for change in report.changes:
-        device[names[change.tag]] += change.device_bytes
-        copied[names[change.tag]] += change.copied_bytes
-    return Figures(report.seconds, device, copied)
-
-
-def _is_idle(updater: Any) -> bool:
-    """As the handler of this version of SGLang asks it."""
-    paused = getattr(updater.scheduler, "_engine_paused", False)
-    if "ignore_waiting" in inspect.signature(updater.is_fully_idle).parameters:
-        return bool(updater.is_fully_idle(ignore_waiting=paused))
-    return bool(updater.is_fully_idle())
-
-
-def _check_idle(updater: Any) -> None:
-    if not _is_idle(updater):
-        raise EngineBusyError(
-            "the engine has requests in flight: memory can be released when they are done; "
-            "wait for them, or abort them"
-        )
-
-
-def _prepare(original: Callable[..., Any], updater: Any, request: Any, tags: Sequence[str]) -> None:
-    """SGLang's part of a release, while everything is mapped."""
-    with _Deferral(updater) as saver:
-        try:
-            original(updater, _only(request, tags))
-        except Exception:
-            if WEIGHTS in tags and WEIGHTS not in saver.paused:
-                Group(updater.tp_cpu_group).barrier()  # where the other ranks wait for this one
-            raise
+def _log_once(why: str) -> None:
+    if why not in _logged:
+        _logged.add(why)
+        _logger.error("memsaver cannot tell the state of this SGLang's memory: %s", why)
 
 
 def _restore(updater: Any, request: Any, tags: Sequence[str]) -> None:
-    """SGLang's part of a resume, after a release that failed. Every rank gets here, or none."""
-    try:
-        with _Deferral(updater):
-            updater.resume_memory_occupation(_only(request, tags))
-    except Exception:
-        # Where the release failed before it had done its part, there is less to undo.
-        updater.stashed_model_static_state = None
+    """SGLang's part of a resume, after a release that failed. Every rank gets here, or none.
+
+    Tag by tag: where the release failed before it had done its part for one, that one has less to
+    undo, and the others have it all the same.
+    """
+    again = type(updater).resume_memory_occupation
+    stashed = handlers.stash_of(updater) is not None
+    for tag in [tag for tag in RESUME_ORDER if tag in tags]:
+        if tag == WEIGHTS and not stashed:
+            Group(updater.tp_cpu_group).barrier()  # where the ranks that have stashed them meet
+            continue
+        try:
+            handlers.run(again, updater, request, [tag])
+        except Exception as error:
+            _logger.warning("SGLang's part of a release of %s could not be undone: %s", tag, error)
+    if WEIGHTS in tags:
+        handlers.keep_stash(updater, None)
     updater.offload_tags.difference_update(tags)
 
 
-def _answer(
-    updater: Any,
-    operation: str,
-    tags: Sequence[str],
-    ranks: list[RankReport],
-    failure: Failure | None = None,
-) -> Any:
-    """What goes back to the tokenizer manager, as SGLang's type for it."""
-    failed = first_failure(ranks)
-    if failed is not None and failed.failure is not None:
-        failure = _failure(updater, operation, tags, ranks, failed, failed.failure)
-    before = getattr(updater.scheduler, _LAST, None)
-    answer = Answer(
-        operation,
-        tuple(tags),
-        tuple(sorted(updater.offload_tags)),
-        tuple(ranks),
-        failure,
-        before.number + 1 if before is not None else 1,
+# --- what goes back -------------------------------------------------------------------------------
+
+
+class _Answering:
+    """Makes the answer to one request, and keeps it for `add_state`.
+
+    Attributes:
+        held: what the last answer said of it.
+    """
+
+    def __init__(self, updater: Any, operation: str) -> None:
+        self._updater = updater
+        self._operation = operation
+        self._before: Answer | None = getattr(updater.scheduler, _LAST, None)
+        self.held: frozenset[str] = frozenset(self._before.held if self._before else ())
+
+    def refused(self, error: ConfigError) -> Any:
+        return self._made([], [], Failure.of(error), self.held)
+
+    def done(
+        self,
+        tags: Sequence[str],
+        ranks: Sequence[RankReport],
+        held: Collection[str] | None = None,
+    ) -> Any:
+        return self._made(tags, ranks, None, self.held if held is None else held)
+
+    def failed(
+        self,
+        tags: Sequence[str],
+        ranks: list[RankReport],
+        then: str = "",
+        held: Collection[str] | None = None,
+    ) -> Any:
+        """The failure of the first rank that has one; `then` is how things are now."""
+        rank = first_failure(ranks)
+        failure = rank.failure if rank is not None else None
+        if rank is not None and failure is not None and failure.kind != EngineBusyError.__name__:
+            message = (
+                f"{self._operation} of {', '.join(tags)} failed on rank {rank.rank} of "
+                f"{len(ranks)} ({rank.host}): {failure.message}; {then}"
+            )
+            failure = Failure(failure.kind, message, failure.tag, failure.needed, failure.free)
+        return self._made(tags, ranks, failure, self.held if held is None else held)
+
+    def _made(
+        self,
+        tags: Sequence[str],
+        ranks: Sequence[RankReport],
+        failure: Failure | None,
+        held: Collection[str],
+    ) -> Any:
+        answer = Answer(
+            _name(self._updater.scheduler),
+            self._operation,
+            tuple(tags),
+            tuple(sorted(self._updater.offload_tags)),
+            tuple(sorted(held)),
+            tuple(ranks),
+            failure,
+            self._before.number + 1 if self._before is not None else 1,
+        )
+        setattr(self._updater.scheduler, _LAST, answer)
+        return handlers.output_of(self._operation, answer.text())
+
+
+def _name(scheduler: Any) -> str:
+    """The name of a scheduler, which no other has: containers may share host names and pids."""
+    if not hasattr(scheduler, _NAME):
+        name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(8)}"
+        setattr(scheduler, _NAME, name)
+    return str(getattr(scheduler, _NAME))
+
+
+def _is_moved(tag: str, ranks: Sequence[RankReport]) -> bool:
+    return any(rank.device_bytes.get(tag, 0) for rank in ranks)
+
+
+def _troubles(ranks: Sequence[RankReport]) -> str:
+    return "; ".join(
+        f"rank {rank.rank} ({rank.host}): {rank.failure.message}"
+        for rank in ranks
+        if rank.failure is not None
     )
-    setattr(updater.scheduler, _LAST, answer)
-    from sglang.srt.managers import io_struct
-
-    output = {
-        "release": io_struct.ReleaseMemoryOccupationReqOutput,
-        "resume": io_struct.ResumeMemoryOccupationReqOutput,
-    }[operation]
-    return output(rid=answer.text())
 
 
-def _failure(
-    updater: Any,
-    operation: str,
-    tags: Sequence[str],
-    ranks: list[RankReport],
-    failed: RankReport,
-    why: Failure,
-) -> Failure:
-    if why.kind == EngineBusyError.__name__:
-        return why
-    if operation == "resume":
-        then = "on every rank they are released as before; make room and resume them again"
-    elif any(tag in updater.offload_tags for tag in tags):
-        then = "what the other ranks gave back could not be had again: they are released; resume"
-    else:
-        then = "every rank has its memory; contents without a backup may be lost"
-    message = (
-        f"{operation} of {', '.join(tags)} failed on rank {failed.rank} of {len(ranks)} "
-        f"({failed.host}): {why.message}; {then}"
+def _what_is_left(undone: Sequence[RankReport]) -> str:
+    """What a failed release left, by what its way back had to bring back."""
+    lost = {
+        tag
+        for rank in undone
+        for tag, taken in rank.device_bytes.items()
+        if taken > rank.copied_bytes.get(tag, 0)
+    }
+    if not lost:
+        return "every rank has its memory, with its contents"
+    return (
+        f"every rank has its memory; of {', '.join(sorted(lost))}, what has no backup is lost "
+        "on some"
     )
-    return Failure(why.kind, message, why.tag, why.needed, why.free)
 
 
-class _Deferred:
-    """A saver for SGLang's handlers that does nothing: the hooks do its work."""
-
-    enabled = True
-
-    def __init__(self) -> None:
-        self.paused: list[str] = []
-
-    def check_validity(self, caller_name: str = "") -> None:
-        pass
-
-    def pause(self, tag: str) -> None:
-        self.paused.append(tag)
-
-    def resume(self, tag: str) -> None:
-        pass
-
-
-class _Deferral:
-    """For a block, the updater has a saver that does nothing."""
-
-    def __init__(self, updater: Any) -> None:
-        self._updater, self._saver = updater, updater.memory_saver_adapter
-
-    def __enter__(self) -> _Deferred:
-        saver = self._updater.memory_saver_adapter = _Deferred()
-        return saver
-
-    def __exit__(self, *_: object) -> None:
-        self._updater.memory_saver_adapter = self._saver
-
-
-# --- in the tokenizer manager ---------------------------------------------------------------------
-
-
-def ask_to_release(manager: Any, obj: Any, request: Any = None) -> Awaitable[list[Answer]]:
-    """Instead of `TokenizerControlMixin.release_memory_occupation`: the answers, or an error."""
-    return _ask(manager, manager.release_memory_occupation_communicator, obj)
-
-
-def ask_to_resume(manager: Any, obj: Any, request: Any = None) -> Awaitable[list[Answer]]:
-    """Instead of `TokenizerControlMixin.resume_memory_occupation`: the answers, or an error."""
-    return _ask(manager, manager.resume_memory_occupation_communicator, obj)
-
-
-async def _ask(manager: Any, communicator: Any, obj: Any) -> list[Answer]:
-    manager.auto_create_handle_loop()
-    answers: list[Answer] = answers_of(await communicator(obj))
-    error = error_of(answers)
-    if error is not None:
-        raise error
-    return answers
+_logged: set[str] = set()

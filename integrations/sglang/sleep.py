@@ -332,7 +332,8 @@ class SleepController:
             self._turn.release()
 
     def _states(self, deadline: float) -> list[SchedulerState]:
-        return self._engine.states(min(self._timeout, _left(deadline)))
+        states: list[SchedulerState] = self._engine.states(min(self._timeout, _left(deadline)))
+        return states
 
     def _ask(self, operation: str, tags: Sequence[str], deadline: float) -> Step:
         """Release or resume, and know what holds then."""
@@ -401,13 +402,18 @@ class SleepController:
             self._guarded = self._known = True
             sets = [frozenset(state.released) for state in states]
             self._anywhere = frozenset().union(*sets)
-            self._everywhere = sets[0].intersection(*sets)
+            self._everywhere = sets[0].intersection(*sets).difference(*(s.held for s in states))
             self._number = max([state.last.number for state in states if state.last] or [0])
 
     def _note(self, operation: str, tags: Sequence[str], answers: Sequence[Answer]) -> None:
         """Take over a success, from its answers where there are some."""
         if answers:
-            self._learn([SchedulerState(answer.released, True, answer) for answer in answers])
+            self._learn(
+                [
+                    SchedulerState(answer.scheduler, answer.released, True, answer)
+                    for answer in answers
+                ]
+            )
             return
         with self._change:
             changed = frozenset(tags)

@@ -1,0 +1,78 @@
+"""Where memsaver's hooks are in SGLang: on its release and resume, in schedulers and before them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from memsaver.integrations.sglang import scheduler, tokenizer
+
+__all__ = ["install", "install_in", "modules"]
+
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_INSTALLED = "_memsaver_hooks"  # of a class
+
+
+def install() -> None:
+    """Put the hooks in place at once, importing the modules that they are on. Idempotent.
+
+    To be called before the scheduler is made, when SGLang's modules can be imported.
+    """
+    for name in modules():
+        install_in(importlib.import_module(name))
+
+
+def modules() -> tuple[str, ...]:
+    """The modules of SGLang's that have something to hook, for `install_in`."""
+    return tuple(dict.fromkeys(target.rsplit(".", 2)[0] for target in _hooks()))
+
+
+def install_in(module: ModuleType) -> None:
+    """Put the hooks on one of `modules()` in place, which has been imported. Idempotent.
+
+    Not by SGLang's registry: some processes do not ask it, and it imports whatever has a hook, the
+    whole scheduler in a process that only detokenizes, say.
+    """
+    for target, (kind, hook) in _hooks().items():
+        where, owner_name, name = target.rsplit(".", 2)
+        if where != module.__name__:
+            continue
+        owner = getattr(module, owner_name)
+        done = vars(owner).get(_INSTALLED, frozenset())
+        if name not in done:
+            setattr(owner, name, _wrapped(kind, getattr(owner, name), hook))
+            setattr(owner, _INSTALLED, done | {name})
+
+
+def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
+    """By method: which kind of hook, in the words of SGLang's registry, and the hook.
+
+    AROUND is called with the original and its arguments, AFTER with its result and its arguments,
+    REPLACE with its arguments.
+    """
+    return {
+        f"{_UPDATER}.release_memory_occupation": ("AROUND", scheduler.release),
+        f"{_UPDATER}.resume_memory_occupation": ("AROUND", scheduler.resume),
+        f"{_SCHEDULER}.get_internal_state": ("AFTER", scheduler.add_state),
+        f"{_TOKENIZER}.release_memory_occupation": ("REPLACE", tokenizer.ask_to_release),
+        f"{_TOKENIZER}.resume_memory_occupation": ("REPLACE", tokenizer.ask_to_resume),
+    }
+
+
+def _wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:
+    """The method with its hook."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kind == "AROUND":
+            return hook(original, *args, **kwargs)
+        if kind == "AFTER":
+            return hook(original(*args, **kwargs), *args, **kwargs)
+        return hook(*args, **kwargs)
+
+    return call
