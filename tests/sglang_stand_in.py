@@ -199,17 +199,30 @@ class TokenizerManager:
         self.answer_seconds = 0.0
         self.generate_seconds = 0.0
         self.aborted = 0
+        self.slow: dict[int, float] = {}  # seconds of further delay, by scheduler
+        self._waiters: dict[str, tuple[list, asyncio.Event]] = {}  # by kind of message
         self._rids = 0
 
     def auto_create_handle_loop(self) -> None:
         asyncio.get_running_loop()
 
     async def _ask(self, name: str, message=None) -> list:
-        await asyncio.sleep(self.answer_seconds)
-        answers = [scheduler.handle(name, message) for scheduler in self.schedulers]
-        if None in answers:
-            await asyncio.Event().wait()
-        return answers
+        """As SGLang: as many replies as there are schedulers, whoever they are from."""
+        replies, enough = self._waiters[name] = [], asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number, scheduler in enumerate(self.schedulers):
+            delay = self.answer_seconds + self.slow.get(number, 0.0)
+            loop.call_later(delay, self._reply, name, scheduler, message)
+        await enough.wait()
+        return replies
+
+    def _reply(self, name: str, scheduler, message) -> None:
+        answer = scheduler.handle(name, message)
+        replies, enough = self._waiters[name]
+        if answer is not None and not enough.is_set():
+            replies.append(answer)
+            if len(replies) == len(self.schedulers):
+                enough.set()
 
     async def release_memory_occupation_communicator(self, obj):
         return await self._ask("release_memory_occupation", obj)

@@ -580,6 +580,63 @@ def test_replicas_that_differ(make_world, kind):
     assert world.controller.generate(prompt="a")["text"] == "a!"
 
 
+@pytest.mark.parametrize("kind", ["server"])  # whose loop runs between the calls, as an engine's
+def test_late_replies_are_not_taken_for_anothers(make_world, kind):
+    world = make_world(kind, schedulers=2)
+    manager, first = world.manager, world.scheduler
+    # The second one's replies to three questions come together, after the first one's are lost.
+    manager.slow = {1: 0.6}
+    for _ in range(3):
+        with pytest.raises(EngineTimeoutError):
+            world.controller._engine.states(0.1)
+    first.handle(
+        "release_memory_occupation", stand_in.ReleaseMemoryOccupationReqInput(tags=["weights"])
+    )
+    manager.slow = {0: 0.5}
+    assert world.controller.refresh() is Status.NO_WEIGHTS
+    assert world.controller.released == {"weights"}
+    with pytest.raises(InvalidStateError, match="weights"):
+        world.controller.generate(prompt="a")
+    manager.slow = {}
+    world.controller.wake_up()
+    world.check_alive()
+
+
+def test_late_answers_are_not_taken_for_those_to_the_next_call(make_world, kind):
+    world = make_world(kind, schedulers=2)
+    manager, (first, second) = world.manager, world.manager.schedulers
+    everywhere = [s.weight_updater for s in (first, second)]
+    manager.slow = {1: 0.4}
+    with pytest.raises(EngineTimeoutError):
+        world.controller._ask("release", ["kv_cache"], time.monotonic() + 0.1)
+    # Now the second one answers twice, to this call and to the one before, and the first one later.
+    manager.slow = {0: 0.8}
+    world.controller._ask("release", ["weights"], time.monotonic() + 5)
+    assert [u.offload_tags for u in everywhere] == [{"kv_cache", "weights"}] * 2
+    assert world.controller.released == {"kv_cache", "weights"}
+    manager.slow = {}
+    world.controller.wake_up()
+    assert [u.offload_tags for u in everywhere] == [set()] * 2
+    assert world.controller.generate(prompt="a")["text"] == "a!"
+    world.check_alive()
+
+
+def test_replies_that_never_fit_leave_the_state_unknown(make_world):
+    world = make_world("local", schedulers=2)
+    ask = world.controller._engine.states
+    world.controller._engine.states = lambda timeout: ask(timeout)[:1] * 2
+    with pytest.raises(EngineError, match="one of each"):
+        world.controller.sleep()
+    with pytest.raises(EngineError, match="one of each"):
+        world.controller.refresh()
+    assert world.controller.status is Status.UNKNOWN
+    del world.controller._engine.states
+    world.controller.sleep()
+    assert world.controller.status is Status.ASLEEP
+    world.controller.wake_up()
+    world.check_alive()
+
+
 # --- any order ------------------------------------------------------------------------------------
 
 _TAGS = st.one_of(

@@ -1,4 +1,4 @@
-"""Where memsaver's hooks are in SGLang: on its release and resume, in schedulers and before them."""
+"""Where memsaver's hooks are in SGLang, and how they get there."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from memsaver.integrations.sglang.status import Status, needs_of, selected, stat
 __all__ = ["SleepController", "Status"]
 
 _POLL_SECONDS = 0.02
+_ASKED_AT_MOST = 4  # for states that belong together
 
 # HTTP statuses by which a server says that it did not pass the call on to the engine.
 _NOT_ASKED = (401, 403, 404, 405, 422)
@@ -82,7 +83,7 @@ class SleepController:
         self._known = True
         self._sleeping = False  # a release is under way
         self._guarded = False  # memsaver's plugin is in the engine
-        self._number = 0  # of the last answer that is known
+        self._numbers: dict[str, int] = {}  # of each scheduler's last answer that is known
         self.refresh()
 
     @property
@@ -332,8 +333,39 @@ class SleepController:
             self._turn.release()
 
     def _states(self, deadline: float) -> list[SchedulerState]:
-        states: list[SchedulerState] = self._engine.states(min(self._timeout, _left(deadline)))
-        return states
+        """How the schedulers are. SGLang counts replies, and late ones to an earlier question too.
+
+        Raises:
+            EngineError: the replies were not one of each scheduler, however often it was asked. The
+                state is unknown then.
+        """
+        for _ in range(_ASKED_AT_MOST):
+            states: list[SchedulerState] = self._engine.states(min(self._timeout, _left(deadline)))
+            if self._is_one_of_each(states) and not any(map(self._is_old, states)):
+                return states
+        with self._change:
+            self._known = False
+        raise EngineError(
+            f"the engine's {len(states)} replies were not one of each of its schedulers, or were "
+            "late ones: a scheduler may be slow, or hang; ask again (`refresh`)"
+        )
+
+    @staticmethod
+    def _is_one_of_each(replies: Sequence[SchedulerState | Answer]) -> bool:
+        return len({reply.scheduler for reply in replies}) == len(replies)
+
+    def _is_old(self, state: SchedulerState) -> bool:
+        """Whether its scheduler has told of a later answer already."""
+        number = state.last.number if state.last is not None else 0
+        return number < self._numbers.get(state.scheduler, 0)
+
+    def _are_new(self, answers: Sequence[Answer]) -> bool:
+        """Whether these are the answers of all schedulers to what they were just asked for."""
+        return (
+            self._is_one_of_each(answers)
+            and {answer.scheduler for answer in answers} >= set(self._numbers)
+            and len(self._newer(answers)) == len(answers) > 0
+        )
 
     def _ask(self, operation: str, tags: Sequence[str], deadline: float) -> Step:
         """Release or resume, and know what holds then."""
@@ -350,7 +382,7 @@ class SleepController:
             raise
         seconds = time.monotonic() - started
         states: list[SchedulerState] = []
-        if not answers and self._guarded:
+        if self._guarded and not self._are_new(answers):
             states = self._states(deadline)
             answers = self._new_answers(states)
         if not states:
@@ -381,8 +413,10 @@ class SleepController:
 
     def _new_answers(self, states: Sequence[SchedulerState]) -> list[Answer]:
         """What the schedulers answered since this controller last learned of an answer."""
-        answers = [state.last for state in states if state.last is not None]
-        return [answer for answer in answers if answer.number > self._number]
+        return self._newer([state.last for state in states if state.last is not None])
+
+    def _newer(self, answers: Sequence[Answer]) -> list[Answer]:
+        return [a for a in answers if a.number > self._numbers.get(a.scheduler, 0)]
 
     def _settle(self, deadline: float) -> None:
         """Know the state, or refuse."""
@@ -403,7 +437,7 @@ class SleepController:
             sets = [frozenset(state.released) for state in states]
             self._anywhere = frozenset().union(*sets)
             self._everywhere = sets[0].intersection(*sets).difference(*(s.held for s in states))
-            self._number = max([state.last.number for state in states if state.last] or [0])
+            self._numbers = {s.scheduler: s.last.number if s.last else 0 for s in states}
 
     def _note(self, operation: str, tags: Sequence[str], answers: Sequence[Answer]) -> None:
         """Take over a success, from its answers where there are some."""
