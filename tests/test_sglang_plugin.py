@@ -403,6 +403,14 @@ def test_nccl_registers_no_graph_memory(run_sglang, scenario, env, value, warned
     assert ("unset it, or set it to 0" in log) is warned
 
 
+@pytest.mark.parametrize("value, warnings", [("1", 2), ("0", 0), (None, 0)])
+def test_poison_is_warned_of_once_in_each_process(run_sglang, value, warnings):
+    seen, log = run_sglang(SCENARIOS["scheduler"], MEMSAVER_POISON=value)
+    assert log.count("option poison is on") == warnings
+    cache_is_zero = [blocks[2] for blocks in seen["awake"]]
+    assert all(cache_is_zero) is (warnings == 0)  # which is what SGLang needs
+
+
 # --- versions -------------------------------------------------------------------------------------
 
 

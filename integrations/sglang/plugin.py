@@ -125,6 +125,11 @@ def _start() -> None:
     doubt = versions.doubt(_version())
     if doubt is not None:
         _logger.warning("%s", doubt)
+    if _C.option("poison") == "on":
+        _logger.warning(
+            "memsaver's option poison is on (MEMSAVER_POISON): SGLang relies on zeros in what "
+            "comes back of its KV cache, and may generate nonsense after a resume; turn it off"
+        )
     registers = os.environ.get(_NCCL, "0")
     if settings.graphs_are_pausable() and registers != "0":
         _logger.warning(
