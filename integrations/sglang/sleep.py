@@ -11,11 +11,11 @@ from typing import Any
 from memsaver.errors import InvalidStateError, MemsaverError
 from memsaver.integrations.sglang.engines import Engine, connect
 from memsaver.integrations.sglang.errors import EngineBusyError, EngineError, EngineTimeoutError
+from memsaver.integrations.sglang.knowledge import Knowledge
 from memsaver.integrations.sglang.protocol import (
     RELEASE_ORDER,
     RESUME_ORDER,
     WEIGHTS,
-    Answer,
     SchedulerState,
     error_of,
 )
@@ -78,30 +78,27 @@ class SleepController:
         self._turn = threading.RLock()  # held by whoever changes the state
         self._change = threading.Condition()  # of what follows; nothing waits for an engine in it
         self._generating = 0
-        self._anywhere = frozenset(selected(released, RELEASE_ORDER)) if released else frozenset()
-        self._everywhere = self._anywhere  # data-parallel schedulers may differ after a failure
-        self._known = True
+        at_first = frozenset(selected(released, RELEASE_ORDER)) if released else frozenset()
+        self._knowledge = Knowledge(at_first)
         self._sleeping = False  # a release is under way
-        self._guarded = False  # memsaver's plugin is in the engine
-        self._numbers: dict[str, int] = {}  # of each scheduler's last answer that is known
         self.refresh()
 
     @property
     def status(self) -> Status:
         """What is there, as far as this controller knows. `refresh` asks the engine."""
-        with self._change:
-            return status_of(self._anywhere) if self._known else Status.UNKNOWN
+        released = self._knowledge.current()
+        return status_of(released) if released is not None else Status.UNKNOWN
 
     @property
     def released(self) -> frozenset[str]:
         """The tags that are released, on one scheduler at least."""
-        with self._change:
-            return self._anywhere
+        released: frozenset[str] = self._knowledge.anywhere
+        return released
 
     @property
     def guarded(self) -> bool:
         """Whether memsaver's plugin is in the engine."""
-        return self._guarded
+        return bool(self._knowledge.guarded)
 
     def refresh(self) -> Status:
         """Ask the engine for its state. Without the plugin it does not know, and nothing changes.
@@ -111,7 +108,7 @@ class SleepController:
         """
         deadline = time.monotonic() + self._timeout
         with self._turn_before(deadline):
-            self._learn(self._states(deadline))
+            self._knowledge.learn(self._states(deadline))
             return self.status
 
     def check(self, operation: str) -> None:
@@ -122,10 +119,11 @@ class SleepController:
         """
         needed = needs_of(operation)
         with self._change:
-            if not self._known or self._sleeping:
+            released = self._knowledge.current()
+            if released is None or self._sleeping:
                 what = "is about to sleep" if self._sleeping else "is in an unknown state"
                 raise InvalidStateError(f"the engine {what}: it cannot {operation} now")
-            missing = [tag for tag in RESUME_ORDER if tag in self._anywhere & needed]
+            missing = [tag for tag in RESUME_ORDER if tag in released & needed]
         if missing:
             raise InvalidStateError(
                 f"the engine cannot {operation} while {', '.join(missing)} is released; "
@@ -185,7 +183,7 @@ class SleepController:
         deadline = time.monotonic() + timeout
         with self._turn_before(deadline):
             self._settle(deadline)
-            going = [tag for tag in wanted if tag not in self._everywhere]
+            going = [tag for tag in wanted if tag not in self._knowledge.everywhere]
             skipped = tuple(tag for tag in wanted if tag not in going)
             if not going:
                 return SleepReport((), skipped)
@@ -218,7 +216,7 @@ class SleepController:
         deadline = time.monotonic() + timeout
         with self._turn_before(deadline):
             self._settle(deadline)
-            coming = [tag for tag in wanted if tag in self._anywhere]
+            coming = [tag for tag in wanted if tag in self._knowledge.anywhere]
             skipped = tuple(tag for tag in wanted if tag not in coming)
             if not coming:
                 return SleepReport((), skipped)
@@ -303,15 +301,15 @@ class SleepController:
                     raise _busy()
                 time.sleep(min(_POLL_SECONDS, _left(deadline)))
 
-        steps.append(_timed("wait_idle" if self._guarded else "flush", until_idle))
-        if flush and self._guarded:
+        steps.append(_timed("wait_idle" if self.guarded else "flush", until_idle))
+        if flush and self.guarded:
             steps.append(_timed("flush", lambda: self._flush(deadline)))
 
     def _is_idle(self, deadline: float) -> bool:
-        if not self._guarded:
+        if not self.guarded:
             flushed: bool = self._engine.flush(_left(deadline))
             return flushed
-        return all([state.idle for state in self._engine.states(_left(deadline))])
+        return all([state.idle for state in self._states(deadline)])
 
     def _flush(self, deadline: float) -> None:
         if not self._engine.flush(_left(deadline)):
@@ -341,30 +339,12 @@ class SleepController:
         """
         for _ in range(_ASKED_AT_MOST):
             states: list[SchedulerState] = self._engine.states(min(self._timeout, _left(deadline)))
-            if self._is_one_of_each(states) and not any(map(self._is_old, states)):
+            if self._knowledge.fits(states):
                 return states
-        with self._change:
-            self._known = False
+        self._knowledge.doubt()
         raise EngineError(
             f"the engine's {len(states)} replies were not one of each of its schedulers, or were "
             "late ones: a scheduler may be slow, or hang; ask again (`refresh`)"
-        )
-
-    @staticmethod
-    def _is_one_of_each(replies: Sequence[SchedulerState | Answer]) -> bool:
-        return len({reply.scheduler for reply in replies}) == len(replies)
-
-    def _is_old(self, state: SchedulerState) -> bool:
-        """Whether its scheduler has told of a later answer already."""
-        number = state.last.number if state.last is not None else 0
-        return number < self._numbers.get(state.scheduler, 0)
-
-    def _are_new(self, answers: Sequence[Answer]) -> bool:
-        """Whether these are the answers of all schedulers to what they were just asked for."""
-        return (
-            self._is_one_of_each(answers)
-            and {answer.scheduler for answer in answers} >= set(self._numbers)
-            and len(self._newer(answers)) == len(answers) > 0
         )
 
     def _ask(self, operation: str, tags: Sequence[str], deadline: float) -> Step:
@@ -372,8 +352,7 @@ class SleepController:
         if time.monotonic() >= deadline:
             raise EngineTimeoutError(f"there was no time left for the {operation}")
         ask = self._engine.release if operation == "release" else self._engine.resume
-        with self._change:
-            self._known = False  # until somebody says what was done
+        self._knowledge.doubt()
         started = time.monotonic()
         try:
             answers = ask(tags, _left(deadline))
@@ -382,13 +361,13 @@ class SleepController:
             raise
         seconds = time.monotonic() - started
         states: list[SchedulerState] = []
-        if self._guarded and not self._are_new(answers):
+        if self.guarded and not self._knowledge.are_new(answers):
             states = self._states(deadline)
-            answers = self._new_answers(states)
+            answers = self._knowledge.newer([state.last for state in states])
         if not states:
-            self._note(operation, tags, answers)
+            self._knowledge.note(operation, tags, answers)
         else:
-            self._learn(states)
+            self._knowledge.learn(states)
             failed = error_of(answers)
             if failed is not None:  # which a server did not pass on
                 raise failed
@@ -397,8 +376,7 @@ class SleepController:
     def _after_failure(self, error: BaseException, deadline: float) -> None:
         """Find out what the state is. Raises what the engine says of a failure in its place."""
         if isinstance(error, EngineError) and error.http_status in _NOT_ASKED:
-            with self._change:
-                self._known = True  # as before
+            self._knowledge.trust()
             return
         if time.monotonic() >= deadline:
             return
@@ -406,55 +384,20 @@ class SleepController:
             states = self._states(deadline)
         except MemsaverError:
             return
-        told = error_of(self._new_answers(states))
-        self._learn(states)
+        told = error_of(self._knowledge.newer([state.last for state in states]))
+        self._knowledge.learn(states)
         if told is not None and isinstance(error, EngineError):
             raise told from error
 
-    def _new_answers(self, states: Sequence[SchedulerState]) -> list[Answer]:
-        """What the schedulers answered since this controller last learned of an answer."""
-        return self._newer([state.last for state in states if state.last is not None])
-
-    def _newer(self, answers: Sequence[Answer]) -> list[Answer]:
-        return [a for a in answers if a.number > self._numbers.get(a.scheduler, 0)]
-
     def _settle(self, deadline: float) -> None:
         """Know the state, or refuse."""
-        if self._guarded:
-            self._learn(self._states(deadline))
-        if not self._known:
+        if self.guarded:
+            self._knowledge.learn(self._states(deadline))
+        if not self._knowledge.is_known:
             raise InvalidStateError(
                 "what the engine has released is unknown since its last failure, and it has not "
                 "memsaver's plugin to tell: restart it"
             )
-
-    def _learn(self, states: Sequence[SchedulerState]) -> None:
-        """Take over what the schedulers say."""
-        if not states:
-            return
-        with self._change:
-            self._guarded = self._known = True
-            sets = [frozenset(state.released) for state in states]
-            self._anywhere = frozenset().union(*sets)
-            self._everywhere = sets[0].intersection(*sets).difference(*(s.held for s in states))
-            self._numbers = {s.scheduler: s.last.number if s.last else 0 for s in states}
-
-    def _note(self, operation: str, tags: Sequence[str], answers: Sequence[Answer]) -> None:
-        """Take over a success, from its answers where there are some."""
-        if answers:
-            self._learn(
-                [
-                    SchedulerState(answer.scheduler, answer.released, True, answer)
-                    for answer in answers
-                ]
-            )
-            return
-        with self._change:
-            changed = frozenset(tags)
-            release = operation == "release"
-            self._anywhere = self._anywhere | changed if release else self._anywhere - changed
-            self._everywhere = self._anywhere
-            self._known = True
 
 
 def _timed(name: str, work: Callable[[], None]) -> Step:

@@ -1,0 +1,113 @@
+"""What a controller knows of an engine's memory, from what its schedulers say and what it did."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from memsaver.integrations.sglang.protocol import Answer, SchedulerState
+
+__all__ = ["Knowledge"]
+
+
+class Knowledge:
+    """Which tags are released, as far as is known. Any thread; nothing here asks the engine.
+
+    Replies may be late ones to an earlier question: SGLang counts them, and takes as many as there
+    are schedulers. So `fits` and `are_new` say whether they can be taken over.
+
+    Args:
+        released: what is released at first.
+    """
+
+    def __init__(self, released: frozenset[str]) -> None:
+        self._lock = threading.RLock()
+        self._anywhere = released
+        self._everywhere = released  # data-parallel schedulers may differ after a failure
+        self._known = True
+        self._guarded = False
+        self._numbers: dict[str, int] = {}  # of each scheduler's last answer that is known
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `anywhere` is what holds now."""
+        return self._known
+
+    @property
+    def guarded(self) -> bool:
+        """Whether memsaver's plugin is in the engine."""
+        return self._guarded
+
+    @property
+    def anywhere(self) -> frozenset[str]:
+        """The tags that are released on one scheduler at least."""
+        return self._anywhere
+
+    @property
+    def everywhere(self) -> frozenset[str]:
+        """The tags that are released on all schedulers, and of which no rank has memory."""
+        return self._everywhere
+
+    def current(self) -> frozenset[str] | None:
+        """`anywhere`, or None where it is not known."""
+        with self._lock:
+            return self._anywhere if self._known else None
+
+    def doubt(self) -> None:
+        """It is unknown from now on, until somebody says."""
+        with self._lock:
+            self._known = False
+
+    def trust(self) -> None:
+        """It is as it was: the engine was not asked for anything."""
+        with self._lock:
+            self._known = True
+
+    def learn(self, states: Sequence[SchedulerState]) -> None:
+        """Take over what the schedulers say; nothing, where they say nothing."""
+        if not states:
+            return
+        sets = [frozenset(state.released) for state in states]
+        with self._lock:
+            self._anywhere = frozenset().union(*sets)
+            self._everywhere = sets[0].intersection(*sets).difference(*(s.held for s in states))
+            self._numbers = {s.scheduler: s.last.number if s.last else 0 for s in states}
+            self._guarded = self._known = True
+
+    def note(self, operation: str, tags: Sequence[str], answers: Sequence[Answer]) -> None:
+        """Take over that a release or a resume was done, from its answers where there are some."""
+        if answers:
+            self.learn([SchedulerState(a.scheduler, a.released, True, a) for a in answers])
+            return
+        changed = frozenset(tags)
+        with self._lock:
+            before = self._anywhere
+            self._anywhere = before | changed if operation == "release" else before - changed
+            self._everywhere = self._anywhere
+            self._known = True
+
+    def fits(self, states: Sequence[SchedulerState]) -> bool:
+        """Whether these are one of each scheduler, and none is older than what is known."""
+        with self._lock:
+            return _is_one_of_each(states) and not any(
+                (state.last.number if state.last else 0) < self._numbers.get(state.scheduler, 0)
+                for state in states
+            )
+
+    def are_new(self, answers: Sequence[Answer]) -> bool:
+        """Whether these are the answers of all schedulers to what they were just asked for."""
+        with self._lock:
+            return (
+                _is_one_of_each(answers)
+                and {answer.scheduler for answer in answers} >= set(self._numbers)
+                and len(self.newer(answers)) == len(answers) > 0
+            )
+
+    def newer(self, answers: Sequence[Answer | None]) -> list[Answer]:
+        """Those of the answers that are later than what is known."""
+        with self._lock:
+            return [a for a in answers if a and a.number > self._numbers.get(a.scheduler, 0)]
+
+
+def _is_one_of_each(replies: Sequence[SchedulerState | Answer]) -> bool:
+    return len({reply.scheduler for reply in replies}) == len(replies)
