@@ -338,6 +338,25 @@ def test_a_wake_without_room_fails_and_the_next_one_works(make_world, kind, capl
     assert "never retrieved" not in caplog.text  # the error was the caller's
 
 
+def test_what_a_failed_wake_left_mapped_goes_with_the_next_sleep(make_world, kind):
+    world = make_world(kind)
+    world.controller.sleep()
+    updater = world.scheduler.weight_updater
+    updater.resume_errors["after kv_cache"] = RuntimeError("no queue")
+    with world.sim.fault("cuMemUnmap"), pytest.raises(EngineError, match="could not give it back"):
+        world.controller.wake_up()
+    assert world.controller.status is Status.ASLEEP and world.sim.tag_bytes() == 8 * MIB
+    with pytest.raises(InvalidStateError):
+        world.controller.generate(prompt="a")
+    report = world.controller.sleep()
+    assert report.bytes == 8 * MIB and world.sim.tag_bytes() == 0
+    assert world.controller.sleep().steps == ()
+    updater.resume_errors.clear()
+    world.controller.wake_up()
+    assert world.released == set() and world.scheduler.model.is_intact()
+    world.check_alive()
+
+
 def test_a_staged_wake_without_room_for_the_rest(make_world, kind):
     world = make_world(kind)
     world.controller.sleep()

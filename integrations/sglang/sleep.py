@@ -10,7 +10,7 @@ from typing import Any
 
 from memsaver.errors import InvalidStateError, MemsaverError
 from memsaver.integrations.sglang.engines import Engine, connect
-from memsaver.integrations.sglang.errors import EngineBusyError, EngineError, EngineTimeoutError
+from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.sglang.knowledge import Knowledge
 from memsaver.integrations.sglang.protocol import (
     RELEASE_ORDER,
@@ -20,6 +20,7 @@ from memsaver.integrations.sglang.protocol import (
     error_of,
 )
 from memsaver.integrations.sglang.reports import SleepReport, Step, rank_reports
+from memsaver.integrations.sglang.requests import Requests, busy
 from memsaver.integrations.sglang.status import Status, needs_of, selected, status_of
 
 __all__ = ["SleepController", "Status"]
@@ -76,11 +77,9 @@ class SleepController:
         self._engine: Engine = connect(engine, api_key)
         self._timeout = timeout
         self._turn = threading.RLock()  # held by whoever changes the state
-        self._change = threading.Condition()  # of what follows; nothing waits for an engine in it
-        self._generating = 0
+        self._requests = Requests()
         at_first = frozenset(selected(released, RELEASE_ORDER)) if released else frozenset()
         self._knowledge = Knowledge(at_first)
-        self._sleeping = False  # a release is under way
         self.refresh()
 
     @property
@@ -118,12 +117,11 @@ class SleepController:
             operation: "generate" or "update_weights".
         """
         needed = needs_of(operation)
-        with self._change:
-            released = self._knowledge.current()
-            if released is None or self._sleeping:
-                what = "is about to sleep" if self._sleeping else "is in an unknown state"
-                raise InvalidStateError(f"the engine {what}: it cannot {operation} now")
-            missing = [tag for tag in RESUME_ORDER if tag in released & needed]
+        closed, released = self._requests.closed, self._knowledge.current()
+        if closed or released is None:
+            what = "is about to sleep" if closed else "is in an unknown state"
+            raise InvalidStateError(f"the engine {what}: it cannot {operation} now")
+        missing = [tag for tag in RESUME_ORDER if tag in released & needed]
         if missing:
             raise InvalidStateError(
                 f"the engine cannot {operation} while {', '.join(missing)} is released; "
@@ -144,7 +142,7 @@ class SleepController:
         if kwargs.get("stream"):
             self.check("generate")
             return self._stream(args, kwargs)
-        with self._request():
+        with self._requests.one(lambda: self.check("generate")):
             return self._engine.generate(*args, **kwargs)
 
     def sleep(
@@ -188,7 +186,12 @@ class SleepController:
             if not going:
                 return SleepReport((), skipped)
             steps: list[Step] = []
-            with self._closed_to_requests(wait_idle or abort, abort, deadline, steps):
+
+            def hurry() -> None:
+                if abort:
+                    steps.append(_timed("abort", lambda: self._engine.abort(_left(deadline))))
+
+            with self._requests.none(wait_idle or abort, hurry, lambda: _left(deadline)):
                 self._drain(wait_idle or abort, flush, deadline, steps)
                 steps.append(self._ask("release", going, deadline))
             return SleepReport(tuple(steps), skipped)
@@ -254,43 +257,9 @@ class SleepController:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _request(self) -> Iterator[None]:
-        """While it lasts, memory is not released."""
-        with self._change:
-            self.check("generate")
-            self._generating += 1
-        try:
-            yield
-        finally:
-            with self._change:
-                self._generating -= 1
-                self._change.notify_all()
-
     def _stream(self, args: Any, kwargs: Any) -> Iterator[Any]:
-        with self._request():
+        with self._requests.one(lambda: self.check("generate")):
             yield from self._engine.generate(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _closed_to_requests(
-        self, wait: bool, abort: bool, deadline: float, steps: list[Step]
-    ) -> Iterator[None]:
-        """For the block, no request comes by this controller, and none is under way."""
-        with self._change:
-            if self._generating and not wait:
-                raise _busy()
-            self._sleeping = True
-        try:
-            if abort:
-                steps.append(_timed("abort", lambda: self._engine.abort(_left(deadline))))
-            with self._change:
-                done = self._change.wait_for(lambda: not self._generating, _left(deadline))
-            if not done:
-                raise _busy()
-            yield
-        finally:
-            with self._change:
-                self._sleeping = False
 
     def _drain(self, wait: bool, flush: bool, deadline: float, steps: list[Step]) -> None:
         """See to it that no request is in flight, whoever made it."""
@@ -298,7 +267,7 @@ class SleepController:
         def until_idle() -> None:
             while not self._is_idle(deadline):
                 if not wait or time.monotonic() >= deadline:
-                    raise _busy()
+                    raise busy()
                 time.sleep(min(_POLL_SECONDS, _left(deadline)))
 
         steps.append(_timed("wait_idle" if self.guarded else "flush", until_idle))
@@ -313,7 +282,7 @@ class SleepController:
 
     def _flush(self, deadline: float) -> None:
         if not self._engine.flush(_left(deadline)):
-            raise _busy()
+            raise busy()
 
     # --- the engine -------------------------------------------------------------------------------
 
@@ -408,10 +377,3 @@ def _timed(name: str, work: Callable[[], None]) -> Step:
 
 def _left(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
-
-
-def _busy() -> EngineBusyError:
-    return EngineBusyError(
-        "the engine has requests in flight, and memory that they use cannot be released: wait for "
-        "them (wait_idle=True), or abort them (abort=True)"
-    )
