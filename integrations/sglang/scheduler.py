@@ -230,7 +230,7 @@ class _Answering:
         self,
         tags: Sequence[str],
         ranks: list[RankReport],
-        then: str = "",
+        then: str = "nothing has changed",
         held: Collection[str] | None = None,
     ) -> Any:
         """The failure of the first rank that has one; `then` is how things are now."""
