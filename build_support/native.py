@@ -52,8 +52,6 @@ LDFLAGS = [
     "-Wl,-z,noexecstack",
     "-Wl,--enable-new-dtags",
 ]
-# The check's failure is in the C++ runtime of GCC 12: only for what brings its own.
-STANDALONE_CXXFLAGS = ["-D_GLIBCXX_ASSERTIONS"]
 # A library that is preloaded may need nothing but libc, and says at link time what it misses.
 STANDALONE_LDFLAGS = ["-static-libstdc++", "-static-libgcc", "-Wl,-z,defs"]
 
@@ -221,7 +219,7 @@ def ninja_file(root: Path, artefacts: list[Artefact], version: str) -> str:
             embedded = artefact.embeds.get(source)
             needed = f" | {from_root(embedded)}" if embedded else ""
             lines.append(f"build {objects[-1]}: compile {from_root(source)}{needed}")
-            special = python_flags if artefact.python_module else STANDALONE_CXXFLAGS
+            special = python_flags if artefact.python_module else []
             if embedded:
                 special = [*special, f'-DMEMSAVER_EMBEDDED="{root / embedded}"']
             if special:

@@ -59,7 +59,7 @@ class Explanation:
         return (
             f"{self.address:#x} {self._place()} of tag {self.tag!r} on device {self.device}; the "
             f"tag {_STANDING[self.state]} for {self.seconds:.3f} s, since {_clock(self.since)}, by "
-            f"{self.caller or 'a call outside of Python'} ({self.thread}); "
+            f"{f'{self.caller} ({self.thread})' if self.caller else f'thread {self.thread}'}; "
             f"{self._advice(self.tag, self.state)}"
         )
 

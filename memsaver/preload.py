@@ -150,9 +150,17 @@ def _library_path() -> str:
 
 
 def _with_library(preloaded: str, path: str) -> str:
-    """`LD_PRELOAD` with the library in front, unless it is in it anywhere."""
+    """`LD_PRELOAD` with the library in front, unless it is in it anywhere.
+
+    Another installation's is left out: of two, the first would be the process's only one.
+    """
     present = [entry for entry in _SEPARATORS.split(preloaded) if entry]
-    if any(os.path.realpath(entry) == os.path.realpath(path) for entry in present):
-        return preloaded
-    others = [entry for entry in present if os.path.basename(entry) not in (LIBRARY, CORE)]
-    return ":".join([path, *others])
+    ours = {os.path.realpath(path), os.path.realpath(os.path.join(os.path.dirname(path), CORE))}
+    kept = [
+        entry
+        for entry in present
+        if os.path.basename(entry) not in (LIBRARY, CORE) or os.path.realpath(entry) in ours
+    ]
+    if not any(os.path.realpath(entry) == os.path.realpath(path) for entry in kept):
+        kept.insert(0, path)
+    return preloaded if kept == present else ":".join(kept)

@@ -117,12 +117,6 @@ def test_stacks_and_buffers_are_checked(elf, name):
     assert checked or name == "libmemsaver_preload.so"
 
 
-@pytest.mark.parametrize("name", sorted(ARTEFACTS.keys() - {"_C", "libmemsaver_preload.so"}))
-def test_the_containers_of_the_core_are_checked(elf):
-    symbols = {symbol.name for symbol in elf.get_section_by_name(".symtab").iter_symbols()}
-    assert any("glibcxx_assert_fail" in symbol for symbol in symbols)
-
-
 def test_is_bound_at_load_and_read_only_afterwards(elf):
     tags = dynamic(elf)
     assert any(s.header.p_type == "PT_GNU_RELRO" for s in elf.iter_segments())

@@ -356,7 +356,7 @@ def test_a_call_outside_of_python(sim, tag, make_blocks):
     worker.join()
     found = memsaver.explain(block.address)
     assert (found.state, found.caller, found.thread) == ("paused", "", thread[0])
-    assert f"a call outside of Python ({thread[0]})" in str(found)
+    assert f", by thread {thread[0]};" in str(found)
 
 
 def test_names_of_any_kind(sim, tag, make_blocks):

@@ -99,6 +99,8 @@ def test_children_get_one_installation(other):
     ours, theirs = PACKAGE / "libmemsaver_preload.so", other() / "libmemsaver_preload.so"
     env = {"LD_PRELOAD": f"/lib/other.so:{theirs} {theirs.parent / 'libmemsaver.so'}"}
     assert preload_env(env=env)["LD_PRELOAD"].split(":") == [str(ours), "/lib/other.so"]
+    env = {"LD_PRELOAD": f"{theirs}:/lib/other.so:{ours}"}
+    assert preload_env(env=env)["LD_PRELOAD"].split(":") == ["/lib/other.so", str(ours)]
 
 
 def test_both_packages_in_one_interpreter(run_python, other):

@@ -274,7 +274,12 @@ uint64_t Fingerprinter::trim() noexcept {
         std::lock_guard<std::mutex> lock(kept->mutex);
         if (!kept->idle && kept->stuck.empty()) continue;
       }
-      DeviceScope scope(kept->device);
+      std::optional<DeviceScope> scope;
+      try {
+        scope.emplace(kept->device);
+      } catch (const Error&) {
+        continue;  // theirs are kept
+      }
       // Unpinned without the lock: that waits for the device. What is taken out finds room again.
       std::vector<std::unique_ptr<Exchange>> going, room;
       {

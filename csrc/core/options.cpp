@@ -149,7 +149,8 @@ Entry& find(const std::string& name) {
 // The entry, with its value known.
 const Entry& read(Entry& entry) {
   if (!entry.known.load(std::memory_order_acquire)) {
-    if (const char* text = std::getenv(entry.env)) {
+    const bool is_path = entry.kind == OptionKind::kPath;  // where contents go: see SECURITY.md
+    if (const char* text = is_path ? secure_getenv(entry.env) : std::getenv(entry.env)) {
       set(entry, text);
     } else {
       entry.known.store(true, std::memory_order_release);

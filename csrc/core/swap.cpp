@@ -39,7 +39,7 @@ void Side::prepare_undo() {
   for (Step* step : out) handed[step];
   std::map<Step*, size_t> count;
   for (const Hand& hand : plan.hands) {
-    saved.push_back(intersect(hand.from->ranges, {{hand.page, hand.bytes}}));
+    saved.push_back(within(hand.from->ranges, {hand.page, hand.bytes}));
     count[hand.from] += saved.back().size();
   }
   for (auto& [step, ranges] : handed) ranges.reserve(count[step]);

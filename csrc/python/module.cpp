@@ -418,8 +418,8 @@ PYBIND11_MODULE(_C, m) {
     }
     if (status == MS_NOT_OURS) return py::none();
     check(status, error);
-    return py::make_tuple(found.tag, found.device, found.state, found.address, found.bytes,
-                          found.since_seconds, found.thread, found.caller);
+    return py::make_tuple(text_of(found.tag), found.device, found.state, found.address, found.bytes,
+                          found.since_seconds, found.thread, text_of(found.caller));
   });
   // The memoryview is writable in any case: who asked for reading only must not write.
   m.def(
