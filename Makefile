@@ -4,7 +4,7 @@ VENV ?= .venv
 # Two processes, each with files of its own; tests on a GPU are chosen without them.
 PYTEST_ARGS ?= -m "not soak and not long" -n 2 --dist loadfile
 BENCH_ARGS ?=
-# All of the faults are 34,000: `make faults ARGS=` takes twenty minutes.
+# `make faults ARGS=` tries all faults.
 ARGS ?= --every 12
 
 BIN := $(VENV)/bin

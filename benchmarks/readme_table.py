@@ -67,8 +67,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     first = shown[0][1]
     versions = ", ".join(f"{name} {text}" for name, text in first["versions"].items())
     lines = [
-        f"On one {first['gpu']}, {first['date']} ({versions}), medians; the two",
-        "of a row took turns in one run; `ratio` is how many times better memsaver is.",
+        f"On one {first['gpu']}, or two where it says so, {first['date']} ({versions}), medians;",
+        "the two of a row took turns in one run; `ratio` is how many times better memsaver is",
+        "(memory counts as 1 MiB at least).",
         "Without a backup, half a second lies",
         'between a pause and its resume, except where it says "right after".',
         "",

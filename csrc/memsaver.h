@@ -297,7 +297,7 @@ MS_API ms_status ms_pause(const char* const* tags, size_t tag_count, int backup,
 MS_API ms_status ms_resume(const char* const* tags, size_t tag_count, ms_change** rows,
                            size_t* row_count, ms_error* error);
 
-/* The state of a tag: that of its devices, the least resident of them where they differ. */
+/* The state of a tag, the same on all its devices. */
 MS_API ms_status ms_tag_state(const char* tag, int* state, ms_error* error);
 
 /* The backup policy of a tag. */

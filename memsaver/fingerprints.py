@@ -11,7 +11,7 @@ from typing import Any
 from memsaver import simulator
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 from memsaver.handles import state
-from memsaver.native import _C, State, check_tag
+from memsaver.native import _C, State
 from memsaver.regions import region
 from memsaver.torch_mode import torch_pools
 
@@ -66,7 +66,7 @@ def _add(digest: Any, ranges: list[tuple[int, int]]) -> None:
 
 
 def _ranges_of_tag(tag: str) -> list[tuple[int, int]]:
-    if state(check_tag(tag)) is State.PAUSED:
+    if state(tag) is State.PAUSED:
         raise InvalidStateError(
             f"tag {tag!r} is paused: it has no device memory to look at; take its fingerprint "
             "before the pause, or resume it first",
@@ -106,8 +106,8 @@ def _contiguous(tensor: Any) -> Iterator[Any]:
 
 
 def _tag_of(address: int) -> str:
-    tags = dict.fromkeys(str(row["tag"]) for row in _C.stats())
-    return next(tag for tag in tags if any(a <= address < a + n for a, n in _C.ranges(tag)))
+    found = _C.locate(address)
+    return str(found[0]) if found is not None else ""
 
 
 def _is_simulated() -> bool:

@@ -130,7 +130,7 @@ class Simulator:
     def __init__(self) -> None:
         from memsaver.native import LIBRARY_DIR
 
-        self.library = ctypes.CDLL(str(LIBRARY_DIR / "libmemsaver_sim.so"))
+        self.opened = ctypes.CDLL(str(LIBRARY_DIR / "libmemsaver_sim.so"))
         u64, text, pointer = ctypes.c_uint64, ctypes.c_char_p, ctypes.c_void_p
         for name, result, arguments in (
             ("sim_fail", ctypes.c_int, [text, u64, ctypes.c_int, u64]),
@@ -142,15 +142,15 @@ class Simulator:
             ("sim_stream_delay", None, [u64]),
             ("sim_copy_rate", None, [u64]),
         ):
-            function = getattr(self.library, name)
+            function = getattr(self.opened, name)
             function.restype, function.argtypes = result, arguments
-        self.library.cuMemsetD8Async.argtypes = [u64, ctypes.c_ubyte, ctypes.c_size_t, pointer]
-        self.library.cuStreamSynchronize.argtypes = [pointer]
-        self.library.cuStreamDestroy_v2.argtypes = [pointer]
-        self.library.cuCtxPushCurrent_v2.argtypes = [pointer]
-        self.library.cuStreamBeginCapture_v2.argtypes = [pointer, ctypes.c_int]
-        self.library.cuStreamEndCapture.argtypes = [pointer, pointer]
-        self.library.cuGraphDestroy.argtypes = [pointer]
+        self.opened.cuMemsetD8Async.argtypes = [u64, ctypes.c_ubyte, ctypes.c_size_t, pointer]
+        self.opened.cuStreamSynchronize.argtypes = [pointer]
+        self.opened.cuStreamDestroy_v2.argtypes = [pointer]
+        self.opened.cuCtxPushCurrent_v2.argtypes = [pointer]
+        self.opened.cuStreamBeginCapture_v2.argtypes = [pointer, ctypes.c_int]
+        self.opened.cuStreamEndCapture.argtypes = [pointer, pointer]
+        self.opened.cuGraphDestroy.argtypes = [pointer]
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - for the session
         self.idle: dict[int, int] = {}
 
@@ -158,10 +158,10 @@ class Simulator:
 
     def fail(self, call: str, code: int, nth: int = 1, times: int = 1) -> None:
         """Fail the nth coming call of that name, and times - 1 after it; times 0: all."""
-        assert self.library.sim_fail(call.encode(), nth, code, times) == 0, f"no call {call}"
+        assert self.opened.sim_fail(call.encode(), nth, code, times) == 0, f"no call {call}"
 
     def clear_faults(self) -> None:
-        self.library.sim_clear_faults()
+        self.opened.sim_clear_faults()
 
     @contextlib.contextmanager
     def fault(self, call: str, code: int = 1, nth: int = 1, times: int = 1):
@@ -172,28 +172,28 @@ class Simulator:
             self.clear_faults()
 
     def calls(self, call: str) -> int:
-        return self.library.sim_calls(call.encode())
+        return self.opened.sim_calls(call.encode())
 
     def occupy(self, nbytes: int, device: int = 0) -> None:
         """Memory that another process holds."""
-        assert self.library.sim_occupy(device, nbytes) == 0
+        assert self.opened.sim_occupy(device, nbytes) == 0
 
     def host_limit(self, nbytes: int = (1 << 64) - 1) -> None:
-        self.library.sim_host_limit(nbytes)
+        self.opened.sim_host_limit(nbytes)
 
     def stream_delay(self, seconds: float) -> None:
         """Every copy and set waits this long before it starts."""
-        self.library.sim_stream_delay(int(seconds * 1e6))
+        self.opened.sim_stream_delay(int(seconds * 1e6))
 
     def copy_rate(self, bytes_per_second: int) -> None:
-        self.library.sim_copy_rate(bytes_per_second)
+        self.opened.sim_copy_rate(bytes_per_second)
 
     def hold_streams(self, held: bool) -> None:
         """While held, no stream starts another operation."""
-        self.library.sim_hold_streams(int(held))
+        self.opened.sim_hold_streams(int(held))
 
     def deinitialize(self, gone: bool) -> None:
-        self.library.sim_deinitialize(int(gone))
+        self.opened.sim_deinitialize(int(gone))
 
     def reset(self) -> None:
         self.clear_faults()
@@ -209,7 +209,7 @@ class Simulator:
 
     def counts(self) -> Totals:
         totals = Totals()
-        self.library.sim_counts(ctypes.byref(totals))
+        self.opened.sim_counts(ctypes.byref(totals))
         return totals
 
     def physical(self, device: int = 0) -> int:
@@ -231,12 +231,12 @@ class Simulator:
     def violations(self) -> list[str]:
         """Memory taken away from work in flight, and accesses to memory that was not there."""
         found, buffer = [], ctypes.create_string_buffer(500)
-        while self.library.sim_violation(len(found), buffer, 500) >= 0:
+        while self.opened.sim_violation(len(found), buffer, 500) >= 0:
             found.append(buffer.value.decode())
         return found
 
     def clear_violations(self) -> None:
-        self.library.sim_clear_violations()
+        self.opened.sim_clear_violations()
 
     # Its memory, through system calls: what has no memory behind it is an error, not a crash.
 
@@ -272,7 +272,7 @@ class Simulator:
     @contextlib.contextmanager
     def stream(self, device: int = 0):
         """A stream that the program made, with its context current on this thread."""
-        library, context, stream = self.library, ctypes.c_void_p(), ctypes.c_void_p()
+        library, context, stream = self.opened, ctypes.c_void_p(), ctypes.c_void_p()
         assert library.cuInit(0) == 0
         assert library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
         assert library.cuCtxPushCurrent_v2(context) == 0
@@ -287,7 +287,7 @@ class Simulator:
 
     def memset(self, address: int, value: int, nbytes: int, stream) -> None:
         """Queue a fill on a stream."""
-        assert self.library.cuMemsetD8Async(address, value, nbytes, stream) == 0
+        assert self.opened.cuMemsetD8Async(address, value, nbytes, stream) == 0
 
 
 @pytest.fixture(scope="session")

@@ -305,7 +305,7 @@ def test_a_streams_work_runs_after_the_copies(sim, tag, make_paused, form):
             assert not under_way.done()
             sim.memset(block.address, 7, block.nbytes, stream)
         under_way.wait()
-        assert sim.library.cuStreamSynchronize(stream) == 0
+        assert sim.opened.cuStreamSynchronize(stream) == 0
     assert block.bytes() == bytes([7]) * block.nbytes
 
 

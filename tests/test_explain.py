@@ -438,15 +438,15 @@ def test_after_an_illegal_access(run_python):
         from memsaver import simulator
 
         sim = Simulator()
-        sim.library.cuMemUnmap.argtypes = [ctypes.c_uint64, ctypes.c_size_t]
+        sim.opened.cuMemUnmap.argtypes = [ctypes.c_uint64, ctypes.c_size_t]
         with memsaver.region("kv"):
             block = simulator.buffer(2 << 20)
         with sim.stream() as stream:
             sim.hold_streams(True)
             sim.memset(block.address, 1, 4096, stream)
-            assert sim.library.cuMemUnmap(block.address, 2 << 20) == 0
+            assert sim.opened.cuMemUnmap(block.address, 2 << 20) == 0
             sim.hold_streams(False)
-            assert sim.library.cuStreamSynchronize(stream) == 700
+            assert sim.opened.cuStreamSynchronize(stream) == 700
             try:
                 memsaver.pause("kv")
             except memsaver.DriverError as error:

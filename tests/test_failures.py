@@ -456,7 +456,7 @@ def test_a_failure_leaves_the_threads_capture_mode(sim, tag, make_blocks, attemp
         finally:
             mode = ctypes.c_int(0)  # global: what a thread starts with
             sim.clear_faults()
-            sim.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            sim.opened.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
             seen.append(mode.value)
 
     for nth in (1, 3, 5):

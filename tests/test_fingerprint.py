@@ -126,7 +126,7 @@ def test_zeros_at_the_end_count(sim, memory):
 def test_plain_memory_of_the_driver(sim, memory):
     address = ctypes.c_uint64()
     with sim.stream():
-        assert sim.library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(MIB)) == 0
+        assert sim.opened.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(MIB)) == 0
         try:
             sim.write(address.value, memory.data[:MIB])
             both = _C.fingerprint([(address.value, MIB), (memory.address, MIB)])
@@ -134,7 +134,7 @@ def test_plain_memory_of_the_driver(sim, memory):
             with pytest.raises(ConfigError, match=r"allocation ends 1\.00 MiB"):
                 found(address.value, 2 * MIB + 1)
         finally:
-            assert sim.library.cuMemFree_v2(address) == 0
+            assert sim.opened.cuMemFree_v2(address) == 0
 
 
 def test_what_is_no_device_memory(sim):
@@ -219,11 +219,11 @@ def test_a_capture_stays_valid(sim, memory):
     graph = ctypes.c_void_p()
     with sim.stream() as stream:
         for mode in (0, 1, 2):
-            assert sim.library.cuStreamBeginCapture_v2(stream, mode) == 0
+            assert sim.opened.cuStreamBeginCapture_v2(stream, mode) == 0
             assert found(memory.address, memory.nbytes) == digests(memory.data)
             memsaver.trim(wait=True)
-            assert sim.library.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
-            sim.library.cuGraphDestroy(graph)
+            assert sim.opened.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
+            sim.opened.cuGraphDestroy(graph)
 
 
 def test_host_memory_is_kept_for_the_next_time_until_a_trim(sim, memory):

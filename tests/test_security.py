@@ -139,24 +139,30 @@ HOSTILE = [
 ]
 
 
+OPTIONS = ["SHARE_BYTES", "SLAB_BYTES", "MARGIN_BYTES", "HOST_BYTES", "FINGERPRINTS", "POISON"]
+
+
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
-def test_variables_are_data(run_python, tmp_path, value):
-    names = ["SHARE_BYTES", "SLAB_BYTES", "MARGIN_BYTES", "HOST_BYTES", "FINGERPRINTS", "DISK_DIR"]
+@pytest.mark.parametrize("name", [*OPTIONS, "DISK_DIR"])
+def test_variables_are_data(run_python, tmp_path, name, value):
     run_python(
         textwrap.dedent(
-            """
+            f"""
             import memsaver
             from memsaver import simulator
-            with memsaver.region("t", backup="disk"):
-                try:
-                    simulator.buffer(1 << 20)
-                except memsaver.ConfigError as error:
-                    assert "MEMSAVER_" in str(error)
-                else:
-                    raise AssertionError("accepted")
+            try:
+                with memsaver.region("t", backup="disk"):
+                    block = simulator.buffer(1 << 20)
+                memsaver.pause("t")
+            except memsaver.ConfigError as error:
+                assert "MEMSAVER_{name}" in str(error)
+            except memsaver.BackupError as error:
+                assert {name == "DISK_DIR"}, error
+            else:
+                raise AssertionError("accepted")
             """
         ),
-        **{f"MEMSAVER_{name}": value for name in names},
+        **{f"MEMSAVER_{name}": value},
         MEMSAVER_TAG=value,
         MEMSAVER_BACKUP=value,
     )

@@ -816,13 +816,13 @@ def test_allocating_and_freeing_keep_a_capture_valid(sim, tag, make_blocks):
     graph = ctypes.c_void_p()
     with sim.stream() as stream:
         for mode in (0, 1, 2):
-            assert sim.library.cuStreamBeginCapture_v2(stream, mode) == 0
+            assert sim.opened.cuStreamBeginCapture_v2(stream, mode) == 0
             with memsaver.region(name):
                 made = [simulator.buffer(n) for n in (4096, 3 * MIB, 64 * MIB)]
             sim.memset(made[1].address, 5, MIB, stream)
             del made, first[:]
-            assert sim.library.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0, "invalidated"
-            sim.library.cuGraphDestroy(graph)
+            assert sim.opened.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0, "invalidated"
+            sim.opened.cuGraphDestroy(graph)
             first += make_blocks(name, [MIB, 64 * MIB])
     first.clear()
     memsaver.pause(name)
@@ -1422,7 +1422,7 @@ def test_a_pause_waits_for_other_devices(run_python):
         with memsaver.region("u"):
             there = simulator.buffer(2 << 20, 1)
         sim.stream_delay(0.2)
-        library = sim.library
+        library = sim.opened
         device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         assert library.cuDeviceGet(ctypes.byref(device), 1) == 0
         assert library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0

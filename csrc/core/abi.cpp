@@ -1,10 +1,6 @@
 // abi: memsaver.h's functions. Translation only: C types to the core's, exceptions to status codes.
-#include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
-#include <new>
-#include <string_view>
 
 #include "core/allocation.h"
 #include "core/backups.h"
@@ -14,6 +10,7 @@
 #include "core/lifecycle.h"
 #include "core/location.h"
 #include "core/log.h"
+#include "core/marshal.h"
 #include "core/options.h"
 #include "core/pause.h"
 #include "core/region.h"
@@ -21,154 +18,16 @@
 #include "core/staging.h"
 #include "core/stats.h"
 #include "core/swap.h"
-#include "core/text.h"
 #include "memsaver.h"
 
 namespace {
 
 using namespace memsaver;
 
-static_assert(MS_OK == static_cast<int>(Status::kOk) &&
-              MS_INVALID_ARGUMENT == static_cast<int>(Status::kInvalidArgument) &&
-              MS_INVALID_STATE == static_cast<int>(Status::kInvalidState) &&
-              MS_UNKNOWN_TAG == static_cast<int>(Status::kUnknownTag) &&
-              MS_OUT_OF_DEVICE_MEMORY == static_cast<int>(Status::kOutOfDeviceMemory) &&
-              MS_OUT_OF_HOST_MEMORY == static_cast<int>(Status::kOutOfHostMemory) &&
-              MS_BACKUP_FAILED == static_cast<int>(Status::kBackupFailed) &&
-              MS_DRIVER_FAILED == static_cast<int>(Status::kDriverFailed) &&
-              MS_NOT_LOADED == static_cast<int>(Status::kNotLoaded) &&
-              MS_BAD_CONFIG == static_cast<int>(Status::kBadConfig) &&
-              MS_NOT_OURS == static_cast<int>(Status::kNotOurs) &&
-              MS_INTERNAL == static_cast<int>(Status::kInternal));
-static_assert(MS_MAPPED == static_cast<int>(State::kMapped) &&
-              MS_SAVING == static_cast<int>(State::kSaving) &&
-              MS_PAUSED == static_cast<int>(State::kPaused) &&
-              MS_RESTORING == static_cast<int>(State::kRestoring));
-static_assert(MS_BACKUP_NONE == static_cast<int>(Backup::kNone) &&
-              MS_BACKUP_HOST == static_cast<int>(Backup::kHost) &&
-              MS_BACKUP_PAGEABLE == static_cast<int>(Backup::kPageable) &&
-              MS_BACKUP_DISK == static_cast<int>(Backup::kDisk));
-
-// Copies text into a fixed field, cut at a UTF-8 boundary.
-void copy_text(char* field, size_t capacity, const std::string& text) {
-  size_t bytes = std::min(text.size(), capacity - 1);
-  while (bytes > 0 && bytes < text.size() &&
-         (static_cast<unsigned char>(text[bytes]) & 0xC0) == 0x80)
-    --bytes;
-  std::memcpy(field, text.data(), bytes);
-  field[bytes] = 0;
-}
-
-ms_status report(const Error& failure, ms_error* error) noexcept {
-  if (error) {
-    std::memset(error, 0, sizeof(*error));
-    error->status = static_cast<int32_t>(failure.status);
-    error->cuda_error = failure.cuda_error;
-    error->os_error = failure.os_error;
-    error->needed_bytes = failure.needed_bytes;
-    error->free_bytes = failure.free_bytes;
-    std::snprintf(error->call, sizeof(error->call), "%s", failure.call);
-    copy_text(error->tag, sizeof(error->tag), failure.tag);
-    copy_text(error->message, sizeof(error->message), failure.message);
-  }
-  return static_cast<ms_status>(failure.status);
-}
-
-// Runs `body` and turns whatever it throws into a status.
-template <typename Body>
-ms_status guarded(ms_error* error, Body body) noexcept {
-  try {
-    try {
-      body();
-      return MS_OK;
-    } catch (const Error& failure) {
-      return report(failure, error);
-    } catch (const std::bad_alloc&) {
-      return report(Error(Status::kOutOfHostMemory, "the process has no host memory left"), error);
-    } catch (const std::exception& failure) {
-      return report(Error(Status::kInternal, failure.what()), error);
-    }
-  } catch (...) {
-    // Only a message that found no memory comes here, whatever it was to say.
-    if (error) {
-      *error = ms_error{
-          MS_OUT_OF_HOST_MEMORY, 0, 0, 0, 0, "", "", "the process has no host memory left"};
-    }
-    return MS_OUT_OF_HOST_MEMORY;
-  }
-}
-
-std::string_view view_of(const char* text, const char* what) {
-  if (!text) throw Error(Status::kInvalidArgument, std::string(what) + " is null");
-  return text;
-}
-
-std::string text_of(const char* text, const char* what) { return std::string(view_of(text, what)); }
-
-void require_place(const void* place) {
-  if (!place) throw Error(Status::kInvalidArgument, "there is no place for the answer");
-}
-
-std::vector<std::string> names_of(const char* const* tags, size_t count) {
-  std::vector<std::string> names;
-  for (size_t i = 0; i < count; ++i) names.push_back(text_of(tags[i], "a tag"));
-  return names;
-}
-
-std::optional<Backup> policy_of(int backup) {
-  switch (backup) {
-    case MS_BACKUP_DEFAULT:
-      return std::nullopt;
-    case MS_BACKUP_NONE:
-      return Backup::kNone;
-    case MS_BACKUP_HOST:
-      return Backup::kHost;
-    case MS_BACKUP_PAGEABLE:
-      return Backup::kPageable;
-    case MS_BACKUP_DISK:
-      return Backup::kDisk;
-    default:
-      throw Error(Status::kInvalidArgument, "there is no backup " + std::to_string(backup) +
-                                                ": none is 0, host is 1, pageable is 2, disk is 3");
-  }
-}
-
-// A list that the caller of the ABI is to free, with room for so many rows; null for none.
-template <typename Row>
-std::unique_ptr<Row, decltype(&std::free)> make_list(size_t count) {
-  std::unique_ptr<Row, decltype(&std::free)> list(nullptr, &std::free);
-  if (count == 0) return list;
-  list.reset(static_cast<Row*>(std::malloc(count * sizeof(Row))));
-  if (!list) throw std::bad_alloc();
-  return list;
-}
-
-template <typename Row, typename Source, typename Convert>
-void hand_out(const std::vector<Source>& source, Convert convert, Row** rows, size_t* count) {
-  if (count) *count = source.size();
-  if (!rows) return;
-  *rows = nullptr;
-  auto list = make_list<Row>(source.size());
-  for (size_t i = 0; i < source.size(); ++i) list.get()[i] = convert(source[i]);
-  *rows = list.release();
-}
-
 // What every call on tags starts with: the process's own tag counts as known.
 void require_tags() {
   require_not_forked();
   current_tag();
-}
-
-std::vector<Range> ranges_of(const ms_range* ranges, size_t count) {
-  std::vector<Range> made;
-  for (size_t i = 0; i < count; ++i) {
-    made.push_back({ranges[i].address, std::min(ranges[i].bytes, UINT64_MAX - ranges[i].address)});
-  }
-  return made;
-}
-
-std::optional<uint64_t> value_of(const uint64_t* number) {
-  return number ? std::optional<uint64_t>(*number) : std::nullopt;
 }
 
 Transition* unwrap(ms_transition* transition) {
@@ -192,7 +51,7 @@ ms_status ms_driver_info(int* version, const char** library, int* simulated, ms_
   return guarded(error, [&] {
     const DriverTable& table = driver();
     if (version) *version = table.version;
-    if (library) *library = table.library.c_str();
+    if (library) *library = table.opened.c_str();
     if (simulated) *simulated = table.simulated ? 1 : 0;
   });
 }
@@ -292,7 +151,7 @@ ms_status ms_stream_unbind(void* stream, ms_error* error) {
 
 ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error* error) {
   return guarded(error, [&] {
-    if (!pointer) throw Error(Status::kInvalidArgument, "there is no place for the pointer");
+    require_place(pointer);
     *pointer = nullptr;
     require_not_forked();
     Tag* const tag = current_tag();
@@ -310,7 +169,7 @@ ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error* error)
 
 ms_status ms_malloc_any(uint64_t bytes, int device, void* stream, void** pointer, ms_error* error) {
   return guarded(error, [&] {
-    if (!pointer) throw Error(Status::kInvalidArgument, "there is no place for the pointer");
+    require_place(pointer);
     *pointer = nullptr;
     require_not_forked();
     if (bytes == 0) return;

@@ -18,11 +18,12 @@ namespace {
 // New memory for the ranges. Throws kOutOfDeviceMemory too where less than the option margin_bytes
 // would stay free.
 std::map<uint64_t, Mapping> map_new(const Device& device, const std::vector<Range>& ranges) {
+  if (ranges.empty()) return {};
   static std::mutex* const turns = new std::mutex[64];  // on a device, each sees what the last took
   const uint64_t margin = option(Option::margin_bytes);
   std::unique_lock<std::mutex> turn(turns[device.ordinal() % 64], std::defer_lock);
   if (margin > 0) turn.lock();
-  if (margin > 0 && !ranges.empty() && device.memory().free_bytes < total(ranges) + margin) {
+  if (margin > 0 && device.memory().free_bytes < total(ranges) + margin) {
     throw Error(Status::kOutOfDeviceMemory, "");  // allocate() says what is needed
   }
   const std::vector<CUmemAccessDesc> access = device.access();

@@ -31,10 +31,10 @@ std::string directory_of_this_library() {
 std::unique_ptr<DriverTable> open_driver() {
   auto table = std::make_unique<DriverTable>();
   const char* named = secure_getenv("MEMSAVER_DRIVER");
-  table->library = named && *named ? named : "libcuda.so.1";
-  table->simulated = table->library == "sim";
+  table->opened = named && *named ? named : "libcuda.so.1";
+  table->simulated = table->opened == "sim";
   const std::string path =
-      table->simulated ? directory_of_this_library() + "/libmemsaver_sim.so" : table->library;
+      table->simulated ? directory_of_this_library() + "/libmemsaver_sim.so" : table->opened;
 
   void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) {

@@ -67,7 +67,7 @@ struct DriverTable {
 #define MS_DRIVER_MEMBER(name) decltype(&::name) name;
   MS_DRIVER_CALLS(MS_DRIVER_MEMBER)
 #undef MS_DRIVER_MEMBER
-  std::string library;  // what answers: "libcuda.so.1", or what MEMSAVER_DRIVER named
+  std::string opened;  // what answers: "libcuda.so.1", or what MEMSAVER_DRIVER named
   bool simulated;
   int version;  // 13000 for 13.0
 };

@@ -25,7 +25,6 @@ std::vector<Run> runs_of(const std::vector<Step*>& into) {
       return address;
     };
     std::vector<uint64_t> taken;  // starts of what else will be or is mapped
-    for (const Page& page : step->pool->parked) taken.push_back(page.first);
     for (const Page& page : step->pages) taken.push_back(page.first);
     for (const auto& [address, extent] : step->pool->heap.extents()) taken.push_back(address);
     const size_t first = runs.size();

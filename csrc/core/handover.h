@@ -2,7 +2,6 @@
 // device. Geometry only: no driver call is made here.
 #pragma once
 
-#include <cstddef>
 #include <vector>
 
 #include "core/handles.h"
@@ -26,9 +25,9 @@ struct Handover {
   std::vector<std::pair<Step*, Range>> missing;  // to be mapped with new memory
 };
 
-// Fits the extents of `out` (still in their heaps) under the tiles of `into`. A page is never cut:
-// where none is small enough, new memory is asked for; or, with `beyond`, a larger page reaches
-// beyond what lives into addresses of the same span that nothing needs.
+// Fits the extents of `out` (taken out, in `mappings`) under the tiles of `into`. A page is never
+// cut: where none is small enough, new memory is asked for; or, with `beyond`, a larger page
+// reaches beyond what lives into addresses of the same span that nothing needs.
 Handover plan_handover(const std::vector<Step*>& out, const std::vector<Step*>& into, bool beyond);
 
 }  // namespace memsaver

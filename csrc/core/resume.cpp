@@ -54,9 +54,6 @@ void Resume::map_and_copy_on(std::vector<Step*>& own, const Step*& at,
     const auto mapped = [&](const Range& range) {
       if (restore) restore->queue(range);
     };
-    for (const auto& [address, extent] : step->pool->heap.extents()) {
-      mapped({address, extent.bytes()});
-    }
     map_step(*step, mapped);
   }
   for (auto& [step, restore] : restores) {

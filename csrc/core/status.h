@@ -1,6 +1,6 @@
 // status: the one error type of the core.
 //
-// Inside the core a failure is an Error, thrown; abi.cpp turns it into an ms_status and an
+// Inside the core a failure is an Error, thrown; marshal.h turns it into an ms_status and an
 // ms_error. Nothing else crosses the ABI. Destructors, which cannot throw, report through log.h.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace memsaver {
 
-// The values are those of ms_status in memsaver.h; abi.cpp asserts it.
+// The values are those of ms_status in memsaver.h; marshal.cpp asserts it.
 enum class Status : int32_t {
   kOk = 0,
   kInvalidArgument = 1,

@@ -216,6 +216,7 @@ bool unmap_all(std::vector<Step>& steps, Error* failure, bool* clean) noexcept {
 void map_step(Step& step, const std::function<void(const Range&)>& mapped) {
   const Device& device = step.device();
   step.access = device.access();
+  for (const auto& [address, extent] : step.pool->heap.extents()) mapped({address, extent.bytes()});
   for (const Range& tile : step.tiles) {
     Mapping& mapping = step.mappings[tile.address];
     mapping = Mapping::map(tile.address, PhysicalMemory::create(device, tile.bytes), step.access);

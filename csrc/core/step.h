@@ -81,7 +81,8 @@ constexpr const char* kNoMemory = "the process has no host memory left";
 bool unmap_all(std::vector<Step>& steps, Error* failure, bool* clean) noexcept;
 
 // Maps memory behind a step's tiles and its pages behind their addresses, and tells of each range
-// when it is there. Where the step poisons, fills of the tiles are queued: see fill_unrestored.
+// when it is there, first of those that were still mapped. Where the step poisons, fills of the
+// tiles are queued: see fill_unrestored.
 void map_step(Step& step, const std::function<void(const Range&)>& mapped);
 
 // Queues fills of what in a mapped range is not to be restored: with poison where the step says so,

@@ -3,11 +3,9 @@
 #include <algorithm>
 #include <chrono>
 #include <map>
-#include <set>
 
 #include "core/driver.h"
 #include "core/handover.h"
-#include "core/log.h"
 #include "core/options.h"
 #include "core/profile.h"
 #include "core/step.h"
@@ -122,9 +120,6 @@ void Swap::exchange_on(Side& side, const Step*& at) {
     const auto mapped = [&](const Range& range) {
       if (Restore* restore = restore_of(step)) restore->queue(range);
     };
-    for (const auto& [address, extent] : step->pool->heap.extents()) {
-      mapped({address, extent.bytes()});
-    }
     map_step(*step, mapped);
   }
   for (Step* step : side.out) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 import memsaver
@@ -35,7 +35,7 @@ def resume(group: Group, tags: Sequence[str]) -> list[RankReport]:
     def work() -> Figures | None:
         names = _names(tags)
         # To memsaver, no tags would mean all of them.
-        return _figures(memsaver.resume(*names), tags) if names else None
+        return _figures(memsaver.resume(*names), names, tags) if names else None
 
     ranks: list[RankReport] = group.attempt(work)
     return ranks
@@ -63,14 +63,16 @@ class _Pause:
     def __init__(self, tags: Sequence[str], held: ExitStack) -> None:
         self._tags = tags
         self._held = held
+        self._names: dict[str, str] = {}
         self._call: Call | None = None
 
     def begin(self) -> None:
-        names = _names(self._tags)
-        if not names:  # which would mean all of them
+        self._names = _names(self._tags)
+        if not self._names:  # which would mean all of them
             return
-        self._held.enter_context(Turn(list(names)))
-        call = pause_call(list(names), None)
+        names = list(self._names)
+        self._held.enter_context(Turn(names))
+        call = pause_call(names, None)
         self._call = call
         self._held.callback(self._give_up)
         call.begin()
@@ -80,15 +82,14 @@ class _Pause:
             return None
         report = self._call.run()
         self._call = None
-        return _figures(report, self._tags)
+        return _figures(report, self._names, self._tags)
 
     def _give_up(self) -> None:
         if self._call is not None:
             self._call.abandon(MemsaverError("a rank could not pause"))
 
 
-def _figures(report: Report, tags: Sequence[str]) -> Figures:
-    names = _names(tags)
+def _figures(report: Report, names: Mapping[str, str], tags: Sequence[str]) -> Figures:
     device, copied = dict.fromkeys(tags, 0), dict.fromkeys(tags, 0)
     for change in report.changes:
         device[names[change.tag]] += change.device_bytes

@@ -37,13 +37,7 @@ class Group:
         """
         mine = RankReport(self._rank(), socket.gethostname(), os.getpid())
         try:
-            did = work() or Figures()
-            mine = replace(
-                mine,
-                seconds=did.seconds,
-                device_bytes=did.device_bytes,
-                copied_bytes=did.copied_bytes,
-            )
+            mine = replace(mine, **vars(work() or Figures()))
         except Exception as error:
             mine = replace(mine, failure=Failure.of(error))
         return self._gather(mine)

@@ -27,11 +27,13 @@ as expected nothing at all: it is not guarded.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
 import socket
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from memsaver.errors import ConfigError
@@ -57,17 +59,44 @@ _logger = logging.getLogger("memsaver.sglang")
 
 def release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Around `SchedulerWeightUpdaterManager.release_memory_occupation`."""
+    return _answered("release", RELEASE_ORDER, _release, original, updater, request)
+
+
+def resume(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Around `SchedulerWeightUpdaterManager.resume_memory_occupation`."""
+    return _answered("resume", RESUME_ORDER, _resume, original, updater, request)
+
+
+def _answered(
+    operation: str,
+    order: Sequence[str],
+    work: Callable[..., Any],
+    original: Callable[..., Any],
+    updater: Any,
+    request: Any,
+) -> Any:
+    """What both begin with, then `work(original, updater, request, asked tags, answer)`."""
     if handlers.is_running(updater) or not handlers.is_as_expected(updater):
         return original(updater, request)
-    group = Group(updater.tp_cpu_group)
-    answer = _Answering(updater, "release")
+    answer = _Answering(updater, operation)
     try:
-        asked = handlers.asked_tags(request, RELEASE_ORDER)
+        asked = handlers.asked_tags(request, order)
     except ConfigError as error:
         return answer.refused(error)
+    return work(original, updater, request, asked, answer)
+
+
+def _release(
+    original: Callable[..., Any],
+    updater: Any,
+    request: Any,
+    asked: Sequence[str],
+    answer: _Answering,
+) -> Any:
+    group = Group(updater.tp_cpu_group)
     tags = [tag for tag in asked if tag not in updater.offload_tags]
     if not moves.are_memsavers(RELEASE_ORDER):
-        return _release_by_another(original, updater, request, tags)
+        return _release_by_another(original, updater, request, tags, answer)
 
     # What is released may have memory on some rank: see the end of `resume`.
     ranks = group.attempt(
@@ -100,10 +129,13 @@ def release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
 
 
 def _release_by_another(
-    original: Callable[..., Any], updater: Any, request: Any, tags: Sequence[str]
+    original: Callable[..., Any],
+    updater: Any,
+    request: Any,
+    tags: Sequence[str],
+    answer: _Answering,
 ) -> Any:
     """With another saver: the checks only."""
-    answer = _Answering(updater, "release")
     if not tags:
         return answer.done([], [])
     ranks = Group(updater.tp_cpu_group).attempt(lambda: handlers.check_idle(updater))
@@ -113,16 +145,14 @@ def _release_by_another(
     return answer.done(tags, ranks)
 
 
-def resume(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Around `SchedulerWeightUpdaterManager.resume_memory_occupation`."""
-    if handlers.is_running(updater) or not handlers.is_as_expected(updater):
-        return original(updater, request)
+def _resume(
+    original: Callable[..., Any],
+    updater: Any,
+    request: Any,
+    asked: Sequence[str],
+    answer: _Answering,
+) -> Any:
     group = Group(updater.tp_cpu_group)
-    answer = _Answering(updater, "resume")
-    try:
-        asked = handlers.asked_tags(request, RESUME_ORDER)
-    except ConfigError as error:
-        return answer.refused(error)
     tags = [tag for tag in asked if tag in updater.offload_tags]
     if not tags:
         return answer.done([], [])
@@ -172,10 +202,9 @@ def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
     return result
 
 
+@functools.cache
 def _log_once(why: str) -> None:
-    if why not in _logged:
-        _logged.add(why)
-        _logger.error("memsaver cannot tell the state of this SGLang's memory: %s", why)
+    _logger.error("memsaver cannot tell the state of this SGLang's memory: %s", why)
 
 
 def _restore(updater: Any, request: Any, tags: Sequence[str]) -> None:
@@ -216,7 +245,7 @@ class _Answering:
         self.held: frozenset[str] = frozenset(self._before.held if self._before else ())
 
     def refused(self, error: ConfigError) -> Any:
-        return self._made([], [], Failure.of(error), self.held)
+        return self._made([], [], Failure.of(error))
 
     def done(
         self,
@@ -224,7 +253,7 @@ class _Answering:
         ranks: Sequence[RankReport],
         held: Collection[str] | None = None,
     ) -> Any:
-        return self._made(tags, ranks, None, self.held if held is None else held)
+        return self._made(tags, ranks, None, held)
 
     def failed(
         self,
@@ -241,22 +270,22 @@ class _Answering:
                 f"{self._operation} of {', '.join(tags)} failed on rank {rank.rank} of "
                 f"{len(ranks)} ({rank.host}): {failure.message}; {then}"
             )
-            failure = Failure(failure.kind, message, failure.tag, failure.needed, failure.free)
-        return self._made(tags, ranks, failure, self.held if held is None else held)
+            failure = replace(failure, message=message)
+        return self._made(tags, ranks, failure, held)
 
     def _made(
         self,
         tags: Sequence[str],
         ranks: Sequence[RankReport],
         failure: Failure | None,
-        held: Collection[str],
+        held: Collection[str] | None = None,
     ) -> Any:
         answer = Answer(
             _name(self._updater.scheduler),
             self._operation,
             tuple(tags),
             tuple(sorted(self._updater.offload_tags)),
-            tuple(sorted(held)),
+            tuple(sorted(self.held if held is None else held)),
             tuple(ranks),
             failure,
             self._before.number + 1 if self._before is not None else 1,
@@ -299,6 +328,3 @@ def _what_is_left(undone: Sequence[RankReport]) -> str:
         f"every rank has its memory; of {', '.join(sorted(lost))}, what has no backup is lost "
         "on some"
     )
-
-
-_logged: set[str] = set()

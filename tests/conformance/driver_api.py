@@ -230,8 +230,8 @@ class Driver:
 
     def __init__(self, path: str):
         self.path = path
-        self.library = ctypes.CDLL(path)
-        self.simulated = hasattr(self.library, "sim_counts")
+        self.opened = ctypes.CDLL(path)
+        self.simulated = hasattr(self.opened, "sim_counts")
         self.context = None
         self.device = 0
         self._kept = []
@@ -241,15 +241,15 @@ class Driver:
             raise AttributeError(name)
         symbol, types = _SIGNATURES[name]
         try:
-            function = getattr(self.library, symbol)
+            function = getattr(self.opened, symbol)
         except AttributeError:
-            function = getattr(self.library, _OLDER.get(name, symbol))
+            function = getattr(self.opened, _OLDER.get(name, symbol))
         function.argtypes, function.restype = types, c_int
         setattr(self, name, function)
         return function
 
     def has(self, name: str) -> bool:
-        return hasattr(self.library, _SIGNATURES[name][0])
+        return hasattr(self.opened, _SIGNATURES[name][0])
 
     def check(self, name: str, *arguments) -> None:
         code = getattr(self, name)(*arguments)
@@ -393,18 +393,18 @@ class Driver:
 
     def totals(self) -> dict:
         totals = Totals()
-        self.library.sim_counts(byref(totals))
+        self.opened.sim_counts(byref(totals))
         return totals.as_dict()
 
     def fail(self, call: str, nth: int = 1, code: int = OUT_OF_MEMORY, times: int = 1) -> int:
         types = [c_char_p, ctypes.c_uint64, c_int, ctypes.c_uint64]
-        self.library.sim_fail.argtypes = types
-        return self.library.sim_fail(call.encode(), nth, code, times)
+        self.opened.sim_fail.argtypes = types
+        return self.opened.sim_fail(call.encode(), nth, code, times)
 
     def violations(self) -> list[str]:
-        self.library.sim_violation.argtypes = [ctypes.c_uint64, c_char_p, c_size_t]
+        self.opened.sim_violation.argtypes = [ctypes.c_uint64, c_char_p, c_size_t]
         found, buffer = [], ctypes.create_string_buffer(300)
-        while self.library.sim_violation(len(found), buffer, 300) >= 0:
+        while self.opened.sim_violation(len(found), buffer, 300) >= 0:
             found.append(buffer.value.decode())
         return found
 

@@ -132,9 +132,9 @@ def sim():
     driver.check("cuCtxSetCurrent", driver.context)
     totals, free = driver.totals(), driver.free_bytes()
     yield driver
-    driver.library.sim_clear_faults()
-    driver.library.sim_hold_streams(0)
-    driver.library.sim_clear_violations()
+    driver.opened.sim_clear_faults()
+    driver.opened.sim_hold_streams(0)
+    driver.opened.sim_clear_violations()
     check_nothing_left(driver, free, totals)
 
 
@@ -1460,21 +1460,21 @@ def test_every_question_is_accounted_for():
 
 
 def test_sim_fails_on_demand(sim):
-    before = sim.library.sim_calls(b"cuMemCreate")
+    before = sim.opened.sim_calls(b"cuMemCreate")
     assert sim.fail("cuMemCreate", nth=2, code=OUT_OF_MEMORY, times=2) == 0
     codes = [sim.try_create(PAGE) for _ in range(4)]
     assert codes == [SUCCESS, OUT_OF_MEMORY, OUT_OF_MEMORY, SUCCESS]
-    assert sim.library.sim_calls(b"cuMemCreate") - before == 4
+    assert sim.opened.sim_calls(b"cuMemCreate") - before == 4
     assert sim.fail("cuMemUnmap", code=999, times=0) == 0
     assert [sim.cuMemUnmap(0, 0) for _ in range(3)] == [999] * 3
-    sim.library.sim_clear_faults()
+    sim.opened.sim_clear_faults()
     assert sim.cuMemUnmap(0, 0) == INVALID_VALUE
     assert sim.fail("cuNoSuchCall") == -1
     assert sim.fail("cuMemUnmap", nth=0) == -1
 
 
 def test_sim_other_processes_take_memory(sim):
-    occupy = sim.library.sim_occupy
+    occupy = sim.opened.sim_occupy
     occupy.argtypes = [c_int, ctypes.c_uint64]
     free, total = sim.free_bytes(), sim.total_bytes()
     assert occupy(0, total - PAGE) == 0
@@ -1486,7 +1486,7 @@ def test_sim_other_processes_take_memory(sim):
 
 
 def test_sim_limits_pinned_memory(sim):
-    limit = sim.library.sim_host_limit
+    limit = sim.opened.sim_host_limit
     limit.argtypes = [ctypes.c_uint64]
     held = sim.totals()["pinned_bytes"] + sim.totals()["registered_bytes"]
     limit(held + 8192)
@@ -1502,18 +1502,18 @@ def test_sim_limits_pinned_memory(sim):
 def test_sim_notes_memory_taken_from_work_in_flight(sim):
     stream, pinned = sim.stream(), sim.pinned(PAGE)
     address, handle = sim.mapped(PAGE)
-    sim.library.sim_hold_streams(1)
+    sim.opened.sim_hold_streams(1)
     sim.check("cuMemcpyDtoHAsync", pinned, address, PAGE, stream)
     assert sim.violations() == []
     sim.discard(address, PAGE, handle)
     assert [text.split()[1] for text in sim.violations()] == ["cuMemUnmap"]
-    sim.library.sim_hold_streams(0)
+    sim.opened.sim_hold_streams(0)
     assert sim.cuStreamSynchronize(stream) == ILLEGAL_ADDRESS
     assert sim.totals()["illegal_accesses"] == 1
     out = c_size_t()
     assert sim.cuMemGetInfo(byref(out), byref(out)) == ILLEGAL_ADDRESS
     assert sim.cuMemFreeHost(pinned) == ILLEGAL_ADDRESS
-    sim.library.sim_clear_violations()
+    sim.opened.sim_clear_violations()
     sim.check("cuMemFreeHost", pinned)
     sim.check("cuStreamDestroy", stream)
 
@@ -1521,16 +1521,16 @@ def test_sim_notes_memory_taken_from_work_in_flight(sim):
 def test_sim_notes_memory_taken_from_a_launch_in_flight(sim):
     kernel, stream = Kernel(sim), sim.stream()
     other, other_handle = sim.mapped(PAGE)
-    sim.library.sim_hold_streams(1)
+    sim.opened.sim_hold_streams(1)
     assert kernel.launch(stream) == SUCCESS
     sim.discard(other, PAGE, other_handle)
     assert sim.violations() == []
     sim.check("cuMemUnmap", kernel.address, PAGE)
     assert [text.split()[1] for text in sim.violations()] == ["cuMemUnmap"]
-    sim.library.sim_hold_streams(0)
+    sim.opened.sim_hold_streams(0)
     assert sim.cuStreamSynchronize(stream) == ILLEGAL_ADDRESS
     assert sim.totals()["illegal_accesses"] == 1
-    sim.library.sim_clear_violations()
+    sim.opened.sim_clear_violations()
     sim.map(kernel.address, PAGE, kernel.handle)
     sim.check("cuStreamDestroy", stream)
     kernel.close()
@@ -1546,11 +1546,11 @@ def test_sim_launches_on_pinned_memory_alone(sim):
     ):
         assert sim.launch(kernel.kernel, pieces, digests, 2, stream) == SUCCESS
         assert sim.cuStreamSynchronize(stream) == ILLEGAL_ADDRESS
-        sim.library.sim_clear_violations()
+        sim.opened.sim_clear_violations()
     (ctypes.c_uint64 * 2).from_address(kernel.host)[:] = [kernel.address, PAGE]  # too large
     assert kernel.launch(stream) == SUCCESS
     assert sim.cuStreamSynchronize(stream) == ILLEGAL_ADDRESS
-    sim.library.sim_clear_violations()
+    sim.opened.sim_clear_violations()
     sim.check("cuStreamDestroy", stream)
     kernel.close()
 
@@ -1578,9 +1578,9 @@ def test_sim_notes_memory_taken_from_work_that_came_during_the_wait(sim):
     first, second = sim.gate(stream), sim.gate(other)
     sim.check("cuMemcpyDtoHAsync", pinned, address, PAGE, stream)
     thread = threading.Thread(target=in_thread, args=(sim, lambda: sim.cuMemFreeHost(pinned)))
-    before = sim.library.sim_calls(b"cuMemFreeHost")
+    before = sim.opened.sim_calls(b"cuMemFreeHost")
     thread.start()
-    while sim.library.sim_calls(b"cuMemFreeHost") == before:
+    while sim.opened.sim_calls(b"cuMemFreeHost") == before:
         time.sleep(0.001)
     third = sim.gate(other)  # keeps what follows until the memory is gone
     sim.check("cuMemcpyDtoHAsync", pinned, address, PAGE, other)
@@ -1590,7 +1590,7 @@ def test_sim_notes_memory_taken_from_work_that_came_during_the_wait(sim):
     assert [text.split()[1] for text in sim.violations()] == ["cuMemFreeHost"]
     third.open()
     sim.cuStreamSynchronize(other)
-    sim.library.sim_clear_violations()
+    sim.opened.sim_clear_violations()
     sim.check("cuStreamDestroy", stream)
     sim.check("cuStreamDestroy", other)
     sim.discard(address, PAGE, handle)
@@ -1606,7 +1606,7 @@ def test_sim_graph_on_unmapped_memory(sim):
     sim.discard(address, PAGE, handle)
     sim.check("cuGraphLaunch", executable, stream)
     assert sim.cuStreamSynchronize(stream) == 700
-    sim.library.sim_clear_violations()
+    sim.opened.sim_clear_violations()
     sim.check("cuGraphExecDestroy", executable)
     sim.check("cuGraphDestroy", graph)
     sim.check("cuStreamDestroy", stream)
@@ -1732,16 +1732,16 @@ def test_sim_context_can_end_and_begin_again(sim):
 
 
 def test_sim_after_the_drivers_own_end(sim):
-    sim.library.sim_deinitialize(1)
+    sim.opened.sim_deinitialize(1)
     try:
         assert sim.cuMemUnmap(0, 0) == 4
         assert sim.cuCtxSynchronize() == 4
     finally:
-        sim.library.sim_deinitialize(0)
+        sim.opened.sim_deinitialize(0)
 
 
 def test_sim_delays(sim):
-    delay = sim.library.sim_stream_delay
+    delay = sim.opened.sim_stream_delay
     delay.argtypes = [ctypes.c_uint64]
     address, handle = sim.mapped(PAGE)
     stream = sim.stream()

@@ -120,6 +120,7 @@ def main() -> int:
     scenarios = len({injection.scenario for injection in injections})
     if asked.write:
         figures: dict[str, object] = {
+            "every": asked.every,
             "injected": injected,
             "passed": passed,
             "failed": failed,

@@ -64,7 +64,7 @@ class Captured(Allocate):
         with self.memsaver.region(self.tag):
             self.old = self.memsaver.simulator.buffer(64 * MIB)
         self.stream = self.stack.enter_context(self.sim.stream())
-        require(self.sim.library.cuStreamBeginCapture_v2(self.stream, 0) == 0, "no capture")
+        require(self.sim.opened.cuStreamBeginCapture_v2(self.stream, 0) == 0, "no capture")
 
     def act(self) -> None:
         super().act()
@@ -78,7 +78,7 @@ class Captured(Allocate):
         (block,) = self.got
         self.sim.memset(block.address, 5, self.nbytes, self.stream)
         graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
-        library = self.sim.library
+        library = self.sim.opened
         ended = library.cuStreamEndCapture(self.stream, ctypes.byref(graph))
         require(ended == 0, f"the capture was broken: {ended}")
         library.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, ctypes.c_ulonglong(0))

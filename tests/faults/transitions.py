@@ -193,7 +193,7 @@ class Graph(Pause):
 
     def build(self) -> None:
         super().build()
-        library = self.sim.library
+        library = self.sim.opened
         self.stack = contextlib.ExitStack()
         self.stream = self.stack.enter_context(self.sim.stream())
         graph, self.executable = ctypes.c_void_p(), ctypes.c_void_p()
@@ -210,7 +210,7 @@ class Graph(Pause):
 
     def replay(self) -> None:
         """Leaves the contents as they were."""
-        library = self.sim.library
+        library = self.sim.opened
         self.sim.write(self.memory.address, bytes(len(self.written)))
         require(library.cuGraphLaunch(self.executable, self.stream) == 0, "no replay")
         require(library.cuStreamSynchronize(self.stream) == 0, "the replay failed")
@@ -221,7 +221,7 @@ class Graph(Pause):
     def prepare(self) -> None:
         super().prepare()
         # Work in flight on the program's stream is waited for, whatever fails.
-        self.sim.library.cuGraphLaunch(self.executable, self.stream)
+        self.sim.opened.cuGraphLaunch(self.executable, self.stream)
         if self.resuming:
             self.memsaver.pause(*self.going.names)
 
@@ -241,10 +241,10 @@ class Graph(Pause):
             return
         if self.was_kept(self.going, error):
             self.memsaver.resume(*self.going.names)
-        self.sim.library.cuStreamSynchronize(self.stream)
+        self.sim.opened.cuStreamSynchronize(self.stream)
         self.expect_replayed()
         self.check_mapped(self.going, self.held)
-        self.sim.library.cuGraphLaunch(self.executable, self.stream)
+        self.sim.opened.cuGraphLaunch(self.executable, self.stream)
 
     def check_done(self) -> None:
         self.check_bystander()

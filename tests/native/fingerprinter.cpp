@@ -51,7 +51,7 @@ sim_totals totals() {
 
 int main() {
   const DriverTable& table = driver();
-  void* const simulator = dlopen(table.library.c_str(), RTLD_NOW | RTLD_NOLOAD);
+  void* const simulator = dlopen(table.opened.c_str(), RTLD_NOW | RTLD_NOLOAD);
   find(&fail, simulator, "sim_fail");
   find(&counts, simulator, "sim_counts");
   find(&delay, simulator, "sim_stream_delay");

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import memsaver
 from memsaver.native import _C, backup_of
+from torch_memory_saver.backups import BACKENDS
 from torch_memory_saver.tags import Member, Tags
 
 __all__ = ["BinaryWrapper", "ThreadState"]
@@ -58,7 +59,7 @@ class ThreadState:
     def tms_get_enable_cpu_backup(self) -> bool:
         """Whether that has a backup in host memory."""
         member = self._member()
-        return member is not None and member.backup in ("host", "pageable")
+        return member is not None and member.backup in BACKENDS.values()
 
     def tms_get_enable_disk_backup(self) -> bool:
         """Whether that has a backup on disk."""
@@ -68,7 +69,7 @@ class ThreadState:
     def tms_get_cpu_backup_backend(self) -> bytes:
         """The kind of host memory of its backup, or of one that would be asked for."""
         member = self._member()
-        named = {"host": "pinned", "pageable": "mmap"}
+        named = {backup: kind for kind, backup in BACKENDS.items()}
         return (named.get(member.backup, self._backend) if member else self._backend).encode()
 
     def set_memory_margin_bytes(self, value: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import memsaver
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
+from memsaver.native import _C
 from torch_memory_saver.backups import CpuBackupBackend, backup_for
 from torch_memory_saver.binary_wrapper import BinaryWrapper, ThreadState
 from torch_memory_saver.environment import Environment, read_environment
@@ -168,20 +169,19 @@ class TorchMemorySaver:
 
     @property
     def memory_margin_bytes(self) -> int:
-        """Device memory that allocations in regions leave free; 0 at first.
+        """Device memory that allocations in regions leave free; 0 unless configured.
 
         One that would not is out of memory, upon which torch gives back what it caches.
 
         Raises:
             ConfigError: on setting, a number that is no size.
         """
-        return self._ensure_initialized().margin_bytes
+        self._ensure_initialized()
+        return int(_C.option("margin_bytes"))
 
     @memory_margin_bytes.setter
     def memory_margin_bytes(self, value: int) -> None:
-        impl = self._ensure_initialized()
-        impl.thread.set_memory_margin_bytes(value)
-        impl.margin_bytes = int(value)
+        self._ensure_initialized().thread.set_memory_margin_bytes(value)
 
     @property
     def retain_cpu_backup(self) -> bool:
@@ -247,7 +247,6 @@ class _Process:
         self.thread = ThreadState(self.tags, environment.backend)
         self._binary_wrapper = BinaryWrapper(self.thread)
         self.retain = environment.retain
-        self.margin_bytes = 0
         self._backend = environment.backend
         tag = os.environ.get("MEMSAVER_TAG")
         if tag and memsaver.is_preloaded():

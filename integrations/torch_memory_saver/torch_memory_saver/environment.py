@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memsaver.errors import ConfigError
-from torch_memory_saver.backups import BACKENDS, backup_for
+from torch_memory_saver.backups import BACKENDS
 
 __all__ = ["Environment", "read_environment"]
 
@@ -34,40 +34,37 @@ class Environment:
 
     Attributes:
         whole_process: everything the process allocates is to belong to a tag.
-        backup: memsaver's name of that tag's backup.
         backend: the kind of host memory where a region names none.
         retain: None where nothing was said.
         disk_dir: None where nothing was said.
     """
 
     whole_process: bool
-    backup: str
     backend: str
     retain: bool | None
     disk_dir: str | None
 
 
-def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """What the variables, by default this process's, say now.
+def read_environment() -> Environment:
+    """What this process's variables say now.
 
     Raises:
         ConfigError: one has a value that means nothing, or two contradict each other.
     """
-    env = os.environ if variables is None else variables
+    env = os.environ
     backend = env.get("TMS_INIT_CPU_BACKUP_BACKEND", "pinned")
     if backend not in BACKENDS:
         raise ConfigError(
             f"TMS_INIT_CPU_BACKUP_BACKEND cannot be {backend!r}: it is one of {', '.join(BACKENDS)}"
         )
-    cpu = _flag(env, "TMS_INIT_ENABLE_CPU_BACKUP") or False
-    disk = _flag(env, "TMS_INIT_ENABLE_DISK_BACKUP") or False
+    cpu = _flag(env, "TMS_INIT_ENABLE_CPU_BACKUP")
+    disk = _flag(env, "TMS_INIT_ENABLE_DISK_BACKUP")
     if cpu and disk:
         raise ConfigError(
             "TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP are both set: choose one"
         )
     return Environment(
         whole_process=_flag(env, "TMS_INIT_ENABLE") or False,
-        backup=backup_for(cpu, disk, None, backend),
         backend=backend,
         retain=_flag(env, "TMS_RETAIN_CPU_BACKUP"),
         disk_dir=env.get("TMS_DISK_BACKUP_DIR") or None,
