@@ -14,7 +14,7 @@ namespace {
 
 // Memory that comes back empty (a KV cache) is large and of a piece: its neighbours share this many
 // times as much.
-constexpr uint64_t kDiscardedShares = 4;
+constexpr uint64_t kDiscardedShares = 6;
 
 // A NaN in float64, float32, bfloat16, float16 and both common formats of 8 bits (e4m3fn, e5m2);
 // -1 in integers.
