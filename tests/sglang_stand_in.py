@@ -136,6 +136,17 @@ class Updater:
             torch.distributed.barrier(self.tp_cpu_group)
 
 
+@dataclass(frozen=True)
+class Tensor:
+    """Bytes in the device's memory, or the host's."""
+
+    data: bytes
+    is_cuda: bool = True
+
+    def cpu(self) -> Tensor:
+        return Tensor(self.data, is_cuda=False)
+
+
 class Scheduler:
     """A scheduler process: one message after the other, and dead after the first exception."""
 
@@ -181,11 +192,13 @@ class Scheduler:
         return GetInternalStateReqOutput({"last_gen_throughput": 0.0})
 
     def buffers(self):
-        return self.model.bytes()[:16] if self.model is not None else b""
+        if self.model is None:
+            return {"buffers": []}
+        return {"buffers": [("rotary_emb.cos_sin_cache", Tensor(self.model.bytes()[:16]))]}
 
     def restore_buffers(self, saved) -> None:
-        if self.model is not None:
-            self.model.sim.write(self.model.address, saved)
+        for _, tensor in saved["buffers"]:
+            self.model.sim.write(self.model.address, tensor.data)
 
 
 # --- the main process -----------------------------------------------------------------------------

@@ -248,6 +248,27 @@ def test_model_buffers_come_back_without_a_backup(sglang, sim, tag, make_blocks)
     del scheduler.model
 
 
+def test_what_is_released_keeps_no_model_buffers_on_the_device(engine):
+    (before,) = [tensor for _, tensor in engine.buffers()["buffers"]]
+    ask(engine, "release", ["kv_cache", "weights"])
+    stash = engine.weight_updater.stashed_model_static_state
+    assert [tensor for _, tensor in stash["buffers"]] == [before.cpu()] and before.is_cuda
+    ask(engine, "resume")
+    assert not hasattr(engine.weight_updater, "stashed_model_static_state")
+    assert engine.model.is_intact()
+
+
+def test_a_release_that_cannot_keep_the_model_buffers_changes_nothing(engine, monkeypatch):
+    def no_memory(tensor):
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr(stand_in.Tensor, "cpu", no_memory)
+    answer = ask(engine, "release")
+    assert "no host memory" in answer.failure.message and answer.released == ()
+    assert set(states().values()) == {"mapped"}
+    assert engine.model.is_intact() and engine.graph.is_intact() and engine.kv.is_intact()
+
+
 def test_the_state_is_part_of_the_server_information(engine):
     def state():
         fields = engine.handle("get_internal_state").internal_state["memsaver"]

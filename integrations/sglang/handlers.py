@@ -26,6 +26,7 @@ __all__ = [
     "is_idle",
     "is_running",
     "keep_stash",
+    "move_stash_to_host",
     "output_of",
     "request_for",
     "run",
@@ -133,6 +134,23 @@ def stash_of(updater: Any) -> Any:
 def keep_stash(updater: Any, stash: Any) -> None:
     """Have it kept for the next resume."""
     setattr(updater, _STASH, stash)
+
+
+def move_stash_to_host(updater: Any) -> None:
+    """Hold the stash, copies of the model's buffers on the device, in host memory.
+
+    SGLang's handler of a resume takes it from there. The device's memory goes back to the driver,
+    with whatever else torch had cached by then.
+    """
+    stash = stash_of(updater)
+    buffers = stash.get("buffers", []) if isinstance(stash, dict) else []
+    if not any(tensor.is_cuda for _, tensor in buffers):
+        return
+    import torch
+
+    stash["buffers"] = [(name, tensor.cpu()) for name, tensor in buffers]
+    del buffers
+    torch.cuda.empty_cache()
 
 
 def run(original: Callable[..., Any], updater: Any, request: Any, tags: Sequence[str]) -> None:

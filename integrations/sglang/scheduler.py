@@ -105,7 +105,7 @@ def _release(
     if first_failure(ranks):
         return answer.failed(asked, ranks)
     if tags:
-        ranks = group.attempt(lambda: handlers.run(original, updater, request, tags))
+        ranks = group.attempt(lambda: _prepare_release(original, updater, request, tags))
     if not first_failure(ranks):
         ranks = moves.pause(group, asked)
     if not first_failure(ranks):
@@ -126,6 +126,15 @@ def _release(
         return answer.failed(tags, ranks, then, held=answer.held | set(tags))
     _restore(updater, request, tags)
     return answer.failed(tags, ranks, _what_is_left(undone))
+
+
+def _prepare_release(
+    original: Callable[..., Any], updater: Any, request: Any, tags: Sequence[str]
+) -> None:
+    """SGLang's part, and no copy of anything on the device after it."""
+    handlers.run(original, updater, request, tags)
+    if WEIGHTS in tags:
+        handlers.move_stash_to_host(updater)
 
 
 def _release_by_another(
