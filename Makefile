@@ -4,13 +4,11 @@ VENV ?= .venv
 # Two processes, each with files of its own; tests on a GPU are chosen without them.
 PYTEST_ARGS ?= -m "not soak and not long" -n 2 --dist loadfile
 BENCH_ARGS ?=
-# `make faults ARGS=` tries all faults.
-ARGS ?= --every 12
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 EDITABLE := $(PIP_INSTALL) --no-build-isolation --editable
-BUILD_FILES := pyproject.toml setup.py build_support/native.py
+BUILD_FILES := pyproject.toml setup.py build_support/native.py build_support/artefacts.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -41,8 +39,13 @@ test-long: $(VENV)/.installed-test build  ## Run the longer tests: every failing
 	$(BIN)/python -m pytest -m long -n 2
 
 .PHONY: faults
+faults: ARGS ?= --every 12
 faults: $(VENV)/.installed-test build  ## Fail the calls to the driver and the system (ARGS to choose)
 	@PYTHONPATH=tests $(BIN)/python -m faults $(ARGS)
+
+.PHONY: sanitize
+sanitize: $(VENV)/.installed-test  ## Run the native code under sanitizers (ARGS to choose)
+	@PYTHONPATH=tests $(BIN)/python -m sanitizers $(ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.installed-lint  ## Check style and types, changing nothing

@@ -8,34 +8,8 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # PEP 517 front ends do not put the project on the path
 
-from build_support.native import Artefact, build_native  # noqa: E402
-
-ARTEFACTS = [
-    Artefact(
-        "libmemsaver",
-        sources=["csrc/core/*.cpp", "csrc/hooks/torch_allocator.cpp"],
-        exports="csrc/core/exports.map",
-        embeds={"csrc/core/kernel_image.cpp": "csrc/kernels/fingerprint.fatbin"},
-    ),
-    Artefact(
-        "libmemsaver_preload",
-        sources=["csrc/hooks/preload*.cpp"],
-        exports="csrc/hooks/exports.map",
-        links=["libmemsaver"],
-    ),
-    Artefact(
-        "libmemsaver_sim",
-        sources=["csrc/sim/*.cpp"],
-        exports="csrc/sim/exports.map",
-    ),
-    Artefact(
-        "_C",
-        sources=["csrc/python/*.cpp"],
-        exports="build_support/module_exports.map",
-        links=["libmemsaver"],
-        python_module=True,
-    ),
-]
+from build_support.artefacts import ARTEFACTS  # noqa: E402
+from build_support.native import build_native  # noqa: E402
 
 # Every package of memsaver/, and integrations/ as memsaver.integrations.
 PACKAGES = find_packages(str(ROOT), include=["memsaver", "memsaver.*"]) + [

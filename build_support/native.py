@@ -19,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -89,6 +90,31 @@ class Artefact:
     def extension(self, root: Path) -> Extension:
         """The artefact as setuptools knows it, which then places it and names it in the sdist."""
         return Extension(f"{PACKAGE}.{self.name}", self.source_files(root), language="c++")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to build the artefacts, in a build folder of its own.
+
+    `cxxflags` and `ldflags` come after all others. With `shared_runtime` all artefacts use the
+    process's C++ runtime: a sanitizer has to see what that does too. `sources` adds some to an
+    artefact, by its name.
+    """
+
+    name: str
+    cxxflags: list[str] = field(default_factory=list)
+    ldflags: list[str] = field(default_factory=list)
+    shared_runtime: bool = False
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+    def build_dir(self, root: Path) -> Path:
+        """Where its objects and artefacts lie; outside setuptools' own folders, which an editable
+        install throws away: every way to build is incremental.
+        """
+        return root / "build" / f"{self.name}-{sys.implementation.cache_tag}"
+
+
+ORDINARY = Variant("native")
 
 
 @dataclass(frozen=True)
@@ -175,7 +201,9 @@ def compiler() -> str:
     return found
 
 
-def ninja_file(root: Path, artefacts: list[Artefact], version: str) -> str:
+def ninja_file(
+    root: Path, artefacts: list[Artefact], version: str, variant: Variant = ORDINARY
+) -> str:
     """The text of build.ninja. Paths to outputs are relative to the build folder."""
     import pybind11
 
@@ -194,8 +222,8 @@ def ninja_file(root: Path, artefacts: list[Artefact], version: str) -> str:
     ]
     python_includes = [sysconfig.get_path("include"), pybind11.get_include()]
     python_flags = [word for folder in python_includes for word in ("-isystem", folder)]
-    extra_cxxflags = os.environ.get("MEMSAVER_CXXFLAGS", "")
-    extra_ldflags = os.environ.get("MEMSAVER_LDFLAGS", "")
+    extra_cxxflags = " ".join([os.environ.get("MEMSAVER_CXXFLAGS", ""), *variant.cxxflags])
+    extra_ldflags = " ".join([os.environ.get("MEMSAVER_LDFLAGS", ""), *variant.ldflags])
 
     lines = [
         "ninja_required_version = 1.5",
@@ -214,7 +242,7 @@ def ninja_file(root: Path, artefacts: list[Artefact], version: str) -> str:
     ]
     for artefact in artefacts:
         objects = []
-        for source in artefact.source_files(root):
+        for source in artefact.source_files(root) + variant.sources.get(artefact.name, []):
             objects.append(_escape(f"{artefact.name}/{source}.o"))
             embedded = artefact.embeds.get(source)
             needed = f" | {from_root(embedded)}" if embedded else ""
@@ -228,7 +256,7 @@ def ninja_file(root: Path, artefacts: list[Artefact], version: str) -> str:
         extra = [
             f"-Wl,-soname,{artefact.file_name}",
             f"-Wl,--version-script={root / artefact.exports}",
-            *([] if artefact.python_module else STANDALONE_LDFLAGS),
+            *([] if artefact.python_module or variant.shared_runtime else STANDALONE_LDFLAGS),
             *(["-Wl,-rpath,$ORIGIN", *linked] if linked else []),
             "-Wl,--as-needed",
         ]
@@ -259,38 +287,52 @@ def install_file(source: Path, target: Path) -> None:
         new.replace(target)
 
 
-def build_native(root: Path, artefacts: list[Artefact]) -> type[build_ext]:
-    """The build_ext command for these artefacts.
+def build(
+    root: Path,
+    artefacts: list[Artefact],
+    version: str,
+    variant: Variant = ORDINARY,
+    options: Sequence[str] = (),
+) -> Path:
+    """Builds what changed, with these options of ninja's; gives the folder with the artefacts.
 
-    Objects stay in build/native-*, outside setuptools' own folders, which an editable install
-    throws away: every way to build is incremental.
+    Exits where that fails.
     """
+    folder = variant.build_dir(root)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [ninja_program(), "-C", str(folder), *options]
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ninja itself does not keep two builds apart
+        (folder / "build.ninja").write_text(ninja_file(root, artefacts, version, variant))
+        if subprocess.run(command).returncode:
+            raise SystemExit("memsaver: the native build failed")
+    return folder
+
+
+def place(root: Path, artefacts: list[Artefact], built: Path, package: Path) -> None:
+    """Copies what was built, and the public header, into a package's folder."""
+    for artefact in artefacts:
+        install_file(built / artefact.file_name, package / artefact.file_name)
+    install_file(root / "csrc" / PUBLIC_HEADER, package / "include" / PUBLIC_HEADER)
+
+
+def build_native(root: Path, artefacts: list[Artefact]) -> type[build_ext]:
+    """The build_ext command for these artefacts."""
     by_name = {f"{PACKAGE}.{artefact.name}": artefact for artefact in artefacts}
-    build_dir = root / "build" / f"native-{sys.implementation.cache_tag}"
 
     class NativeBuild(build_ext):
         def get_ext_filename(self, fullname: str) -> str:
             return str(Path(PACKAGE, by_name[fullname].file_name))
 
         def build_extensions(self) -> None:
-            build_dir.mkdir(parents=True, exist_ok=True)
-            text = ninja_file(root, artefacts, self.distribution.get_version())
-            command = [ninja_program(), "-C", str(build_dir)]
-            if self.parallel:
-                command.append(f"-j{self.parallel}")
-            with (build_dir / ".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # ninja itself does not keep two builds apart
-                (build_dir / "build.ninja").write_text(text)
-                if subprocess.run(command).returncode:
-                    raise SystemExit("memsaver: the native build failed")
-                self._place(Path(self.build_lib, PACKAGE))
+            jobs = [f"-j{self.parallel}"] if self.parallel else []
+            build(root, artefacts, self.distribution.get_version(), options=jobs)
+            self._place(Path(self.build_lib, PACKAGE))
 
         def copy_extensions_to_source(self) -> None:
             self._place(root / PACKAGE)
 
         def _place(self, package: Path) -> None:
-            for artefact in artefacts:
-                install_file(build_dir / artefact.file_name, package / artefact.file_name)
-            install_file(root / "csrc" / PUBLIC_HEADER, package / "include" / PUBLIC_HEADER)
+            place(root, artefacts, ORDINARY.build_dir(root), package)
 
     return NativeBuild

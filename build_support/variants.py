@@ -1,0 +1,17 @@
+"""Builds of the native artefacts for tests: with sanitizers."""
+
+from build_support.native import Variant
+
+_SANITIZED = [
+    "-O1",
+    "-g",
+    "-fno-omit-frame-pointer",
+    "-U_FORTIFY_SOURCE",  # its checked functions are not those that sanitizers know
+    "-D_GLIBCXX_ASSERTIONS",
+]
+
+_ASAN = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+_TSAN = ["-fsanitize=thread"]
+
+ASAN = Variant("asan", [*_SANITIZED, *_ASAN], _ASAN, shared_runtime=True)
+TSAN = Variant("tsan", [*_SANITIZED, *_TSAN], _TSAN, shared_runtime=True)

@@ -1,0 +1,90 @@
+// model: what the stress knows of its tags and blocks: what must lie in them, and who may look.
+//
+// A tag's `contents` is held shared by whoever touches the memory of one of its blocks, and
+// exclusively by whoever pauses or resumes it. Allocations, frees and questions take no lock. A
+// block belongs to one thread, which alone writes it, checks it and frees it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <shared_mutex>
+#include <string>
+
+#include "memsaver.h"
+
+namespace stress {
+
+struct Tag {
+  std::string name;
+  int policy;
+  std::shared_mutex contents;
+
+  // Under `contents`.
+  bool paused = false;
+  uint64_t losses = 0;  // pauses that kept nothing, and failures that may have
+  uint64_t doubts = 0;  // `losses` at the last failure that may have lost contents
+};
+
+enum class Filling { kUnknown, kPattern, kByte };
+
+struct Block {
+  void* pointer = nullptr;
+  uint64_t bytes = 0;
+  int tag = 0, device = 0;
+  Filling filling = Filling::kUnknown;
+  uint64_t value = 0;   // the seed of a pattern, or the byte
+  uint64_t losses = 0;  // the tag's, when it was filled
+};
+
+inline uint64_t mixed(uint64_t x) {
+  x ^= x >> 31;
+  x *= 0x9E3779B97F4A7C15;
+  x ^= x >> 29;
+  return x;
+}
+
+// The byte of a pattern at an offset is that of its word, which depends on the seed and its offset.
+inline void write_pattern(void* at, uint64_t bytes, uint64_t seed) {
+  auto* to = static_cast<unsigned char*>(at);
+  for (uint64_t offset = 0; offset < bytes; offset += 8) {
+    const uint64_t word = mixed(seed + offset);
+    std::memcpy(to + offset, &word, bytes - offset < 8 ? bytes - offset : 8);
+  }
+}
+
+// Where memory first differs from the pattern, or from the byte; `bytes` where it does not.
+inline uint64_t unlike_pattern(const void* at, uint64_t bytes, uint64_t seed) {
+  const auto* from = static_cast<const unsigned char*>(at);
+  for (uint64_t offset = 0; offset < bytes; offset += 8) {
+    const uint64_t word = mixed(seed + offset);
+    if (std::memcmp(from + offset, &word, bytes - offset < 8 ? bytes - offset : 8)) return offset;
+  }
+  return bytes;
+}
+inline uint64_t unlike_byte(const void* at, uint64_t bytes, unsigned char byte) {
+  const auto* from = static_cast<const unsigned char*>(at);
+  if (bytes == 0 || (from[0] == byte && std::memcmp(from, from + 1, bytes - 1) == 0)) return bytes;
+  uint64_t offset = 0;
+  while (from[offset] == byte) ++offset;
+  return offset;
+}
+
+// What is wrong with memory, or a backup, that should hold a block's contents; "" for nothing.
+// `lost` is what stands where contents were given up: 0, or 0xFF with option `poison`.
+inline std::string fault_in(const Tag& tag, const Block& block, const void* at,
+                            unsigned char lost) {
+  if (block.filling == Filling::kUnknown || block.losses < tag.doubts) return "";
+  const bool given_up = block.losses < tag.losses;
+  const bool pattern = !given_up && block.filling == Filling::kPattern;
+  const auto byte = given_up ? lost : static_cast<unsigned char>(block.value);
+  const uint64_t offset =
+      pattern ? unlike_pattern(at, block.bytes, block.value) : unlike_byte(at, block.bytes, byte);
+  if (offset >= block.bytes) return "";
+  return "a block of " + tag.name + " on device " + std::to_string(block.device) + " with " +
+         std::to_string(block.bytes) + " bytes should hold " +
+         (pattern ? "its pattern" : "bytes " + std::to_string(byte)) +
+         (given_up ? " since it was given up" : "") + ", and at " + std::to_string(offset) +
+         " there is " + std::to_string(static_cast<const unsigned char*>(at)[offset]);
+}
+
+}  // namespace stress

@@ -1,0 +1,127 @@
+// What a thread of the stress asks, and what it asks for beside memory.
+#include <algorithm>
+#include <shared_mutex>
+
+#include "sim/sim.h"
+#include "thread.h"
+
+namespace stress {
+namespace {
+
+constexpr uint64_t kPiece = 1 << 20;  // of a fingerprint
+
+}  // namespace
+
+bool Thread::look() {
+  ms_error error{};
+  ms_usage* rows = nullptr;
+  ms_range* ranges = nullptr;
+  size_t count = 0;
+  if (fine(ms_stats(&rows, &count, &error), error, "ms_stats", {}) && count < world_.tags.size()) {
+    world_.fail("ms_stats leaves tags out");
+  }
+  ms_list_free(rows);
+  uint64_t first = 0, second = 0;
+  fine(ms_host_memory(&first, &second, &error), error, "ms_host_memory", {});
+  fine(ms_device_memory(static_cast<int>(below(kDevices)), &first, &second, &error), error,
+       "ms_device_memory", {});
+  if (first > second) world_.fail("a device has more free than it has");
+  char value[64];
+  fine(ms_option("share_bytes", value, sizeof(value), &error), error, "ms_option", {});
+  ms_changes();
+  const Block* const block = any_block();
+  if (!block) return true;
+  const Tag& tag = tag_of(*block);
+  const auto address = reinterpret_cast<uint64_t>(block->pointer);
+  ms_location location{};
+  fine(ms_locate(static_cast<char*>(block->pointer) + block->bytes / 2, &location, &error), error,
+       "ms_locate", {});
+  if (location.address != address || location.device != block->device || !location.tag ||
+      tag.name != location.tag) {
+    world_.fail("ms_locate does not know a block of " + tag.name);
+  }
+  fine(ms_ranges(tag.name.c_str(), block->device, &ranges, &count, &error), error, "ms_ranges", {});
+  if (!std::any_of(ranges, ranges + count,
+                   [&](const ms_range& r) { return r.address == address; })) {
+    world_.fail("ms_ranges does not know a block of " + tag.name);
+  }
+  ms_list_free(ranges);
+  return true;
+}
+
+bool Thread::view_backup() {
+  Block* const block = any_block();
+  if (!block) return false;
+  Tag& tag = tag_of(*block);
+  const std::shared_lock<std::shared_mutex> lock(tag.contents);
+  if (!tag.paused) return false;
+  ms_error error{};
+  void* host = nullptr;
+  const bool writable = one_in(2);
+  if (!fine(ms_backup_view(reinterpret_cast<uint64_t>(block->pointer), block->bytes, writable,
+                           &host, &error),
+            error, "ms_backup_view", {MS_INVALID_STATE})) {
+    return false;
+  }
+  require_contents(*block, host);
+  if (!writable) return true;
+  block->filling = Filling::kPattern;
+  block->value = random_();
+  block->losses = tag.losses;
+  write_pattern(host, block->bytes, block->value);
+  return true;
+}
+
+bool Thread::fingerprint() {
+  const Block* const block = any_block();
+  if (!block) return false;
+  Tag& tag = tag_of(*block);
+  const std::shared_lock<std::shared_mutex> lock(tag.contents);
+  if (tag.paused) return false;
+  const ms_range range{reinterpret_cast<uint64_t>(block->pointer), block->bytes};
+  ms_error error{};
+  ms_digest* digests[2] = {};
+  size_t count = 0;
+  bool known = true;
+  for (ms_digest*& rows : digests) {
+    known = known && fine(ms_fingerprint(&range, 1, &rows, &count, &error), error, "ms_fingerprint",
+                          {MS_OUT_OF_HOST_MEMORY, MS_OUT_OF_DEVICE_MEMORY});
+  }
+  if (known && (count != (block->bytes + kPiece - 1) / kPiece ||
+                std::memcmp(digests[0], digests[1], count * sizeof(ms_digest)) != 0)) {
+    world_.fail("the same bytes have different fingerprints");
+  }
+  for (ms_digest* rows : digests) ms_list_free(rows);
+  return known;
+}
+
+bool Thread::housekeeping() {
+  static constexpr const char* kOptions[][2] = {
+      {"share_bytes", "2MiB"},  {"share_bytes", "16MiB"}, {"slab_bytes", "4MiB"},
+      {"slab_bytes", "64MiB"},  {"fingerprints", "off"},  {"fingerprints", "on"},
+      {"margin_bytes", "4MiB"}, {"margin_bytes", "0"},    {"host_bytes", "48MiB"},
+      {"host_bytes", "1GiB"},
+  };
+  ms_error error{};
+  switch (below(4)) {
+    case 0: {
+      uint64_t released = 0;
+      return fine(ms_trim(&released, &error), error, "ms_trim", {});
+    }
+    case 1:
+      return fine(ms_refresh_peers(&error), error, "ms_refresh_peers", {});
+    default: {
+      const auto& [name, value] = kOptions[below(std::size(kOptions))];
+      return fine(ms_configure(name, value, &error), error, "ms_configure", {});
+    }
+  }
+}
+
+// The driver, or the host, is out of memory once, for whoever asks next.
+bool Thread::fault() {
+  static constexpr const char* kCalls[] = {"cuMemCreate", "cuMemHostRegister", "cuMemHostAlloc"};
+  constexpr int kOutOfMemory = 2;
+  return sim_fail(kCalls[below(std::size(kCalls))], 1 + below(4), kOutOfMemory, 1) == 0;
+}
+
+}  // namespace stress

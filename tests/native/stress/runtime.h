@@ -1,0 +1,18 @@
+// The functions of the CUDA runtime that the stress calls: the hooks of libmemsaver_preload.so
+// stand before them. All return a cudaError_t, 0 for success.
+#pragma once
+
+#include <cstddef>
+
+extern "C" {
+int cudaMalloc(void** pointer, size_t bytes);
+int cudaFree(void* pointer);
+int cudaMallocAsync(void** pointer, size_t bytes, void* stream);
+int cudaFreeAsync(void* pointer, void* stream);
+int cudaIpcGetMemHandle(void* handle, void* pointer);
+int cudaGetDevice(int* device);
+int cudaSetDevice(int device);
+int cudaStreamIsCapturing(void* stream, int* status);
+int cudaStreamSynchronize(void* stream);
+int cudaThreadExchangeStreamCaptureMode(int* mode);
+}

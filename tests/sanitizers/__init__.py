@@ -1,0 +1,1 @@
+"""The native libraries under sanitizers: `make sanitize`."""

@@ -1,0 +1,107 @@
+"""`make sanitize`: the core, the hooks and the simulator under sanitizers.
+
+Addresses, undefined behaviour and leaks in one build, data races in another. In both: the stress of
+tests/native/stress and the native test programs; in the first also tests of the Python package.
+Exits with 1 when anything was reported, or did not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from faults.__main__ import RESULTS, commit
+
+from build_support.variants import ASAN, TSAN
+from sanitizers import checks
+from sanitizers.builds import Build
+from sanitizers.checks import Outcome, Place
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make sanitize", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=6, metavar="N", help="stresses of each build")
+    parser.add_argument("--first-seed", type=int, default=1, metavar="N")
+    parser.add_argument("--operations", type=int, default=400, metavar="N", help="of each thread")
+    parser.add_argument("--only", choices=["stress", "units", "suite"], help="a part of what runs")
+    parser.add_argument("--write", action="store_true", help=f"figures into {RESULTS.name}")
+    return parser.parse_args()
+
+
+def write(key: str, figures: dict[str, object]) -> None:
+    """Puts figures beside what others have put into the file."""
+    held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    held[key] = {
+        **figures,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": {"cpus": len(os.sched_getaffinity(0))},
+    }
+    RESULTS.write_text(json.dumps(held, indent=2) + "\n")
+
+
+def planned(asked: argparse.Namespace, place: Place) -> list[Callable[[], Outcome]]:
+    """What is to run, in its order; builds what it needs."""
+    plan: list[Callable[[], Outcome]] = []
+    for variant in (ASAN, TSAN):
+        built = Build(variant)
+        leaks = variant is ASAN and checks.leaks_are_found(place, built)
+        if variant is ASAN and not leaks:
+            print("leaks are not looked for: the leak sanitizer needs ptrace, which is forbidden")
+        for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
+            if asked.only in (None, "stress"):
+                plan.append(
+                    lambda b=built, s=seed, leaks=leaks: checks.stress(
+                        place, b, s, asked.operations, leaks
+                    )
+                )
+        if asked.only in (None, "units"):
+            plan.append(lambda b=built: checks.units(place, b))
+        if asked.only in (None, "suite") and variant is ASAN:
+            plan.append(lambda b=built: checks.suite(place, b))
+    return plan
+
+
+def main() -> int:
+    asked = arguments()
+    start = time.monotonic()
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="memsaver-sanitize-") as folder:
+        for check in planned(asked, Place(Path(folder))):
+            began = time.monotonic()
+            outcome = check()
+            outcomes.append(outcome)
+            figures = ", ".join(f"{count} {what}" for what, count in outcome.figures.items())
+            seconds = time.monotonic() - began
+            print(f"{outcome.name}: {figures}, {outcome.failed} failed ({seconds:.0f} s)")
+            if outcome.failed:
+                print(outcome.text)
+            sys.stdout.flush()
+    passed = sum(outcome.passed for outcome in outcomes)
+    failed = sum(outcome.failed for outcome in outcomes)
+    if asked.write:
+        sums = {
+            what: sum(outcome.figures.get(what, 0) for outcome in outcomes)
+            for what in ("operations", "tests")
+        }
+        figures_of_all: dict[str, object] = {
+            "stresses": sum("operations" in outcome.figures for outcome in outcomes),
+            **sums,
+            "passed": passed,
+            "failed": failed,
+            "seconds": round(time.monotonic() - start, 1),
+        }
+        write("sanitizers", figures_of_all)
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""What runs under the sanitizers, and what came of it.
+
+A sanitizer writes what it finds into files of a folder of the check's own, whatever process it is
+in: a check passes when its program does and there is no such file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sanitizers.builds import ROOT, Build
+
+LIMIT_SECONDS = 600
+THREADS = 6
+MEMORY = "128MiB"  # of each device: little enough that some allocations and resumes are refused
+
+# Those of the C ABI, by what they go through: transfers, stores, files, hooks, failures.
+SUITE = [
+    "test_transitions.py",
+    "test_swap.py",
+    "test_backup_stores.py",
+    "test_kept_backups.py",
+    "test_regions.py",
+    "test_async.py",
+    "test_failures.py",
+]
+# Programs of tests/native, which these compile with the compiler that CXX names.
+UNITS = ["test_leaf_units.py", "test_fingerprint.py::test_the_unit"]
+
+OPTIONS = {
+    "ASAN_OPTIONS": "halt_on_error=1:detect_stack_use_after_return=1:strict_string_checks=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+    "TSAN_OPTIONS": "second_deadlock_stack=1:history_size=4",
+}
+
+
+@dataclass
+class Outcome:
+    """What came of one check."""
+
+    name: str
+    passed: int
+    failed: int
+    text: str  # what to show of a failure
+    figures: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Place:
+    """Where checks run: a folder for reports and backups' files."""
+
+    folder: Path
+
+    def environment(self, name: str, **more: str) -> dict[str, str]:
+        (self.folder / "disk").mkdir(exist_ok=True)
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
+        for variable, options in OPTIONS.items():
+            extra = more.pop(variable, "")
+            kept[variable] = f"{options}:{extra}:log_path={self.folder / name}.report"
+        return {**kept, **more}
+
+    def reports(self, name: str) -> str:
+        found = sorted(self.folder.glob(f"{name}.report*"))
+        return "\n".join(path.read_text(errors="replace")[:6000] for path in found)
+
+
+def run(command: list[str], env: dict[str, str], cwd: Path) -> tuple[int, str]:
+    try:
+        done = subprocess.run(
+            command, env=env, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_SECONDS
+        )
+    except subprocess.TimeoutExpired as late:
+        said = (late.stdout or b"")[-3000:].decode(errors="replace")
+        return 1, f"not done in {LIMIT_SECONDS} s\n{said}"
+    return done.returncode, done.stdout + done.stderr
+
+
+def stress(place: Place, built: Build, seed: int, operations: int, leaks: bool) -> Outcome:
+    """Threads that do everything at once, and check every byte."""
+    name = f"{built.variant.name}-stress-{seed}"
+    env = place.environment(
+        name,
+        ASAN_OPTIONS=f"detect_leaks={int(leaks)}",
+        MEMSAVER_DRIVER="sim",
+        MEMSAVER_SIM_DEVICES="2",
+        MEMSAVER_SIM_MEMORY=MEMORY,
+        MEMSAVER_DISK_DIR=str(place.folder / "disk"),
+    )
+    command = [str(built.stress()), str(seed), str(operations), str(THREADS)]
+    status, said = run(command, env, place.folder)
+    reports = place.reports(name)
+    done = re.match(r"(\d+) operations", said)
+    fine = status == 0 and not reports and done is not None
+    figures = {"operations": int(done[1]) if done else 0}
+    return Outcome(name, int(fine), int(not fine), f"{said}\n{reports}", figures)
+
+
+def leaks_are_found(place: Place, built: Build) -> bool:
+    """Whether the leak sanitizer works here: it needs ptrace, which a container may forbid."""
+    outcome = stress(place, built, 0, 0, leaks=True)
+    return "LeakSanitizer has encountered a fatal error" not in outcome.text
+
+
+def suite(place: Place, built: Build) -> Outcome:
+    """Tests of the Python package over the sanitized libraries."""
+    env = place.environment(
+        "suite",
+        ASAN_OPTIONS="detect_leaks=0",  # the interpreter's own
+        LD_PRELOAD=built.runtimes(),
+        PYTHONDONTWRITEBYTECODE="1",
+    )
+    return pytest_run(place, "suite", SUITE, env, built.site(), "-n", "2", "--dist", "loadfile")
+
+
+def units(place: Place, built: Build) -> Outcome:
+    """The native test programs, themselves sanitized; Python only starts them."""
+    name = f"{built.variant.name}-units"
+    env = place.environment(name, CXX=built.compiler, PYTHONDONTWRITEBYTECODE="1")
+    return pytest_run(place, name, UNITS, env, ROOT)
+
+
+def pytest_run(
+    place: Place, name: str, tests: list[str], env: dict[str, str], cwd: Path, *options: str
+) -> Outcome:
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+    command += ["--timeout", "300", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+    command += [*options, *(str(ROOT / "tests" / test) for test in tests)]
+    status, said = run(command, env, cwd)
+    reports = place.reports(name)
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error)", said)}
+    passed = counts.get("passed", 0)
+    failed = counts.get("failed", 0) + counts.get("error", 0)
+    if not failed and (status != 0 or reports or not passed):
+        failed = 1
+    return Outcome(name, passed, failed, f"{said[-6000:]}\n{reports}", {"tests": passed})
