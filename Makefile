@@ -47,6 +47,10 @@ faults: $(VENV)/.installed-test build  ## Fail the calls to the driver and the s
 sanitize: $(VENV)/.installed-test  ## Run the native code under sanitizers (ARGS to choose)
 	@PYTHONPATH=tests $(BIN)/python -m sanitizers $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(VENV)/.installed-fuzz  ## Fuzz the C ABI and the options (ARGS="--seconds 600" for longer)
+	@PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.installed-lint  ## Check style and types, changing nothing
 	$(BIN)/ruff check .
@@ -99,6 +103,10 @@ $(VENV)/.installed: $(VENV)/.requirements $(BUILD_FILES)
 
 $(VENV)/.installed-test: $(VENV)/.requirements $(BUILD_FILES)
 	$(EDITABLE) ".[$$(cat $(VENV)/test-extra)]"
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-fuzz: $(VENV)/.requirements $(BUILD_FILES)
+	$(EDITABLE) ".[fuzz]"
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-lint: $(VENV)/.requirements $(BUILD_FILES)

@@ -1,4 +1,4 @@
-"""Builds of the native artefacts for tests: with sanitizers."""
+"""Builds of the native artefacts for tests: with sanitizers, and for a fuzzer."""
 
 from build_support.native import Variant
 
@@ -15,3 +15,12 @@ _TSAN = ["-fsanitize=thread"]
 
 ASAN = Variant("asan", [*_SANITIZED, *_ASAN], _ASAN, shared_runtime=True)
 TSAN = Variant("tsan", [*_SANITIZED, *_TSAN], _TSAN, shared_runtime=True)
+
+# The core with its coverage told to libFuzzer, by tests/native/fuzz/coverage.cpp.
+FUZZ = Variant(
+    "fuzz",
+    [*ASAN.cxxflags, "-fsanitize-coverage=trace-pc,trace-cmp"],
+    ASAN.ldflags,
+    shared_runtime=True,
+    sources={"libmemsaver": ["tests/native/fuzz/coverage.cpp"]},
+)

@@ -1,0 +1,134 @@
+"""`make fuzz`: hostile calls of the C ABI, and hostile options, guided by the core's coverage.
+
+Both targets run under the address and undefined-behaviour sanitizers, for a bounded time. They
+start from tests/fuzz/corpus; inputs that once failed lie there too. Exits with 1 when an input
+fails; it is kept, and the way to run it alone is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from sanitizers.__main__ import write
+
+from fuzz import builds
+from fuzz.builds import ROOT, TARGETS
+
+CORPUS = ROOT / "tests" / "fuzz" / "corpus"
+FAILED = ROOT / "build" / "fuzz-failed"
+LONGEST = 400  # bytes of an input
+MEMORY = "64MiB"  # of each device
+
+
+@dataclass
+class Found:
+    """What a target came to."""
+
+    runs: int
+    first: tuple[int, int]  # blocks covered and features, of the corpus that it began with
+    last: tuple[int, int]
+    failed: list[Path]
+    text: str
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=int, default=60, metavar="N", help="of both targets")
+    parser.add_argument("--target", choices=TARGETS, help="one alone")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="run one input of the target")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="put a corpus's growth there")
+    parser.add_argument("--write", action="store_true", help="figures into reliability.json")
+    asked = parser.parse_args()
+    if asked.input and not asked.target:
+        parser.error("--input needs --target")
+    return asked
+
+
+def environment(folder: Path) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
+    return {
+        **kept,
+        "MEMSAVER_DRIVER": "sim",
+        "MEMSAVER_SIM_DEVICES": "2",
+        "MEMSAVER_SIM_MEMORY": MEMORY,
+        "TMPDIR": str(folder),  # for backups on disk
+        "ASAN_OPTIONS": "detect_leaks=0",  # of one input: the targets check what is left instead
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+
+
+def covered(text: str, event: str) -> tuple[int, int]:
+    """Blocks and features at libFuzzer's first or last line of this kind."""
+    found = re.findall(rf"^#\d+\s+(?:{event})\s+cov: (\d+) ft: (\d+)", text, re.MULTILINE)
+    return (int(found[-1][0]), int(found[-1][1])) if found else (0, 0)
+
+
+def fuzz(program: Path, target: str, seconds: int, folder: Path, corpus: Path) -> Found:
+    FAILED.mkdir(parents=True, exist_ok=True)
+    before = set(FAILED.iterdir())
+    command = [
+        *[str(program), f"-max_total_time={seconds}", f"-max_len={LONGEST}", "-timeout=20"],
+        *["-rss_limit_mb=4096", f"-artifact_prefix={FAILED}/{target}-"],
+        *[str(corpus), str(CORPUS / target)],
+    ]
+    done = subprocess.run(command, env=environment(folder), capture_output=True, cwd=folder)
+    text = done.stderr.decode(errors="replace")
+    runs = re.findall(r"^#(\d+)\s", text, re.MULTILINE)
+    failed = sorted(set(FAILED.iterdir()) - before)
+    if done.returncode and not failed:
+        failed = [Path("unknown")]
+    return Found(
+        int(runs[-1]) if runs else 0, covered(text, "INITED"), covered(text, r"\w+"), failed, text
+    )
+
+
+def main() -> int:
+    asked = arguments()
+    folder = builds.core()
+    targets = [asked.target] if asked.target else list(TARGETS)
+    programs = {target: builds.program(folder, target) for target in targets}
+    failures = 0
+    figures: dict[str, object] = {"seconds": asked.seconds}
+    with tempfile.TemporaryDirectory(prefix="memsaver-fuzz-") as name:
+        place = Path(name)
+        if asked.input:
+            command = [str(programs[asked.target]), str(asked.input.resolve())]
+            return subprocess.run(command, env=environment(place), cwd=place).returncode
+        for target in targets:
+            corpus = asked.keep / target if asked.keep else place / target
+            corpus.mkdir(parents=True, exist_ok=True)
+            seconds = max(asked.seconds // len(targets), 1)
+            found = fuzz(programs[target], target, seconds, place, corpus)
+            print(
+                f"{target}: {found.runs} inputs in {seconds} s; blocks covered: "
+                f"{found.first[0]} -> {found.last[0]}, features: {found.first[1]} -> "
+                f"{found.last[1]}; {len(found.failed)} failed"
+            )
+            for path in found.failed:
+                print(found.text[-8000:])
+                print(f'alone: make fuzz ARGS="--target {target} --input {path}"')
+            sys.stdout.flush()
+            failures += len(found.failed) or (found.runs == 0)
+            figures[target] = {
+                "inputs": found.runs,
+                "blocks_before": found.first[0],
+                "blocks": found.last[0],
+                "features_before": found.first[1],
+                "features": found.last[1],
+                "failed": len(found.failed),
+            }
+    if asked.write:
+        write("fuzz", figures)
+    print(f"{len(targets) - failures} passed, {failures} failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+// The program of a target, which lies in a library of its own: libFuzzer and nothing else.
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t count);
+int LLVMFuzzerRunDriver(int* count, char*** arguments, int (*test)(const uint8_t*, size_t));
+}
+
+int main(int count, char** arguments) {
+  return LLVMFuzzerRunDriver(&count, &arguments, &LLVMFuzzerTestOneInput);
+}

@@ -1,0 +1,72 @@
+// Target: the environment's options, as the core reads them, and those of the simulated driver. The
+// sources are taken in whole, so that what was read can be forgotten again.
+#include "../../../csrc/core/options.cpp"
+
+#include <cstdint>
+
+#include "../../../csrc/sim/settings.cpp"
+#include "input.h"
+
+namespace {
+
+constexpr const char* kSimulator[] = {"MEMSAVER_SIM_DEVICES", "MEMSAVER_SIM_MEMORY",
+                                      "MEMSAVER_SIM_FAULTS"};
+
+void forget() {
+  for (memsaver::Entry& entry : memsaver::table) {
+    unsetenv(entry.env);
+    entry.known.store(false);
+  }
+  for (const char* name : kSimulator) unsetenv(name);
+}
+
+// Text of an option that was understood must be understood again, and mean the same.
+void check_round_trip() {
+  for (const std::string& name : memsaver::option_names()) {
+    const std::string text = memsaver::option_text(name);
+    memsaver::set_option(name, text);
+    fuzz::require(memsaver::option_text(name) == text, "an option's text means itself");
+  }
+  for (const memsaver::Entry& entry : memsaver::table) {
+    if (entry.kind == memsaver::OptionKind::kPath) continue;
+    fuzz::require(entry.number >= entry.least && entry.number <= entry.greatest,
+                  "an option is within its bounds");
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t count) {
+  fuzz::Input input(bytes, count);
+  forget();
+  while (!input.empty()) {
+    const size_t which = input.below(std::size(memsaver::table) + std::size(kSimulator));
+    const char* const name = which < std::size(memsaver::table)
+                                 ? memsaver::table[which].env
+                                 : kSimulator[which - std::size(memsaver::table)];
+    setenv(name, input.text(40).c_str(), 1);
+  }
+  try {
+    memsaver::check_options();
+    check_round_trip();
+  } catch (const memsaver::Error& error) {
+    fuzz::require(error.status == memsaver::Status::kBadConfig && !error.message.empty(),
+                  "what cannot be understood is a bad configuration");
+  }
+  memsaver::sim::Settings settings;
+  if (memsaver::sim::read_settings(&settings)) {
+    fuzz::require(settings.devices >= 0 && settings.devices <= SIM_MAX_DEVICES &&
+                      settings.memory_bytes > 0 && settings.memory_bytes % (2 << 20) == 0,
+                  "the simulated machine makes sense");
+  }
+  // By name: any name, any text.
+  fuzz::Input again(bytes, count);
+  try {
+    const std::string name = again.text(16);
+    memsaver::set_option(name, again.text(40));
+    memsaver::option_text(name);
+  } catch (const memsaver::Error& error) {
+    fuzz::require(error.status == memsaver::Status::kBadConfig, "an unknown name says so");
+  }
+  return 0;
+}
