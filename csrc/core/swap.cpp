@@ -20,6 +20,10 @@ using Clock = std::chrono::steady_clock;
 // How far ahead of the page that is handed over copies are queued: two pages of share_bytes.
 constexpr size_t kAhead = 2;
 
+constexpr const char* kNotUndone =
+    "; and this could not be undone: the tags that were to go out are paused, with all their bytes "
+    "in their backups or in pages that are kept; resume them";
+
 // What happens on one device.
 struct Side {
   std::vector<Step*> out, into;
@@ -336,11 +340,7 @@ void Swap::exchange_all(bool beyond) {
     Error failure(Status::kOutOfHostMemory, kNoMemory);
     if (!unmap_all(out_, &failure, &clean)) throw failure;
   } catch (Error& error) {
-    if (!give_up()) {
-      error.message +=
-          "; and this could not be undone: the tags that were to go out are paused, with all their "
-          "bytes in their backups or in pages that are kept; resume them";
-    }
+    if (!give_up()) error.message += kNotUndone;
     throw;
   } catch (...) {
     give_up();
@@ -377,11 +377,13 @@ std::vector<Change> Swap::execute() {
           !short_of_) {
         throw;
       }
-      throw Registry::instance()
-          .shortage("swapping in " + format_names(names_of(coming_.tags())) +
-                        ", beside the pages that fit,",
-                    *short_of_, missing_bytes_)
-          .with_tag(again.tag);
+      Error shortage = Registry::instance()
+                           .shortage("swapping in " + format_names(names_of(coming_.tags())) +
+                                         ", beside the pages that fit,",
+                                     *short_of_, missing_bytes_)
+                           .with_tag(again.tag);
+      if (going_.is_committed()) shortage.message += kNotUndone;
+      throw shortage;
     }
   }
 
