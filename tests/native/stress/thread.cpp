@@ -1,6 +1,7 @@
 #include "thread.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <shared_mutex>
 
 #include "streams.h"
@@ -40,7 +41,8 @@ const char* Thread::name_of(size_t kind) {
 
 void World::fail(const std::string& what) {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (failure.empty()) failure = what;
+  // At once: what follows from it may end the process.
+  if (!stop) std::fprintf(stderr, "%s\n", what.c_str());
   stop = true;
 }
 

@@ -24,7 +24,6 @@ struct World {
 
   std::mutex mutex;
   std::deque<Block> given;
-  std::string failure;  // the first one
 
   std::atomic<bool> stop{false};
   std::atomic<uint64_t> done[16] = {};  // operations by kind
