@@ -377,6 +377,30 @@ def test_a_kernel_that_cannot_be_loaded(run_python):
     )
 
 
+def test_ranges_that_reach_beyond_everything_are_refused(run_python):
+    """What the fuzzer found: the excesses of two ranges added up to nothing."""
+    run_python(
+        """
+        import resource
+        import memsaver
+        from conftest import Block, Simulator
+        from memsaver.native import _C
+
+        sim = Simulator()
+        sim.start(0)
+        with memsaver.region("tag"):
+            block = Block(sim, 4096, 1)
+        resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
+        try:
+            _C.fingerprint(2 * [(block.address, 4096 + (1 << 63))])
+            raise AssertionError("it did not fail")
+        except memsaver.InvalidStateError as error:
+            assert "no live allocation" in str(error), error
+        assert len(_C.fingerprint(2 * [(block.address, 4096)])) == 2 * 32
+        """
+    )
+
+
 # --- the unit, as those above it use it -----------------------------------------------------------
 
 

@@ -50,7 +50,10 @@ void require_live(const Pool& pool, const std::vector<Range>& ranges) {
         .with_tag(pool.tag.name);
   }
   uint64_t outside = 0;
-  for (const Range& range : ranges) outside += range.bytes - total(pool.heap.live_within(range));
+  for (const Range& range : ranges) {
+    const uint64_t more = range.bytes - total(pool.heap.live_within(range));
+    outside += std::min(more, UINT64_MAX - outside);
+  }
   if (outside != 0) {
     throw Error(Status::kInvalidState, format_bytes(outside) +
                                            " of the memory to fingerprint are in no live "
