@@ -1,0 +1,150 @@
+"""All ranks or none, with a GPU for each of two ranks: memory, contents and a resume without room.
+
+Each rank looks at both GPUs, as the other process sees them: what a call promises of all ranks
+holds when it returns on any.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import memsaver
+
+RANK = """
+import datetime, os, sys
+import torch
+import torch.distributed as dist
+import memsaver
+import memsaver.distributed as md
+
+GIB = 1 << 30
+RANK, BACKEND = int(os.environ["RANK"]), sys.argv[1]
+torch.cuda.set_device(RANK)
+dist.init_process_group(BACKEND, timeout=datetime.timedelta(seconds=60))
+# Each rank holds another size, so that one is done before the other.
+SIZES = {0: (2 * GIB, 4 * GIB), 1: (6 * GIB, 40 * GIB)}
+
+
+def free():
+    return [torch.cuda.mem_get_info(device)[0] for device in range(2)]
+
+
+def grown(before):
+    return [now - then for now, then in zip(free(), before)]
+
+
+def given_back(amounts, tags):
+    sizes = [sum(size for tag, size in zip(("weights", "kv_cache"), SIZES[d]) if tag in tags)
+             for d in range(2)]
+    assert all(amount >= 0.98 * size for amount, size in zip(amounts, sizes)), (amounts, sizes)
+
+
+def together(value):
+    everyones = [None, None]
+    dist.all_gather_object(everyones, value)
+    return everyones
+
+
+weights_bytes, kv_bytes = SIZES[RANK]
+with memsaver.region("weights", backup="host"):
+    weights = torch.randint(-128, 128, (weights_bytes,), dtype=torch.int8, device="cuda")
+with memsaver.region("kv_cache"):
+    kv = torch.full((kv_bytes,), 7, dtype=torch.int8, device="cuda")
+before = memsaver.fingerprint(weights)
+addresses = weights.data_ptr(), kv.data_ptr()
+free()  # starts this process's context on the other GPU
+dist.barrier()
+
+mapped = free()
+dist.barrier()
+report = md.pause("weights", "kv_cache")
+given_back(grown(mapped), {"weights", "kv_cache"})
+dist.barrier()
+asleep = free()
+
+# A trainer on the second GPU leaves no room there: nobody wakes up.
+filler = torch.empty(asleep[1] - 20 * GIB, dtype=torch.int8, device="cuda") if RANK == 1 else None
+dist.barrier()
+full = free()
+dist.barrier()
+try:
+    md.resume("weights", "kv_cache")
+except md.RankError as error:
+    assert list(error.failures) == [1] and not error.stuck, error
+    assert error.failures[1].kind == "OutOfDeviceMemoryError", error
+    texts = together(str(error))
+    assert texts[0] == texts[1] and "rank 1" in texts[0], texts
+else:
+    raise AssertionError("there was no room on rank 1")
+assert [str(memsaver.state(tag)) for tag in ("weights", "kv_cache")] == ["paused", "paused"]
+assert all(abs(amount) <= 64 << 20 for amount in grown(full)), grown(full)
+dist.barrier()
+
+# In two stages, once there is room.
+del filler
+torch.cuda.empty_cache()
+dist.barrier()
+md.resume("weights")
+assert memsaver.fingerprint(weights) == before
+assert str(memsaver.state("kv_cache")) == "paused"
+md.resume("kv_cache")
+assert (weights.data_ptr(), kv.data_ptr()) == addresses
+assert not kv.any(), "what had no backup comes back as zeros"
+dist.barrier()
+
+mapped = free()
+dist.barrier()
+with md.paused("weights"):
+    given_back(grown(mapped), {"weights"})
+    dist.barrier()
+assert memsaver.fingerprint(weights) == before
+if "nccl" in BACKEND:  # over memory that was paused
+    total = weights[:1024].to(torch.int32)
+    dist.all_reduce(total)
+    parts = together(weights[:1024].cpu())
+    assert torch.equal(total.cpu(), sum(part.to(torch.int32) for part in parts))
+dist.barrier()
+print("held", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("backend", ["nccl", "gloo", "cpu:gloo,cuda:nccl"])
+def test_all_ranks_or_none(backend: str, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(RANK))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MEMSAVER_")}
+    root = str(Path(memsaver.__file__).resolve().parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), backend],
+            env={**env, "RANK": str(rank), "WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = []
+    try:
+        said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    assert all("held" in text for text in said), "\n".join(said)
