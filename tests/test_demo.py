@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import memsaver
-from memsaver import demo
+from memsaver.cli import demo
 
 
 @pytest.fixture

@@ -136,6 +136,7 @@ def test_public_header_needs_nothing():
 # Packages of ours: where they lie, and which of ours a module of theirs may import beside them.
 PACKAGES = {
     "memsaver": ("memsaver", set()),
+    "memsaver.cli": ("memsaver/cli", {"memsaver", "memsaver.integrations.sglang"}),
     "memsaver.distributed": ("memsaver/distributed", {"memsaver"}),
     "memsaver.integrations.sglang": ("integrations/sglang", {"memsaver"}),
     "torch_memory_saver": (
@@ -157,6 +158,8 @@ def modules():
 
 def name_of(path):
     """The name that a module of ours is imported by."""
+    if path == ROOT / "memsaver" / "__main__.py":
+        return "memsaver.cli.__main__"  # `python -m memsaver` is the command line
     for package, (folder, _) in sorted(PACKAGES.items(), key=lambda row: -len(row[1][0])):
         if path.is_relative_to(ROOT / folder):
             return ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts])

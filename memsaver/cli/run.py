@@ -1,4 +1,4 @@
-"""The command line: `memsaver run` and `memsaver demo`."""
+"""`memsaver run`: a command whose CUDA allocations go through memsaver."""
 
 from __future__ import annotations
 
@@ -10,49 +10,19 @@ from typing import Annotated, NoReturn
 
 import typer
 
-import memsaver
-from memsaver.errors import ConfigError, MemsaverError, NotLoadedError
+from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.preload import preload_env
 
-__all__ = ["app", "main"]
+__all__ = ["command"]
 
 # Exit statuses as a shell gives them.
 _USAGE = 2
 _NOT_EXECUTABLE = 126
 _NOT_FOUND = 127
 
-app = typer.Typer(
-    name="memsaver",
-    help="Give GPU memory back without losing its addresses.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"memsaver {memsaver.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
-        ),
-    ] = False,
-) -> None:
-    pass
-
-
-# Options end at the first word that is not one, so that the command keeps its own.
-@app.command(context_settings={"allow_interspersed_args": False})
-def run(
-    command: Annotated[
+def command(
+    words: Annotated[
         list[str] | None,
         typer.Argument(metavar="COMMAND", help="What to run, after `--`.", show_default=False),
     ] = None,
@@ -81,7 +51,7 @@ def run(
 
     The command replaces this process: its signals and its exit status are its own.
     """
-    if not command or not command[0]:
+    if not words or not words[0]:
         _fail(
             "there is no command to run; put it after `--`, as in "
             "`memsaver run --tag trainer -- python train.py`"
@@ -90,34 +60,17 @@ def run(
         added = preload_env(tag, backup)
     except (ConfigError, NotLoadedError) as error:
         _fail(str(error))
-    _execute(command, {**os.environ, **added})
+    _execute(words, {**os.environ, **added})
 
 
-@app.command()
-def demo() -> None:
-    """Show the main job: pause, lend the memory, resume in two stages, with every claim checked.
-
-    On the GPU where there is one and a torch for it, else on the simulated driver.
-    """
-    from rich.console import Console
-
-    from memsaver.demo import run as run_demo
-
-    try:
-        raise typer.Exit(run_demo(Console()))
-    except MemsaverError as error:
-        typer.echo(f"memsaver demo: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-def _execute(command: list[str], environment: dict[str, str]) -> NoReturn:
-    name = command[0]
+def _execute(words: list[str], environment: dict[str, str]) -> NoReturn:
+    name = words[0]
     sys.stdout.flush()
     sys.stderr.flush()
     # Python ignores these, and what is ignored stays so in the program that follows.
     ours = {number: signal.signal(number, signal.SIG_DFL) for number in _IGNORED_BY_PYTHON}
     try:
-        os.execvpe(name, command, environment)
+        os.execvpe(name, words, environment)
     except OSError as error:
         failure = error
     for number, handler in ours.items():
@@ -141,8 +94,3 @@ _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 def _fail(message: str, status: int = _USAGE) -> NoReturn:
     typer.echo(f"memsaver run: {message}", err=True)
     raise typer.Exit(status)
-
-
-def main() -> None:
-    """The console script."""
-    app(prog_name="memsaver")

@@ -15,19 +15,38 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import rich.box
-from rich.console import Console
-from rich.table import Table
+import typer
 
 import memsaver
+from memsaver.errors import MemsaverError
 from memsaver.native import _C
 from memsaver.torch_mode import torch_pools
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["command", "run"]
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
 MIB = 1 << 20
 GIB = 1 << 30
+
+
+def command() -> None:
+    """Show the main job: pause, lend the memory, resume in two stages, with every claim checked.
+
+    On the GPU where there is one and a torch for it, else on the simulated driver.
+    """
+    from rich.console import Console
+
+    try:
+        raise typer.Exit(run(Console()))
+    except MemsaverError as error:
+        typer.echo(f"memsaver demo: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 class Workload(Protocol):
@@ -228,6 +247,9 @@ def choose_workload() -> Workload:
 
 def run(console: Console) -> int:
     """Run the demo and print it; the exit status: 0 if every check held, else 1."""
+    import rich.box
+    from rich.table import Table
+
     work = choose_workload()
     console.print(f"[bold]memsaver {memsaver.__version__}[/] on {work.title}\n{work.limits}\n")
     table = Table(

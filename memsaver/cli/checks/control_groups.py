@@ -1,0 +1,69 @@
+"""The memory limits of this process's control groups, for showing them.
+
+The library has its own account of them, by which backups are refused; this names the files.
+"""
+
+from __future__ import annotations
+
+from memsaver.cli.checks.system import read_system_file
+
+__all__ = ["memory_limits"]
+
+_UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 for none
+
+
+def memory_limits() -> list[tuple[str, int]]:
+    """Each limit's file and its bytes: of the process's own groups and of all above them."""
+    limits = []
+    for folder, files in _groups():
+        for name in files:
+            text = read_system_file(f"{folder}/{name}") or ""
+            if text.isdigit() and int(text) < _UNLIMITED:
+                limits.append((f"{folder}/{name}", int(text)))
+    return limits
+
+
+def _groups() -> list[tuple[str, tuple[str, ...]]]:
+    """The folders of the groups, own first, and the files of limits in them."""
+    found = []
+    mounts = _mounts()
+    for line in (read_system_file("/proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        unified = not controllers
+        if not unified and "memory" not in controllers.split(","):
+            continue
+        for root, point in mounts[unified]:
+            # A container may show a path of its host, which is not to be found in it: then only
+            # what is mounted can be looked at.
+            inside = _below(root, group)
+            for level in _levels(inside):
+                files = ("memory.max", "memory.high") if unified else ("memory.limit_in_bytes",)
+                found.append((point.rstrip("/") + level, files))
+    return list(dict.fromkeys(found))
+
+
+def _below(root: str, group: str) -> str:
+    if root == "/":
+        return "" if group == "/" else group
+    return group[len(root) :] if group == root or group.startswith(f"{root}/") else ""
+
+
+def _levels(path: str) -> list[str]:
+    """The path and all above it, down to "", the mount point."""
+    parts = [part for part in path.split("/") if part and part != ".."]
+    return ["".join(f"/{part}" for part in parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _mounts() -> dict[bool, list[tuple[str, str]]]:
+    """Root and mount point of the mounted hierarchies: version 2 (True), version 1's memory."""
+    mounts: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
+    for line in (read_system_file("/proc/self/mountinfo") or "").splitlines():
+        before, dash, after = line.partition(" - ")
+        fields, kinds = before.split(), after.split()
+        if not dash or len(fields) < 5 or len(kinds) < 3:
+            continue
+        unified = kinds[0] == "cgroup2"
+        if unified or (kinds[0] == "cgroup" and "memory" in kinds[2].split(",")):
+            mounts[unified].append((fields[3], fields[4]))
+    return mounts

@@ -1,0 +1,134 @@
+"""The directory of backups on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+
+from memsaver.cli.checks.findings import Finding, bad, good, warned
+from memsaver.cli.checks.system import read_system_file
+from memsaver.cli.sizes import format_bytes
+from memsaver.errors import ConfigError
+from memsaver.native import _C
+
+__all__ = ["check_disk"]
+
+LITTLE = 4 << 30  # disk space that no model's weights fit into
+PAGE = 4096  # what a direct transfer is aligned to
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def check_disk() -> list[Finding]:
+    """Whether the directory can hold backups, privately and past the page cache, and how many."""
+    try:
+        asked = _C.option("disk_dir")
+    except ConfigError as error:
+        advice = "set MEMSAVER_DISK_DIR to a directory that can be written to"
+        return [bad("disk_dir", str(error), advice, directory=os.environ.get("MEMSAVER_DISK_DIR"))]
+    directory = asked or _default_directory()
+    kind = _file_system(directory)
+    data = {"directory": directory, "file_system": kind, "is_default": not asked}
+    text = f"{directory}{'' if asked else ' (the default)'}, {kind or 'unknown file system'}"
+    try:
+        facts = os.statvfs(directory)
+        with _private_file(directory) as (file, unnamed):
+            direct = _is_direct(file)
+    except OSError as error:
+        advice = "set MEMSAVER_DISK_DIR to a directory that can be written to"
+        return [bad("disk_dir", f"{text}: {error.strerror}", advice, **data)]
+    free = facts.f_bavail * facts.f_frsize
+    if kind in _IN_MEMORY:
+        advice = "backups there are held in memory: set MEMSAVER_DISK_DIR to a disk"
+        first = warned("disk_dir", text, advice, **data)
+    else:
+        first = good("disk_dir", text, **data)
+    return [first, _privacy(unnamed), _direct(direct), _space(free)]
+
+
+def _privacy(unnamed: bool) -> Finding:
+    name = "disk_dir privacy"
+    if unnamed:
+        return good(name, "files without a name, for their owner only", unnamed=True)
+    return warned(
+        name,
+        "files have a name for a moment, as the file system cannot make them without",
+        "set MEMSAVER_DISK_DIR to a local file system (ext4, xfs, btrfs)",
+        unnamed=False,
+    )
+
+
+def _direct(direct: bool) -> Finding:
+    name = "disk_dir direct I/O"
+    if direct:
+        return good(name, "works: backups bypass the page cache", direct=True)
+    return warned(
+        name,
+        "does not work here: backups go through the page cache, and more slowly",
+        "set MEMSAVER_DISK_DIR to a local disk's file system (ext4, xfs)",
+        direct=False,
+    )
+
+
+def _space(free: int) -> Finding:
+    text = f"{format_bytes(free)} free"
+    if free < LITTLE:
+        advice = "free disk space there, or set MEMSAVER_DISK_DIR to a larger disk"
+        return warned("disk_dir space", text, advice, free_bytes=free)
+    return good("disk_dir space", text, free_bytes=free)
+
+
+def _default_directory() -> str:
+    """As the library chooses where disk_dir is empty."""
+    for candidate in (os.environ.get("TMPDIR", ""), "/var/tmp"):
+        if os.path.isdir(candidate) and os.access(candidate, os.W_OK | os.X_OK):
+            return candidate
+    return "/tmp"
+
+
+@contextlib.contextmanager
+def _private_file(directory: str) -> Iterator[tuple[int, bool]]:
+    """A file as backups have, and whether it never had a name. Nothing of it is left."""
+    unnamed = True
+    try:
+        flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+        file = os.open(directory, flags, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        file, path = tempfile.mkstemp(dir=directory, prefix=".memsaver-")
+        os.unlink(path)
+        unnamed = False
+    try:
+        yield file, unnamed
+    finally:
+        os.close(file)
+
+
+def _is_direct(file: int) -> bool:
+    """Whether a page can be written and read past the page cache."""
+    with contextlib.closing(mmap.mmap(-1, PAGE)) as page:
+        try:
+            fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+            return os.pwritev(file, [page], 0) == PAGE and os.preadv(file, [page], 0) == PAGE
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+
+
+def _file_system(directory: str) -> str | None:
+    """The kind of the file system that a directory is on, such as "ext4"."""
+    path, best, kind = os.path.realpath(directory), -1, None
+    for line in (read_system_file("/proc/self/mountinfo") or "").splitlines():
+        before, _, after = line.partition(" - ")
+        point = before.split()[4] if len(before.split()) > 4 else ""
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if point and inside and len(point) >= best:
+            best, kind = len(point), after.split()[0]
+    return kind

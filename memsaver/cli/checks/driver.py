@@ -1,0 +1,170 @@
+"""The driver, and the devices that it offers. Starts no CUDA context: attributes need none."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from memsaver.bare_driver import BareDriver
+from memsaver.cli.checks.findings import Finding, bad, good, warned
+from memsaver.cli.checks.system import read_system_file
+from memsaver.cli.sizes import format_bytes
+from memsaver.errors import MemsaverError
+
+__all__ = ["check_devices", "check_driver"]
+
+OLDEST = 525  # whose CUDA version is 12.0
+OLDEST_CUDA = 12000
+
+# Of CUdevice_attribute.
+_INTEGRATED = 18
+_COMPUTE_MODE = 20
+_MAJOR, _MINOR = 75, 76
+_VMM = 102
+_RDMA_WITH_VMM = 110
+_RDMA = 116
+
+_EXCLUSIVE, _PROHIBITED = 3, 2  # of CUcomputemode
+_FIRST_WITH_KERNEL = 7  # the compute capability that fingerprints need
+
+
+def check_driver() -> list[Finding]:
+    """Whether there is a driver that memsaver can use, and which."""
+    try:
+        driver = BareDriver()
+    except MemsaverError as error:
+        advice = (
+            "install NVIDIA's driver, and start a container with its GPUs (docker run --gpus all); "
+            "or set MEMSAVER_DRIVER=sim to develop without a GPU"
+        )
+        if os.path.exists("/dev/nvidiactl"):
+            advice = (
+                "the kernel's driver is there: give this process libcuda.so.1 (in a container "
+                "NVIDIA_DRIVER_CAPABILITIES=compute,utility) and a GPU (CUDA_VISIBLE_DEVICES)"
+            )
+        return [bad("driver", str(error), advice, opened=os.environ.get("MEMSAVER_DRIVER") or None)]
+    cuda = _cuda(driver.version)
+    data = {"opened": driver.name, "cuda": cuda, "simulated": driver.simulated}
+    if driver.simulated:
+        return [
+            warned(
+                "driver",
+                f"the simulated one, as MEMSAVER_DRIVER=sim asks; it says CUDA {cuda}",
+                "unset MEMSAVER_DRIVER to use a GPU",
+                version=None,
+                **data,
+            )
+        ]
+    version = kernel_driver_version()
+    text = f"{version or 'of a version that the system does not tell'}, CUDA {cuda}, {driver.name}"
+    data["version"] = version
+    number = int(version.split(".")[0]) if version else None
+    if (number is not None and number < OLDEST) or driver.version < OLDEST_CUDA:
+        advice = f"install driver {OLDEST} or newer"
+        return [bad("driver", f"{text}: too old", advice, **data)]
+    return [good("driver", text, **data)]
+
+
+def kernel_driver_version() -> str | None:
+    """NVIDIA's kernel driver's version, such as "580.159.04", where /proc has it."""
+    text = read_system_file("/proc/driver/nvidia/version") or ""
+    found = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)*)\s", text)
+    return found[1] if found else None
+
+
+def check_devices() -> list[Finding]:
+    """What each device can do; nothing where there is no driver, which `check_driver` says."""
+    try:
+        driver = BareDriver()
+    except MemsaverError:
+        return []
+    count = driver.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if count == 0:
+        asked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        advice = "give this process a GPU" + (" or unset CUDA_VISIBLE_DEVICES" if asked else "")
+        return [bad("devices", f"the driver offers none{asked}", advice, count=0)]
+    found = []
+    for device in range(count):
+        try:
+            found += _check_device(driver, device)
+        except MemsaverError as error:
+            advice = "look at it with nvidia-smi; leave it out with CUDA_VISIBLE_DEVICES"
+            found.append(bad(f"device {device}", str(error), advice))
+    return found
+
+
+def _check_device(driver: BareDriver, device: int) -> list[Finding]:
+    name, total = driver.device_name(device), driver.total_bytes(device)
+    major, minor = driver.attribute(device, _MAJOR), driver.attribute(device, _MINOR)
+    mode = driver.attribute(device, _COMPUTE_MODE)
+    integrated = bool(driver.attribute(device, _INTEGRATED))
+    this = f"device {device}"
+    data = {
+        "device": device,
+        "name": name,
+        "bytes": total,
+        "compute_capability": f"{major}.{minor}",
+    }
+    text = f"{name}, {format_bytes(total)}, compute capability {major}.{minor}"
+    if mode == _PROHIBITED:
+        first = bad(this, f"{text}: computing is prohibited", "nvidia-smi -c DEFAULT", **data)
+    elif mode == _EXCLUSIVE:
+        first = warned(
+            this,
+            f"{text}: one process only may use it (compute mode EXCLUSIVE_PROCESS)",
+            "to share it among an engine and a trainer, nvidia-smi -c DEFAULT",
+            **data,
+        )
+    elif integrated:
+        first = warned(
+            this,
+            f"{text}: its memory is the host's",
+            "a backup on the host takes what the pause gives back: use backup='disk' or 'none'",
+            **data,
+        )
+    elif major < _FIRST_WITH_KERNEL:
+        first = warned(
+            this,
+            f"{text}: no fingerprints below {_FIRST_WITH_KERNEL}.0",
+            "every pause with a backup saves everything; nothing can be done on this GPU",
+            **data,
+        )
+    else:
+        first = good(this, text, **data)
+    return [first, _virtual_memory(driver, device), _rdma(driver, device)]
+
+
+def _virtual_memory(driver: BareDriver, device: int) -> Finding:
+    name = f"device {device} VMM"
+    if driver.attribute(device, _VMM):
+        return good(name, "virtual memory management: supported", supported=True)
+    return bad(
+        name,
+        "virtual memory management: not supported, and memsaver is built on it",
+        "use a GPU with it (no vGPU without unified memory, no WDDM), and a driver from 525 on",
+        supported=False,
+    )
+
+
+def _rdma(driver: BareDriver, device: int) -> Finding:
+    name = f"device {device} RDMA"
+    plain = bool(driver.attribute(device, _RDMA))
+    mapped = bool(driver.attribute(device, _RDMA_WITH_VMM))
+    data = {"supported": plain, "with_vmm": mapped}
+    if mapped:
+        return good(name, "GPUDirect RDMA: supported, for memory of regions too", **data)
+    if plain:
+        return warned(
+            name,
+            "GPUDirect RDMA: supported, but not for memory of regions",
+            "let network buffers lie outside of regions (memsaver.disabled())",
+            **data,
+        )
+    return good(
+        name, "GPUDirect RDMA: not supported; only networks' direct access needs it", **data
+    )
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"

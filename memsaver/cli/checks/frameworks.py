@@ -1,0 +1,196 @@
+"""torch and its allocator's settings, SGLang, vLLM and torch_memory_saver. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from memsaver.bare_driver import BareDriver
+from memsaver.cli.checks.findings import Finding, bad, good, warned
+from memsaver.cli.checks.system import installed_version
+from memsaver.errors import ConfigError, MemsaverError
+from memsaver.integrations.sglang import settings, versions
+
+__all__ = ["check_engines", "check_torch"]
+
+OLDEST_TORCH = (2, 6)
+POOLS_BY_THREAD = (2, 8)  # torch's pools catch the allocations of their own thread only
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*True\b", re.IGNORECASE)
+_ASYNC = re.compile(r"\bbackend\s*:\s*cudaMallocAsync\b", re.IGNORECASE)
+
+
+def check_torch() -> list[Finding]:
+    """The version of torch, the CUDA that it was built for, and what is set of its allocator."""
+    version = installed_version("torch")
+    if version is None:
+        text = "not installed"
+        advice = "torch mode needs it: pip install 'torch>=2.6'"
+        return [warned("torch version", text, advice, version=None)]
+    found = [_torch_version(version), _torch_cuda(version), *_allocator_settings()]
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "") not in ("", "0"):
+        found.append(
+            bad(
+                "PYTORCH_NO_CUDA_MEMORY_CACHING",
+                "set: torch allocates around its pools, so regions catch nothing",
+                "unset it",
+            )
+        )
+    return found
+
+
+def _torch_version(version: str) -> Finding:
+    name, release = "torch version", _release(version)
+    if release < OLDEST_TORCH:
+        advice = "install torch 2.6 or newer"
+        return bad(name, f"{version}: too old", advice, version=version)
+    if release < POOLS_BY_THREAD:
+        return warned(
+            name,
+            f"{version}: a region catches the allocations of every thread on its device",
+            "install torch 2.8 or newer, or let no other thread allocate beside a region",
+            version=version,
+        )
+    return good(name, version, version=version)
+
+
+def _torch_cuda(version: str) -> Finding:
+    name, build = "torch CUDA build", _cuda_build(version)
+    if build is None:
+        return warned(
+            name,
+            "none is known of this torch",
+            "for a GPU, install a torch that is built for CUDA (https://pytorch.org)",
+            cuda=None,
+        )
+    try:
+        driver = BareDriver()
+    except MemsaverError:
+        return good(name, build, cuda=build)
+    if not driver.simulated and int(build.split(".")[0]) > driver.version // 1000:
+        return bad(
+            name,
+            f"{build}, which is newer than the driver's ({driver.version // 1000})",
+            "update the driver, or install a torch that is built for an older CUDA",
+            cuda=build,
+        )
+    return good(name, build, cuda=build)
+
+
+def _cuda_build(version: str) -> str | None:
+    """The CUDA version in torch/version.py, read as text, as importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is not None and spec.origin:
+        try:
+            text = (Path(spec.origin).parent / "version.py").read_text()
+        except OSError:
+            text = ""
+        found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+        if found:
+            return found[1]
+    local = re.search(r"\+cu(\d+)(\d)$", version)
+    return f"{local[1]}.{local[2]}" if local else None
+
+
+def _allocator_settings() -> list[Finding]:
+    set_here = {name: os.environ[name] for name in ALLOCATOR_SETTINGS if os.environ.get(name)}
+    if not set_here:
+        return [good("torch allocator", "no settings in the environment", settings={})]
+    return [_allocator_setting(name, text) for name, text in set_here.items()]
+
+
+def _allocator_setting(name: str, text: str) -> Finding:
+    says, data = f"{name}={text}", {"settings": {name: text}}
+    if _ASYNC.search(text):
+        return bad(
+            "torch allocator",
+            f"{says}: torch's memory pools, which regions are, do not work with this backend",
+            f"take backend:cudaMallocAsync out of {name}",
+            **data,
+        )
+    if not _EXPANDABLE.search(text):
+        return good("torch allocator", says, **data)
+    if os.environ.get("MEMSAVER_TAG"):
+        return bad(
+            "torch allocator",
+            f"{says}, with MEMSAVER_TAG: torch takes its memory where no hook sees it, so the "
+            "process's tag has none",
+            "start the process with `memsaver run`, which turns it off, or set "
+            "expandable_segments:False",
+            **data,
+        )
+    advice = "only a process that is one region needs them off, which `memsaver run --tag` does"
+    return good("torch allocator", f"{says}: regions work with it", advice, **data)
+
+
+def check_engines() -> list[Finding]:
+    """What is installed that would use memsaver, or what memsaver takes the place of."""
+    return [*_sglang(), _vllm(), _torch_memory_saver()]
+
+
+def _sglang() -> list[Finding]:
+    version = installed_version("sglang")
+    if version is None:
+        return [good("SGLang", "not installed", version=None)]
+    doubt = versions.doubt(version)
+    data = {"version": version, "tried": doubt is None}
+    if doubt is None:
+        found = [good("SGLang", f"{version}: memsaver was made for it", **data)]
+    else:
+        found = [warned("SGLang", version, doubt, **data)]
+    return [*found, *_plugin()]
+
+
+def _plugin() -> list[Finding]:
+    """Whether SGLang would load memsaver's plugin, by the environment."""
+    name = "SGLang plugin"
+    try:
+        on, preloading = settings.is_on(), settings.is_preloading()
+    except ConfigError as error:
+        return [bad(name, str(error), "set it to 1 or 0")]
+    listed = os.environ.get("SGLANG_PLUGINS")
+    platform = os.environ.get("SGLANG_PLATFORM")
+    if not on:
+        return [warned(name, "turned off by MEMSAVER_SGLANG", "unset it to use memsaver")]
+    if listed is not None and "memsaver" not in [part.strip() for part in listed.split(",")]:
+        advice = "add memsaver to it, or unset it"
+        return [warned(name, f"not in SGLANG_PLUGINS={listed}", advice)]
+    if platform and platform != "memsaver":
+        text = f"SGLANG_PLATFORM={platform} keeps SGLang from loading it"
+        return [warned(name, text, "unset it to use memsaver")]
+    mode = ", schedulers in preload mode" if preloading else ""
+    return [good(name, f"on{mode}, where an engine has enable_memory_saver")]
+
+
+def _vllm() -> Finding:
+    version = installed_version("vllm")
+    if version is None:
+        return good("vLLM", "not installed", version=None, tried=False)
+    advice = "memsaver does not take part in it: its sleep mode has an allocator of its own"
+    return good("vLLM", version, advice, version=version, tried=False)
+
+
+def _torch_memory_saver() -> Finding:
+    name, version = "torch_memory_saver", installed_version("torch-memory-saver")
+    if version is None:
+        advice = (
+            "for programs that import it, pip install ./integrations/torch_memory_saver of "
+            "memsaver's source tree"
+        )
+        return good(name, "not installed", advice, version=None, is_memsaver=False)
+    if "+memsaver" in version:
+        return good(name, f"{version}: provided by memsaver", version=version, is_memsaver=True)
+    advice = (
+        "programs that import it (not SGLang from 0.5.11 on) do not use memsaver: "
+        "integrations/torch_memory_saver of memsaver's source tree takes its place"
+    )
+    text = f"{version}: the original"
+    return good(name, text, advice, version=version, is_memsaver=False)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()

@@ -1,0 +1,92 @@
+"""NCCL's variables that matter to memory whose pages change, and torch's about NCCL."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from memsaver.cli.checks.findings import Finding, good, warned
+
+__all__ = ["check_nccl"]
+
+GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
+LOCAL_REGISTER = "NCCL_LOCAL_REGISTER"
+REGISTER_HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+
+
+def check_nccl() -> list[Finding]:
+    """What is set in the environment, or in NCCL's configuration files, which count less."""
+    values = _configured()
+    found = [_graph_register(values)]
+    if _is_on(os.environ.get(REGISTER_HOOK)):
+        found.append(
+            warned(
+                REGISTER_HOOK,
+                "on: NCCL registers torch's memory, that of regions too, and goes on using the "
+                "pages that a pause gives back",
+                "unset it, or deregister in memsaver.on_pause",
+                value=os.environ.get(REGISTER_HOOK),
+            )
+        )
+    for name, meaning in _OTHERS.items():
+        if name in values:
+            value, source = values[name]
+            text = f"{value}, from {source}: {meaning}"
+            found.append(good(name, text, value=value, source=source))
+    return found
+
+
+_OTHERS = {
+    LOCAL_REGISTER: "whether buffers that a program registers itself are used directly; "
+    "deregister those of regions in memsaver.on_pause",
+    "NCCL_CUMEM_ENABLE": "whether NCCL's own buffers are virtual memory; no pause touches them",
+    "NCCL_NVLS_ENABLE": "whether NVLink SHARP is used, whose buffers no pause gives back",
+    "NCCL_WIN_ENABLE": "whether memory may be registered as windows; deregister those of regions "
+    "in memsaver.on_pause",
+}
+
+
+def _graph_register(values: dict[str, tuple[str, str]]) -> Finding:
+    if GRAPH_REGISTER not in values:
+        return good(
+            GRAPH_REGISTER,
+            "not set: memsaver sets it to 0 under SGLang with pausable graphs",
+            "elsewhere set it to 0 before collectives are captured in graphs that can be paused",
+            value=None,
+            source=None,
+        )
+    value, source = values[GRAPH_REGISTER]
+    data = {"value": value, "source": source}
+    if _is_on(value):
+        return warned(
+            GRAPH_REGISTER,
+            f"{value}, from {source}: collectives in a captured graph go on using the pages that a "
+            "pause gives back",
+            "set it to 0 where graphs with collectives can be paused",
+            **data,
+        )
+    text = f"{value}, from {source}: graphs with collectives can be paused"
+    return good(GRAPH_REGISTER, text, **data)
+
+
+def _is_on(value: str | None) -> bool:
+    return value is not None and value.strip().lower() not in ("", "0", "false", "off")
+
+
+def _configured() -> dict[str, tuple[str, str]]:
+    """Each variable's value, and where it is from: the environment, else a file."""
+    own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
+    values: dict[str, tuple[str, str]] = {}
+    for file in ("/etc/nccl.conf", own):
+        try:
+            lines = Path(file).read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            name, equals, value = line.partition("#")[0].partition("=")
+            if equals:
+                values[name.strip()] = value.strip(), file
+    for name, value in os.environ.items():
+        if name.startswith("NCCL_"):
+            values[name] = value, "the environment"
+    return values

@@ -1,0 +1,29 @@
+"""Files of the system, and which distributions are installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+__all__ = ["installed_version", "read_system_file"]
+
+
+def read_system_file(path: str) -> str | None:
+    """The text of a file of the system, stripped; None where it cannot be read.
+
+    MEMSAVER_TEST_SYSTEM_ROOT, for tests, names a folder to look in instead, as in the library.
+    """
+    root = os.environ.get("MEMSAVER_TEST_SYSTEM_ROOT", "")
+    try:
+        return Path(root + path).read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution; None where there is none. Imports nothing of it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

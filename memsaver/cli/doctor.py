@@ -1,0 +1,104 @@
+"""`memsaver doctor`: what on this machine, and in this environment, matters to memsaver."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import memsaver
+from memsaver.cli.checks import Finding, Level, check_all, worst
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["command"]
+
+SCHEMA = 1  # raised when a key of the JSON changes its meaning or goes
+
+_COLOURS = {Level.GOOD: "green", Level.WARNED: "yellow", Level.BAD: "bold red"}
+_MARKS = {Level.GOOD: "✓", Level.WARNED: "!", Level.BAD: "✗"}
+_ASCII_MARKS = {Level.GOOD: "+", Level.WARNED: "!", Level.BAD: "x"}
+
+
+def command(
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the findings as JSON, with the values behind them."),
+    ] = False,
+) -> None:
+    """Look at what matters to memsaver on this machine, and say what to do about it.
+
+    The driver and its devices, torch, SGLang, what is preloaded, NCCL, host memory, disk, options.
+
+    It starts no CUDA context and changes nothing. The exit status is 1 where something is bad.
+    """
+    findings = check_all()
+    if as_json:
+        typer.echo(json.dumps(document(findings), indent=2))
+    else:
+        from rich.console import Console
+
+        draw(Console(highlight=False), findings)
+    raise typer.Exit(1 if worst(findings) is Level.BAD else 0)
+
+
+def document(findings: dict[str, list[Finding]]) -> dict[str, Any]:
+    """The findings as JSON has them."""
+    rows = [
+        {"subject": subject, **dataclasses.asdict(finding)}
+        for subject, group in findings.items()
+        for finding in group
+    ]
+    return {
+        "schema": SCHEMA,
+        "memsaver": memsaver.__version__,
+        "status": worst(findings),
+        "counts": {level: sum(row["level"] is level for row in rows) for level in Level},
+        "findings": rows,
+    }
+
+
+def draw(console: Console, findings: dict[str, list[Finding]]) -> None:
+    """A table for each subject, and the number of findings of each level."""
+    from rich.text import Text
+
+    for subject, group in findings.items():
+        if group:
+            console.print(Text(subject, style="bold"))
+            console.print(_table(console, group))
+            console.print()
+    counts = {level: 0 for level in Level}
+    for finding in (finding for group in findings.values() for finding in group):
+        counts[finding.level] += 1
+    summary = Text(", ").join(
+        Text(f"{count} {level}", style=_COLOURS[level] if count else "dim")
+        for level, count in counts.items()
+    )
+    console.print(summary)
+
+
+def _table(console: Console, group: list[Finding]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    ascii_only = console.options.ascii_only
+    marks, arrow = (_ASCII_MARKS, "->") if ascii_only else (_MARKS, "→")
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=2, justify="right")
+    table.add_column(width=_NAMES, overflow="fold")
+    table.add_column(ratio=1, overflow="fold")
+    for finding in group:
+        text = Text(finding.text)
+        if finding.advice:
+            style = "dim" if finding.level is Level.GOOD else _COLOURS[finding.level]
+            text.append(f"\n{arrow} {finding.advice}", style=style)
+        mark = Text(marks[finding.level], style=_COLOURS[finding.level])
+        table.add_row(mark, Text(finding.name), text)
+    return table
+
+
+_NAMES = 22  # columns for the names of findings

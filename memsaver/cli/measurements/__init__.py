@@ -1,0 +1,6 @@
+"""What `memsaver bench` measures: figures as data, one module for each kind. Needs no torch."""
+
+from memsaver.cli.measurements.figures import Figure
+from memsaver.cli.measurements.machine import Measured, measure_machine
+
+__all__ = ["Figure", "Measured", "measure_machine"]

@@ -1,0 +1,51 @@
+"""The bus: plain copies between the device and pinned host memory."""
+
+from __future__ import annotations
+
+from memsaver.bare_driver import BareDriver, BareMemory, PinnedMemory
+from memsaver.cli.measurements.figures import Figure, seconds_of
+
+__all__ = ["BUFFER", "IN", "OUT", "measure_bus"]
+
+BUFFER = 1 << 30  # bytes of host memory per direction, which are copied over and over
+OUT, IN = "bus, to the host", "bus, to the device"
+BOTH = "bus, both at once"
+GROUP = "bus, pinned memory"
+
+
+def measure_bus(driver: BareDriver, memory: BareMemory, total: int, rounds: int) -> list[Figure]:
+    """Copies of `total` bytes in each direction, and of as many in each at once.
+
+    Over and over through buffers of `BUFFER` bytes and half of `memory` at most, which must be
+    mapped. In the device's context. Takes twice that of pinned host memory.
+    """
+    size = min(BUFFER, total, memory.bytes // 2)
+    pieces = [min(size, total - at) for at in range(0, total, size)]
+    seconds: dict[str, list[float]] = {OUT: [], IN: [], BOTH: []}
+    host = [PinnedMemory(driver, size)]
+    try:
+        host.append(PinnedMemory(driver, size))
+        with driver.stream() as out, driver.stream() as into:
+
+            def copy(outwards: bool, inwards: bool) -> None:
+                for nbytes in pieces:
+                    if outwards:
+                        host[0].to_host(memory.address, nbytes, out)
+                    if inwards:
+                        host[1].to_device(memory.address + size, nbytes, into)
+                driver.call("cuStreamSynchronize", out)
+                driver.call("cuStreamSynchronize", into)
+
+            copy(True, True)
+            for _ in range(rounds):
+                seconds[OUT].append(seconds_of(lambda: copy(True, False)))
+                seconds[IN].append(seconds_of(lambda: copy(False, True)))
+                seconds[BOTH].append(seconds_of(lambda: copy(True, True)))
+    finally:
+        for buffer in host:
+            buffer.close()
+    return [
+        Figure(OUT, GROUP, "copy to the host", total, tuple(seconds[OUT])),
+        Figure(IN, GROUP, "copy to the device", total, tuple(seconds[IN])),
+        Figure(BOTH, GROUP, "both at once, in sum", 2 * total, tuple(seconds[BOTH])),
+    ]

@@ -1,0 +1,196 @@
+"""memsaver: pauses and resumes of one tag, its memory and contents checked each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import memsaver
+from memsaver.bare_driver import BareDriver
+from memsaver.cli.measurements.bus import IN, OUT
+from memsaver.cli.measurements.driver_calls import CREATE, MAP, RELEASE, UNMAP
+from memsaver.cli.measurements.figures import Figure, Limits, seconds_of
+from memsaver.errors import MemsaverError
+from memsaver.native import _C, Backup, backup_code
+
+__all__ = ["BLOCKS", "GRAIN", "CycledTag", "measure_backed_up", "measure_discarded"]
+
+BLOCKS = 64  # allocations in the tag, of equal size
+GRAIN = BLOCKS * (2 << 20)  # what the tag's bytes are a multiple of
+
+_SAMPLE = 4096  # bytes that are looked at, at either end of every block
+_GIVEN_BACK = 0.98  # of the bytes, at least, by the driver's free memory
+
+
+class CycledTag:
+    """A tag whose contents are known. Made, used and closed in the device's context, one thread.
+
+    Args:
+        driver: the driver.
+        device: the device's index.
+        nbytes: a multiple of `GRAIN`.
+        backup: the tag's policy.
+        doubts: what turns out not to be as it should be, in words, is added here.
+
+    Raises:
+        OutOfDeviceMemoryError: it does not fit.
+    """
+
+    def __init__(
+        self, driver: BareDriver, device: int, nbytes: int, backup: Backup, doubts: list[str]
+    ) -> None:
+        self.bytes = nbytes
+        self._driver, self._device, self._doubts = driver, device, doubts
+        self._has_backup = backup is not Backup.NONE
+        self._tag = f"memsaver bench, {backup}"
+        self._block = nbytes // BLOCKS
+        self._value = 0
+        self._addresses: list[int] = []
+        # Not `memsaver.region`, which would serve torch: this is memory without any torch.
+        _C.region_enter(self._tag, backup_code(backup))
+        try:
+            for _ in range(BLOCKS):
+                self._addresses.append(_C.malloc(self._block, device))
+        except MemsaverError:
+            self.close()
+            raise
+        finally:
+            _C.region_exit()
+
+    def fill(self) -> None:
+        """Give every block other contents than it had."""
+        self._value += 1
+        for index, address in enumerate(self._addresses):
+            self._driver.fill(address, self._byte(index), self._block)
+
+    def pause(self) -> float:
+        """Seconds of a pause, with the device idle before; its memory must come free."""
+        before = memsaver.device_memory(self._device)[0]
+        seconds = seconds_of(lambda: memsaver.pause(self._tag))
+        freed = memsaver.device_memory(self._device)[0] - before
+        if freed < _GIVEN_BACK * self.bytes:
+            self._doubts.append(
+                f"the driver counted {freed} bytes more as free after a pause of {self.bytes}: "
+                "another process uses this GPU too, and the figures are not of memsaver alone"
+            )
+        return seconds
+
+    def resume(self) -> float:
+        """Seconds of a resume, whose contents are then looked at.
+
+        Raises:
+            MemsaverError: they are not what they must be.
+        """
+        seconds = seconds_of(lambda: memsaver.resume(self._tag))
+        for index, address in enumerate(self._addresses):
+            expected = bytes([self._byte(index) if self._has_backup else 0]) * _SAMPLE
+            for at in (address, address + self._block - _SAMPLE):
+                if self._driver.read(at, _SAMPLE) != expected:
+                    raise MemsaverError(
+                        f"tag {self._tag!r} came back with other contents at {at:#x}; "
+                        "please report it",
+                        tag=self._tag,
+                    )
+        return seconds
+
+    def close(self) -> None:
+        """Free everything, what is kept of its backup too."""
+        while self._addresses:
+            _C.free(self._addresses.pop())
+        memsaver.trim(wait=True)
+
+    def _byte(self, index: int) -> int:
+        return (self._value * 31 + index) % 255 + 1
+
+
+def measure_discarded(
+    tag: CycledTag, limits: Limits, rounds: int, rest: Callable[[], None]
+) -> list[Figure]:
+    """Pauses and resumes without a backup, against the driver's calls.
+
+    `rest` is called between a pause and its resume; see `measure_driver`. The first cycle, after
+    which memory lies in fewer pieces, does not count.
+    """
+    pauses, resumes = [], []
+    for _ in range(rounds + 1):
+        tag.fill()
+        pauses.append(tag.pause())
+        rest()
+        resumes.append(tag.resume())
+    group = "no backup"
+    return [
+        Figure(
+            "pause, none",
+            group,
+            "pause",
+            tag.bytes,
+            tuple(pauses[1:]),
+            "unmap, release",
+            limits.seconds(tag.bytes, UNMAP, RELEASE),
+        ),
+        Figure(
+            "resume, none",
+            group,
+            "resume",
+            tag.bytes,
+            tuple(resumes[1:]),
+            "create, map",
+            limits.seconds(tag.bytes, CREATE, MAP),
+        ),
+    ]
+
+
+def measure_backed_up(tag: CycledTag, limits: Limits, rounds: int) -> list[Figure]:
+    """Pauses with a backup in pinned host memory, and their resumes, against plain copies.
+
+    The first pause takes the host memory; those after it find it kept. Where nothing has changed,
+    and fingerprints are on, nothing is copied: then the driver's calls are the limit.
+    """
+    tag.fill()
+    first = tag.pause()
+    resumes = [tag.resume()]
+    changed, unchanged = [], []
+    for _ in range(rounds):
+        tag.fill()
+        changed.append(tag.pause())
+        resumes.append(tag.resume())
+    group, nbytes = "backup on the host", tag.bytes
+    copy = limits.seconds(nbytes, OUT)
+    figures = [
+        Figure("pause, host, first", group, "first pause", nbytes, (first,), "copy out", copy),
+        Figure(
+            "pause, host, changed",
+            group,
+            "pause, all changed",
+            nbytes,
+            tuple(changed),
+            "copy out",
+            copy,
+        ),
+    ]
+    if _C.option("fingerprints") == "on":
+        for _ in range(rounds):
+            unchanged.append(tag.pause())
+            resumes.append(tag.resume())
+        figures.append(
+            Figure(
+                "pause, host, unchanged",
+                group,
+                "pause, unchanged",
+                nbytes,
+                tuple(unchanged),
+                "unmap, release",
+                limits.seconds(nbytes, UNMAP, RELEASE),
+            )
+        )
+    figures.append(
+        Figure(
+            "resume, host",
+            group,
+            "resume",
+            nbytes,
+            tuple(resumes),
+            "copy in",
+            limits.seconds(nbytes, IN),
+        )
+    )
+    return figures

@@ -1,0 +1,42 @@
+"""The driver: what it takes to create, map, unmap and release memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memsaver.bare_driver import BareDriver, BareMemory
+from memsaver.cli.measurements.figures import Figure, seconds_of
+
+__all__ = ["CREATE", "MAP", "RELEASE", "UNMAP", "measure_driver"]
+
+CREATE, MAP = "driver, create", "driver, map"
+UNMAP, RELEASE = "driver, unmap", "driver, release"
+
+_TITLES = {
+    CREATE: "create",
+    MAP: "map and give access",
+    UNMAP: "unmap",
+    RELEASE: "release",
+}
+
+
+def measure_driver(
+    driver: BareDriver, memory: BareMemory, rounds: int, rest: Callable[[], None]
+) -> list[Figure]:
+    """Each of the four calls for all of `memory`, which must not be mapped, and is not afterwards.
+
+    In the device's context. `rest` is called before memory is created: the driver clears what was
+    released a moment ago, and whoever takes it at once waits for that.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in _TITLES}
+    for _ in range(rounds):
+        rest()
+        seconds[CREATE].append(seconds_of(memory.create))
+        seconds[MAP].append(seconds_of(memory.map))
+        driver.fill(memory.address, 1, memory.bytes)
+        seconds[UNMAP].append(seconds_of(memory.unmap))
+        seconds[RELEASE].append(seconds_of(memory.release))
+    return [
+        Figure(name, "driver, pieces of 1 GiB", title, memory.bytes, tuple(seconds[name]))
+        for name, title in _TITLES.items()
+    ]
