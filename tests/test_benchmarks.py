@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from memsaver.bare_driver import BareDriver
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MIB = 1 << 20
 
@@ -218,6 +220,20 @@ def test_direct_io_and_the_page_cache(module, tmp_path):
     assert disk.write_ms() > 0 and disk.read_ms() > 0
     disk.close()
     assert [path.name for path in tmp_path.iterdir()] == ["named"]
+
+
+def test_the_drivers_bare_calls(module, sim):
+    raw_driver = module("raw_driver")
+    driver, idle = raw_driver.RawDriver(), sim.physical()
+    with BareDriver().context(0):
+        size = driver.setup("kv", (1 << 30) + 1)
+        assert size == (1 << 30) + 2 * MIB and sim.physical() == idle + size
+        driver.pause("kv")
+        assert sim.physical() == idle
+        driver.resume("kv")
+        assert sim.physical() == idle + size
+    driver._memory["kv"].close()  # the benchmark leaves it to the end of its process
+    assert raw_driver.count_gpus() == 1
 
 
 def test_the_readme_table_shows_the_peer_that_a_line_names(module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 SCHEMA = 1  # raised when a key of the JSON changes its meaning or goes
+
+PICTURES = (".png", ".svg", ".pdf")
 
 SIMULATED = (
     "On the simulated driver the times are this CPU's: they say nothing about memsaver or any GPU."
@@ -172,12 +175,10 @@ def _status() -> Iterator[Callable[[str], None]]:
 
 def _check_picture(picture: Path) -> None:
     """Refuse before anything is measured what could not be drawn afterwards."""
-    try:
-        from memsaver.cli.measurements.picture import KINDS
-    except ImportError:
+    if importlib.util.find_spec("matplotlib") is None:
         _fail("a picture needs matplotlib: pip install 'memsaver[plot]'", 2)
-    if picture.suffix.lower() not in KINDS:
-        _fail(f"--picture {picture}: the name must end in one of {', '.join(KINDS)}", 2)
+    if picture.suffix.lower() not in PICTURES:
+        _fail(f"--picture {picture}: the name must end in one of {', '.join(PICTURES)}", 2)
     if not picture.resolve().parent.is_dir():
         _fail(f"--picture {picture}: there is no such folder", 2)
 

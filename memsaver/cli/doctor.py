@@ -63,7 +63,7 @@ def document(findings: dict[str, list[Finding]]) -> dict[str, Any]:
 
 
 def draw(console: Console, findings: dict[str, list[Finding]]) -> None:
-    """A table for each subject, and the number of findings of each level."""
+    """A table for each subject; then how many findings are of each level, and which are bad."""
     from rich.text import Text
 
     for subject, group in findings.items():
@@ -71,13 +71,15 @@ def draw(console: Console, findings: dict[str, list[Finding]]) -> None:
             console.print(Text(subject, style="bold"))
             console.print(_table(console, group))
             console.print()
-    counts = {level: 0 for level in Level}
+    named: dict[Level, list[str]] = {level: [] for level in Level}
     for finding in (finding for group in findings.values() for finding in group):
-        counts[finding.level] += 1
+        named[finding.level].append(finding.name)
     summary = Text(", ").join(
-        Text(f"{count} {level}", style=_COLOURS[level] if count else "dim")
-        for level, count in counts.items()
+        Text(f"{len(names)} {level}", style=_COLOURS[level] if names else "dim")
+        for level, names in named.items()
     )
+    if named[Level.BAD]:
+        summary.append(": " + ", ".join(named[Level.BAD]), style=_COLOURS[Level.BAD])
     console.print(summary)
 
 

@@ -28,9 +28,11 @@ def check_disk() -> list[Finding]:
     """Whether the directory can hold backups, privately and past the page cache, and how many."""
     try:
         asked = _C.option("disk_dir")
-    except ConfigError as error:
-        advice = "set MEMSAVER_DISK_DIR to a directory that can be written to"
-        return [bad("disk_dir", str(error), advice, directory=os.environ.get("MEMSAVER_DISK_DIR"))]
+    except ConfigError:
+        asked = os.environ.get("MEMSAVER_DISK_DIR", "")
+        text = f"MEMSAVER_DISK_DIR={asked} cannot be used, as the option disk_dir below says"
+        advice = "set it to a directory that can be written to"
+        return [bad("disk_dir", text, advice, directory=asked)]
     directory = asked or _default_directory()
     kind = _file_system(directory)
     data = {"directory": directory, "file_system": kind, "is_default": not asked}

@@ -14,7 +14,7 @@ from memsaver.native import _C, Backup, backup_code
 
 __all__ = ["BLOCKS", "GRAIN", "CycledTag", "measure_backed_up", "measure_discarded"]
 
-BLOCKS = 64  # allocations in the tag, of equal size
+BLOCKS = 16  # allocations in the tag, of equal size
 GRAIN = BLOCKS * (2 << 20)  # what the tag's bytes are a multiple of
 
 _SAMPLE = 4096  # bytes that are looked at, at either end of every block
@@ -93,9 +93,10 @@ class CycledTag:
         return seconds
 
     def close(self) -> None:
-        """Free everything, what is kept of its backup too."""
+        """Free everything, what is kept of its backup too; the tag can be used again."""
         while self._addresses:
             _C.free(self._addresses.pop())
+        memsaver.resume(self._tag)  # of nothing, where an error left it paused
         memsaver.trim(wait=True)
 
     def _byte(self, index: int) -> int:

@@ -70,7 +70,7 @@ def measure_machine(
     memory for the copies, and for the backup as much again. All of it is given back.
 
     Args:
-        size: bytes to measure with, rounded down to 128 MiB; None: up to 16 GiB, what fits into
+        size: bytes to measure with, rounded down to 32 MiB; None: up to 16 GiB, what fits into
             four fifths of the free memory. What is backed up is less where the host has less.
         rounds: how often to do each thing.
         device: the device's index.

@@ -13,9 +13,7 @@ from memsaver.cli.measurements.figures import Figure
 from memsaver.cli.measurements.machine import Measured
 from memsaver.cli.sizes import format_bytes, gigabytes
 
-__all__ = ["KINDS", "draw_picture"]
-
-KINDS = (".png", ".svg", ".pdf")
+__all__ = ["draw_picture"]
 
 _OURS, _LIMIT = "#2a6fbb", "#b0b7c0"
 _BAR = 0.36  # of the distance between two figures
