@@ -273,6 +273,7 @@ def test_a_device_that_does_not_answer_hides_no_other(sim, plain):
 )
 def test_versions_of_torch(plain, version, level):
     plain.setattr(frameworks, "installed_version", lambda name: version)
+    plain.setattr(frameworks, "_written", lambda name: None)
     found = of(frameworks.check_torch(), "torch version")
     assert (found.level, found.data["version"]) == (level, version)
 
@@ -291,10 +292,14 @@ def test_the_build_is_read_from_the_text_of_torch(plain, tmp_path):
     folder = tmp_path / "torch"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise AssertionError('torch was imported')")
-    (folder / "version.py").write_text("cuda: Optional[str] = '12.9'\nhip: Optional[str] = None\n")
+    (folder / "version.py").write_text(
+        "__version__ = '2.9.0'\ncuda: Optional[str] = '12.9'\nhip: Optional[str] = None\n"
+    )
     plain.delitem(sys.modules, "torch", raising=False)
     plain.syspath_prepend(tmp_path)
     assert frameworks._cuda_build("2.9.0") == "12.9"
+    plain.setattr(frameworks, "installed_version", lambda name: None)  # a folder on the path
+    assert of(frameworks.check_torch(), "torch version").data == {"version": "2.9.0"}
     (folder / "version.py").write_text("cuda: Optional[str] = None\n")
     assert frameworks._cuda_build("2.9.0") is None
     assert frameworks._cuda_build("2.9.0+cu130") == "13.0"

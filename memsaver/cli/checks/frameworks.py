@@ -25,7 +25,7 @@ _ASYNC = re.compile(r"\bbackend\s*:\s*cudaMallocAsync\b", re.IGNORECASE)
 
 def check_torch() -> list[Finding]:
     """The version of torch, the CUDA that it was built for, and what is set of its allocator."""
-    version = installed_version("torch")
+    version = installed_version("torch") or _written("__version__")
     if version is None:
         text = "not installed"
         advice = "torch mode needs it: pip install 'torch>=2.6'"
@@ -81,18 +81,21 @@ def _torch_cuda(version: str) -> Finding:
 
 
 def _cuda_build(version: str) -> str | None:
-    """The CUDA version in torch/version.py, read as text, as importing torch takes seconds."""
-    spec = importlib.util.find_spec("torch")
-    if spec is not None and spec.origin:
-        try:
-            text = (Path(spec.origin).parent / "version.py").read_text()
-        except OSError:
-            text = ""
-        found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-        if found:
-            return found[1]
     local = re.search(r"\+cu(\d+)(\d)$", version)
-    return f"{local[1]}.{local[2]}" if local else None
+    return _written("cuda") or (f"{local[1]}.{local[2]}" if local else None)
+
+
+def _written(name: str) -> str | None:
+    """A version in torch/version.py, which is read as text: importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return None
+    found = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return found[1] if found else None
 
 
 def _allocator_settings() -> list[Finding]:
