@@ -76,8 +76,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {text}" for name, text in first["versions"].items())
     lines = [
         f"On one {first['gpu']}, or two where it says so, {first['date']} ({versions}), medians;",
-        "the two of a row took turns in one run (SGLang engines: one after the other); `ratio` is how",
-        "many times better memsaver is (memory counts as 1 MiB at least).",
+        "the two of a row took turns in one run (SGLang engines: one after the other); `ratio` is",
+        "how many times better memsaver is (memory counts as 1 MiB at least).",
         "Without a backup, half a second lies",
         'between a pause and its resume, except where it says "right after".',
         "",
