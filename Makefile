@@ -4,6 +4,9 @@ VENV ?= .venv
 # Two processes, each with files of its own; tests on a GPU are chosen without them.
 PYTEST_ARGS ?= -m "not soak and not long" -n 2 --dist loadfile
 BENCH_ARGS ?=
+# A wheel for each of these interpreters, and what auditwheel is asked for: the oldest platform.
+WHEEL_PYTHONS ?= $(BIN)/python
+WHEEL_PLAT ?= auto
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -35,7 +38,7 @@ test: $(VENV)/.installed-test build  ## Run the tests (PYTEST_ARGS to choose)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: test-long
-test-long: $(VENV)/.installed-test build  ## Run the longer tests: every failing call, processes' lives, limits
+test-long: $(VENV)/.installed-test $(VENV)/.installed-wheel build  ## Run the longer tests: every failing call, processes' lives, limits
 	$(BIN)/python -m pytest -m long -n 2
 
 .PHONY: faults
@@ -52,10 +55,12 @@ fuzz: $(VENV)/.installed-fuzz  ## Fuzz the C ABI and the options (ARGS="--second
 	@PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
 
 .PHONY: lint
-lint: $(VENV)/.installed-lint  ## Check style and types, changing nothing
+lint: $(VENV)/.installed-lint build  ## Check style and types, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
+	$(BIN)/stubtest memsaver._C --mypy-config-file pyproject.toml --allowlist build_support/stubtest_allowlist.txt
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	find csrc integrations tests/native -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
 
 .PHONY: format
@@ -72,10 +77,25 @@ kernels: $(VENV)/.requirements  ## Compile the device code, after a change of cs
 bench: build  ## Measure pause and resume (BENCH_ARGS to choose)
 	$(BIN)/python benchmarks/pause_resume.py $(BENCH_ARGS)
 
+.PHONY: pages
+pages: build  ## Write what is generated: tables of measured figures, the command line's page
+	$(BIN)/python benchmarks/readme_table.py
+	$(BIN)/python benchmarks/measured_page.py
+	$(BIN)/typer memsaver.cli utils docs --name memsaver --title "Command line" --output docs/reference/cli.md
+
+.PHONY: docs
+docs: $(VENV)/.installed-docs  ## Build the documentation's site into build/site
+	@# Not --quiet: warnings would then neither be shown nor fail it.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html"
+
+.PHONY: sdist
+sdist: $(VENV)/.installed-wheel  ## Build the sdist into dist/
+	$(BIN)/python build_support/wheels.py --sdist-only
+
 .PHONY: wheel
-wheel: $(VENV)/.requirements  ## Build a wheel into dist/
-	rm -rf build/lib* build/bdist*
-	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+wheel: $(VENV)/.installed-wheel  ## Build sdist and wheels, checked, into dist/ (WHEEL_PYTHONS to choose)
+	$(BIN)/python build_support/wheels.py --plat $(WHEEL_PLAT) $(WHEEL_PYTHONS)
 
 .PHONY: clean
 clean:  ## Remove what was built; the environment stays
@@ -104,6 +124,12 @@ $(VENV)/.installed: $(VENV)/.requirements $(BUILD_FILES)
 $(VENV)/.installed-test: $(VENV)/.requirements $(BUILD_FILES)
 	$(EDITABLE) ".[$$(cat $(VENV)/test-extra)]"
 	@touch $@ $(VENV)/.installed
+
+# Without memsaver itself: these build it, or read its sources.
+$(VENV)/.installed-docs $(VENV)/.installed-wheel: $(VENV)/.installed-%: $(VENV)/.requirements
+	$(BIN)/python build_support/requires.py $* > $(VENV)/requirements-$*.txt
+	$(PIP_INSTALL) --requirement $(VENV)/requirements-$*.txt
+	@touch $@
 
 $(VENV)/.installed-fuzz: $(VENV)/.requirements $(BUILD_FILES)
 	$(EDITABLE) ".[fuzz]"

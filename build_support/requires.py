@@ -1,5 +1,10 @@
-"""Prints the build requirements of pyproject.toml, one a line, for `pip install -r`."""
+"""Prints requirements of pyproject.toml, one a line, for `pip install -r`.
 
+requires.py         what a build needs
+requires.py EXTRA   what that extra needs, without memsaver itself
+"""
+
+import sys
 from pathlib import Path
 
 try:
@@ -8,4 +13,6 @@ except ModuleNotFoundError:  # Python 3.10
     from pip._vendor import tomli as tomllib
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
-print("\n".join(project["build-system"]["requires"]))
+extras = [project["project"]["optional-dependencies"][name] for name in sys.argv[1:]]
+for requirements in extras or [project["build-system"]["requires"]]:
+    print("\n".join(requirements))

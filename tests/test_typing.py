@@ -1,0 +1,53 @@
+"""The package as a type checker and a reader of signatures see it."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memsaver
+
+ROOT = Path(__file__).parent.parent
+PROGRAM = ROOT / "tests" / "user" / "program.py"
+
+
+def test_a_users_program_uses_everything_public():
+    tree = ast.parse(PROGRAM.read_text())
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    used |= {alias.name for node in imported for alias in node.names}
+    assert set(memsaver.__all__) - used == set()
+
+
+def test_a_users_program_runs(run_python):
+    done = run_python(f"import runpy; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')")
+    assert done.stdout.splitlines() == [
+        str(len("no such tag")),
+        "False True ['kv_cache', 'weights'] ['LD_PRELOAD', 'MEMSAVER_BACKUP', 'MEMSAVER_TAG']",
+    ]
+    assert done.stderr == ""
+
+
+def test_a_users_program_is_clean_under_mypy_strict(tmp_path):
+    pytest.importorskip("mypy")
+    # Nothing of this project's settings, but for torch, which takes mypy half a minute.
+    settings = tmp_path / "mypy.ini"
+    settings.write_text("[mypy]\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(settings)]
+    done = subprocess.run(
+        [*command, "--cache-dir", str(tmp_path / "cache"), str(PROGRAM)],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_package_says_that_it_is_typed():
+    folder = Path(memsaver.__file__).parent
+    assert (folder / "py.typed").is_file() and (folder / "_C.pyi").is_file()

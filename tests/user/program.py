@@ -1,0 +1,90 @@
+"""A user's program over all of memsaver's public names, as mypy --strict has to accept it."""
+
+import memsaver
+from memsaver import Backup, Change, Explanation, Range, State, Stats, TagStats, Transition, Trim
+
+
+@memsaver.region("weights", backup=Backup.HOST)
+def make(nbytes: int) -> object:
+    from memsaver import simulator
+
+    with memsaver.region("kv_cache", device=0), memsaver.disabled(), memsaver.region("kv_cache"):
+        cache: object = simulator.buffer(nbytes)
+    return [simulator.buffer(nbytes), cache]
+
+
+def told(done: int, total: int) -> None:
+    assert done <= total
+
+
+def capture(cuda_graph: object) -> None:
+    with memsaver.graph(cuda_graph, tag="cuda_graph", backup="none"):
+        pass
+
+
+def look(address: int) -> tuple[str, bool]:
+    figures: Stats = memsaver.stats()
+    row: TagStats = figures["weights"][0]
+    where: Range = memsaver.ranges(row.tag, device=0)[0]
+    free, total = memsaver.device_memory()
+    said: Explanation = memsaver.explain(where.address + 1)
+    mark: str = memsaver.fingerprint("weights")
+    return f"{said} {free / total:.2f} {mark}", memsaver.is_preloaded()
+
+
+def cycle() -> int:
+    report: memsaver.Report = memsaver.pause("weights", backup="pageable", progress=told)
+    change: Change = report.changes[0]
+    state: State = memsaver.state(change.tag)
+    under_way: Transition = memsaver.resume("weights", wait=False)
+    done: memsaver.Report = under_way.wait(timeout=60.0)
+    with memsaver.paused("kv_cache") as given:
+        swapped = memsaver.swap(out="weights", into=["kv_cache"])
+    memsaver.resume()
+    trimmed: Trim = memsaver.trim()
+    return given.bytes + done.copied_bytes + swapped.bytes + trimmed.wait() + len(state)
+
+
+def saved(tensor: object) -> object:
+    return memsaver.backup_view(tensor, writable=True)
+
+
+def start() -> dict[str, str]:
+    memsaver.configure(host_bytes="1GiB", fingerprints=True, disk_dir="")
+    with memsaver.preload("trainer"):
+        return memsaver.preload_env("trainer", backup="disk", env={})
+
+
+def kind_of(error: memsaver.MemsaverError) -> int:
+    if isinstance(error, (memsaver.OutOfDeviceMemoryError, memsaver.OutOfHostMemoryError)):
+        return error.needed - error.free
+    if isinstance(error, memsaver.BackupError):
+        return error.needed + error.os_error
+    if isinstance(error, memsaver.DriverError):
+        return len(error.call) + error.cuda_error
+    if isinstance(error, (memsaver.ConfigError, memsaver.UnknownTagError)):
+        return len(error.tag)
+    kinds = (memsaver.InvalidStateError, memsaver.NotLoadedError)
+    return len(error.status) if isinstance(error, kinds) else -1
+
+
+def main() -> None:
+    seen: list[str] = []
+    before = memsaver.on_pause(seen.append)
+    after = memsaver.on_resume(seen.append, tag="weights")
+    kept = make(1 << 20)
+    try:
+        memsaver.pause("no such tag")
+    except memsaver.UnknownTagError as error:
+        print(kind_of(error))
+    print(look(0)[1], cycle() > 0, sorted(set(seen)), sorted(start()))
+    before.remove()
+    after.remove()
+    del kept
+
+
+if __name__ == "__main__":
+    import warnings
+
+    warnings.simplefilter("error", memsaver.MemsaverWarning)
+    main()
