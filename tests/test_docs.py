@@ -1,18 +1,37 @@
-"""docs/ keeps to what is there: names, variables, versions, links; and to its length."""
+"""docs/ keeps to what is there: its code runs and prints what it says, and names what exists."""
 
 import ast
 import importlib
+import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pages
 import pytest
+import typer
 
+import memsaver
 from memsaver.integrations.sglang import versions
 from memsaver.integrations.sglang.protocol import RELEASE_ORDER
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").glob("**/*.md"))
-SGLANG = ROOT / "docs" / "sglang.md"
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("**/*.md"))
+SGLANG = DOCS / "sglang.md"
+SIMULATED = [path for path in PAGES if any(b.where == "sim" for b in pages.blocks_of(path))]
+WITH_BLOCKS = [path for path in [*PAGES, ROOT / "README.md"] if pages.blocks_of(path)]
+
+every_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+
+
+def text_of(path):
+    """A page with what it includes from elsewhere."""
+    text = path.read_text()
+    return re.sub(r'^--8<-- "(.*)"$', lambda m: (ROOT / m[1]).read_text(), text, flags=re.M)
 
 
 def sections(path):
@@ -24,37 +43,173 @@ def sections(path):
     }
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_python_blocks_import_what_exists(path):
-    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.S):
-        for node in ast.walk(ast.parse(block)):
+def rows_of(text):
+    """The cells of every row of every table, without code marks."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+
+
+# --- code -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What the blocks of each page print on the simulated driver, or how they fail."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
+    environment["MEMSAVER_DRIVER"] = "sim"
+    command = [sys.executable, str(ROOT / "tests" / "pages.py"), "sim", *map(str, SIMULATED)]
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=tmp_path_factory.mktemp("pages"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = map(json.loads, done.stdout.splitlines())
+    return {row["page"]: row for row in rows}
+
+
+@pytest.mark.parametrize("path", SIMULATED, ids=lambda path: path.stem)
+def test_code_prints_what_the_page_says(printed, path):
+    found = printed[str(path)]
+    assert "error" not in found, found["error"]
+    blocks = [block for block in pages.blocks_of(path) if block.where == "sim"]
+    assert found["printed"] == [block.output or "" for block in blocks]
+
+
+def test_the_tutorial_and_the_how_to_pages_are_run():
+    run = {path.stem for path in SIMULATED}
+    assert run >= {"index", "tutorial", "troubleshooting", "torch", "several_gpus", "containers"}
+
+
+@pytest.mark.parametrize("path", WITH_BLOCKS, ids=lambda path: path.stem)
+def test_every_block_names_what_exists(path):
+    for block in pages.blocks_of(path):
+        for node in ast.walk(ast.parse(block.code)):
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "memsaver":
                 module = importlib.import_module(node.module)
                 assert [a.name for a in node.names if not hasattr(module, a.name)] == []
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("memsaver."):
+                importlib.import_module("memsaver.distributed")
+                named = re.match(r"memsaver(\.\w+)+", ast.unparse(node))[0]
+                found = memsaver
+                for name in named.split(".")[1:]:
+                    assert hasattr(found, name), f"{path.name}:{block.line}: {named}"
+                    found = getattr(found, name)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_block_of_python_is_seen():
+    # One whose fence or comment is written otherwise would be checked by nobody.
+    for path in PAGES:
+        fences = re.findall(r"^ *```(?:python|py|\{ *\.py)", path.read_text(), re.M)
+        assert len(fences) == len(pages.blocks_of(path)), path
+
+
+# --- what it names --------------------------------------------------------------------------------
+
+
+@every_page
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):
         file, _, heading = target.partition("#")
         found = (path.parent / file).resolve() if file else path
-        assert found.is_file(), target
-        headings = re.findall(r"^#+ (.*)$", found.read_text(), re.M)
-        assert not heading or heading in {h.lower().replace(" ", "-") for h in headings}, target
+        assert found.is_file() and found.is_relative_to(DOCS), target
+        headings = re.findall(r"^#+ (.*)$", text_of(found), re.M)
+        anchors = {re.sub(r"[^\w\s-]", "", h).lower().replace(" ", "-") for h in headings}
+        assert not heading or heading in anchors, target
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_readmes_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).is_file(), target
+
+
+@every_page
 def test_variables_of_memsaver_exist(path):
     sources = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")]
-    sources += [*(ROOT / "memsaver").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")]
+    for folder in ("memsaver", "integrations", "build_support"):
+        sources += (ROOT / folder).rglob("*.py")
     known = set(re.findall(r"\bMEMSAVER_[A-Z_]+", "".join(p.read_text() for p in sources)))
-    named = set(re.findall(r"\bMEMSAVER_[A-Z_]+", path.read_text()))
+    named = set(re.findall(r"\bMEMSAVER_[A-Z_]+", text_of(path)))
     assert named <= known
 
 
-@pytest.mark.parametrize("framework", ["SGLang", "verl", "slime", "miles"])
-def test_what_to_install_and_set_takes_ten_lines(framework):
-    lines = sections(SGLANG)[framework]
+@pytest.mark.parametrize("path", [DOCS / "reference" / "options.md", ROOT / "README.md"])
+def test_the_table_of_options_is_the_librarys(path):
+    source = (ROOT / "csrc" / "core" / "options.h").read_text()
+    options = set(re.findall(r'X\((\w+), k\w+, "(MEMSAVER_\w+)"', source))
+    assert len(options) >= 7
+    rows = [tuple(row[:2]) for row in rows_of(path.read_text()) if len(row) > 3]
+    named = {row for row in rows if row[0].isidentifier() and row[1].startswith("MEMSAVER_")}
+    assert named == options
+
+
+def test_the_reference_has_everything_public():
+    text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: memsaver\.\w+\.(\w+)$", text, re.M))
+    errors = set(importlib.import_module("memsaver.errors").__all__)
+    assert set(memsaver.__all__) - errors <= shown
+    for name in ("distributed", "integrations.sglang"):
+        module = importlib.import_module(f"memsaver.{name}")
+        shown = set(re.findall(rf"^::: (?:memsaver\.)?{name}\.\w+\.(\w+)$", text, re.M))
+        assert set(module.__all__) == shown
+
+
+def test_the_page_of_the_command_line_has_every_command_and_option():
+    from memsaver.cli import app
+
+    text = (DOCS / "reference" / "cli.md").read_text()
+    parts = re.split(r"^## `memsaver (.*)`\n", text, flags=re.M)
+    by_command = dict(zip(parts[1::2], parts[2::2], strict=True))
+    commands = typer.main.get_command(app).commands
+    assert set(by_command) == set(commands), "make pages"
+    for name, command in commands.items():
+        options = {option for param in command.params for option in param.opts if option[0] == "-"}
+        shown = set(re.findall(r"^\* `(?:-\w, )?(--[\w-]+)", by_command[name], re.M)) - {"--help"}
+        assert {option for option in options if option.startswith("--")} == shown, "make pages"
+
+
+def test_the_messages_of_the_troubleshooting_page_are_the_sources():
+    said = sections(DOCS / "troubleshooting.md")["memsaver's errors"]
+    messages = [row[0] for row in rows_of("\n".join(said)) if row[0] != "the message says"]
+    sources = [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "memsaver").glob("*.py")]
+    text = "\n".join(path.read_text() for path in sources)
+    text = re.sub(r'"\s*(?:MEMSAVER_VERSION\s*)?f?"', "", text)  # adjacent literals are one
+    assert len(messages) > 10
+    parts = [part.strip() for message in messages for part in message.split("...")]
+    assert [part for part in parts if part not in text] == []
+
+
+def test_the_measured_page_is_the_result_files():
+    path = ROOT / "benchmarks" / "measured_page.py"
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec = importlib.util.spec_from_file_location("measured_page", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    assert module.page() == (DOCS / "measured.md").read_text(), "make pages"
+    results = json.loads(module.RESULTS.read_text())
+    assert all(f" {row['ratio']:.2f} |" in module.page() for row in results)
+
+
+# --- SGLang and its hosts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("page", "section"),
+    [
+        ("sglang.md", "Install and turn on"),
+        ("how-to/verl.md", "Install and turn on"),
+        ("how-to/slime.md", "slime"),
+        ("how-to/slime.md", "miles"),
+    ],
+)
+def test_what_to_install_and_set_takes_ten_lines(page, section):
+    lines = [line for line in sections(DOCS / page)[section] if not line.startswith("<!--")]
     assert 0 < len(lines) <= 10
 
 
@@ -66,7 +221,7 @@ def test_the_versions_are_those_of_the_plugin():
     for version in versions.READ:
         assert version in by_meaning["its source was read"]
     since = versions.PLUGINS_SINCE
-    assert f"SGLang {since} or newer" in " ".join(sections(SGLANG)["SGLang"])
+    assert f"SGLang {since} or newer" in " ".join(sections(SGLANG)["Install and turn on"])
     assert sum(f"from {since}" in row[2] or f"before {since}" in row[2] for row in rows) == 2
 
 

@@ -1,0 +1,112 @@
+"""The code in a page of Markdown: which blocks run, where, and what they must print.
+
+A ```python block runs on the simulated driver, after those before it on the page and in the same
+module; the ```text block that follows it is what it prints. A comment in front says otherwise:
+
+    <!-- gpu -->            it needs a GPU and torch: it runs with the tests that have one
+    <!-- not run: why -->   it is only compiled
+
+and, anywhere on the page, how the process is started:
+
+    <!-- environment: NAME=value ... -->
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+_BLOCK = re.compile(
+    r"(?:^[ ]*<!-- (?P<directive>gpu|not run: [^\n]+?) -->\n)?"
+    r"^(?P<indent>[ ]*)```python\n(?P<code>.*?)^(?P=indent)```$"
+    r"(?:\n(?P=indent)```text\n(?P<output>.*?)^(?P=indent)```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+_ENVIRONMENT = re.compile(r"<!-- environment: (.*?) -->")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of Python.
+
+    Attributes:
+        where: "sim", "gpu", or "" for one that is not run.
+        line: the line of the page that its code begins in, from 1.
+        code: its text.
+        output: what it prints, or None where the page does not say.
+    """
+
+    where: str
+    line: int
+    code: str
+    output: str | None
+
+
+def blocks_of(path: Path) -> list[Block]:
+    """The blocks of Python of a page, in order."""
+    text = path.read_text()
+    blocks = []
+    for match in _BLOCK.finditer(text):
+        indent = len(match["indent"])
+        code, output = (
+            None if part is None else "".join(line[indent:] for line in part.splitlines(True))
+            for part in (match["code"], match["output"])
+        )
+        directive = match["directive"] or "sim"
+        line = text.count("\n", 0, match.start("code")) + 1
+        where = directive if directive in ("sim", "gpu") else ""
+        blocks.append(Block(where, line, code or "", output))
+    return blocks
+
+
+def environment_of(path: Path) -> dict[str, str]:
+    """The variables that a page asks for."""
+    found = _ENVIRONMENT.search(path.read_text())
+    return dict(pair.split("=", 1) for pair in found[1].split()) if found else {}
+
+
+def run(path: Path, where: str) -> list[str]:
+    """What each of a page's blocks for that driver prints. Once in a process."""
+    namespace = {"__name__": "page"}
+    printed = []
+    for block in blocks_of(path):
+        if block.where == where:
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                text = "\n" * (block.line - 1) + block.code  # so that a traceback has its line
+                exec(compile(text, str(path), "exec"), namespace)
+            printed.append(out.getvalue())
+    return printed
+
+
+def main(where: str, *paths: str) -> None:
+    """Runs pages, each in a forked child of its own; prints a line of JSON for each of them.
+
+    What takes long to import is imported once, by the parent, which does not use the driver.
+    """
+    import torch.distributed  # noqa: F401
+
+    import memsaver.distributed  # noqa: F401
+
+    for path in map(Path, paths):
+        if os.fork():
+            os.wait()
+            continue
+        os.environ.update(environment_of(path))
+        try:
+            result: dict[str, object] = {"printed": run(path, where)}
+        except BaseException:
+            result = {"error": traceback.format_exc()}
+        print(json.dumps({"page": str(path), **result}), flush=True)
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
