@@ -97,9 +97,52 @@ typedef struct ms_usage {
   uint64_t backup_bytes;    /* bytes that the next resume brings back */
   uint64_t host_bytes;      /* host memory held for backups */
   uint64_t disk_bytes;      /* disk space held for backups */
-  uint64_t pauses, resumes; /* transitions done */
+  uint64_t pauses, resumes; /* transitions of the tag done */
   double last_pause_seconds, last_resume_seconds;
+  uint64_t failures;                    /* pauses, resumes and swaps of the tag that failed */
+  double pause_seconds, resume_seconds; /* of all that were done */
+  /* What they did with this device's memory, the last one and all: device memory given back or
+   * taken, and bytes moved to the backup or from it. */
+  uint64_t last_paused_bytes, last_saved_bytes, last_resumed_bytes, last_restored_bytes;
+  uint64_t paused_bytes, saved_bytes, resumed_bytes, restored_bytes;
+  /* What pauses found in the backup already, by its fingerprint: pieces of at most 1 MiB. */
+  uint64_t last_unchanged_pieces, last_unchanged_bytes, unchanged_pieces, unchanged_bytes;
 } ms_usage;
+
+/* What an event of a timeline is. */
+typedef enum ms_event_kind {
+  MS_EVENT_BASELINE = 0, /* a tag on a device as it was before its first event that is kept */
+  MS_EVENT_ALLOCATE = 1,
+  MS_EVENT_FREE = 2,  /* memory of frees was given back; during a transition, at its end */
+  MS_EVENT_BEGIN = 3, /* of a transition, for each of its tags and devices */
+  MS_EVENT_END = 4,   /* likewise */
+  MS_EVENT_MEMORY = 5 /* what the driver says of a device */
+} ms_event_kind;
+
+typedef enum ms_act { MS_NO_ACT = 0, MS_PAUSE = 1, MS_RESUME = 2, MS_SWAP = 3 } ms_act;
+
+typedef enum ms_outcome {
+  MS_DONE = 0,
+  MS_FAILED = 1,
+  MS_GIVEN_UP = 2 /* it was begun, and freed without being run */
+} ms_outcome;
+
+/* One event of a timeline. What does not concern its kind is 0, "" or NULL. */
+typedef struct ms_event {
+  double time_seconds; /* of CLOCK_MONOTONIC */
+  int32_t kind;        /* an ms_event_kind */
+  int32_t device;      /* -1: a tag without memory */
+  const char* tag;     /* NULL of MS_EVENT_MEMORY */
+  int32_t state;       /* an ms_state: the tag's, after the event */
+  int32_t act;         /* an ms_act, of a transition */
+  int32_t outcome;     /* an ms_outcome, of its end */
+  int64_t thread;      /* of a transition: the system's number of the thread that began it */
+  uint64_t allocated_bytes, resident_bytes; /* the tag's on the device, after the event */
+  uint64_t transition; /* the same of all events of one transition, unlike every other's */
+  uint64_t device_bytes, copied_bytes; /* of an end that is done: as in ms_change */
+  uint64_t free_bytes, total_bytes;    /* of MS_EVENT_MEMORY */
+  char caller[256];                    /* of an end: as in ms_location; of a long one its end */
+} ms_event;
 
 /* Where an address lies. */
 typedef struct ms_location {
@@ -305,6 +348,28 @@ MS_API ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error);
 
 /* Every tag and device. Tags without memory have one row with device -1. */
 MS_API ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error);
+
+/* Records what happens to the memory of tags from now on, in this process: a ring of `capacity`
+ * events, which takes some 140 bytes for each. The oldest make place for new ones. A process
+ * records one timeline at a time. Costs a load and a branch for each allocation while nothing is
+ * recorded, some tens of nanoseconds otherwise; transitions then ask the driver for its free memory
+ * at their begin and end. MS_INVALID_ARGUMENT: no events, or more than 2^24. MS_INVALID_STATE: one
+ * is recorded already. */
+MS_API ms_status ms_timeline_start(size_t capacity, ms_error* error);
+
+/* What is recorded so far: baselines, one for each tag and device that was there before its first
+ * event, then the events in the order of time, and how many older ones were dropped. Keeps other
+ * calls waiting for about a millisecond for each 10,000 events. MS_INVALID_STATE: nothing is
+ * recorded. */
+MS_API ms_status ms_timeline_read(ms_event** rows, size_t* row_count, uint64_t* dropped,
+                                  ms_error* error);
+
+/* Adds what the driver says is free now, for each device that tags have memory of; there it costs a
+ * driver call. Does nothing while nothing is recorded. */
+MS_API ms_status ms_timeline_sample(ms_error* error);
+
+/* Ends it and gives up its memory. MS_INVALID_STATE: nothing is recorded. */
+MS_API ms_status ms_timeline_stop(ms_error* error);
 
 /* The live allocations of a tag in address order, on `device`, or on all of them (-1). */
 MS_API ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_count,

@@ -42,10 +42,29 @@ class TagStats:
         backup_bytes: bytes that the next resume brings back.
         host_bytes: host memory held for backups, kept for the next pause until `trim()`.
         disk_bytes: file space held for backups, likewise.
-        pauses: pauses done, and
-        resumes: resumes done, and
-        last_pause_seconds: how long the last one took, for all tags of its call;
-        last_resume_seconds: likewise.
+        pauses: pauses of the tag done, swaps that it left by included.
+        resumes: resumes of the tag done, swaps that it came by included.
+        failures: pauses, resumes and swaps of the tag that failed.
+        last_pause_seconds: how long the last pause took, for all tags of its call.
+        last_resume_seconds: the same of the last resume.
+        pause_seconds: the sum for all pauses.
+        resume_seconds: the sum for all resumes.
+        last_paused_bytes: device memory that the last pause gave back.
+        last_saved_bytes: bytes that it copied to the backup.
+        last_resumed_bytes: device memory that the last resume took.
+        last_restored_bytes: bytes that it copied from the backup.
+        paused_bytes: the sum of `last_paused_bytes` for all pauses.
+        saved_bytes: the sum of `last_saved_bytes`.
+        resumed_bytes: the sum of `last_resumed_bytes` for all resumes.
+        restored_bytes: the sum of `last_restored_bytes`.
+        last_unchanged_pieces: pieces of at most 1 MiB that the last pause did not copy, because
+            the backup had them already, by their fingerprints.
+        last_unchanged_bytes: their bytes.
+        unchanged_pieces: the sum for all pauses.
+        unchanged_bytes: the sum of their bytes.
+
+    The counters, seconds and states are the tag's, the same in its rows of all devices; bytes are
+    those of the device. Nothing that failed counts but in `failures`.
     """
 
     tag: str
@@ -62,6 +81,45 @@ class TagStats:
     resumes: int
     last_pause_seconds: float
     last_resume_seconds: float
+    failures: int
+    pause_seconds: float
+    resume_seconds: float
+    last_paused_bytes: int
+    last_saved_bytes: int
+    last_resumed_bytes: int
+    last_restored_bytes: int
+    paused_bytes: int
+    saved_bytes: int
+    resumed_bytes: int
+    restored_bytes: int
+    last_unchanged_pieces: int
+    last_unchanged_bytes: int
+    unchanged_pieces: int
+    unchanged_bytes: int
+
+    @property
+    def last_pause_rate(self) -> float:
+        """Device memory that the last pause gave back, bytes per second; 0 before the first.
+
+        The time is that of its whole call, so this is less than the bus's or the driver's rate
+        where the call had other tags.
+        """
+        return _rate(self.last_paused_bytes, self.last_pause_seconds)
+
+    @property
+    def last_resume_rate(self) -> float:
+        """Device memory that the last resume took, likewise."""
+        return _rate(self.last_resumed_bytes, self.last_resume_seconds)
+
+    @property
+    def last_save_rate(self) -> float:
+        """Bytes that the last pause copied to the backup, likewise."""
+        return _rate(self.last_saved_bytes, self.last_pause_seconds)
+
+    @property
+    def last_restore_rate(self) -> float:
+        """Bytes that the last resume copied from the backup, likewise."""
+        return _rate(self.last_restored_bytes, self.last_resume_seconds)
 
 
 @dataclass(frozen=True)
@@ -95,6 +153,10 @@ class Stats:
         if not rows:
             raise KeyError(tag)
         return rows
+
+
+def _rate(nbytes: int, seconds: float) -> float:
+    return nbytes / seconds if seconds > 0 else 0.0
 
 
 def stats() -> Stats:

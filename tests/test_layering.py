@@ -24,6 +24,7 @@ LAYERS = [
     ["host_medium", "file_medium"],
     ["backup"],
     ["registry", "transfer"],
+    ["timeline"],
     ["allocation"],
     ["contents"],
     ["transition"],
@@ -145,7 +146,7 @@ PACKAGES = {
     ),
 }
 # What may be missing: imported where it is needed, never when a module of ours is.
-OPTIONAL = {"numpy", "sglang", "torch", "vllm"}
+OPTIONAL = {"matplotlib", "numpy", "prometheus_client", "sglang", "torch", "vllm"}
 WITH_TORCH = {"memsaver/readonly.py"}  # which is imported where torch is there only
 
 

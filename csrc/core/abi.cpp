@@ -18,6 +18,7 @@
 #include "core/staging.h"
 #include "core/stats.h"
 #include "core/swap.h"
+#include "core/timeline.h"
 #include "memsaver.h"
 
 namespace {
@@ -341,25 +342,38 @@ ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error) {
 ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error) {
   return guarded(error, [&] {
     require_tags();
-    hand_out(
-        usage(),
-        [](const Usage& u) {
-          return ms_usage{u.tag->name.c_str(),
-                          u.device,
-                          static_cast<int32_t>(u.state),
-                          static_cast<int32_t>(u.policy),
-                          u.allocations,
-                          u.allocated_bytes,
-                          u.resident_bytes,
-                          u.backup_bytes,
-                          u.host_bytes,
-                          u.disk_bytes,
-                          u.pauses,
-                          u.resumes,
-                          u.last_pause_seconds,
-                          u.last_resume_seconds};
-        },
-        rows, row_count);
+    hand_out(usage(), usage_row, rows, row_count);
+  });
+}
+
+ms_status ms_timeline_start(size_t capacity, ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    timeline::start(capacity);
+    timeline::note_memory();
+  });
+}
+
+ms_status ms_timeline_read(ms_event** rows, size_t* row_count, uint64_t* dropped, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    const timeline::Recorded recorded = timeline::read();
+    hand_out(recorded.records, event_row, rows, row_count);
+    if (dropped) *dropped = recorded.dropped;
+  });
+}
+
+ms_status ms_timeline_sample(ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    timeline::note_memory();
+  });
+}
+
+ms_status ms_timeline_stop(ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    timeline::stop();
   });
 }
 

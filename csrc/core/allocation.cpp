@@ -11,6 +11,7 @@
 #include "core/log.h"
 #include "core/options.h"
 #include "core/text.h"
+#include "core/timeline.h"
 
 namespace memsaver {
 namespace {
@@ -71,6 +72,7 @@ void settle(std::unique_lock<std::mutex>& lock, Pool& pool) {
     pool.heap.commit_extents(taken);
     if (failure) throw *failure;
     pool.heap.commit_free(blocks);
+    timeline::note(Record::Kind::kFree, pool);
     // Of parked pages, those that lie under no block any more.
     std::vector<PhysicalMemory> unused;
     for (size_t i = 0; i < pool.parked.size();) {
@@ -210,6 +212,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
   }
   hold.lock();
   pool.heap.commit_block(plan.block, mapped);
+  timeline::note(Record::Kind::kAllocate, pool);
   ++registry.changes;
   return plan.block.address;
 }

@@ -24,6 +24,11 @@ enum class Backup : int32_t { kNone = 0, kHost = 1, kPageable = 2, kDisk = 3 };
 
 const char* name_of(Backup backup);
 
+// What a save has found in its store already, by fingerprints.
+struct Unchanged {
+  uint64_t pieces = 0, bytes = 0;
+};
+
 // Not thread-safe but for its figures: its tag is held while it changes.
 class BackupStore {
  public:

@@ -12,7 +12,9 @@
 
 #include "core/range.h"
 #include "core/registry.h"
+#include "core/stats.h"
 #include "core/status.h"
+#include "core/timeline.h"
 #include "memsaver.h"
 
 namespace memsaver {
@@ -31,8 +33,13 @@ void require_place(const void* place);
 
 // --- out
 
+ms_usage usage_row(const Usage& usage);
+ms_event event_row(const Record& record);
+
 // Copies text into a fixed field, cut at a UTF-8 boundary.
 void copy_text(char* field, size_t capacity, const std::string& text);
+// Likewise the end of it.
+void copy_end_of_text(char* field, size_t capacity, const std::string& text);
 
 // Writes the failure down, where `error` is not null; its status.
 ms_status report(const Error& failure, ms_error* error) noexcept;

@@ -15,13 +15,13 @@ class Pause : public Transition {
  public:
   Pause(std::unique_ptr<Hold> hold, std::vector<Tag*> tags, std::vector<Change> rows,
         std::vector<Step> steps)
-      : Transition(std::move(hold), std::move(rows)),
-        state_(*hold_, std::move(tags), State::kSaving),
+      : Transition(std::move(hold), std::move(rows), Act::kPause),
+        state_(*hold_, std::move(tags), State::kSaving, label_),
         steps_(std::move(steps)) {}
 
  private:
   std::vector<Change> execute() override;
-  void end() noexcept override { state_.end(); }
+  void end(Outcome outcome) noexcept override { state_.end(outcome); }
 
   const Clock::time_point start_ = Clock::now();
   StateChange state_;
@@ -65,10 +65,8 @@ std::vector<Change> Pause::execute() {
         "pages held and their contents intact; resume them, then pause again";
   }
   if (unmapped) {
-    for (Tag* tag : state_.tags()) {
-      ++tag->pauses;
-      tag->last_pause_seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-    }
+    tally(steps_, true);
+    state_.count(std::chrono::duration<double>(Clock::now() - start_).count());
   }
   hold_->unlock();
   if (!unmapped) throw failure;

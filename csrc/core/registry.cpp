@@ -30,6 +30,19 @@ Mark Mark::now() {
   return {std::chrono::duration<double>(time).count(), syscall(SYS_gettid), nullptr};
 }
 
+void Tally::add(uint64_t device_bytes, uint64_t copied_bytes) noexcept {
+  last_device_bytes = device_bytes;
+  last_copied_bytes = copied_bytes;
+  this->device_bytes += device_bytes;
+  this->copied_bytes += copied_bytes;
+}
+
+uint64_t Pool::resident_bytes() const noexcept {
+  uint64_t bytes = heap.resident_bytes();
+  for (const auto& [address, memory] : parked) bytes += memory.bytes();
+  return bytes;
+}
+
 std::atomic<Pool*> Registry::slots_[Registry::kSlots] = {};
 
 Registry& Registry::instance() {

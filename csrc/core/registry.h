@@ -38,9 +38,20 @@ struct Mark {
 
 struct Tag;
 
+// What the pauses, or the resumes, of a pool have done: the last one, and all. Bytes.
+struct Tally {
+  void add(uint64_t device_bytes, uint64_t copied_bytes) noexcept;
+
+  uint64_t last_device_bytes = 0, last_copied_bytes = 0;
+  uint64_t device_bytes = 0, copied_bytes = 0;
+};
+
 // The memory of one tag on one device. Lives as long as the process.
 struct Pool {
   Pool(Tag& owner, Device& device) : tag(owner), heap(device) {}
+
+  // Device memory held, mapped or parked, bytes.
+  uint64_t resident_bytes() const noexcept;
 
   Tag& tag;
   Heap heap;
@@ -50,6 +61,8 @@ struct Pool {
   // Pages that a transition which failed twice could not map again: unmapped, at these addresses,
   // with the contents of what is not in `saved`. The tag is paused then, and its resume maps them.
   std::vector<std::pair<uint64_t, PhysicalMemory>> parked;
+  Tally paused, resumed;
+  Unchanged last_unchanged, unchanged;  // of the last pause, and of all
 };
 
 // All fields under the registry's lock, but for the name and `accepting`. Only transition.cpp
@@ -67,6 +80,8 @@ struct Tag {
   std::map<int, Pool> pools;  // by device ordinal; nodes never move
   uint64_t pauses = 0, resumes = 0;
   double last_pause_seconds = 0, last_resume_seconds = 0;
+  double pause_seconds = 0, resume_seconds = 0;  // of all
+  uint64_t failures = 0;                         // pauses, resumes and swaps that failed
   std::atomic<bool> accepting{true};  // the state is kMapped, for hooks that take no lock
 };
 

@@ -19,13 +19,13 @@ class Resume : public Transition {
  public:
   Resume(std::unique_ptr<Hold> hold, std::vector<Tag*> tags, std::vector<Change> rows,
          std::vector<Step> steps)
-      : Transition(std::move(hold), std::move(rows)),
-        state_(*hold_, std::move(tags), State::kRestoring),
+      : Transition(std::move(hold), std::move(rows), Act::kResume),
+        state_(*hold_, std::move(tags), State::kRestoring, label_),
         steps_(std::move(steps)) {}
 
  private:
   std::vector<Change> execute() override;
-  void end() noexcept override { state_.end(); }
+  void end(Outcome outcome) noexcept override { state_.end(outcome); }
   void map_and_copy();
   void map_and_copy_on(std::vector<Step*>& own, const Step*& at,
                        const std::function<void(Device&)>& queued);
@@ -160,10 +160,8 @@ std::vector<Change> Resume::execute() {
     step.pool->saved.clear();
   }
   state_.commit();
-  for (Tag* tag : state_.tags()) {
-    ++tag->resumes;
-    tag->last_resume_seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-  }
+  tally(steps_, false);
+  state_.count(std::chrono::duration<double>(Clock::now() - start_).count());
   hold_->unlock();
   fill_rows(rows_, steps_);
   return std::move(rows_);

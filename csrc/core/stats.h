@@ -14,8 +14,10 @@ struct Usage {
   State state;
   Backup policy;
   uint64_t allocations, allocated_bytes, resident_bytes, backup_bytes, host_bytes, disk_bytes;
-  uint64_t pauses, resumes;
-  double last_pause_seconds, last_resume_seconds;
+  uint64_t pauses, resumes, failures;
+  double last_pause_seconds, last_resume_seconds, pause_seconds, resume_seconds;
+  Tally paused, resumed;
+  Unchanged last_unchanged, unchanged;
 };
 
 // One moment's figures for all tags, in the order of their making. Takes the registry's lock.

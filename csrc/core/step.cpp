@@ -50,6 +50,17 @@ void fill_rows(std::vector<Change>& rows, const std::vector<Step>& steps) noexce
   }
 }
 
+void tally(const std::vector<Step>& steps, bool pausing) noexcept {
+  for (const Step& step : steps) {
+    Pool& pool = *step.pool;
+    (pausing ? pool.paused : pool.resumed).add(step.device_bytes, step.copied_bytes);
+    if (!pausing) continue;
+    pool.last_unchanged = step.unchanged;
+    pool.unchanged.pieces += step.unchanged.pieces;
+    pool.unchanged.bytes += step.unchanged.bytes;
+  }
+}
+
 std::vector<Step> plan_pause(const std::vector<Tag*>& tags, std::optional<Backup> policy,
                              const std::vector<Range>& dead, bool trust_dead) {
   std::vector<Step> steps;
@@ -168,6 +179,7 @@ void save_all(std::vector<Step>& steps, Progress& progress) {
     for (auto& [step, save] : saves) {
       at = step;
       step->copied_bytes = save->finish();
+      step->unchanged = save->unchanged();
     }
   });
 }

@@ -33,6 +33,7 @@ struct Step {
   std::vector<Page> pages;               // while one is mapped, its place here is kept, empty
   bool poison = false;                   // of a resume: what is not restored is filled
   uint64_t device_bytes = 0, copied_bytes = 0;
+  Unchanged unchanged;  // of a pause
 };
 
 // The tags of `hold` among `among` that are not yet in `wanted`.
@@ -43,6 +44,8 @@ std::vector<Tag*> changing(const std::vector<Tag*>& among, State wanted);
 std::vector<Change> plan_rows(const std::vector<Tag*>& tags, const std::vector<Tag*>& changed);
 // Their figures.
 void fill_rows(std::vector<Change>& rows, const std::vector<Step>& steps) noexcept;
+// Adds them to what the pools' pauses, or resumes, have done. Under the registry's lock.
+void tally(const std::vector<Step>& steps, bool pausing) noexcept;
 
 // What the ranges of a pause are: all that lives, less `dead`. Throws kInvalidState where a region
 // of a tag is open. Under the registry's lock.

@@ -51,17 +51,17 @@ class Swap : public Transition {
  public:
   Swap(std::unique_ptr<Hold> hold, std::vector<Tag*> going, std::vector<Tag*> coming,
        std::vector<Change> rows, std::vector<Step> out, std::vector<Step> into)
-      : Transition(std::move(hold), std::move(rows)),
-        going_(*hold_, std::move(going), State::kSaving),
-        coming_(*hold_, std::move(coming), State::kRestoring),
+      : Transition(std::move(hold), std::move(rows), Act::kSwap),
+        going_(*hold_, std::move(going), State::kSaving, label_),
+        coming_(*hold_, std::move(coming), State::kRestoring, label_),
         out_(std::move(out)),
         into_(std::move(into)) {}
 
  private:
   std::vector<Change> execute() override;
-  void end() noexcept override {
-    going_.end();
-    coming_.end();
+  void end(Outcome outcome) noexcept override {
+    going_.end(outcome);
+    coming_.end(outcome);
   }
   void exchange_all(bool beyond);
   void exchange(bool beyond);
@@ -162,6 +162,7 @@ void Swap::exchange_on(Side& side, const Step*& at) {
   for (auto& [step, save] : side.saves) {
     at = step;
     step->copied_bytes = save->finish();
+    step->unchanged = save->unchanged();
   }
   for (const Hand* hand : discarded) {
     at = hand->to;
@@ -399,25 +400,16 @@ std::vector<Change> Swap::execute() {
     step.pages.clear();  // places only: the memory is mapped
     step.pool->heap.commit_extents(step.mappings);
     step.pool->saved.clear();
+    step.device_bytes = step.pool->heap.resident_bytes();  // may be more than the plan
   }
+  tally(out_, true);
+  tally(into_, false);
   going_.commit();
   coming_.commit();
   const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-  for (Tag* tag : going_.tags()) {
-    ++tag->pauses;
-    tag->last_pause_seconds = seconds;
-  }
-  for (Tag* tag : coming_.tags()) {
-    ++tag->resumes;
-    tag->last_resume_seconds = seconds;
-  }
+  going_.count(seconds);
+  coming_.count(seconds);
   hold_->unlock();
-  for (Step& step : into_) {
-    step.device_bytes = 0;  // what came over may be more than the plan
-    for (const auto& [address, extent] : step.pool->heap.extents()) {
-      step.device_bytes += extent.bytes();
-    }
-  }
   fill_rows(rows_, out_);
   fill_rows(rows_, into_);
   return std::move(rows_);

@@ -95,7 +95,12 @@ std::vector<Range> Save::changed(const Cell& cell) {
     const bool same = known != kept.end() && known->piece.address == piece.address &&
                       known->piece.bytes == piece.bytes &&
                       known->digest == hasher_->wait(cell.first_piece + i);
-    if (!same) append(different, piece.address, piece.end());
+    if (!same) {
+      append(different, piece.address, piece.end());
+      continue;
+    }
+    ++unchanged_.pieces;
+    unchanged_.bytes += piece.bytes;
   }
   return different;
 }

@@ -48,6 +48,8 @@ class Save {
   void wait(uint64_t end);
   // Queues and waits for all, and keeps the fingerprints. The bytes copied.
   uint64_t finish();
+  // What queue() has left out, so far.
+  const Unchanged& unchanged() const { return unchanged_; }
   // Waits for what is queued and lets go of what is the driver's, so that the rest of its life
   // needs no DeviceScope but for room that is given up. Nothing but keep() may follow.
   void stop() noexcept;
@@ -84,6 +86,7 @@ class Save {
   std::vector<Mark> marks_;
   std::vector<Range> staged_;  // what run_staged() is to copy
   uint64_t marked_bytes_ = 0, copied_bytes_ = 0;
+  Unchanged unchanged_;
   bool finished_ = false, stopped_ = false;
 };
 

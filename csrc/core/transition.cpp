@@ -6,13 +6,20 @@
 
 namespace memsaver {
 
+Label::Label(Act act) : act(act) {
+  static std::atomic<uint64_t> last{0};
+  number = ++last;
+}
+
 std::vector<Change> Transition::run() {
   if (!hold_) throw Error(Status::kInvalidState, "the transition was run already");
   const auto let_go = [this](Phase phase) {
-    end();
+    end(Outcome::kFailed);
     hold_.reset();  // whoever keeps this object keeps nobody waiting
     enter(phase);
+    timeline::note_memory();
   };
+  timeline::note_memory();
   try {
     std::vector<Change> rows = execute();
     let_go(Phase::kDone);
@@ -69,22 +76,28 @@ void Transition::wait_stream(CUstream stream) {
   for (const Event& event : events_) CU_CHECK(cuStreamWaitEvent, stream, event.get(), 0);
 }
 
-StateChange::StateChange(Hold& hold, std::vector<Tag*> tags, State during)
-    : hold_(hold), tags_(std::move(tags)) {
+StateChange::StateChange(Hold& hold, std::vector<Tag*> tags, State during, const Label& label)
+    : hold_(hold), label_(label), tags_(std::move(tags)) {
   const bool pausing = during == State::kSaving;
   before_ = pausing ? State::kMapped : State::kPaused;
   after_ = pausing ? State::kPaused : State::kMapped;
   const Mark mark = Mark::now();
   for (Tag* tag : tags_) tag->changing = mark;
   set(during);
+  for (const Tag* tag : tags_) timeline::note_begin(*tag, label_.act, label_.number, mark);
 }
 
-void StateChange::end() noexcept {
+void StateChange::end(Outcome outcome) noexcept {
   if (ended_) return;
   ended_ = true;
-  if (committed_) return;
+  if (counted_) return;
   hold_.lock();
-  set(before_);
+  if (!committed_) set(before_);
+  for (Tag* tag : tags_) {
+    if (outcome == Outcome::kFailed) ++tag->failures;
+    const Mark& mark = committed_ ? tag->changed : tag->changing;
+    timeline::note_end(*tag, label_.act, label_.number, mark, outcome, is_pausing());
+  }
   hold_.unlock();
 }
 
@@ -96,6 +109,16 @@ void StateChange::commit() {
   }
   set(after_);
   committed_ = true;
+}
+
+void StateChange::count(double seconds) noexcept {
+  counted_ = true;
+  for (Tag* tag : tags_) {
+    ++(is_pausing() ? tag->pauses : tag->resumes);
+    (is_pausing() ? tag->last_pause_seconds : tag->last_resume_seconds) = seconds;
+    (is_pausing() ? tag->pause_seconds : tag->resume_seconds) += seconds;
+    timeline::note_end(*tag, label_.act, label_.number, tag->changed, Outcome::kDone, is_pausing());
+  }
 }
 
 void StateChange::set(State state) {

@@ -18,6 +18,7 @@
 #include "core/allocation.h"
 #include "core/handles.h"
 #include "core/registry.h"
+#include "core/timeline.h"
 #include "core/transfer.h"
 
 namespace memsaver {
@@ -29,6 +30,14 @@ struct Change {
   bool changed;
   uint64_t device_bytes;  // given back or taken
   uint64_t copied_bytes;
+};
+
+// What a transition is called on the timeline.
+struct Label {
+  explicit Label(Act act);
+
+  Act act;
+  uint64_t number;  // unlike every other's
 };
 
 class Transition {
@@ -58,11 +67,11 @@ class Transition {
   void wait_stream(CUstream stream);
 
  protected:
-  Transition(std::unique_ptr<Hold> hold, std::vector<Change> rows)
-      : hold_(std::move(hold)), rows_(std::move(rows)) {}
+  Transition(std::unique_ptr<Hold> hold, std::vector<Change> rows, Act act)
+      : hold_(std::move(hold)), rows_(std::move(rows)), label_(act) {}
 
   virtual std::vector<Change> execute() = 0;
-  virtual void end() noexcept = 0;  // ends the StateChanges
+  virtual void end(Outcome outcome) noexcept = 0;  // ends the StateChanges
   // All memory is mapped and all copies are queued: work behind the events finds the contents.
   void announce_queued(std::vector<Event> events);
   // It has failed after all: whether that had been announced.
@@ -70,6 +79,7 @@ class Transition {
 
   std::unique_ptr<Hold> hold_;
   std::vector<Change> rows_;
+  const Label label_;
   Progress progress_;
 
  private:
@@ -88,23 +98,28 @@ class Transition {
 class StateChange {
  public:
   // Under the registry's lock.
-  StateChange(Hold& hold, std::vector<Tag*> tags, State during);
-  ~StateChange() { end(); }
+  StateChange(Hold& hold, std::vector<Tag*> tags, State during, const Label& label);
+  ~StateChange() { end(Outcome::kGivenUp); }
   StateChange(const StateChange&) = delete;
   StateChange& operator=(const StateChange&) = delete;
 
   const std::vector<Tag*>& tags() const { return tags_; }
   void commit();  // under the lock
-  void end() noexcept;
+  // It did all that it was to do, in so many seconds. Under the lock, after commit() and tally().
+  void count(double seconds) noexcept;
+  // `outcome` is of one that was not counted.
+  void end(Outcome outcome) noexcept;
   bool is_committed() const { return committed_; }
 
  private:
   void set(State state);
+  bool is_pausing() const { return after_ == State::kPaused; }
 
   Hold& hold_;
+  const Label label_;
   std::vector<Tag*> tags_;
   State before_, after_;
-  bool committed_ = false, ended_ = false;
+  bool committed_ = false, counted_ = false, ended_ = false;
 };
 
 }  // namespace memsaver

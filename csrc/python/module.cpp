@@ -393,9 +393,48 @@ PYBIND11_MODULE(_C, m) {
       row["resumes"] = u.resumes;
       row["last_pause_seconds"] = u.last_pause_seconds;
       row["last_resume_seconds"] = u.last_resume_seconds;
+      row["failures"] = u.failures;
+      row["pause_seconds"] = u.pause_seconds;
+      row["resume_seconds"] = u.resume_seconds;
+      row["last_paused_bytes"] = u.last_paused_bytes;
+      row["last_saved_bytes"] = u.last_saved_bytes;
+      row["last_resumed_bytes"] = u.last_resumed_bytes;
+      row["last_restored_bytes"] = u.last_restored_bytes;
+      row["paused_bytes"] = u.paused_bytes;
+      row["saved_bytes"] = u.saved_bytes;
+      row["resumed_bytes"] = u.resumed_bytes;
+      row["restored_bytes"] = u.restored_bytes;
+      row["last_unchanged_pieces"] = u.last_unchanged_pieces;
+      row["last_unchanged_bytes"] = u.last_unchanged_bytes;
+      row["unchanged_pieces"] = u.unchanged_pieces;
+      row["unchanged_bytes"] = u.unchanged_bytes;
       return row;
     });
   });
+  m.def("timeline_start", [](size_t capacity) {
+    without_gil([&](ms_error* error) { return ms_timeline_start(capacity, error); });
+  });
+  // The events, and how many older ones were dropped.
+  m.def("timeline_read", [] {
+    ms_event* rows = nullptr;
+    size_t count = 0;
+    uint64_t dropped = 0;
+    without_gil([&](ms_error* error) { return ms_timeline_read(&rows, &count, &dropped, error); });
+    return py::make_tuple(
+        list_of(rows, count,
+                [](const ms_event& e) {
+                  return py::make_tuple(
+                      e.time_seconds, e.kind, e.device,
+                      e.tag ? py::object(text_of(e.tag)) : py::none(), e.state, e.act, e.outcome,
+                      e.thread, e.allocated_bytes, e.resident_bytes, e.transition, e.device_bytes,
+                      e.copied_bytes, e.free_bytes, e.total_bytes, text_of(e.caller));
+                }),
+        dropped);
+  });
+  m.def("timeline_sample",
+        [] { without_gil([](ms_error* error) { return ms_timeline_sample(error); }); });
+  m.def("timeline_stop",
+        [] { without_gil([](ms_error* error) { return ms_timeline_stop(error); }); });
   m.def(
       "ranges",
       [](const std::string& tag, int device) {

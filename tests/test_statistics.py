@@ -1,0 +1,166 @@
+"""Statistics beyond what is resident: totals, rates and fingerprint hits."""
+
+import pytest
+
+import memsaver
+
+MIB = 1 << 20
+
+
+def row_of(name):
+    (row,) = memsaver.stats()[name]
+    return row
+
+
+def test_totals_are_the_sums_of_the_reports(sim, tag, make_blocks):
+    name = tag()
+    blocks = make_blocks(name, [3 * MIB, 5 * MIB], backup="host")
+    out = into = saved = restored = out_seconds = into_seconds = 0
+    for round_number in range(3):
+        for block in blocks:
+            block.fill(100 + round_number)
+        report = memsaver.pause(name)
+        row = row_of(name)
+        assert (row.last_paused_bytes, row.last_saved_bytes) == (report.bytes, report.copied_bytes)
+        assert 0 < row.last_pause_seconds <= report.seconds
+        out, saved, out_seconds = (
+            out + report.bytes,
+            saved + report.copied_bytes,
+            out_seconds + row.last_pause_seconds,
+        )
+        report = memsaver.resume(name)
+        row = row_of(name)
+        assert row.last_resumed_bytes == report.bytes > 0
+        assert row.last_restored_bytes == report.copied_bytes > 0
+        into, restored, into_seconds = (
+            into + report.bytes,
+            restored + report.copied_bytes,
+            into_seconds + row.last_resume_seconds,
+        )
+    row = row_of(name)
+    assert (row.paused_bytes, row.saved_bytes) == (out, saved)
+    assert (row.resumed_bytes, row.restored_bytes) == (into, restored)
+    assert row.pause_seconds == pytest.approx(out_seconds)
+    assert row.resume_seconds == pytest.approx(into_seconds)
+    assert (row.pauses, row.resumes, row.failures) == (3, 3, 0)
+
+
+def test_rates_are_bytes_by_seconds(sim, tag, make_blocks):
+    name = tag()
+    blocks = make_blocks(name, [6 * MIB], backup="host")
+    row = row_of(name)
+    rates = (
+        row.last_pause_rate,
+        row.last_resume_rate,
+        row.last_save_rate,
+        row.last_restore_rate,
+    )
+    assert rates == (0, 0, 0, 0)
+    memsaver.pause(name)
+    memsaver.resume(name)
+    row = row_of(name)
+    assert row.last_pause_rate == row.last_paused_bytes / row.last_pause_seconds > 0
+    assert row.last_resume_rate == row.last_resumed_bytes / row.last_resume_seconds > 0
+    assert row.last_save_rate == row.last_saved_bytes / row.last_pause_seconds > 0
+    assert row.last_restore_rate == row.last_restored_bytes / row.last_resume_seconds > 0
+    assert blocks[0].is_intact()
+
+
+def test_what_a_pause_finds_unchanged_is_counted(sim, tag, make_blocks):
+    name = tag()
+    blocks = make_blocks(name, [4 * MIB, 4 * MIB], backup="host")
+    memsaver.pause(name)
+    row = row_of(name)
+    assert (row.last_unchanged_pieces, row.last_unchanged_bytes, row.unchanged_bytes) == (0, 0, 0)
+    memsaver.resume(name)
+    memsaver.pause(name)
+    row = row_of(name)
+    assert (row.last_unchanged_pieces, row.last_unchanged_bytes) == (8, 8 * MIB)
+    assert row.last_saved_bytes == 0
+    memsaver.resume(name)
+    blocks[0].sim.write(blocks[0].address + MIB, b"other")
+    memsaver.pause(name)
+    row = row_of(name)
+    assert (row.last_unchanged_pieces, row.last_unchanged_bytes) == (7, 7 * MIB)
+    assert row.last_saved_bytes == MIB
+    assert (row.unchanged_pieces, row.unchanged_bytes) == (15, 15 * MIB)
+
+
+def test_without_fingerprints_nothing_is_found_unchanged(sim, tag, make_blocks, options):
+    options(fingerprints="off")
+    name = tag()
+    blocks = make_blocks(name, [4 * MIB], backup="host")
+    for _ in range(2):
+        memsaver.pause(name)
+        memsaver.resume(name)
+    row = row_of(name)
+    assert (row.unchanged_pieces, row.unchanged_bytes) == (0, 0)
+    assert row.saved_bytes == 2 * blocks[0].nbytes
+
+
+def test_a_swap_counts_on_both_sides(sim, tag, make_blocks):
+    going, coming = tag("going"), tag("coming")
+    blocks = make_blocks(coming, [4 * MIB], backup="host")
+    memsaver.pause(coming)
+    blocks += make_blocks(going, [6 * MIB], backup="host")
+    report = memsaver.swap(out=going, into=coming)
+    changes = {change.tag: change for change in report.changes}
+    out, into = row_of(going), row_of(coming)
+    assert out.last_paused_bytes == out.paused_bytes == changes[going].device_bytes == 6 * MIB
+    assert out.last_saved_bytes == changes[going].copied_bytes == 6 * MIB
+    assert into.last_resumed_bytes == into.resumed_bytes == changes[coming].device_bytes
+    assert into.last_restored_bytes == changes[coming].copied_bytes == 4 * MIB
+    assert out.last_pause_seconds == into.last_resume_seconds == out.pause_seconds > 0
+    memsaver.resume(going)
+    assert all(block.is_intact() for block in blocks)
+
+
+def test_failures_are_counted_and_nothing_else_of_them(sim, tag, make_blocks):
+    name = tag()
+    blocks = make_blocks(name, [4 * MIB], backup="host")
+    with sim.fault("cuMemUnmap"), pytest.raises(memsaver.DriverError):
+        memsaver.pause(name)
+    row = row_of(name)
+    assert (row.failures, row.pauses, row.paused_bytes, row.saved_bytes) == (1, 0, 0, 0)
+    assert (row.last_pause_seconds, row.pause_seconds, row.state) == (0, 0, "mapped")
+    memsaver.pause(name)
+    with sim.fault("cuMemCreate", sim.OUT_OF_MEMORY):
+        with pytest.raises(memsaver.OutOfDeviceMemoryError):
+            memsaver.resume(name)
+    row = row_of(name)
+    assert (row.failures, row.resumes, row.resumed_bytes, row.resume_seconds) == (2, 0, 0, 0)
+    memsaver.resume(name)
+    assert row_of(name).failures == 2 and blocks[0].is_intact()
+
+
+def test_what_does_nothing_counts_for_nothing(sim, tag, make_blocks):
+    name = tag()
+    blocks = make_blocks(name, [2 * MIB], backup="host")
+    memsaver.resume(name)
+    memsaver.pause(name)
+    before = row_of(name)
+    memsaver.pause(name)
+    assert row_of(name) == before and before.pauses == 1 and before.resumes == 0
+    assert len(blocks) == 1
+
+
+def test_bytes_are_of_the_device_and_counters_of_the_tag(run_python):
+    run_python(
+        """
+        import memsaver
+        from memsaver import simulator
+
+        MIB = 1 << 20
+        with memsaver.region("t", backup="host"):
+            held = [simulator.buffer(4 * MIB, 0), simulator.buffer(6 * MIB, 1)]
+        memsaver.pause("t")
+        memsaver.resume("t")
+        first, second = memsaver.stats()["t"]
+        assert (first.device, second.device) == (0, 1)
+        assert (first.paused_bytes, second.paused_bytes) == (4 * MIB, 6 * MIB)
+        assert (first.restored_bytes, second.restored_bytes) == (4 * MIB, 6 * MIB)
+        assert first.pauses == second.pauses == 1
+        assert first.pause_seconds == second.pause_seconds > 0
+        """,
+        MEMSAVER_SIM_DEVICES=2,
+    )
