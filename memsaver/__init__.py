@@ -8,6 +8,7 @@
 Importing this starts no CUDA context and imports neither torch nor numpy.
 """
 
+from memsaver import metrics
 from memsaver.backups import Trim, backup_view, trim
 from memsaver.errors import (
     BackupError,
@@ -37,6 +38,7 @@ from memsaver.statistics import (
     ranges,
     stats,
 )
+from memsaver.timelines import Timeline, timeline
 from memsaver.transitions import Change, Report, Transition, pause, paused, resume, state, swap
 
 __version__ = _C.version()
@@ -59,6 +61,7 @@ __all__ = [
     "State",
     "Stats",
     "TagStats",
+    "Timeline",
     "Transition",
     "Trim",
     "UnknownTagError",
@@ -70,6 +73,7 @@ __all__ = [
     "fingerprint",
     "graph",
     "is_preloaded",
+    "metrics",
     "on_pause",
     "on_resume",
     "pause",
@@ -82,5 +86,6 @@ __all__ = [
     "state",
     "stats",
     "swap",
+    "timeline",
     "trim",
 ]

@@ -1,0 +1,215 @@
+"""Recording what happens to the memory of tags, and saving it as a trace, a page or a picture."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+from memsaver.errors import (
+    ConfigError,
+    InvalidStateError,
+    MemsaverError,
+    OutOfHostMemoryError,
+)
+from memsaver.native import _C
+from memsaver.traces import files
+from memsaver.traces.trace import DeviceSample, TagSample, TagTransition, Trace, trace_of
+
+__all__ = ["Timeline", "timeline"]
+
+_MOST_EVENTS = 1 << 24  # of the core
+
+
+class Timeline:
+    """A recording of this process: made by `timeline()`, used as a context manager. Any thread.
+
+    What is recorded can be read and saved while it goes on, and after its end.
+    """
+
+    def __init__(self, events: int, interval: float | None) -> None:
+        whole = isinstance(events, int) and not isinstance(events, bool)
+        if not (whole and 1 <= events <= _MOST_EVENTS):
+            raise ConfigError(
+                f"a timeline has room for a number of events from 1 to {_MOST_EVENTS}, not "
+                f"{events!r}"
+            )
+        if interval is not None and not interval > 0:
+            raise ConfigError(f"an interval is a number of seconds above zero, not {interval!r}")
+        self._events = events
+        self._interval = interval
+        self._lock = threading.Lock()
+        self._clock: float | None = None  # while it records: when that began
+        self._started = 0.0
+        self._over = threading.Event()
+        self._sampler: threading.Thread | None = None
+        self._trace: Trace | None = None
+
+    def __enter__(self) -> Timeline:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = "recording" if self._clock is not None else "over" if self._trace else "not begun"
+        return f"<memsaver.Timeline: {state}>"
+
+    def start(self) -> None:
+        """Begin to record; what `with` does. What an earlier recording held is given up.
+
+        Raises:
+            InvalidStateError: a timeline is being recorded in this process: there is one at a time.
+            OutOfHostMemoryError: there is no room for so many events, or no thread to be had for
+                the interval. Then nothing is recorded.
+        """
+        with self._lock:
+            clock, started = time.clock_gettime(time.CLOCK_MONOTONIC), time.time()
+            _C.timeline_start(self._events)
+            self._clock, self._started, self._trace = clock, started, None
+            if self._interval is None:
+                return
+            self._over.clear()
+            sampler = threading.Thread(
+                target=_sample,
+                args=(self._interval, self._over),
+                name="memsaver-timeline",
+                daemon=True,
+            )
+            try:
+                sampler.start()
+            except RuntimeError as error:
+                _C.timeline_stop()
+                self._clock = None
+                raise OutOfHostMemoryError(
+                    f"the thread that an interval needs cannot be started ({error}): record "
+                    f"without one"
+                ) from None
+            self._sampler = sampler
+
+    def stop(self) -> None:
+        """End the recording; what leaving the `with` does. Nothing where it is over already.
+
+        Raises:
+            OutOfHostMemoryError: for want of host memory it goes on; call again.
+        """
+        with self._lock:
+            if self._clock is None:
+                return
+            _C.timeline_sample()
+            trace = self._read(self._clock)
+            _C.timeline_stop()
+            self._trace, self._clock = trace, None
+            sampler, self._sampler = self._sampler, None
+            self._over.set()
+        if sampler is not None:
+            sampler.join()
+
+    @property
+    def trace(self) -> Trace:
+        """What is recorded so far, or was until the end.
+
+        Raises:
+            InvalidStateError: the recording has not begun.
+        """
+        with self._lock:
+            if self._clock is not None:
+                return self._read(self._clock)
+            if self._trace is None:
+                raise InvalidStateError(
+                    "the timeline has recorded nothing: put what it is to see into "
+                    "`with memsaver.timeline() as t:`"
+                )
+            return self._trace
+
+    def _read(self, clock: float) -> Trace:
+        rows, dropped = _C.timeline_read()
+        seconds = round(time.clock_gettime(time.CLOCK_MONOTONIC) - clock, 9)
+        return trace_of(
+            rows,
+            dropped,
+            clock=clock,
+            started=self._started,
+            seconds=seconds,
+            process=os.getpid(),
+        )
+
+    @property
+    def transitions(self) -> tuple[TagTransition, ...]:
+        """Pauses, resumes and swaps, one row for each tag and device, in the order they began."""
+        return self.trace.transitions
+
+    @property
+    def samples(self) -> tuple[TagSample, ...]:
+        """The memory of each tag and device, whenever it changed."""
+        return self.trace.samples
+
+    @property
+    def memory(self) -> tuple[DeviceSample, ...]:
+        """What the driver had free, at each transition and each interval."""
+        return self.trace.memory
+
+    @property
+    def dropped(self) -> int:
+        """How many events made place for later ones: the oldest. 0: everything is there."""
+        return self.trace.dropped
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write what is recorded to a file, of the kind that its name's ending says.
+
+        - `.json`: a trace for ui.perfetto.dev, chrome://tracing and `memsaver trace`.
+        - `.html`: one page with an interactive chart, which needs nothing else.
+        - `.png`, `.svg`, `.pdf`: a picture; needs matplotlib (`pip install memsaver[plot]`).
+
+        A file that is there is replaced, when the new one is whole.
+
+        Returns:
+            The file's path.
+
+        Raises:
+            ConfigError: another ending, or matplotlib is missing for a picture.
+            InvalidStateError: the recording has not begun.
+            OSError: the file cannot be written.
+        """
+        return files.save(self.trace, path)
+
+
+def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timeline:
+    """Record allocations and transitions of this process, and what the driver had free.
+
+        with memsaver.timeline() as t:
+            ...
+        t.save("trace.json")   # Perfetto
+        t.save("memory.html")  # an interactive chart
+
+    An event costs less than a microsecond; the driver is asked for its free memory at the begin and
+    the end of each transition. While nothing is recorded all of it costs nothing. A child process
+    that is forked meanwhile records nothing that counts here.
+
+    Args:
+        events: room for so many, some 140 bytes of memory each; then the oldest make place for new
+            ones, and `Timeline.dropped` says how many. An allocation or a free is one event, a
+            transition two for each of its tags and devices, and two of each device.
+        interval: ask the driver for its free memory every so many seconds, too, on a thread of its
+            own, so that other processes' memory shows; None: at transitions only.
+
+    Raises:
+        ConfigError: `events` is no number from 1 to 2^24, or `interval` none above zero.
+    """
+    return Timeline(events, interval)
+
+
+def _sample(interval: float, over: threading.Event) -> None:
+    while not over.wait(interval):
+        try:
+            _C.timeline_sample()
+        except MemsaverError:
+            return  # a process in which the driver cannot be asked any more

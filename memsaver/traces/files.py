@@ -1,0 +1,70 @@
+"""Files of traces: which kind a name stands for, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from memsaver.errors import ConfigError
+from memsaver.traces.chrome import read_json, to_json
+from memsaver.traces.trace import Trace
+
+__all__ = ["PICTURES", "load", "save"]
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def save(trace: Trace, path: str | os.PathLike[str]) -> Path:
+    """Write a trace to a file of the kind that its name's ending says; see `Timeline.save`.
+
+    Raises:
+        ConfigError: another ending, or matplotlib is missing for a picture.
+        OSError: the file cannot be written.
+    """
+    target = Path(path)
+    kind = target.suffix.lower()
+    if kind == ".json":
+        content = to_json(trace).encode()
+    elif kind == ".html":
+        from memsaver.traces.page import to_html
+
+        content = to_html(trace).encode()
+    elif kind in PICTURES:
+        from memsaver.traces.picture import to_picture
+
+        content = to_picture(trace, kind[1:])
+    else:
+        raise ConfigError(
+            f"a timeline cannot be saved as {target.name!r}: its name ends in .json, .html or "
+            f"{', '.join(PICTURES)}"
+        )
+    _replace(target, content)
+    return target
+
+
+def load(path: str | os.PathLike[str]) -> Trace:
+    """The trace in a `.json` file.
+
+    Raises:
+        ConfigError: it is no trace of memsaver's, or damaged.
+        OSError: the file cannot be read.
+    """
+    return read_json(Path(path).read_bytes())
+
+
+def _replace(target: Path, content: bytes) -> None:
+    if target.exists() and not target.is_file():  # a device, a pipe
+        target.write_bytes(content)
+        return
+    place = target.resolve()  # of a link, what it leads to
+    fresh = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+    try:
+        with open(fresh, "xb") as file:
+            file.write(content)
+        if place.exists():
+            os.chmod(fresh, place.stat().st_mode)
+        os.replace(fresh, place)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise

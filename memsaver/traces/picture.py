@@ -1,0 +1,133 @@
+"""A trace as a picture, drawn by matplotlib (the extra `plot`)."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+from memsaver.errors import ConfigError
+from memsaver.traces.series import DeviceSeries, device_series
+from memsaver.traces.trace import TagTransition, Trace
+from memsaver.traces.units import format_bytes
+
+__all__ = ["to_picture"]
+
+_COLOURS = {"out": "#c2410c", "into": "#0f766e", "failed": "#c81e3a"}
+_WORDS = {"out": "paused", "into": "resumed", "failed": "failed"}
+_TAGS = ["#4e79a7", "#f0a03c", "#59a14f", "#d4606a", "#8f6bb0", "#3fa7a0", "#c9a227", "#b0738f"]
+_LONGEST_LABEL = 28  # characters
+_MOST_LABELS = 16  # tags in the legend: the picture has room for so many
+_WIDTH, _HEIGHT = 11.0, 4.8  # inches, for each device
+
+
+def to_picture(trace: Trace, kind: str) -> bytes:
+    """The bytes of an image file: "png", "svg" or "pdf".
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MultipleLocator
+    except ImportError:
+        raise ConfigError(
+            "a picture is drawn by matplotlib, which is not installed: "
+            "`pip install memsaver[plot]`, or save the timeline as .html"
+        ) from None
+    devices = trace.devices or (0,)
+    figure = Figure(figsize=(_WIDTH, _HEIGHT * len(devices)), layout="constrained")
+    axes: Any = figure.subplots(
+        2 * len(devices), 1, sharex=True, squeeze=False, height_ratios=[3, 1] * len(devices)
+    )[:, 0]
+    for index, device in enumerate(devices):
+        series = device_series(trace, device)
+        held, free = axes[2 * index], axes[2 * index + 1]
+        _draw_tags(held, trace, series)
+        _draw_free(free, series)
+        for part, marks in ((held, 7), (free, 3)):
+            _draw_transitions(part, trace, device)
+            part.yaxis.set_major_locator(MultipleLocator(_step(part.get_ylim()[1], marks)))
+            part.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
+            part.set_axisbelow(False)
+            part.grid(alpha=0.3)
+            part.margins(x=0)
+        name = f"GPU {device}: " if len(devices) > 1 else ""
+        held.set_title(f"{name}device memory held by tags", loc="left", fontsize=11)
+        free.set_title("free on the device, says the driver", loc="left", fontsize=9)
+    if trace.dropped:
+        figure.suptitle(f"the oldest {trace.dropped} events were dropped", fontsize=9)
+    axes[-1].set_xlabel("seconds")
+    content = io.BytesIO()
+    figure.savefig(content, format=kind, dpi=140)
+    return content.getvalue()
+
+
+def _step(top: float, marks: int) -> float:
+    """The distance of about so many marks up to `top`: a power of two."""
+    return float(2 ** max(0, math.ceil(math.log2(max(top, 1) / marks))))
+
+
+def _draw_tags(axes: Any, trace: Trace, series: DeviceSeries) -> None:
+    from matplotlib.patches import Patch
+
+    colours = {tag: _TAGS[index % len(_TAGS)] for index, tag in enumerate(trace.tags)}
+    below = [0] * len(series.seconds)
+    for tag, line in series.resident.items():
+        top = [low + own for low, own in zip(below, line, strict=True)]
+        axes.fill_between(
+            series.seconds,
+            below,
+            top,
+            step="post",
+            color=colours[tag],
+            linewidth=0,
+            label=_label(tag),
+        )
+        below = top
+    axes.set_ylim(0, max([*below, 1]) * 1.06)
+    shown = {_shade(row) for row in trace.transitions if row.device == series.device}
+    marked = [name for name in _COLOURS if name in shown]
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(
+            [
+                *handles[:_MOST_LABELS][::-1],
+                *(Patch(color=_COLOURS[name], alpha=0.5) for name in marked),
+            ],
+            [*labels[:_MOST_LABELS][::-1], *(_WORDS[name] for name in marked)],
+            loc="center left",
+            bbox_to_anchor=(1.0, 0.5),
+        )
+
+
+def _label(tag: str) -> str:
+    """A tag in the legend: a long one cut, "$" no formula, a "_" at the front no hidden entry."""
+    short = tag if len(tag) <= _LONGEST_LABEL else f"{tag[: _LONGEST_LABEL - 1]}…"
+    escaped = short.replace("$", r"\$")
+    return f" {escaped}" if escaped.startswith("_") else escaped
+
+
+def _shade(row: TagTransition) -> str:
+    return "failed" if row.outcome == "failed" else row.direction
+
+
+def _draw_free(axes: Any, series: DeviceSeries) -> None:
+    known = [(at, free) for at, free in zip(series.seconds, series.free, strict=True) if free]
+    axes.step([at for at, _ in known], [free for _, free in known], where="post", color="#4b5563")
+    axes.set_ylim(0, (series.total_bytes or 1) * 1.04)
+
+
+def _draw_transitions(axes: Any, trace: Trace, device: int) -> None:
+    """A band behind the memory for each call and direction, and its edges."""
+    drawn = set()
+    for row in trace.transitions:
+        if row.device != device or (row.number, row.direction) in drawn:
+            continue
+        drawn.add((row.number, row.direction))
+        begin = row.begin_seconds if row.begin_seconds is not None else 0.0
+        end = row.end_seconds if row.end_seconds is not None else trace.seconds
+        colour = _COLOURS[_shade(row)]
+        axes.axvspan(begin, end, color=colour, alpha=0.2, linewidth=0, zorder=0)
+        for at in (begin, end):
+            axes.axvline(at, color=colour, linewidth=0.8)

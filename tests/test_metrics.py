@@ -1,0 +1,156 @@
+"""Metrics as Prometheus reads them: parsed, and compared with the statistics."""
+
+import pytest
+
+import memsaver
+
+prometheus_client = pytest.importorskip("prometheus_client")
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def scrape():
+    """What a scrape finds: values by name and labels; checked against the text format."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    registry = prometheus_client.CollectorRegistry()
+    collector = memsaver.metrics.register(registry)
+
+    def read():
+        text = prometheus_client.generate_latest(registry).decode()
+        found = {}
+        for family in text_string_to_metric_families(text):
+            assert family.documentation and family.name.startswith("memsaver_")
+            for sample in family.samples:
+                key = (sample.name, tuple(sorted(sample.labels.items())))
+                assert key not in found, f"{key} is there twice"
+                assert sample.name.endswith("_total") == (family.type == "counter")
+                found[key] = sample.value
+        return found
+
+    yield read
+    registry.unregister(collector)
+
+
+def value(found, name, **labels):
+    return found[name, tuple(sorted(labels.items()))]
+
+
+def test_metrics_are_the_statistics(sim, tag, make_blocks, scrape):
+    name = tag('with "quotes" \\ and\nlines')
+    blocks = make_blocks(name, [4 * MIB], backup="host")
+    memsaver.pause(name)
+    memsaver.resume(name)
+    memsaver.pause(name)
+    found = scrape()
+    (row,) = memsaver.stats()[name]
+    both, alone = {"tag": name, "device": "0"}, {"tag": name}
+    for metric, want in {
+        "resident_bytes": row.resident_bytes,
+        "allocated_bytes": row.allocated_bytes,
+        "allocations": row.allocations,
+        "backup_bytes": row.backup_bytes,
+        "backup_host_bytes": row.host_bytes,
+        "backup_disk_bytes": row.disk_bytes,
+        "paused_bytes_total": row.paused_bytes,
+        "resumed_bytes_total": row.resumed_bytes,
+        "saved_bytes_total": row.saved_bytes,
+        "restored_bytes_total": row.restored_bytes,
+        "unchanged_bytes_total": row.unchanged_bytes,
+    }.items():
+        assert value(found, f"memsaver_{metric}", **both) == want, metric
+    for metric, want in {
+        "pauses_total": 2,
+        "resumes_total": 1,
+        "failures_total": 0,
+        "pause_seconds_total": row.pause_seconds,
+        "resume_seconds_total": row.resume_seconds,
+        "last_pause_seconds": row.last_pause_seconds,
+        "last_resume_seconds": row.last_resume_seconds,
+    }.items():
+        assert value(found, f"memsaver_{metric}", **alone) == want, metric
+    assert row.unchanged_bytes == 4 * MIB == row.saved_bytes  # it says something
+    states = {s.value: value(found, "memsaver_state", tag=name, state=s) for s in memsaver.State}
+    assert states == {"mapped": 0, "saving": 0, "paused": 1, "restoring": 0}
+    free, total = memsaver.device_memory(0)
+    assert value(found, "memsaver_device_free_bytes", device="0") == free
+    assert value(found, "memsaver_device_total_bytes", device="0") == total
+    assert value(found, "memsaver_host_bytes") == memsaver.stats().host_bytes
+    assert len(blocks) == 1
+
+
+def test_a_scrape_sees_what_is_now(sim, tag, make_blocks, scrape):
+    name = tag()
+    blocks = make_blocks(name, [4 * MIB])
+    labels = {"tag": name, "device": "0"}
+    assert value(scrape(), "memsaver_resident_bytes", **labels) == 4 * MIB
+    memsaver.pause(name)
+    assert value(scrape(), "memsaver_resident_bytes", **labels) == 0
+    assert value(scrape(), "memsaver_pauses_total", tag=name) == 1
+    memsaver.resume(name)
+    assert len(blocks) == 1
+
+
+def test_a_tag_on_two_devices_is_counted_once(run_python):
+    run_python(
+        """
+        import memsaver, prometheus_client
+        from memsaver import simulator
+
+        with memsaver.region("t"):
+            held = [simulator.buffer(4 << 20, 0), simulator.buffer(6 << 20, 1)]
+        memsaver.pause("t")
+        registry = prometheus_client.CollectorRegistry()
+        memsaver.metrics.register(registry)
+        get = registry.get_sample_value
+        assert get("memsaver_pauses_total", {"tag": "t"}) == 1
+        assert get("memsaver_paused_bytes_total", {"tag": "t", "device": "0"}) == 4 << 20
+        assert get("memsaver_paused_bytes_total", {"tag": "t", "device": "1"}) == 6 << 20
+        """,
+        MEMSAVER_SIM_DEVICES=2,
+    )
+
+
+def test_registering_and_scraping_open_no_driver(run_python):
+    """Without tags a scrape has no device, and a process without a driver none of either."""
+    run_python(
+        """
+        import os, memsaver, prometheus_client
+        memsaver.metrics.register()
+        text = prometheus_client.generate_latest().decode()
+        assert "memsaver_host_bytes" in text and 'device="' not in text
+        memsaver.device_memory(0)
+        if os.fork() == 0:  # inert: no metrics, and no error
+            text = prometheus_client.generate_latest().decode()
+            os._exit(0 if "process_" in text and "memsaver_host" not in text else 1)
+        assert os.wait()[1] == 0
+        """,
+        MEMSAVER_DRIVER="sim",
+    )
+
+
+def test_without_the_client_it_says_what_to_do(run_python):
+    run_python(
+        """
+        import sys
+        sys.modules["prometheus_client"] = None
+        import memsaver
+        try:
+            memsaver.metrics.register()
+        except memsaver.ConfigError as error:
+            assert "memsaver[metrics]" in str(error), error
+        else:
+            raise AssertionError
+        """
+    )
+
+
+def test_importing_memsaver_imports_none_of_the_extras(run_python):
+    run_python(
+        """
+        import sys, memsaver
+        heavy = {"rich", "typer", "matplotlib", "prometheus_client", "torch", "numpy"}
+        assert not heavy & set(sys.modules), heavy & set(sys.modules)
+        """
+    )
