@@ -79,8 +79,9 @@ def show(trace: Trace, console: Console) -> None:
     if trace.dropped:
         console.print(
             Text(
-                f"The oldest {trace.dropped} events were dropped: this is what is left. Record "
-                f"with more room: memsaver.timeline(events=...).",
+                f"The oldest {trace.dropped} events were dropped, so this begins at "
+                f"{format_seconds(trace.begin)}. Record with more room: "
+                f"memsaver.timeline(events=...).",
                 style="yellow",
             )
         )
@@ -111,6 +112,8 @@ def _table(tags: tuple[TagSummary, ...]) -> Table:
         held = Text.assemble((row.tag, "bold"), (" peak", "dim"))
         table.add_row(held, *([""] * (1 + any_failed)), format_bytes(row.peak_bytes))
         for name, moves in (("paused", row.out), ("resumed", row.into)):
+            if not any((row.out.count, row.out.failed, row.into.count, row.into.failed)):
+                continue
             failed = [Text(str(moves.failed), style="red" if moves.failed else "")]
             done = Text(str(moves.count))
             table.add_row(f"  {name}", done, *(failed if any_failed else []), *_figures(moves))

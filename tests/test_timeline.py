@@ -40,7 +40,7 @@ def test_memory_of_a_tag_over_time(sim, tag, make_blocks, options):
     assert (allocated[0], max(allocated), allocated[-1]) == (4 * MIB, 10 * MIB, 6 * MIB)
     times = [row.seconds for row in t.samples]
     assert times == sorted(times) and times[0] >= 0 and times[-1] <= t.trace.seconds
-    assert t.dropped == 0 and t.trace.process == os.getpid()
+    assert t.dropped == 0 == t.trace.begin and t.trace.process == os.getpid()
     assert abs(t.trace.started - time.time()) < 60
 
 
@@ -188,6 +188,7 @@ def test_the_oldest_events_make_place_and_are_counted(sim, tag, make_blocks):
     # 1 + 30 allocations, 30 frees, and the driver's figures at the begin and the end.
     assert t.dropped == 1 + 30 + 30 + 2 - 8
     assert [row.resident_bytes for row in of(t.samples, quiet)] == [6 * MIB]
+    assert of(t.samples, quiet)[0].seconds == t.trace.begin == t.samples[0].seconds > 0
     assert len(of(t.samples, busy)) <= 8 and of(t.samples, busy)[-1].resident_bytes == 0
     assert len(early) + len(late) == 2
 

@@ -31,6 +31,7 @@ def to_json(trace: Trace) -> str:
             "seconds": trace.seconds,
             "process": trace.process,
             "dropped": trace.dropped,
+            "begin": trace.begin,
         },
     }
     return json.dumps(document, separators=(",", ":"))
@@ -94,7 +95,7 @@ def _spans(trace: Trace) -> list[dict[str, Any]]:
     tracks = _tracks(trace)
     events = []
     for row in trace.transitions:
-        begin = row.begin_seconds if row.begin_seconds is not None else 0.0
+        begin = row.begin_seconds if row.begin_seconds is not None else trace.begin
         event: dict[str, Any] = {
             "ph": "B" if row.end_seconds is None else "X",
             "cat": _CATEGORY,
@@ -135,15 +136,18 @@ def _counters(trace: Trace) -> list[dict[str, Any]]:
         }
 
     events = []
+    allocated: dict[str, int] = {}
     for row in trace.samples:
         place = _place(row.tag, row.device)
         about = {"tag": row.tag, "device": row.device, "allocated_bytes": row.allocated_bytes}
         events.append(
             counter(row.seconds, f"{place}: resident", "bytes", row.resident_bytes, about)
         )
-        events.append(
-            counter(row.seconds, f"{place}: allocated", "bytes", row.allocated_bytes, None)
-        )
+        if allocated.get(place) != row.allocated_bytes:
+            allocated[place] = row.allocated_bytes
+            events.append(
+                counter(row.seconds, f"{place}: allocated", "bytes", row.allocated_bytes, None)
+            )
     for free in trace.memory:
         about = {"device": free.device, "total_bytes": free.total_bytes}
         events.append(
@@ -193,6 +197,7 @@ def _trace(events: list[dict[str, Any]], about: dict[str, Any]) -> Trace:
         seconds=_number(about["seconds"]),
         process=_count(about["process"]),
         dropped=_count(about["dropped"]),
+        begin=_number(about["begin"]),
         samples=tuple(samples),
         memory=tuple(memory),
         transitions=tuple(transitions),

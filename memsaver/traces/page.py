@@ -40,6 +40,7 @@ def _asset(name: str) -> str:
 def _data(trace: Trace) -> dict[str, Any]:
     return {
         "started": trace.started,
+        "begin": trace.begin,
         "seconds": trace.seconds,
         "process": trace.process,
         "dropped": trace.dropped,

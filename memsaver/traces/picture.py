@@ -16,6 +16,7 @@ __all__ = ["to_picture"]
 _COLOURS = {"out": "#c2410c", "into": "#0f766e", "failed": "#c81e3a"}
 _WORDS = {"out": "paused", "into": "resumed", "failed": "failed"}
 _TAGS = ["#4e79a7", "#f0a03c", "#59a14f", "#d4606a", "#8f6bb0", "#3fa7a0", "#c9a227", "#b0738f"]
+_TAGS += ["#7a8794", "#96704f"]
 _LONGEST_LABEL = 28  # characters
 _MOST_LABELS = 16  # tags in the legend: the picture has room for so many
 _WIDTH, _HEIGHT = 11.0, 4.8  # inches, for each device
@@ -57,6 +58,7 @@ def to_picture(trace: Trace, kind: str) -> bytes:
         free.set_title("free on the device, says the driver", loc="left", fontsize=9)
     if trace.dropped:
         figure.suptitle(f"the oldest {trace.dropped} events were dropped", fontsize=9)
+    axes[-1].set_xlim(trace.begin, max(trace.seconds, trace.begin + 1e-9))
     axes[-1].set_xlabel("seconds")
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=140)
@@ -125,7 +127,7 @@ def _draw_transitions(axes: Any, trace: Trace, device: int) -> None:
         if row.device != device or (row.number, row.direction) in drawn:
             continue
         drawn.add((row.number, row.direction))
-        begin = row.begin_seconds if row.begin_seconds is not None else 0.0
+        begin = row.begin_seconds if row.begin_seconds is not None else trace.begin
         end = row.end_seconds if row.end_seconds is not None else trace.seconds
         colour = _COLOURS[_shade(row)]
         axes.axvspan(begin, end, color=colour, alpha=0.2, linewidth=0, zorder=0)

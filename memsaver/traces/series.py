@@ -16,7 +16,7 @@ class DeviceSeries:
 
     Attributes:
         device: the device's index.
-        seconds: the times, rising, from the recording's begin to its end.
+        seconds: the times, rising, from the trace's begin to its end.
         resident: of each of its tags, the device memory that it holds at these times, bytes.
         allocated: of each tag, its live allocations.
         free: what the driver had free, by the last time it was asked; None before the first.
@@ -39,7 +39,7 @@ def device_series(trace: Trace, device: int, most: int = 20_000) -> DeviceSeries
     samples = [row for row in trace.samples if row.device == device]
     asked = [row for row in trace.memory if row.device == device]
     times = {row.seconds for row in samples} | {row.seconds for row in asked}
-    seconds = sorted(times | {0.0, trace.seconds})
+    seconds = sorted(times | {trace.begin, trace.seconds})
     resident: dict[str, list[int]] = {}
     allocated: dict[str, list[int]] = {}
     known = dict.fromkeys(row.tag for row in samples)

@@ -55,8 +55,8 @@ class TagTransition:
         direction: "out" where the tag was to be paused, "into" where it was to be resumed.
         tag: the tag.
         device: the device's index; -1 for a tag without memory.
-        begin_seconds: when it took the tag, since the recording began; None: before that, or so
-            early that it was dropped.
+        begin_seconds: when it took the tag, since the recording began; None: before that, or
+            before `Trace.begin`.
         end_seconds: when it was over; None: it was under way when the recording ended.
         outcome: "done", "failed", "given up" (nothing was tried), or "under way".
         device_bytes: device memory given back, or taken; 0 unless done.
@@ -96,6 +96,8 @@ class Trace:
         seconds: how long it was.
         process: the process's number.
         dropped: how many of its oldest events made place for later ones.
+        begin: from when on nothing is missing, in seconds since the recording began: 0, or the time
+            of the oldest event that was kept.
         samples: the memory of tags, in the order of time.
         memory: what the driver said, in the order of time.
         transitions: in the order of their begins.
@@ -105,6 +107,7 @@ class Trace:
     seconds: float
     process: int
     dropped: int
+    begin: float
     samples: tuple[TagSample, ...]
     memory: tuple[DeviceSample, ...]
     transitions: tuple[TagTransition, ...]
@@ -150,10 +153,13 @@ def trace_of(
     samples: list[TagSample] = []
     memory: list[DeviceSample] = []
     spans: dict[tuple[int, str, int], TagTransition] = {}
+    rows = sorted(rows, key=lambda row: (row[1] != _BASELINE, row[0]))
+    kept = (row[0] - clock for row in rows if row[1] != _BASELINE)
+    begin = round(max(next(kept, 0.0), 0.0), 9) if dropped else 0.0
     for row in rows:
         at, kind, device, tag, state, act, outcome, thread, allocated, resident = row[:10]
         number, device_bytes, copied_bytes, free_bytes, total_bytes, caller = row[10:]
-        moment = round(max(at - clock, 0.0), 9)
+        moment = begin if kind == _BASELINE else round(max(at - clock, 0.0), 9)
         if tag is None:
             memory.append(DeviceSample(moment, device, free_bytes, total_bytes))
             continue
@@ -176,12 +182,12 @@ def trace_of(
             thread=thread,
             caller=caller,
         )
-    samples.sort(key=lambda row: row.seconds)  # what comes first are the baselines, by tag
     return Trace(
         started=started,
         seconds=seconds,
         process=process,
         dropped=dropped,
+        begin=begin,
         samples=tuple(samples),
         memory=tuple(memory),
         transitions=tuple(spans.values()),

@@ -5,7 +5,7 @@
   const trace = JSON.parse(document.getElementById("data").textContent);
   const COLOURS = ["#4e79a7", "#f0a03c", "#59a14f", "#d4606a", "#8f6bb0", "#3fa7a0", "#c9a227",
     "#b0738f", "#7a8794", "#96704f"];
-  const MOST_ROWS = 500;
+  const MOST_ROWS = 500, MOST_IN_TIP = 20;
   const colour = (tag) => COLOURS[trace.tags.indexOf(tag) % COLOURS.length];
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const hidden = new Set();
@@ -18,7 +18,10 @@
     return `${at === 0 ? Math.round(value) : value.toFixed(digits)} ${units[at]}`;
   };
   const bytes = (n) => scaled(n, 1024, ["B", "KiB", "MiB", "GiB", "TiB"], 1);
-  const tick = (n) => scaled(n, 1024, ["B", "KiB", "MiB", "GiB", "TiB"], 2).replace(/\.?0+ /, " ");
+  const tick = (n) => {
+    const [value, unit] = scaled(n, 1024, ["B", "KiB", "MiB", "GiB", "TiB"], 2).split(" ");
+    return `${+value} ${unit}`;
+  };
   const rate = (n) => scaled(n, 1000, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"], 1);
   const duration = (s) => s < 1e-3 ? `${(s * 1e6).toFixed(0)} µs`
     : s < 1 ? `${(s * 1e3).toFixed(1)} ms` : `${s.toFixed(2)} s`;
@@ -36,14 +39,14 @@
   for (const row of trace.transitions) {
     const key = `${row.number} ${row.direction}`;
     if (!calls.has(key)) {
-      calls.set(key, { ...row, tags: [], bytes: 0, copied: 0, begin: row.begin ?? 0,
+      calls.set(key, { ...row, tags: [], bytes: 0, copied: 0, begin: row.begin ?? trace.begin,
         end: row.end ?? trace.seconds, timed: row.begin !== null && row.end !== null });
     }
     const call = calls.get(key);
     if (!call.tags.includes(row.tag)) call.tags.push(row.tag);
     call.bytes += row.bytes;
     call.copied += row.copied;
-    call.begin = Math.min(call.begin, row.begin ?? 0);
+    call.begin = Math.min(call.begin, row.begin ?? trace.begin);
     call.end = Math.max(call.end, row.end ?? trace.seconds);
   }
   const moves = [...calls.values()].sort((a, b) => a.begin - b.begin);
@@ -161,7 +164,7 @@
   function zoom(min, max) {
     for (const u of charts) u.setScale("x", { min, max });
   }
-  const showAll = () => zoom(0, trace.seconds);
+  const showAll = () => zoom(trace.begin, trace.seconds);
 
   // --- the tooltip
 
@@ -193,12 +196,13 @@
     const rows = [line(moment(at), "")];
     let sum = 0;
     for (const tag of Object.keys(device.resident).reverse()) {
-      if (hidden.has(tag)) continue;
       const held = device.resident[tag][index], asked = device.allocated[tag][index];
+      if (hidden.has(tag) || held + asked === 0) continue;
       sum += held;
-      rows.push(line(tag, held === 0 && asked > 0 ? `paused (${bytes(asked)})` : bytes(held),
-        colour(tag)));
+      rows.push(line(tag, held === 0 ? `paused (${bytes(asked)})` : bytes(held), colour(tag)));
     }
+    const more = rows.splice(MOST_IN_TIP + 1).length;
+    if (more > 0) rows.push(line(`and ${more} more`, ""));
     rows.push(line("in all", bytes(sum)));
     const free = device.free[index];
     if (free !== null) rows.push(line("free, says the driver", bytes(free), style("--free")));
@@ -232,8 +236,8 @@
   if (trace.dropped > 0) {
     const notice = document.getElementById("notice");
     notice.hidden = false;
-    notice.textContent = `The oldest ${trace.dropped} events were dropped: what is before the `
-      + "first that was kept is not shown. Record with more room: memsaver.timeline(events=...).";
+    notice.textContent = `The oldest ${trace.dropped} events were dropped, so this begins at `
+      + `${moment(trace.begin)}. Record with more room: memsaver.timeline(events=...).`;
   }
 
   const legend = document.getElementById("legend");
@@ -279,7 +283,7 @@
       make("td", call.caller, "caller"));
     const show = () => {
       const beside = Math.max(took, trace.seconds / 200);
-      zoom(Math.max(0, call.begin - beside), Math.min(trace.seconds, call.end + beside));
+      zoom(Math.max(trace.begin, call.begin - beside), Math.min(trace.seconds, call.end + beside));
       document.getElementById("charts").scrollIntoView({ behavior: "smooth", block: "nearest" });
     };
     row.addEventListener("click", show);
