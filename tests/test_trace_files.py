@@ -390,10 +390,10 @@ def test_the_command_shows_a_summary_and_writes_files(recorded, tmp_path, monkey
     assert done.exit_code == 0, done.output
     lines = [line.split() for line in done.stdout.splitlines()]
     begin = next(i for i, line in enumerate(lines) if line[:1] == [first])
-    assert lines[begin][1:] == ["peak", "10.0", "MiB"]
-    assert lines[begin + 1][:7] == ["paused", "1", "0", "10.0", "MiB", "10.0", "MiB"]
-    assert lines[begin + 2][:7] == ["resumed", "1", "1", "10.0", "MiB", "10.0", "MiB"]
-    assert [second, "peak", "8.0", "MiB"] in lines
+    assert lines[begin][1:] == ["peak", "10", "MiB"]
+    assert lines[begin + 1][:7] == ["paused", "1", "0", "10", "MiB", "10", "MiB"]
+    assert lines[begin + 2][:7] == ["resumed", "1", "1", "10", "MiB", "10", "MiB"]
+    assert [second, "peak", "8", "MiB"] in lines
     assert Page(page.read_text()).data["process"] == t.trace.process
     assert picture.read_text().startswith("<?xml")
 
@@ -416,7 +416,7 @@ def test_nothing_is_cut_at_either_width(tmp_path, monkeypatch, columns):
     assert all(len(line) <= columns for line in done.stdout.splitlines())
     assert "…" not in done.stdout and "\x1b" not in done.stdout
     whole = done.stdout.replace("\n", " ")
-    for figure in ("1000.0 GiB", "1234.50 s", "869.8 MB/s"):
+    for figure in ("1,000 GiB", "1234.50 s", "869.8 MB/s"):
         assert figure in whole
     assert "oldest 5 events" in whole
 

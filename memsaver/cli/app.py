@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 import memsaver
-from memsaver import cli_trace
-from memsaver.cli import bench, demo, doctor, run
+from memsaver.cli import bench, demo, doctor, run, trace
 
 __all__ = ["app", "main"]
 
@@ -45,7 +44,7 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run.comm
 app.command("demo")(demo.command)
 app.command("doctor")(doctor.command)
 app.command("bench")(bench.command)
-app.command("trace")(cli_trace.trace)
+app.command("trace")(trace.command)
 
 
 def main() -> None:

@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from memsaver.cli.sizes import format_bytes
 from memsaver.errors import MemsaverError
 from memsaver.traces.files import PICTURES, load, save
 from memsaver.traces.summary import Moves, TagSummary, summary
 from memsaver.traces.trace import Trace
-from memsaver.traces.units import format_bytes, format_rate, format_seconds
+from memsaver.traces.units import format_rate, format_seconds
 
 if TYPE_CHECKING:  # rich takes long to import
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["show", "trace"]
+__all__ = ["command", "show"]
 
 
-def trace(
+def command(
     file: Annotated[
         Path,
         typer.Argument(metavar="FILE", help="A .json file that Timeline.save wrote."),
