@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -43,6 +44,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._clock: float | None = None  # while it records: when that began
         self._started = 0.0
+        self._process = 0
         self._over = threading.Event()
         self._sampler: threading.Thread | None = None
         self._trace: Trace | None = None
@@ -75,6 +77,7 @@ class Timeline:
             clock, started = time.clock_gettime(time.CLOCK_MONOTONIC), time.time()
             _C.timeline_start(self._events)
             self._clock, self._started, self._trace = clock, started, None
+            self._process = os.getpid()
             if self._interval is None:
                 return
             self._over.clear()
@@ -94,6 +97,7 @@ class Timeline:
                     f"without one"
                 ) from None
             self._sampler = sampler
+            atexit.register(self._end_sampling)  # no driver call while the process is torn down
 
     def stop(self) -> None:
         """End the recording; what leaving the `with` does. Nothing where it is over already.
@@ -104,14 +108,22 @@ class Timeline:
         with self._lock:
             if self._clock is None:
                 return
-            _C.timeline_sample()
-            trace = self._read(self._clock)
-            _C.timeline_stop()
-            self._trace, self._clock = trace, None
-            sampler, self._sampler = self._sampler, None
-            self._over.set()
-        if sampler is not None:
-            sampler.join()
+            if os.getpid() == self._process:
+                _C.timeline_sample()
+                self._trace = self._read(self._clock)
+                _C.timeline_stop()
+            else:
+                _stop_in_child()
+            self._clock = None
+        self._end_sampling()
+
+    def _end_sampling(self) -> None:
+        sampler, self._sampler = self._sampler, None
+        if sampler is None:
+            return
+        self._over.set()
+        sampler.join()
+        atexit.unregister(self._end_sampling)
 
     @property
     def trace(self) -> Trace:
@@ -139,7 +151,7 @@ class Timeline:
             clock=clock,
             started=self._started,
             seconds=seconds,
-            process=os.getpid(),
+            process=self._process,
         )
 
     @property
@@ -191,8 +203,8 @@ def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timelin
         t.save("memory.html")  # an interactive chart
 
     An event costs less than a microsecond; the driver is asked for its free memory at the begin and
-    the end of each transition. While nothing is recorded all of it costs nothing. A child process
-    that is forked meanwhile records nothing that counts here.
+    the end of each transition. While nothing is recorded all of it costs nothing. What a child
+    process does that is forked meanwhile is not recorded here; the recording has no trace there.
 
     Args:
         events: room for so many, some 140 bytes of memory each; then the oldest make place for new
@@ -205,6 +217,13 @@ def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timelin
         ConfigError: `events` is no number from 1 to 2^24, or `interval` none above zero.
     """
     return Timeline(events, interval)
+
+
+def _stop_in_child() -> None:
+    try:
+        _C.timeline_stop()
+    except MemsaverError:
+        pass  # the library is inert there
 
 
 def _sample(interval: float, over: threading.Event) -> None:

@@ -348,6 +348,27 @@ def test_recording_opens_no_driver_by_itself(run_python):
     )
 
 
+def test_a_forked_child_may_leave_the_recording(run_python):
+    run_python(
+        """
+        import os, memsaver
+        for opened in (False, True):
+            if opened:
+                memsaver.device_memory(0)
+            with memsaver.timeline(interval=0.001) as t:
+                child = os.fork()
+            if child == 0:
+                try:
+                    t.trace
+                except memsaver.InvalidStateError:
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+            assert t.trace.process == os.getpid()
+        """
+    )
+
+
 def test_a_process_may_end_while_it_records(run_python):
     done = run_python(
         """
