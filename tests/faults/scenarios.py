@@ -32,6 +32,22 @@ def _view(asked: Ask) -> object:
     return view
 
 
+def _timeline(asked: Ask) -> object:
+    """Starting, asking the driver and reading; ended in any case, so that the next may start."""
+    from memsaver.native import _C
+
+    _C.timeline_start(1000)
+    try:
+        _C.timeline_sample()
+        rows, dropped = _C.timeline_read()
+    finally:
+        _C.timeline_stop()
+    held = {row[3]: row[9] for row in rows if row[3] is not None}
+    tags = {row.tag: row.resident_bytes for row in asked.memsaver.stats().tags}
+    require(dropped == 0 and held == {t: n for t, n in tags.items() if t in held}, "other bytes")
+    return held
+
+
 SCENARIOS: dict[str, Make] = {
     "allocate_small": _case(Allocate, 100_000),
     "allocate_large": _case(Allocate, 3 * MIB),
@@ -67,6 +83,7 @@ SCENARIOS: dict[str, Make] = {
     "fingerprint": _case(Ask, _fingerprint),
     "backup_view": _case(Ask, _view, paused=True),
     "stats": _case(Ask, lambda asked: asked.memsaver.stats()),
+    "timeline": _case(Ask, _timeline),
     "trim": _case(Ask, lambda asked: asked.memsaver.trim(wait=True)),
     "first_device": _case(FirstUse, pausing=False),
     "first_pause": _case(FirstUse, pausing=True),
