@@ -8,7 +8,7 @@
 Importing this starts no CUDA context and imports neither torch nor numpy.
 """
 
-from memsaver import metrics
+from memsaver import metrics as metrics  # memsaver.metrics.register()
 from memsaver.backups import Trim, backup_view, trim
 from memsaver.errors import (
     BackupError,
@@ -73,7 +73,6 @@ __all__ = [
     "fingerprint",
     "graph",
     "is_preloaded",
-    "metrics",
     "on_pause",
     "on_resume",
     "pause",

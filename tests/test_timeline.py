@@ -66,7 +66,7 @@ def test_each_transition_says_what_it_did_and_who_asked(sim, tag, make_blocks):
     assert t.transitions[0].number == t.transitions[1].number < t.transitions[2].number
     assert t.transitions[0].end_seconds <= t.transitions[2].begin_seconds
     took = memsaver.stats()[first][0].last_pause_seconds
-    assert t.transitions[0].seconds == pytest.approx(took, abs=1e-3)
+    assert t.transitions[0].seconds == pytest.approx(took, abs=0.1)
     memsaver.resume(second)
     assert blocks[0].is_intact()
 

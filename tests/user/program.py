@@ -1,7 +1,19 @@
 """A user's program over all of memsaver's public names, as mypy --strict has to accept it."""
 
 import memsaver
-from memsaver import Backup, Change, Explanation, Range, State, Stats, TagStats, Transition, Trim
+from memsaver import (
+    Backup,
+    Change,
+    Explanation,
+    Range,
+    State,
+    Stats,
+    TagStats,
+    Timeline,
+    Transition,
+    Trim,
+)
+from memsaver.metrics import register
 
 
 @memsaver.region("weights", backup=Backup.HOST)
@@ -70,6 +82,8 @@ def kind_of(error: memsaver.MemsaverError) -> int:
 
 def main() -> None:
     seen: list[str] = []
+    recording: Timeline = memsaver.timeline(events=1000, interval=0.5)
+    recording.start()
     before = memsaver.on_pause(seen.append)
     after = memsaver.on_resume(seen.append, tag="weights")
     kept = make(1 << 20)
@@ -80,6 +94,8 @@ def main() -> None:
     print(look(0)[1], cycle() > 0, sorted(set(seen)), sorted(start()))
     before.remove()
     after.remove()
+    recording.stop()
+    assert recording.transitions and register is memsaver.metrics.register
     del kept
 
 
