@@ -1365,6 +1365,23 @@ def test_two_devices(run_python):
     )
 
 
+def test_ranges_of_two_devices_are_in_address_order(run_python):
+    run_python(
+        """
+        import memsaver
+        from memsaver import simulator
+
+        kept = []
+        for order in (0, 1), (1, 0):  # whichever way addresses are handed out
+            with memsaver.region(f"tag {order}"):
+                kept += [simulator.buffer(512, device) for device in order]
+            ranges = memsaver.ranges(f"tag {order}")
+            assert len(ranges) == 2 and list(ranges) == sorted(ranges)
+        """,
+        MEMSAVER_SIM_DEVICES=2,
+    )
+
+
 # --- what changed while nobody looked -------------------------------------------------------------
 
 

@@ -1,4 +1,5 @@
 // abi: memsaver.h's functions. Translation only: C types to the core's, exceptions to status codes.
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 
@@ -390,6 +391,8 @@ ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_co
         for (const Range& range : pool.heap.live()) ranges.push_back(range);
       }
     }
+    std::sort(ranges.begin(), ranges.end(),
+              [](const Range& a, const Range& b) { return a.address < b.address; });
     hand_out(ranges, [](const Range& r) { return ms_range{r.address, r.bytes}; }, rows, row_count);
   });
 }
