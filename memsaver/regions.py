@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -73,8 +73,7 @@ class region(contextlib.ContextDecorator):
         try:
             if devices:
                 _C.region_limit(sum(1 << device for device in devices))
-            route = pools.route(self.tag, devices) if pools else None
-            _entered.stack.append((self, route))
+            _enter(self, pools.route(self.tag, devices) if pools else None)
         except BaseException:
             _C.region_exit()
             raise
@@ -86,46 +85,67 @@ class region(contextlib.ContextDecorator):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not _entered.stack or _entered.stack[-1][0] is not self:
-            raise InvalidStateError(
-                f"a region of tag {self.tag!r} is not the innermost of this thread: leave regions "
-                "in the reverse order, on the thread that entered them, and do not hold one open "
-                "over an `await` or a `yield`"
-            )
-        _, route = _entered.stack.pop()
         try:
-            if route is not None:
-                route.close()
+            _leave(self, f"a region of tag {self.tag!r}")
         finally:
-            _C.region_exit()
             emit_warnings()
 
 
-@contextlib.contextmanager
-def disabled() -> Iterator[None]:
+class disabled(contextlib.ContextDecorator):
     """Tensors made inside belong to no tag, whatever region or process-wide tag is around.
 
-    Their memory is torch's own, or plain `cudaMalloc` memory; no pause touches it.
+    Their memory is torch's own, or plain `cudaMalloc` memory; no pause touches it. Like a region,
+    it concerns its own thread, and is left there, innermost first.
     """
-    pools = torch_pools(required=False)
-    _C.disable_enter()
-    route = None
-    try:
-        route = pools.unrouted() if pools else None
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        pools = torch_pools(required=False)
+        _C.disable_enter()
         try:
-            if route is not None:
-                route.close()
-        finally:
+            _enter(self, pools.unrouted() if pools else None)
+        except BaseException:
             _C.region_exit()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _leave(self, "a disabled section")
+
+
+def _enter(section: region | disabled, route: Any) -> None:
+    """The native side is entered already."""
+    _entered.stack.append((section, route, _C.region_depth()))
+
+
+def _leave(section: region | disabled, what: str) -> None:
+    """Leave both sides, if this is the innermost of the thread. Raises InvalidStateError."""
+    innermost, route, depth = _entered.stack[-1] if _entered.stack else (None, None, 0)
+    if innermost is not section or depth != _C.region_depth():
+        raise InvalidStateError(
+            f"{what} is not the innermost of this thread: leave regions and disabled sections in "
+            "the reverse order, on the thread that entered them, and do not hold one open over an "
+            "`await` or a `yield`"
+        )
+    _entered.stack.pop()
+    try:
+        if route is not None:
+            route.close()
+    finally:
+        _C.region_exit()
 
 
 class _Entered(threading.local):
-    """The open regions of this thread and what each must close, innermost last."""
+    """The open regions and disabled sections of this thread, innermost last.
+
+    With what each must close, and how deep it lies natively.
+    """
 
     def __init__(self) -> None:
-        self.stack: list[tuple[region, Any]] = []
+        self.stack: list[tuple[region | disabled, Any, int]] = []
 
 
 _entered = _Entered()

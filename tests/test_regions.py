@@ -628,6 +628,25 @@ def test_regions_are_left_innermost_first(sim, tag):
     assert _C.region_depth() == 0
 
 
+def test_disabled_sections_are_left_in_order_too(sim, tag, in_thread):
+    name = tag()
+    outer, inner = memsaver.region(name), memsaver.disabled()
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(InvalidStateError, match="not the innermost"):
+        outer.__exit__(None, None, None)
+    with pytest.raises(InvalidStateError, match="disabled section"):
+        in_thread(inner.__exit__, None, None, None).result()
+    assert _C.region_tag() is None and _C.region_depth() == 2
+    inner.__exit__(None, None, None)
+    assert _C.region_tag() == name
+    with pytest.raises(InvalidStateError, match="disabled section"):
+        inner.__exit__(None, None, None)
+    assert _C.region_tag() == name
+    outer.__exit__(None, None, None)
+    assert _C.region_depth() == 0
+
+
 def test_functions_that_run_later_are_refused(sim, tag):
     async def coroutine(): ...
 
