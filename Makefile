@@ -46,6 +46,10 @@ faults: ARGS ?= --every 12
 faults: $(VENV)/.installed-test build  ## Fail the calls to the driver and the system (ARGS to choose)
 	@PYTHONPATH=tests $(BIN)/python -m faults $(ARGS)
 
+.PHONY: model
+model: $(VENV)/.installed-test build  ## Do random calls beside a model (ARGS to choose)
+	@PYTHONPATH=tests $(BIN)/python -m model $(ARGS)
+
 .PHONY: sanitize
 sanitize: $(VENV)/.installed-test  ## Run the native code under sanitizers (ARGS to choose)
 	@PYTHONPATH=tests $(BIN)/python -m sanitizers $(ARGS)

@@ -1,0 +1,302 @@
+"""What the operations need: the model beside the library, and a comparison after each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hypothesis.stateful import RuleBasedStateMachine
+
+import memsaver
+from memsaver import regions
+from memsaver.errors import MemsaverError
+from memsaver.native import _C, emit_warnings
+from model.calls import Fault, Outcome, attempt
+from model.checks import check_location, check_statistics, check_tag, require
+from model.expected import Allocation, Tag
+from model.journal import Journal
+from model.place import DEVICES, MIB, NAMES, Place
+from model.threads import Hand, Here
+
+THREADS = 3
+DEFAULTS = {
+    "share_bytes": 512 * MIB,
+    "slab_bytes": 64 * MIB,
+    "margin_bytes": 0,
+    "host_bytes": 0,
+    "fingerprints": True,
+    "poison": False,
+    "disk_dir": "",
+}
+WHOLLY_EVERY = 16  # operations, between two looks at everything
+_HELD_SECONDS = 0.0003  # how long the program's own work goes on under a call that must wait for it
+
+
+class Process:
+    """What outlives a sequence: the devices, the threads, what was done and how much."""
+
+    def __init__(self, journal: Journal, folders: list[str]) -> None:
+        self.place = Place()
+        self.hands = [Here(), *(Hand() for _ in range(THREADS - 1))]
+        self.helper = Hand()
+        self.journal = journal
+        self.folders = folders
+        self.done: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.sequences = 0
+        self.met = 0
+        self.warned: list[str] = []
+
+
+class Apparatus(RuleBasedStateMachine):
+    """One sequence: it begins and ends with nothing allocated and nothing paused."""
+
+    process: Process
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = self.process.place
+        self.sim = self.place.sim
+        self._recover()
+        self.tags = [Tag(name) for name in NAMES]
+        for tag in self.tags:
+            with memsaver.region(tag.name, backup="none"):
+                pass
+        self.poison = False
+        self.flying: list[tuple[str, Any, list[Tag]]] = []
+        self.stacks: list[list[tuple[Any, Tag | None]]] = [[] for _ in range(THREADS)]
+        self.strays: set[int] = set()
+        self.exempt: set[str] = set()
+        self.scarce_host = self.margin = self.held = self.forked = False
+        self.touched: set[Tag] = set()
+        self.steps = 0
+        self.before = self.place.figures()
+        self.process.journal.start()
+        self.process.sequences += 1
+
+    # --- doing
+
+    def begin(self, what: str, *arguments: Any) -> None:
+        """Every operation says what it is, first of all."""
+        self.steps += 1
+        self.process.done[what] += 1
+        self.process.journal.note(f"{what} {arguments}")
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        thread: int = 0,
+        faults: tuple[Fault, ...] = (),
+        may: tuple[type[MemsaverError], ...] = (),
+        **named: Any,
+    ) -> Outcome:
+        """Makes a call on a thread, under faults; an error must be theirs, or one of `may`."""
+        hand = self.process.hands[thread]
+        if faults:
+            self.land()
+        if self.held:
+            self._let_go_soon()
+        outcome = attempt(
+            self.sim, faults, lambda: hand.do(lambda: function(*arguments, **named)), may
+        )
+        emit_warnings()
+        if outcome.met:
+            self.process.met += 1
+            self.exempt |= outcome.exempt
+        if outcome.may_stray:
+            self.strays |= set(range(DEVICES))
+        elif not self.strays and not outcome.met:
+            require(not self.process.warned, f"a warning: {self.process.warned}")
+        self.process.warned.clear()
+        if outcome.error is not None:
+            self.process.failed[type(outcome.error).__name__] += 1
+        return outcome
+
+    def refused(self, kind: type[MemsaverError], function: Callable[..., Any], *a: Any, **k: Any):
+        """A call that must raise this, and change nothing."""
+        error = self.call(function, *a, may=(kind,), **k).error
+        require(isinstance(error, kind), f"not refused: {function} {a} {k}")
+
+    def hold(self) -> None:
+        """The program's own work goes on until a call waits for it, or the next operation."""
+        self.sim.hold_streams(True)
+        self.held = True
+
+    def let_go(self) -> None:
+        if self.held:
+            self.sim.hold_streams(False)
+            self.held = False
+            self.place.synchronize()
+
+    def _let_go_soon(self) -> None:
+        self.held = False
+
+        def later() -> None:
+            time.sleep(_HELD_SECONDS)
+            self.sim.hold_streams(False)
+
+        # Not waited for: the call under test is made meanwhile.
+        self.process.helper.start(later)
+
+    def synchronize(self) -> None:
+        self.let_go()
+        self.process.helper.join()
+        self.place.synchronize()
+
+    def land(self, tags: Iterable[Tag] | None = None) -> None:
+        """Waits for the transitions under way, of these tags or all."""
+        wanted = set(self.tags if tags is None else tags)
+        if self.flying:
+            self.let_go()
+        for flight in list(self.flying):
+            _, handle, concerned = flight
+            if wanted & set(concerned):
+                handle.wait()
+                self.flying.remove(flight)
+                self.touched |= set(concerned)
+
+    # --- the model
+
+    @property
+    def fill(self) -> int:
+        return 0xFF if self.poison else 0
+
+    def live_bytes(self) -> int:
+        return sum(tag.nbytes() for tag in self.tags)
+
+    def allocations(self, *, mapped: bool | None = None) -> list[Allocation]:
+        return [
+            allocation
+            for tag in self.tags
+            if mapped is None or tag.paused != mapped
+            for allocation in tag.allocations
+        ]
+
+    def named(self, names: tuple[str, ...]) -> list[Tag]:
+        """The tags that a call means, all when it names none."""
+        return [tag for tag in self.tags if tag.name in names or not names]
+
+    def come_back(self, tags: Iterable[Tag]) -> None:
+        """Tags are mapped again; what is not known of their contents is written anew."""
+        for tag in tags:
+            if tag.paused:
+                tag.resume(self.fill)
+        self.rewrite_unknown(tags)
+
+    def rewrite_unknown(self, tags: Iterable[Tag]) -> None:
+        for tag in tags:
+            if tag.unknown and not tag.paused:
+                tag.unknown = False
+                for each in tag.allocations:
+                    self.place.fill(each.address, each.contents, 0, each.nbytes, self.steps)
+
+    # --- comparing
+
+    def compare(self) -> None:
+        """After every operation, what is not under way."""
+        wholly = self.steps % WHOLLY_EVERY == 0
+        if wholly:
+            self.land()
+        if self.held:
+            return
+        self.synchronize()
+        busy = {tag for *_, tags in self.flying for tag in tags}
+        for tag in self.tags:
+            if tag not in busy:
+                check_tag(self.place, tag, wholly=wholly or tag in self.touched)
+                self.touched.discard(tag)
+        if not busy:
+            check_statistics(self.place, self.tags, self.strays)
+            for tag in self.tags[self.steps % len(self.tags) :][:1]:
+                for allocation in tag.allocations[:1]:
+                    check_location(allocation, self.steps * 997 % allocation.nbytes)
+        violations = self.sim.violations()
+        require(not violations, f"the driver: {violations}")
+
+    def teardown(self) -> None:
+        """Everything comes back as it must, and goes; nothing is left."""
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception):
+            self.process.journal.keep(error)
+            self._abandon()
+            return
+        self.land()
+        self.let_go()
+        self.synchronize()
+        self._reset()
+        for thread in range(THREADS):
+            while self.stacks[thread]:
+                self.leave_innermost(thread)
+        memsaver.resume()
+        self.come_back(self.tags)
+        self.strays.clear()
+        self.process.warned.clear()
+        for tag in self.tags:
+            check_tag(self.place, tag, wholly=True)
+            for allocation in list(tag.allocations):
+                _C.free(allocation.address)
+            tag.allocations.clear()
+        for tag in self.tags:  # what could not be given back, the next change gives back
+            with memsaver.region(tag.name):
+                for device in range(DEVICES):
+                    _C.free(_C.malloc(4096, device))
+            tag.owing = False
+        memsaver.trim(wait=True)
+        check_statistics(self.place, self.tags, set())
+        after = self.place.figures()
+        left = {
+            name: (self.before[name], value)
+            for name, value in after.items()
+            if value > self.before[name] and name not in self.exempt
+        }
+        require(not left, f"left over: {left}")
+
+    def leave_innermost(self, thread: int) -> None:
+        entered, tag = self.stacks[thread].pop()
+        self.call(entered.__exit__, None, None, None, thread=thread)
+        if tag is not None:
+            tag.regions -= 1
+
+    def _abandon(self) -> None:
+        """After a failure: what is under way ends, well or not, and regions are left."""
+        self.sim.hold_streams(False)
+        self.sim.clear_faults()
+        for _, handle, _ in self.flying:
+            with contextlib.suppress(MemsaverError):
+                handle.wait()
+        for hand, stack in zip(self.process.hands, self.stacks, strict=True):
+            for entered, _ in reversed(stack):
+                with contextlib.suppress(MemsaverError):
+                    hand.do(lambda entered=entered: entered.__exit__(None, None, None))
+
+    def _reset(self) -> None:
+        self.sim.clear_faults()
+        self.sim.hold_streams(False)
+        memsaver.configure(**DEFAULTS)
+        for device in range(DEVICES):
+            self.place.leave(device, None)
+
+    def _recover(self) -> None:
+        """After a sequence that failed, which was not torn down."""
+        self._reset()
+        try:
+            for hand in self.process.hands:
+                while hand.do(_C.region_depth):
+                    hand.do(_C.region_exit)
+                hand.do(lambda: regions._entered.stack.clear())
+            memsaver.resume()
+            for name in NAMES:
+                if name in {row.tag for row in memsaver.stats().tags}:
+                    for address, _ in memsaver.ranges(name):
+                        _C.free(address)
+            memsaver.trim(wait=True)
+        except MemsaverError as error:
+            self.process.journal.note(f"what an earlier sequence left does not go: {error}")
+        emit_warnings()
+        self.process.warned.clear()
+        self.sim.clear_violations()

@@ -1,0 +1,30 @@
+"""What operations are drawn with."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from model.apparatus import THREADS
+from model.expected import PAGE
+from model.place import DEVICES, MIB, NAMES
+
+LARGE = 66 * MIB  # more than a cell of a backup and a slab
+SIZES = [
+    *(1, 512, 4096, 70_000, 300_000, MIB - 512, MIB, MIB + 512, PAGE - 512, PAGE, PAGE + 1),
+    *(3 * MIB + 4096, 5 * MIB),
+]
+
+names = st.sampled_from(NAMES)
+devices = st.integers(0, DEVICES - 1)
+threads = st.sampled_from([0, 0, *range(THREADS)])
+sizes = st.sampled_from(8 * SIZES + [LARGE])
+picks = st.integers(0, 63)  # which one of those there are, wrapping around
+seeds = st.integers(0, 1 << 20)
+backups = st.sampled_from([None, "none", "host", "pageable", "disk"])
+overrides = st.sampled_from([None, None, None, "none", "host", "pageable", "disk"])
+_TOGETHER = [("a", "b"), ("c", "d"), ("e", "b", "a"), ("d", "c", "a", "e"), ()]
+some = st.sampled_from([*((name,) for name in NAMES), *_TOGETHER])
+sides = st.sampled_from(
+    [(("a",), ("b",)), (("b",), ("a",)), (("a", "c"), ("d",)), (("d",), ("c", "a")),
+     (("e", "b"), ("d", "c")), (("c",), ("e", "a")), (("d", "e"), ("a", "b", "c"))]
+)  # fmt: skip

@@ -1,0 +1,84 @@
+"""The model: what tags hold, in which state they are, and what a resume brings back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+PAGE = 2 << 20  # device memory comes in such pieces
+UNIT = 512
+
+
+def block_bytes(nbytes: int) -> int:
+    """What an allocation takes: units of 512 bytes, and from a page on whole pages."""
+    rounded = -(-nbytes // UNIT) * UNIT
+    return rounded if rounded < PAGE else -(-rounded // PAGE) * PAGE
+
+
+@dataclass(eq=False)
+class Allocation:
+    """A block, and the bytes that lie in it whenever its tag is mapped."""
+
+    tag: Tag
+    device: int
+    address: int
+    contents: bytearray
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.contents)
+
+
+@dataclass(eq=False)
+class Tag:
+    """One tag. `kept` of a paused tag: its contents come back, whatever happens meanwhile."""
+
+    name: str
+    policy: str = "none"
+    paused: bool = False
+    saved: str = "none"  # of a paused tag: the backup that its pause made
+    parked: bool = False  # paused by a pause that could not be undone: its pages are held
+    unknown: bool = False  # contents without a backup that a failed swap may have overwritten
+    owing: bool = False  # a free could not give the memory back: it counts until the next change
+    regions: int = 0  # open on threads
+    allocations: list[Allocation] = field(default_factory=list)
+
+    @property
+    def kept(self) -> bool:
+        return self.saved != "none" or self.parked
+
+    def pause(self, backup: str | None) -> None:
+        if not self.paused:
+            self.paused, self.saved = True, backup or self.policy
+
+    def park(self) -> None:
+        """A pause failed, and what it had unmapped could not be mapped again."""
+        self.paused, self.saved, self.parked = True, "none", True
+
+    def resume(self, fill: int) -> None:
+        """What was discarded comes back as bytes of this value."""
+        if self.paused and not self.kept:
+            for allocation in self.allocations:
+                allocation.contents[:] = bytes([fill]) * allocation.nbytes
+        self.paused, self.saved, self.parked = False, "none", False
+
+    def on(self, device: int) -> list[Allocation]:
+        return [each for each in self.allocations if each.device == device]
+
+    def ranges(self, device: int | None = None) -> list[tuple[int, int]]:
+        return sorted(
+            (each.address, each.nbytes)
+            for each in self.allocations
+            if device is None or each.device == device
+        )
+
+    def nbytes(self, device: int | None = None) -> int:
+        return sum(nbytes for _, nbytes in self.ranges(device))
+
+
+def pages_under(ranges: Iterable[tuple[int, int]]) -> int:
+    """The bytes of the pages on which any of the ranges lies."""
+    pages: set[int] = set()
+    for address, nbytes in ranges:
+        pages.update(range(address // PAGE, -(-(address + nbytes) // PAGE)))
+    return len(pages) * PAGE

@@ -1,0 +1,33 @@
+"""What the sequence under way has done so far, in a file that outlives the process."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from pathlib import Path
+
+STUCK_SECONDS = 60  # without an operation: then the process ends, and says where its threads are
+
+
+class Journal:
+    """Its last sequence is the one that was under way when the process ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._has_failed = False
+
+    def start(self) -> None:
+        os.ftruncate(self._file, 0)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        self.note("a new sequence")
+
+    def note(self, line: str) -> None:
+        os.write(self._file, f"{line}\n".encode())
+        faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+
+    def keep(self, error: Exception) -> None:
+        """The sequence under way has failed: the first one is printed, to be made smaller."""
+        if not self._has_failed:
+            self._has_failed = True
+            sequence = os.pread(self._file, os.fstat(self._file).st_size, 0).decode()
+            print(f"{error!r}, in {sequence}", flush=True)

@@ -1,0 +1,18 @@
+"""The operations together: what a program may do with memsaver, in any order."""
+
+from __future__ import annotations
+
+from hypothesis.stateful import invariant
+
+from model.memory_rules import MemoryRules
+from model.other_rules import OtherRules
+from model.region_rules import RegionRules
+from model.transition_rules import TransitionRules
+
+
+class Machine(MemoryRules, TransitionRules, RegionRules, OtherRules):
+    """One sequence. Each operation leaves the model as the library must be."""
+
+    @invariant()
+    def the_library_is_as_the_model_says(self):
+        self.compare()

@@ -1,0 +1,138 @@
+"""Allocations, what is written to them, frees."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+import memsaver
+from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError
+from memsaver.native import _C
+from model.apparatus import Apparatus
+from model.arguments import backups, devices, names, picks, seeds, sizes, threads
+from model.calls import Outcome, perhaps
+from model.checks import require
+from model.expected import PAGE, Allocation, Tag, block_bytes
+from model.place import DEVICES, MIB, NAMES
+
+LIVE_BYTES = 16 * MIB  # at most, before an allocation
+
+
+class MemoryRules(Apparatus):
+    @initialize(
+        policies=st.tuples(*(backups for _ in NAMES)), drawn=st.lists(sizes, max_size=6), seed=seeds
+    )
+    def populate(self, policies, drawn, seed):
+        """Something to begin with: each size in the next tag, on the next device."""
+        for tag, backup in zip(self.tags, policies, strict=True):
+            with memsaver.region(tag.name, backup=backup):
+                tag.policy = backup or tag.policy
+        for i, nbytes in enumerate(drawn):
+            self.begin("populate", nbytes)
+            tag, device = self.tags[(seed + i) % len(NAMES)], (seed + i) % 3 % DEVICES
+            made = self.call(self.in_region, tag.name, None, nbytes, device)
+            self.allocated(made, tag, device, nbytes, seed + i)
+
+    @precondition(lambda self: self.live_bytes() < LIVE_BYTES)
+    @rule(
+        name=names,
+        backup=backups,
+        device=devices,
+        nbytes=sizes,
+        seed=seeds,
+        thread=threads,
+        faults=perhaps,
+    )
+    def allocate(self, name, backup, device, nbytes, seed, thread, faults):
+        """In a region of its own, or in the one that is open on the thread."""
+        self.begin("allocate", name, backup, device, nbytes, thread, faults)
+        (tag,) = self.named((name,))
+        if self.stacks[thread]:
+            self.allocate_here(device, nbytes, seed, thread, faults)
+            return
+        if tag.paused:
+            self.refused(InvalidStateError, self.in_region, name, backup, nbytes, device)
+            return
+        made = self.call(
+            self.in_region,
+            *(name, backup, nbytes, device),
+            thread=thread,
+            faults=faults,
+            may=self.shortage(device, nbytes),
+        )
+        if backup is not None:
+            tag.policy = backup
+        self.allocated(made, tag, device, nbytes, seed)
+
+    def in_region(self, name, backup, nbytes, device):
+        with memsaver.region(name, backup=backup):
+            return _C.malloc(nbytes, device)
+
+    def allocate_here(self, device, nbytes, seed, thread, faults):
+        tag = self.stacks[thread][-1][1]
+        if tag is None:
+            self.refused(InvalidStateError, _C.malloc, nbytes, device, thread=thread)
+            return
+        may = self.shortage(device, nbytes)
+        made = self.call(_C.malloc, nbytes, device, thread=thread, faults=faults, may=may)
+        self.allocated(made, tag, device, nbytes, seed)
+
+    def shortage(self, device: int, nbytes: int) -> tuple[type[OutOfDeviceMemoryError], ...]:
+        """What an allocation may meet: only where memory is scarce."""
+        free = memsaver.device_memory(device)[0] - self.margin
+        enough = free >= block_bytes(nbytes) + PAGE and not self.flying
+        return () if enough else (OutOfDeviceMemoryError,)
+
+    def allocated(self, made: Outcome, tag: Tag, device: int, nbytes: int, seed: int) -> None:
+        self.touched.add(tag)
+        if made.error is not None:
+            return
+        if not made.met:
+            self.strays.discard(device)
+            tag.owing = False
+        address = made.result
+        require(address % (PAGE if block_bytes(nbytes) >= PAGE else 512) == 0, "it is not aligned")
+        allocation = Allocation(tag, device, address, bytearray(block_bytes(nbytes)))
+        tag.allocations.append(allocation)
+        self.place.fill(address, allocation.contents, 0, allocation.nbytes, seed)
+
+    @precondition(lambda self: self.allocations(mapped=True))
+    @rule(pick=picks, start=st.integers(0, 99), length=st.sampled_from([1, 4096, MIB]), seed=seeds)
+    def write(self, pick, start, length, seed):
+        self.begin("write", pick, start, length, seed)
+        allocation = self.pick(pick, mapped=True)
+        self.land([allocation.tag])
+        self.let_go()
+        start = allocation.nbytes * start // 100
+        length = min(length, allocation.nbytes - start)
+        self.place.fill(allocation.address, allocation.contents, start, length, seed)
+        self.touched.add(allocation.tag)
+
+    @precondition(lambda self: self.allocations(mapped=True))
+    @rule(pick=picks, value=st.integers(0, 255))
+    def write_on_the_device(self, pick, value):
+        """The next operation finds it not done yet, and waits for it if it takes memory away."""
+        self.begin("write_on_the_device", pick, value)
+        allocation = self.pick(pick, mapped=True)
+        self.land()
+        self.hold()
+        stream = self.place.streams[allocation.device]
+        self.sim.memset(allocation.address, value, allocation.nbytes, stream)
+        allocation.contents[:] = bytes([value]) * allocation.nbytes
+        self.touched.add(allocation.tag)
+
+    def pick(self, pick: int, mapped: bool | None = None) -> Allocation:
+        there = self.allocations(mapped=mapped)
+        return there[pick % len(there)]
+
+    @precondition(lambda self: self.allocations())
+    @rule(pick=picks, thread=threads, faults=perhaps)
+    def free(self, pick, thread, faults):
+        """In any state of its tag, under way or not. Never fails."""
+        self.begin("free", pick, thread, faults)
+        allocation = self.pick(pick)
+        freed = self.call(_C.free, allocation.address, thread=thread, faults=faults)
+        require(freed.error is None, f"a free failed: {freed.error!r}")
+        allocation.tag.allocations.remove(allocation)
+        allocation.tag.owing = bool(freed.met)
+        self.touched.add(allocation.tag)

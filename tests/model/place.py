@@ -1,0 +1,143 @@
+"""The process's simulated devices: their memory read and written safely, and what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import random
+import time
+from typing import Any
+
+from conftest import Simulator
+
+import memsaver
+from memsaver.native import _C
+
+MIB = 1 << 20
+DEVICES = 2
+NAMES = ("a", "b", "c", "d", "e")  # of all tags of the process
+_POOL = 4 * MIB + 4093  # random bytes, whose length fits no grid
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Place:
+    """One for a process; its main thread makes it and uses it.
+
+    Device memory is read and written by system calls: where there is none behind an address, that
+    is an answer and not a crash.
+    """
+
+    def __init__(self) -> None:
+        self.sim = Simulator()
+        self._streams = contextlib.ExitStack()
+        self.streams = [
+            self._streams.enter_context(self.sim.stream(device)) for device in range(DEVICES)
+        ]
+        self._random = random.Random(1).randbytes(_POOL)
+        self._pool = os.memfd_create("pool")
+        os.write(self._pool, self._random)
+        self._window_bytes = 2 * MIB
+        self._window = os.memfd_create("window")
+        os.truncate(self._window, self._window_bytes)
+        self._view = mmap.mmap(self._window, self._window_bytes)
+        self._seen = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
+        # What the library keeps for good (streams, the kernel, addresses), it has from here on.
+        for device in range(DEVICES):
+            self.sim.start(device)
+            for name in NAMES:
+                for backup in ("host", "pageable"):
+                    with memsaver.region(name, backup=backup):
+                        block = _C.malloc(4096, device)
+                    for _ in range(2):
+                        with memsaver.paused(name):
+                            pass
+                    _C.free(block)
+        memsaver.trim(wait=True)
+        physical = self.sim.counts().physical_bytes
+        self.idle = [physical[device] for device in range(DEVICES)]
+        self._occupied = [0] * DEVICES
+
+    # --- memory
+
+    def fill(self, address: int, contents: bytearray, start: int, length: int, seed: int) -> None:
+        """Puts random bytes there, and into `contents`, from `start` on."""
+        end, at = start + length, seed * 7919 % _POOL
+        while start < end:
+            size = min(end - start, _POOL - at)
+            target = (ctypes.c_char * size).from_address(address + start)
+            done = os.preadv(self._pool, [target], at)
+            if done != size:
+                raise AssertionError(f"no memory at {address + start + done:#x}")
+            contents[start : start + size] = self._random[at : at + size]
+            start, at = start + size, 0
+
+    def difference(self, address: int, contents: bytearray, start: int, end: int) -> str | None:
+        """What is wrong with the bytes there, or None."""
+        expected = ctypes.addressof((ctypes.c_char * len(contents)).from_buffer(contents))
+        while start < end:
+            size = min(end - start, self._window_bytes)
+            source = (ctypes.c_char * size).from_address(address + start)
+            try:
+                done = os.pwrite(self._window, source, 0)
+            except OSError:
+                done = 0
+            if done != size:
+                return f"no memory at {address + start + done:#x}"
+            if _libc.memcmp(self._seen, expected + start, size) != 0:
+                found = self._view[:size]
+                wrong = next(i for i in range(size) if found[i] != contents[start + i])
+                return (
+                    f"the byte at {address + start + wrong:#x} (offset {start + wrong}) is "
+                    f"{found[wrong]}, not {contents[start + wrong]}"
+                )
+            start += size
+        return None
+
+    def accessible(self, address: int) -> bool:
+        try:
+            return os.pwrite(self._window, (ctypes.c_char * 1).from_address(address), 0) == 1
+        except OSError:
+            return False
+
+    def synchronize(self) -> None:
+        """Waits for the program's own work on the devices."""
+        for stream in self.streams:
+            self.sim.opened.cuStreamSynchronize(stream)
+
+    # --- how much there is
+
+    def leave(self, device: int, nbytes: int | None) -> None:
+        """Another process takes all but so much of a device's memory; None: it takes nothing."""
+        self._occupied[device] = 0
+        self.sim.occupy(0, device)
+        if nbytes is not None:
+            free, _ = memsaver.device_memory(device)
+            self._occupied[device] = max(0, free - nbytes)
+            self.sim.occupy(self._occupied[device], device)
+
+    def scarce(self, device: int) -> bool:
+        return self._occupied[device] > 0
+
+    def held(self, physical: Any, device: int) -> int:
+        """Device memory in use beyond the library's own."""
+        return int(physical[device] - self.idle[device])
+
+    def figures(self) -> dict[str, int]:
+        """All that could be leaked, by name, when nothing is under way."""
+        totals = self.sim.counts()
+        end = time.monotonic() + 1  # what nobody had a reason to wait for
+        while totals.queued_operations and time.monotonic() < end:
+            time.sleep(0.0005)
+            totals = self.sim.counts()
+        figures = {name: int(getattr(totals, name)) for name in totals._names}
+        for device in range(DEVICES):
+            figures[f"physical_bytes[{device}]"] = totals.physical_bytes[device]
+        figures["files"] = len(os.listdir("/proc/self/fd"))
+        stats = memsaver.stats()
+        figures["host_bytes"] = stats.host_bytes
+        figures["disk_bytes"] = stats.disk_bytes
+        return figures

@@ -1,0 +1,57 @@
+"""Threads that do what they are given, one thing at a time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Hand:
+    """A thread. `do` has it make a call and waits; `start` and `join` are the two halves of that.
+
+    One thread gives, and joins what it started before it gives anything else.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._busy = False
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def do(self, call: Callable[[], Any]) -> Any:
+        """What the call returns; raises what it raises."""
+        self.start(call)
+        return self.join()
+
+    def start(self, call: Callable[[], Any]) -> None:
+        self.join()
+        self._busy = True
+        self._calls.put(call)
+
+    def join(self) -> Any:
+        if not self._busy:
+            return None
+        result, error = self._outcomes.get()
+        self._busy = False
+        if error is not None:
+            raise error
+        return result
+
+    def _work(self) -> None:
+        while True:
+            call = self._calls.get()
+            try:
+                outcome = call(), None
+            except BaseException as error:
+                outcome = None, error
+            del call
+            self._outcomes.put(outcome)
+
+
+class Here:
+    """The thread that asks."""
+
+    def do(self, call: Callable[[], Any]) -> Any:
+        return call()

@@ -1,0 +1,174 @@
+"""Pauses, resumes and swaps: waited for, or under way while other operations go on."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+import memsaver
+from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError, OutOfHostMemoryError
+from model.apparatus import Apparatus
+from model.arguments import devices, overrides, picks, sides, some, threads
+from model.calls import Outcome, faults
+from model.checks import require
+from model.expected import Tag, pages_under
+from model.place import DEVICES
+
+KINDS = ("pause", "resume", "swap")
+
+
+class TransitionRules(Apparatus):
+    @rule(names=some, backup=overrides, thread=threads)
+    def pause(self, names, backup, thread):
+        self.begin("pause", names, backup, thread)
+        self.transition("pause", names, backup, thread)
+
+    @rule(names=some, thread=threads)
+    def resume(self, names, thread):
+        self.begin("resume", names, thread)
+        self.transition("resume", names, None, thread)
+
+    @rule(sides=sides, backup=overrides, thread=threads)
+    def swap(self, sides, backup, thread):
+        self.begin("swap", sides, backup, thread)
+        self.transition("swap", sides, backup, thread)
+
+    @rule(do=st.sampled_from(KINDS), names=some, sides=sides, backup=overrides, faults=faults)
+    def fail(self, do, names, sides, backup, faults):
+        """One of them, and the driver fails in it."""
+        self.begin("fail", do, names, sides, backup, faults)
+        self.transition(do, sides if do == "swap" else names, backup, 0, faults)
+
+    def parts(self, kind, names, backup, **named):
+        """The call, and the tags of either side."""
+        if kind == "pause":
+            return partial(memsaver.pause, *names, backup=backup, **named), self.named(names), []
+        if kind == "resume":
+            return partial(memsaver.resume, *names, **named), [], self.named(names)
+        out, into = names
+        call = partial(memsaver.swap, out=out, into=into, backup=backup, **named)
+        return call, self.named(out), self.named(into)
+
+    def transition(self, kind, names, backup, thread, faults=()):
+        """One that is waited for: it is done, or nothing of it is."""
+        call, going, coming = self.parts(kind, names, backup)
+        swap = kind == "swap"
+        if any(tag.regions for tag in going):
+            self.refused(InvalidStateError, call, thread=thread)
+            return
+        if self.scarce:
+            self.land()
+        enough = swap or self.is_enough_for(coming)
+        may: tuple[Any, ...] = (OutOfHostMemoryError,) if self.scarce_host else ()
+        if self.scarce_device and (swap or not enough):
+            may += (OutOfDeviceMemoryError,)
+        done = self.call(call, thread=thread, faults=faults, may=may)
+        self.touched |= {*going, *coming}
+        if done.error is not None:
+            self.failed(done, going, coming)
+            return
+        require(enough or bool(done.met), "a resume found memory that is not there")
+        self.check_report(done.result, going, coming)
+        changed = [tag for tag in coming if tag.paused]
+        if not done.met:
+            self.strays -= {each.device for tag in changed for each in tag.allocations}
+            for tag in changed + [tag for tag in going if not tag.paused]:
+                tag.owing = False
+        for tag in going:
+            tag.pause(backup)
+        self.come_back(changed)
+
+    @property
+    def scarce_device(self) -> bool:
+        return any(self.place.scarce(device) for device in range(DEVICES))
+
+    @property
+    def scarce(self) -> bool:
+        return self.scarce_device or self.scarce_host
+
+    def is_enough_for(self, tags: list[Tag]) -> bool:
+        """Whether the devices have room for what a resume maps: the pages under what lives."""
+        if any(tag.parked for tag in tags) or self.strays:
+            return True
+        for device in range(DEVICES):
+            need = sum(pages_under(tag.ranges(device)) for tag in tags if tag.paused)
+            if self.place.scarce(device) and memsaver.device_memory(device)[0] < need:
+                return False
+        return True
+
+    def failed(self, done: Outcome, going: list[Tag], coming: list[Tag]) -> None:
+        """Nothing has changed, unless the driver refused to undo as well."""
+        for tag in going:
+            if tag.paused:
+                continue
+            # A swap may have written over what was to be discarded.
+            tag.unknown = tag.unknown or bool(coming)
+            if memsaver.state(tag.name) == "paused":
+                require(done.may_park, f"{tag.name} is paused after {done.error}")
+                tag.park()
+        self.rewrite_unknown(going)
+
+    def check_report(self, report: memsaver.Report, going: list[Tag], coming: list[Tag]) -> None:
+        """Which tags it says have changed, and how much of them was copied at most."""
+        changed = {row.tag for row in report.changes if row.changed}
+        expected = {tag.name for tag in going if not tag.paused}
+        expected |= {tag.name for tag in coming if tag.paused}
+        require(changed == expected, f"{changed} are said to have changed, not {expected}")
+        for row in report.changes:
+            (tag,) = self.named((row.tag,))
+            if not self.flying:
+                at_most = tag.nbytes(row.device) if row.changed else 0
+                require(row.copied_bytes <= at_most, f"more is copied than there is: {row}")
+
+    @precondition(lambda self: not self.scarce and len(self.flying) < 3)
+    @rule(do=st.sampled_from(KINDS), names=some, sides=sides, backup=overrides, thread=threads)
+    def fly(self, do, names, sides, backup, thread):
+        """A transition that is not waited for; other operations go on meanwhile."""
+        self.begin("fly", do, names, sides, backup, thread)
+        names = sides if do == "swap" else names
+        call, going, coming = self.parts(do, names, backup, wait=False)
+        if any(tag.regions for tag in going):
+            self.refused(InvalidStateError, call, thread=thread)
+            return
+        if any(tag.unknown for tag in coming):
+            return
+        handle = self.call(call, thread=thread).result
+        for tag in going:
+            tag.pause(backup)
+        for tag in coming:
+            if tag.paused:
+                tag.resume(self.fill)
+        self.flying.append((do, handle, [*going, *coming]))
+
+    @precondition(lambda self: self.flying)
+    @rule(pick=picks, on_stream=st.booleans(), device=devices)
+    def wait(self, pick, on_stream, device):
+        self.begin("wait", pick, on_stream, device)
+        kind, handle, tags = self.flying[pick % len(self.flying)]
+        if on_stream:
+            stream = self.place.streams[device]
+            self.call(handle.wait_stream, stream.value)
+            there = [each for tag in tags if not tag.paused for each in tag.on(device)]
+            for each in there[:1] if kind == "resume" else ():
+                self.sim.memset(each.address, 7, each.nbytes, stream)
+                each.contents[:] = bytes([7]) * each.nbytes
+        self.land(tags)
+
+    @rule(names=some, backup=overrides, thread=threads)
+    def paused_for_a_block(self, names, backup, thread):
+        self.begin("paused_for_a_block", names, backup, thread)
+        tags = self.named(names)
+        if any(tag.regions for tag in tags) or self.scarce:
+            return
+        self.land(tags)
+        self.synchronize()
+        going = [tag for tag in tags if not tag.paused]
+        with memsaver.paused(*names, backup=backup):
+            for tag in going:
+                require(memsaver.state(tag.name) == "paused", f"{tag.name} is not paused")
+                tag.pause(backup)
+        self.come_back(going)
+        self.touched |= set(tags)

@@ -1,0 +1,104 @@
+"""A process of the model test: sequences, round by round, until so many operations are done.
+
+    python -m model.worker seed operations folder
+
+Writes what it does to `folder/journal`, so that it is known after a crash, and the figures to
+`folder/figures`. Exits with 1, and says what and how to see it again, when something does not hold.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from memsaver.errors import MemsaverWarning
+
+STEPS = 60  # operations in a sequence, at most
+SEQUENCES = 40  # in a round: one seed, and it can be done alone
+
+
+def run_round(machine: type, seed: int, sequences: int = SEQUENCES) -> None:
+    """One round. Raises what does not hold, with the shrunken sequence as notes."""
+
+    class Round(machine):  # type: ignore[misc]
+        pass
+
+    run_state_machine_as_test(
+        hypothesis.seed(seed)(Round),
+        settings=settings(
+            max_examples=sequences,
+            stateful_step_count=STEPS,
+            deadline=None,
+            database=None,
+            print_blob=False,
+            report_multiple_bugs=False,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def prepare(folder: Path):
+    """The process's apparatus: a machine that is ready to run."""
+    from model.apparatus import Process
+    from model.journal import Journal
+    from model.machine import Machine
+
+    folders = []
+    for name in ("disk-0", "disk-1"):
+        (folder / name).mkdir(exist_ok=True)
+        folders.append(str(folder / name))
+    os.environ["MEMSAVER_DISK_DIR"] = folders[0]
+    process = Process(Journal(folder / "journal"), folders)
+
+    def showwarning(message, category, *_rest, **_named) -> None:
+        process.warned.append(str(message))
+
+    warnings.simplefilter("always", MemsaverWarning)
+    warnings.simplefilter("ignore", DeprecationWarning)  # forks beside threads are what is tried
+    warnings.showwarning = showwarning
+    Machine.process = process
+    Machine.digests = {}
+    return Machine, process
+
+
+def main() -> int:
+    seed, operations, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    faulthandler.enable()
+    machine, process = prepare(folder)
+    start, status = time.monotonic(), 0
+    while process.done.total() < operations:
+        try:
+            run_round(machine, seed)
+        except BaseException as error:
+            print("".join(traceback.format_exception(error)))
+            if sys.version_info < (3, 11):
+                print("\n".join(getattr(error, "__notes__", ())))
+            print(f'  alone: make model ARGS="--only {seed}"', flush=True)
+            status = 1
+            break
+        seed += 1
+    figures = {
+        "operations": process.done.total(),
+        "sequences": process.sequences,
+        "faults_met": process.met,
+        "by_operation": dict(process.done),
+        "errors": dict(process.failed),
+        "seconds": time.monotonic() - start,
+    }
+    (folder / "figures").write_text(json.dumps(figures))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
