@@ -9,7 +9,7 @@ from conftest import ROOT
 
 def test_a_short_share():
     done = subprocess.run(
-        [sys.executable, "-m", "model", "--operations", "1000", "--seed", "1"],
+        [sys.executable, "-m", "model", "--operations", "300", "--seed", "1"],
         cwd=ROOT / "tests",
         capture_output=True,
         text=True,
@@ -17,7 +17,7 @@ def test_a_short_share():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "all is as the model says"
-    assert int(done.stdout.splitlines()[-2].split()[0]) >= 1000
+    assert int(done.stdout.splitlines()[-2].split()[0]) >= 300
 
 
 # What is done to the library behind the model's back, and what is then said.
@@ -52,6 +52,7 @@ SABOTAGE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("resume, said", SABOTAGE.values(), ids=SABOTAGE)
 def test_what_does_not_hold_is_found_and_made_small(run_python, tmp_path, resume, said):
     done = run_python(
@@ -74,6 +75,7 @@ def test_what_does_not_hold_is_found_and_made_small(run_python, tmp_path, resume
             steps = [line for note in error.__notes__ for line in note.splitlines()]
             print(error, *steps, sep="\\n")
         """,
+        timeout=110,
         MEMSAVER_SIM_DEVICES=2,
     )
     assert said in done.stdout

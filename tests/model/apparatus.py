@@ -229,6 +229,7 @@ class Apparatus(RuleBasedStateMachine):
         self.let_go()
         self.synchronize()
         self._reset()
+        self.poison = False
         for thread in range(THREADS):
             while self.stacks[thread]:
                 self.leave_innermost(thread)

@@ -29,9 +29,6 @@ _FREQUENT = [
     "cuStreamSynchronize",
 ]
 
-# These refuse to undo what another fault has stopped.
-UNDOING = {"cuMemMap", "cuMemSetAccess", "cuMemUnmap"}
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -62,8 +59,8 @@ class Outcome:
 
     @property
     def may_park(self) -> bool:
-        """Whether the driver may have refused to undo."""
-        return any(fault.call in UNDOING for fault in self.met)
+        """Whether the driver may have refused to undo, after refusing to do."""
+        return len(self.met) > 1 or any(fault.forever for fault in self.met)
 
     @property
     def may_stray(self) -> bool:

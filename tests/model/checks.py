@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import memsaver
 from memsaver.native import _C
 from model.expected import UNIT, Allocation, Tag
 from model.place import DEVICES, Place
 
+BACKUPS = [backup.value for backup in memsaver.Backup]
 _ENDS = 512  # bytes of each end of a block that are looked at every time
 
 
@@ -48,9 +51,9 @@ def check_location(allocation: Allocation, offset: int) -> None:
 
 def check_statistics(place: Place, tags: list[Tag], strays: set[int]) -> None:
     """Every figure of every tag; and that together they are what the driver counts."""
-    stats = memsaver.stats()
     physical = place.sim.counts().physical_bytes
-    rows = {(row.tag, row.device): row for row in stats.tags}
+    found = [SimpleNamespace(**row) for row in _C.stats()]  # faster than all that stats() asks
+    rows = {(row.tag, row.device): row for row in found}
     for tag in tags:
         for device in range(DEVICES):
             row = rows.get((tag.name, device))
@@ -59,7 +62,7 @@ def check_statistics(place: Place, tags: list[Tag], strays: set[int]) -> None:
                 continue
             nbytes = tag.nbytes(device)
             where = f"{tag.name} on device {device}: {row}"
-            require(row.backup == tag.policy, where)
+            require(BACKUPS[row.backup] == tag.policy, where)
             if tag.owing:
                 require(row.allocated_bytes >= nbytes, where)
             else:
@@ -73,7 +76,7 @@ def check_statistics(place: Place, tags: list[Tag], strays: set[int]) -> None:
                 require(holds >= row.backup_bytes, where)
             require(tag.paused or row.resident_bytes >= nbytes, where)
     for device in range(DEVICES):
-        reported = sum(row.resident_bytes for row in stats.tags if row.device == device)
+        reported = sum(row.resident_bytes for row in found if row.device == device)
         held = place.held(physical, device)
         holds = held >= reported if device in strays else held == reported
         require(holds, f"device {device}: {reported} bytes are reported, the driver counts {held}")

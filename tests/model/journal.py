@@ -6,7 +6,7 @@ import faulthandler
 import os
 from pathlib import Path
 
-STUCK_SECONDS = 60  # without an operation: then the process ends, and says where its threads are
+STUCK_SECONDS = 90  # in a sequence, which takes one: then the process ends, with its stacks
 
 
 class Journal:
@@ -20,10 +20,10 @@ class Journal:
         os.ftruncate(self._file, 0)
         os.lseek(self._file, 0, os.SEEK_SET)
         self.note("a new sequence")
+        faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
 
     def note(self, line: str) -> None:
         os.write(self._file, f"{line}\n".encode())
-        faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
 
     def keep(self, error: Exception) -> None:
         """The sequence under way has failed: the first one is printed, to be made smaller."""
