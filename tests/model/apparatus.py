@@ -208,7 +208,7 @@ class Apparatus(RuleBasedStateMachine):
         busy = {tag for *_, tags in self.flying for tag in tags}
         for tag in self.tags:
             if tag not in busy:
-                check_tag(self.place, tag, wholly=wholly or tag in self.touched)
+                check_tag(self.place, tag, self.strays, wholly=wholly or tag in self.touched)
                 self.touched.discard(tag)
         if not busy:
             check_statistics(self.place, self.tags, self.strays)
@@ -238,15 +238,12 @@ class Apparatus(RuleBasedStateMachine):
         self.strays.clear()
         self.process.warned.clear()
         for tag in self.tags:
-            check_tag(self.place, tag, wholly=True)
+            check_tag(self.place, tag, set(), wholly=True)
             for allocation in list(tag.allocations):
                 _C.free(allocation.address)
             tag.allocations.clear()
-        for tag in self.tags:  # what could not be given back, the next change gives back
-            with memsaver.region(tag.name):
-                for device in range(DEVICES):
-                    _C.free(_C.malloc(4096, device))
             tag.owing = False
+        self._collect()
         memsaver.trim(wait=True)
         check_statistics(self.place, self.tags, set())
         after = self.place.figures()
@@ -275,6 +272,13 @@ class Apparatus(RuleBasedStateMachine):
                 with contextlib.suppress(MemsaverError):
                     hand.do(lambda entered=entered: entered.__exit__(None, None, None))
 
+    def _collect(self) -> None:
+        """What could not be given back, the next change of each tag gives back."""
+        for name in NAMES:
+            with memsaver.region(name):
+                for device in range(DEVICES):
+                    _C.free(_C.malloc(4096, device))
+
     def _reset(self) -> None:
         self.sim.clear_faults()
         self.sim.hold_streams(False)
@@ -295,6 +299,7 @@ class Apparatus(RuleBasedStateMachine):
                 if name in {row.tag for row in memsaver.stats().tags}:
                     for address, _ in memsaver.ranges(name):
                         _C.free(address)
+            self._collect()
             memsaver.trim(wait=True)
         except MemsaverError as error:
             self.process.journal.note(f"what an earlier sequence left does not go: {error}")
