@@ -61,16 +61,16 @@ class TransitionRules(Apparatus):
             return
         if self.scarce:
             self.land()
-        enough = swap or self.is_enough_for(coming)
+        enough = None if swap else self.is_enough_for(coming)
         may: tuple[Any, ...] = (OutOfHostMemoryError,) if self.scarce_host else ()
-        if self.scarce_device and (swap or not enough):
+        if self.scarce_device and not enough:
             may += (OutOfDeviceMemoryError,)
         done = self.call(call, thread=thread, faults=faults, may=may)
         self.touched |= {*going, *coming}
         if done.error is not None:
             self.failed(done, going, coming)
             return
-        require(enough or bool(done.met), "a resume found memory that is not there")
+        require(enough is not False or bool(done.met), "a resume found memory that is not there")
         self.check_report(done.result, going, coming)
         changed = [tag for tag in coming if tag.paused]
         if not done.met:
@@ -89,10 +89,13 @@ class TransitionRules(Apparatus):
     def scarce(self) -> bool:
         return self.scarce_device or self.scarce_host
 
-    def is_enough_for(self, tags: list[Tag]) -> bool:
-        """Whether the devices have room for what a resume maps: the pages under what lives."""
+    def is_enough_for(self, tags: list[Tag]) -> bool | None:
+        """Whether the devices have room for what a resume maps: the pages under what lives.
+
+        None where that cannot be told: pages are held, or strays.
+        """
         if any(tag.parked for tag in tags) or self.strays:
-            return True
+            return None
         for device in range(DEVICES):
             need = sum(pages_under(tag.ranges(device)) for tag in tags if tag.paused)
             if self.place.scarce(device) and memsaver.device_memory(device)[0] < need:
