@@ -110,7 +110,9 @@ class TransitionRules(Apparatus):
             # A swap may have written over what was to be discarded.
             tag.unknown = tag.unknown or bool(coming)
             if memsaver.state(tag.name) == "paused":
-                require(done.may_park, f"{tag.name} is paused after {done.error}")
+                # Undoing a swap may need host memory for copies, which the limit refuses as well.
+                may_park = done.may_park or (self.scarce_host and bool(coming))
+                require(may_park, f"{tag.name} is paused after {done.error}")
                 tag.park()
         self.rewrite_unknown(going)
 
