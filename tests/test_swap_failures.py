@@ -106,3 +106,27 @@ def test_a_swap(sim, pair, put_back, each_fault, attempt, options, kinds):
         if "pageable" not in kinds:  # its backup is not pinned
             assert sim.counts().registered_bytes == memsaver.stats().host_bytes, fault
         assert sim.violations() == [], fault
+
+
+@pytest.mark.parametrize("kind", ["pageable", "disk"])
+def test_a_swap_without_host_memory_for_its_copies_changes_nothing(
+    sim, tag, make_blocks, options, tmp_path, kind
+):
+    """What comes in needs a buffer to be copied through; to undo takes one as well."""
+    options(disk_dir=str(tmp_path))
+    going, coming = tag("out"), tag("into")
+    out = Fixed(sim, make_blocks(going, OUT, backup=kind))
+    into = Fixed(sim, make_blocks(coming, [3 * PAGE], backup="pageable"))
+    memsaver.pause(going)
+    memsaver.resume(going)  # its backup is kept, so that nothing of it is copied again
+    memsaver.pause(coming)
+    options(host_bytes=1)
+    with pytest.raises(memsaver.OutOfHostMemoryError) as caught:
+        memsaver.swap(out=going, into=coming)
+    assert states([going]) == {"mapped"} and states([coming]) == {"paused"}, caught.value
+    assert out.are_intact() and into.are_gone()
+    options(host_bytes=0)
+    memsaver.swap(out=going, into=coming)
+    assert out.are_gone() and into.are_intact()
+    memsaver.resume(going)
+    assert out.are_intact()

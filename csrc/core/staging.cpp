@@ -115,53 +115,61 @@ bool give_back(std::unique_ptr<StagingBuffer::Pages> pages) noexcept {
 // The buffers of one call: as many as are used at once.
 class Buffers {
  public:
-  Buffers(Device& device, std::vector<HostClaim> claims)
-      : device_(device), claims_(std::move(claims)) {}
+  Buffers(Device& device, std::vector<HostClaim> claims, StagingBuffer* reserve)
+      : device_(device), claims_(std::move(claims)), reserve_(reserve) {
+    if (reserve_) idle_.push_back(reserve_);
+  }
   ~Buffers() {
+    if (reserve_) reserve_->settle();
     try {
       DeviceScope scope(device_);
-      idle_.clear();
+      made_.clear();
     } catch (...) {
-      idle_.clear();  // each of them warns of what it cannot give back
+      made_.clear();  // each of them warns of what it cannot give back
     }
   }
   Buffers(const Buffers&) = delete;
   Buffers& operator=(const Buffers&) = delete;
 
-  std::unique_ptr<StagingBuffer> take() {
+  StagingBuffer& take() {
     HostClaim claim;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!idle_.empty()) {
-        std::unique_ptr<StagingBuffer> buffer = std::move(idle_.back());
+        StagingBuffer* const buffer = idle_.back();
         idle_.pop_back();
-        return buffer;
+        return *buffer;
       }
       claim = std::move(claims_.back());
       claims_.pop_back();
     }
-    return std::make_unique<StagingBuffer>(device_, std::move(claim));
-  }
-  void give(std::unique_ptr<StagingBuffer> buffer) {
+    auto made = std::make_unique<StagingBuffer>(device_, std::move(claim));
     std::lock_guard<std::mutex> lock(mutex_);
-    idle_.push_back(std::move(buffer));
+    made_.push_back(std::move(made));
+    return *made_.back();
+  }
+  void give(StagingBuffer& buffer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    idle_.push_back(&buffer);
   }
 
  private:
   Device& device_;
   std::mutex mutex_;
   std::vector<HostClaim> claims_;  // of buffers that are not there yet
-  std::vector<std::unique_ptr<StagingBuffer>> idle_;
+  StagingBuffer* const reserve_;   // or null
+  std::vector<std::unique_ptr<StagingBuffer>> made_;
+  std::vector<StagingBuffer*> idle_;
 };
 
-// Claims for at most so many buffers of `bytes`, for one at least.
-std::vector<HostClaim> claim_buffers(size_t most, uint64_t bytes) {
+// Claims for at most so many buffers of `bytes`, for `least` at least.
+std::vector<HostClaim> claim_buffers(size_t most, size_t least, uint64_t bytes) {
   std::vector<HostClaim> claims;
   while (claims.size() < most) {
     try {
       claims.push_back(HostClaim::take(bytes, "a staging buffer"));
     } catch (const Error& error) {
-      if (claims.empty() || error.status != Status::kOutOfHostMemory) throw;
+      if (claims.size() < least || error.status != Status::kOutOfHostMemory) throw;
       break;
     }
   }
@@ -183,29 +191,37 @@ StagingBuffer::StagingBuffer(Device& device, HostClaim claim)
 }
 
 StagingBuffer::~StagingBuffer() {
+  settle();
+  give_back(std::move(pages_));
+}
+
+uint64_t StagingBuffer::bytes() const { return pages_->bytes(); }
+
+void StagingBuffer::settle() noexcept {
   try {
     if (driver().cuStreamSynchronize(stream_.get()) != CUDA_SUCCESS) device_.drain();
   } catch (...) {
     // A context that is gone has no copies left.
   }
-  give_back(std::move(pages_));
 }
 
 void stage(Device& device, size_t count, uint64_t bytes,
-           const std::function<void(size_t, StagingBuffer&)>& job) {
+           const std::function<void(size_t, StagingBuffer&)>& job, StagingBuffer* reserve) {
   if (count == 0) return;
-  std::vector<HostClaim> claims =
-      claim_buffers(std::min<size_t>({count, kBuffers, std::max(worker_count(), 2u)}), bytes);
-  const unsigned threads = static_cast<unsigned>(claims.size());
-  Buffers buffers(device, std::move(claims));
-  std::atomic<bool> failed{false};  // a job that throws takes its buffer and its claim with it
+  if (reserve && reserve->bytes() < bytes) reserve = nullptr;
+  const size_t there = reserve ? 1 : 0;
+  const size_t most = std::min<size_t>({count, kBuffers, std::max(worker_count(), 2u)});
+  std::vector<HostClaim> claims = claim_buffers(most - there, 1 - there, bytes);
+  const unsigned threads = static_cast<unsigned>(claims.size() + there);
+  Buffers buffers(device, std::move(claims), reserve);
+  std::atomic<bool> failed{false};  // a job that throws keeps its buffer from the others
   const auto run = [&](size_t index) {
     if (failed) return;
     try {
       DeviceScope scope(device);
-      std::unique_ptr<StagingBuffer> buffer = buffers.take();
-      job(index, *buffer);
-      buffers.give(std::move(buffer));
+      StagingBuffer& buffer = buffers.take();
+      job(index, buffer);
+      buffers.give(buffer);
     } catch (...) {
       failed = true;
       throw;

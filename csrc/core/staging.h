@@ -30,7 +30,10 @@ class StagingBuffer {
   StagingBuffer& operator=(const StagingBuffer&) = delete;
 
   char* data() const { return data_; }
+  uint64_t bytes() const;
   CUstream stream() const { return stream_.get(); }
+  // Waits for what is queued on the stream, whatever the driver says of it.
+  void settle() noexcept;
 
   class Pages;  // staging.cpp's
 
@@ -45,9 +48,11 @@ class StagingBuffer {
 // inside a DeviceScope of the device and with a buffer that no other job uses meanwhile; returns
 // when all are done. Throws what the first failing job threw (later ones are not started), and
 // kOutOfHostMemory where there is no room for one buffer; where there is not for all of them, fewer
-// do the work.
+// do the work. A `reserve` of so many bytes or more is one of them, so that there is always room;
+// it is the caller's again, with nothing under way in it, whatever happens.
 void stage(Device& device, size_t count, uint64_t bytes,
-           const std::function<void(size_t, StagingBuffer&)>& job);
+           const std::function<void(size_t, StagingBuffer&)>& job,
+           StagingBuffer* reserve = nullptr);
 
 // Gives back pages of buffers that could not be unpinned before; the bytes. Any thread.
 uint64_t trim_staging() noexcept;

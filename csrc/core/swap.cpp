@@ -8,6 +8,7 @@
 #include "core/handover.h"
 #include "core/options.h"
 #include "core/profile.h"
+#include "core/staging.h"
 #include "core/step.h"
 #include "core/text.h"
 #include "core/workers.h"
@@ -31,8 +32,10 @@ struct Side {
   std::map<Step*, std::unique_ptr<Save>> saves;  // kept until nothing can fail any more
   std::vector<std::vector<Range>> saved;         // for each hand: what is saved of its page
   std::map<Step*, std::vector<Range>> handed;    // room for all of that, in undoing
+  std::unique_ptr<StagingBuffer> reserve;        // through which staged bytes come back
 
   void prepare_undo();
+  void make_reserve();
 };
 
 void Side::prepare_undo() {
@@ -45,6 +48,20 @@ void Side::prepare_undo() {
     count[hand.from] += saved.back().size();
   }
   for (auto& [step, ranges] : handed) ranges.reserve(count[step]);
+}
+
+// Inside a DeviceScope. Throws kOutOfHostMemory, kDriverFailed.
+void Side::make_reserve() {
+  uint64_t bytes = 0;
+  for (Step* step : out) {
+    if (step->ranges.empty() || step->pool->backup->is_direct()) continue;
+    const bool gives = std::any_of(plan.hands.begin(), plan.hands.end(),
+                                   [&](const Hand& hand) { return hand.from == step; });
+    if (gives) bytes = std::max(bytes, staged_bytes(step->ranges));
+  }
+  if (bytes == 0) return;
+  reserve = std::make_unique<StagingBuffer>(out.front()->device(),
+                                            HostClaim::take(bytes, "a staging buffer"));
 }
 
 class Swap : public Transition {
@@ -104,6 +121,8 @@ void Swap::fill(const Hand& hand, Restore* restore) {
 }
 
 void Swap::exchange_on(Side& side, const Step*& at) {
+  if (!side.out.empty()) at = side.out.front();
+  side.make_reserve();
   std::map<Step*, std::unique_ptr<Restore>> restores;
   const auto restore_of = [&](Step* step) {
     const auto found = restores.find(step);
@@ -111,8 +130,9 @@ void Swap::exchange_on(Side& side, const Step*& at) {
   };
   for (Step* step : side.into) {
     if (step->ranges.empty()) continue;
-    restores[step] = std::make_unique<Restore>(step->device(), *step->pool->backup,
-                                               step->pool->saved, step->ranges, progress_);
+    restores[step] =
+        std::make_unique<Restore>(step->device(), *step->pool->backup, step->pool->saved,
+                                  step->ranges, progress_, side.reserve.get());
   }
   // New memory first: here it can be refused, and nothing has happened.
   for (Step* step : side.into) {
@@ -131,7 +151,7 @@ void Swap::exchange_on(Side& side, const Step*& at) {
     at = step;
     side.saves.emplace(
         step, std::make_unique<Save>(step->device(), *step->pool->backup, step->pool->heap.spans(),
-                                     step->ranges, progress_));
+                                     step->ranges, progress_, side.reserve.get()));
   }
   // Pages of tags that are saved change hands one by one, as their bytes arrive; what is discarded
   // is not overwritten before everything is mapped.
@@ -244,7 +264,8 @@ bool Swap::take_back(Device& device, Side& side) noexcept try {
     if (!whole || save == side.saves.end()) continue;
     Progress unseen;
     const std::vector<Range> ranges = intersect(step->ranges, pages);
-    Restore restore(step->device(), *step->pool->backup, ranges, ranges, unseen);
+    Restore restore(step->device(), *step->pool->backup, ranges, ranges, unseen,
+                    side.reserve.get());
     for (const Range& page : pages) restore.queue(page);
     restore.finish();
   }
@@ -289,8 +310,10 @@ void Swap::end_saves(const Device& device, Side& side) noexcept {
   try {
     DeviceScope scope(device);
     side.saves.clear();
+    side.reserve.reset();
   } catch (...) {
     side.saves.clear();  // without a context nothing is in flight
+    side.reserve.reset();
   }
 }
 

@@ -4,7 +4,6 @@
 
 #include "core/driver.h"
 #include "core/options.h"
-#include "core/staging.h"
 #include "core/status.h"
 #include "core/text.h"
 
@@ -36,11 +35,19 @@ void settle(Device& device, Device::Direction direction) noexcept {
   }
 }
 
+uint64_t staged_bytes(const std::vector<Range>& ranges) {
+  return largest(cut(widened(ranges, kMediumUnit), kStagingBytes));
+}
+
 // --- Save
 
 Save::Save(Device& device, BackupStore& store, const std::vector<VaReservation>& spans,
-           std::vector<Range> ranges, Progress& progress)
-    : device_(device), store_(store), progress_(progress), ranges_(std::move(ranges)) {
+           std::vector<Range> ranges, Progress& progress, StagingBuffer* reserve)
+    : device_(device),
+      store_(store),
+      progress_(progress),
+      reserve_(reserve),
+      ranges_(std::move(ranges)) {
   std::vector<BackupStore::Room> rooms = store_.prepare(spans, ranges_);
   try {
     const bool hashing = flag(Option::fingerprints) && Fingerprinter::available(device_);
@@ -167,7 +174,7 @@ void Save::run_staged() {
   const std::vector<Range> pieces = cut(widened(wanted, kMediumUnit), kStagingBytes);
   staged_.clear();
   for (const Range& piece : pieces) store_.forget(piece);
-  stage(device_, pieces.size(), largest(pieces), [&](size_t i, StagingBuffer& buffer) {
+  const auto copy_piece = [&](size_t i, StagingBuffer& buffer) {
     const Range& piece = pieces[i];
     CU_CHECK(cuMemcpyDtoHAsync, buffer.data(), piece.address, piece.bytes, buffer.stream());
     CU_CHECK(cuStreamSynchronize, buffer.stream());
@@ -181,7 +188,8 @@ void Save::run_staged() {
       digests_[static_cast<size_t>(known - pieces_.begin())] =
           fingerprint_of(buffer.data() + (known->address - piece.address), known->bytes);
     }
-  });
+  };
+  stage(device_, pieces.size(), largest(pieces), copy_piece, reserve_);
 }
 
 uint64_t Save::finish() {
@@ -220,10 +228,11 @@ void Save::keep() noexcept {
 // --- Restore
 
 Restore::Restore(Device& device, BackupStore& store, std::vector<Range> saved,
-                 std::vector<Range> ranges, Progress& progress)
+                 std::vector<Range> ranges, Progress& progress, StagingBuffer* reserve)
     : device_(device),
       store_(store),
       progress_(progress),
+      reserve_(reserve),
       saved_(std::move(saved)),
       ranges_(std::move(ranges)) {
   progress_.total_bytes += total(ranges_);
@@ -255,7 +264,7 @@ void Restore::run_staged() {
   for (const Range& piece : cut(widened(saved_, kMediumUnit), kStagingBytes)) {
     if (!within(wanted, piece).empty()) pieces.push_back(piece);
   }
-  stage(device_, pieces.size(), largest(pieces), [&](size_t i, StagingBuffer& buffer) {
+  const auto copy_piece = [&](size_t i, StagingBuffer& buffer) {
     const Range& piece = pieces[i];
     store_.read(piece.address, buffer.data(), piece.bytes);
     if (store_.kind() == Backup::kDisk) {
@@ -278,7 +287,8 @@ void Restore::run_staged() {
       progress_.done_bytes += part.bytes;
     }
     CU_CHECK(cuStreamSynchronize, buffer.stream());
-  });
+  };
+  stage(device_, pieces.size(), largest(pieces), copy_piece, reserve_);
   copied_bytes_ += total(wanted);
 }
 

@@ -15,6 +15,7 @@
 #include "core/fingerprint.h"
 #include "core/handles.h"
 #include "core/range.h"
+#include "core/staging.h"
 #include "core/workers.h"
 
 namespace memsaver {
@@ -29,14 +30,18 @@ struct Progress {
 // left.
 void settle(Device& device, Device::Direction direction) noexcept;
 
+// The bytes of the largest buffer through which any part of these ranges (sorted) is staged.
+uint64_t staged_bytes(const std::vector<Range>& ranges);
+
 // Brings `ranges` (sorted, mapped, not written to meanwhile) into the store. Pieces whose
 // fingerprint is that of what the store keeps are left where they are.
 class Save {
  public:
-  // Makes room, and begins to fill it with pages and to hash. Throws kOutOfHostMemory before any
-  // of it is touched, kBackupFailed, kDriverFailed.
+  // Makes room, and begins to fill it with pages and to hash. What is staged goes through
+  // `reserve` too, which outlives this, or is null. Throws kOutOfHostMemory before any of the room
+  // is touched, kBackupFailed, kDriverFailed.
   Save(Device& device, BackupStore& store, const std::vector<VaReservation>& spans,
-       std::vector<Range> ranges, Progress& progress);
+       std::vector<Range> ranges, Progress& progress, StagingBuffer* reserve = nullptr);
   // Waits for what is queued; without finish() gives up the room that was made.
   ~Save();
   Save(const Save&) = delete;
@@ -76,6 +81,7 @@ class Save {
   Device& device_;
   BackupStore& store_;
   Progress& progress_;
+  StagingBuffer* const reserve_;
   const std::vector<Range> ranges_;
   std::vector<Cell> cells_;
   std::vector<Range> pieces_;    // of the fingerprints
@@ -93,9 +99,10 @@ class Save {
 // Brings bytes back from a store.
 class Restore {
  public:
-  // `saved` (sorted) is what the store holds, `ranges` (sorted) what of it is wanted.
+  // `saved` (sorted) is what the store holds, `ranges` (sorted) what of it is wanted; `reserve` as
+  // for a Save.
   Restore(Device& device, BackupStore& store, std::vector<Range> saved, std::vector<Range> ranges,
-          Progress& progress);
+          Progress& progress, StagingBuffer* reserve = nullptr);
   ~Restore();  // waits for what is queued
   Restore(const Restore&) = delete;
   Restore& operator=(const Restore&) = delete;
@@ -113,6 +120,7 @@ class Restore {
   Device& device_;
   BackupStore& store_;
   Progress& progress_;
+  StagingBuffer* const reserve_;
   const std::vector<Range> saved_, ranges_;
   std::vector<Range> staged_;
   uint64_t queued_bytes_ = 0, copied_bytes_ = 0;
