@@ -761,6 +761,61 @@ def test_a_pause_waits_for_work_in_flight(sim, tag, make_blocks, backup):
     assert block.bytes() == (expected if backup == "host" else bytes(4 * MIB))
 
 
+@pytest.mark.parametrize("call", ["cuDeviceGetCount", "cuDeviceGet", "cuDevicePrimaryCtxGetState"])
+@pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
+def test_work_in_flight_is_waited_for_though_no_device_can_be_asked_about(
+    sim, tag, make_blocks, call
+):
+    """What cannot be asked about is not taken for idle: nothing is taken away from it."""
+    name = tag()
+    block, other = make_blocks(name, [2 * MIB, 2 * MIB], backup="host")
+    with sim.stream() as stream:
+        sim.stream_delay(0.05)
+        for each in (block, other):
+            sim.memset(each.address, 5, 2 * MIB, stream)
+        with sim.fault(call, times=0):
+            with pytest.raises(memsaver.DriverError):
+                memsaver.pause(name)
+            del each, other  # which frees it
+        assert sim.counts().queued_operations > 0
+        assert memsaver.state(name) == "mapped"
+        sim.stream_delay(0)
+    assert sim.violations() == []
+    assert block.bytes() == bytes([5]) * (2 * MIB)
+    memsaver.pause(name)
+    assert sim.tag_bytes() == 0
+
+
+def test_a_resume_that_cannot_find_out_who_may_reach_its_memory_fails(run_python):
+    """Else another device would meet an illegal access, much later."""
+    run_python(
+        """
+        import memsaver
+        from memsaver import simulator
+        from conftest import Simulator
+
+        sim = Simulator()
+        for device in range(2):
+            sim.start(device)
+        with memsaver.region("a", backup="host"):
+            block = simulator.buffer(4096)
+        sim.write(block.address, b"x" * 4096)
+        memsaver.pause("a")
+        with sim.fault("cuDeviceCanAccessPeer"):
+            try:
+                memsaver.resume("a")
+            except memsaver.DriverError as error:
+                assert error.call == "cuDeviceCanAccessPeer", error
+            else:
+                raise AssertionError("it was resumed")
+        assert memsaver.state("a") == "paused"
+        memsaver.resume("a")
+        assert sim.read(block.address, 4096) == b"x" * 4096
+        """,
+        MEMSAVER_SIM_DEVICES=2,
+    )
+
+
 def test_a_pause_that_fails_has_not_disturbed_work_in_flight(sim, tag, make_blocks):
     name = tag()
     (block,) = make_blocks(name, [4 * MIB], backup="host")

@@ -107,10 +107,9 @@ uint64_t Device::active() {
     CUdevice device = 0;
     unsigned int flags = 0;
     int active = 0;
-    if (driver().cuDeviceGet(&device, ordinal) == CUDA_SUCCESS &&
-        driver().cuDevicePrimaryCtxGetState(device, &flags, &active) == CUDA_SUCCESS && active) {
-      mask |= 1ull << ordinal;
-    }
+    CU_CHECK(cuDeviceGet, &device, ordinal);
+    CU_CHECK(cuDevicePrimaryCtxGetState, device, &flags, &active);
+    if (active) mask |= 1ull << ordinal;
   }
   return mask;
 }
@@ -123,10 +122,12 @@ std::vector<CUmemAccessDesc> Device::access() const {
   std::vector<CUmemAccessDesc> access{own};
   const uint64_t others = active() & ~(1ull << ordinal_);
   for (int other = 0; other < 64 && others >> other != 0; ++other) {
+    if ((others >> other & 1) == 0) continue;
     CUdevice peer = 0;
     int reachable = 0;
-    if ((others >> other & 1) != 0 && driver().cuDeviceGet(&peer, other) == CUDA_SUCCESS &&
-        driver().cuDeviceCanAccessPeer(&reachable, peer, device_) == CUDA_SUCCESS && reachable) {
+    CU_CHECK(cuDeviceGet, &peer, other);
+    CU_CHECK(cuDeviceCanAccessPeer, &reachable, peer, device_);
+    if (reachable) {
       access.push_back(own);
       access.back().location.id = other;
     }

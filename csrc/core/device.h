@@ -25,7 +25,8 @@ class Device {
 
   static int count();
 
-  // The devices whose primary context is active, one bit each.
+  // The devices whose primary context is active, one bit each. Throws kDriverFailed: one that
+  // cannot be asked about may have work in flight.
   static uint64_t active();
 
   int ordinal() const { return ordinal_; }
@@ -50,7 +51,7 @@ class Device {
   bool rdma_supported() const { return rdma_supported_; }
 
   // Who may touch this device's memory, as cuMemSetAccess takes it: itself, and those peers whose
-  // context is active.
+  // context is active. Throws kDriverFailed.
   std::vector<CUmemAccessDesc> access() const;
 
   // The streams of our copies (non-blocking, in order), one for each direction, made at the first
@@ -66,7 +67,7 @@ class Device {
   // earlier error of the device.
   void drain();
 
-  // The same for every device in use: kernels of one may touch memory of another.
+  // The same for every device in use: kernels of one may touch memory of another. Throws as both.
   static void drain_active();
 
  private:
