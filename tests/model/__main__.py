@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from faults.__main__ import ROOT, commit
+from faults.lanes import Workplace
 from soak.race import record
 
 RESULTS = ROOT / "benchmarks" / "results" / "reliability.json"
@@ -39,18 +40,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start(seed: int, operations: int, folder: Path) -> subprocess.Popen[bytes]:
+def start(place: Workplace, seed: int, operations: int, folder: Path) -> subprocess.Popen[bytes]:
     folder.mkdir()
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
-    environment = {
-        **kept,
-        "PYTHONPATH": str(ROOT / "tests"),
-        "MEMSAVER_DRIVER": "sim",
-        "MEMSAVER_SIM_DEVICES": "2",
-    }
     command = [sys.executable, "-m", "model.worker", str(seed), str(operations), str(folder)]
     with (folder / "said").open("wb") as said:
-        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=said, stderr=said)
+        return subprocess.Popen(command, env=place.environment, cwd=ROOT, stdout=said, stderr=said)
 
 
 def finish(worker: subprocess.Popen[bytes], folder: Path, limit: float) -> dict[str, object] | None:
@@ -78,16 +72,23 @@ def main() -> int:
     workers = 1 if asked.only is not None else asked.workers
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memsaver-model-") as name:
+        place = Workplace(Path(name))
         folders = [Path(name) / str(i) for i in range(workers)]
         share = -(-operations // workers)
-        started = [start(seed + i * SEEDS, share, each) for i, each in enumerate(folders)]
+        started = [start(place, seed + i * SEEDS, share, each) for i, each in enumerate(folders)]
         limit = PATIENCE + operations / 100
         found = [finish(*pair, limit) for pair in zip(started, folders, strict=True)]
     seconds = round(time.monotonic() - began, 1)
     figures = [each for each in found if each is not None]
     total: dict[str, int] = {
         name: sum(int(str(each[name])) for each in figures)
-        for name in ("operations", "sequences", "faults_met")
+        for name in (
+            "operations",
+            "sequences",
+            "faults_met",
+            "unchanged_pauses",
+            "rounds_cut_short",
+        )
     }
     counted: dict[str, collections.Counter[str]] = {}
     for name in ("by_operation", "errors"):

@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from faults.injections import Injection
+from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine
 
 import memsaver
 from memsaver import regions
 from memsaver.errors import MemsaverError
 from memsaver.native import _C, emit_warnings
-from model.calls import Fault, Outcome, attempt
+from model.calls import Outcome, System, attempt
 from model.checks import check_location, check_statistics, check_tag, require
 from model.expected import Allocation, Tag
 from model.journal import Journal
@@ -33,6 +35,7 @@ DEFAULTS = {
     "disk_dir": "",
 }
 WHOLLY_EVERY = 16  # operations, between two looks at everything
+REST = 12  # operations
 _HELD_SECONDS = 0.0003  # how long the program's own work goes on under a call that must wait for it
 
 
@@ -41,6 +44,7 @@ class Process:
 
     def __init__(self, journal: Journal, folders: list[str]) -> None:
         self.place = Place()
+        self.system = System(self.place.sim)
         self.hands = [Here(), *(Hand() for _ in range(THREADS - 1))]
         self.helper = Hand()
         self.journal = journal
@@ -48,7 +52,7 @@ class Process:
         self.done: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.sequences = 0
-        self.met = 0
+        self.met = self.unchanged = self.cut_short = 0
         self.warned: list[str] = []
 
 
@@ -71,9 +75,11 @@ class Apparatus(RuleBasedStateMachine):
         self.stacks: list[list[tuple[Any, Tag | None]]] = [[] for _ in range(THREADS)]
         self.strays: set[int] = set()
         self.exempt: set[str] = set()
+        self.fingerprints = True
         self.scarce_host = self.margin = self.held = self.forked = False
         self.touched: set[Tag] = set()
         self.steps = 0
+        self.last: dict[str, int] = {}
         self.before = self.place.figures()
         self.process.journal.start()
         self.process.sequences += 1
@@ -84,14 +90,19 @@ class Apparatus(RuleBasedStateMachine):
         """Every operation says what it is, first of all."""
         self.steps += 1
         self.process.done[what] += 1
+        self.last[what] = self.steps
         self.process.journal.note(f"{what} {arguments}")
+
+    def is_rested(self, *names: str) -> bool:
+        """Whether none of these has been done just now: what is cheap is not to be most of it."""
+        return all(self.steps - self.last.get(name, -REST) >= REST for name in names)
 
     def call(
         self,
         function: Callable[..., Any],
         *arguments: Any,
         thread: int = 0,
-        faults: tuple[Fault, ...] = (),
+        faults: tuple[Injection, ...] = (),
         may: tuple[type[MemsaverError], ...] = (),
         **named: Any,
     ) -> Outcome:
@@ -102,7 +113,10 @@ class Apparatus(RuleBasedStateMachine):
         if self.held:
             self._let_go_soon()
         outcome = attempt(
-            self.sim, faults, lambda: hand.do(lambda: function(*arguments, **named)), may
+            self.process.system,
+            faults,
+            lambda: hand.do(lambda: function(*arguments, **named)),
+            may,
         )
         emit_warnings()
         if outcome.met:
@@ -126,6 +140,17 @@ class Apparatus(RuleBasedStateMachine):
         """The program's own work goes on until a call waits for it, or the next operation."""
         self.sim.hold_streams(True)
         self.held = True
+
+    def work_on(self, allocation: Allocation, value: int) -> None:
+        """The program's own: the next call finds it not done yet."""
+        self.begin("write_on_the_device", allocation.tag.name, allocation.nbytes, value)
+        self.land()
+        self.hold()
+        stream = self.place.streams[allocation.device]
+        self.sim.memset(allocation.address, value, allocation.nbytes, stream)
+        allocation.contents[:] = bytes([value]) * allocation.nbytes
+        allocation.tag.known = None
+        self.touched.add(allocation.tag)
 
     def let_go(self) -> None:
         if self.held:
@@ -189,11 +214,13 @@ class Apparatus(RuleBasedStateMachine):
         self.rewrite_unknown(tags)
 
     def rewrite_unknown(self, tags: Iterable[Tag]) -> None:
-        for tag in tags:
-            if tag.unknown and not tag.paused:
-                tag.unknown = False
-                for each in tag.allocations:
-                    self.place.fill(each.address, each.contents, 0, each.nbytes, self.steps)
+        unknown = [tag for tag in tags if tag.unknown and not tag.paused]
+        if unknown:
+            self.synchronize()  # what the program's own work still writes comes before
+        for tag in unknown:
+            tag.unknown, tag.known = False, None
+            for each in tag.allocations:
+                self.place.fill(each.address, each.contents, 0, each.nbytes, self.steps)
 
     # --- comparing
 
@@ -206,12 +233,16 @@ class Apparatus(RuleBasedStateMachine):
             return
         self.synchronize()
         busy = {tag for *_, tags in self.flying for tag in tags}
+        reachable = set()
         for tag in self.tags:
             if tag not in busy:
-                check_tag(self.place, tag, self.strays, wholly=wholly or tag in self.touched)
+                reachable |= check_tag(self.place, tag, wholly=wholly or tag in self.touched)
                 self.touched.discard(tag)
-        if not busy:
-            check_statistics(self.place, self.tags, self.strays)
+        if busy:
+            held = self.strays or any(tag.parked or tag.owing for tag in self.tags)
+            require(held or not reachable, f"paused memory is there: {reachable}")
+        else:
+            check_statistics(self.place, self.tags, self.strays, reachable)
             for tag in self.tags[self.steps % len(self.tags) :][:1]:
                 for allocation in tag.allocations[:1]:
                     check_location(allocation, self.steps * 997 % allocation.nbytes)
@@ -222,7 +253,8 @@ class Apparatus(RuleBasedStateMachine):
         """Everything comes back as it must, and goes; nothing is left."""
         error = sys.exc_info()[1]
         if isinstance(error, Exception):
-            self.process.journal.keep(error)
+            if not isinstance(error, HypothesisException):
+                self.process.journal.keep(error)
             self._abandon()
             return
         self.land()
@@ -238,14 +270,14 @@ class Apparatus(RuleBasedStateMachine):
         self.strays.clear()
         self.process.warned.clear()
         for tag in self.tags:
-            check_tag(self.place, tag, set(), wholly=True)
+            check_tag(self.place, tag, wholly=True)
             for allocation in list(tag.allocations):
                 _C.free(allocation.address)
             tag.allocations.clear()
             tag.owing = False
         self._collect()
         memsaver.trim(wait=True)
-        check_statistics(self.place, self.tags, set())
+        check_statistics(self.place, self.tags, set(), set())
         after = self.place.figures()
         left = {
             name: (self.before[name], value)
@@ -263,7 +295,7 @@ class Apparatus(RuleBasedStateMachine):
     def _abandon(self) -> None:
         """After a failure: what is under way ends, well or not, and regions are left."""
         self.sim.hold_streams(False)
-        self.sim.clear_faults()
+        self.process.system.clear()
         for _, handle, _ in self.flying:
             with contextlib.suppress(MemsaverError):
                 handle.wait()
@@ -280,7 +312,7 @@ class Apparatus(RuleBasedStateMachine):
                     _C.free(_C.malloc(4096, device))
 
     def _reset(self) -> None:
-        self.sim.clear_faults()
+        self.process.system.clear()
         self.sim.hold_streams(False)
         memsaver.configure(**DEFAULTS)
         for device in range(DEVICES):

@@ -9,15 +9,15 @@ from model.expected import PAGE
 from model.place import DEVICES, MIB, NAMES
 
 LARGE = 66 * MIB  # more than a cell of a backup and a slab
+SMALL = [1, 512, 4096, 10_000, 70_000, 300_000]  # what is touched is what the test costs
 SIZES = [
-    *(1, 512, 4096, 70_000, 300_000, MIB - 512, MIB, MIB + 512, PAGE - 512, PAGE, PAGE + 1),
-    *(3 * MIB + 4096, 5 * MIB),
+    *(MIB - 512, MIB, MIB + 512, PAGE - 512, PAGE, PAGE + 1, 3 * MIB + 4096, 5 * MIB),
 ]
 
 names = st.sampled_from(NAMES)
 devices = st.integers(0, DEVICES - 1)
 threads = st.sampled_from([0, 0, *range(THREADS)])
-sizes = st.sampled_from(8 * SIZES + [LARGE])
+sizes = st.sampled_from(16 * SMALL + 6 * SIZES + [LARGE])
 picks = st.integers(0, 63)  # which one of those there are, wrapping around
 seeds = st.integers(0, 1 << 20)
 backups = st.sampled_from([None, "none", "host", "pageable", "disk"])

@@ -1,66 +1,78 @@
-"""A call of memsaver's under faults of the driver, armed before it and gone after it."""
+"""A call of memsaver's under faults of the driver and the system, armed for it alone."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from conftest import Simulator
+from faults.checks import check_error
 from faults.exceptions import EXEMPT, STRAYS
-from faults.injections import DRIVER_CALLS, codes_of
-from hypothesis import strategies as st
+from faults.injections import Injection
 
 from memsaver.errors import MemsaverError
 
-# Made once in a process, before the first operation.
-_ONCE = {"cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDeviceGetCount", "cuDeviceGetAttribute"}
-_CALLS = [name for name in DRIVER_CALLS if name not in _ONCE]
-# What most transitions make, so that most faults meet a call.
-_FREQUENT = [
-    "cuMemCreate",
-    "cuMemMap",
-    "cuMemSetAccess",
-    "cuMemUnmap",
-    "cuMemRelease",
-    "cuMemHostRegister",
-    "cuMemcpyDtoHAsync",
-    "cuMemcpyHtoDAsync",
-    "cuStreamSynchronize",
-]
+# What a swap needs to put back what it has moved.
+_MAPPING = frozenset({"cuMemMap", "cuMemSetAccess"})
+_UNDOING = {
+    "pause": _MAPPING,
+    "swap": _MAPPING
+    | {"cuMemUnmap", "cuMemcpyHtoDAsync", "cuStreamSynchronize", "cuCtxPushCurrent"}
+    | {"cuThreadExchangeStreamCaptureMode", "pread", "malloc"},
+}
 
 
-@dataclass(frozen=True)
-class Fault:
-    """The `nth` coming driver call of that name fails with `code`: once, or from then on."""
+class System:
+    """The process's simulated driver, and the calls to the system where os_faults is preloaded."""
 
-    call: str
-    code: int
-    nth: int
-    forever: bool
+    def __init__(self, sim: Simulator) -> None:
+        self.sim = sim
+        self.os: Any = ctypes.CDLL(None)
+        self.fails_os = hasattr(self.os, "os_faults_watch")
+        if self.fails_os:
+            self.os.os_faults_calls.restype = ctypes.c_uint64
+            u64 = ctypes.c_uint64
+            self.os.os_faults_set.argtypes = [ctypes.c_char_p, u64, ctypes.c_int, u64]
+            if self.os.os_faults_watch(b"/libmemsaver.so") != 0:
+                raise RuntimeError("libmemsaver.so is not loaded")
 
+    def calls(self, fault: Injection) -> int:
+        if fault.of_driver:
+            return self.sim.calls(fault.call)
+        return int(self.os.os_faults_calls(fault.call.encode()))
 
-_CALL_CODES = [(call, code) for call in _CALLS + 8 * _FREQUENT for code in codes_of(call)]
-_NTH = [1, 1, 1, 2, 2, 3, 4, 7]
-_fault = st.tuples(st.sampled_from(_CALL_CODES), st.sampled_from(_NTH), st.booleans()).map(
-    lambda drawn: Fault(*drawn[0], *drawn[1:])
-)
-faults = st.one_of(st.tuples(_fault), st.tuples(_fault, _fault))
-perhaps = st.one_of(st.just(()), st.just(()), faults)
+    def arm(self, fault: Injection) -> None:
+        times = 0 if fault.forever else 1
+        if fault.of_driver:
+            self.sim.fail(fault.call, fault.code, fault.nth, times)
+        else:
+            self.os.os_faults_set(fault.call.encode(), fault.nth, fault.code, times)
+
+    def clear(self) -> None:
+        self.sim.clear_faults()
+        if self.fails_os:
+            self.os.os_faults_clear()
 
 
 @dataclass
 class Outcome:
-    """What a call came to: its result or its error, and which of the faults it met."""
+    """What a call came to: its result or its error, which of the faults it met, how often."""
 
     result: Any
     error: MemsaverError | None
-    met: tuple[Fault, ...]
+    met: tuple[Injection, ...]
+    refusals: int
 
-    @property
-    def may_park(self) -> bool:
-        """Whether the driver may have refused to undo, after refusing to do."""
-        return len(self.met) > 1 or any(fault.forever for fault in self.met)
+    def may_park(self, kind: str) -> bool:
+        """Whether the driver may have refused to undo, after refusing to do.
+
+        A pause maps only to undo. A swap undoes with calls that it also does with, so that only the
+        second refusal, and of one of these, may be of an undoing.
+        """
+        undoing = any(fault.call in _UNDOING[kind] for fault in self.met)
+        return undoing and (kind == "pause" or self.refusals > 1)
 
     @property
     def may_stray(self) -> bool:
@@ -74,33 +86,55 @@ class Outcome:
             figure
             for exempt in EXEMPT
             for fault in self.met
-            if fault.call in exempt.calls and (fault.forever or not exempt.forever_only)
             for figure in exempt.figures
+            if exempt.covers(fault, figure)
         }
 
 
 def attempt(
-    sim: Simulator,
-    faults: tuple[Fault, ...],
+    system: System,
+    faults: tuple[Injection, ...],
     call: Callable[[], Any],
     may: tuple[type[MemsaverError], ...] = (),
 ) -> Outcome:
     """Makes a call. An error that is neither the faults' nor of `may` is an AssertionError."""
-    last = [sim.calls(fault.call) + fault.nth for fault in faults]
+    faults = tuple(fault for fault in faults if fault.of_driver or system.fails_os)
+    before = [system.calls(fault) for fault in faults]
     for fault in faults:
-        sim.fail(fault.call, fault.code, fault.nth, 0 if fault.forever else 1)
+        system.arm(fault)
     result, error = None, None
     try:
         result = call()
     except MemsaverError as raised:
         error = raised.with_traceback(None)
     finally:
-        counts = [sim.calls(fault.call) for fault in faults]
+        after = [system.calls(fault) for fault in faults]
         if faults:
-            sim.clear_faults()
-    met = tuple(fault for fault, nth, made in zip(faults, last, counts, strict=True) if made >= nth)
+            system.clear()
+    beyond = [
+        now - then - fault.nth + 1 for fault, then, now in zip(faults, before, after, strict=True)
+    ]
+    met = tuple(fault for fault, count in zip(faults, beyond, strict=True) if count > 0)
+    refusals = sum(
+        count if fault.forever else 1
+        for fault, count in zip(faults, beyond, strict=True)
+        if count > 0
+    )
+    refusals += isinstance(error, may)  # for want of memory, which is no fault's
     if error is not None and not isinstance(error, may):
-        named = any((error.call, error.cuda_error) == (fault.call, fault.code) for fault in met)
-        if not named:
-            raise AssertionError(f"an error without a reason: {error!r}, under {met}") from error
-    return Outcome(result, error, met)
+        _check_reason(error, met)
+    return Outcome(result, error, met, refusals)
+
+
+def _check_reason(error: MemsaverError, met: tuple[Injection, ...]) -> None:
+    """It is the error of one of the faults, or of what a refused unmapping has left in the way."""
+    wrong = []
+    for fault in met:
+        if fault.call == "cuMemUnmap" and (error.call, error.cuda_error) == ("cuMemMap", 1):
+            return None
+        try:
+            return check_error(fault, error)
+        except AssertionError as why:
+            wrong.append(str(why))
+    why = "; ".join(wrong)
+    raise AssertionError(f"an error without a reason: {error!r}, under {met} {why}") from error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import memsaver
 from memsaver.native import _C
-from model.expected import UNIT, Allocation, Tag
+from model.expected import PAGE, UNIT, Allocation, Tag
 from model.place import DEVICES, Place
 
 BACKUPS = [backup.value for backup in memsaver.Backup]
@@ -18,17 +19,21 @@ def require(holds: bool, what: str) -> None:
         raise AssertionError(what)
 
 
-def check_tag(place: Place, tag: Tag, strays: set[int], *, wholly: bool) -> None:
-    """Its state, its addresses, its contents: all of them, or the ends of its blocks."""
+def check_tag(place: Place, tag: Tag, *, wholly: bool) -> set[tuple[int, int]]:
+    """Its state, its addresses, its contents: all of them, or the ends of its blocks.
+
+    Gives the pages, with their devices, that can be reached though the tag is paused.
+    """
     state = memsaver.state(tag.name)
     require(state == ("paused" if tag.paused else "mapped"), f"{tag.name} is {state}")
     require(memsaver.ranges(tag.name) == tuple(tag.ranges()), f"{tag.name} has other addresses")
+    reachable = set()
     for allocation in tag.allocations:
         if not tag.paused:
             check_contents(place, allocation, wholly=wholly)
-        elif not tag.parked and allocation.device not in strays:  # which may be mapped still
-            reachable = place.accessible(allocation.address)
-            require(not reachable, f"there is memory at {allocation.address:#x}, which is paused")
+        elif place.accessible(allocation.address):
+            reachable.add((allocation.device, allocation.address // PAGE))
+    return reachable
 
 
 def check_contents(place: Place, allocation: Allocation, *, wholly: bool) -> None:
@@ -49,8 +54,14 @@ def check_location(allocation: Allocation, offset: int) -> None:
     require(found is not None and found[:5] == expected, f"{found} is not {expected}")
 
 
-def check_statistics(place: Place, tags: list[Tag], strays: set[int]) -> None:
-    """Every figure of every tag; and that together they are what the driver counts."""
+def check_statistics(
+    place: Place, tags: list[Tag], strays: set[int], reachable: set[tuple[int, int]]
+) -> None:
+    """Every figure of every tag; and that together they are what the driver counts.
+
+    Where the driver may hold strays, it may count more, and so much of what is paused may be
+    reached. Devices are taken out of `strays` where it does not.
+    """
     physical = place.sim.counts().physical_bytes
     found = [SimpleNamespace(**row) for row in _C.stats()]  # faster than all that stats() asks
     rows = {(row.tag, row.device): row for row in found}
@@ -80,3 +91,13 @@ def check_statistics(place: Place, tags: list[Tag], strays: set[int]) -> None:
         held = place.held(physical, device)
         holds = held >= reported if device in strays else held == reported
         require(holds, f"device {device}: {reported} bytes are reported, the driver counts {held}")
+        if held == reported:
+            strays.discard(device)
+        there = held - reported
+        there += sum(
+            rows[tag.name, device].resident_bytes
+            for tag in tags
+            if tag.paused and (tag.name, device) in rows
+        )
+        pages = Counter(where for where, _ in reachable)[device]
+        require(pages * PAGE <= there, f"device {device}: paused memory is there: {reachable}")

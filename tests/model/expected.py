@@ -39,6 +39,7 @@ class Tag:
     saved: str = "none"  # of a paused tag: the backup that its pause made
     parked: bool = False  # paused by a pause that could not be undone: its pages are held
     unknown: bool = False  # contents without a backup that a failed swap may have overwritten
+    known: str | None = None  # the kept backup that is known to be what lies in the memory
     owing: bool = False  # a free could not give the memory back: it counts until the next change
     regions: int = 0  # open on threads
     allocations: list[Allocation] = field(default_factory=list)
@@ -53,11 +54,12 @@ class Tag:
 
     def park(self) -> None:
         """A pause failed, and what it had unmapped could not be mapped again."""
-        self.paused, self.saved, self.parked = True, "none", True
+        self.paused, self.saved, self.parked, self.known = True, "none", True, None
 
     def resume(self, fill: int) -> None:
         """What was discarded comes back as bytes of this value."""
         if self.paused and not self.kept:
+            self.known = None
             for allocation in self.allocations:
                 allocation.contents[:] = bytes([fill]) * allocation.nbytes
         self.paused, self.saved, self.parked = False, "none", False

@@ -14,7 +14,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._has_failed = False
+        self.has_failed = False
 
     def start(self) -> None:
         os.ftruncate(self._file, 0)
@@ -27,7 +27,7 @@ class Journal:
 
     def keep(self, error: Exception) -> None:
         """The sequence under way has failed: the first one is printed, to be made smaller."""
-        if not self._has_failed:
-            self._has_failed = True
+        if not self.has_failed:
+            self.has_failed = True
             sequence = os.pread(self._file, os.fstat(self._file).st_size, 0).decode()
             print(f"{error!r}, in {sequence}", flush=True)

@@ -10,7 +10,8 @@ from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError
 from memsaver.native import _C
 from model.apparatus import Apparatus
 from model.arguments import backups, devices, names, picks, seeds, sizes, threads
-from model.calls import Outcome, perhaps
+from model.calls import Outcome
+from model.chances import ALLOCATE, FREE, injections, mostly
 from model.checks import require
 from model.expected import PAGE, Allocation, Tag, block_bytes
 from model.place import DEVICES, MIB, NAMES
@@ -20,7 +21,9 @@ LIVE_BYTES = 16 * MIB  # at most, before an allocation
 
 class MemoryRules(Apparatus):
     @initialize(
-        policies=st.tuples(*(backups for _ in NAMES)), drawn=st.lists(sizes, max_size=6), seed=seeds
+        policies=st.tuples(*(backups for _ in NAMES)),
+        drawn=st.lists(sizes, min_size=len(NAMES), max_size=9),
+        seed=seeds,
     )
     def populate(self, policies, drawn, seed):
         """Something to begin with: each size in the next tag, on the next device."""
@@ -41,10 +44,11 @@ class MemoryRules(Apparatus):
         nbytes=sizes,
         seed=seeds,
         thread=threads,
-        faults=perhaps,
+        chances=mostly,
     )
-    def allocate(self, name, backup, device, nbytes, seed, thread, faults):
+    def allocate(self, name, backup, device, nbytes, seed, thread, chances):
         """In a region of its own, or in the one that is open on the thread."""
+        faults = injections(chances, ALLOCATE)
         self.begin("allocate", name, backup, device, nbytes, thread, faults)
         (tag,) = self.named((name,))
         if self.stacks[thread]:
@@ -62,6 +66,9 @@ class MemoryRules(Apparatus):
         )
         if backup is not None:
             tag.policy = backup
+            if any(fault.call == "malloc" for fault in made.met):
+                with memsaver.region(name, backup=backup):
+                    pass  # it may not have been entered
         self.allocated(made, tag, device, nbytes, seed)
 
     def in_region(self, name, backup, nbytes, device):
@@ -87,6 +94,7 @@ class MemoryRules(Apparatus):
         self.touched.add(tag)
         if made.error is not None:
             return
+        tag.known = None
         if not made.met:
             self.strays.discard(device)
             tag.owing = False
@@ -106,33 +114,29 @@ class MemoryRules(Apparatus):
         start = allocation.nbytes * start // 100
         length = min(length, allocation.nbytes - start)
         self.place.fill(allocation.address, allocation.contents, start, length, seed)
+        allocation.tag.known = None
         self.touched.add(allocation.tag)
 
     @precondition(lambda self: self.allocations(mapped=True))
     @rule(pick=picks, value=st.integers(0, 255))
     def write_on_the_device(self, pick, value):
         """The next operation finds it not done yet, and waits for it if it takes memory away."""
-        self.begin("write_on_the_device", pick, value)
-        allocation = self.pick(pick, mapped=True)
-        self.land()
-        self.hold()
-        stream = self.place.streams[allocation.device]
-        self.sim.memset(allocation.address, value, allocation.nbytes, stream)
-        allocation.contents[:] = bytes([value]) * allocation.nbytes
-        self.touched.add(allocation.tag)
+        self.work_on(self.pick(pick, mapped=True), value)
 
     def pick(self, pick: int, mapped: bool | None = None) -> Allocation:
         there = self.allocations(mapped=mapped)
         return there[pick % len(there)]
 
     @precondition(lambda self: self.allocations())
-    @rule(pick=picks, thread=threads, faults=perhaps)
-    def free(self, pick, thread, faults):
+    @rule(pick=picks, thread=threads, chances=mostly)
+    def free(self, pick, thread, chances):
         """In any state of its tag, under way or not. Never fails."""
+        faults = injections(chances, FREE)
         self.begin("free", pick, thread, faults)
         allocation = self.pick(pick)
         freed = self.call(_C.free, allocation.address, thread=thread, faults=faults)
         require(freed.error is None, f"a free failed: {freed.error!r}")
         allocation.tag.allocations.remove(allocation)
         allocation.tag.owing = bool(freed.met)
+        allocation.tag.known = None
         self.touched.add(allocation.tag)

@@ -22,16 +22,22 @@ from memsaver.errors import (
 from memsaver.native import _C
 from model.apparatus import Apparatus
 from model.arguments import devices, names, picks, seeds, threads
-from model.calls import perhaps
+from model.chances import FINGERPRINT, TRIM, injections, mostly
 from model.checks import require
 from model.place import MIB
 
-SCARCE = [0, 1 * MIB, 2 * MIB, 5 * MIB, 9 * MIB, 20 * MIB, None]
+SCARCE = [None, None, None, None, 0, 1 * MIB, 2 * MIB, 5 * MIB, 9 * MIB, 20 * MIB]
 OPTIONS = [
     *(("share_bytes", "2MiB"), ("share_bytes", 512 * MIB), ("slab_bytes", "2MiB")),
     *(("slab_bytes", 64 * MIB), ("fingerprints", False), ("fingerprints", True)),
     *(("poison", True), ("poison", False), ("margin_bytes", 0), ("margin_bytes", "100GiB")),
-    *(("host_bytes", 0), ("host_bytes", "6MiB"), ("host_bytes", "1MiB"), ("disk_dir", "")),
+    *(
+        ("host_bytes", 0),
+        ("host_bytes", 0),
+        ("host_bytes", "6MiB"),
+        ("host_bytes", "1MiB"),
+        ("disk_dir", ""),
+    ),
 ]
 WRONG_OPTIONS = [
     *(("share_bytes", "1"), ("slab_bytes", "much"), ("fingerprints", "perhaps"), ("no", 1)),
@@ -63,12 +69,15 @@ class OtherRules(Apparatus):
         if writable:
             at = seed % allocation.nbytes
             saved[at] = allocation.contents[at] = seed % 256
+            tag.known = None
         saved.release()
         self.touched.add(tag)
 
-    @rule(name=names, thread=threads, faults=perhaps)
-    def fingerprint(self, name, thread, faults):
+    @precondition(lambda self: self.is_rested("fingerprint"))
+    @rule(name=names, thread=threads, chances=mostly)
+    def fingerprint(self, name, thread, chances):
         """The same for the same contents at any time, another for others."""
+        faults = injections(chances, FINGERPRINT)
         self.begin("fingerprint", name, thread, faults)
         (tag,) = self.named((name,))
         self.land([tag])
@@ -90,14 +99,18 @@ class OtherRules(Apparatus):
                 "other contents have the same fingerprint",
             )
 
-    @rule(wait=st.booleans(), thread=threads, faults=perhaps)
-    def trim(self, wait, thread, faults):
+    @precondition(lambda self: self.is_rested("trim"))
+    @rule(wait=st.booleans(), thread=threads, chances=mostly)
+    def trim(self, wait, thread, chances):
+        faults = injections(chances, TRIM)
         self.begin("trim", wait, thread, faults)
+        self.forget()
         if wait or faults:
             self.call(memsaver.trim, wait=True, thread=thread, faults=faults)
         else:
             self.call(lambda: memsaver.trim().wait(), thread=thread)
 
+    @precondition(lambda self: self.is_rested("configure"))
     @rule(option=st.sampled_from(OPTIONS), disk=st.integers(0, 1))
     def configure(self, option, disk):
         name, value = option
@@ -108,11 +121,22 @@ class OtherRules(Apparatus):
         self.call(memsaver.configure, **{name: value})
         if name == "poison":
             self.poison = value
+        elif name == "fingerprints":
+            self.fingerprints = value
+        elif name == "disk_dir":
+            self.forget()
         elif name == "host_bytes":
             self.scarce_host = value != 0
+            self.forget()
         elif name == "margin_bytes":
             self.margin = 100 << 30 if value else 0
 
+    def forget(self) -> None:
+        """Kept backups may be given up."""
+        for tag in self.tags:
+            tag.known = None
+
+    @precondition(lambda self: self.is_rested("occupy"))
     @rule(device=devices, left=st.sampled_from(SCARCE))
     def occupy(self, device, left):
         """Another process takes a device's memory, or gives it back."""
@@ -122,6 +146,7 @@ class OtherRules(Apparatus):
         if not self.strays:
             self.place.leave(device, left)
 
+    @precondition(lambda self: self.is_rested("do_wrong"))
     @rule(which=st.integers(0, 7), name=names, wrong=st.sampled_from(WRONG_OPTIONS))
     def do_wrong(self, which, name, wrong):
         """A call that cannot be right, and changes nothing."""

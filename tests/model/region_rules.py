@@ -16,7 +16,7 @@ MOST = 3  # open at the same time
 
 
 class RegionRules(Apparatus):
-    @precondition(lambda self: sum(map(len, self.stacks)) < MOST)
+    @precondition(lambda self: sum(map(len, self.stacks)) < MOST and self.is_rested("enter"))
     @rule(name=st.one_of(names, st.none()), backup=backups, thread=threads)
     def enter(self, name, backup, thread):
         """A region, or a disabled section."""
@@ -44,7 +44,7 @@ class RegionRules(Apparatus):
         if self.stacks[thread]:
             self.leave_innermost(thread)
 
-    @precondition(lambda self: any(self.stacks))
+    @precondition(lambda self: any(self.stacks) and self.is_rested("leave_wrongly"))
     @rule(thread=threads, other=threads)
     def leave_wrongly(self, thread, other):
         """One that is not the innermost, or on a thread that did not enter it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from faults.injections import Injection
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -12,35 +13,71 @@ import memsaver
 from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError, OutOfHostMemoryError
 from model.apparatus import Apparatus
 from model.arguments import devices, overrides, picks, sides, some, threads
-from model.calls import Outcome, faults
+from model.calls import Outcome
+from model.chances import UNDOING, injections, mostly, of_transition
 from model.checks import require
 from model.expected import Tag, pages_under
 from model.place import DEVICES
 
 KINDS = ("pause", "resume", "swap")
+TURNS = ("turn", "turn", "turn", "turn", "swap", "swap", "pause", "resume")
+
+
+at_work = st.sampled_from([None, None, None, None, 1, 2, 3, 99])  # the device, on what is paused
+# Rules are chosen alike: what matters most is there several times.
+changes = rule(
+    drawn=st.lists(
+        st.tuples(st.sampled_from(TURNS), some, sides, overrides, mostly, threads, at_work),
+        min_size=5,
+        max_size=10,
+    )
+)
 
 
 class TransitionRules(Apparatus):
-    @rule(names=some, backup=overrides, thread=threads)
-    def pause(self, names, backup, thread):
-        self.begin("pause", names, backup, thread)
-        self.transition("pause", names, backup, thread)
+    @changes
+    def change(self, drawn):
+        """Some transitions, one after the other, most of them under faults."""
+        for i, (kind, names, over, backup, chances, thread, value) in enumerate(drawn):
+            if i > 0:
+                self.compare()
+            if kind == "turn":
+                kind, names = self.turn(names)
+            elif kind == "swap":
+                names = over
+            _, going, coming = self.parts(kind, names, backup)
+            there = [each for tag in going if not tag.paused for each in tag.allocations]
+            if there and value is not None:
+                self.work_on(there[value % len(there)], value)
+            out = {backup or tag.policy for tag in going if not tag.paused}
+            into = {tag.saved for tag in coming if tag.paused}
+            faults: tuple[Injection, ...] = ()
+            if out or into:
+                calls = of_transition(kind, sorted(out), sorted(into))
+                faults = injections(chances, calls, UNDOING[kind])
+            self.begin(kind, names, backup, faults, thread)
+            self.transition(kind, names, backup, thread, faults)
 
-    @rule(names=some, thread=threads)
-    def resume(self, names, thread):
-        self.begin("resume", names, thread)
-        self.transition("resume", names, None, thread)
+    @changes
+    def change_more(self, drawn):
+        self.change(drawn)
 
-    @rule(sides=sides, backup=overrides, thread=threads)
-    def swap(self, sides, backup, thread):
-        self.begin("swap", sides, backup, thread)
-        self.transition("swap", sides, backup, thread)
+    @changes
+    def change_again(self, drawn):
+        self.change(drawn)
 
-    @rule(do=st.sampled_from(KINDS), names=some, sides=sides, backup=overrides, faults=faults)
-    def fail(self, do, names, sides, backup, faults):
-        """One of them, and the driver fails in it."""
-        self.begin("fail", do, names, sides, backup, faults)
-        self.transition(do, sides if do == "swap" else names, backup, 0, faults)
+    @changes
+    def change_on(self, drawn):
+        self.change(drawn)
+
+    def turn(self, names):
+        """What changes some of these tags, and can be done: the kind, and which."""
+        tags = self.named(names)
+        paused = tuple(tag.name for tag in tags if tag.paused)
+        free = tuple(tag.name for tag in tags if not tag.paused and not tag.regions)
+        if paused and (not free or self.steps % 2):
+            return "resume", paused
+        return "pause", free or names
 
     def parts(self, kind, names, backup, **named):
         """The call, and the tags of either side."""
@@ -68,16 +105,20 @@ class TransitionRules(Apparatus):
         done = self.call(call, thread=thread, faults=faults, may=may)
         self.touched |= {*going, *coming}
         if done.error is not None:
-            self.failed(done, going, coming)
+            self.failed(done, kind, going, coming, backup)
             return
         require(enough is not False or bool(done.met), "a resume found memory that is not there")
-        self.check_report(done.result, going, coming)
+        self.check_report(done.result, going, coming, backup)
         changed = [tag for tag in coming if tag.paused]
         if not done.met:
             self.strays -= {each.device for tag in changed for each in tag.allocations}
             for tag in changed + [tag for tag in going if not tag.paused]:
                 tag.owing = False
         for tag in going:
+            if not tag.paused:
+                sure = self.fingerprints and not self.scarce_host and not done.met
+                saved = backup or tag.policy
+                tag.known = saved if sure and saved != "none" else None
             tag.pause(backup)
         self.come_back(changed)
 
@@ -102,21 +143,25 @@ class TransitionRules(Apparatus):
                 return False
         return True
 
-    def failed(self, done: Outcome, going: list[Tag], coming: list[Tag]) -> None:
+    def failed(self, done: Outcome, kind: str, going: list[Tag], coming: list[Tag], backup) -> None:
         """Nothing has changed, unless the driver refused to undo as well."""
+        for tag in (*going, *coming):
+            tag.known = None
         for tag in going:
             if tag.paused:
                 continue
             # A swap may have written over what was to be discarded.
-            tag.unknown = tag.unknown or bool(coming)
+            tag.unknown = tag.unknown or (kind == "swap" and (backup or tag.policy) == "none")
             if memsaver.state(tag.name) == "paused":
-                # Undoing a swap may need host memory for copies, which the limit refuses as well.
-                may_park = done.may_park or (self.scarce_host and bool(coming))
-                require(may_park, f"{tag.name} is paused after {done.error}")
+                where = f"{tag.name} is paused after {done.error!r}, under {done.met}"
+                require(done.may_park(kind), where)
+                said = str(done.error)
+                told = "resume them" in said or "no host memory left" in said
+                require(told, f"{where}, which does not say so")
                 tag.park()
         self.rewrite_unknown(going)
 
-    def check_report(self, report: memsaver.Report, going: list[Tag], coming: list[Tag]) -> None:
+    def check_report(self, report: memsaver.Report, going, coming, backup) -> None:
         """Which tags it says have changed, and how much of them was copied at most."""
         changed = {row.tag for row in report.changes if row.changed}
         expected = {tag.name for tag in going if not tag.paused}
@@ -127,6 +172,9 @@ class TransitionRules(Apparatus):
             if not self.flying:
                 at_most = tag.nbytes(row.device) if row.changed else 0
                 require(row.copied_bytes <= at_most, f"more is copied than there is: {row}")
+                if tag in going and self.fingerprints and tag.known == (backup or tag.policy):
+                    require(row.copied_bytes == 0, f"nothing has changed, and is copied: {row}")
+                    self.process.unchanged += row.changed
 
     @precondition(lambda self: not self.scarce and len(self.flying) < 3)
     @rule(do=st.sampled_from(KINDS), names=some, sides=sides, backup=overrides, thread=threads)
@@ -142,6 +190,8 @@ class TransitionRules(Apparatus):
             return
         handle = self.call(call, thread=thread).result
         for tag in going:
+            if not tag.paused:
+                tag.known = None
             tag.pause(backup)
         for tag in coming:
             if tag.paused:
@@ -160,6 +210,7 @@ class TransitionRules(Apparatus):
             for each in there[:1] if kind == "resume" else ():
                 self.sim.memset(each.address, 7, each.nbytes, stream)
                 each.contents[:] = bytes([7]) * each.nbytes
+                each.tag.known = None
         self.land(tags)
 
     @rule(names=some, backup=overrides, thread=threads)
@@ -171,6 +222,8 @@ class TransitionRules(Apparatus):
         self.land(tags)
         self.synchronize()
         going = [tag for tag in tags if not tag.paused]
+        for tag in going:
+            tag.known = None
         with memsaver.paused(*names, backup=backup):
             for tag in going:
                 require(memsaver.state(tag.name) == "paused", f"{tag.name} is not paused")
