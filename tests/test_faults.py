@@ -6,6 +6,7 @@ import sys
 import pytest
 from conftest import ROOT
 from faults.injections import Injection, injections_of
+from faults.lanes import Workplace
 
 # What each of them once found.
 PARTS = {
@@ -69,3 +70,41 @@ def test_an_injection_is_what_its_text_says():
     assert {injection.forever for injection in made} == {True, False}
     with pytest.raises(ValueError, match="once"):
         Injection.parse("pause:cuMemMap:1:2:often")
+
+
+def test_an_error_without_memory_for_its_message_has_one(tmp_path, run_python):
+    """The driver refuses, and then the system the memory in which that is said."""
+    place = Workplace(tmp_path)
+    done = run_python(
+        """
+        import ctypes
+        import memsaver
+        from memsaver import simulator
+        from conftest import Simulator
+
+        sim, system = Simulator(), ctypes.CDLL(None)
+        with memsaver.region("a"):
+            block = simulator.buffer(4096)
+        assert system.os_faults_watch(b"/libmemsaver.so") == 0
+        system.os_faults_set.argtypes = [
+            *(ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64)
+        ]
+        said = set()
+        for nth in range(1, 200):
+            system.os_faults_set(b"malloc", nth, 12, 1)
+            with sim.fault("cuMemFree", times=0):
+                try:
+                    memsaver.pause("a")
+                except memsaver.MemsaverError as error:
+                    met = system.os_faults_clear()
+                    assert str(error), repr(error)
+                    if isinstance(error, memsaver.DriverError):
+                        assert "cuMemFree" in str(error) and error.call == "cuMemFree"
+                    said.add(str(error))
+            if not met:
+                break
+        print(len(said))
+        """,
+        **{k: place.environment[k] for k in ("LD_PRELOAD", "MEMSAVER_TEST_SYSTEM_ROOT")},
+    )
+    assert int(done.stdout) >= 3, done.stdout

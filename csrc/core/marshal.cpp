@@ -124,6 +124,11 @@ ms_status report(const Error& failure, ms_error* error) noexcept {
     std::snprintf(error->call, sizeof(error->call), "%s", failure.call);
     copy_text(error->tag, sizeof(error->tag), failure.tag);
     copy_text(error->message, sizeof(error->message), failure.message);
+    if (error->message[0] == 0 && error->call[0] != 0) {  // for want of memory to make it
+      std::snprintf(error->message, sizeof(error->message),
+                    "%s failed (%d), and no host memory is left to say more", failure.call,
+                    static_cast<int>(failure.cuda_error));
+    }
   }
   return static_cast<ms_status>(failure.status);
 }
