@@ -25,6 +25,8 @@ from faults.__main__ import ROOT, commit
 from faults.lanes import Workplace
 from soak.race import record
 
+from model.worker import SEQUENCES
+
 RESULTS = ROOT / "benchmarks" / "results" / "reliability.json"
 SEEDS = 1_000_000  # between the first seeds of two processes
 PATIENCE = 3600.0  # seconds for all of it, and one more for each hundred operations
@@ -35,14 +37,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--operations", type=int, default=100_000, help="how many, in all")
     parser.add_argument("--seed", type=int, help="of the first round; the others follow from it")
     parser.add_argument("--only", type=int, metavar="SEED", help="one round alone")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of one round")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--write", action="store_true", help=f"put the figures into {RESULTS.name}")
     return parser.parse_args()
 
 
-def start(place: Workplace, seed: int, operations: int, folder: Path) -> subprocess.Popen[bytes]:
+def start(
+    place: Workplace, seed: int, operations: int, sequences: int, folder: Path
+) -> subprocess.Popen[bytes]:
     folder.mkdir()
-    command = [sys.executable, "-m", "model.worker", str(seed), str(operations), str(folder)]
+    command = [sys.executable, "-m", "model.worker"]
+    command += [str(seed), str(operations), str(sequences), str(folder)]
     with (folder / "said").open("wb") as said:
         return subprocess.Popen(command, env=place.environment, cwd=ROOT, stdout=said, stderr=said)
 
@@ -75,7 +81,10 @@ def main() -> int:
         place = Workplace(Path(name))
         folders = [Path(name) / str(i) for i in range(workers)]
         share = -(-operations // workers)
-        started = [start(place, seed + i * SEEDS, share, each) for i, each in enumerate(folders)]
+        started = [
+            start(place, seed + i * SEEDS, share, asked.sequences, each)
+            for i, each in enumerate(folders)
+        ]
         limit = PATIENCE + operations / 100
         found = [finish(*pair, limit) for pair in zip(started, folders, strict=True)]
     seconds = round(time.monotonic() - began, 1)

@@ -1,6 +1,6 @@
 """A process of the model test: sequences, round by round, until so many operations are done.
 
-    python -m model.worker seed operations folder
+    python -m model.worker seed operations sequences folder
 
 Writes what it does to `folder/journal`, so that it is known after a crash, and the figures to
 `folder/figures`. Exits with 1, and says what and how to see it again, when something does not hold.
@@ -74,13 +74,14 @@ def prepare(folder: Path):
 
 
 def main() -> int:
-    seed, operations, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    seed, operations, sequences = map(int, sys.argv[1:4])
+    folder = Path(sys.argv[4])
     faulthandler.enable()
     machine, process = prepare(folder)
     start, status = time.monotonic(), 0
     while process.done.total() < operations:
         try:
-            run_round(machine, seed)
+            run_round(machine, seed, sequences)
         except BaseException as error:
             if isinstance(error, FlakyStrategyDefinition) and not process.journal.has_failed:
                 # Which of two threads' calls met a fault is not always the same, and what can be
@@ -91,7 +92,8 @@ def main() -> int:
             print("".join(traceback.format_exception(error)))
             if sys.version_info < (3, 11):
                 print("\n".join(getattr(error, "__notes__", ())))
-            print(f'  alone: make model ARGS="--only {seed}"', flush=True)
+            alone = f"--only {seed} --sequences {sequences}"
+            print(f'  alone: make model ARGS="{alone}"', flush=True)
             status = 1
             break
         seed += 1
