@@ -36,7 +36,8 @@ class TagStats:
         device: the device's index; -1 for a tag without memory.
         state: the tag's state.
         backup: the tag's policy.
-        allocations: live allocations: torch's segments, not its tensors.
+        allocations: live allocations: torch's segments, not its tensors. A freed one counts until
+            its memory could be given back; `ranges()` does not list it any more.
         allocated_bytes: their bytes.
         resident_bytes: device memory held, as the driver counts it.
         backup_bytes: bytes that the next resume brings back.

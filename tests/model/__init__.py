@@ -2,5 +2,6 @@
 
 `make model` runs it. `machine` and `calls` are what is done, `expected` is what must be true
 afterwards (the model), `checks` compares the two, `place` is the process's simulated devices,
-`worker` a process that goes on until it has done so many operations.
+`chances` which calls faults meet, `worker` a process that goes on until it has done so many
+operations.
 """
