@@ -130,3 +130,41 @@ def test_a_swap_without_host_memory_for_its_copies_changes_nothing(
     assert out.are_gone() and into.are_intact()
     memsaver.resume(going)
     assert out.are_intact()
+
+
+def test_a_shortage_on_one_device_that_cannot_be_undone_on_another_says_so(run_python):
+    run_python(
+        """
+        import memsaver
+        from memsaver import simulator
+        from conftest import Simulator
+
+        sim, MIB = Simulator(), 1 << 20
+        for device in range(2):
+            sim.start(device)
+        blocks = {}
+        for name in ("out", "into"):
+            with memsaver.region(name, backup="host"):
+                # On device 0 nothing is there to be handed over.
+                devices = [1] if name == "out" else [0, 1]
+                blocks[name] = [simulator.buffer(2 * MIB, device) for device in devices]
+            for block in blocks[name]:
+                sim.write(block.address, name.encode() * 1000)
+        memsaver.pause("into")
+        # There and back, there: then it cannot be taken back.
+        sim.fail("cuMemUnmap", 1, nth=4, times=0)
+        sim.fail("cuMemCreate", sim.OUT_OF_MEMORY, times=0)
+        try:
+            memsaver.swap(out="out", into="into")
+        except memsaver.OutOfDeviceMemoryError as error:
+            said = str(error)
+        sim.clear_faults()
+        assert memsaver.state("out") == memsaver.state("into") == "paused"
+        assert "resume them" in said, said
+        memsaver.resume()
+        for name, made in blocks.items():
+            for block in made:
+                assert sim.read(block.address, len(name) * 1000) == name.encode() * 1000
+        """,
+        MEMSAVER_SIM_DEVICES=2,
+    )

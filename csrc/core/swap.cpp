@@ -18,12 +18,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How far ahead of the page that is handed over copies are queued: two pages of share_bytes.
-constexpr size_t kAhead = 2;
-
 constexpr const char* kNotUndone =
     "; and this could not be undone: the tags that were to go out are paused, with all their bytes "
     "in their backups or in pages that are kept; resume them";
+
+// How far ahead of the page that is handed over copies are queued: two pages of share_bytes.
+constexpr size_t kAhead = 2;
 
 // What happens on one device.
 struct Side {
