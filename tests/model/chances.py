@@ -36,6 +36,8 @@ _RESTORED = {
 }
 _OUT = ["cuMemUnmap", "cuMemUnmap", "cuMemRelease"]
 _IN = ["cuMemCreate", "cuMemMap", "cuMemSetAccess"]
+# Made when some of the bytes are saved already.
+SAVING = ["cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuMemcpyDtoHAsync", "pwrite"]
 ALLOCATE = [*_IN, "malloc", "cuDevicePrimaryCtxGetState", "cuMemAddressReserve", "cuMemUnmap"]
 FREE = [*_OUT, *_WAIT]
 FINGERPRINT = ["cuLaunchKernel", "cuCtxPushCurrent", "malloc", "cuMemAlloc", "mmap"]

@@ -12,9 +12,9 @@ from hypothesis.stateful import precondition, rule
 import memsaver
 from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError, OutOfHostMemoryError
 from model.apparatus import Apparatus
-from model.arguments import devices, overrides, picks, sides, some, threads
+from model.arguments import devices, names, overrides, picks, sides, some, threads
 from model.calls import Outcome
-from model.chances import UNDOING, injections, mostly, of_transition
+from model.chances import SAVING, UNDOING, injections, mostly, of_transition
 from model.checks import require
 from model.expected import Tag, pages_under
 from model.place import DEVICES
@@ -39,14 +39,13 @@ class TransitionRules(Apparatus):
     @changes
     def change(self, drawn):
         """Some transitions, one after the other, most of them under faults."""
-        for i, (kind, names, over, backup, chances, thread, value) in enumerate(drawn):
+        for i, (kind, some_of, over, backup, chances, thread, value) in enumerate(drawn):
             if i > 0:
                 self.compare()
+            chosen = over if kind == "swap" else some_of
             if kind == "turn":
-                kind, names = self.turn(names)
-            elif kind == "swap":
-                names = over
-            _, going, coming = self.parts(kind, names, backup)
+                kind, chosen = self.turn(chosen)
+            _, going, coming = self.parts(kind, chosen, backup)
             there = [each for tag in going if not tag.paused for each in tag.allocations]
             if there and value is not None:
                 self.work_on(there[self.steps % 2 % len(there)], value)
@@ -56,8 +55,8 @@ class TransitionRules(Apparatus):
             if out or into:
                 calls = of_transition(kind, sorted(out), sorted(into))
                 faults = injections(chances, calls, UNDOING[kind])
-            self.begin(kind, names, backup, faults, thread)
-            self.transition(kind, names, backup, thread, faults)
+            self.begin(kind, chosen, backup, faults, thread)
+            self.transition(kind, chosen, backup, thread, faults)
 
     @changes
     def change_more(self, drawn):
@@ -70,6 +69,24 @@ class TransitionRules(Apparatus):
     @changes
     def change_on(self, drawn):
         self.change(drawn)
+
+    @precondition(lambda self: not self.flying and self.allocations())
+    @rule(name=names, backup=st.sampled_from(["host", "pageable", "disk"]), chances=mostly)
+    def relapse(self, name, backup, chances):
+        """Contents become what an earlier backup had, after a pause that may have failed."""
+        (tag,) = self.named((name,))
+        if tag.regions or not tag.allocations:
+            return
+        failing = injections(chances, SAVING)
+        for value, faults in ((1, ()), (2, failing), (1, ())):
+            self.begin("relapse", name, backup, value, faults)
+            self.transition("resume", (name,), None, 0)
+            if tag.paused:
+                return
+            self.compare()
+            self.work_on(tag.allocations[0], value)
+            self.transition("pause", (name,), backup, 0, faults)
+            self.compare()
 
     def turn(self, names):
         """What changes some of these tags, and can be done: the kind, and which."""
