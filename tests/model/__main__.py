@@ -3,9 +3,9 @@
     make model ARGS="--operations 1000000"   more of it
     make model ARGS="--only 1234"            one round again, by its seed
 
-Processes, two at a time and each with seeds of its own, go on until so many operations are done. Without
-`--seed` the seeds are new ones each time; they are printed. Exits with 1 when something does not
-hold, and says with which calls.
+Processes, two at a time and each with seeds of its own, go on until so many operations are done.
+Without `--seed` the seeds are new ones each time; they are printed. Exits with 1 when something
+does not hold, and says with which calls.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from model.worker import SEQUENCES
 
 RESULTS = ROOT / "benchmarks" / "results" / "reliability.json"
 SEEDS = 1000  # between the first seeds of two processes
-# Operations of a process, or somewhat more: streams that the driver would not destroy stay, each with
-# a thread of the simulator's, and make the next operations slower.
-SHARE = 4000
+# Operations of a process, or somewhat more: streams that the driver would not destroy stay, each
+# with a thread of the simulator's, and make the next operations slower.
+SHARE = 5000
 PATIENCE = 1800.0  # seconds for a process
 
 
