@@ -25,7 +25,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from memsaver.errors import MemsaverWarning
 
 STEPS = 60  # operations in a sequence, at most
-SEQUENCES = 20  # in a round: one seed, and it can be done alone
+SEQUENCES = 10  # in a round: one seed, and it can be done alone
 
 
 def run_round(machine: type, seed: int, sequences: int = SEQUENCES) -> None:
