@@ -214,6 +214,7 @@ def test_it_leaves_nothing(sim):
         assert getattr(after, kind) == getattr(before, kind)
 
 
+@pytest.mark.long
 def test_a_driver_that_fails_leaves_nothing(sim):
     """The first and the last call of each kind: the bare ones, and memsaver's own."""
     calls = ["cuMemCreate", "cuMemSetAccess", "cuMemHostAlloc", "cuMemHostRegister"]
@@ -379,6 +380,7 @@ def test_a_call_that_does_not_exist():
 # --- the picture ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_picture(sim, tmp_path):
     pytest.importorskip("matplotlib")
     for name, begins in (("bench.png", b"\x89PNG"), ("bench.svg", b"<?xml")):

@@ -36,7 +36,7 @@ def finished_demo(run_demo):
     return run
 
 
-@pytest.mark.parametrize("columns", RUNS)
+@pytest.mark.parametrize("columns", [pytest.param(80, marks=pytest.mark.long), 140])
 def test_the_demo(finished_demo, columns):
     done = finished_demo(columns)
     text = done.stdout

@@ -213,6 +213,7 @@ def test_configure_subprocess(run_dropin, runtime):
     )
 
 
+@pytest.mark.long
 def test_the_library_finds_memsaver_or_harms_nothing(
     run_dropin, dropin_wheel, dropin_site, tmp_path
 ):
@@ -239,6 +240,7 @@ def test_the_library_finds_memsaver_or_harms_nothing(
     run_dropin(code, packages=paths, TMS_INIT_ENABLE="1", LD_PRELOAD=library)
 
 
+@pytest.mark.long
 def test_the_path_of_the_library(run_dropin, dropin_site):
     run_dropin(
         f"""

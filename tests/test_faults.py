@@ -32,6 +32,7 @@ def sweep(*arguments):
     return done.returncode, done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 def test_a_part_of_the_sweep(parts):
     status, said = sweep(*(word for part in parts for word in ("--only", part)))

@@ -189,7 +189,13 @@ class HeapModel(RuleBasedStateMachine):
             assert self.resident() == 0 and memsaver.ranges(self.name) == ()
 
 
-@pytest.mark.parametrize("slab", [SLAB, PAGE], ids=["default", "small slabs"])
+@pytest.mark.parametrize(
+    "slab",
+    [
+        pytest.param(SLAB, id="default"),
+        pytest.param(PAGE, id="small slabs", marks=pytest.mark.long),
+    ],
+)
 def test_allocations_against_a_model(sim, tag, options, slab):
     options(slab_bytes=slab)
     run_state_machine_as_test(

@@ -210,6 +210,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "end, status",
     [

@@ -87,6 +87,7 @@ def is_running(pid):
     return state not in "ZX"
 
 
+@pytest.mark.long
 def test_the_rows_of_a_whole_run(run, capsys):
     status, rows, engines = run("--fractions=0.80,0.90")
     fraction = rows.pop("sglang_max_mem_fraction")
@@ -132,6 +133,7 @@ def test_the_first_engine_of_a_run_is_not_measured(run):
     assert [kind for _, kind, _ in engines] == ["ours", "ours"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -146,6 +148,7 @@ def test_what_makes_figures_worthless_is_a_failure_and_no_row(run, capsys, fault
     assert not are_running(pid for pid, _, _ in engines)
 
 
+@pytest.mark.long
 def test_what_was_measured_before_a_failure_counts(run, capsys):
     status, rows, engines = run("--only=cycle", fault="stale")
     assert status == 1
@@ -157,12 +160,14 @@ def test_what_was_measured_before_a_failure_counts(run, capsys):
     assert not are_running(pid for pid, _, _ in engines)
 
 
+@pytest.mark.long
 def test_contents_that_could_not_be_compared_are_told(run, capsys):
     status, rows, _ = run("--only=cycle", fault="silent")
     assert status == 1 and "sglang_release_weights_ms" in rows
     assert "contents were not compared: no kernel" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_when_waking_at_once_gets_a_second_one_for_the_stages(run, capsys):
     status, rows, engines = run("--only=fraction", "--fractions=0.8,0.9", fault="dies")
     row = rows["sglang_max_mem_fraction"]
@@ -172,6 +177,7 @@ def test_an_engine_that_dies_when_waking_at_once_gets_a_second_one_for_the_stage
     assert not are_running(pid for pid, _, _ in engines)
 
 
+@pytest.mark.long
 def test_an_engine_that_does_not_wake_up_beside_nobody_is_a_failure(run, capsys):
     status, rows, _ = run("--only=fraction", "--fractions=0.8,0.99")
     row = rows["sglang_max_mem_fraction"]

@@ -672,6 +672,7 @@ def test_a_pause_waits_for_another_threads_pause(
     assert blocks[0].is_intact()
 
 
+@pytest.mark.long
 def test_eight_threads_and_overlapping_tags(sim, tag, make_blocks, in_thread):
     names = [tag() for _ in range(5)]
     kept = {name: make_blocks(name, [MIB, 3 * MIB + 5, 512], backup="host") for name in names}

@@ -31,6 +31,7 @@ def test_a_users_program_runs(run_python):
     assert done.stderr == ""
 
 
+@pytest.mark.long
 def test_a_users_program_is_clean_under_mypy_strict(tmp_path):
     pytest.importorskip("mypy")
     # Nothing of this project's settings, but for torch, which takes mypy half a minute.
