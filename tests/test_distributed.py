@@ -317,6 +317,7 @@ def test_all_ranks_or_none(run_ranks):
     )
 
 
+@pytest.mark.long
 def test_what_is_refused_before_anything_changes(run_ranks):
     run_ranks(
         """

@@ -369,6 +369,7 @@ def test_names_of_any_kind(sim, tag, make_blocks):
     assert found.caller.startswith("/?é") and 500 < len(found.caller) < 1024
 
 
+@pytest.mark.long
 def test_a_group_of_processes(run_python, tmp_path):
     """The program's place, not one of `memsaver.distributed`; also where all was taken back."""
     pytest.importorskip("torch")

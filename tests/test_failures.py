@@ -536,7 +536,10 @@ def test_a_pause_and_a_resume_on_a_full_device(sim, tag, make_blocks):
     assert memsaver.device_memory(0)[0] == everything
 
 
-@pytest.mark.parametrize("limit", [0, 4096, 64 * MIB, 100 * MIB])
+@pytest.mark.parametrize(
+    "limit",
+    [0, 100 * MIB, *(pytest.param(each, marks=pytest.mark.long) for each in (4096, 64 * MIB))],
+)
 def test_host_memory_is_refused(sim, tag, make_blocks, limit):
     names = [tag("first"), tag("second")]
     parts = [make_blocks(name, [3 * MIB, 70 * MIB], backup="host") for name in names]

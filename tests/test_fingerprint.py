@@ -458,6 +458,7 @@ def test_the_unit(tmp_path):
 # --- the kernel -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_kernels_source_on_threads_of_the_cpu(tmp_path):
     rng = random.Random(4)
     sizes = [(0, 20_000), (0, 12_288), (0, 8191), (0, 0)]  # of different lengths, one of none

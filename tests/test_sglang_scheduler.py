@@ -459,6 +459,7 @@ RANK = """
 """
 
 
+@pytest.mark.long
 def test_two_ranks_do_it_together_or_not_at_all(tmp_path, run_python):
     pytest.importorskip("torch.distributed")
     script = tmp_path / "rank.py"
