@@ -445,6 +445,28 @@ def test_pages_that_could_not_be_unpinned(sim, tag, make_blocks, undo):
     assert memsaver.stats().host_bytes == sim.counts().registered_bytes == 0
 
 
+@pytest.mark.parametrize("code", [2, 712])
+def test_a_full_device_is_waited_for_with_a_page_of_the_host(sim, tag, make_blocks, code):
+    # The error is that of the call that was refused, and a page that stays pinned is used again.
+    name = tag()
+    [block] = make_blocks(name, [MIB], backup="host")
+    with sim.fault("cuMemAlloc", 2, times=0):
+        sim.fail("cuMemHostRegister", code, times=0)
+        with pytest.raises(MemsaverError, match="cuMemHostRegister") as raised:
+            memsaver.pause(name)
+        assert raised.value.cuda_error == code
+    with sim.fault("cuMemAlloc", 2, times=0):
+        sim.fail("cuMemHostUnregister", 1)
+        with pytest.raises(MemsaverError, match="cuMemHostUnregister"):
+            memsaver.pause(name)
+        assert states([name]) == {"mapped"} and block.is_intact()
+        memsaver.pause(name)
+        memsaver.resume(name)
+    assert block.is_intact()
+    memsaver.trim(wait=True)
+    assert sim.counts().registered_bytes == 0
+
+
 def test_a_failure_leaves_the_threads_capture_mode(sim, tag, make_blocks, attempt):
     name = tag()
     blocks = make_blocks(name, [MIB], backup="host")

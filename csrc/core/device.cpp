@@ -161,10 +161,12 @@ void Device::drain() {
   // The device is full to the last block: a page of the host does too, only slower.
   alignas(kPageBytes) static char page[kPageBytes];
   static std::mutex* const mutex = new std::mutex;
+  static bool pinned = false;  // true after an unpinning that failed
   std::lock_guard<std::mutex> lock(*mutex);
-  const CUresult pinned = driver().cuMemHostRegister(page, kPageBytes, 0);
-  if (pinned != CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED) check(pinned, "cuMemHostRegister");
+  if (!pinned) CU_CHECK(cuMemHostRegister, page, kPageBytes, 0);
+  pinned = true;
   CU_CHECK(cuMemHostUnregister, page);
+  pinned = false;
 }
 
 void Device::drain_active() {
