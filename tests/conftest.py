@@ -75,6 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
     if not config.real_driver:
         os.environ["MEMSAVER_DRIVER"] = "sim"
+    # Where processes leave the sockets by which they are watched: none of the user's.
+    config.runtime_folder = tempfile.TemporaryDirectory(prefix="memsaver-runtime-")
+    os.environ["XDG_RUNTIME_DIR"] = config.runtime_folder.name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.runtime_folder.cleanup()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

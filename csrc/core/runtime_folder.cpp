@@ -20,11 +20,13 @@ std::string runtime_dir() {
 
 }  // namespace
 
-RuntimeFolder::RuntimeFolder() noexcept try {
-  const std::string runtime = runtime_dir();
-  if (!runtime.empty() && try_open(runtime + "/memsaver")) return;
-  try_open("/tmp/memsaver-" + std::to_string(geteuid()));
-} catch (...) {
+RuntimeFolder::RuntimeFolder() noexcept {
+  try {
+    const std::string runtime = runtime_dir();
+    if (!runtime.empty() && try_open(runtime + "/memsaver")) return;
+    try_open("/tmp/memsaver-" + std::to_string(geteuid()));
+  } catch (...) {
+  }
 }
 
 RuntimeFolder::~RuntimeFolder() {
@@ -32,6 +34,7 @@ RuntimeFolder::~RuntimeFolder() {
 }
 
 bool RuntimeFolder::try_open(const std::string& path) {
+  path_ = path;
   if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) return false;
   const int folder = open(path.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (folder < 0) return false;
@@ -43,7 +46,6 @@ bool RuntimeFolder::try_open(const std::string& path) {
     return false;
   }
   descriptor_ = folder;
-  path_ = path;
   return true;
 }
 

@@ -17,6 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -185,22 +186,22 @@ sockaddr_un address_of(const std::string& path) {
 // What earlier processes of this number have left, which were killed or became this program.
 void remove_leftovers(const RuntimeFolder& folder) {
   const std::string ours = std::to_string(getpid()) + "-";
-  DIR* const files = opendir(folder.short_path(".").c_str());
+  const std::unique_ptr<DIR, int (*)(DIR*)> files(opendir(folder.short_path(".").c_str()),
+                                                  &closedir);
   if (!files) return;
-  while (const dirent* file = readdir(files)) {
+  while (const dirent* file = readdir(files.get())) {
     const char* const name = file->d_name[0] == '.' ? file->d_name + 1 : file->d_name;
     if (std::strncmp(name, ours.c_str(), ours.size()) != 0) continue;
+    const sockaddr_un address = address_of(folder.short_path(file->d_name));
     const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (probe < 0) break;
     // Another container's process may have the same number, and live.
-    const sockaddr_un address = address_of(folder.short_path(file->d_name));
     const bool refused =
         connect(probe, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 &&
         errno == ECONNREFUSED;
     close(probe);
     if (refused) unlinkat(folder.descriptor(), file->d_name, 0);
   }
-  closedir(files);
 }
 
 // A name that no other process has had.
@@ -219,9 +220,9 @@ std::string new_name() {
 bool listen_in(const RuntimeFolder& folder) {
   const std::string name = new_name(), hidden = "." + name, path = folder.path() + "/" + name;
   if (path.size() >= sizeof(server.path)) return false;
+  const sockaddr_un address = address_of(folder.short_path(hidden));
   const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (listener < 0) return false;
-  const sockaddr_un address = address_of(folder.short_path(hidden));
   const int at = folder.descriptor();
   bool done = bind(listener, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
   const bool is_bound = done;

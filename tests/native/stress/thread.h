@@ -26,8 +26,8 @@ struct World {
   std::deque<Block> given;
 
   std::atomic<bool> stop{false};
-  std::atomic<uint64_t> done[16] = {};  // operations by kind
-  std::atomic<uint64_t> refused[16] =
+  std::atomic<uint64_t> done[20] = {};  // operations by kind
+  std::atomic<uint64_t> refused[20] =
       {};  // of them, those that a state or a lack of memory refused
 
   void fail(const std::string& what);
@@ -70,6 +70,7 @@ class Thread {
   bool everything();
   // In questions.cpp:
   bool look();
+  bool watch();
   bool view_backup();
   bool fingerprint();
   bool housekeeping();
