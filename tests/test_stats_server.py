@@ -252,7 +252,9 @@ def test_forks_while_somebody_looks(runtime):
         for thread in threads:
             thread.start()
         child(
-            "def link_of(n):\n try: return os.readlink(f'/proc/self/fd/{n}')\n except OSError: return ''"
+            "def link_of(n):\n"
+            " try: return os.readlink(f'/proc/self/fd/{n}')\n"
+            " except OSError: return ''"
         )
         child("sockets = lambda: sum('socket' in link_of(n) for n in os.listdir('/proc/self/fd'))")
         child("numbers = [forked(sockets) for _ in range(60)]", timeout=60)

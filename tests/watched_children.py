@@ -73,7 +73,7 @@ for line in sys.stdin:
 
 
 class Child:
-    """One of them, on the simulated driver: `with Child(folder) as child: child("make('t', 1)")`."""
+    """One of them, on the simulated driver: `child("make('t', 1000)")` is done there."""
 
     def __init__(self, runtime: Path | None, *, program: list[str] | None = None, **env) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}

@@ -14,7 +14,14 @@ import typer
 
 import memsaver
 from memsaver.cli.sizes import format_bytes
-from memsaver.cli.watched import Found, Process, WatchedTag, find_processes, plain_text
+from memsaver.cli.watched import (
+    Found,
+    Process,
+    Silent,
+    WatchedTag,
+    find_processes,
+    plain_text,
+)
 from memsaver.native import Backup, State
 from memsaver.traces.units import format_rate, format_seconds
 
@@ -130,10 +137,14 @@ def view(found: Found, console: Console) -> RenderableType:
 
     parts: list[RenderableType] = []
     for process in found.processes:
-        parts += [*_heading(process), _tags_table(process, console), Text()]
+        parts += [
+            _name(process, console),
+            _facts(process),
+            _tags_table(process, console),
+            Text(),
+        ]
     for silent in found.silent:
-        name = Text.assemble((f"{silent.pid} ", "bold"), silent.command)
-        parts += [name, Text(f"  {silent.why}", style="red"), Text()]
+        parts += [_name(silent, console), Text(f"  {silent.why}", style="red"), Text()]
     if any(process.devices for process in found.processes):
         parts.append(_totals_table(found, console))
     elif not parts:
@@ -175,10 +186,20 @@ def _fitted(whole: RenderableType, console: Console) -> RenderableType:
 # --- a process ------------------------------------------------------------------------------------
 
 
-def _heading(process: Process) -> Iterator[Text]:
+def _name(process: Process | Silent, console: Console) -> Text:
+    """Its number and its command, as much of that as a line takes; JSON has all of it."""
+    from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
-    yield Text.assemble((f"{process.pid} ", "bold"), (process.command, "bold"))
+    line = f"{process.pid} {process.command}"
+    if cell_len(line) > console.width:
+        line = set_cell_size(line, console.width - 3) + "..."
+    return Text(line, style="bold")
+
+
+def _facts(process: Process) -> Text:
+    from rich.text import Text
+
     facts = [f"memsaver {process.memsaver}"]
     if process.driver is not None:
         major, minor = divmod(process.driver.version, 1000)
@@ -186,7 +207,7 @@ def _heading(process: Process) -> Iterator[Text]:
         facts.append(f"{name} ({major}.{minor // 10})")
     if process.host_bytes:
         facts.append(f"{format_bytes(process.host_bytes)} of host memory for backups")
-    yield Text(f"  {', '.join(facts)}", style="dim")
+    return Text(f"  {', '.join(facts)}", style="dim")
 
 
 def _tags_table(process: Process, console: Console) -> Table:

@@ -5,8 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <shared_mutex>
 
 #include "sim/sim.h"
@@ -27,8 +27,10 @@ sockaddr_un own_socket() {
   DIR* const files = opendir(folder.c_str());
   while (const dirent* file = files ? readdir(files) : nullptr) {
     if (std::string(file->d_name).rfind(own, 0) != 0) continue;
-    std::snprintf(address.sun_path, sizeof(address.sun_path), "%s/%s", folder.c_str(),
-                  file->d_name);
+    const std::string path = folder + "/" + file->d_name;
+    if (path.size() < sizeof(address.sun_path)) {
+      std::memcpy(address.sun_path, path.c_str(), path.size());
+    }
   }
   if (files) closedir(files);
   return address;
