@@ -237,6 +237,7 @@ class Terminal:
         if self.pid == 0:
             env = environment(runtime, TERM="xterm", LINES=str(lines), COLUMNS=str(columns))
             command = [sys.executable, "-m", "memsaver", "top", *arguments]
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever the test run inherited
             os.execve(sys.executable, command, env)
         self.seen = ""
 
@@ -256,7 +257,9 @@ class Terminal:
 
     def end(self, number):
         os.kill(self.pid, number)
+        end = time.monotonic() + 30
         while True:
+            assert time.monotonic() < end, "it does not end"
             self.read(0.05)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
