@@ -501,6 +501,18 @@ def test_without_a_descriptor(runtime):
         lives_on(child)
 
 
+def test_a_process_that_may_open_nothing_any_more(runtime):
+    # As a sandbox has it: the thread cannot even wait then, and ends instead of trying.
+    with Child(runtime) as child:
+        child("make('t', 1000)")
+        child("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (0, 4096))")
+        find_processes()  # wakes it
+        child("time.sleep(0.1)")
+        child("resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))")
+        assert child("watchers()") == [0, []] and names_in(runtime) == []
+        lives_on(child)
+
+
 def test_a_descriptor_is_missing_when_somebody_looks(runtime):
     with Child(runtime) as child:
         child("make('t', 1000)")

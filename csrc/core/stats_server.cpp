@@ -103,6 +103,14 @@ Accepted accept_client() {
   }
 }
 
+// Of a thread that ends: whoever connects is refused, and nothing is left.
+void withdraw() {
+  std::lock_guard<std::mutex> lock(server.mutex);
+  if (is_ours(server)) close(server.listener);
+  server.listener = -1;
+  remove_file();
+}
+
 void hang_up() {
   std::lock_guard<std::mutex> lock(server.mutex);
   close(server.client);
@@ -137,9 +145,10 @@ void* serve(void* listener) noexcept {
   pthread_setname_np(pthread_self(), "memsaver-top");
   for (;;) {
     pollfd waiting{static_cast<int>(reinterpret_cast<intptr_t>(listener)), POLLIN, 0};
-    poll(&waiting, 1, -1);
-    switch (accept_client()) {
+    const bool can_wait = poll(&waiting, 1, -1) >= 0 || errno == EINTR;
+    switch (can_wait ? accept_client() : Accepted::kEnd) {
       case Accepted::kEnd:
+        withdraw();
         return nullptr;
       case Accepted::kNobody:
         continue;
