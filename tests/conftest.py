@@ -510,6 +510,18 @@ def run_python(tmp_path):
     return run
 
 
+# --- watched processes ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    """The folder of this test's sockets, which those who look, look into."""
+    folder = tmp_path / "runtime"
+    folder.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return folder
+
+
 # --- integrations/torch_memory_saver --------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
-"""A process answers who watches it, and neither its own life nor anybody else's depends on that."""
+"""A process answers who watches it, and depends on that in nothing."""
 
 import dataclasses
-import errno
 import json
 import os
 import signal
@@ -9,46 +8,27 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 from faults.lanes import Workplace
-from watched_children import Child, ask, connect, names_in, wait_until
+from watched_children import (
+    Child,
+    ask,
+    check_lives_on,
+    connect,
+    names_in,
+    socket_of,
+    wait_until,
+    watched,
+)
 
 import memsaver
-from memsaver.cli.watched import Found, Process, Silent, find_processes
+from memsaver.cli.watched import Found, find_processes
 from memsaver.native import LIBRARY_DIR
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def runtime(tmp_path, monkeypatch):
-    """The folder of this test's sockets, which the reader looks into."""
-    folder = tmp_path / "runtime"
-    folder.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    return folder
-
-
-def watched(pid):
-    """What the process says to those who look; an AssertionError where it says nothing."""
-    (found,) = find_processes(pid).processes
-    return found
-
-
-def socket_of(runtime, pid):
-    (name,) = [name for name in names_in(runtime) if name.startswith(f"{pid}-")]
-    return runtime / "memsaver" / name
-
-
-def lives_on(child):
-    """What the child is for still works."""
-    assert child("(make('lives on', 1000, 'host'), memsaver.pause('lives on'))[0]") is None
-    assert child("str(memsaver.state('lives on'))") == "paused"
-    child("memsaver.resume('lives on') and None")
 
 
 # --- what it says ---------------------------------------------------------------------------------
@@ -159,7 +139,7 @@ def test_the_option(runtime, env):
             child("memsaver.configure(top=False)")
         child("_C.region_enter('t', -1), _C.region_exit()")
         if env.get("MEMSAVER_TOP") != "nonsense":
-            lives_on(child)
+            check_lives_on(child)
         assert child("watchers()") == [0, []] and names_in(runtime) == []
 
 
@@ -191,234 +171,6 @@ def test_a_folder_with_a_long_name(tmp_path, monkeypatch):
         assert names_in(runtime) and watched(child.pid).stats.tags
 
 
-# --- forks and other programs ---------------------------------------------------------------------
-
-FORK = """
-def forked(work, leave=os._exit):
-    # What the child says by work(), sent back; then it leaves.
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writing, json.dumps(work()).encode())
-        leave(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    assert os.waitpid(child, 0)[1] == 0
-    return json.loads(text)
-"""
-
-
-@pytest.mark.parametrize("leave", ["os._exit", "sys.exit"])
-def test_a_forked_child_has_nothing_of_it(runtime, leave):
-    with Child(runtime) as child:
-        child("make('t', 1000)")
-        child(FORK)
-        name = names_in(runtime)
-        assert child(f"forked(watchers, {leave})") == [0, []]
-        assert names_in(runtime) == name
-        assert watched(child.pid).stats.tags[0].tag == "t"
-
-
-def test_a_child_that_can_use_memsaver_has_its_own(runtime):
-    # Forked before the driver was opened, it is a process like any other.
-    with Child(runtime) as child:
-        child("_C.region_enter('of the parent', -1), _C.region_exit()")
-        child(FORK)
-        (parents,) = names_in(runtime)
-        child("work = lambda: (make('of the child', 1000), watchers(), os.listdir(folder))[1:]")
-        child(f"folder = {str(runtime / 'memsaver')!r}")
-        (threads, sockets), names = child("forked(work, sys.exit)")
-        assert threads == 1 and len(sockets) == 1
-        assert len(names) == 2 and parents in names
-        assert names_in(runtime) == [parents]
-        assert [row.tag for row in watched(child.pid).stats.tags] == ["of the parent"]
-
-
-@pytest.mark.long
-def test_forks_while_somebody_looks(runtime):
-    with Child(runtime) as child:
-        child("make('t', 1000)")
-        child(FORK)
-        path = socket_of(runtime, child.pid)
-        stop = threading.Event()
-        answers = []
-
-        def look():
-            while not stop.is_set():
-                answers.append(ask(path))
-
-        threads = [threading.Thread(target=look) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        child(
-            "def link_of(n):\n"
-            " try: return os.readlink(f'/proc/self/fd/{n}')\n"
-            " except OSError: return ''"
-        )
-        child("sockets = lambda: sum('socket' in link_of(n) for n in os.listdir('/proc/self/fd'))")
-        child("numbers = [forked(sockets) for _ in range(60)]", timeout=60)
-        stop.set()
-        for thread in threads:
-            thread.join()
-        assert child("set(numbers) == {0}")
-        assert len(answers) > 20 and all(answer.endswith(b"}\n") for answer in answers)
-
-
-def test_another_program_in_its_place(runtime, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, sys\n"
-        "links = [os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')\n"
-        "         if os.path.lexists(f'/proc/self/fd/{n}')]\n"
-        "print(sum('socket' in link for link in links), len(os.listdir('/proc/self/task')))\n"
-        "sys.stdout.flush()\nsys.stdin.read()\n"
-    )
-    with Child(runtime) as child:
-        child("make('t', 1000)")
-        child.begin(f"os.execv(sys.executable, [sys.executable, {str(program)!r}])")
-        assert child.process.stdout.readline() == "0 1\n"
-        assert len(names_in(runtime)) == 1
-        found = find_processes()  # nobody has it open, so whoever looks removes it
-        assert (found.processes, found.silent, names_in(runtime)) == ((), (), [])
-
-
-# --- the end --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("end", "status", "left"),
-    [
-        ("", 0, 0),
-        ("sys.exit(3)", 3, 0),
-        ("os._exit(4)", 4, 1),
-        ("os.kill(os.getpid(), 9)", -9, 1),
-        ("os.kill(os.getpid(), 15)", -15, 1),
-    ],
-)
-def test_what_a_process_leaves(runtime, end, status, left):
-    with Child(runtime) as child:
-        child("make('t', 1000)")
-        assert len(names_in(runtime)) == 1
-        child.end(end, status)
-    assert len(names_in(runtime)) == left
-    found = find_processes()
-    assert (found.processes, found.silent, names_in(runtime)) == ((), (), [])
-
-
-def test_exit_while_somebody_waits_for_an_answer(runtime):
-    with Child(runtime) as child:
-        child("make('t', 1000)")
-        child("[make(f'{n:0500d}', 1000) for n in range(700)] and None")
-        with connect(socket_of(runtime, child.pid)) as client:
-            assert client.recv(1)  # it is in the middle of its answer, and waits for us
-            start = time.monotonic()
-            child.end()
-            assert time.monotonic() - start < 5
-    assert names_in(runtime) == []
-
-
-def test_leftovers_of_an_earlier_process_of_the_same_number(runtime):
-    with Child(runtime) as child:
-        folder = runtime / "memsaver"
-        folder.mkdir(mode=0o700)
-        living = None
-        for name in (f"{child.pid}-1", f".{child.pid}-2", f"{child.pid}-3", f"{child.pid}9-4"):
-            bound = socket.socket(socket.AF_UNIX)
-            bound.bind(str(folder / name))
-            if name.endswith("-3"):  # of another container, say
-                bound.listen()
-                living = bound
-            else:
-                bound.close()
-        (folder / "not a socket").touch()
-        child("make('t', 1000)")
-        names = set(names_in(runtime))
-        own = {name for name in names if len(name) > 16}
-        assert len(own) == 1
-        assert names - own == {f"{child.pid}-3", f"{child.pid}9-4", "not a socket"}
-        living.close()
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hostile", ["link", "readable", "file", "missing", "not ours"])
-def test_a_folder_that_is_not_private(tmp_path, monkeypatch, hostile):
-    runtime, elsewhere = tmp_path / "runtime", tmp_path / "elsewhere"
-    runtime.mkdir()
-    elsewhere.mkdir(mode=0o700)
-    folder = runtime / "memsaver"
-    if hostile == "link":
-        folder.symlink_to(elsewhere)
-    elif hostile == "readable":
-        folder.mkdir()
-        folder.chmod(0o711)
-    elif hostile == "file":
-        folder.touch()
-    elif hostile == "missing":
-        runtime.rmdir()
-    else:
-        if os.geteuid() != 0:
-            pytest.skip("only root can give a folder away")
-        folder.mkdir(mode=0o700)
-        os.chown(folder, 65534, 65534)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    with Child(runtime) as child:
-        child("make('t', 1000)")
-        lives_on(child)
-        assert list(elsewhere.iterdir()) == []
-        assert not folder.is_dir() or list(folder.iterdir()) == []
-        found = find_processes(child.pid)  # in /tmp
-        assert [process.pid for process in found.processes] == [child.pid]
-        assert found.refused == (() if hostile == "missing" else (str(folder),))
-        child.end()
-    assert find_processes(child.pid).processes == ()
-
-
-def test_another_user_gets_no_answer(runtime):
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
-    with Child(runtime) as child:
-        child("make('t', 1000)")
-        path = socket_of(runtime, child.pid)
-        reading, writing = os.pipe()
-        other = os.fork()
-        if other == 0:
-            os.setresuid(65534, 65534, 65534)
-            try:
-                ask(path)
-                os.write(writing, b"answered")
-            except OSError as error:
-                os.write(writing, str(error.errno).encode())
-            os._exit(0)
-        os.waitpid(other, 0)
-        assert os.read(reading, 100) == str(errno.EACCES).encode()
-        os.close(reading)
-        os.close(writing)
-
-
-def test_a_process_of_another_user_is_not_asked(runtime):
-    # Nor does its server answer root.
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
-    with Child(runtime) as child:
-        runtime.chmod(0o777)
-        for parent in [runtime, *runtime.parents][:4]:
-            parent.chmod(parent.stat().st_mode | 0o055)
-        os.chown(runtime, 65534, 65534)
-        child("os.setresuid(65534, 65534, 65534)")
-        child("make('t', 1000)")
-        path = socket_of(runtime, child.pid)
-        assert ask(path) == b""
-        assert find_processes(child.pid).refused == (str(path.parent),)
-        path.parent.chmod(0o700)
-        os.chown(path.parent, 0, 0)
-        (silent,) = find_processes(child.pid).silent
-        assert "user 65534" in silent.why
-        assert path.exists()
-
-
 # --- clients --------------------------------------------------------------------------------------
 
 
@@ -429,7 +181,7 @@ def test_a_client_that_never_reads(runtime):
         path = socket_of(runtime, child.pid)
         with connect(path):  # more than the socket's buffer takes
             start = time.monotonic()
-            lives_on(child)  # the process itself does not wait
+            check_lives_on(child)  # the process itself does not wait
             assert len(ask(path)) > 500_000  # a second is all that it costs the next one
             assert 0.5 < time.monotonic() - start < 5
         with connect(path) as client:
@@ -453,7 +205,7 @@ def test_a_hundred_clients(runtime):
         tags = [json.loads(answer)["tags"][0]["tag"] for answer in answers]
         assert tags == ["t"] * 100
         assert child("len(os.listdir('/proc/self/fd'))") <= before
-        lives_on(child)
+        check_lives_on(child)
 
 
 # --- what the system does not grant ---------------------------------------------------------------
@@ -472,7 +224,7 @@ def test_a_program_that_closes_what_it_does_not_know(runtime):
             client.connect(b"\0" + str(child.pid).encode())
             child("other, _ = own.accept(); other.send(b'mine')")
             assert client.recv(10) == b"mine"
-        lives_on(child)
+        check_lives_on(child)
         assert find_processes(child.pid).processes == ()
         child.end()
     assert names_in(runtime) == []
@@ -485,7 +237,7 @@ def test_a_program_that_closes_it_and_no_more(runtime):
         child(f"os.close({number})")
         find_processes()  # wakes the thread, which finds its socket gone
         wait_until(lambda: child("named('memsaver-top')") == 0)
-        lives_on(child)
+        check_lives_on(child)
         assert find_processes(child.pid) == Found() and names_in(runtime) == []
 
 
@@ -498,7 +250,7 @@ def test_without_a_descriptor(runtime):
         child("_C.region_enter('t', -1), _C.region_exit()")
         child("[os.close(n) for n in taken] and None")
         assert child("watchers()") == [0, []] and names_in(runtime) == []
-        lives_on(child)
+        check_lives_on(child)
 
 
 def test_a_process_that_may_open_nothing_any_more(runtime):
@@ -510,7 +262,7 @@ def test_a_process_that_may_open_nothing_any_more(runtime):
         child("time.sleep(0.1)")
         child("resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))")
         assert child("watchers()") == [0, []] and names_in(runtime) == []
-        lives_on(child)
+        check_lives_on(child)
 
 
 def test_a_descriptor_is_missing_when_somebody_looks(runtime):
@@ -563,7 +315,6 @@ def under(nth):
 """
     env = {k: place.environment[k] for k in ("LD_PRELOAD", "MEMSAVER_TEST_SYSTEM_ROOT")}
     with Child(runtime, **env) as child:
-        child(FORK)
         child(f"folder = {str(runtime / 'memsaver')!r}")
         child(body)
         seen = set()
@@ -575,106 +326,3 @@ def under(nth):
                 break
         assert (True, 0) in seen, "a fault kept it from being watched, and nothing else"
         assert call == "pthread_create" or seen >= {(True, 0), (False, 1)}
-
-
-# --- processes that do not answer -----------------------------------------------------------------
-
-
-def test_a_stopped_process_is_told_as_such(runtime):
-    with Child(runtime) as child, Child(runtime) as other:
-        child("make('t', 1000)")
-        other("make('t', 1000)")
-        child.process.send_signal(signal.SIGSTOP)
-        state = Path(f"/proc/{child.pid}/stat")
-        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
-        start = time.monotonic()
-        found = find_processes()
-        assert time.monotonic() - start < 2
-        assert [process.pid for process in found.processes] == [other.pid]
-        (silent,) = found.silent
-        assert silent.pid == child.pid and "stopped" in silent.why
-        assert silent.command.startswith(sys.executable)
-        child.process.send_signal(signal.SIGCONT)
-        wait_until(lambda: len(find_processes().processes) == 2)
-
-
-ANSWERS = {
-    "nothing": (b"", "no answer"),
-    "no JSON": (b"hello\n", "cannot be understood"),
-    "half of it": (b'{"format": 1, "memsaver": "0.1.0", "pid": 1', "cannot be understood"),
-    "another shape": (b'["format"]', "cannot be understood"),
-    "another format": (b'{"format": 99, "memsaver": "9.0.0"}', "9.0.0 speaks format 99"),
-    "no number": (
-        b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": NaN, '
-        b'"driver": null, "devices": [], "tags": [], "host_bytes": 0, "host_available_bytes": 0}',
-        "no number",
-    ),
-    "text for bytes": (
-        b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": 1, '
-        b'"driver": null, "devices": [], "tags": [], "host_bytes": "1", "host_available_bytes": 0}',
-        "no whole number",
-    ),
-    "deep": (b"[" * 100_000, "cannot be understood"),
-}
-
-
-@pytest.mark.parametrize("which", ANSWERS)
-def test_what_is_no_answer(runtime, which):
-    text, why = ANSWERS[which]
-    with served(runtime, lambda client: client.sendall(text)):
-        found = find_processes()
-    (silent,) = found.silent
-    assert isinstance(silent, Silent) and found.processes == ()
-    assert why in silent.why and silent.pid == os.getpid()
-
-
-def test_an_answer_that_never_ends(runtime):
-    def trickle(client):
-        while True:
-            client.sendall(b" ")
-            time.sleep(0.01)
-
-    with served(runtime, trickle):
-        start = time.monotonic()
-        (silent,) = find_processes().silent
-        assert time.monotonic() - start < 2 and "no answer within" in silent.why
-
-
-def test_unknown_keys_are_left_out(runtime):
-    with Child(runtime) as child:
-        child("make('t', 1000)")
-        told = json.loads(ask(socket_of(runtime, child.pid)))
-        child.end()
-    told["new"] = told["tags"][0]["new"] = told["devices"][0]["new"] = [1]
-    with served(runtime, lambda client: client.sendall(json.dumps(told).encode())):
-        (found,) = find_processes().processes
-    assert isinstance(found, Process) and found.stats.tags[0].tag == "t"
-
-
-class served:
-    """A socket of this process's among those of watched ones, with an answer of the test's."""
-
-    def __init__(self, runtime, answer):
-        self.folder, self.answer = runtime / "memsaver", answer
-
-    def __enter__(self):
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.path = self.folder / f"{os.getpid()}-abc"
-        folder = os.open(self.folder, os.O_PATH)
-        self.listener.bind(f"/proc/self/fd/{folder}/{self.path.name}")
-        os.close(folder)
-        self.listener.listen()
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self):
-        try:
-            client, _ = self.listener.accept()
-            with client:
-                self.answer(client)
-        except OSError:
-            pass
-
-    def __exit__(self, *exception):
-        self.listener.close()
-        self.path.unlink()

@@ -25,13 +25,6 @@ from memsaver.statistics import TagStats
 GIB = 1 << 30
 
 
-@pytest.fixture
-def runtime(tmp_path):
-    folder = tmp_path / "runtime"
-    folder.mkdir()
-    return folder
-
-
 def environment(runtime, **more):
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
     return {

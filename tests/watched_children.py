@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from memsaver.cli.watched import Process, find_processes
 from memsaver.native import LIBRARY_DIR
 
 _LOOP = """
@@ -57,6 +58,19 @@ def listening():
         except OSError:
             pass  # the directory's own
     return found
+
+def forked(work, leave=os._exit):
+    # What the child says by work(), sent back; then it leaves.
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, json.dumps(work()).encode())
+        leave(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return json.loads(text)
 
 for line in sys.stdin:
     code = json.loads(line)
@@ -164,3 +178,23 @@ def wait_until(condition, timeout: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.005)
+
+
+def socket_of(runtime: Path, pid: int) -> Path:
+    """The one that a process has in the folder."""
+    (name,) = [name for name in names_in(runtime) if name.startswith(f"{pid}-")]
+    return runtime / "memsaver" / name
+
+
+def watched(pid: int) -> Process:
+    """What the process says to those who look; a ValueError where it says nothing."""
+    (found,) = find_processes(pid).processes
+    return found
+
+
+def check_lives_on(child: Child) -> None:
+    """What the child is for still works."""
+    child("make('lives on', 1000, 'host')")
+    child("memsaver.pause('lives on')")
+    assert child("str(memsaver.state('lives on'))") == "paused"
+    child("memsaver.resume('lives on')")
