@@ -19,7 +19,6 @@ from watched_children import (
 
 from memsaver.cli.watched import find_processes
 
-
 # --- forks and other programs ---------------------------------------------------------------------
 
 
