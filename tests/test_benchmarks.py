@@ -246,5 +246,5 @@ def test_the_readme_table_shows_the_peer_that_a_line_names(module):
         for peer, value in (("torch_memory_saver", 4700.0), (retained, 300.0))
     ]
     table = readme_table.table(json.loads(json.dumps(rows)))
-    assert f"| pause of 16 GB, nothing changed, ms | 15.0 | {retained} | 300.0 | 20.00 |" in table
+    assert f"| pauses of 16 GB, nothing changed, ms | 15.0 | {retained} | 300.0 | 20.00 |" in table
     assert "4,700" not in table
