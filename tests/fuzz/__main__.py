@@ -71,9 +71,7 @@ def covered(text: str, event: str) -> tuple[int, int]:
     return (int(found[-1][0]), int(found[-1][1])) if found else (0, 0)
 
 
-def fuzz(
-    program: Path, target: str, seconds: int, seed: int, folder: Path, corpus: Path
-) -> Found:
+def fuzz(program: Path, target: str, seconds: int, seed: int, folder: Path, corpus: Path) -> Found:
     FAILED.mkdir(parents=True, exist_ok=True)
     before = set(FAILED.iterdir())
     command = [
