@@ -284,7 +284,7 @@ def test_two_devices(run_python):
     run_python(
         """
         import memsaver
-        from conftest import Block, Simulator
+        from simulated_driver import Block, Simulator
 
         sim, MIB = Simulator(), 1 << 20
         sim.start(0), sim.start(1)
@@ -331,7 +331,7 @@ def test_no_room_on_one_device_and_no_way_back_on_the_other(run_python):
     run_python(
         """
         import memsaver
-        from conftest import Block, Simulator
+        from simulated_driver import Block, Simulator
 
         sim, MIB = Simulator(), 1 << 20
         sim.start(0), sim.start(1)

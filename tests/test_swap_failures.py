@@ -137,7 +137,7 @@ def test_a_shortage_on_one_device_that_cannot_be_undone_on_another_says_so(run_p
         """
         import memsaver
         from memsaver import simulator
-        from conftest import Simulator
+        from simulated_driver import Simulator
 
         sim, MIB = Simulator(), 1 << 20
         for device in range(2):
