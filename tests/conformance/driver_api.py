@@ -18,6 +18,7 @@ from pathlib import Path
 MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
+PAGE = 2 * MIB  # the granularity of device memory
 
 SUCCESS = 0
 INVALID_VALUE = 1
