@@ -6,7 +6,8 @@ import ctypes
 import time
 
 import pytest
-from driver_api import MIB, NON_BLOCKING, PAGE, Driver, real_driver_works, simulator_path
+from driver_api import Driver, real_driver_works, simulator_path
+from driver_values import MIB, NON_BLOCKING, PAGE
 from fingerprint_kernel import Kernel
 
 SIMULATOR = simulator_path()

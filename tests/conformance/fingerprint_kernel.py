@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from driver_api import PAGE, Driver
+from driver_api import Driver
+from driver_values import PAGE
 from fingerprint_reference import digest
 
 PIECES = [(0, 65536), (16, 4096), (65536, 1), (70003, 1000), (0, 0)]  # offset, bytes

@@ -6,7 +6,8 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from driver_api import (
+from driver_api import in_child
+from driver_values import (
     CAPTURE_IMPLICIT,
     CAPTURE_INVALIDATED,
     CAPTURE_UNSUPPORTED,
@@ -21,7 +22,6 @@ from driver_api import (
     READ,
     READ_WRITE,
     SUCCESS,
-    in_child,
 )
 from questions.alone import ALONE
 

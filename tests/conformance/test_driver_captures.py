@@ -6,7 +6,8 @@ import ctypes
 from ctypes import byref, c_void_p
 
 import pytest
-from driver_api import (
+from driver_api import Driver, in_thread
+from driver_values import (
     CAPTURE_IMPLICIT,
     CAPTURE_INVALIDATED,
     CAPTURE_ISOLATION,
@@ -19,8 +20,6 @@ from driver_api import (
     SUCCESS,
     THREAD_LOCAL,
     WRONG_THREAD,
-    Driver,
-    in_thread,
 )
 from fingerprint_kernel import Kernel
 from prepared_calls import NOT_ASSERTED, WAITS, ready_call

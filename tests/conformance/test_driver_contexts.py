@@ -7,7 +7,8 @@ import os
 import time
 from ctypes import byref, c_int, c_void_p
 
-from driver_api import INVALID_CONTEXT, INVALID_VALUE, NOT_INITIALIZED, in_child, in_thread
+from driver_api import in_child, in_thread
+from driver_values import INVALID_CONTEXT, INVALID_VALUE, NOT_INITIALIZED
 
 
 def test_error_names(drv):

@@ -6,7 +6,7 @@ import ctypes
 import os
 import time
 
-from driver_api import INVALID_VALUE, NOT_READY, PAGE
+from driver_values import INVALID_VALUE, NOT_READY, PAGE
 
 
 def test_copies_across_handles(drv):

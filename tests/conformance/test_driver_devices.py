@@ -6,7 +6,7 @@ import ctypes
 import re
 from ctypes import byref, c_int, c_size_t
 
-from driver_api import INVALID_DEVICE, INVALID_VALUE, PAGE
+from driver_values import INVALID_DEVICE, INVALID_VALUE, PAGE
 
 
 def test_device(drv):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_void_p
 
-from driver_api import ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, PAGE, SUCCESS
+from driver_values import ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, PAGE, SUCCESS
 
 
 def test_registration_rules(drv):

@@ -5,17 +5,8 @@ from __future__ import annotations
 from ctypes import byref, c_void_p
 
 import pytest
-from driver_api import (
-    INVALID_IMAGE,
-    INVALID_PTX,
-    NOT_FOUND,
-    NOT_READY,
-    PAGE,
-    RELAXED,
-    SUCCESS,
-    DriverError,
-    in_thread,
-)
+from driver_api import DriverError, in_thread
+from driver_values import INVALID_IMAGE, INVALID_PTX, NOT_FOUND, NOT_READY, PAGE, RELAXED, SUCCESS
 from fingerprint_kernel import PIECES, Kernel
 
 

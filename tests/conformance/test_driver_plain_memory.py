@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_int, c_void_p
 
-from driver_api import GIB, INVALID_VALUE, MIB, OUT_OF_MEMORY, PAGE, SUCCESS, in_child
+from driver_api import in_child
+from driver_values import GIB, INVALID_VALUE, MIB, OUT_OF_MEMORY, PAGE, SUCCESS
 from questions.blocks import many_small_blocks
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from ctypes import byref, c_float
 
-from driver_api import LEGACY, NON_BLOCKING, NOT_READY, PAGE, PER_THREAD, SUCCESS, in_thread
+from driver_api import in_thread
+from driver_values import LEGACY, NON_BLOCKING, NOT_READY, PAGE, PER_THREAD, SUCCESS
 
 
 def test_stream_runs_in_order(drv, mapped, streams):

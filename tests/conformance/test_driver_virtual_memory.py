@@ -6,7 +6,7 @@ import ctypes
 from ctypes import byref, c_int
 
 import pytest
-from driver_api import (
+from driver_values import (
     GIB,
     INVALID_DEVICE,
     INVALID_VALUE,

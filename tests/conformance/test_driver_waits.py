@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from driver_api import NOT_READY, PAGE, SUCCESS, in_thread
+from driver_api import in_thread
+from driver_values import NOT_READY, PAGE, SUCCESS
 from prepared_calls import NOT_ASSERTED, WAITS, ready_call
 from questions.calls import CALLS
 

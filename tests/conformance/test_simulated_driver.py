@@ -10,7 +10,8 @@ from ctypes import byref, c_int, c_size_t, c_void_p
 from pathlib import Path
 
 import pytest
-from driver_api import (
+from driver_api import in_child, in_thread
+from driver_values import (
     ILLEGAL_ADDRESS,
     INVALID_HANDLE,
     INVALID_VALUE,
@@ -21,8 +22,6 @@ from driver_api import (
     READ_WRITE,
     RELAXED,
     SUCCESS,
-    in_child,
-    in_thread,
 )
 from fingerprint_kernel import Kernel
 

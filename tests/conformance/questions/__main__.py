@@ -14,7 +14,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int
 
-from driver_api import GLOBAL, RELAXED, Driver, in_child, in_thread, simulator_path
+from driver_api import Driver, in_child, in_thread, simulator_path
+from driver_values import GLOBAL, RELAXED
 
 from questions.alone import ALONE, THE_GPU_TO_THEMSELVES
 from questions.calls import CALLS, NEEDS

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-from driver_api import READ
+from driver_values import READ
 
 
 def access_over_a_hole(drv):

@@ -10,7 +10,8 @@ import ctypes
 import mmap
 from ctypes import byref, c_void_p
 
-from driver_api import KERNEL_IMAGE, LEGACY, MIB, PAGE, SUCCESS
+from driver_api import KERNEL_IMAGE
+from driver_values import LEGACY, MIB, PAGE, SUCCESS
 
 
 def created(drv, name, kind, release, *arguments):

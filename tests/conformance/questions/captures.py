@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_int, c_void_p
 
-from driver_api import GLOBAL, LEGACY, RELAXED
+from driver_values import GLOBAL, LEGACY, RELAXED
 
 
 def after_invalidation(drv):

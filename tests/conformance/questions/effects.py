@@ -6,7 +6,7 @@ import ctypes
 import time
 from ctypes import byref, c_void_p
 
-from driver_api import GLOBAL, PAGE, SUCCESS, HostFunction
+from driver_values import GLOBAL, PAGE, SUCCESS, HostFunction
 
 from questions.calls import finish
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_void_p
 
-from driver_api import HostFunction
+from driver_values import HostFunction
 
 
 def reserve_aligned(drv):
