@@ -26,6 +26,7 @@ def run_code(
 
     With the status None, any is right. `timeout` is in seconds.
     """
+    __tracebackhide__ = True  # what failed is the code; and the environment is not for a log
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=environment,
