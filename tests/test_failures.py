@@ -6,7 +6,7 @@ import re
 from itertools import chain
 
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 import memsaver
 from memsaver import simulator
@@ -701,7 +701,7 @@ def test_a_free_that_fails_is_a_warning(sim, tag, make_blocks):
 INTERRUPTED = """
     import os, signal, threading
     import memsaver
-    from conftest import Block, Simulator
+    from simulated_driver import Block, Simulator
 
     sim = Simulator()
     with memsaver.region("t", backup="host"):
@@ -777,7 +777,8 @@ def test_the_first_use_of_a_device(run_python):
         r"""
         import itertools, os, re, sys, traceback, warnings
         import memsaver
-        from conftest import ROOT, Block, Simulator
+        from repository import ROOT
+        from simulated_driver import Block, Simulator
 
         warnings.simplefilter("ignore")
         calls = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver.h").read_text())

@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
 from faults.injections import Injection, injections_of
 from faults.lanes import Workplace
+from repository import ROOT
 
 # What each of them once found.
 PARTS = {
@@ -81,7 +81,7 @@ def test_an_error_without_memory_for_its_message_has_one(tmp_path, run_python):
         import ctypes
         import memsaver
         from memsaver import simulator
-        from conftest import Simulator
+        from simulated_driver import Simulator
 
         sim, system = Simulator(), ctypes.CDLL(None)
         with memsaver.region("a"):
