@@ -474,7 +474,7 @@ def test_a_page_waits_for_the_device_that_is_full(run_python):
         import threading
         import memsaver
         from memsaver import simulator
-        from conftest import Simulator
+        from simulated_driver import Simulator
 
         MIB = 1 << 20
         sim, blocks = Simulator(), []

@@ -118,7 +118,7 @@ def test_a_swap_that_cannot_be_undone_says_so_without_memory_too(tmp_path, run_p
         """
         import memsaver
         from memsaver import simulator
-        from conftest import Simulator
+        from simulated_driver import Simulator
         from model.calls import System
 
         MIB = 1 << 20
