@@ -84,6 +84,7 @@ bench: build  ## Measure pause and resume (BENCH_ARGS to choose)
 .PHONY: pages
 pages: build  ## Write what is generated: tables of measured figures, the command line's page
 	$(BIN)/python benchmarks/readme_table.py
+	$(BIN)/python benchmarks/readme_picture.py
 	$(BIN)/python benchmarks/measured_page.py
 	$(BIN)/typer memsaver.cli utils docs --name memsaver --title "Command line" --output docs/reference/cli.md
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from readme_table import LINES, RESULTS, ROOT
+from readme_table import LINES, RESULTS, ROOT, figure
 
 PAGE = ROOT / "docs" / "measured.md"
 LIMITS = RESULTS.with_name("limits.json")
@@ -31,7 +31,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 ORDER = (1, 2, 0, 3, 4, 5, 6, 7)
 
-# Those that the README's table leaves out, or names by the line before.
+# Those that the README's table leaves out, or names in fewer words.
 WORDS = {
     "discarded_16GB_pause_at_once_ms": "pause 16 GB in 195 tensors right after its resume, ms",
     "discarded_16GB_resume_at_once_ms": "resume 16 GB in 195 tensors right after its pause, ms",
@@ -39,8 +39,23 @@ WORDS = {
     "many_10k_resume_at_once_ms": "resume 10,000 allocations right after their pause, ms",
     "backed_changed_pause_ms": "later pauses of 16 GB, all contents changed, ms",
     "backed_unchanged_resume_ms": "resume of 16 GB from the host after an unchanged pause, ms",
-    "swap_64GiB_spaced_ms": "swap 64 GiB for 64 GiB half a second after the last swap, ms",
+    "discarded_16GB_pause_ms": "pause 16 GB in 195 tensors, no backup, ms",
+    "discarded_16GB_resume_ms": "resume 16 GB in 195 tensors, no backup, ms",
+    "kv_64GiB_pause_at_once_ms": "pause 64 GiB right after its resume, ms",
+    "kv_64GiB_resume_at_once_ms": "resume 64 GiB right after its pause, ms",
+    "swap_64GiB_ms": "swap 64 GiB for 64 GiB right after the last swap, no backup, ms",
+    "swap_64GiB_spaced_ms": "the same half a second after the last swap, ms",
+    "swap_16GB_ms": "swap 16 GB for 16 GB, backed up to the host, ms",
+    "backed_changed_pause_rate": "rate of these pauses, % of a plain copy",
+    "backed_changed_resume_rate": "rate of these resumes, % of a plain copy",
+    "lora_pause_ms": "pause of 16 GB, 1 % of the tensors changed, ms",
+    "two_gpu_backed_pause_ms": "pause of 16 GB on each of two GPUs, ms",
     "two_gpu_backed_resume_ms": "resume of 16 GB on each of two GPUs, ms",
+    "disk_pause_rate": "rate of these pauses, % of direct I/O",
+    "disk_resume_rate": "rate of these resumes, % of direct I/O",
+    "host_overhead_trimmed_MiB": "host memory left after a resume and trim, MiB",
+    "malloc_free_pair_1MiB_ns": "cudaMalloc + cudaFree of 1 MiB under preload, ns",
+    "malloc_free_pair_2MiB_ns": "cudaMalloc + cudaFree of 2 MiB under preload, ns",
     "region_bandwidth_resumed": "the same after a pause and a resume, %",
     "fingerprint_rate_GBps": "rate of fingerprints, GB/s",
     "host_machine_paused_MiB": "the same by what the machine has less, MiB",
@@ -76,8 +91,8 @@ driver first.
 def median(value: float, cycles: object) -> str:
     """A value, and the least and the greatest of its cycles, where there are several figures."""
     if not isinstance(cycles, list) or len(cycles) < 2:
-        return f"{value:,.1f}"
-    return f"{value:,.1f} ({min(cycles):,.1f} to {max(cycles):,.1f})"
+        return figure(value)
+    return f"{figure(value)} ({figure(min(cycles))} to {figure(max(cycles))})"
 
 
 def table(rows: list[Mapping[str, Any]]) -> list[str]:

@@ -265,7 +265,8 @@ MS_API void ms_torch_free(void* pointer, size_t bytes, int device, void* stream)
 /* Lets devices whose use began after memory was mapped reach that memory too, where the hardware
  * allows it: memory of ours is mapped for the devices in use at that time, and unlike cudaMalloc's
  * not affected by cudaDeviceEnablePeerAccess. Allocations and resumes do it as well. Waits for
- * transitions under way. */
+ * transitions under way. MS_DRIVER_FAILED where the driver does not say which devices are in use.
+ */
 MS_API ms_status ms_refresh_peers(ms_error* error);
 
 /* --- transitions */

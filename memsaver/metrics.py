@@ -18,8 +18,10 @@ from memsaver.statistics import TagStats, device_memory, stats
 
 __all__ = ["Collector", "register"]
 
-# name, help, value. Of each tag and device.
-_GAUGES: list[tuple[str, str, Callable[[TagStats], int]]] = [
+_Figures = list[tuple[str, str, Callable[[TagStats], float]]]  # name, help, value
+
+# Of each tag and device.
+_GAUGES: _Figures = [
     ("resident_bytes", "Device memory held.", lambda row: row.resident_bytes),
     ("allocated_bytes", "Live allocations, resident or not.", lambda row: row.allocated_bytes),
     ("allocations", "Live allocations.", lambda row: row.allocations),
@@ -27,7 +29,7 @@ _GAUGES: list[tuple[str, str, Callable[[TagStats], int]]] = [
     ("backup_host_bytes", "Host memory held for backups.", lambda row: row.host_bytes),
     ("backup_disk_bytes", "File space held for backups.", lambda row: row.disk_bytes),
 ]
-_COUNTERS: list[tuple[str, str, Callable[[TagStats], int]]] = [
+_COUNTERS: _Figures = [
     ("paused_bytes", "Device memory that pauses gave back.", lambda row: row.paused_bytes),
     ("resumed_bytes", "Device memory that resumes took.", lambda row: row.resumed_bytes),
     ("saved_bytes", "Bytes that pauses copied to backups.", lambda row: row.saved_bytes),
@@ -35,11 +37,11 @@ _COUNTERS: list[tuple[str, str, Callable[[TagStats], int]]] = [
     ("unchanged_bytes", "Bytes that pauses found saved.", lambda row: row.unchanged_bytes),
 ]
 # Of each tag, whatever its devices.
-_TAG_GAUGES: list[tuple[str, str, Callable[[TagStats], float]]] = [
+_TAG_GAUGES: _Figures = [
     ("last_pause_seconds", "How long the last pause took.", lambda row: row.last_pause_seconds),
     ("last_resume_seconds", "How long the last resume took.", lambda row: row.last_resume_seconds),
 ]
-_TAG_COUNTERS: list[tuple[str, str, Callable[[TagStats], float]]] = [
+_TAG_COUNTERS: _Figures = [
     ("pauses", "Pauses done.", lambda row: row.pauses),
     ("resumes", "Resumes done.", lambda row: row.resumes),
     ("failures", "Pauses, resumes and swaps that failed.", lambda row: row.failures),
@@ -76,27 +78,20 @@ class Collector:
             return
         here = [row for row in now.tags if row.device >= 0]
         tags = {row.tag: row for row in now.tags}.values()
+        by_device = [([row.tag, str(row.device)], row) for row in here]
+        by_tag = [([row.tag], row) for row in tags]
 
-        for name, text, value in _GAUGES:
-            gauge = GaugeMetricFamily(f"memsaver_{name}", text, labels=["tag", "device"])
-            for row in here:
-                gauge.add_metric([row.tag, str(row.device)], value(row))
-            yield gauge
-        for name, text, value in _COUNTERS:
-            counter = CounterMetricFamily(f"memsaver_{name}", text, labels=["tag", "device"])
-            for row in here:
-                counter.add_metric([row.tag, str(row.device)], value(row))
-            yield counter
-        for name, text, figure in _TAG_GAUGES:
-            gauge = GaugeMetricFamily(f"memsaver_{name}", text, labels=["tag"])
-            for row in tags:
-                gauge.add_metric([row.tag], figure(row))
-            yield gauge
-        for name, text, figure in _TAG_COUNTERS:
-            counter = CounterMetricFamily(f"memsaver_{name}", text, labels=["tag"])
-            for row in tags:
-                counter.add_metric([row.tag], figure(row))
-            yield counter
+        for family, figures, labels, rows in (
+            (GaugeMetricFamily, _GAUGES, ["tag", "device"], by_device),
+            (CounterMetricFamily, _COUNTERS, ["tag", "device"], by_device),
+            (GaugeMetricFamily, _TAG_GAUGES, ["tag"], by_tag),
+            (CounterMetricFamily, _TAG_COUNTERS, ["tag"], by_tag),
+        ):
+            for name, text, value in figures:
+                metric = family(f"memsaver_{name}", text, labels=labels)
+                for of, row in rows:
+                    metric.add_metric(of, value(row))
+                yield metric
 
         state = GaugeMetricFamily(
             "memsaver_state", "1 for the state that the tag is in, else 0.", labels=["tag", "state"]

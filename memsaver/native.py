@@ -33,8 +33,7 @@ class State(str, enum.Enum):
     PAUSED = "paused"
     RESTORING = "restoring"
 
-    def __str__(self) -> str:
-        return self.value
+    __str__ = str.__str__
 
 
 class Backup(str, enum.Enum):
@@ -45,8 +44,7 @@ class Backup(str, enum.Enum):
     PAGEABLE = "pageable"
     DISK = "disk"
 
-    def __str__(self) -> str:
-        return self.value
+    __str__ = str.__str__
 
 
 STATES = [State.MAPPED, State.SAVING, State.PAUSED, State.RESTORING]  # by ms_state

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 from memsaver.errors import (
     ConfigError,
@@ -53,12 +52,7 @@ class Timeline:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __repr__(self) -> str:

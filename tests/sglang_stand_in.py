@@ -155,7 +155,7 @@ class Scheduler:
         self.generated, self.flushed = 0, 0
         self.death: BaseException | None = None
         self.buffer: bytes | None = None  # what a model keeps beside its parameters
-        self.model = None  # a conftest.Block, whose first bytes are the buffer
+        self.model = None  # a simulated_driver.Block, whose first bytes are the buffer
         self.weight_updater = make_updater(self, saver or Saver(), group)
 
     def handle(self, name: str, message=None):

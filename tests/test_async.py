@@ -738,7 +738,7 @@ def test_a_trim_from_a_held_device_returns_at_once(sim, tag, make_paused):
 START = """
     import gc, os, signal, sys, threading, time
     import memsaver
-    from conftest import Block, Simulator
+    from simulated_driver import Block, Simulator
 
     sim = Simulator()
     with memsaver.region("t", backup="host"):

@@ -7,7 +7,7 @@ import re
 from itertools import cycle
 
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 import memsaver
 from memsaver.errors import DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError

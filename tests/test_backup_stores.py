@@ -166,7 +166,7 @@ def test_the_budget_from_the_environment_and_a_small_system(run_python, tmp_path
     run_python(
         f"""
         import memsaver
-        from conftest import Block, Simulator
+        from simulated_driver import Block, Simulator
 
         sim = Simulator()
         with memsaver.region("t", backup="host"):
@@ -340,7 +340,7 @@ def test_a_directory_that_vanished(sim, tag, make_blocks, options, tmp_path):
 FULL = """
     import errno, resource
     import memsaver
-    from conftest import Block, Simulator
+    from simulated_driver import Block, Simulator
 
     sim = Simulator()
     with memsaver.region("t", backup="disk"):

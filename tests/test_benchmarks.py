@@ -1,10 +1,8 @@
 """The benchmarks' helpers, without a GPU: sums, rows, goals, children, host memory, files."""
 
-import importlib
 import inspect
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,24 +13,13 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MIB = 1 << 20
 
 
-@pytest.fixture
-def module(monkeypatch):
-    """Imports one of the benchmarks' modules, for this test alone."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
-
-
 def row(metric, memsaver, ratio, peer="torch_memory_saver"):
     return {"metric": metric, "memsaver": memsaver, "ratio": ratio, "peer": peer}
 
 
-def test_the_sums_find_a_lost_word_and_pieces_that_changed_places(module):
+def test_the_sums_find_a_lost_word_and_pieces_that_changed_places(benchmark_module):
     torch = pytest.importorskip("torch")
-    workloads = module("workloads")
+    workloads = benchmark_module("workloads")
     tensors = [torch.empty(2 * MIB + 24, dtype=torch.uint8), torch.empty(4096, dtype=torch.int16)]
     workloads.randomise(tensors, seed=3)
     before = workloads.sums(tensors)
@@ -51,16 +38,16 @@ def test_the_sums_find_a_lost_word_and_pieces_that_changed_places(module):
     assert workloads.all_zero([tensor.zero_() for tensor in tensors])
 
 
-def test_the_decoder_is_195_tensors_of_16_gigabytes(module):
-    workloads = module("workloads")
+def test_the_decoder_is_195_tensors_of_16_gigabytes(benchmark_module):
+    workloads = benchmark_module("workloads")
     assert len(list(workloads.decoder_shapes())) == 195
     assert workloads.decoder_bytes() == 16_060_522_496
-    changed = range(195)[module("parts.backed").CHANGES["lora"]]
+    changed = range(195)[benchmark_module("parts.backed").CHANGES["lora"]]
     assert list(changed) == [1, 98]  # 1 % of them, and not the largest
 
 
-def test_a_row_has_medians_a_ratio_and_every_value(module):
-    results = module("results")
+def test_a_row_has_medians_a_ratio_and_every_value(benchmark_module):
+    results = benchmark_module("results")
     found = results.measurement("x_ms", [1.0, 9.0, 2.0], "peer", [10.0, 8.0, 7.0], [0.5, 1.5])
     assert (found["memsaver"], found["peer_value"], found["limit"]) == (2.0, 8.0, 1.0)
     assert found["ratio"] == 4.0
@@ -71,8 +58,8 @@ def test_a_row_has_medians_a_ratio_and_every_value(module):
     assert (rate["memsaver"], rate["ratio"]) == (97.0, 0.97)
 
 
-def test_goals(module):
-    report = module("report")
+def test_goals(benchmark_module):
+    report = benchmark_module("report")
     retained = "torch_memory_saver, retained backup"
     goals = {
         ("kv_64GiB_pause_ms", "any"): 1.0,
@@ -93,13 +80,13 @@ def test_goals(module):
 
 
 @pytest.mark.parametrize(("mib", "met"), [(256.0, "yes"), (256.1, "not met"), (-1.0, "yes")])
-def test_an_upper_bound_is_of_the_value_whatever_the_ratio(module, mib, met):
+def test_an_upper_bound_is_of_the_value_whatever_the_ratio(benchmark_module, mib, met):
     overhead = row("host_overhead_paused_MiB", mib, ratio=99.0)
-    assert module("report").verdict(overhead, [overhead]) == met
+    assert benchmark_module("report").verdict(overhead, [overhead]) == met
 
 
-def test_either_the_peer_or_the_disk_must_be_reached(module):
-    verdict = module("report").verdict
+def test_either_the_peer_or_the_disk_must_be_reached(benchmark_module):
+    verdict = benchmark_module("report").verdict
     slow, fast = row("disk_pause_ms", 9.0, 1.5), row("disk_pause_ms", 9.0, 2.5)
     low, high = (
         row("disk_pause_rate", 50, 0.5, "direct"),
@@ -112,16 +99,19 @@ def test_either_the_peer_or_the_disk_must_be_reached(module):
 
 
 @pytest.mark.parametrize("part", sorted(path.stem for path in BENCHMARKS.glob("parts/*.py")))
-def test_no_worker_has_a_setting_that_its_child_takes_for_itself(module, part):
-    worker = module("serve").Worker
-    taken = {*inspect.signature(module("children").Child).parameters} - {"name", "settings"}
-    found = vars(module(f"parts.{part}")).values()
+def test_no_worker_has_a_setting_that_its_child_takes_for_itself(benchmark_module, part):
+    worker = benchmark_module("serve").Worker
+    taken = {*inspect.signature(benchmark_module("children").Child).parameters} - {
+        "name",
+        "settings",
+    }
+    found = vars(benchmark_module(f"parts.{part}")).values()
     for kind in (kind for kind in found if isinstance(kind, type) and issubclass(kind, worker)):
         assert not taken & {*inspect.signature(kind).parameters}, kind
 
 
-def test_the_rows_of_the_backed_part(module):
-    backed = module("parts.backed")
+def test_the_rows_of_the_backed_part(benchmark_module):
+    backed = benchmark_module("parts.backed")
     first = {"memsaver": [400.0], "tms": [4700.0]}
     later = {
         "memsaver": {
@@ -161,35 +151,37 @@ class Echo:
 
 
 @pytest.fixture
-def echo(module, tmp_path, monkeypatch):
+def echo(benchmark_module, tmp_path, monkeypatch):
     (tmp_path / "echoing.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with module("children").Child("echoing:Echo", "somebody", factor=3) as child:
+    with benchmark_module("children").Child("echoing:Echo", "somebody", factor=3) as child:
         yield child
 
 
-def test_a_child_answers_and_goes_on_after_an_error(module, echo, capsys):
+def test_a_child_answers_and_goes_on_after_an_error(benchmark_module, echo, capsys):
     echo.ready()
     assert echo.ask("times", value=5) == {"product": 15, "name": "somebody"}
-    with pytest.raises(module("children").Failed, match="somebody, fail: OSError: no luck"):
+    with pytest.raises(
+        benchmark_module("children").Failed, match="somebody, fail: OSError: no luck"
+    ):
         echo.ask("fail")
     assert "Traceback" in capsys.readouterr().err
     assert echo.ask("times", value=100_000)["product"] == 300_000
 
 
-def test_a_child_that_ends_or_hangs_is_a_failure(module, echo):
-    failed = module("children").Failed
+def test_a_child_that_ends_or_hangs_is_a_failure(benchmark_module, echo):
+    failed = benchmark_module("children").Failed
     with pytest.raises(failed, match="ended in end, status 7"):
         echo.ask("end")
     with pytest.raises(failed, match="ended"):
         echo.ask("times", value=1)
-    with module("children").Child("echoing:Echo", "sleeper", factor=3) as child:
+    with benchmark_module("children").Child("echoing:Echo", "sleeper", factor=3) as child:
         with pytest.raises(failed, match=r"sleeper did not answer sleep in 1 s"):
             child.ask("sleep", within=1)
 
 
-def test_host_memory_is_seen_while_it_is_held(module):
-    host_memory = module("host_memory")
+def test_host_memory_is_seen_while_it_is_held(benchmark_module):
+    host_memory = benchmark_module("host_memory")
     size = 256 * MIB
     before = host_memory.in_use()
     held = bytearray(size)
@@ -201,8 +193,8 @@ def test_host_memory_is_seen_while_it_is_held(module):
     assert "touched 0.1 GiB" in host_memory.touch_elsewhere(64 * MIB)
 
 
-def test_direct_io_and_the_page_cache(module, tmp_path):
-    direct_io = module("direct_io")
+def test_direct_io_and_the_page_cache(benchmark_module, tmp_path):
+    direct_io = benchmark_module("direct_io")
     data = random.Random(1).randbytes(MIB)
     (tmp_path / "named").write_bytes(data)
     with (tmp_path / "unnamed").open("w+b") as file:
@@ -222,8 +214,8 @@ def test_direct_io_and_the_page_cache(module, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["named"]
 
 
-def test_the_drivers_bare_calls(module, sim):
-    raw_driver = module("raw_driver")
+def test_the_drivers_bare_calls(benchmark_module, sim):
+    raw_driver = benchmark_module("raw_driver")
     driver, idle = raw_driver.RawDriver(), sim.physical()
     with BareDriver().context(0):
         size = driver.setup("kv", (1 << 30) + 1)
@@ -236,8 +228,8 @@ def test_the_drivers_bare_calls(module, sim):
     assert raw_driver.count_gpus() == 1
 
 
-def test_the_readme_table_shows_the_peer_that_a_line_names(module):
-    readme_table = module("readme_table")
+def test_the_readme_table_shows_the_peer_that_a_line_names(benchmark_module):
+    readme_table = benchmark_module("readme_table")
     retained = "torch_memory_saver, retained backup"
     common = {"gpu": "G", "date": "2026-01-01", "versions": {"torch": "2"}}
     rows = [
@@ -246,5 +238,5 @@ def test_the_readme_table_shows_the_peer_that_a_line_names(module):
         for peer, value in (("torch_memory_saver", 4700.0), (retained, 300.0))
     ]
     table = readme_table.table(json.loads(json.dumps(rows)))
-    assert f"| pause of 16 GB, nothing changed, ms | 15.0 | {retained} | 300.0 | 20.00 |" in table
+    assert f"| pauses of 16 GB, nothing changed, ms | 15.0 | {retained} | 300.0 | 20.00 |" in table
     assert "4,700" not in table

@@ -20,12 +20,13 @@ PRELUDE = """
 import contextlib, datetime, gc, os, signal, sys, time, warnings
 import memsaver
 import memsaver.distributed as md
-from conftest import MIB, Block, Simulator
+from simulated_driver import Block, Simulator
 assert "torch" not in sys.modules
 
 import torch.distributed as dist
 
 sim = Simulator()
+MIB = 1 << 20
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 warnings.simplefilter("error")
 

@@ -15,9 +15,10 @@ from memsaver.cli import checks
 from memsaver.cli.checks import disk, driver, frameworks, host, nccl, preloading
 from memsaver.cli.checks import options as options_module
 from memsaver.cli.checks.control_groups import memory_limits
-from memsaver.cli.sizes import format_bytes, gigabytes, parse_bytes
+from memsaver.cli.sizes import gigabytes, parse_bytes
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.native import _C, LIBRARY_DIR
+from memsaver.text import size_text
 
 ROOT = Path(__file__).parent.parent
 SIM = {"MEMSAVER_DRIVER": "sim"}
@@ -682,7 +683,7 @@ def test_every_option_and_variable_is_known():
     ],
 )
 def test_sizes_as_people_read_them(nbytes, text):
-    assert format_bytes(nbytes) == text
+    assert size_text(nbytes) == text
 
 
 def test_sizes_as_people_write_them():

@@ -376,7 +376,7 @@ def test_a_group_of_processes(run_python, tmp_path):
     done = run_python(f"""
         import memsaver
         import memsaver.distributed as md
-        from conftest import Simulator
+        from simulated_driver import Simulator
         from memsaver import simulator
         import torch.distributed as dist
 
@@ -435,7 +435,7 @@ def test_after_an_illegal_access(run_python):
     done = run_python("""
         import ctypes, os
         import memsaver
-        from conftest import Simulator
+        from simulated_driver import Simulator
         from memsaver import simulator
 
         sim = Simulator()

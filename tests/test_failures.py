@@ -6,7 +6,7 @@ import re
 from itertools import chain
 
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 import memsaver
 from memsaver import simulator
@@ -467,6 +467,42 @@ def test_a_full_device_is_waited_for_with_a_page_of_the_host(sim, tag, make_bloc
     assert sim.counts().registered_bytes == 0
 
 
+def test_a_page_waits_for_the_device_that_is_full(run_python):
+    # One device's page stays pinned; unpinning it would wait for that device, not for the other.
+    done = run_python(
+        """
+        import threading
+        import memsaver
+        from memsaver import simulator
+        from simulated_driver import Simulator
+
+        MIB = 1 << 20
+        sim, blocks = Simulator(), []
+        for device in range(2):
+            sim.start(device)
+            with memsaver.region(str(device), backup="host"):
+                blocks.append(simulator.buffer(4 * MIB, device))
+        with sim.stream() as stream, sim.fault("cuMemAlloc", 2, times=0):
+            sim.fail("cuMemHostUnregister", 1, nth=2)  # the second device's
+            try:
+                memsaver.pause("1")
+            except memsaver.DriverError as error:
+                assert error.call == "cuMemHostUnregister"
+            sim.hold_streams(True)
+            sim.memset(blocks[0].address, 5, 4 * MIB, stream)
+            release = threading.Timer(0.3, sim.hold_streams, [False])
+            release.start()
+            memsaver.pause("0")
+            release.join()
+        memsaver.resume()
+        assert sim.read(blocks[0].address, 4 * MIB) == b"\\5" * 4 * MIB
+        print(sim.violations())
+        """,
+        MEMSAVER_SIM_DEVICES=2,
+    )
+    assert done.stdout == "[]\n"
+
+
 def test_a_failure_leaves_the_threads_capture_mode(sim, tag, make_blocks, attempt):
     name = tag()
     blocks = make_blocks(name, [MIB], backup="host")
@@ -665,7 +701,7 @@ def test_a_free_that_fails_is_a_warning(sim, tag, make_blocks):
 INTERRUPTED = """
     import os, signal, threading
     import memsaver
-    from conftest import Block, Simulator
+    from simulated_driver import Block, Simulator
 
     sim = Simulator()
     with memsaver.region("t", backup="host"):
@@ -741,7 +777,8 @@ def test_the_first_use_of_a_device(run_python):
         r"""
         import itertools, os, re, sys, traceback, warnings
         import memsaver
-        from conftest import ROOT, Block, Simulator
+        from repository import ROOT
+        from simulated_driver import Block, Simulator
 
         warnings.simplefilter("ignore")
         calls = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver.h").read_text())

@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
 from faults.injections import Injection, injections_of
 from faults.lanes import Workplace
+from repository import ROOT
 
 # What each of them once found.
 PARTS = {
@@ -81,7 +81,7 @@ def test_an_error_without_memory_for_its_message_has_one(tmp_path, run_python):
         import ctypes
         import memsaver
         from memsaver import simulator
-        from conftest import Simulator
+        from simulated_driver import Simulator
 
         sim, system = Simulator(), ctypes.CDLL(None)
         with memsaver.region("a"):
@@ -109,3 +109,54 @@ def test_an_error_without_memory_for_its_message_has_one(tmp_path, run_python):
         **{k: place.environment[k] for k in ("LD_PRELOAD", "MEMSAVER_TEST_SYSTEM_ROOT")},
     )
     assert int(done.stdout) >= 3, done.stdout
+
+
+def test_a_swap_that_cannot_be_undone_says_so_without_memory_too(tmp_path, run_python):
+    """The system refuses memory, and then the driver what undoing takes."""
+    place = Workplace(tmp_path)
+    done = run_python(
+        """
+        import memsaver
+        from memsaver import simulator
+        from simulated_driver import Simulator
+        from model.calls import System
+
+        MIB = 1 << 20
+        sim = Simulator()
+        system = System(sim)
+        memsaver.configure(share_bytes="2MiB", slab_bytes="2MiB")
+        with memsaver.region("into", backup="host"):
+            coming = [simulator.buffer(2 * MIB) for _ in range(4)]
+        memsaver.pause("into")
+        with memsaver.region("out", backup="host"):
+            going = [simulator.buffer(2 * MIB) for _ in range(4)]
+        for index, block in enumerate(going):
+            sim.write(block.address, bytes([index + 1]) * 512)
+        kept, parked, drivers = 0, 0, 0
+        for nth in range(60, 260):  # before that it is still being planned
+            memsaver.resume("out", "into")
+            memsaver.pause("into")
+            sim.fail("cuMemMap", 1, nth=2, times=0)
+            system.os.os_faults_set(b"malloc", nth, 12, 1)
+            try:
+                memsaver.swap(out="out", into="into")
+            except memsaver.MemsaverError as error:
+                system.clear()
+                said, state = str(error), memsaver.state("out")
+                kept += state == "mapped"
+                if state == "paused":
+                    parked += 1
+                    assert "resume them" in said, said
+                if isinstance(error, memsaver.DriverError):
+                    drivers += 1
+                    assert "cuMemMap" in said, said
+            system.clear()
+            memsaver.resume("out")
+            for index, block in enumerate(going):
+                assert sim.read(block.address, 512) == bytes([index + 1]) * 512
+        print(kept > 0, parked > 0, drivers > 0)
+        """,
+        PYTHONPATH=str(ROOT / "tests"),
+        **{k: place.environment[k] for k in ("LD_PRELOAD", "MEMSAVER_TEST_SYSTEM_ROOT")},
+    )
+    assert done.stdout == "True True True\n", done.stdout

@@ -10,8 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
 from fingerprint_reference import PIECE, digest, digests
+from repository import ROOT
 
 import memsaver
 from memsaver import simulator
@@ -170,7 +170,7 @@ def test_two_devices_and_their_order(run_python):
         import memsaver
         from memsaver import simulator
         from memsaver.native import _C
-        from conftest import Simulator
+        from simulated_driver import Simulator
         from fingerprint_reference import digest
         sim = Simulator()
         with memsaver.region("tag"):
@@ -345,7 +345,7 @@ def test_a_kernel_that_cannot_be_loaded(run_python):
         import memsaver
         from memsaver import simulator
         from memsaver.native import _C
-        from conftest import Simulator
+        from simulated_driver import Simulator
         sim = Simulator()
         with memsaver.region("tag"):
             buffer = simulator.buffer(4096)
@@ -383,7 +383,7 @@ def test_ranges_that_reach_beyond_everything_are_refused(run_python):
         """
         import resource
         import memsaver
-        from conftest import Block, Simulator
+        from simulated_driver import Block, Simulator
         from memsaver.native import _C
 
         sim = Simulator()

@@ -11,7 +11,7 @@ import re
 import time
 
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 import memsaver
 from memsaver.native import _C

@@ -205,7 +205,7 @@ def test_two_devices(run_python, kind):
     run_python(
         f"""
         import memsaver
-        from conftest import Block, Simulator
+        from simulated_driver import Block, Simulator
 
         sim = Simulator()
         blocks = []

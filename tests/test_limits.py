@@ -20,7 +20,7 @@ MIB = 1 << 20
 PRELUDE = """
 import errno, os, resource, sys
 import memsaver
-from conftest import Block, Simulator
+from simulated_driver import Block, Simulator
 from memsaver import simulator
 
 sim = Simulator()

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 ONE = ["--sequences", "2", "--workers", "1", "--seed", "1"]
 

@@ -14,18 +14,12 @@ from memsaver.native import _C
 PRELUDE = """
 import os, sys
 import memsaver
-from conftest import Block, Simulator
+from refusals import raises
+from simulated_driver import Block, Simulator
 from memsaver import simulator
 from memsaver.native import _C
 
 sim = Simulator()
-
-def refuses(error, call, *arguments, **named):
-    try:
-        call(*arguments, **named)
-    except error as caught:
-        return str(caught)
-    raise AssertionError(f"{call} did not raise {error}")
 
 def in_fork(function):
     child = os.fork()
@@ -81,15 +75,15 @@ def test_a_child_forked_after_the_driver_was_opened_is_inert(run_python):
                     _C.free(address)  # a no-op, not a double free
                 error = memsaver.InvalidStateError
                 for call in (memsaver.pause, memsaver.resume):
-                    assert "fork" in refuses(error, call, "mapped")
-                    refuses(error, call)
-                assert "spawn" in refuses(error, enter, "new")
+                    assert "fork" in raises(error, call, "mapped")
+                    raises(error, call)
+                assert "spawn" in raises(error, enter, "new")
                 for call in (memsaver.stats, _C.trim, memsaver.device_memory):
-                    refuses(error, call)
-                refuses(error, memsaver.state, "mapped")
-                refuses(error, memsaver.ranges, "mapped")
-                refuses(error, _C.malloc, 4096)
-                refuses(error, _C.backup_view, addresses[1], 1)
+                    raises(error, call)
+                raises(error, memsaver.state, "mapped")
+                raises(error, memsaver.ranges, "mapped")
+                raises(error, _C.malloc, 4096)
+                raises(error, _C.backup_view, addresses[1], 1)
                 assert _C.owns(addresses[0]) and _C.region_tag() is None
                 del globals()["block"], globals()["other"]
 
@@ -98,7 +92,7 @@ def test_a_child_forked_after_the_driver_was_opened_is_inert(run_python):
             assert block.is_intact()
             memsaver.resume("paused")
             assert other.is_intact()
-            in_fork(lambda: in_fork(lambda: refuses(memsaver.InvalidStateError, memsaver.pause)))
+            in_fork(lambda: in_fork(lambda: raises(memsaver.InvalidStateError, memsaver.pause)))
             assert sim.violations() == []
             """
         )
@@ -131,7 +125,7 @@ def test_a_child_forked_during_another_threads_pause(run_python):
         code(
             """
             import time
-            from conftest import Task
+            from tasks import Task
 
             block = use()
             block.fill(2)
@@ -141,7 +135,7 @@ def test_a_child_forked_during_another_threads_pause(run_python):
                 time.sleep(0.001)
             for _ in range(5):
                 in_fork(lambda: (_C.free(block.address),
-                                 refuses(memsaver.InvalidStateError, memsaver.stats)))
+                                 raises(memsaver.InvalidStateError, memsaver.stats)))
             assert memsaver.state("used") == "saving"
             task.result()
             sim.stream_delay(0)
@@ -157,11 +151,11 @@ def test_a_child_forked_before_the_driver_was_opened_is_like_any_process(run_pyt
         code(
             """
             memsaver.configure(share_bytes="64MiB")
-            refuses(memsaver.UnknownTagError, memsaver.state, "nothing")
+            raises(memsaver.UnknownTagError, memsaver.state, "nothing")
             in_fork(use)
             in_fork(lambda: in_fork(use))
             block = use()
-            in_fork(lambda: refuses(memsaver.InvalidStateError, enter, "late"))
+            in_fork(lambda: raises(memsaver.InvalidStateError, enter, "late"))
             assert block.is_intact()
             """
         )
@@ -244,7 +238,7 @@ def test_exit_while_a_thread_pauses(run_python, seed):
         code(
             f"""
             import time
-            from conftest import Task
+            from tasks import Task
 
             block = use()
             block.fill({seed})
@@ -347,7 +341,7 @@ def test_a_driver_that_comes_later_is_found(run_python):
     run_python(
         code(
             """
-            refuses(memsaver.NotLoadedError, enter, "t")
+            raises(memsaver.NotLoadedError, enter, "t")
             os.environ["MEMSAVER_DRIVER"] = "sim"
             use()
             """
@@ -409,13 +403,13 @@ def test_nonsense_in_the_environment_is_met_before_anything_is_done(run_python, 
         code(
             f"""
             with memsaver.region("t"):
-                message = refuses(memsaver.ConfigError, simulator.buffer, 4096)
+                message = raises(memsaver.ConfigError, simulator.buffer, 4096)
                 assert {option!r} in message and {variable!r} in message, message
                 assert "bytes" in message
             assert memsaver.ranges("t") == () and sim.counts().handles == 0
             assert sim.counts().reservations == 0
             for call in (memsaver.pause, memsaver.resume):
-                assert {variable!r} in refuses(memsaver.ConfigError, call, "t")
+                assert {variable!r} in raises(memsaver.ConfigError, call, "t")
             assert memsaver.state("t") == "mapped"
             memsaver.configure({option}="64MiB")  # counts more than the environment
             use()
@@ -519,7 +513,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused(run_python, tmp_path):
             import os
             if os.geteuid() == 0:  # whom no mode stops
                 os.seteuid(65534)
-            message = refuses(memsaver.ConfigError, memsaver.configure, disk_dir={str(locked)!r})
+            message = raises(memsaver.ConfigError, memsaver.configure, disk_dir={str(locked)!r})
             assert "disk_dir" in message and "Permission denied" in message, message
             """
         )
@@ -555,7 +549,7 @@ def test_nonsense_of_every_kind_in_the_environment(run_python, variable, value):
         code(
             f"""
             with memsaver.region("t"):
-                message = refuses(memsaver.ConfigError, simulator.buffer, 4096)
+                message = raises(memsaver.ConfigError, simulator.buffer, 4096)
             assert {variable!r} in message and {value!r} in message, message
             assert sim.counts().handles == 0
             """
@@ -576,9 +570,9 @@ def test_nothing_is_printed(run_python):
 
             block = use()
             with memsaver.region("t"):
-                refuses(memsaver.OutOfDeviceMemoryError, simulator.buffer, 1 << 40)
+                raises(memsaver.OutOfDeviceMemoryError, simulator.buffer, 1 << 40)
             sim.fail("cuMemUnmap", 1, times=0)
-            refuses(memsaver.DriverError, memsaver.pause, "used")
+            raises(memsaver.DriverError, memsaver.pause, "used")
             sim.clear_faults()
             with memsaver.region("t"):
                 large = simulator.buffer(64 << 20)

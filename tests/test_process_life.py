@@ -238,16 +238,14 @@ def test_a_handler_that_exits(run_python):
 # --- another program ------------------------------------------------------------------------------
 
 INHERITED = """
+from descriptors import open_descriptors
+
 def inherited():
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            where = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:
-            continue
-        if int(number) > 2 and ("memfd" in where or "(deleted)" in where or "nvidia" in where):
-            found.append(where)
-    return found
+    return [
+        where
+        for number, where in open_descriptors().items()
+        if number > 2 and ("memfd" in where or "(deleted)" in where or "nvidia" in where)
+    ]
 """
 
 
@@ -392,7 +390,7 @@ def test_a_transition_that_nobody_ran_waits_without_the_lock_of_the_interpreter(
         code(
             """
             import threading
-            from conftest import Task
+            from tasks import Task
 
             with memsaver.region("t", backup="host"):
                 block, other = Block(sim, 64 << 20, 1), Block(sim, 3 << 20, 2)

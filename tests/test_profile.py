@@ -12,7 +12,7 @@ CC = (sysconfig.get_config_var("CC") or "cc").split()
 
 PRELUDE = """
 import memsaver
-from conftest import Block, Simulator
+from simulated_driver import Block, Simulator
 from memsaver import simulator
 
 sim = Simulator()

@@ -1,6 +1,6 @@
 """README.md's figures are those of the result file."""
 
-import importlib.util
+import importlib
 import json
 import re
 from pathlib import Path
@@ -13,18 +13,29 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def readme_table():
-    path = ROOT / "benchmarks" / "readme_table.py"
-    spec = importlib.util.spec_from_file_location("readme_table", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def drawn(monkeypatch):
+    """The program that draws the picture."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("readme_picture")
+
+
+@pytest.fixture
+def readme_table(drawn):
+    return importlib.import_module("readme_table")
 
 
 def test_the_measured_table_is_the_result_files(readme_table):
     readme = (ROOT / "README.md").read_text()
     rows = json.loads(readme_table.RESULTS.read_text())
     assert readme_table.rewritten(readme, rows) == readme
+
+
+def test_the_picture_is_the_result_files(drawn):
+    texts = re.findall(r"<text [^>]*>([^<]*)</text>", drawn.PICTURE.read_text())
+    bars = drawn.bars(json.loads(drawn.RESULTS.read_text()))
+    assert len(bars) == 5
+    for words, ours, peers, ratio in bars:
+        assert {words, drawn.label(ours, ratio), drawn.label(peers)} <= set(texts)
 
 
 def test_every_name_the_readme_uses_exists():

@@ -494,7 +494,7 @@ def test_a_region_on_a_second_device(run_python):
     run_python(
         """
         import memsaver
-        from conftest import Simulator
+        from simulated_driver import Simulator
         from memsaver import simulator
 
         sim = Simulator()

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from descriptors import open_descriptors
 
 import memsaver
 from memsaver.errors import BackupError
@@ -54,15 +55,9 @@ def _without_docstrings(tree):
 
 
 def open_files(folder):
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            where = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:
-            continue
-        if where.startswith(f"{folder}/"):
-            found.append(int(number))
-    return found
+    return [
+        number for number, where in open_descriptors().items() if where.startswith(f"{folder}/")
+    ]
 
 
 @pytest.mark.parametrize("mask", [0, 0o077])

@@ -1,10 +1,8 @@
 """benchmarks/sglang_cycle.py from end to end, without a GPU and without SGLang."""
 
-import importlib
 import json
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -21,18 +19,7 @@ case "$*" in *memory.used*) echo 1000;; *) echo "Some GPU, 1.2.3";; esac
 
 
 @pytest.fixture
-def module(monkeypatch):
-    """Imports one of the benchmarks' modules, for this test alone."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
-
-
-@pytest.fixture
-def machine(module, tmp_path, monkeypatch):
+def machine(benchmark_module, tmp_path, monkeypatch):
     """A place where the stand-in engine, a torch_memory_saver and an nvidia-smi are found."""
     shutil.copytree(ROOT / "tests" / "fixtures" / "sglang_engine", tmp_path / "site")
     (tmp_path / "site" / "torch_memory_saver").mkdir()
@@ -49,12 +36,12 @@ def machine(module, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(module, machine, monkeypatch):
+def run(benchmark_module, machine, monkeypatch):
     """Runs the benchmark; the exit status, the rows by metric, and what the engines were."""
 
     def call(*arguments, fault=""):
         monkeypatch.setenv("STAND_IN_FAULT", fault)
-        cycle = module("sglang_cycle")
+        cycle = benchmark_module("sglang_cycle")
         short = ["--small", "--wait=0", "--touch-gib=0", "--cycles=2", "--decodes=3"]
         short += ["--trainer-gb=0.05", "--output=out.json"]
         options = cycle.parser().parse_args([*short, *arguments])
@@ -198,8 +185,8 @@ def test_without_the_peer_or_sglang_there_is_nothing_to_measure(run, machine, ca
     assert "torch_memory_saver is not installed" in capsys.readouterr().err
 
 
-def test_an_engines_environment(module, monkeypatch, tmp_path):
-    environment = module("sglang_engine").environment
+def test_an_engines_environment(benchmark_module, monkeypatch, tmp_path):
+    environment = benchmark_module("sglang_engine").environment
     monkeypatch.chdir(tmp_path)
     inherited = {
         "PYTHONPATH": f"a{os.pathsep}{os.pathsep}/b",
@@ -217,16 +204,16 @@ def test_an_engines_environment(module, monkeypatch, tmp_path):
     assert not {"SGLANG_PLUGINS", "TMS_INIT_ENABLE"} & set(ours)
 
 
-def test_memory_that_stays_in_use_is_a_failure(module, machine, monkeypatch):
-    sglang_engine = module("sglang_engine")
+def test_memory_that_stays_in_use_is_a_failure(benchmark_module, machine, monkeypatch):
+    sglang_engine = benchmark_module("sglang_engine")
     sglang_engine.wait_until_free(1000 - sglang_engine.NOISE_MIB)
     monkeypatch.setattr(sglang_engine, "FREE_SECONDS", 0)
-    with pytest.raises(module("children").Failed, match="1000 MiB of the GPU are in use"):
+    with pytest.raises(benchmark_module("children").Failed, match="1000 MiB of the GPU are in use"):
         sglang_engine.wait_until_free(500)
 
 
-def test_the_big_model_is_qwen3_8b(module, tmp_path):
-    sglang_model = module("sglang_model")
+def test_the_big_model_is_qwen3_8b(benchmark_module, tmp_path):
+    sglang_model = benchmark_module("sglang_model")
     weights = dict(sglang_model.checkpoint(sglang_model.BIG))
     assert len(weights) == 3 + 36 * 11
     elements = sum(size[0] * (size[1] if len(size) > 1 else 1) for size in weights.values())
@@ -235,9 +222,9 @@ def test_the_big_model_is_qwen3_8b(module, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 8192
 
 
-def test_a_trainers_values_depend_on_the_seed(module):
+def test_a_trainers_values_depend_on_the_seed(benchmark_module):
     torch = pytest.importorskip("torch")
-    sglang_model = module("sglang_model")
+    sglang_model = benchmark_module("sglang_model")
     trainer = sglang_model.Trainer(sglang_model.SMALL, device="cpu")
     found = []
     for seed in (1, 2, 1):
@@ -264,15 +251,15 @@ def test_a_trainers_values_depend_on_the_seed(module):
         ("sglang_start_s", 31.0, 30.0, 0.9677, ""),
     ],
 )
-def test_goals(module, metric, memsaver, peer, ratio, met):
+def test_goals(benchmark_module, metric, memsaver, peer, ratio, met):
     row = {"metric": metric, "memsaver": memsaver, "peer_value": peer, "ratio": ratio}
     row["peer"] = "torch_memory_saver"
-    assert module("report").verdict(row, [row]) == met
+    assert benchmark_module("report").verdict(row, [row]) == met
 
 
 @pytest.mark.parametrize("text", ["", "0.5,x", "0.5,1.0", "-0.1"])
-def test_fractions_lie_between_0_and_1(module, text, capsys):
-    parser = module("sglang_cycle").parser()
+def test_fractions_lie_between_0_and_1(benchmark_module, text, capsys):
+    parser = benchmark_module("sglang_cycle").parser()
     with pytest.raises(SystemExit):
         parser.parse_args([f"--fractions={text}"])
     assert "numbers between 0 and 1" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from conftest import Block
+from simulated_driver import Block
 
 import memsaver
 from memsaver import ConfigError, InvalidStateError, NotLoadedError, State

@@ -349,7 +349,7 @@ RANK = """
     import pytest, torch.distributed as dist
     import sglang_stand_in as stand_in
     import memsaver
-    from conftest import Block, Simulator
+    from simulated_driver import Block, Simulator
     from test_sglang_scheduler import MIB, ask, hooks, states
 
     rank = int(sys.argv[1])

@@ -132,39 +132,39 @@ def test_a_swap_without_host_memory_for_its_copies_changes_nothing(
     assert out.are_intact()
 
 
-def test_a_shortage_on_one_device_that_cannot_be_undone_on_another_says_so(run_python):
+# Device 1's page goes over and comes back, and goes over again; then it cannot be taken back.
+@pytest.mark.parametrize(
+    ("call", "code", "times"),
+    [("cuMemMap", "OUT_OF_MEMORY", 1), ("cuMemUnmap", "INVALID_VALUE", 0)],
+)
+def test_a_shortage_on_one_device_that_cannot_be_undone_on_another_says_so(
+    run_python, call, code, times
+):
     run_python(
-        """
+        f"""
         import memsaver
-        from memsaver import simulator
-        from conftest import Simulator
+        from simulated_driver import Block, Simulator
 
         sim, MIB = Simulator(), 1 << 20
-        for device in range(2):
-            sim.start(device)
-        blocks = {}
-        for name in ("out", "into"):
-            with memsaver.region(name, backup="host"):
-                # On device 0 nothing is there to be handed over.
-                devices = [1] if name == "out" else [0, 1]
-                blocks[name] = [simulator.buffer(2 * MIB, device) for device in devices]
-            for block in blocks[name]:
-                sim.write(block.address, name.encode() * 1000)
+        sim.start(0), sim.start(1)
+        with memsaver.region("into", backup="host"):
+            into = [Block(sim, 4 * MIB, 1, device) for device in (0, 1)]
         memsaver.pause("into")
-        # There and back, there: then it cannot be taken back.
-        sim.fail("cuMemUnmap", 1, nth=4, times=0)
-        sim.fail("cuMemCreate", sim.OUT_OF_MEMORY, times=0)
-        try:
-            memsaver.swap(out="out", into="into")
-        except memsaver.OutOfDeviceMemoryError as error:
-            said = str(error)
-        sim.clear_faults()
-        assert memsaver.state("out") == memsaver.state("into") == "paused"
-        assert "resume them" in said, said
+        with memsaver.region("out", backup="host"):
+            out = [Block(sim, 4 * MIB, 2, 1)]  # nothing to be handed over on device 0
+        sim.occupy(80 << 30, 0)
+        with sim.fault({call!r}, sim.{code}, nth=4, times={times}):
+            try:
+                memsaver.swap(out="out", into="into")
+                raise AssertionError("it did not fail")
+            except memsaver.OutOfDeviceMemoryError as error:
+                said = error
+        assert memsaver.state("out") == memsaver.state("into") == memsaver.State.PAUSED
+        assert "could not be undone" in str(said) and "resume them" in str(said), said
+        assert said.needed == 4 * MIB and said.free == 0, said
+        sim.occupy(0, 0)
         memsaver.resume()
-        for name, made in blocks.items():
-            for block in made:
-                assert sim.read(block.address, len(name) * 1000) == name.encode() * 1000
+        assert all(block.is_intact() for block in out + into) and not sim.violations()
         """,
         MEMSAVER_SIM_DEVICES=2,
     )

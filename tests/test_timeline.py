@@ -7,6 +7,7 @@ import time
 import pytest
 
 import memsaver
+from memsaver import simulator
 from memsaver.native import _C
 
 MIB = 1 << 20
@@ -42,6 +43,37 @@ def test_memory_of_a_tag_over_time(sim, tag, make_blocks, options):
     assert times == sorted(times) and times[0] >= 0 and times[-1] <= t.trace.seconds
     assert t.dropped == 0 == t.trace.begin and t.trace.process == os.getpid()
     assert abs(t.trace.started - time.time()) < 60
+
+
+def test_a_free_that_fails_half_way_is_what_stats_say(sim, tag, options):
+    options(slab_bytes="2MiB", share_bytes="2MiB")
+    name = tag()
+    with memsaver.region(name):
+        large = simulator.buffer(7 << 30)  # of several pieces
+    with memsaver.timeline() as t:
+        with sim.fault("cuMemUnmap", nth=2), pytest.warns(memsaver.MemsaverWarning, match="held"):
+            del large
+            memsaver.stats()
+        [row] = memsaver.stats()[name]
+    assert 0 < row.resident_bytes < 7 << 30
+    assert of(t.samples, name)[-1].resident_bytes == row.resident_bytes
+
+
+def test_a_free_takes_its_parked_pages_out(sim, tag, make_blocks, options):
+    options(slab_bytes="2MiB", share_bytes="2MiB")
+    name = tag()
+    blocks = make_blocks(name, [4 * MIB] * 3, backup="host")
+    with memsaver.timeline() as t:
+        sim.fail("cuMemUnmap", 1, nth=2)
+        sim.fail("cuMemMap", 1, times=0)
+        with pytest.raises(memsaver.DriverError, match="resume them"):
+            memsaver.pause(name)
+        sim.clear_faults()
+        before = memsaver.stats()[name][0].resident_bytes
+        del blocks[0]
+        [row] = memsaver.stats()[name]
+    assert 0 < row.resident_bytes < before
+    assert of(t.samples, name)[-1].resident_bytes == row.resident_bytes
 
 
 def test_each_transition_says_what_it_did_and_who_asked(sim, tag, make_blocks):

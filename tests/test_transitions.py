@@ -623,7 +623,8 @@ def test_the_processes_own_tag_while_another_thread_pauses_it(run_python):
         """
         import threading, time
         import memsaver
-        from conftest import Simulator, Task
+        from simulated_driver import Simulator
+        from tasks import Task
         from memsaver import simulator
         from memsaver._C import malloc
 
@@ -793,7 +794,7 @@ def test_a_resume_that_cannot_find_out_who_may_reach_its_memory_fails(run_python
         """
         import memsaver
         from memsaver import simulator
-        from conftest import Simulator
+        from simulated_driver import Simulator
 
         sim = Simulator()
         for device in range(2):
@@ -1340,7 +1341,7 @@ def test_two_devices(run_python):
     run_python(
         """
         import memsaver
-        from conftest import Block, Simulator
+        from simulated_driver import Block, Simulator
         from memsaver import simulator
 
         MIB = 1 << 20
@@ -1486,7 +1487,7 @@ def test_a_pause_waits_for_other_devices(run_python):
     run_python(
         """
         import ctypes, memsaver
-        from conftest import Simulator
+        from simulated_driver import Simulator
         from memsaver import simulator
 
         sim = Simulator()

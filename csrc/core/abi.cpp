@@ -416,7 +416,7 @@ ms_status ms_locate(const void* pointer, ms_location* location, ms_error* error)
                             found.mark.thread,
                             ""};
     if (found.mark.caller) {
-      copy_text(location->caller, sizeof(location->caller), *found.mark.caller);
+      copy_end_of_text(location->caller, sizeof(location->caller), *found.mark.caller);
     }
   });
 }

@@ -18,12 +18,11 @@ namespace {
 
 // New memory for the ranges. Throws kOutOfDeviceMemory too where less than the option margin_bytes
 // would stay free.
-std::map<uint64_t, Mapping> map_new(const Device& device, const std::vector<Range>& ranges) {
+std::map<uint64_t, Mapping> map_new(Device& device, const std::vector<Range>& ranges) {
   if (ranges.empty()) return {};
-  static std::mutex* const turns = new std::mutex[64];  // on a device, each sees what the last took
   const uint64_t margin = option(Option::margin_bytes);
-  std::unique_lock<std::mutex> turn(turns[device.ordinal() % 64], std::defer_lock);
-  if (margin > 0) turn.lock();
+  std::unique_lock<std::mutex> room;
+  if (margin > 0) room = device.lock_room();
   if (margin > 0 && device.memory().free_bytes < total(ranges) + margin) {
     throw Error(Status::kOutOfDeviceMemory, "");  // allocate() says what is needed
   }
@@ -70,9 +69,11 @@ void settle(std::unique_lock<std::mutex>& lock, Pool& pool) {
     const std::optional<Error> failure = give_back(taken);
     lock.lock();
     pool.heap.commit_extents(taken);
-    if (failure) throw *failure;
+    if (failure) {
+      timeline::note(Record::Kind::kFree, pool);
+      throw *failure;
+    }
     pool.heap.commit_free(blocks);
-    timeline::note(Record::Kind::kFree, pool);
     // Of parked pages, those that lie under no block any more.
     std::vector<PhysicalMemory> unused;
     for (size_t i = 0; i < pool.parked.size();) {
@@ -85,6 +86,7 @@ void settle(std::unique_lock<std::mutex>& lock, Pool& pool) {
       pool.parked[i] = std::move(pool.parked.back());
       pool.parked.pop_back();
     }
+    timeline::note(Record::Kind::kFree, pool);
     lock.unlock();
     unused.clear();
     lock.lock();

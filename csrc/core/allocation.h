@@ -41,7 +41,8 @@ class Hold {
 uint64_t allocate(Tag& tag, Device& device, uint64_t bytes);
 
 // Lets devices that came into use since the last call reach the memory that is mapped already.
-// Waits for held tags. Quick where nothing changed. A refusal of the driver is a warning.
+// Waits for held tags. Quick where nothing changed. Memory that a device may not be let to is a
+// warning. Throws kDriverFailed where the driver does not say which devices are in use.
 void share_with_active_devices();
 
 // Gives it back, in any state of the tag: at once, or by whoever holds the tag in a transition.

@@ -11,7 +11,6 @@ namespace memsaver {
 namespace {
 
 constexpr size_t kWaitBlockBytes = 512;
-constexpr size_t kPageBytes = 4096;
 
 // Of what a scope changes and restores: a refusal is not taken at once.
 constexpr int kTries = 3;
@@ -24,13 +23,23 @@ CUmemAllocationProp pinned_on(int ordinal) {
   return prop;
 }
 
+// The driver's names of all devices that the process sees, by their ordinals. Throws kDriverFailed.
+const std::vector<CUdevice>& handles() {
+  static const auto* const found = [] {
+    int count = 0;
+    CU_CHECK(cuDeviceGetCount, &count);
+    auto made = std::make_unique<std::vector<CUdevice>>(count);
+    for (int ordinal = 0; ordinal < count; ++ordinal) {
+      CU_CHECK(cuDeviceGet, &(*made)[ordinal], ordinal);
+    }
+    return made.release();
+  }();
+  return *found;
+}
+
 }  // namespace
 
-int Device::count() {
-  int count = 0;
-  CU_CHECK(cuDeviceGetCount, &count);
-  return count;
-}
+int Device::count() { return static_cast<int>(handles().size()); }
 
 int Device::current() {
   CUdevice device = 0;
@@ -53,7 +62,7 @@ Device::Device(int ordinal) : ordinal_(ordinal) {
     throw Error(Status::kInvalidArgument, "there is no device " + std::to_string(ordinal) +
                                               ": this process sees " + std::to_string(devices));
   }
-  CU_CHECK(cuDeviceGet, &device_, ordinal);
+  device_ = handles()[ordinal];
   int supported = 0;
   CU_CHECK(cuDeviceGetAttribute, &supported,
            CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device_);
@@ -105,11 +114,9 @@ uint64_t Device::active() {
   uint64_t mask = 0;
   const int devices = std::min(count(), 64);
   for (int ordinal = 0; ordinal < devices; ++ordinal) {
-    CUdevice device = 0;
     unsigned int flags = 0;
     int active = 0;
-    CU_CHECK(cuDeviceGet, &device, ordinal);
-    CU_CHECK(cuDevicePrimaryCtxGetState, device, &flags, &active);
+    CU_CHECK(cuDevicePrimaryCtxGetState, handles()[ordinal], &flags, &active);
     if (active) mask |= 1ull << ordinal;
   }
   return mask;
@@ -124,10 +131,8 @@ std::vector<CUmemAccessDesc> Device::access() const {
   const uint64_t others = active() & ~(1ull << ordinal_);
   for (int other = 0; other < 64 && others >> other != 0; ++other) {
     if ((others >> other & 1) == 0) continue;
-    CUdevice peer = 0;
     int reachable = 0;
-    CU_CHECK(cuDeviceGet, &peer, other);
-    CU_CHECK(cuDeviceCanAccessPeer, &reachable, peer, device_);
+    CU_CHECK(cuDeviceCanAccessPeer, &reachable, handles()[other], device_);
     if (reachable) {
       access.push_back(own);
       access.back().location.id = other;
@@ -159,15 +164,13 @@ void Device::drain() {
     unfreed_.push_back(block);
     check(freed, "cuMemFree");
   }
-  // The device is full to the last block: a page of the host does too, only slower.
-  alignas(kPageBytes) static char page[kPageBytes];
-  static std::mutex* const mutex = new std::mutex;
-  static bool pinned = false;  // true after an unpinning that failed
-  std::lock_guard<std::mutex> lock(*mutex);
-  if (!pinned) CU_CHECK(cuMemHostRegister, page, kPageBytes, 0);
-  pinned = true;
-  CU_CHECK(cuMemHostUnregister, page);
-  pinned = false;
+  // The device is full to the last block: a page of the host does too, only slower. A page of its
+  // own: unpinning waits for the device that pinned.
+  std::lock_guard<std::mutex> lock(page_mutex_);
+  if (!page_is_pinned_) CU_CHECK(cuMemHostRegister, page_, kPageBytes, 0);
+  page_is_pinned_ = true;
+  CU_CHECK(cuMemHostUnregister, page_);
+  page_is_pinned_ = false;
 }
 
 void Device::drain_active() {

@@ -45,6 +45,10 @@ class Device {
   };
   Memory memory() const;
 
+  // Who takes memory only where some would stay free holds this from the look to the last piece, so
+  // that the next one sees what was taken.
+  std::unique_lock<std::mutex> lock_room() { return std::unique_lock<std::mutex>(room_mutex_); }
+
   // All of its memory, bytes.
   uint64_t total_bytes() const { return total_bytes_; }
 
@@ -91,8 +95,13 @@ class Device {
   std::mutex mutex_;  // over the two below
   CUstream copy_streams_[2] = {};
   std::vector<CUdeviceptr> unfreed_;  // of drain(), whose freeing failed
-  CUdeviceptr keeper_ =
-      0;  // a small block, so that the driver keeps the slab from which drain() takes another
+  // A small block, so that the driver keeps the slab from which drain() takes another.
+  CUdeviceptr keeper_ = 0;
+  static constexpr size_t kPageBytes = 4096;
+  std::mutex page_mutex_;        // over the two below
+  bool page_is_pinned_ = false;  // also after an unpinning that failed
+  alignas(kPageBytes) char page_[kPageBytes];
+  std::mutex room_mutex_;
 };
 
 // While it lives, the thread's context is the device's. Restores it; an error of restoring is

@@ -106,18 +106,6 @@ PhysicalMemory PhysicalMemory::create(const Device& device, uint64_t bytes) {
   return PhysicalMemory(device, bytes, handle);
 }
 
-PhysicalMemory::PhysicalMemory(PhysicalMemory&& other) noexcept
-    : device_(std::exchange(other.device_, nullptr)),
-      bytes_(std::exchange(other.bytes_, 0)),
-      handle_(std::exchange(other.handle_, 0)) {}
-
-PhysicalMemory& PhysicalMemory::operator=(PhysicalMemory&& other) noexcept {
-  std::swap(device_, other.device_);
-  std::swap(bytes_, other.bytes_);
-  std::swap(handle_, other.handle_);
-  return *this;
-}
-
 PhysicalMemory::~PhysicalMemory() {
   if (!device_) return;
   const CUresult result = driver().cuMemRelease(handle_);
@@ -139,20 +127,6 @@ VaReservation VaReservation::reserve(uint64_t bytes, uint64_t alignment) {
   made.address_ = (address + alignment - 1) / alignment * alignment;
   made.bytes_ = bytes;
   return made;
-}
-
-VaReservation::VaReservation(VaReservation&& other) noexcept
-    : whole_address_(std::exchange(other.whole_address_, 0)),
-      whole_bytes_(std::exchange(other.whole_bytes_, 0)),
-      address_(std::exchange(other.address_, 0)),
-      bytes_(std::exchange(other.bytes_, 0)) {}
-
-VaReservation& VaReservation::operator=(VaReservation&& other) noexcept {
-  std::swap(whole_address_, other.whole_address_);
-  std::swap(whole_bytes_, other.whole_bytes_);
-  std::swap(address_, other.address_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
 }
 
 VaReservation::~VaReservation() {
@@ -184,15 +158,6 @@ void Mapping::share(const std::vector<CUmemAccessDesc>& access) const {
   CU_CHECK(cuMemSetAccess, address_, bytes(), access.data(), access.size());
 }
 
-Mapping::Mapping(Mapping&& other) noexcept
-    : address_(std::exchange(other.address_, 0)), memory_(std::move(other.memory_)) {}
-
-Mapping& Mapping::operator=(Mapping&& other) noexcept {
-  std::swap(address_, other.address_);
-  memory_ = std::move(other.memory_);
-  return *this;
-}
-
 Mapping::~Mapping() {
   if (!memory_.device()) return;
   const CUresult result = driver().cuMemUnmap(address_, memory_.bytes());
@@ -222,15 +187,6 @@ PinnedRange PinnedRange::pin(void* start, uint64_t bytes, unsigned int flags) {
   return made;
 }
 
-PinnedRange::PinnedRange(PinnedRange&& other) noexcept
-    : start_(std::exchange(other.start_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-
-PinnedRange& PinnedRange::operator=(PinnedRange&& other) noexcept {
-  std::swap(start_, other.start_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-
 void PinnedRange::unpin() {
   CU_CHECK(cuMemHostUnregister, start_);
   start_ = nullptr;
@@ -250,19 +206,12 @@ PinnedRange::~PinnedRange() {
 
 Stream Stream::create(const Device& device) {
   DeviceScope scope(device);
+  CUstream stream = nullptr;
+  CU_CHECK(cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
   Stream made;
-  CU_CHECK(cuStreamCreate, &made.stream_, CU_STREAM_NON_BLOCKING);
   made.device_ = &device;
+  made.stream_ = stream;
   return made;
-}
-
-Stream::Stream(Stream&& other) noexcept
-    : device_(other.device_), stream_(std::exchange(other.stream_, nullptr)) {}
-
-Stream& Stream::operator=(Stream&& other) noexcept {
-  std::swap(device_, other.device_);
-  std::swap(stream_, other.stream_);
-  return *this;
 }
 
 Stream::~Stream() {
@@ -273,19 +222,12 @@ Stream::~Stream() {
 
 Event Event::create(const Device& device) {
   DeviceScope scope(device);
+  CUevent event = nullptr;
+  CU_CHECK(cuEventCreate, &event, CU_EVENT_DISABLE_TIMING);
   Event made;
-  CU_CHECK(cuEventCreate, &made.event_, CU_EVENT_DISABLE_TIMING);
   made.device_ = &device;
+  made.event_ = event;
   return made;
-}
-
-Event::Event(Event&& other) noexcept
-    : device_(other.device_), event_(std::exchange(other.event_, nullptr)) {}
-
-Event& Event::operator=(Event&& other) noexcept {
-  std::swap(device_, other.device_);
-  std::swap(event_, other.event_);
-  return *this;
 }
 
 Event::~Event() {
@@ -300,19 +242,12 @@ void Event::wait() const { CU_CHECK(cuEventSynchronize, event_); }
 
 Module Module::load(const Device& device, const void* image) {
   DeviceScope scope(device);
+  CUmodule module = nullptr;
+  CU_CHECK(cuModuleLoadData, &module, image);
   Module made;
-  CU_CHECK(cuModuleLoadData, &made.module_, image);
   made.device_ = &device;
+  made.module_ = module;
   return made;
-}
-
-Module::Module(Module&& other) noexcept
-    : device_(other.device_), module_(std::exchange(other.module_, nullptr)) {}
-
-Module& Module::operator=(Module&& other) noexcept {
-  std::swap(device_, other.device_);
-  std::swap(module_, other.module_);
-  return *this;
 }
 
 Module::~Module() {

@@ -10,11 +10,30 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "core/device.h"
 
 namespace memsaver {
+
+// A field of an owner. Moving leaves T{} behind and assigning swaps, so that an owner whose fields
+// are all of this kind has the right moves by default.
+template <typename T>
+class MoveOnly {
+ public:
+  MoveOnly(T value = T{}) noexcept : value_(value) {}
+  MoveOnly(MoveOnly&& other) noexcept : value_(std::exchange(other.value_, T{})) {}
+  MoveOnly& operator=(MoveOnly&& other) noexcept {
+    std::swap(value_, other.value_);
+    return *this;
+  }
+
+  operator T() const { return value_; }
+
+ private:
+  T value_;
+};
 
 // Device memory without an address. Fresh memory reads as zero: the driver clears it.
 class PhysicalMemory {
@@ -24,8 +43,8 @@ class PhysicalMemory {
   static PhysicalMemory create(const Device& device, uint64_t bytes);
 
   PhysicalMemory() = default;
-  PhysicalMemory(PhysicalMemory&& other) noexcept;
-  PhysicalMemory& operator=(PhysicalMemory&& other) noexcept;
+  PhysicalMemory(PhysicalMemory&&) noexcept = default;
+  PhysicalMemory& operator=(PhysicalMemory&&) noexcept = default;
   ~PhysicalMemory();
 
   const Device* device() const { return device_; }
@@ -36,9 +55,9 @@ class PhysicalMemory {
   PhysicalMemory(const Device& device, uint64_t bytes, CUmemGenericAllocationHandle handle)
       : device_(&device), bytes_(bytes), handle_(handle) {}
 
-  const Device* device_ = nullptr;
-  uint64_t bytes_ = 0;
-  CUmemGenericAllocationHandle handle_ = 0;
+  MoveOnly<const Device*> device_;
+  MoveOnly<uint64_t> bytes_;
+  MoveOnly<CUmemGenericAllocationHandle> handle_;
 };
 
 // A range of addresses without memory.
@@ -49,16 +68,16 @@ class VaReservation {
   static VaReservation reserve(uint64_t bytes, uint64_t alignment);
 
   VaReservation() = default;
-  VaReservation(VaReservation&& other) noexcept;
-  VaReservation& operator=(VaReservation&& other) noexcept;
+  VaReservation(VaReservation&&) noexcept = default;
+  VaReservation& operator=(VaReservation&&) noexcept = default;
   ~VaReservation();
 
   uint64_t address() const { return address_; }  // of the aligned part
   uint64_t bytes() const { return bytes_; }
 
  private:
-  uint64_t whole_address_ = 0, whole_bytes_ = 0;
-  uint64_t address_ = 0, bytes_ = 0;
+  MoveOnly<uint64_t> whole_address_, whole_bytes_;
+  MoveOnly<uint64_t> address_, bytes_;
 };
 
 // Physical memory at an address, readable and writable for whom `access` names.
@@ -71,8 +90,8 @@ class Mapping {
                      const std::vector<CUmemAccessDesc>& access);
 
   Mapping() = default;
-  Mapping(Mapping&& other) noexcept;
-  Mapping& operator=(Mapping&& other) noexcept;
+  Mapping(Mapping&&) noexcept = default;
+  Mapping& operator=(Mapping&&) noexcept = default;
   ~Mapping();  // unmaps and releases; the caller has drained the device
 
   // Lets others touch it too. The rights of those not in `access` stay.
@@ -90,7 +109,7 @@ class Mapping {
   Mapping(uint64_t address, PhysicalMemory&& memory)
       : address_(address), memory_(std::move(memory)) {}
 
-  uint64_t address_ = 0;
+  MoveOnly<uint64_t> address_;
   PhysicalMemory memory_;  // destroyed after the destructor has unmapped it
 };
 
@@ -103,19 +122,19 @@ class PinnedRange {
                          unsigned int flags = CU_MEMHOSTREGISTER_PORTABLE);
 
   PinnedRange() = default;
-  PinnedRange(PinnedRange&& other) noexcept;
-  PinnedRange& operator=(PinnedRange&& other) noexcept;
+  PinnedRange(PinnedRange&&) noexcept = default;
+  PinnedRange& operator=(PinnedRange&&) noexcept = default;
   ~PinnedRange();
 
   // Gives up the pinning; on a throw it is as before.
   void unpin();
 
-  uint64_t address() const { return reinterpret_cast<uint64_t>(start_); }
+  uint64_t address() const { return reinterpret_cast<uint64_t>(static_cast<void*>(start_)); }
   uint64_t bytes() const { return bytes_; }
 
  private:
-  void* start_ = nullptr;
-  uint64_t bytes_ = 0;
+  MoveOnly<void*> start_;
+  MoveOnly<uint64_t> bytes_;
 };
 
 // A stream of our own on a device: non-blocking, in order. What is queued runs to its end though
@@ -125,15 +144,15 @@ class Stream {
   static Stream create(const Device& device);  // throws kDriverFailed
 
   Stream() = default;
-  Stream(Stream&& other) noexcept;
-  Stream& operator=(Stream&& other) noexcept;
+  Stream(Stream&&) noexcept = default;
+  Stream& operator=(Stream&&) noexcept = default;
   ~Stream();
 
   CUstream get() const { return stream_; }
 
  private:
-  const Device* device_ = nullptr;
-  CUstream stream_ = nullptr;
+  MoveOnly<const Device*> device_;
+  MoveOnly<CUstream> stream_;
 };
 
 // A place in a stream that can be waited for, by the host or another stream. It keeps no time.
@@ -142,8 +161,8 @@ class Event {
   static Event create(const Device& device);  // throws kDriverFailed
 
   Event() = default;
-  Event(Event&& other) noexcept;
-  Event& operator=(Event&& other) noexcept;
+  Event(Event&&) noexcept = default;
+  Event& operator=(Event&&) noexcept = default;
   ~Event();
 
   // These two inside a DeviceScope. Throw kDriverFailed.
@@ -153,8 +172,8 @@ class Event {
   CUevent get() const { return event_; }
 
  private:
-  const Device* device_ = nullptr;
-  CUevent event_ = nullptr;
+  MoveOnly<const Device*> device_;
+  MoveOnly<CUevent> event_;
 };
 
 // Code in a device's context.
@@ -164,15 +183,15 @@ class Module {
   static Module load(const Device& device, const void* image);
 
   Module() = default;
-  Module(Module&& other) noexcept;
-  Module& operator=(Module&& other) noexcept;
+  Module(Module&&) noexcept = default;
+  Module& operator=(Module&&) noexcept = default;
   ~Module();
 
   CUmodule get() const { return module_; }
 
  private:
-  const Device* device_ = nullptr;
-  CUmodule module_ = nullptr;
+  MoveOnly<const Device*> device_;
+  MoveOnly<CUmodule> module_;
 };
 
 // Tries again to give back what a destructor could not, on one device. Returns the bytes that are

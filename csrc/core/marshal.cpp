@@ -123,12 +123,13 @@ ms_status report(const Error& failure, ms_error* error) noexcept {
     error->free_bytes = failure.free_bytes;
     std::snprintf(error->call, sizeof(error->call), "%s", failure.call);
     copy_text(error->tag, sizeof(error->tag), failure.tag);
-    copy_text(error->message, sizeof(error->message), failure.message);
+    const size_t room = sizeof(error->message) - std::strlen(failure.addition);
+    copy_text(error->message, room, failure.message);
     if (error->message[0] == 0 && error->call[0] != 0) {  // for want of memory to make it
-      std::snprintf(error->message, sizeof(error->message),
-                    "%s failed (%d), and no host memory is left to say more", failure.call,
-                    static_cast<int>(failure.cuda_error));
+      std::snprintf(error->message, room, "%s failed (%d), and no host memory is left to say more",
+                    failure.call, static_cast<int>(failure.cuda_error));
     }
+    std::strcat(error->message, failure.addition);
   }
   return static_cast<ms_status>(failure.status);
 }

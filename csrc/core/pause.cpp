@@ -60,7 +60,7 @@ std::vector<Change> Pause::execute() {
   }
   if (unmapped || !clean) state_.commit();
   if (!clean) {
-    failure.message +=
+    failure.addition =
         "; and pages already unmapped could not be mapped again: the tags are paused, with their "
         "pages held and their contents intact; resume them, then pause again";
   }

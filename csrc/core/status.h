@@ -41,6 +41,7 @@ class Error : public std::exception {
 
   Status status;
   std::string message;
+  const char* addition = "";  // to the message, with static storage: there may be no host memory
   std::string tag;
   const char* call = "";   // a driver call's name, with static storage
   int32_t cuda_error = 0;  // its CUresult

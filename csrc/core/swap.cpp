@@ -349,6 +349,7 @@ void Swap::exchange_all(bool beyond) {
   // The tiles are what every plan starts from.
   std::vector<std::vector<Range>> tiles;
   for (const Step& step : into_) tiles.push_back(step.tiles);
+  Error starved(Status::kOutOfHostMemory, kNoMemory);
   hold_->lock();
   for (Step& step : out_) step.mappings = step.pool->heap.take_all_extents();
   for (Step& step : into_) step.pages.swap(step.pool->parked);
@@ -364,11 +365,12 @@ void Swap::exchange_all(bool beyond) {
     Error failure(Status::kOutOfHostMemory, kNoMemory);
     if (!unmap_all(out_, &failure, &clean)) throw failure;
   } catch (Error& error) {
-    if (!give_up()) error.message += kNotUndone;
+    if (!give_up()) error.addition = kNotUndone;
     throw;
-  } catch (...) {
-    give_up();
-    throw;
+  } catch (...) {  // no host memory
+    if (give_up()) throw;
+    starved.addition = kNotUndone;
+    throw std::move(starved);
   }
 }
 
@@ -406,7 +408,7 @@ std::vector<Change> Swap::execute() {
                                          ", beside the pages that fit,",
                                      *short_of_, missing_bytes_)
                            .with_tag(again.tag);
-      if (going_.is_committed()) shortage.message += kNotUndone;
+      if (going_.is_committed()) shortage.addition = kNotUndone;
       throw shortage;
     }
   }

@@ -15,8 +15,9 @@ import typer
 
 import memsaver
 from memsaver.cli.measurements import Measured, measure_machine
-from memsaver.cli.sizes import format_bytes, gigabytes, parse_bytes
+from memsaver.cli.sizes import gigabytes, parse_bytes
 from memsaver.errors import MemsaverError
+from memsaver.text import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -126,9 +127,9 @@ def draw(console: Console, measured: Measured) -> None:
     from rich.text import Text
 
     console.print(Text(f"memsaver {memsaver.__version__} on {measured.name}", style="bold"))
-    text = f"{format_bytes(measured.size)}"
+    text = size_text(measured.size)
     if measured.saved and measured.saved != measured.size:
-        text += f", {format_bytes(measured.saved)} with a backup"
+        text += f", {size_text(measured.saved)} with a backup"
     console.print(Text(f"{text}; medians of {measured.rounds}, the first pause once", style="dim"))
     box = rich.box.ASCII2 if console.options.ascii_only else rich.box.SIMPLE_HEAD
     table = Table(box=box, pad_edge=False)

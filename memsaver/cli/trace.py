@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from memsaver.cli.sizes import format_bytes
 from memsaver.errors import MemsaverError
+from memsaver.text import size_text
 from memsaver.traces.files import PICTURES, load, save
 from memsaver.traces.summary import Moves, TagSummary, summary
 from memsaver.traces.trace import Trace
@@ -96,7 +96,7 @@ def show(trace: Trace, console: Console) -> None:
         for device in sorted({row.device for row in trace.memory})
     }
     for device, free in lowest.items():
-        console.print(Text(f"GPU {device}: {format_bytes(free)} free at the least"))
+        console.print(Text(f"GPU {device}: {size_text(free)} free at the least"))
 
 
 def _table(tags: tuple[TagSummary, ...]) -> Table:
@@ -111,7 +111,7 @@ def _table(tags: tuple[TagSummary, ...]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in tags:
         held = Text.assemble((row.tag, "bold"), (" peak", "dim"))
-        table.add_row(held, *([""] * (1 + any_failed)), format_bytes(row.peak_bytes))
+        table.add_row(held, *([""] * (1 + any_failed)), size_text(row.peak_bytes))
         for name, moves in (("paused", row.out), ("resumed", row.into)):
             if not any((row.out.count, row.out.failed, row.into.count, row.into.failed)):
                 continue
@@ -125,8 +125,8 @@ def _figures(moves: Moves) -> list[str]:
     if not moves.count:
         return []
     return [
-        format_bytes(moves.device_bytes),
-        format_bytes(moves.copied_bytes),
+        size_text(moves.device_bytes),
+        size_text(moves.copied_bytes),
         format_seconds(moves.seconds),
         format_rate(moves.rate) if moves.rate else "",
     ]

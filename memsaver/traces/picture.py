@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 from memsaver.errors import ConfigError
+from memsaver.text import size_text
 from memsaver.traces.series import DeviceSeries, device_series
 from memsaver.traces.trace import TagTransition, Trace
-from memsaver.traces.units import format_bytes
 
 __all__ = ["to_picture"]
 
@@ -49,7 +49,7 @@ def to_picture(trace: Trace, kind: str) -> bytes:
         for part, marks in ((held, 7), (free, 3)):
             _draw_transitions(part, trace, device)
             part.yaxis.set_major_locator(MultipleLocator(_step(part.get_ylim()[1], marks)))
-            part.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
+            part.yaxis.set_major_formatter(lambda value, _: size_text(int(value)))
             part.set_axisbelow(False)
             part.grid(alpha=0.3)
             part.margins(x=0)

@@ -1,17 +1,8 @@
-"""Bytes, seconds and rates as people read them."""
+"""Seconds and rates as people read them."""
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_rate", "format_seconds"]
-
-
-def format_bytes(nbytes: float) -> str:
-    """Such as "0 B", "1.5 MiB" or "78.0 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
+__all__ = ["format_rate", "format_seconds"]
 
 
 def format_rate(bytes_per_second: float) -> str:

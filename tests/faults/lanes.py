@@ -37,10 +37,10 @@ class Workplace:
     """A folder with what workers need: os_faults, a system to read, a place for backups' files."""
 
     def __init__(self, folder: Path) -> None:
-        self.library = folder / "os_faults.so"
+        self.interposer = folder / "os_faults.so"
         compiler = os.environ.get("CXX", "g++").split()
         flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-        command = [*compiler, *flags, str(SOURCE), "-o", str(self.library), "-ldl"]
+        command = [*compiler, *flags, str(SOURCE), "-o", str(self.interposer), "-ldl"]
         subprocess.run(command, check=True)
         (folder / "disk").mkdir()
         for name, text in _SYSTEM.items():
@@ -50,7 +50,7 @@ class Workplace:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
         self.environment = {
             **kept,
-            "LD_PRELOAD": str(self.library),
+            "LD_PRELOAD": str(self.interposer),
             "PYTHONPATH": str(ROOT / "tests"),
             "MEMSAVER_DRIVER": "sim",
             "MEMSAVER_SIM_DEVICES": "2",

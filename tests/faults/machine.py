@@ -8,7 +8,7 @@ import random
 import time
 from typing import Any
 
-from conftest import Simulator
+from simulated_driver import Simulator
 
 from faults.injections import DRIVER_CALLS, OS_CALLS, Injection
 

@@ -42,9 +42,9 @@ def _timeline(asked: Ask) -> object:
         rows, dropped = _C.timeline_read()
     finally:
         _C.timeline_stop()
-    held = {row[3]: row[9] for row in rows if row[3] is not None}
-    tags = {row.tag: row.resident_bytes for row in asked.memsaver.stats().tags}
-    require(dropped == 0 and held == {t: n for t, n in tags.items() if t in held}, "other bytes")
+    held = {(row[3], row[2]): row[9] for row in rows if row[3] is not None}
+    stats = {(row.tag, row.device): row.resident_bytes for row in asked.memsaver.stats().tags}
+    require(dropped == 0 and held == stats, f"{held} are recorded, not {stats}")
     return held
 
 

@@ -41,6 +41,7 @@ class Found:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
     parser.add_argument("--seconds", type=int, default=60, metavar="N", help="of both targets")
+    parser.add_argument("--seed", type=int, default=0, help="libFuzzer's; 0: a new one each time")
     parser.add_argument("--target", choices=TARGETS, help="one alone")
     parser.add_argument("--input", type=Path, metavar="FILE", help="run one input of the target")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="put a corpus's growth there")
@@ -71,12 +72,12 @@ def covered(text: str, event: str) -> tuple[int, int]:
     return (int(found[-1][0]), int(found[-1][1])) if found else (0, 0)
 
 
-def fuzz(program: Path, target: str, seconds: int, folder: Path, corpus: Path) -> Found:
+def fuzz(program: Path, target: str, seconds: int, seed: int, folder: Path, corpus: Path) -> Found:
     FAILED.mkdir(parents=True, exist_ok=True)
     before = set(FAILED.iterdir())
     command = [
-        *[str(program), f"-max_total_time={seconds}", f"-max_len={LONGEST}", "-timeout=20"],
-        *["-rss_limit_mb=4096", f"-artifact_prefix={FAILED}/{target}-"],
+        *[str(program), f"-max_total_time={seconds}", f"-seed={seed}", f"-max_len={LONGEST}"],
+        *["-timeout=20", "-rss_limit_mb=4096", f"-artifact_prefix={FAILED}/{target}-"],
         *[str(corpus), str(CORPUS / target)],
     ]
     done = subprocess.run(command, env=environment(folder), capture_output=True, cwd=folder)
@@ -106,7 +107,7 @@ def main() -> int:
             corpus = asked.keep / target if asked.keep else place / target
             corpus.mkdir(parents=True, exist_ok=True)
             seconds = max(asked.seconds // len(targets), 1)
-            found = fuzz(programs[target], target, seconds, place, corpus)
+            found = fuzz(programs[target], target, seconds, asked.seed, place, corpus)
             print(
                 f"{target}: {found.runs} inputs in {seconds} s; blocks covered: "
                 f"{found.first[0]} -> {found.last[0]}, features: {found.first[1]} -> "

@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_checks import EVERY, ROOM, check_output, raises, sleep
+from expected_errors import raises
+from sglang_checks import EVERY, ROOM, check_output, sleep
 from sglang_engines import GIB, MIB, PROMPTS, Session, Trainer, greedy, request
 
 from memsaver.errors import ConfigError

@@ -15,18 +15,6 @@ ROOM = 2 * GIB  # for the weights and the graphs, and never for the KV cache
 
 
 @contextlib.contextmanager
-def raises(kind: type[BaseException]) -> Iterator[list[Any]]:
-    """The block must raise this; the error is then in the list."""
-    caught: list[Any] = []
-    try:
-        yield caught
-    except kind as error:
-        caught.append(error)
-        return
-    raise AssertionError(f"{kind.__name__} was not raised")
-
-
-@contextlib.contextmanager
 def gives_back(session: Session, reports: list[SleepReport]) -> Iterator[None]:
     """In the block, what the reports put into the list tell must arrive at the driver."""
     before = session.free()

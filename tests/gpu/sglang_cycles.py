@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from expected_errors import raises
 from sglang_checks import (
     EVERY,
     ROOM,
     check_output,
     check_refusal,
     gives_back,
-    raises,
     sleep,
 )
 from sglang_engines import GIB, MIB, PROMPTS, Session, Trainer, greedy

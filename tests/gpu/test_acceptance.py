@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch_environment import torch_environment
 
 import memsaver
 
@@ -27,19 +27,9 @@ SEGMENTS = ["fixed", "expandable"]
 
 
 def environment(mode: str, segments: str, tag: str | None = None) -> dict[str, str]:
-    """A child's environment: this one without settings of torch's allocator and ours."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("MEMSAVER_")
-        and name not in ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    }
-    root = str(Path(memsaver.__file__).resolve().parent.parent)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    """A child's environment."""
+    env = torch_environment(expandable=segments == "expandable")
     env["HF_HUB_OFFLINE"] = "1"
-    env["PYTHONFAULTHANDLER"] = "1"
-    if segments == "expandable":
-        env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if mode == "preload":
         env.update(memsaver.preload_env(tag, "host" if tag else None, env=env))
     return env

@@ -1,26 +1,13 @@
 """A timeline of torch tensors on a real GPU, its files and the statistics."""
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
+from child_process import environment_without, run_code
 
 pytestmark = pytest.mark.gpu
 
 
 def run(code, folder):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_code(code, environment_without("MEMSAVER_"), folder, timeout=110)
 
 
 def test_a_timeline_of_tensors(tmp_path):

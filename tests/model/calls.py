@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from conftest import Simulator
 from faults.checks import check_error
 from faults.exceptions import EXEMPT, STRAYS
 from faults.injections import Injection
+from simulated_driver import Simulator
 
 from memsaver.errors import MemsaverError
 

@@ -10,7 +10,7 @@ import random
 import time
 from typing import Any
 
-from conftest import Simulator
+from simulated_driver import Simulator
 
 import memsaver
 from memsaver.native import _C

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 #include <ctime>
+#include <functional>
 
 #include "core/host_budget.h"
 #include "core/numa.h"
@@ -169,43 +170,44 @@ void workers_error(const Arguments& arguments) {
   say("ran " + std::to_string(ran));
 }
 
+// A job that takes a while, and counts.
+struct SlowJob {
+  std::atomic<int> begun{0}, ended{0};
+
+  void operator()(size_t) {
+    ++begun;
+    pause_for(0.02);
+    ++ended;
+  }
+
+  // Of a thousand, when the workers that had done one were stopped.
+  void check_stopped() const {
+    if (begun != ended) say("a job still runs");
+    if (begun > 10) say("too many ran: " + std::to_string(begun));
+  }
+};
+
 // After cancel returns nothing runs, and nothing starts.
 void workers_cancel(const Arguments&) {
-  std::atomic<int> begun{0}, ended{0};
-  Workers workers(
-      1000,
-      [&](size_t) {
-        ++begun;
-        pause_for(0.02);
-        ++ended;
-      },
-      2);
+  SlowJob job;
+  Workers workers(1000, std::ref(job), 2);
   workers.wait_for(0);
   workers.cancel();
-  const int at_cancel = begun;
-  if (begun != ended) say("a job still runs");
+  const int at_cancel = job.begun;
+  job.check_stopped();
   pause_for(0.05);
-  if (begun != at_cancel) say("a job started later");
-  if (begun > 10) say("too many ran: " + std::to_string(begun));
+  if (job.begun != at_cancel) say("a job started later");
   attempt([&] { workers.wait_for(0); });
   attempt([&] { workers.wait_for(999); });
 }
 
 void workers_destroyed(const Arguments&) {
-  std::atomic<int> begun{0}, ended{0};
+  SlowJob job;
   {
-    Workers workers(
-        1000,
-        [&](size_t) {
-          ++begun;
-          pause_for(0.02);
-          ++ended;
-        },
-        2);
+    Workers workers(1000, std::ref(job), 2);
     workers.wait_for(0);
   }
-  if (begun != ended) say("a job still runs");
-  if (begun > 10) say("too many ran: " + std::to_string(begun));
+  job.check_stopped();
   {
     Workers none(0, [](size_t) { say("ran"); });
   }

@@ -23,11 +23,14 @@ MEMORY = "128MiB"  # of each device: little enough that some allocations and res
 SUITE = [
     "test_transitions.py",
     "test_swap.py",
+    "test_swap_failures.py",
     "test_backup_stores.py",
     "test_kept_backups.py",
     "test_regions.py",
     "test_async.py",
     "test_failures.py",
+    "test_backup_failures.py",
+    "test_timeline.py",
 ]
 # Programs of tests/native, which these compile with the compiler that CXX names.
 UNITS = ["test_leaf_units.py", "test_fingerprint.py::test_the_unit"]

@@ -62,7 +62,7 @@ class SimulatedMemory:
     copies_of_its_own = False  # the device is no other process's
 
     def __init__(self, seed: int, gib: float | None) -> None:
-        from conftest import Simulator
+        from simulated_driver import Simulator
 
         self._random = random.Random(seed)
         self._sim = Simulator()

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 from memsaver.cli.checks.findings import Finding, bad, good, warned
 from memsaver.cli.checks.system import read_system_file
-from memsaver.cli.sizes import format_bytes
 from memsaver.errors import ConfigError
 from memsaver.native import _C
+from memsaver.text import size_text
 
 __all__ = ["check_disk"]
 
@@ -78,7 +78,7 @@ def _direct(direct: bool) -> Finding:
 
 
 def _space(free: int) -> Finding:
-    text = f"{format_bytes(free)} free"
+    text = f"{size_text(free)} free"
     if free < LITTLE:
         advice = "free disk space there, or set MEMSAVER_DISK_DIR to a larger disk"
         return warned("disk_dir space", text, advice, free_bytes=free)

@@ -8,8 +8,8 @@ import re
 from memsaver.bare_driver import BareDriver
 from memsaver.cli.checks.findings import Finding, bad, good, warned
 from memsaver.cli.checks.system import read_system_file
-from memsaver.cli.sizes import format_bytes
 from memsaver.errors import MemsaverError
+from memsaver.text import size_text
 
 __all__ = ["check_devices", "check_driver"]
 
@@ -106,7 +106,7 @@ def _check_device(driver: BareDriver, device: int) -> list[Finding]:
         "bytes": total,
         "compute_capability": f"{major}.{minor}",
     }
-    text = f"{name}, {format_bytes(total)}, compute capability {major}.{minor}"
+    text = f"{name}, {size_text(total)}, compute capability {major}.{minor}"
     if mode == _PROHIBITED:
         first = bad(this, f"{text}: computing is prohibited", "nvidia-smi -c DEFAULT", **data)
     elif mode == _EXCLUSIVE:

@@ -16,8 +16,7 @@ class Level(str, enum.Enum):
     WARNED = "warned"
     BAD = "bad"
 
-    def __str__(self) -> str:
-        return self.value
+    __str__ = str.__str__
 
 
 @dataclass(frozen=True)

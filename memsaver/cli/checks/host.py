@@ -8,9 +8,9 @@ import resource
 from memsaver.cli.checks.control_groups import memory_limits
 from memsaver.cli.checks.findings import Finding, bad, good, warned
 from memsaver.cli.checks.system import read_system_file
-from memsaver.cli.sizes import format_bytes
 from memsaver.errors import MemsaverError
 from memsaver.native import _C
+from memsaver.text import size_text
 
 __all__ = ["check_host"]
 
@@ -42,8 +42,8 @@ def _budget() -> Finding:
         text = "not limited, as the system does not say what it has"
         return warned(name, text, "set MEMSAVER_HOST_BYTES", bytes=None, option=most)
     least = min(available, most) if most else available
-    text = f"{format_bytes(least)} for backups now"
-    text += f", by host_bytes={format_bytes(most)}" if most and most <= available else ""
+    text = f"{size_text(least)} for backups now"
+    text += f", by host_bytes={size_text(most)}" if most and most <= available else ""
     data = {"bytes": least, "available_bytes": available, "option": most}
     if least < LITTLE:
         advice = "free host memory, raise the limit, or use backup='disk' or 'none'"
@@ -59,11 +59,11 @@ def _memory_limits() -> Finding:
         "available_bytes": _meminfo("MemAvailable"),
         "cgroup_limits": [{"file": file, "bytes": limit} for file, limit in limits],
     }
-    text = f"the system has {format_bytes(total)}" if total else "the system does not say"
+    text = f"the system has {size_text(total)}" if total else "the system does not say"
     if not limits:
         return good("memory limits", f"{text}; no control group limits it", **data)
     file, least = min(limits, key=lambda row: row[1])
-    return good("memory limits", f"{text}; {file} allows {format_bytes(least)}", **data)
+    return good("memory limits", f"{text}; {file} allows {size_text(least)}", **data)
 
 
 def _meminfo(key: str) -> int | None:
@@ -119,7 +119,7 @@ def _locked_memory() -> Finding:
     data = {"soft_bytes": _limit(soft), "hard_bytes": _limit(hard)}
     if soft == resource.RLIM_INFINITY:
         return good(name, "no limit (ulimit -l)", **data)
-    text = f"at most {format_bytes(soft)} (ulimit -l); CUDA's pinning does not count"
+    text = f"at most {size_text(soft)} (ulimit -l); CUDA's pinning does not count"
     if os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband"):
         advice = "RDMA's registrations do count: raise it (ulimit -l unlimited)"
         return warned(name, text, advice, **data)
@@ -130,12 +130,12 @@ def _other_limits() -> list[Finding]:
     found = []
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
-        text = f"at most {format_bytes(soft)} (ulimit -v), of which every tag reserves many GiB"
+        text = f"at most {size_text(soft)} (ulimit -v), of which every tag reserves many GiB"
         advice = "raise it: ulimit -v unlimited"
         found.append(bad("address space", text, advice, soft_bytes=soft))
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if soft != resource.RLIM_INFINITY:
-        text = f"at most {format_bytes(soft)} (ulimit -f)"
+        text = f"at most {size_text(soft)} (ulimit -f)"
         advice = "raise it for backup='disk': ulimit -f unlimited"
         found.append(warned("file size", text, advice, soft_bytes=soft))
     mappings = read_system_file("/proc/sys/vm/max_map_count")

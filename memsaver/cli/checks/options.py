@@ -10,9 +10,9 @@ import sys
 import memsaver
 from memsaver.cli.checks.findings import Finding, bad, good, warned
 from memsaver.cli.checks.system import installed_version
-from memsaver.cli.sizes import format_bytes
 from memsaver.errors import ConfigError
 from memsaver.native import _C, LIBRARY_DIR
+from memsaver.text import size_text
 
 __all__ = ["check_installation", "check_options"]
 
@@ -79,7 +79,7 @@ def _option(name: str) -> Finding:
         advice = f"correct {variable}, or unset it"
         return bad(f"option {name}", str(error), advice, value=text, source=source)
     if value.isdigit() and name.endswith("_bytes"):
-        shown = format_bytes(int(value)) if int(value) else "0"
+        shown = size_text(int(value)) if int(value) else "0"
     else:
         shown = value or "not set"
     text = f"{shown}, {f'from {variable}' if source == 'environment' else 'the default'}"

@@ -19,6 +19,12 @@ GRAIN = BLOCKS * (2 << 20)  # what the tag's bytes are a multiple of
 
 _SAMPLE = 4096  # bytes that are looked at, at either end of every block
 _GIVEN_BACK = 0.98  # of the bytes, at least, by the driver's free memory
+_LIMITS = {  # in words, and the figures that such a limit is the sum of
+    "unmap, release": (UNMAP, RELEASE),
+    "create, map": (CREATE, MAP),
+    "copy out": (OUT,),
+    "copy in": (IN,),
+}
 
 
 class CycledTag:
@@ -117,27 +123,11 @@ def measure_discarded(
         pauses.append(tag.pause())
         rest()
         resumes.append(tag.resume())
-    group = "no backup"
-    return [
-        Figure(
-            "pause, none",
-            group,
-            "pause",
-            tag.bytes,
-            tuple(pauses[1:]),
-            "unmap, release",
-            limits.seconds(tag.bytes, UNMAP, RELEASE),
-        ),
-        Figure(
-            "resume, none",
-            group,
-            "resume",
-            tag.bytes,
-            tuple(resumes[1:]),
-            "create, map",
-            limits.seconds(tag.bytes, CREATE, MAP),
-        ),
+    rows = [
+        ("pause, none", "pause", pauses[1:], "unmap, release"),
+        ("resume, none", "resume", resumes[1:], "create, map"),
     ]
+    return _figures("no backup", rows, tag.bytes, limits)
 
 
 def measure_backed_up(tag: CycledTag, limits: Limits, rounds: int) -> list[Figure]:
@@ -154,44 +144,25 @@ def measure_backed_up(tag: CycledTag, limits: Limits, rounds: int) -> list[Figur
         tag.fill()
         changed.append(tag.pause())
         resumes.append(tag.resume())
-    group, nbytes = "backup on the host", tag.bytes
-    copy = limits.seconds(nbytes, OUT)
-    figures = [
-        Figure("pause, host, first", group, "first pause", nbytes, (first,), "copy out", copy),
-        Figure(
-            "pause, host, changed",
-            group,
-            "pause, all changed",
-            nbytes,
-            tuple(changed),
-            "copy out",
-            copy,
-        ),
+    rows = [
+        ("pause, host, first", "first pause", [first], "copy out"),
+        ("pause, host, changed", "pause, all changed", changed, "copy out"),
     ]
     if _C.option("fingerprints") == "on":
         for _ in range(rounds):
             unchanged.append(tag.pause())
             resumes.append(tag.resume())
-        figures.append(
-            Figure(
-                "pause, host, unchanged",
-                group,
-                "pause, unchanged",
-                nbytes,
-                tuple(unchanged),
-                "unmap, release",
-                limits.seconds(nbytes, UNMAP, RELEASE),
-            )
-        )
-    figures.append(
-        Figure(
-            "resume, host",
-            group,
-            "resume",
-            nbytes,
-            tuple(resumes),
-            "copy in",
-            limits.seconds(nbytes, IN),
-        )
-    )
+        rows.append(("pause, host, unchanged", "pause, unchanged", unchanged, "unmap, release"))
+    rows.append(("resume, host", "resume", resumes, "copy in"))
+    return _figures("backup on the host", rows, tag.bytes, limits)
+
+
+def _figures(
+    group: str, rows: list[tuple[str, str, list[float], str]], nbytes: int, limits: Limits
+) -> list[Figure]:
+    """One of each row: its name, its title, its seconds, and its limit in words."""
+    figures = []
+    for name, title, seconds, limit in rows:
+        least = limits.seconds(nbytes, *_LIMITS[limit])
+        figures.append(Figure(name, group, title, nbytes, tuple(seconds), limit, least))
     return figures

@@ -17,9 +17,9 @@ from memsaver.cli.measurements.cycles import (
 )
 from memsaver.cli.measurements.driver_calls import measure_driver
 from memsaver.cli.measurements.figures import Figure, Limits
-from memsaver.cli.sizes import format_bytes
 from memsaver.errors import ConfigError, OutOfDeviceMemoryError
 from memsaver.native import _C, Backup
+from memsaver.text import size_text
 
 __all__ = ["Measured", "measure_machine"]
 
@@ -133,11 +133,11 @@ def _size(asked: int | None, device: int, simulated: bool) -> int:
     most = min(MOST, SIMULATED if simulated else MOST, int(free * _FREE_PART))
     size = (most if asked is None else asked) // GRAIN * GRAIN
     if size == 0 and asked is not None:
-        raise ConfigError(f"a size of {asked} bytes is too small: {format_bytes(GRAIN)} at least")
+        raise ConfigError(f"a size of {asked} bytes is too small: {size_text(GRAIN)} at least")
     if size == 0 or size + GRANULARITY > free:
         error = OutOfDeviceMemoryError(
-            f"device {device} has {format_bytes(free)} free, and the benchmark needs "
-            f"{format_bytes(max(size, GRAIN))}: end what uses the GPU, or choose a smaller size"
+            f"device {device} has {size_text(free)} free, and the benchmark needs "
+            f"{size_text(max(size, GRAIN))}: end what uses the GPU, or choose a smaller size"
         )
         error.needed, error.free = max(size, GRAIN), free
         raise error
@@ -152,5 +152,5 @@ def _saved(size: int) -> tuple[int, list[str]]:
     saved = min(size, fits)
     if saved == size:
         return saved, []
-    told = f"{format_bytes(saved)} are backed up" if saved else "no backup is measured"
-    return saved, [f"{told}, as the host can spare {format_bytes(max(0, fits))} for it"]
+    told = f"{size_text(saved)} are backed up" if saved else "no backup is measured"
+    return saved, [f"{told}, as the host can spare {size_text(max(0, fits))} for it"]

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure as Picture
 import memsaver
 from memsaver.cli.measurements.figures import Figure
 from memsaver.cli.measurements.machine import Measured
-from memsaver.cli.sizes import format_bytes, gigabytes
+from memsaver.cli.sizes import gigabytes
+from memsaver.text import size_text
 
 __all__ = ["draw_picture"]
 
@@ -58,7 +59,7 @@ def _draw_panel(panel: Any, group: str, figures: list[Figure]) -> None:
     panel.set_yticks(places, [figure.title for figure in figures])
     panel.invert_yaxis()
     panel.set_xlim(0, 1.35 * max([*ours, *limits]))
-    panel.set_title(f"{group}, {format_bytes(figures[0].bytes)}", loc="left", fontsize="medium")
+    panel.set_title(f"{group}, {size_text(figures[0].bytes)}", loc="left", fontsize="medium")
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(axis="x", color="#e5e8ec")
     panel.set_axisbelow(True)

@@ -1,6 +1,4 @@
 // What a thread of the stress does with memory of its own.
-#include <shared_mutex>
-
 #include "runtime.h"
 #include "streams.h"
 #include "thread.h"
@@ -27,6 +25,15 @@ class Region {
 }  // namespace
 
 Block* Thread::any_block() { return blocks_.empty() ? nullptr : &blocks_[below(blocks_.size())]; }
+
+std::pair<Block*, std::shared_lock<std::shared_mutex>> Thread::held_block(bool paused) {
+  Block* const block = any_block();
+  if (!block) return {};
+  Tag& tag = tag_of(*block);
+  std::shared_lock<std::shared_mutex> lock(tag.contents);
+  if (tag.paused != paused) return {};
+  return {block, std::move(lock)};
+}
 
 bool Thread::allocate() {
   if (blocks_.size() >= kMostBlocks) return free_one();
@@ -126,27 +133,21 @@ bool Thread::hand_over() {
 }
 
 bool Thread::write() {
-  Block* const block = any_block();
-  if (!block) return false;
   settle();
-  Tag& tag = tag_of(*block);
-  const std::shared_lock<std::shared_mutex> lock(tag.contents);
-  if (tag.paused) return false;
+  const auto [block, lock] = held_block(false);
+  if (!block) return false;
   block->value = random_();
   block->filling = Filling::kPattern;
-  block->losses = tag.losses;
+  block->losses = tag_of(*block).losses;
   write_pattern(block->pointer, block->bytes, block->value);
   return true;
 }
 
 bool Thread::fill_on_stream() {
-  Block* const block = any_block();
+  const auto [block, lock] = held_block(false);
   if (!block) return false;
-  Tag& tag = tag_of(*block);
-  const std::shared_lock<std::shared_mutex> lock(tag.contents);
-  if (tag.paused) return false;
   fill_later(*block);
-  block->losses = tag.losses;
+  block->losses = tag_of(*block).losses;
   return true;
 }
 
@@ -162,12 +163,9 @@ void Thread::fill_later(Block& block) {
 }
 
 bool Thread::check() {
-  Block* const block = any_block();
-  if (!block) return false;
   settle();
-  Tag& tag = tag_of(*block);
-  const std::shared_lock<std::shared_mutex> lock(tag.contents);
-  if (tag.paused) return false;
+  const auto [block, lock] = held_block(false);
+  if (!block) return false;
   require_contents(*block, block->pointer);
   return true;
 }

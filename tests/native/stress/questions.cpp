@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <shared_mutex>
 
 #include "sim/sim.h"
 #include "thread.h"
@@ -97,11 +96,8 @@ bool Thread::look() {
 }
 
 bool Thread::view_backup() {
-  Block* const block = any_block();
+  const auto [block, lock] = held_block(true);
   if (!block) return false;
-  Tag& tag = tag_of(*block);
-  const std::shared_lock<std::shared_mutex> lock(tag.contents);
-  if (!tag.paused) return false;
   ms_error error{};
   void* host = nullptr;
   const bool writable = one_in(2);
@@ -114,17 +110,14 @@ bool Thread::view_backup() {
   if (!writable) return true;
   block->filling = Filling::kPattern;
   block->value = random_();
-  block->losses = tag.losses;
+  block->losses = tag_of(*block).losses;
   write_pattern(host, block->bytes, block->value);
   return true;
 }
 
 bool Thread::fingerprint() {
-  const Block* const block = any_block();
+  const auto [block, lock] = held_block(false);
   if (!block) return false;
-  Tag& tag = tag_of(*block);
-  const std::shared_lock<std::shared_mutex> lock(tag.contents);
-  if (tag.paused) return false;
   const ms_range range{reinterpret_cast<uint64_t>(block->pointer), block->bytes};
   ms_error error{};
   ms_digest* digests[2] = {};

@@ -8,7 +8,9 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <shared_mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "model.h"
@@ -50,6 +52,9 @@ class Thread {
   bool one_in(uint64_t n) { return below(n) == 0; }
   Tag& tag_of(const Block& block) { return *world_.tags[static_cast<size_t>(block.tag)]; }
   Block* any_block();
+  // A block whose tag is paused, or is not, and stays so under the lock; null where it is
+  // otherwise.
+  std::pair<Block*, std::shared_lock<std::shared_mutex>> held_block(bool paused);
 
   // Whether a call did what was asked; false where it was refused for a reason that is allowed.
   bool fine(ms_status status, const ms_error& error, const char* call,

@@ -1,0 +1,1 @@
+"""Questions to a CUDA driver that its documentation leaves open: `python -m questions`."""

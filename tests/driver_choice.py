@@ -1,0 +1,60 @@
+"""Which driver a test run is on, and which tests it leaves out."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from importlib.util import find_spec
+
+import pytest
+
+
+def count_gpus() -> int:
+    """The GPUs that the real driver offers; 0 without one. Starts no context."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int(0)
+        if library.cuInit(0) != 0 or library.cuDeviceGetCount(ctypes.byref(count)) != 0:
+            return 0
+    except (OSError, AttributeError):
+        return 0
+    return count.value
+
+
+GPUS = count_gpus()
+
+
+def asks_for_gpu_tests(expression: str) -> bool:
+    """Whether `-m expression` selects tests marked gpu and leaves out ordinary ones."""
+    if not expression:
+        return False
+    words = set(re.findall(r"[A-Za-z_]\w*", expression)) - {"and", "or", "not"}
+    kinds = [{"gpu", *more} for more in [(), ("two_gpus",), ("sglang",), ("soak",)]]
+
+    def selects(marks: set[str]) -> bool:
+        return bool(eval(expression, {"__builtins__": {}}, {word: word in marks for word in words}))
+
+    try:
+        return any(map(selects, kinds)) and not selects(set())
+    except Exception:
+        return False
+
+
+def why_not(config: pytest.Config, item: pytest.Item) -> str | None:
+    """Why a test cannot run in this run; None if it can."""
+    marked = item.get_closest_marker
+    if (marked("gpu") or marked("two_gpus")) and GPUS == 0:
+        return "no NVIDIA GPU: libcuda.so.1 cannot be opened, or finds none"
+    if marked("two_gpus") and GPUS < 2:
+        return "there is only one NVIDIA GPU"
+    opens_its_own = "conformance" in item.path.parts
+    if (marked("gpu") or marked("two_gpus")) and not (config.real_driver or opens_its_own):
+        return "this run is on the simulated driver; choose GPU tests with -m gpu"
+    on_the_simulator = "sim" in getattr(item, "fixturenames", ()) and not opens_its_own
+    if config.real_driver and on_the_simulator:
+        return "this run is on the real driver"
+    if marked("sglang") and find_spec("sglang") is None:
+        return "SGLang is not installed"
+    if marked("soak") and not config.soak:
+        return "runs for minutes; choose it with -m soak"
+    return None

@@ -1,0 +1,88 @@
+"""What the decoders' scenario does with a device's memory: compares it, counts it, fills it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import torch
+
+import memsaver
+
+MIB = 1 << 20
+TAGS = ("weights", "kv_cache", "cuda_graph")
+HEADROOM = (
+    1536 * MIB
+)  # left free when the device is filled: for kernels, their modules and temporaries
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as bytes: equal means equal bit for bit."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal bit for bit."""
+    return torch.equal(bits(left), bits(right))
+
+
+def nbytes(tensors: list[torch.Tensor]) -> int:
+    """Their bytes."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def lies_in(tensor: torch.Tensor, ranges: tuple[memsaver.Range, ...]) -> bool:
+    """Whether a tensor's memory lies in one of the ranges."""
+    start = tensor.data_ptr()
+    return any(r.address <= start and start + tensor.nbytes <= r.address + r.bytes for r in ranges)
+
+
+def tidy(devices: list[int]) -> None:
+    """Lets torch give back what no tensor uses."""
+    gc.collect()
+    for device in devices:
+        torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+
+
+def free(device: int) -> int:
+    """Free bytes, as the driver says."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def resident(device: int, tags: tuple[str, ...] = TAGS) -> int:
+    """Bytes that the tags hold, as memsaver says."""
+    rows = memsaver.stats().tags
+    return sum(row.resident_bytes for row in rows if row.device == device and row.tag in tags)
+
+
+def use_of(device: int, bytes_to_fill: int) -> int:
+    """What a trainer does with memory: takes so many bytes, computes in them, frees them."""
+    chunk = 256 * MIB
+    side = 4096
+    with torch.cuda.device(device):
+        chunks = [
+            torch.full((chunk // 2,), 1.0, dtype=torch.bfloat16, device="cuda")
+            for _ in range(bytes_to_fill // chunk)
+        ]
+        for number, values in enumerate(chunks):
+            square = values[: side * side].view(side, side)
+            square.mul_(number % 3)
+            product = square @ square
+            assert product[-1, -1].item() == side * (number % 3) ** 2
+            assert values[side * side :].min().item() == 1.0
+        return nbytes(chunks)
+
+
+@contextlib.contextmanager
+def filled(devices: list[int]) -> Iterator[None]:
+    """All but HEADROOM is taken: what a trainer gets then is what a pause gave back."""
+    tidy(devices)
+    ballast = []
+    for device in devices:
+        spare = free(device) - HEADROOM
+        ballast.append(torch.empty(max(spare, 0), dtype=torch.uint8, device=f"cuda:{device}"))
+    yield
+    del ballast
+    torch.cuda.empty_cache()

@@ -1,0 +1,19 @@
+"""Errors that a block must raise, for what runs without pytest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException]) -> Iterator[list[Any]]:
+    """The block must raise this; the error is then in the list."""
+    caught: list[Any] = []
+    try:
+        yield caught
+    except kind as error:
+        caught.append(error)
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")

@@ -1,0 +1,27 @@
+"""The environment of a child process that uses torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import memsaver
+
+
+def torch_environment(expandable: bool) -> dict[str, str]:
+    """This environment without settings of torch's allocator and ours, with this memsaver.
+
+    With `expandable`, torch is told to make expandable segments.
+    """
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("MEMSAVER_")
+        and name not in ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    }
+    root = str(Path(memsaver.__file__).resolve().parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    env["PYTHONFAULTHANDLER"] = "1"
+    if expandable:
+        env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return env
