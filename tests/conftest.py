@@ -12,6 +12,7 @@ import importlib
 import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 

@@ -13,6 +13,7 @@ import sys
 import time
 
 import pytest
+from child_process import environment_without
 from rich.console import Console
 from watched_children import Child
 
@@ -26,9 +27,8 @@ GIB = 1 << 30
 
 
 def environment(runtime, **more):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
     return {
-        **kept,
+        **environment_without("MEMSAVER_"),
         "PYTHONPATH": str(LIBRARY_DIR.parent),
         "XDG_RUNTIME_DIR": str(runtime),
         "MEMSAVER_DRIVER": "sim",

@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from child_process import environment_without
+
 from memsaver.cli.watched import Process, find_processes
 from memsaver.native import LIBRARY_DIR
 
@@ -90,8 +92,7 @@ class Child:
     """One of them, on the simulated driver: `child("make('t', 1000)")` is done there."""
 
     def __init__(self, runtime: Path | None, *, program: list[str] | None = None, **env) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
-        kept.pop("XDG_RUNTIME_DIR", None)
+        kept = environment_without("MEMSAVER_", "XDG_RUNTIME_DIR")
         if runtime is not None:
             kept["XDG_RUNTIME_DIR"] = str(runtime)
         kept["PYTHONPATH"] = str(LIBRARY_DIR.parent)

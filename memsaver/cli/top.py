@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import memsaver
-from memsaver.cli.sizes import format_bytes
 from memsaver.cli.watched import (
     Found,
     Process,
@@ -23,6 +22,7 @@ from memsaver.cli.watched import (
     plain_text,
 )
 from memsaver.native import Backup, State
+from memsaver.text import size_text
 from memsaver.traces.units import format_rate, format_seconds
 
 if TYPE_CHECKING:  # rich takes long to import
@@ -206,7 +206,7 @@ def _facts(process: Process) -> Text:
         name = "simulated driver" if process.driver.simulated else process.driver.library
         facts.append(f"{name} ({major}.{minor // 10})")
     if process.host_bytes:
-        facts.append(f"{format_bytes(process.host_bytes)} of host memory for backups")
+        facts.append(f"{size_text(process.host_bytes)} of host memory for backups")
     return Text(f"  {', '.join(facts)}", style="dim")
 
 
@@ -255,10 +255,10 @@ def _backup(tag: WatchedTag) -> Iterator[str]:
     if stats.host_bytes:
         in_memory = stats.backup in (Backup.HOST, Backup.PAGEABLE)
         yield str(stats.backup) if in_memory else "host"
-        yield format_bytes(stats.host_bytes)
+        yield size_text(stats.host_bytes)
     if stats.disk_bytes:
         yield "disk"
-        yield format_bytes(stats.disk_bytes)
+        yield size_text(stats.disk_bytes)
     if not stats.host_bytes and not stats.disk_bytes:
         yield str(stats.backup)
 
@@ -296,7 +296,7 @@ def _age(seconds: float) -> str:
 
 
 def _size(nbytes: int) -> str:
-    return format_bytes(nbytes) if nbytes else _NOTHING
+    return size_text(nbytes) if nbytes else _NOTHING
 
 
 # --- all of them ----------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def _totals_table(found: Found, console: Console) -> Table:
     for name in ("Resident", "Paused", "Device has", "Processes"):
         table.add_column(name, justify="right", no_wrap=True)
     for (name, total), (resident, paused, processes) in sorted(sums.items()):
-        sizes = (_size(resident), _size(paused), format_bytes(total), str(processes))
+        sizes = (_size(resident), _size(paused), size_text(total), str(processes))
         table.add_row(Text(name, style="bold"), *map(Text, sizes))
     return table
 
