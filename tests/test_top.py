@@ -15,10 +15,11 @@ import time
 import pytest
 from child_process import environment_without
 from rich.console import Console
+from typer.testing import CliRunner
 from watched_children import Child
 
 import memsaver
-from memsaver.cli import top
+from memsaver.cli import app, top
 from memsaver.cli.watched import Device, Driver, Found, Process, Silent, WatchedTag
 from memsaver.native import LIBRARY_DIR, Backup, State
 from memsaver.statistics import TagStats
@@ -37,13 +38,8 @@ def environment(runtime, **more):
 
 
 def run_top(runtime, *arguments, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "memsaver", "top", *arguments],
-        env=environment(runtime, **env),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    """The command, in this process."""
+    return CliRunner().invoke(app, ["top", *arguments], env=environment(runtime, **env))
 
 
 # --- what it finds --------------------------------------------------------------------------------
@@ -58,7 +54,7 @@ def test_two_processes(runtime):
         second("memsaver.pause()")
         second("memsaver.resume()")
         done = run_top(runtime, "--json")
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (done.exit_code, done.stderr) == (0, "")
         said = json.loads(done.stdout)
         assert (said["schema"], said["memsaver"]) == (1, memsaver.__version__)
         assert (said["silent"], said["refused"]) == ([], [])
@@ -81,7 +77,7 @@ def test_two_processes(runtime):
         assert [row["pid"] for row in alone["processes"]] == [second.pid]
 
         shown = run_top(runtime, COLUMNS="140")  # no terminal: once
-        assert (shown.returncode, shown.stderr) == (0, "")
+        assert (shown.exit_code, shown.stderr) == (0, "")
         for text in (f"{first.pid} ", f"{second.pid} ", "weights", "kv_cache", "optimizer"):
             assert text in shown.stdout
         rows = {line.split()[0]: line for line in shown.stdout.splitlines() if line.strip()}
@@ -93,7 +89,7 @@ def test_two_processes(runtime):
 
 def test_nothing_is_found(runtime):
     done = run_top(runtime, COLUMNS="80")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     text = " ".join(done.stdout.split())
     assert text.startswith(top.NOBODY) and "from its first tag on" in text
     assert "MEMSAVER_TOP" in text and max(map(len, done.stdout.splitlines())) <= 80
@@ -102,12 +98,16 @@ def test_nothing_is_found(runtime):
 
 def test_a_process_that_is_not_there(runtime):
     done = run_top(runtime, "--pid", "1")
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.exit_code == 1 and done.stdout == ""
     assert done.stderr.startswith("memsaver top: process 1 is not among those that use memsaver")
 
 
 def test_looking_makes_nothing(runtime):
-    run_top(runtime)
+    command = [sys.executable, "-m", "memsaver", "top"]
+    done = subprocess.run(
+        command, env=environment(runtime), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "") and top.NOBODY in done.stdout
     assert list(runtime.iterdir()) == []
 
 
