@@ -2,17 +2,19 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from watched_children import Child, ask, socket_of, wait_until
+from watched_children import LOOP, Child, ask, socket_of, wait_until
 
-from memsaver.cli.watched import Process, Silent, find_processes
+from memsaver.cli.watched import Found, Process, Silent, find_processes
 
 
 def test_a_stopped_process_is_told_as_such(runtime):
@@ -31,6 +33,21 @@ def test_a_stopped_process_is_told_as_such(runtime):
         assert silent.command.startswith(sys.executable)
         child.process.send_signal(signal.SIGCONT)
         wait_until(lambda: len(find_processes().processes) == 2)
+
+
+def test_a_process_of_a_container_that_sees_the_same_folder(runtime):
+    # It has another number inside of it; the system says which one it has here.
+    enter = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if not shutil.which("unshare") or subprocess.run([*enter, "true"]).returncode != 0:
+        pytest.skip("no namespaces can be made here")
+    with Child(runtime, program=[*enter, sys.executable, "-c", LOOP]) as child:
+        assert child("os.getpid()") == 1
+        child("make('t', 1000)")
+        (found,) = find_processes().processes
+        assert found.pid != 1 and found.command.startswith(sys.executable)
+        assert Path(f"/proc/{found.pid}/exe").resolve() == Path(sys.executable).resolve()
+        child.end()
+    assert find_processes() == Found()
 
 
 ANSWERS = {

@@ -17,7 +17,7 @@ from child_process import environment_without
 from memsaver.cli.watched import Process, find_processes
 from memsaver.native import LIBRARY_DIR
 
-_LOOP = """
+LOOP = """
 import json, os, socket, sys, threading, time
 import memsaver
 from memsaver import simulator
@@ -98,7 +98,7 @@ class Child:
         kept["PYTHONPATH"] = str(LIBRARY_DIR.parent)
         environment = {**kept, "MEMSAVER_DRIVER": "sim", **{k: str(v) for k, v in env.items()}}
         self.process = subprocess.Popen(
-            program or [sys.executable, "-c", _LOOP],
+            program or [sys.executable, "-c", LOOP],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

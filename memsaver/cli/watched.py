@@ -191,28 +191,29 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 def _ask(folder: int, name: str) -> Process | Silent | None:
     """The answer of the process with this socket; None where there is none any more."""
-    pid = int(name.split("-")[0])
+    pid, command = int(name.split("-")[0]), ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(_PATIENCE)
         try:
             # Through the descriptor: the address has room for a short path only.
             client.connect(f"/proc/self/fd/{folder}/{name}")
             peer, user = _peer_of(client)
-            pid = peer or pid  # 0: it is in a namespace that cannot be seen from here
+            if peer:  # else it is in a namespace that cannot be seen from here
+                pid, command = peer, _command_of(peer)
             if user != os.geteuid():
-                return Silent(pid, "", f"it belongs to user {user}")
-            return _process_of(pid, _read_all(client))
+                return Silent(pid, command, f"it belongs to user {user}")
+            return _process_of(pid, command, _read_all(client))
         except ConnectionRefusedError:  # nobody has it open: its process was killed
             _remove(folder, name)
             return None
         except FileNotFoundError:
             return None
         except (TimeoutError, BlockingIOError):
-            return Silent(pid, _command_of(pid), f"no answer within {_PATIENCE} s: is it stopped?")
+            return Silent(pid, command, f"no answer within {_PATIENCE} s: is it stopped?")
         except OSError as error:
-            return Silent(pid, _command_of(pid), error.strerror or str(error))
+            return Silent(pid, command, error.strerror or str(error))
         except _NoAnswer as error:
-            return Silent(pid, _command_of(pid), str(error))
+            return Silent(pid, command, str(error))
 
 
 class _NoAnswer(Exception):
@@ -243,7 +244,7 @@ def _read_all(client: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def _process_of(pid: int, answer: bytes) -> Process:
+def _process_of(pid: int, command: str, answer: bytes) -> Process:
     if not answer:
         raise _NoAnswer("it gave no answer")
     try:
@@ -256,7 +257,7 @@ def _process_of(pid: int, answer: bytes) -> Process:
         now, driver = _number(told["time_seconds"]), told["driver"]
         return Process(
             pid,
-            _command_of(pid) or plain_text(told["command"]),
+            command or plain_text(told["command"]),
             plain_text(told["memsaver"]),
             None if driver is None else _driver_of(driver),
             tuple(map(_device_of, told["devices"])),
