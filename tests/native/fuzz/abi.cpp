@@ -56,6 +56,7 @@ class Session {
   void transit();
   void beside(ms_transition* transition);
   void ask();
+  void record();
   void configure();
   void view();
   void reset();
@@ -82,6 +83,7 @@ class Session {
   std::vector<Block> blocks_;
   std::vector<char*> freed_;
   std::vector<void*> bound_;
+  uint64_t recorded_ = 0;
 };
 
 bool Session::done(ms_status status) {
@@ -278,6 +280,32 @@ void Session::ask() {
       ms_wants();
       ms_region_tag();
       done(ms_device_count(in_.below(4) ? &number : nullptr, error()));
+      record();
+  }
+}
+
+// By turns, without a byte of the input: what inputs mean stays.
+void Session::record() {
+  ms_event* rows = nullptr;
+  size_t count = 0;
+  uint64_t dropped = 0;
+  switch (recorded_++ % 6) {
+    case 0:
+      done(ms_timeline_start(recorded_ % 4 == 1 ? 3 : 0, error()));
+      break;
+    case 1:
+    case 3:
+      done(ms_timeline_read(&rows, &count, &dropped, error()));
+      ms_list_free(rows);
+      break;
+    case 2:
+      done(ms_timeline_sample(error()));
+      break;
+    case 4:
+      done(ms_timeline_stop(error()));
+      break;
+    default:
+      done(ms_timeline_read(nullptr, &count, nullptr, error()));
   }
 }
 
@@ -370,6 +398,7 @@ void Session::reset() {
 void Session::clean() {
   sim_clear_faults();
   reset();
+  ms_timeline_stop(nullptr);
   while (ms_region_depth() > 0) ms_region_exit(nullptr);
   for (void* stream : bound_) ms_stream_unbind(stream, nullptr);
   for (const Block& block : blocks_) {
