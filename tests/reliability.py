@@ -1,4 +1,4 @@
-"""benchmarks/results/reliability.json: what sweep, model, sanitizers, fuzzer and soak have found."""
+"""benchmarks/results/reliability.json: what sweep, model, sanitizers, fuzzer and soak found."""
 
 from __future__ import annotations
 

@@ -35,9 +35,7 @@ def arguments() -> argparse.Namespace:
         help=f"of a call that an act makes more than {ALWAYS} times, each Nth only beyond that",
     )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes at a time")
-    parser.add_argument(
-        "--write", action="store_true", help="figures into reliability.json"
-    )
+    parser.add_argument("--write", action="store_true", help="figures into reliability.json")
     return parser.parse_args()
 
 

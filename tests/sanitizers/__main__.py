@@ -28,9 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first-seed", type=int, default=1, metavar="N")
     parser.add_argument("--operations", type=int, default=400, metavar="N", help="of each thread")
     parser.add_argument("--only", choices=["stress", "units", "suite"], help="a part of what runs")
-    parser.add_argument(
-        "--write", action="store_true", help="figures into reliability.json"
-    )
+    parser.add_argument("--write", action="store_true", help="figures into reliability.json")
     return parser.parse_args()
 
 
