@@ -63,7 +63,7 @@ typedef struct ms_error {
   int32_t os_error;   /* the errno of a file operation that failed, 0 where none did */
   uint64_t needed_bytes, free_bytes;
   char call[48];      /* the driver call that failed, or "" */
-  char tag[128];      /* the tag concerned, cut to fit, or "" */
+  char tag[128];      /* the tag concerned, of a long text its end, or "" */
   char message[1024]; /* what happened and what to do, one paragraph */
 } ms_error;
 
