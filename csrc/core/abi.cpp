@@ -101,7 +101,8 @@ int ms_next_warning(char* text, size_t capacity) {
 }
 
 void ms_warn(const char* text) {
-  if (!forked() && text) warn(text);
+  if (forked() || !text) return;
+  warn_of([&] { return std::string(text); });
 }
 
 void ms_list_free(void* list) { std::free(list); }
