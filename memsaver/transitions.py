@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal, overload
 
+from memsaver.blocks import block
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.handles import Call, Progress, Transition, state
 from memsaver.native import _C, State, backup_code, check_tag, emit_warnings
@@ -167,11 +168,12 @@ def swap(
     return _transition(swap_call(out, into, backup), wait, progress)
 
 
-@contextlib.contextmanager
+@partial(block, asynchronous=True)
 def paused(*tags: str, backup: str | None = None) -> Iterator[Report]:
     """Pause `tags` for the block and resume those that it paused, also after an exception.
 
-    Yields the pause's report. Errors are those of `pause` and `resume`.
+    Yields the pause's report. Errors are those of `pause` and `resume`. A decorator too, of
+    coroutine functions as well: both transitions keep their event loop waiting.
     """
     going: tuple[str, ...] = ()
     selected = _selected([check_tag(tag) for tag in tags])

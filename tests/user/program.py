@@ -1,5 +1,7 @@
 """A user's program over all of memsaver's public names, as mypy --strict has to accept it."""
 
+import asyncio
+
 import memsaver
 from memsaver import (
     Backup,
@@ -67,6 +69,16 @@ def start() -> dict[str, str]:
         return memsaver.preload_env("trainer", backup="disk", env={})
 
 
+@memsaver.paused("kv_cache")
+async def asleep(nbytes: int) -> State:
+    return memsaver.state("kv_cache")
+
+
+@memsaver.disabled()
+def outside(nbytes: int) -> int:
+    return nbytes
+
+
 def kind_of(error: memsaver.MemsaverError) -> int:
     if isinstance(error, (memsaver.OutOfDeviceMemoryError, memsaver.OutOfHostMemoryError)):
         return error.needed - error.free
@@ -91,6 +103,7 @@ def main() -> None:
         memsaver.pause("no such tag")
     except memsaver.UnknownTagError as error:
         print(kind_of(error))
+    print(asyncio.run(asleep(1)), outside(2) + 1)
     print(look(0)[1], cycle() > 0, sorted(set(seen)), sorted(start()))
     before.remove()
     after.remove()
