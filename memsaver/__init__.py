@@ -29,6 +29,7 @@ from memsaver.native import _C, Backup, State
 from memsaver.observers import on_pause, on_resume
 from memsaver.preload import is_preloaded, preload, preload_env
 from memsaver.regions import disabled, region
+from memsaver.shortages import DeviceProcess, Holder
 from memsaver.statistics import (
     Range,
     Stats,
@@ -48,8 +49,10 @@ __all__ = [
     "BackupError",
     "Change",
     "ConfigError",
+    "DeviceProcess",
     "DriverError",
     "Explanation",
+    "Holder",
     "InvalidStateError",
     "MemsaverError",
     "MemsaverWarning",

@@ -59,6 +59,7 @@ class _Section(contextlib.ContextDecorator):
         try:
             if route is not None:
                 route.close()
+                route.explain_shortage(error)
         finally:
             _C.region_exit()
             emit_warnings()

@@ -22,8 +22,9 @@ from typing import Any, TypeAlias
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.native import _C, LIBRARY_DIR
 from memsaver.preload import is_preloaded
+from memsaver.shortages import describe
 
-__all__ = ["Devices", "torch_pools"]
+__all__ = ["Device", "Devices", "Route", "TorchPools", "torch_pools"]
 
 Device: TypeAlias = int | str | Any  # Any: a torch.device
 Devices: TypeAlias = Device | Sequence[Device] | None
@@ -274,6 +275,18 @@ class Route:
         """End this level and make the one around it active again."""
         _routes.current = self._around
         self._undo.close()
+
+    def explain_shortage(self, error: BaseException | None) -> None:
+        """Add to torch's out-of-memory error who holds the memory of the devices: a note to it.
+
+        Once, where routes are nested. Notes are shown with the traceback from Python 3.11 on;
+        before that there are none.
+        """
+        if not isinstance(error, self.owner.torch.OutOfMemoryError):
+            return
+        if hasattr(error, "add_note") and not hasattr(error, "__notes__"):
+            for device in self.pools:
+                error.add_note(describe(device))
 
     def _start(self) -> None:
         with contextlib.ExitStack() as stack:

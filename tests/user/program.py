@@ -6,7 +6,9 @@ import memsaver
 from memsaver import (
     Backup,
     Change,
+    DeviceProcess,
     Explanation,
+    Holder,
     Range,
     State,
     Stats,
@@ -77,6 +79,13 @@ async def asleep(nbytes: int) -> State:
 @memsaver.disabled()
 def outside(nbytes: int) -> int:
     return nbytes
+
+
+def who_holds(error: memsaver.OutOfDeviceMemoryError) -> int:
+    holders: tuple[Holder, ...] = error.holders
+    others: tuple[DeviceProcess, ...] = error.processes
+    held = sum(row.bytes for row in holders if row.pausable and row.state is State.MAPPED)
+    return held + sum(row.bytes or 0 for row in others) + error.device
 
 
 def kind_of(error: memsaver.MemsaverError) -> int:
