@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from memsaver import pickling
 from memsaver.blocks import block
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.native import _C, LIBRARY_DIR, emit_warnings
@@ -102,6 +103,7 @@ def empty(shape: Sequence[int] | int, dtype: Any = None, device: int = 0) -> Any
     """
     import torch
 
+    pickling.register(torch)
     dims = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = dtype or torch.get_default_dtype()
     items = math.prod(dims)

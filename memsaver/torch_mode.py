@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
+from memsaver import pickling
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.native import _C, LIBRARY_DIR
 from memsaver.preload import is_preloaded
@@ -69,6 +70,7 @@ def torch_pools(required: bool = True) -> TorchPools | None:
         return None
     with _lock:
         if _pools is None:
+            pickling.register(torch)
             _pools = TorchPools(torch)
     return _pools
 
