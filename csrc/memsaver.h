@@ -265,6 +265,14 @@ MS_API ms_status ms_free_any(void* pointer, int device, ms_error* error);
 MS_API void* ms_torch_malloc(ptrdiff_t bytes, int device, void* stream);
 MS_API void ms_torch_free(void* pointer, size_t bytes, int device, void* stream);
 
+/* A function like ms_torch_malloc whose memory belongs to `tag`, whatever region its caller is in:
+ * for a torch pool of that tag. It returns NULL while the tag is paused. The same function for
+ * every call with the tag; `backup` as in ms_region_enter, and its errors. MS_INVALID_STATE also:
+ * 256 tags have one already. */
+typedef void* (*ms_torch_malloc_function)(ptrdiff_t bytes, int device, void* stream);
+MS_API ms_status ms_torch_malloc_of(const char* tag, int backup, ms_torch_malloc_function* function,
+                                    ms_error* error);
+
 /* Lets devices whose use began after memory was mapped reach that memory too, where the hardware
  * allows it: memory of ours is mapped for the devices in use at that time, and unlike cudaMalloc's
  * not affected by cudaDeviceEnablePeerAccess. Allocations and resumes do it as well. Waits for

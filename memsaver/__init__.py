@@ -25,6 +25,7 @@ from memsaver.errors import (
 from memsaver.explanations import Explanation, explain
 from memsaver.fingerprints import fingerprint
 from memsaver.graphs import graph
+from memsaver.mempools import torch_pool
 from memsaver.native import _C, Backup, State
 from memsaver.observers import on_pause, on_resume
 from memsaver.preload import is_preloaded, preload, preload_env
@@ -89,5 +90,6 @@ __all__ = [
     "stats",
     "swap",
     "timeline",
+    "torch_pool",
     "trim",
 ]

@@ -95,10 +95,12 @@ class TorchPools:
         return pool
 
     def close_pool(self, device: int, pool: Any) -> None:
-        """Give up the reference that keeps a pool open; tensors and graphs keep what they use."""
+        """Give up the reference that keeps a pool open; tensors and graphs keep what they use.
+
+        Takes no lock: a finalizer may call it.
+        """
         self.torch._C._cuda_releasePool(device, pool.id)
-        with _lock:
-            _closed_pools[_pool_id(pool)] = pool
+        _closed_pools[_pool_id(pool)] = pool
 
     @contextlib.contextmanager
     def capture_pool(self, device: int, tag: str, pool: Any) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ from typing import Literal, overload
 from memsaver.blocks import block
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.handles import Call, Progress, Transition, state
+from memsaver.mempools import check_unused
 from memsaver.native import _C, State, backup_code, check_tag, emit_warnings
 from memsaver.reports import Change, Report
 from memsaver.torch_mode import torch_pools
@@ -61,8 +62,9 @@ def pause(
     Raises:
         UnknownTagError: no region ever named it.
         ConfigError: an unknown backup.
-        InvalidStateError: inside a region of one of the tags, or a CUDA graph capture; or in a
-            callback, where waiting for another transition would be for ever.
+        InvalidStateError: inside a region of one of the tags, `use_mem_pool` of a `torch_pool` of
+            it, or a CUDA graph capture; or in a callback, where waiting for another transition
+            would be for ever.
         OutOfHostMemoryError: no host memory for the backup.
         BackupError: the backup could not be written.
         DriverError: a driver call failed.
@@ -197,7 +199,9 @@ def pause_call(tags: Sequence[str], backup: str | None) -> Call:
     code = backup_code(backup)
     names = [check_tag(tag) for tag in tags]
     _check_no_capture("paused")
-    return Call("pause", _selected(names), [], code)
+    selected = _selected(names)
+    check_unused(selected)
+    return Call("pause", selected, [], code)
 
 
 def resume_call(tags: Sequence[str]) -> Call:
@@ -214,6 +218,7 @@ def swap_call(out: str | Sequence[str], into: str | Sequence[str], backup: str |
     if both:
         raise ConfigError(f"tag {both[0]!r} cannot be both paused and resumed by one swap")
     _check_no_capture("swapped")
+    check_unused(going)
     return Call("swap", _selected(going), _selected(coming), code)
 
 

@@ -26,7 +26,7 @@ def test_a_users_program_runs(run_python):
     done = run_python(f"import runpy; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')")
     assert done.stdout.splitlines() == [
         str(len("no such tag")),
-        "paused 3",
+        "paused 3 None",
         "False True ['kv_cache', 'weights'] ['LD_PRELOAD', 'MEMSAVER_BACKUP', 'MEMSAVER_TAG']",
     ]
     assert done.stderr == ""

@@ -304,6 +304,14 @@ PYBIND11_MODULE(_C, m) {
   m.def("free", [](uint64_t address) {
     without_gil([&](ms_error* error) { return ms_free(pointer(address), error); });
   });
+  // The addresses of the two functions that torch wants of an allocator.
+  m.def("torch_allocator", [](const std::string& tag, int backup) {
+    ms_torch_malloc_function function = nullptr;
+    without_gil(
+        [&](ms_error* error) { return ms_torch_malloc_of(tag.c_str(), backup, &function, error); });
+    return py::make_tuple(reinterpret_cast<uint64_t>(function),
+                          reinterpret_cast<uint64_t>(&ms_torch_free));
+  });
   m.def("owns", [](uint64_t address) { return ms_owns(pointer(address)) != 0; });
 
   m.def("changes", &ms_changes);

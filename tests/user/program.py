@@ -81,6 +81,13 @@ def outside(nbytes: int) -> int:
     return nbytes
 
 
+def pool_of(tag: str) -> object:
+    try:
+        return memsaver.torch_pool(tag, backup=Backup.HOST, device=0)
+    except memsaver.NotLoadedError:
+        return None  # no GPU
+
+
 def who_holds(error: memsaver.OutOfDeviceMemoryError) -> int:
     holders: tuple[Holder, ...] = error.holders
     others: tuple[DeviceProcess, ...] = error.processes
@@ -112,7 +119,7 @@ def main() -> None:
         memsaver.pause("no such tag")
     except memsaver.UnknownTagError as error:
         print(kind_of(error))
-    print(asyncio.run(asleep(1)), outside(2) + 1)
+    print(asyncio.run(asleep(1)), outside(2) + 1, pool_of("graphs"))
     print(look(0)[1], cycle() > 0, sorted(set(seen)), sorted(start()))
     before.remove()
     after.remove()
