@@ -20,6 +20,7 @@ from memsaver.errors import (
     NotLoadedError,
     OutOfDeviceMemoryError,
     OutOfHostMemoryError,
+    PerformanceWarning,
     UnknownTagError,
 )
 from memsaver.explanations import Explanation, explain
@@ -60,6 +61,7 @@ __all__ = [
     "NotLoadedError",
     "OutOfDeviceMemoryError",
     "OutOfHostMemoryError",
+    "PerformanceWarning",
     "Range",
     "Report",
     "State",

@@ -23,12 +23,23 @@ __all__ = [
     "NotLoadedError",
     "OutOfDeviceMemoryError",
     "OutOfHostMemoryError",
+    "PerformanceWarning",
     "UnknownTagError",
 ]
 
 
 class MemsaverWarning(RuntimeWarning):
-    """A failure that could reach no caller, such as memory of a deleted tensor that stays held."""
+    """A failure that could reach no caller, such as memory of a deleted tensor that stays held.
+
+    And what costs silently: see `PerformanceWarning`.
+    """
+
+
+class PerformanceWarning(MemsaverWarning):
+    """Something that works, and silently costs memory or time. Once for each tag.
+
+    `warnings.simplefilter("ignore", memsaver.PerformanceWarning)` silences them.
+    """
 
 
 class MemsaverError(RuntimeError):

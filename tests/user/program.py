@@ -132,4 +132,5 @@ if __name__ == "__main__":
     import warnings
 
     warnings.simplefilter("error", memsaver.MemsaverWarning)
+    warnings.simplefilter("ignore", memsaver.PerformanceWarning)
     main()
