@@ -135,7 +135,7 @@ void Session::allocate() {
   void* pointer = nullptr;
   const uint64_t bytes = blocks_.size() < kMostBlocks ? size() : UINT64_MAX;
   bool made = false;
-  switch (in_.below(4)) {
+  switch (in_.below(5)) {
     case 0:
       made = done(
           ms_malloc_any(bytes, device(), in_.below(2) ? nullptr : address(), &pointer, error()));
@@ -144,6 +144,15 @@ void Session::allocate() {
       pointer = ms_torch_malloc(static_cast<ptrdiff_t>(bytes), device(), nullptr);
       made = pointer != nullptr;
       break;
+    case 2: {
+      ms_torch_malloc_function function = nullptr;
+      const bool bound =
+          done(ms_torch_malloc_of(tag(), backup(), in_.below(8) ? &function : nullptr, error()));
+      require(bound == (function != nullptr), "there is a function, or an error");
+      if (function) pointer = function(static_cast<ptrdiff_t>(bytes), device(), nullptr);
+      made = pointer != nullptr;
+      break;
+    }
     default:
       made = done(ms_malloc(bytes, device(), in_.below(8) ? &pointer : nullptr, error()));
   }
@@ -240,7 +249,7 @@ void Session::ask() {
   uint64_t first = 0, second = 0;
   size_t count = 0;
   int number = 0;
-  switch (in_.below(9)) {
+  switch (in_.below(11)) {
     case 0: {
       ms_usage* rows = nullptr;
       done(ms_stats(in_.below(4) ? &rows : nullptr, &count, error()));
@@ -275,6 +284,15 @@ void Session::ask() {
     case 7:
       ms_warn(in_.below(4) ? in_.text(80).c_str() : nullptr);
       break;
+    case 8:
+      done(ms_tag_pausable(tag(), in_.below(4) ? &number : nullptr, error()));
+      break;
+    case 9: {
+      char text[16];
+      const size_t room = in_.below(sizeof(text) + 1);
+      done(ms_device_bus_id(device(), in_.below(8) ? text : nullptr, room, error()));
+      break;
+    }
     default:
       ms_owns(address());
       ms_wants();
