@@ -64,7 +64,7 @@ typedef struct ms_error {
   int32_t device;     /* where device memory was short: the device, else -1 */
   uint64_t needed_bytes, free_bytes;
   char call[48];      /* the driver call that failed, or "" */
-  char tag[128];      /* the tag concerned, of a long text its end, or "" */
+  char tag[128];      /* the tag concerned, cut to fit, or "" */
   char message[1024]; /* what happened and what to do, one paragraph */
 } ms_error;
 
@@ -154,7 +154,7 @@ typedef struct ms_location {
       bytes;            /* the live allocation around it; 0 bytes: it is freed, or was none yet */
   double since_seconds; /* when the tag came into that state, in seconds since 1970 */
   int64_t thread;       /* the system's number of the thread whose call brought it there */
-  char caller[1024];    /* what ms_transition_set_caller said of that call, cut to fit, or "" */
+  char caller[1024]; /* what ms_transition_set_caller said of that call, of a long text its end */
 } ms_location;
 
 /* --- the library */
