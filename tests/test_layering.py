@@ -149,7 +149,7 @@ PACKAGES = {
     ),
 }
 # What may be missing: imported where it is needed, never when a module of ours is.
-OPTIONAL = {"numpy", "prometheus_client", "sglang", "torch", "vllm"}
+OPTIONAL = {"numpy", "prometheus_client", "pynvml", "sglang", "torch", "vllm"}
 WITH_TORCH = {"memsaver/readonly.py"}  # which is imported where torch is there only
 
 

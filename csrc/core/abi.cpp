@@ -69,6 +69,16 @@ ms_status ms_device_memory(int device, uint64_t* free_bytes, uint64_t* total_byt
   });
 }
 
+ms_status ms_device_bus_id(int device, char* text, size_t capacity, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    if (!text || capacity == 0) {
+      throw Error(Status::kInvalidArgument, "there is no room for the answer");
+    }
+    copy_text(text, capacity, device_of(device).bus_id());
+  });
+}
+
 ms_status ms_device_count(int* count, ms_error* error) {
   return guarded(error, [&] {
     require_not_forked();
@@ -102,7 +112,8 @@ int ms_next_warning(char* text, size_t capacity) {
 }
 
 void ms_warn(const char* text) {
-  if (!forked() && text) warn(text);
+  if (forked() || !text) return;
+  warn_of([&] { return std::string(text); });
 }
 
 void ms_list_free(void* list) { std::free(list); }
@@ -332,6 +343,17 @@ ms_status ms_tag_state(const char* tag, int* state, ms_error* error) {
     std::lock_guard<std::mutex> lock(Registry::instance().mutex);
     require_place(state);
     *state = static_cast<int>(Registry::instance().known(name).state);
+  });
+}
+
+ms_status ms_tag_pausable(const char* tag, int* pausable, ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    const std::string_view name = view_of(tag, "the tag");
+    std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+    require_place(pausable);
+    const Tag& found = Registry::instance().known(name);
+    *pausable = found.state == State::kMapped && found.open_regions == 0 && !found.held;
   });
 }
 

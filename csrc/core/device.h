@@ -64,13 +64,10 @@ class Device {
   enum class Direction { kToHost, kToDevice };
   CUstream copy_stream(Direction direction);
 
-  // Its place on the PCI bus, "0000:01:00.0": the same in every process, whatever the ordinal
-  // there.
-  // "" where the driver does not say.
-  const std::string& bus_id() const { return bus_id_; }
-
   // The NUMA node of the host that is nearest, or -1 where there is one node only.
   int numa_node() const { return numa_node_; }
+  // As the system and NVML write it; "" where the driver does not say.
+  const std::string& bus_id() const { return bus_id_; }
 
   // Returns when all work submitted to the device before the call is done, on every stream:
   // cuMemUnmap does not wait for it. Legal inside a stream capture. Throws kDriverFailed for an
@@ -90,8 +87,8 @@ class Device {
   uint64_t granularity_ = 0;
   uint64_t total_bytes_ = 0;
   bool rdma_supported_ = false;
-  std::string bus_id_;
   int numa_node_ = -1;
+  std::string bus_id_;
   std::mutex mutex_;  // over the two below
   CUstream copy_streams_[2] = {};
   std::vector<CUdeviceptr> unfreed_;  // of drain(), whose freeing failed

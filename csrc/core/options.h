@@ -23,7 +23,8 @@ enum class OptionKind {
 #define MS_OPTIONS(X)                                                                            \
   X(share_bytes, kSize, "MEMSAVER_SHARE_BYTES", 512ull << 20, 2ull << 20, 1ull << 30,            \
     "allocations that lie together share one piece of physical memory of up to this many bytes " \
-    "(six times as many without a backup) from a resume on: fewer pieces are faster to pause, "  \
+    "(without a backup six times, at most 3 GiB) from a resume on: fewer pieces are faster to "  \
+    "pause, "                                                                                    \
     "but memory of a deleted tensor goes "                                                       \
     "back to the driver only with its whole piece")                                              \
   X(slab_bytes, kSize, "MEMSAVER_SLAB_BYTES", 64ull << 20, 2ull << 20, 1ull << 30,               \

@@ -135,6 +135,42 @@ bool Thread::fingerprint() {
   return known;
 }
 
+// The process has one timeline: any thread may find it started, or ended, by another.
+bool Thread::record() {
+  ms_error error{};
+  switch (below(6)) {
+    case 0:
+    case 1:
+      return fine(ms_timeline_start(16 + below(200), &error), error, "ms_timeline_start",
+                  {MS_INVALID_STATE});
+    case 2:
+      return fine(ms_timeline_sample(&error), error, "ms_timeline_sample", {});
+    case 3:
+      return fine(ms_timeline_stop(&error), error, "ms_timeline_stop", {MS_INVALID_STATE});
+    default:
+      break;
+  }
+  ms_event* rows = nullptr;
+  size_t count = 0;
+  uint64_t dropped = 0;
+  if (!fine(ms_timeline_read(&rows, &count, &dropped, &error), error, "ms_timeline_read",
+            {MS_INVALID_STATE})) {
+    return false;
+  }
+  double last = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const ms_event& row = rows[i];
+    if (row.kind == MS_EVENT_MEMORY && row.free_bytes > row.total_bytes) {
+      world_.fail("a device had more free than it has");
+    }
+    if (row.kind == MS_EVENT_BASELINE) continue;
+    if (row.time_seconds < last) world_.fail("a timeline goes back in time");
+    last = row.time_seconds;
+  }
+  ms_list_free(rows);
+  return true;
+}
+
 bool Thread::housekeeping() {
   static constexpr const char* kOptions[][2] = {
       {"share_bytes", "2MiB"},  {"share_bytes", "16MiB"}, {"slab_bytes", "4MiB"},
