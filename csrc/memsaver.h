@@ -6,6 +6,8 @@
  * MS_INVALID_STATE.
  *   - No C++ exception and no signal of ours leaves it, and it never ends the process or writes to
  * stdout.
+ *   - With its first tag the process gets a thread, which sleeps until `memsaver top` of the same
+ * user asks for the figures; option `top` (MEMSAVER_TOP) turns that off.
  *   - A failure is its ms_status. Where an `ms_error* error` is taken it may be NULL; it is written
  * only on failure.
  *   - Tags are UTF-8, of any length above zero. A `const char* tag` handed out lives as long as the

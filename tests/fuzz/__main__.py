@@ -60,6 +60,7 @@ def environment(folder: Path) -> dict[str, str]:
         "MEMSAVER_SIM_DEVICES": "2",
         "MEMSAVER_SIM_MEMORY": MEMORY,
         "TMPDIR": str(folder),  # for backups on disk
+        "XDG_RUNTIME_DIR": str(folder),
         "ASAN_OPTIONS": "detect_leaks=0",  # of one input: the targets check what is left instead
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }

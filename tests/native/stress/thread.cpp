@@ -28,6 +28,7 @@ struct Operations {
       {"in background", &Thread::in_background, 3},
       {"everything", &Thread::everything, 1},
       {"ask", &Thread::look, 8},
+      {"watch", &Thread::watch, 3},
       {"view", &Thread::view_backup, 8},
       {"fingerprint", &Thread::fingerprint, 3},
       {"record", &Thread::record, 4},

@@ -76,6 +76,7 @@ class Thread {
   bool everything();
   // In questions.cpp:
   bool look();
+  bool watch();
   bool view_backup();
   bool fingerprint();
   bool record();
