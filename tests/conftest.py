@@ -61,6 +61,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # --- the simulator --------------------------------------------------------------------------------
 
 
+_modules = 0
+
+
+def collect_garbage() -> None:
+    """Collects it. What new modules have made is there to stay: it is not looked through again."""
+    global _modules
+    gc.collect()
+    if len(sys.modules) != _modules:
+        gc.freeze()
+        _modules = len(sys.modules)
+
+
 @pytest.fixture(scope="session")
 def simulator_library():
     return Simulator()
@@ -70,14 +82,16 @@ def simulator_library():
 def sim(simulator_library, tag):
     """The simulator. Afterwards nothing of the test may be left, and no rule of a driver broken."""
     import memsaver
+    from memsaver.native import _C
 
     sim = simulator_library
     sim.reset()
     memsaver.device_memory(0)  # what the library keeps per device, it has from here on
-    gc.collect()
+    collect_garbage()
     memsaver.trim(wait=True)
     before = sim.counts()
-    sim.idle = {0: sim.physical(0) - memsaver.stats().resident_bytes}
+    resident = sum(row["resident_bytes"] for row in _C.stats() if row["device"] == 0)
+    sim.idle = {0: sim.physical(0) - resident}
     yield sim
     sim.reset()
     gc.collect()
