@@ -356,6 +356,20 @@ def test_bare_memory_that_is_not_to_be_had_is_given_back(sim):
     memory.close()
 
 
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_bare_memory_that_is_mapped_in_part_is_given_back(sim, nth):
+    before, start = sim.counts(), sim.physical()
+    memory = BareMemory(BareDriver(), 3 << 30)  # three pieces
+    with sim.fault("cuMemMap", 1, nth=nth), pytest.raises(DriverError) as caught:
+        memory.resume()
+    assert caught.value.call == "cuMemMap"
+    memory.close()
+    after = sim.counts()
+    for kind in ("handles", "mappings", "reservations"):
+        assert getattr(after, kind) == getattr(before, kind), kind
+    assert sim.physical() == start
+
+
 def test_copies_of_pinned_memory(sim):
     driver = BareDriver()
     memory = BareMemory(driver, 4 * MIB)
