@@ -143,6 +143,27 @@ def wait_until():
     return wait
 
 
+# --- traces ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(sim, tag, make_blocks):
+    """A timeline with a pause, a failed resume, a resume and a swap, and its two tags."""
+    import memsaver
+
+    first, second = tag("weights"), tag("kv_cache")
+    with memsaver.timeline() as t:
+        blocks = make_blocks(first, [4 << 20, 6 << 20], backup="host")
+        memsaver.pause(first)
+        blocks += make_blocks(second, [8 << 20])
+        with sim.fault("cuMemCreate", sim.OUT_OF_MEMORY, times=0):
+            with pytest.raises(memsaver.OutOfDeviceMemoryError):
+                memsaver.resume(first)
+        memsaver.swap(out=second, into=first)
+    assert len(blocks) == 3
+    return t, first, second
+
+
 # --- child processes ------------------------------------------------------------------------------
 
 
