@@ -1,9 +1,12 @@
 """Saved timelines as files: traces read back, refused, and files replaced whole."""
 
 import json
+import os
 
 import pytest
+from child_process import run_code
 from made_traces import HOSTILE, made, transition
+from repository import ROOT
 
 import memsaver
 from memsaver.traces import files
@@ -135,7 +138,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(recorded, tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(files.os, "replace", fail)
+        patched.setattr(os, "replace", fail)
         with pytest.raises(OSError, match="No space"):
             t.save(target)
     assert target.read_text() == "before"
@@ -153,5 +156,39 @@ def test_another_ending_is_refused(tmp_path, name):
 
 
 def test_a_folder_that_is_not_there_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        files.save(made(), tmp_path / "no" / "t.json")
+    target = tmp_path / "no" / "t.json"
+    with pytest.raises(FileNotFoundError) as caught:
+        files.save(made(), target)
+    assert caught.value.filename == str(target)
+
+
+def test_a_disk_that_is_full_leaves_the_file_as_it_was(tmp_path):
+    """A limit on the size of files, in a child: the write fails half-way."""
+    target = tmp_path / "t.json"
+    target.write_text("before")
+    code = f"""
+        import resource, signal
+        from pathlib import Path
+        from memsaver.whole_files import replace_file
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        try:
+            replace_file(Path({str(target)!r}), b"x" * 100_000)
+        except OSError as error:
+            assert error.filename == {str(target)!r}, error.filename
+        else:
+            raise AssertionError
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run_code(code, environment, tmp_path)
+    assert target.read_text() == "before" and os.listdir(tmp_path) == ["t.json"]
+
+
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path):
+    longest = os.pathconf(tmp_path, "PC_NAME_MAX")
+    target = tmp_path / ("x" * (longest - len(".json")) + ".json")
+    assert files.load(files.save(made(), target)) == made()
+    with pytest.raises(OSError, match="too long") as caught:
+        files.save(made(), target.with_name(f"x{target.name}"))
+    assert caught.value.filename.endswith(f"/x{target.name}")
+    assert os.listdir(tmp_path) == [target.name]
