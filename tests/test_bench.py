@@ -396,7 +396,6 @@ def test_a_call_that_does_not_exist():
 
 @pytest.mark.long
 def test_a_picture(sim, tmp_path):
-    pytest.importorskip("matplotlib")
     for name, begins in (("bench.png", b"\x89PNG"), ("bench.svg", b"<?xml")):
         file = tmp_path / name
         arguments = ["bench", "--size", "32MiB", "--rounds", "1", "--picture", str(file)]
