@@ -4,6 +4,8 @@ import dataclasses
 import io
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 
@@ -13,9 +15,10 @@ from typer.testing import CliRunner
 
 import memsaver
 from memsaver.bare_driver import BareDriver, BareMemory, PinnedMemory
-from memsaver.cli import app, bench
+from memsaver.cli import app, bench, measurements
 from memsaver.cli.measurements import Measured, cycles, machine, measure_machine
 from memsaver.cli.measurements.figures import Figure, Limits
+from memsaver.cli.measurements.picture import draw_picture
 from memsaver.errors import ConfigError, DriverError, MemsaverError, OutOfDeviceMemoryError
 from memsaver.native import LIBRARY_DIR, Backup
 
@@ -217,7 +220,7 @@ def test_it_leaves_nothing(sim):
 @pytest.mark.long
 def test_a_driver_that_fails_leaves_nothing(sim):
     """The first and the last call of each kind: the bare ones, and memsaver's own."""
-    calls = ["cuMemCreate", "cuMemSetAccess", "cuMemHostAlloc", "cuMemHostRegister"]
+    calls = ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemHostAlloc", "cuMemHostRegister"]
     before = {call: sim.calls(call) for call in calls}
     measure_machine(LEAST, 1)
     counted = {call: sim.calls(call) - before[call] for call in calls}
@@ -403,6 +406,29 @@ def test_a_picture(sim, tmp_path):
         assert (done.exit_code, done.stderr) == (0, "")
         assert done.stdout.endswith(f"picture: {file}\n")
         assert file.read_bytes().startswith(begins)
+
+
+def test_a_picture_that_fails_leaves_the_file_as_it_was(sim, tmp_path, monkeypatch):
+    """As on a full disk: what is half written is not the picture that was there."""
+    monkeypatch.setattr(measurements, "measure_machine", lambda *given: fake_machine())
+    file = tmp_path / "bench.png"
+    file.write_bytes(b"before")
+    assert draw_picture(fake_machine(), "png").startswith(b"\x89PNG")  # its fonts are found, too
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        done = CliRunner().invoke(app, ["bench", "--picture", str(file)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert done.exit_code == 1 and str(file) in done.stderr, done.stderr
+    assert file.read_bytes() == b"before" and os.listdir(tmp_path) == [file.name]
+
+
+def fake_machine():
+    figure = Figure("pause, none", "no backup", "pause", MIB, (1.0,), "unmap, release", 0.5)
+    return Measured(0, "a GPU", 13000, True, MIB, 0, 1, [figure])
 
 
 def test_a_picture_without_matplotlib(sim, monkeypatch):
