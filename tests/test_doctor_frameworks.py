@@ -10,7 +10,13 @@ from memsaver.cli.checks import frameworks
 
 @pytest.mark.parametrize(
     ("version", "level"),
-    [("2.13.0+cpu", "good"), ("2.7.1", "warned"), ("2.5.1", "bad"), (None, "warned")],
+    [
+        ("2.13.0+cpu", "good"),
+        ("2.7.1", "warned"),
+        ("2.5.1", "bad"),
+        (None, "warned"),
+        ("git1a2b3c", "warned"),
+    ],
 )
 def test_versions_of_torch(plain, version, level):
     plain.setattr(frameworks, "installed_version", lambda name: version)
