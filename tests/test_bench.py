@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -308,7 +309,31 @@ def test_without_host_memory_no_backup_is_measured(sim, options):
     options(host_bytes="20MiB")
     measured = measure_machine(LEAST, 1)
     assert measured.saved == 0 and [f.name for f in measured.figures] == NAMES[:9]
-    assert measured.notes == ["no backup is measured, as the host can spare 0 bytes for it"]
+    assert measured.notes == ["no backup is measured: the option host_bytes allows 20 MiB"]
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("size", "system", "option", "saved", "says"),
+    [
+        (32 * MIB, 5 * GIB // 2, 0, 32 * MIB, None),  # its copies pin 32 MiB, not 2 GiB
+        (16 * GIB, 5 * GIB // 2, 0, 256 * MIB, "2.5 GiB of host memory are available"),
+        (16 * GIB, 34 * GIB, 0, 16 * GIB, None),
+        (16 * GIB, 34 * GIB, 8 * GIB, 8 * GIB, "the option host_bytes allows 8 GiB"),
+        (16 * GIB, 10 * GIB, 12 * GIB, 4 * GIB, "10 GiB of host memory are available"),
+        (GIB, 0, 0, 0, "no backup is measured: 0 bytes of host memory"),
+        (GIB, (1 << 64) - 1, 0, GIB, None),  # where the system does not say
+    ],
+)
+def test_what_is_backed_up_fits_the_host(monkeypatch, size, system, option, saved, says):
+    available = min(system, option or system)  # as the library has it
+    native = SimpleNamespace(host_memory=lambda: (0, available), option=lambda name: str(option))
+    monkeypatch.setattr(machine, "_C", native)
+    got, notes = machine._saved(size)
+    assert got == saved and len(notes) == (says is not None)
+    assert says is None or says in notes[0]
 
 
 def test_without_fingerprints_nothing_is_unchanged(sim, options):
