@@ -71,7 +71,7 @@ def _graph_register(values: dict[str, tuple[str, str]]) -> Finding:
 
 def _plugin_sets_it() -> bool:
     try:
-        return settings.is_on() and settings.graphs_are_pausable()
+        return bool(settings.is_on() and settings.graphs_are_pausable())
     except ConfigError:  # then SGLang does not load it
         return False
 
