@@ -6,6 +6,8 @@
  * MS_INVALID_STATE.
  *   - No C++ exception and no signal of ours leaves it, and it never ends the process or writes to
  * stdout.
+ *   - With its first tag the process gets a thread, which sleeps until `memsaver top` of the same
+ * user asks for the figures; option `top` (MEMSAVER_TOP) turns that off.
  *   - A failure is its ms_status. Where an `ms_error* error` is taken it may be NULL; it is written
  * only on failure.
  *   - Tags are UTF-8, of any length above zero. A `const char* tag` handed out lives as long as the
@@ -61,6 +63,7 @@ typedef struct ms_error {
   int32_t status;     /* an ms_status */
   int32_t cuda_error; /* the CUresult of `call`, 0 where no driver call failed */
   int32_t os_error;   /* the errno of a file operation that failed, 0 where none did */
+  int32_t device;     /* where device memory was short: the device, else -1 */
   uint64_t needed_bytes, free_bytes;
   char call[48];      /* the driver call that failed, or "" */
   char tag[128];      /* the tag concerned, cut to fit, or "" */
@@ -153,7 +156,7 @@ typedef struct ms_location {
       bytes;            /* the live allocation around it; 0 bytes: it is freed, or was none yet */
   double since_seconds; /* when the tag came into that state, in seconds since 1970 */
   int64_t thread;       /* the system's number of the thread whose call brought it there */
-  char caller[1024];    /* what ms_transition_set_caller said of that call, cut to fit, or "" */
+  char caller[1024]; /* what ms_transition_set_caller said of that call, of a long text its end */
 } ms_location;
 
 /* --- the library */
@@ -171,6 +174,10 @@ MS_API ms_status ms_driver_info(int* version, const char** library, int* simulat
 /* Bytes free and in total on a device, as the driver says. */
 MS_API ms_status ms_device_memory(int device, uint64_t* free_bytes, uint64_t* total_bytes,
                                   ms_error* error);
+
+/* Writes the bus id by which the system and NVML know a device ("0000:17:00.0"), cut to `capacity`
+ * and terminated. */
+MS_API ms_status ms_device_bus_id(int device, char* text, size_t capacity, ms_error* error);
 
 /* The number of devices. */
 MS_API ms_status ms_device_count(int* count, ms_error* error);
@@ -260,6 +267,14 @@ MS_API ms_status ms_free_any(void* pointer, int device, ms_error* error);
 MS_API void* ms_torch_malloc(ptrdiff_t bytes, int device, void* stream);
 MS_API void ms_torch_free(void* pointer, size_t bytes, int device, void* stream);
 
+/* A function like ms_torch_malloc whose memory belongs to `tag`, whatever region its caller is in:
+ * for a torch pool of that tag. It returns NULL while the tag is paused. The same function for
+ * every call with the tag; `backup` as in ms_region_enter, and its errors. MS_INVALID_STATE also:
+ * 256 tags have one already. */
+typedef void* (*ms_torch_malloc_function)(ptrdiff_t bytes, int device, void* stream);
+MS_API ms_status ms_torch_malloc_of(const char* tag, int backup, ms_torch_malloc_function* function,
+                                    ms_error* error);
+
 /* Lets devices whose use began after memory was mapped reach that memory too, where the hardware
  * allows it: memory of ours is mapped for the devices in use at that time, and unlike cudaMalloc's
  * not affected by cudaDeviceEnablePeerAccess. Allocations and resumes do it as well. Waits for
@@ -343,6 +358,10 @@ MS_API ms_status ms_resume(const char* const* tags, size_t tag_count, ms_change*
 
 /* The state of a tag, the same on all its devices. */
 MS_API ms_status ms_tag_state(const char* tag, int* state, ms_error* error);
+
+/* Whether a pause of a tag would begin at once: it is mapped, no region of it is open, and nobody
+ * holds it. MS_UNKNOWN_TAG. */
+MS_API ms_status ms_tag_pausable(const char* tag, int* pausable, ms_error* error);
 
 /* The backup policy of a tag. */
 MS_API ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error);

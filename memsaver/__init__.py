@@ -20,15 +20,18 @@ from memsaver.errors import (
     NotLoadedError,
     OutOfDeviceMemoryError,
     OutOfHostMemoryError,
+    PerformanceWarning,
     UnknownTagError,
 )
 from memsaver.explanations import Explanation, explain
 from memsaver.fingerprints import fingerprint
 from memsaver.graphs import graph
+from memsaver.mempools import torch_pool
 from memsaver.native import _C, Backup, State
 from memsaver.observers import on_pause, on_resume
 from memsaver.preload import is_preloaded, preload, preload_env
 from memsaver.regions import disabled, region
+from memsaver.shortages import DeviceProcess, Holder
 from memsaver.statistics import (
     Range,
     Stats,
@@ -48,14 +51,17 @@ __all__ = [
     "BackupError",
     "Change",
     "ConfigError",
+    "DeviceProcess",
     "DriverError",
     "Explanation",
+    "Holder",
     "InvalidStateError",
     "MemsaverError",
     "MemsaverWarning",
     "NotLoadedError",
     "OutOfDeviceMemoryError",
     "OutOfHostMemoryError",
+    "PerformanceWarning",
     "Range",
     "Report",
     "State",
@@ -86,5 +92,6 @@ __all__ = [
     "stats",
     "swap",
     "timeline",
+    "torch_pool",
     "trim",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+from memsaver import costs
 from memsaver.background import Job
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.native import _C, emit_warnings
@@ -44,6 +45,7 @@ def backup_view(tensor: Any, writable: bool = False) -> Any:
         saved = _C.backup_view(tensor.data_ptr(), items * tensor.element_size(), writable)
         flat = torch.frombuffer(saved, dtype=tensor.dtype, count=items)
         view = flat.as_strided(tuple(tensor.shape), tensor.stride(), 0)
+        costs.backup_seen(tensor.data_ptr())
     if writable:
         return view
     from memsaver.readonly import read_only

@@ -8,6 +8,10 @@ leaves them paused with their backups.
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memsaver.shortages import DeviceProcess, Holder
 
 __all__ = [
     "BackupError",
@@ -19,12 +23,23 @@ __all__ = [
     "NotLoadedError",
     "OutOfDeviceMemoryError",
     "OutOfHostMemoryError",
+    "PerformanceWarning",
     "UnknownTagError",
 ]
 
 
 class MemsaverWarning(RuntimeWarning):
-    """A failure that could reach no caller, such as memory of a deleted tensor that stays held."""
+    """A failure that could reach no caller, such as memory of a deleted tensor that stays held.
+
+    And what costs silently: see `PerformanceWarning`.
+    """
+
+
+class PerformanceWarning(MemsaverWarning):
+    """Something that works, and silently costs memory or time. Once for each tag.
+
+    `warnings.simplefilter("ignore", memsaver.PerformanceWarning)` silences them.
+    """
 
 
 class MemsaverError(RuntimeError):
@@ -61,11 +76,19 @@ class OutOfDeviceMemoryError(MemsaverError):
     Attributes:
         needed: bytes that the call needed on the device.
         free: bytes that were free there.
+        device: the device's index; -1 where that is not known, and the two below are empty then.
+        holders: the tags that held memory there when the error was made, those with most first,
+            and which of them could have been paused.
+        processes: other processes that held memory there, those with most first. NVML says so,
+            where nvidia-ml-py is installed (`pip install "memsaver[nvml]"`); else empty.
     """
 
     _status = "OUT_OF_DEVICE_MEMORY"
     needed: int = 0
     free: int = 0
+    device: int = -1
+    holders: tuple[Holder, ...] = ()
+    processes: tuple[DeviceProcess, ...] = ()
 
 
 class OutOfHostMemoryError(MemsaverError):
@@ -149,6 +172,7 @@ def error_of(
     needed: int,
     free: int,
     os_error: int,
+    device: int = -1,
 ) -> MemsaverError:
     """The exception for a status of the C ABI. Called by `memsaver._C`."""
     name, kind = _STATUSES.get(status, ("INTERNAL", MemsaverError))
@@ -160,4 +184,9 @@ def error_of(
         error.errno, error.strerror = os_error, os.strerror(os_error)
     if isinstance(error, OutOfDeviceMemoryError | OutOfHostMemoryError | BackupError):
         error.needed, error.free = needed, free
+    if isinstance(error, OutOfDeviceMemoryError):
+        from memsaver.shortages import add_holders  # which needs the native library
+
+        error.device = device
+        add_holders(error)
     return error

@@ -79,9 +79,12 @@ class Explanation:
         if self.allocation is None or (self.in_segment and self.tensor is None):
             return "nothing may use it: look for a tensor that was deleted too early"
         if state is State.MAPPED:
-            return "it may be used"
+            return "it may be used; CUDA IPC cannot share it: send other processes a copy"
         if state is State.PAUSED:
-            return f"nothing may touch it before memsaver.resume({tag!r})"
+            return (
+                f"nothing may touch it before memsaver.resume({tag!r}): no kernel, no copy, "
+                "nothing that saves or sends it"
+            )
         return "nothing may touch it before the transition is over, and the tag resumed"
 
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from memsaver.blocks import block
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.native import _C, backup_code, check_tag, emit_warnings
 from memsaver.torch_mode import suspended, torch_pools
@@ -13,7 +14,7 @@ from memsaver.torch_mode import suspended, torch_pools
 __all__ = ["graph"]
 
 
-@contextlib.contextmanager
+@block
 def graph(
     cuda_graph: Any,
     tag: str = "cuda_graph",

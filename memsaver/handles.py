@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from memsaver import observers
+from memsaver import costs, observers
 from memsaver.background import Job
 from memsaver.callers import caller
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverWarning
@@ -58,6 +58,7 @@ class Call:
     def begin(self) -> None:
         """Tell those who registered for a pause, and hold the tags. Copies nothing yet."""
         self._waiting = [name for name in self.into if state(name) is State.PAUSED]
+        costs.before_resume(self._waiting)
         going = [name for name in self.out if state(name) is State.MAPPED]
         for name in going:
             self._announced.append(name)
@@ -73,6 +74,7 @@ class Call:
         try:
             if self.native is not None:
                 rows = self.native.run()
+                costs.after_pause(self._announced, self.backup, rows)
         finally:
             # By what happened, not by how it ended: an interrupt may come when all is done.
             _announce_all([name for name in self._waiting if state(name) is State.MAPPED])
@@ -90,7 +92,11 @@ class Call:
     def _dead_ranges(self, going: list[str]) -> list[tuple[int, int]]:
         pools = torch_pools(required=False)
         saved = any(_C.tag_backup(name) if self.backup < 0 else self.backup for name in going)
-        return pools.dead_ranges() if pools is not None and saved else []
+        if pools is None or not saved:
+            return []
+        dead = pools.dead_ranges()
+        costs.look_at_dead_blocks(going, dead)
+        return dead
 
     def _begin(self, dead: list[tuple[int, int]], changes: int) -> _C.Transition | None:
         if self.out and self.into:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import enum
 import warnings
+from collections import deque
 from pathlib import Path
 
-from memsaver.errors import ConfigError, MemsaverWarning, NotLoadedError
+from memsaver.errors import ConfigError, MemsaverWarning, NotLoadedError, PerformanceWarning
 
 try:
     from memsaver import _C
@@ -19,7 +20,17 @@ except ImportError as error:  # pragma: no cover - an installation that is broke
         "Python, or run `make build` in its source tree"
     ) from error
 
-__all__ = ["LIBRARY_DIR", "_C", "Backup", "State", "backup_code", "check_tag", "emit_warnings"]
+__all__ = [
+    "LIBRARY_DIR",
+    "_C",
+    "Backup",
+    "State",
+    "backup_code",
+    "backup_of",
+    "check_tag",
+    "emit_warnings",
+    "note",
+]
 
 LIBRARY_DIR = Path(_C.__file__).resolve().parent
 """Where libmemsaver.so and its companions lie."""
@@ -95,3 +106,17 @@ def emit_warnings(stacklevel: int = 3) -> None:
     """Turn what the native library could tell nobody into `MemsaverWarning`s of our caller."""
     while (text := _C.next_warning()) is not None:
         warnings.warn(text, MemsaverWarning, stacklevel=stacklevel)
+    while _notes:
+        try:
+            text = _notes.popleft()
+        except IndexError:  # another thread took it
+            break
+        warnings.warn(text, PerformanceWarning, stacklevel=stacklevel)
+
+
+def note(text: str) -> None:
+    """A `PerformanceWarning` for the caller of the next `emit_warnings`. Any thread."""
+    _notes.append(text)
+
+
+_notes: deque[str] = deque()

@@ -16,9 +16,9 @@ import ctypes
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
+from memsaver.blocks import block
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.native import backup_code
 
@@ -93,7 +93,7 @@ def preload_env(
     return added
 
 
-@contextmanager
+@block
 def preload(tag: str | None = None, backup: str | None = None) -> Iterator[None]:
     """Children started inside the block are preloaded; the arguments are those of `preload_env`.
 

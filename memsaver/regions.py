@@ -3,22 +3,69 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
-from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.blocks import check_decorated
+from memsaver.errors import InvalidStateError
 from memsaver.native import _C, backup_code, check_tag, emit_warnings
-from memsaver.torch_mode import Devices, torch_pools
+from memsaver.torch_mode import Devices, Route, torch_pools
 
 __all__ = ["disabled", "region"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class region(contextlib.ContextDecorator):
+class _Section(contextlib.ContextDecorator):
+    """What concerns one thread's allocations from here to there; left in the reverse order."""
+
+    _what: str  # its name in errors
+
+    def __call__(self, function: Function) -> Function:
+        """The function, with this around each of its calls.
+
+        Raises:
+            ConfigError: a coroutine or generator function: what runs later would be outside, and on
+                whichever thread; or a class.
+        """
+        check_decorated(function, self._what)
+        return super().__call__(function)
+
+    def _begin(self, route: Route | None) -> None:
+        """The native side is entered, and so is the route."""
+        _entered.stack.append((self, route, _C.region_depth()))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave both sides.
+
+        Raises:
+            InvalidStateError: it is not the innermost of this thread; nothing is left.
+        """
+        innermost, route, depth = _entered.stack[-1] if _entered.stack else (None, None, 0)
+        if innermost is not self or depth != _C.region_depth():
+            raise InvalidStateError(
+                f"{self._what} is not the innermost of this thread: leave regions and disabled "
+                "sections in the reverse order, on the thread that entered them, and do not hold "
+                "one open over an `await` or a `yield`"
+            )
+        _entered.stack.pop()
+        try:
+            if route is not None:
+                route.close()
+                route.explain_shortage(error)
+        finally:
+            _C.region_exit()
+            emit_warnings()
+
+
+class region(_Section):
     """Tensors made inside belong to `tag` and are paused and resumed with it.
 
     A context manager and a decorator; may be nested (the innermost counts), entered on any thread
@@ -51,20 +98,7 @@ class region(contextlib.ContextDecorator):
         self.backup = backup
         self.device = device
         self._backup_code = backup_code(backup)
-
-    def __call__(self, function: Function) -> Function:
-        """The function, with the region around each of its calls.
-
-        Raises:
-            ConfigError: a coroutine or generator function: what runs later would be outside.
-        """
-        kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction)
-        if any(kind(function) for kind in (*kinds, inspect.isasyncgenfunction)):
-            raise ConfigError(
-                f"{function.__qualname__} runs after its call has returned, outside of the region: "
-                "enter the region inside it, around what makes the tensors"
-            )
-        return super().__call__(function)
+        self._what = f"a region of tag {self.tag!r}"
 
     def __enter__(self) -> region:
         pools = torch_pools()
@@ -73,69 +107,30 @@ class region(contextlib.ContextDecorator):
         try:
             if devices:
                 _C.region_limit(sum(1 << device for device in devices))
-            _enter(self, pools.route(self.tag, devices) if pools else None)
+            self._begin(pools.route(self.tag, devices) if pools else None)
         except BaseException:
             _C.region_exit()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            _leave(self, f"a region of tag {self.tag!r}")
-        finally:
-            emit_warnings()
 
-
-class disabled(contextlib.ContextDecorator):
+class disabled(_Section):
     """Tensors made inside belong to no tag, whatever region or process-wide tag is around.
 
     Their memory is torch's own, or plain `cudaMalloc` memory; no pause touches it. Like a region,
-    it concerns its own thread, and is left there, innermost first.
+    it is a decorator too, concerns its own thread, and is left there, innermost first.
     """
+
+    _what = "a disabled section"
 
     def __enter__(self) -> None:
         pools = torch_pools(required=False)
         _C.disable_enter()
         try:
-            _enter(self, pools.unrouted() if pools else None)
+            self._begin(pools.unrouted() if pools else None)
         except BaseException:
             _C.region_exit()
             raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        _leave(self, "a disabled section")
-
-
-def _enter(section: region | disabled, route: Any) -> None:
-    """The native side is entered already."""
-    _entered.stack.append((section, route, _C.region_depth()))
-
-
-def _leave(section: region | disabled, what: str) -> None:
-    """Leave both sides, if this is the innermost of the thread. Raises InvalidStateError."""
-    innermost, route, depth = _entered.stack[-1] if _entered.stack else (None, None, 0)
-    if innermost is not section or depth != _C.region_depth():
-        raise InvalidStateError(
-            f"{what} is not the innermost of this thread: leave regions and disabled sections in "
-            "the reverse order, on the thread that entered them, and do not hold one open over an "
-            "`await` or a `yield`"
-        )
-    _entered.stack.pop()
-    try:
-        if route is not None:
-            route.close()
-    finally:
-        _C.region_exit()
 
 
 class _Entered(threading.local):
@@ -145,7 +140,7 @@ class _Entered(threading.local):
     """
 
     def __init__(self) -> None:
-        self.stack: list[tuple[region | disabled, Any, int]] = []
+        self.stack: list[tuple[_Section, Route | None, int]] = []
 
 
 _entered = _Entered()

@@ -8,13 +8,14 @@ memsaver's own, torch's allocator, the speed of anything.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from memsaver import pickling
+from memsaver.blocks import block
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.native import _C, LIBRARY_DIR, emit_warnings
 
@@ -50,7 +51,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-@contextlib.contextmanager
+@block
 def fault(call: str, code: int, *, nth: int = 1, times: int = 1) -> Iterator[None]:
     """Make the `nth` coming driver call of that name, and `times - 1` after it, fail with `code`.
 
@@ -102,6 +103,7 @@ def empty(shape: Sequence[int] | int, dtype: Any = None, device: int = 0) -> Any
     """
     import torch
 
+    pickling.register(torch)
     dims = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = dtype or torch.get_default_dtype()
     items = math.prod(dims)

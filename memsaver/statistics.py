@@ -191,8 +191,9 @@ def configure(**options: bool | int | str | os.PathLike[str]) -> None:
     directory is a path, or "" for the default.
 
     The README describes them: `share_bytes`, `slab_bytes`, `margin_bytes` and `host_bytes` are
-    sizes, `fingerprints` and `poison` are flags, `disk_dir` a directory. Each has an environment
-    variable (MEMSAVER_SHARE_BYTES and so on), which counts until the option is set here.
+    sizes, `fingerprints`, `poison` and `top` are flags, `disk_dir` a directory. Each has an
+    environment variable (MEMSAVER_SHARE_BYTES and so on), which counts until the option is set
+    here; `top` counts until the process's first tag is made.
 
     `poison=True` is for debugging: contents without a backup come back as bytes 0xFF instead of
     zeros. What relies on zeros, as SGLang does in its KV cache, does not work then.

@@ -19,11 +19,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
+from memsaver import pickling
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.native import _C, LIBRARY_DIR
 from memsaver.preload import is_preloaded
+from memsaver.shortages import describe
 
-__all__ = ["Devices", "torch_pools"]
+__all__ = ["Device", "Devices", "Route", "TorchPools", "torch_pools"]
 
 Device: TypeAlias = int | str | Any  # Any: a torch.device
 Devices: TypeAlias = Device | Sequence[Device] | None
@@ -68,6 +70,7 @@ def torch_pools(required: bool = True) -> TorchPools | None:
         return None
     with _lock:
         if _pools is None:
+            pickling.register(torch)
             _pools = TorchPools(torch)
     return _pools
 
@@ -92,10 +95,12 @@ class TorchPools:
         return pool
 
     def close_pool(self, device: int, pool: Any) -> None:
-        """Give up the reference that keeps a pool open; tensors and graphs keep what they use."""
+        """Give up the reference that keeps a pool open; tensors and graphs keep what they use.
+
+        Takes no lock: a finalizer may call it.
+        """
         self.torch._C._cuda_releasePool(device, pool.id)
-        with _lock:
-            _closed_pools[_pool_id(pool)] = pool
+        _closed_pools[_pool_id(pool)] = pool
 
     @contextlib.contextmanager
     def capture_pool(self, device: int, tag: str, pool: Any) -> Iterator[tuple[int, int]]:
@@ -274,6 +279,18 @@ class Route:
         """End this level and make the one around it active again."""
         _routes.current = self._around
         self._undo.close()
+
+    def explain_shortage(self, error: BaseException | None) -> None:
+        """Add to torch's out-of-memory error who holds the memory of the devices: a note to it.
+
+        Once, where routes are nested. Notes are shown with the traceback from Python 3.11 on;
+        before that there are none.
+        """
+        if not isinstance(error, self.owner.torch.OutOfMemoryError):
+            return
+        if hasattr(error, "add_note") and not hasattr(error, "__notes__"):
+            for device in self.pools:
+                error.add_note(describe(device))
 
     def _start(self) -> None:
         with contextlib.ExitStack() as stack:

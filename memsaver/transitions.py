@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal, overload
 
+from memsaver.blocks import block
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.handles import Call, Progress, Transition, state
+from memsaver.mempools import check_unused
 from memsaver.native import _C, State, backup_code, check_tag, emit_warnings
 from memsaver.reports import Change, Report
 from memsaver.torch_mode import torch_pools
@@ -60,8 +62,9 @@ def pause(
     Raises:
         UnknownTagError: no region ever named it.
         ConfigError: an unknown backup.
-        InvalidStateError: inside a region of one of the tags, or a CUDA graph capture; or in a
-            callback, where waiting for another transition would be for ever.
+        InvalidStateError: inside a region of one of the tags, `use_mem_pool` of a `torch_pool` of
+            it, or a CUDA graph capture; or in a callback, where waiting for another transition
+            would be for ever.
         OutOfHostMemoryError: no host memory for the backup.
         BackupError: the backup could not be written.
         DriverError: a driver call failed.
@@ -167,11 +170,12 @@ def swap(
     return _transition(swap_call(out, into, backup), wait, progress)
 
 
-@contextlib.contextmanager
+@partial(block, asynchronous=True)
 def paused(*tags: str, backup: str | None = None) -> Iterator[Report]:
     """Pause `tags` for the block and resume those that it paused, also after an exception.
 
-    Yields the pause's report. Errors are those of `pause` and `resume`.
+    Yields the pause's report. Errors are those of `pause` and `resume`. A decorator too, of
+    coroutine functions as well: both transitions keep their event loop waiting.
     """
     going: tuple[str, ...] = ()
     selected = _selected([check_tag(tag) for tag in tags])
@@ -195,7 +199,9 @@ def pause_call(tags: Sequence[str], backup: str | None) -> Call:
     code = backup_code(backup)
     names = [check_tag(tag) for tag in tags]
     _check_no_capture("paused")
-    return Call("pause", _selected(names), [], code)
+    selected = _selected(names)
+    check_unused(selected)
+    return Call("pause", selected, [], code)
 
 
 def resume_call(tags: Sequence[str]) -> Call:
@@ -212,6 +218,7 @@ def swap_call(out: str | Sequence[str], into: str | Sequence[str], backup: str |
     if both:
         raise ConfigError(f"tag {both[0]!r} cannot be both paused and resumed by one swap")
     _check_no_capture("swapped")
+    check_unused(going)
     return Call("swap", _selected(going), _selected(coming), code)
 
 

@@ -10,7 +10,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import TracebackType
 
 from memsaver.errors import InvalidStateError
 
@@ -46,12 +45,7 @@ class Turn:
                 _turns.setdefault(name, weakref.WeakSet()).add(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self.handed_over:
             self.release()
 

@@ -12,6 +12,7 @@ import importlib
 import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -41,6 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
     if not config.real_driver:
         os.environ["MEMSAVER_DRIVER"] = "sim"
+    # Where processes leave the sockets by which they are watched: none of the user's.
+    config.runtime_folder = tempfile.TemporaryDirectory(prefix="memsaver-runtime-")
+    os.environ["XDG_RUNTIME_DIR"] = config.runtime_folder.name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.runtime_folder.cleanup()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -217,6 +225,18 @@ def run_python(tmp_path):
         return run_code(code, environment, tmp_path, status=status, timeout=timeout)
 
     return run
+
+
+# --- watched processes ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    """The folder of this test's sockets, which those who look, look into."""
+    folder = tmp_path / "runtime"
+    folder.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return folder
 
 
 # --- integrations/torch_memory_saver --------------------------------------------------------------

@@ -13,7 +13,8 @@ CSRC = ROOT / "csrc"
 # the layers below its own, and its siblings in the same layer as long as no cycle comes of it.
 LAYERS = [
     ["status"],
-    ["options", "text", "log", "system_files", "range", "kernel_image"],
+    ["options", "text", "log", "system_files", "range", "kernel_image", "quiet_start"],
+    ["runtime_folder"],
     ["host_budget", "numa", "workers", "profile", "backup_file"],
     ["lifecycle"],
     ["driver"],
@@ -33,6 +34,8 @@ LAYERS = [
     ["swap", "backups"],
     ["region"],
     ["stats", "location"],
+    ["stats_json"],
+    ["stats_server"],
     ["marshal"],
     ["abi"],  # implements memsaver.h
 ]
@@ -146,7 +149,7 @@ PACKAGES = {
     ),
 }
 # What may be missing: imported where it is needed, never when a module of ours is.
-OPTIONAL = {"numpy", "prometheus_client", "sglang", "torch", "vllm"}
+OPTIONAL = {"numpy", "prometheus_client", "pynvml", "sglang", "torch", "vllm"}
 WITH_TORCH = {"memsaver/readonly.py"}  # which is imported where torch is there only
 
 

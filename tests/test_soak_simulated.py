@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import reliability
 from soak import race
 
 
@@ -86,7 +87,9 @@ def test_a_process_that_ends_is_told(tmp_path):
 
 def test_figures_are_added_to_a_file(tmp_path):
     path = tmp_path / "build" / "reliability.json"
-    race.record(path, "faults", {"n": 1})
-    race.record(path, "soak", {"n": 2})
-    race.record(path, "soak", {"n": 3})
-    assert json.loads(path.read_text()) == {"faults": {"n": 1}, "soak": {"n": 3}}
+    reliability.record("faults", {"n": 1}, path)
+    reliability.record("soak", {"n": 2}, path)
+    reliability.record("soak", {"n": 3}, path)
+    held = json.loads(path.read_text())
+    assert {key: row["n"] for key, row in held.items()} == {"faults": 1, "soak": 3}
+    assert all(row["commit"] and row["date"] and row["machine"] for row in held.values())

@@ -54,7 +54,7 @@ def came_back(blocks, backup):
 
 PAIRS = [("host", "host"), ("host", "none"), ("none", "host"), ("pageable", "disk")]
 # What pins or stages costs time: every so many faults then, by odd steps, so once and for ever in
-# turn. Every one of them was tried when this was written.
+# turn. `make faults` tries the others too.
 EVERY = {("host", "host"): 3, ("pageable", "disk"): 15}
 
 

@@ -18,6 +18,7 @@
 #include "core/resume.h"
 #include "core/staging.h"
 #include "core/stats.h"
+#include "core/stats_server.h"
 #include "core/swap.h"
 #include "core/timeline.h"
 #include "memsaver.h"
@@ -68,6 +69,16 @@ ms_status ms_device_memory(int device, uint64_t* free_bytes, uint64_t* total_byt
   });
 }
 
+ms_status ms_device_bus_id(int device, char* text, size_t capacity, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    if (!text || capacity == 0) {
+      throw Error(Status::kInvalidArgument, "there is no room for the answer");
+    }
+    copy_text(text, capacity, device_of(device).bus_id());
+  });
+}
+
 ms_status ms_device_count(int* count, ms_error* error) {
   return guarded(error, [&] {
     require_not_forked();
@@ -101,7 +112,8 @@ int ms_next_warning(char* text, size_t capacity) {
 }
 
 void ms_warn(const char* text) {
-  if (!forked() && text) warn(text);
+  if (forked() || !text) return;
+  warn_of([&] { return std::string(text); });
 }
 
 void ms_list_free(void* list) { std::free(list); }
@@ -110,6 +122,7 @@ ms_status ms_region_enter(const char* tag, int backup, ms_error* error) {
   return guarded(error, [&] {
     require_not_forked();
     enter_region(text_of(tag, "the tag"), policy_of(backup));
+    stats_server::start();
   });
 }
 
@@ -141,6 +154,7 @@ ms_status ms_stream_bind(void* stream, const char* tag, int backup, ms_error* er
   return guarded(error, [&] {
     require_not_forked();
     bind_stream(stream, text_of(tag, "the tag"), policy_of(backup));
+    stats_server::start();
   });
 }
 
@@ -166,6 +180,7 @@ ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error* error)
     }
     *pointer = reinterpret_cast<void*>(allocate(*tag, on, bytes));
     on.adopt_thread();
+    stats_server::start();  // the process's own tag has no region
   });
 }
 
@@ -179,6 +194,7 @@ ms_status ms_malloc_any(uint64_t bytes, int device, void* stream, void** pointer
     Device& on = device_of(device);
     if (tag && region_covers(on.ordinal())) {
       *pointer = reinterpret_cast<void*>(allocate(*tag, on, bytes));
+      stats_server::start();
       return;
     }
     DeviceScope scope(on);
@@ -330,6 +346,17 @@ ms_status ms_tag_state(const char* tag, int* state, ms_error* error) {
   });
 }
 
+ms_status ms_tag_pausable(const char* tag, int* pausable, ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    const std::string_view name = view_of(tag, "the tag");
+    std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+    require_place(pausable);
+    const Tag& found = Registry::instance().known(name);
+    *pausable = found.state == State::kMapped && found.open_regions == 0 && !found.held;
+  });
+}
+
 ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error) {
   return guarded(error, [&] {
     require_tags();
@@ -428,11 +455,9 @@ ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** 
 ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes, ms_error* error) {
   return guarded(error, [&] {
     require_not_forked();
-    const uint64_t held = HostClaim::claimed(), budget = option(Option::host_bytes);
-    if (held_bytes) *held_bytes = held_host_bytes();
-    if (!available_bytes) return;
-    *available_bytes = host_available_bytes();
-    if (budget != 0) *available_bytes = std::min(*available_bytes, budget - std::min(budget, held));
+    const HostUsage usage = host_usage();
+    if (held_bytes) *held_bytes = usage.held_bytes;
+    if (available_bytes) *available_bytes = usage.available_bytes;
   });
 }
 

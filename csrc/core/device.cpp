@@ -82,7 +82,8 @@ Device::Device(int ordinal) : ordinal_(ordinal) {
   rdma_supported_ = rdma != 0;
   char bus_id[32] = {};
   if (driver().cuDeviceGetPCIBusId(bus_id, sizeof(bus_id), device_) == CUDA_SUCCESS) {
-    numa_node_ = numa_node_of_pci(bus_id);
+    bus_id_ = bus_id;
+    numa_node_ = numa_node_of_pci(bus_id_);
   }
   CU_CHECK(cuDevicePrimaryCtxRetain, &context_, device_);
   try {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace memsaver {
@@ -65,6 +66,8 @@ class Device {
 
   // The NUMA node of the host that is nearest, or -1 where there is one node only.
   int numa_node() const { return numa_node_; }
+  // As the system and NVML write it; "" where the driver does not say.
+  const std::string& bus_id() const { return bus_id_; }
 
   // Returns when all work submitted to the device before the call is done, on every stream:
   // cuMemUnmap does not wait for it. Legal inside a stream capture. Throws kDriverFailed for an
@@ -85,6 +88,7 @@ class Device {
   uint64_t total_bytes_ = 0;
   bool rdma_supported_ = false;
   int numa_node_ = -1;
+  std::string bus_id_;
   std::mutex mutex_;  // over the two below
   CUstream copy_streams_[2] = {};
   std::vector<CUdeviceptr> unfreed_;  // of drain(), whose freeing failed

@@ -79,6 +79,8 @@ const DriverTable& driver() {
   return *opened.load(std::memory_order_acquire);
 }
 
+const DriverTable* open_driver_table() noexcept { return opened.load(std::memory_order_acquire); }
+
 std::string describe(CUresult result, const char* call) noexcept try {
   const char* name = nullptr;
   const char* meaning = nullptr;

@@ -76,6 +76,9 @@ struct DriverTable {
 // when there is no usable driver, at every call until there is one. Any thread.
 const DriverTable& driver();
 
+// The same where it is open already, else null. Any thread.
+const DriverTable* open_driver_table() noexcept;
+
 // Throws what a driver call's result says: kOutOfDeviceMemory for CUDA_ERROR_OUT_OF_MEMORY, else
 // kDriverFailed; nothing for CUDA_SUCCESS. `call` needs static storage.
 void check(CUresult result, const char* call);

@@ -99,6 +99,7 @@ PhysicalMemory PhysicalMemory::create(const Device& device, uint64_t bytes) {
     Error error(Status::kOutOfDeviceMemory, describe(result, "cuMemCreate"));
     error.call = "cuMemCreate";
     error.cuda_error = result;
+    error.device = device.ordinal();
     error.needed_bytes = bytes;
     throw error;
   }

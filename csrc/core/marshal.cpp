@@ -119,6 +119,7 @@ ms_status report(const Error& failure, ms_error* error) noexcept {
     error->status = static_cast<int32_t>(failure.status);
     error->cuda_error = failure.cuda_error;
     error->os_error = failure.os_error;
+    error->device = failure.device;
     error->needed_bytes = failure.needed_bytes;
     error->free_bytes = failure.free_bytes;
     std::snprintf(error->call, sizeof(error->call), "%s", failure.call);

@@ -62,7 +62,7 @@ ms_status guarded(ms_error* error, Body body) noexcept {
     // Only a message that found no memory comes here, whatever it was to say.
     if (error) {
       *error = ms_error{
-          MS_OUT_OF_HOST_MEMORY, 0, 0, 0, 0, "", "", "the process has no host memory left"};
+          MS_OUT_OF_HOST_MEMORY, 0, 0, -1, 0, 0, "", "", "the process has no host memory left"};
     }
     return MS_OUT_OF_HOST_MEMORY;
   }

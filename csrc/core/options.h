@@ -23,7 +23,8 @@ enum class OptionKind {
 #define MS_OPTIONS(X)                                                                            \
   X(share_bytes, kSize, "MEMSAVER_SHARE_BYTES", 512ull << 20, 2ull << 20, 1ull << 30,            \
     "allocations that lie together share one piece of physical memory of up to this many bytes " \
-    "(six times as many without a backup) from a resume on: fewer pieces are faster to pause, "  \
+    "(without a backup six times, at most 3 GiB) from a resume on: fewer pieces are faster to "  \
+    "pause, "                                                                                    \
     "but memory of a deleted tensor goes "                                                       \
     "back to the driver only with its whole piece")                                              \
   X(slab_bytes, kSize, "MEMSAVER_SLAB_BYTES", 64ull << 20, 2ull << 20, 1ull << 30,               \
@@ -39,7 +40,10 @@ enum class OptionKind {
     "for debugging: what a resume does not bring back from a backup is filled with bytes 0xFF, " \
     "which are NaN in every float of 16, 32 and 64 bits, instead of zeros")                      \
   X(disk_dir, kPath, "MEMSAVER_DISK_DIR", 0, 0, 0,                                               \
-    "the directory of the files of backup='disk'; empty is $TMPDIR, else /var/tmp, else /tmp")
+    "the directory of the files of backup='disk'; empty is $TMPDIR, else /var/tmp, else /tmp")   \
+  X(top, kFlag, "MEMSAVER_TOP", 1, 0, 1,                                                         \
+    "`memsaver top` of the same user may ask this process for its figures, by a socket that "    \
+    "only this user may use; counts until the process's first tag is made")
 
 enum class Option {
 #define MS_OPTION_NAME(name, kind, env, value, least, greatest, meaning) name,

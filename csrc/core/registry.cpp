@@ -133,6 +133,7 @@ Error Registry::shortage(const std::string& what, const Device& device, uint64_t
                   std::to_string(device.ordinal()) + ", where " + format_bytes(free_bytes) +
                   " are free; resident tags: " + (holders.empty() ? "none" : holders) +
                   "; free memory (torch.cuda.empty_cache()) or pause a tag, then call again");
+  error.device = device.ordinal();
   error.needed_bytes = needed_bytes;
   error.free_bytes = free_bytes;
   error.call = "cuMemCreate";

@@ -1,5 +1,12 @@
 #include "core/stats.h"
 
+#include <algorithm>
+#include <map>
+
+#include "core/backups.h"
+#include "core/host_budget.h"
+#include "core/options.h"
+
 namespace memsaver {
 
 std::vector<Usage> usage() {
@@ -19,6 +26,10 @@ std::vector<Usage> usage() {
     row.last_resume_seconds = tag->last_resume_seconds;
     row.pause_seconds = tag->pause_seconds;
     row.resume_seconds = tag->resume_seconds;
+    const bool settled = tag->state == State::kMapped || tag->state == State::kPaused;
+    const Mark& mark = settled ? tag->changed : tag->changing;
+    row.since_seconds = mark.at_seconds;
+    row.caller = mark.caller;
     if (tag->pools.empty()) rows.push_back(row);
     for (const auto& [ordinal, pool] : tag->pools) {
       row.device = ordinal;
@@ -36,6 +47,29 @@ std::vector<Usage> usage() {
     }
   }
   return rows;
+}
+
+std::vector<const Device*> devices_of_tags() {
+  Registry& registry = Registry::instance();
+  std::map<int, const Device*> by_ordinal;
+  {
+    std::lock_guard<std::mutex> lock(registry.mutex);
+    for (const auto& tag : registry.tags()) {
+      for (const auto& [ordinal, pool] : tag->pools) by_ordinal[ordinal] = &pool.heap.device();
+    }
+  }
+  std::vector<const Device*> devices;
+  for (const auto& [ordinal, device] : by_ordinal) devices.push_back(device);
+  return devices;
+}
+
+HostUsage host_usage() {
+  const uint64_t claimed = HostClaim::claimed(), budget = option(Option::host_bytes);
+  HostUsage found{held_host_bytes(), host_available_bytes()};
+  if (budget != 0) {
+    found.available_bytes = std::min(found.available_bytes, budget - std::min(budget, claimed));
+  }
+  return found;
 }
 
 }  // namespace memsaver

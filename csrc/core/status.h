@@ -46,6 +46,7 @@ class Error : public std::exception {
   const char* call = "";   // a driver call's name, with static storage
   int32_t cuda_error = 0;  // its CUresult
   int32_t os_error = 0;    // the errno of the system call that failed, 0 where none did
+  int32_t device = -1;     // where device memory was short
   uint64_t needed_bytes = 0;
   uint64_t free_bytes = 0;
 };

@@ -3,8 +3,8 @@
 //
 // Records lie in a ring of fixed size that is made when recording starts; the oldest make place for
 // new ones, and are counted. They are written under the registry's lock, where the change they tell
-// of is committed, and need no memory and no driver call there. While nobody records, writing one
-// is a load and a branch.
+// of is committed, and need no driver call there, and memory only for a tag's first baseline, which
+// is left out where there is none. While nobody records, writing one is a load and a branch.
 #pragma once
 
 #include <atomic>

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -11,6 +10,7 @@
 #include <optional>
 #include <string>
 
+#include "core/quiet_start.h"
 #include "core/status.h"
 #include "core/system_files.h"
 
@@ -48,26 +48,6 @@ std::optional<uint64_t> quota_cpus(const Cgroup& group) {
   if (quota == 0 || period == 0) return std::nullopt;
   return (quota - 1) / period + 1;
 }
-
-// While it lives, threads that are started have every signal blocked but those that a thread raises
-// by its own faults, which cannot wait.
-class QuietStart {
- public:
-  QuietStart() {
-    sigset_t blocked;
-    sigfillset(&blocked);
-    for (const int fault : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGSYS, SIGABRT}) {
-      sigdelset(&blocked, fault);
-    }
-    pthread_sigmask(SIG_SETMASK, &blocked, &before_);
-  }
-  ~QuietStart() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  QuietStart(const QuietStart&) = delete;
-  QuietStart& operator=(const QuietStart&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 // Whether a thread now runs `body`, joined through `threads`, which has room for it.
 template <typename Body>

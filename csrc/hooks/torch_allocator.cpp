@@ -1,9 +1,24 @@
 // torch_allocator: the two signatures of torch's CUDAPluggableAllocator over the C ABI.
+//
+// torch hands an allocator's functions nothing to know their owner by, so the pools of one tag have
+// a function of their own: one of a fixed number that are compiled in, bound to its tag for ever.
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <utility>
+
 #include "memsaver.h"
 
-extern "C" {
+namespace {
 
-void* ms_torch_malloc(ptrdiff_t bytes, int device, void* stream) {
+constexpr size_t kPlaces = 256;
+
+// Names of tags, copied; a place is written once, before its function is given to anybody.
+std::atomic<const char*> bound[kPlaces];
+std::mutex binding;
+
+void* allocate(ptrdiff_t bytes, int device, void* stream) {
   void* pointer = nullptr;
   ms_error error;
   if (bytes > 0 &&
@@ -13,9 +28,71 @@ void* ms_torch_malloc(ptrdiff_t bytes, int device, void* stream) {
   return pointer;
 }
 
+template <size_t Place>
+void* allocate_for(ptrdiff_t bytes, int device, void* stream) {
+  ms_error error;
+  // Waits while the tag is being paused or resumed, and refuses while it is paused.
+  if (ms_region_enter(bound[Place].load(std::memory_order_acquire), MS_BACKUP_DEFAULT, &error) !=
+      MS_OK) {
+    ms_warn(error.message);
+    return nullptr;
+  }
+  void* const pointer = allocate(bytes, device, stream);
+  ms_region_exit(nullptr);
+  return pointer;
+}
+
+template <size_t... Places>
+ms_torch_malloc_function function_at(size_t place, std::index_sequence<Places...>) {
+  static constexpr ms_torch_malloc_function kFunctions[] = {allocate_for<Places>...};
+  return kFunctions[place];
+}
+
+ms_status refuse(ms_status status, const char* message, ms_error* error) {
+  if (error) {
+    *error = ms_error{};
+    error->status = status;
+    error->device = -1;
+    std::snprintf(error->message, sizeof(error->message), "%s", message);
+  }
+  return status;
+}
+
+}  // namespace
+
+extern "C" {
+
+void* ms_torch_malloc(ptrdiff_t bytes, int device, void* stream) {
+  return allocate(bytes, device, stream);
+}
+
 void ms_torch_free(void* pointer, size_t, int device, void*) {
   ms_error error;
   if (ms_free_any(pointer, device, &error) != MS_OK) ms_warn(error.message);
+}
+
+ms_status ms_torch_malloc_of(const char* tag, int backup, ms_torch_malloc_function* function,
+                             ms_error* error) {
+  if (!function) return refuse(MS_INVALID_ARGUMENT, "there is no place for the answer", error);
+  const ms_status entered = ms_region_enter(tag, backup, error);  // makes the tag, or refuses it
+  if (entered != MS_OK) return entered;
+  ms_region_exit(nullptr);
+  const std::lock_guard<std::mutex> lock(binding);
+  for (size_t place = 0; place < kPlaces; ++place) {
+    const char* const name = bound[place].load(std::memory_order_relaxed);
+    if (name && std::strcmp(name, tag) != 0) continue;
+    if (!name) {
+      const char* const copy = strdup(tag);
+      if (!copy) return refuse(MS_OUT_OF_HOST_MEMORY, "the process has no host memory left", error);
+      bound[place].store(copy, std::memory_order_release);
+    }
+    *function = function_at(place, std::make_index_sequence<kPlaces>());
+    return MS_OK;
+  }
+  return refuse(MS_INVALID_STATE,
+                "256 tags have torch pools of their own already, which is as many as can: use "
+                "one of them, or regions",
+                error);
 }
 
 }  // extern "C"

@@ -56,7 +56,7 @@ void check(ms_status status, const ms_error& error) {
       py::module_::import("memsaver.errors")
           .attr("error_of")(static_cast<int>(status), message, error.cuda_error, error.call,
                             text_of(error.tag), error.needed_bytes, error.free_bytes,
-                            error.os_error);
+                            error.os_error, error.device);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   throw py::error_already_set();
 }
@@ -246,6 +246,12 @@ PYBIND11_MODULE(_C, m) {
         return py::make_tuple(free_bytes, total_bytes);
       },
       py::arg("device"));
+  m.def("device_bus_id", [](int device) {
+    char text[64] = {};
+    without_gil(
+        [&](ms_error* error) { return ms_device_bus_id(device, text, sizeof(text), error); });
+    return text_of(text);
+  });
   m.def("configure", [](const std::string& name, const std::string& value) {
     without_gil([&](ms_error* error) { return ms_configure(name.c_str(), value.c_str(), error); });
   });
@@ -297,6 +303,14 @@ PYBIND11_MODULE(_C, m) {
       py::arg("bytes"), py::arg("device") = -1);
   m.def("free", [](uint64_t address) {
     without_gil([&](ms_error* error) { return ms_free(pointer(address), error); });
+  });
+  // The addresses of the two functions that torch wants of an allocator.
+  m.def("torch_allocator", [](const std::string& tag, int backup) {
+    ms_torch_malloc_function function = nullptr;
+    without_gil(
+        [&](ms_error* error) { return ms_torch_malloc_of(tag.c_str(), backup, &function, error); });
+    return py::make_tuple(reinterpret_cast<uint64_t>(function),
+                          reinterpret_cast<uint64_t>(&ms_torch_free));
   });
   m.def("owns", [](uint64_t address) { return ms_owns(pointer(address)) != 0; });
 
@@ -367,6 +381,11 @@ PYBIND11_MODULE(_C, m) {
     int state = 0;
     without_gil([&](ms_error* error) { return ms_tag_state(tag.c_str(), &state, error); });
     return state;
+  });
+  m.def("tag_pausable", [](const std::string& tag) {
+    int pausable = 0;
+    without_gil([&](ms_error* error) { return ms_tag_pausable(tag.c_str(), &pausable, error); });
+    return pausable != 0;
   });
   m.def("tag_backup", [](const std::string& tag) {
     int backup = 0;

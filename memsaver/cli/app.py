@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import memsaver
-from memsaver.cli import bench, demo, doctor, run, trace
+from memsaver.cli import bench, demo, doctor, run, top, trace
 
 __all__ = ["app", "main"]
 
@@ -43,6 +43,7 @@ def _options(
 app.command("run", context_settings={"allow_interspersed_args": False})(run.command)
 app.command("demo")(demo.command)
 app.command("doctor")(doctor.command)
+app.command("top")(top.command)
 app.command("bench")(bench.command)
 app.command("trace")(trace.command)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from memsaver.blocks import block
 from memsaver.distributed.agreement import together
 from memsaver.distributed.interrupts import interrupts_deferred
 from memsaver.distributed.reports import GroupReport
@@ -101,7 +101,7 @@ def swap(
     )
 
 
-@contextlib.contextmanager
+@block
 def paused(
     *tags: str, group: Any = None, backup: str | None = None, timeout: float | None = None
 ) -> Iterator[GroupReport]:

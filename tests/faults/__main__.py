@@ -9,20 +9,17 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
-import datetime
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import reliability
+
 from faults import lanes
-from faults.injections import ROOT, Injection, injections_of
+from faults.injections import Injection, injections_of
 from faults.scenarios import SCENARIOS
 
-RESULTS = ROOT / "benchmarks" / "results" / "reliability.json"
 CHUNK = 150  # injections of one worker process
 ALWAYS = 6
 
@@ -38,7 +35,7 @@ def arguments() -> argparse.Namespace:
         help=f"of a call that an act makes more than {ALWAYS} times, each Nth only beyond that",
     )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes at a time")
-    parser.add_argument("--write", action="store_true", help=f"figures into {RESULTS.name}")
+    parser.add_argument("--write", action="store_true", help="figures into reliability.json")
     return parser.parse_args()
 
 
@@ -86,20 +83,6 @@ def sweep(
     return results
 
 
-def write(figures: dict[str, object]) -> None:
-    """Puts the sweep's figures beside what others have put into the file."""
-    held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    held["faults"] = figures
-    RESULTS.write_text(json.dumps(held, indent=2) + "\n")
-
-
-def commit() -> str:
-    git = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
-    )
-    return git.stdout.strip() or "unknown"
-
-
 def main() -> int:
     asked = arguments()
     start = time.monotonic()
@@ -119,7 +102,7 @@ def main() -> int:
     passed, failed = results["passed"], injected - results["passed"]
     scenarios = len({injection.scenario for injection in injections})
     if asked.write:
-        figures: dict[str, object] = {
+        figures = {
             "every": asked.every,
             "injected": injected,
             "passed": passed,
@@ -127,11 +110,8 @@ def main() -> int:
             "not_met": results["unmet"],
             "scenarios": scenarios,
             "seconds": seconds,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "commit": commit(),
-            "machine": {"cpus": len(os.sched_getaffinity(0))},
         }
-        write(figures)
+        reliability.record("faults", figures)
     print(f"{injected} faults injected into {scenarios} scenarios in {seconds} s")
     print(f"{passed} passed, {failed} failed")
     return 1 if failed or not injected else 0

@@ -52,6 +52,41 @@ class Allocate(Scenario):
         super().rest()
 
 
+class PoolAllocate(Allocate):
+    """An allocation by the function that torch's pools of the tag get: None where it fails."""
+
+    def act(self) -> None:
+        from memsaver.native import _C
+
+        malloc, _ = _C.torch_allocator(self.tag, -1)
+        kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+        address = kind(malloc)(self.nbytes, 0, None)
+        if address:
+            self.got.append(_Given(address))
+
+    def check_done(self) -> None:
+        from memsaver.native import _C
+
+        if not self.got:
+            while _C.next_warning() is not None:
+                pass  # that says why; where there was memory for the text
+            self.check_unchanged(MemoryError())
+            self.act()
+        super().check_done()
+
+
+class _Given:
+    """Memory at an address, freed with this object."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def __del__(self) -> None:
+        from memsaver.native import _C
+
+        _C.free(self.address)
+
+
 class Captured(Allocate):
     """An allocation and a free while the program captures a graph, which must stay valid."""
 

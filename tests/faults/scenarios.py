@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from faults.calls import Allocate, Ask, Captured, FirstUse, Free
+from faults.calls import Allocate, Ask, Captured, FirstUse, Free, PoolAllocate
 from faults.machine import MIB, Machine
 from faults.scenario import Scenario, require
 from faults.transitions import DiskCached, DiskNamed, Graph, Pause, Resume, Swap
@@ -53,6 +53,7 @@ SCENARIOS: dict[str, Make] = {
     "allocate_large": _case(Allocate, 3 * MIB),
     "allocate_in_new_tags": _case(Allocate, 70 * MIB, new_tags=True),
     "allocate_in_capture": _case(Captured),
+    "allocate_for_torch_pool": _case(PoolAllocate, 70 * MIB),
     "free": _case(Free, "mapped"),
     "free_while_paused": _case(Free, "paused"),
     "free_during_pause": _case(Free, "meanwhile"),

@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from sanitizers.__main__ import write
+import reliability
 
 from fuzz import builds
 from fuzz.builds import ROOT, TARGETS
@@ -60,6 +60,7 @@ def environment(folder: Path) -> dict[str, str]:
         "MEMSAVER_SIM_DEVICES": "2",
         "MEMSAVER_SIM_MEMORY": MEMORY,
         "TMPDIR": str(folder),  # for backups on disk
+        "XDG_RUNTIME_DIR": str(folder),
         "ASAN_OPTIONS": "detect_leaks=0",  # of one input: the targets check what is left instead
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
@@ -73,7 +74,6 @@ def covered(text: str, event: str) -> tuple[int, int]:
 
 def fuzz(program: Path, target: str, seconds: int, seed: int, folder: Path, corpus: Path) -> Found:
     FAILED.mkdir(parents=True, exist_ok=True)
-    before = set(FAILED.iterdir())
     command = [
         *[str(program), f"-max_total_time={seconds}", f"-seed={seed}", f"-max_len={LONGEST}"],
         *["-timeout=20", "-rss_limit_mb=4096", f"-artifact_prefix={FAILED}/{target}-"],
@@ -82,7 +82,7 @@ def fuzz(program: Path, target: str, seconds: int, seed: int, folder: Path, corp
     done = subprocess.run(command, env=environment(folder), capture_output=True, cwd=folder)
     text = done.stderr.decode(errors="replace")
     runs = re.findall(r"^#(\d+)\s", text, re.MULTILINE)
-    failed = sorted(set(FAILED.iterdir()) - before)
+    failed = [Path(name) for name in re.findall(r"Test unit written to (.+)", text)]
     if done.returncode and not failed:
         failed = [Path("unknown")]
     return Found(
@@ -126,7 +126,7 @@ def main() -> int:
                 "failed": len(found.failed),
             }
     if asked.write:
-        write("fuzz", figures)
+        reliability.record("fuzz", figures)
     print(f"{len(targets) - failures} passed, {failures} failed")
     return 1 if failures else 0
 

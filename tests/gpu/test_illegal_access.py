@@ -41,17 +41,46 @@ os._exit(0)
 """
 
 
-@pytest.mark.gpu
-def test_paused_memory_that_was_touched_is_explained() -> None:
+COPY = """
+import os
+import torch
+import memsaver
+
+with memsaver.region("weights", backup="host"):
+    weights = torch.ones(1 << 20, device="cuda")
+memsaver.pause("weights")
+try:
+    weights.cpu()
+    torch.cuda.synchronize()
+except RuntimeError:
+    print(memsaver.explain(weights), flush=True)
+os._exit(0)
+"""
+
+
+def lines_of(program: str) -> list[str]:
+    """What a program prints."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MEMSAVER_")}
     root = str(Path(memsaver.__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+        [sys.executable, "-c", textwrap.dedent(program)],
         env=env,
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines()[0] == "weights paused 28 True", done.stdout
+    return done.stdout.splitlines()
+
+
+@pytest.mark.gpu
+def test_paused_memory_that_was_touched_is_explained() -> None:
+    assert lines_of(PROGRAM)[0] == "weights paused 28 True"
+
+
+@pytest.mark.gpu
+def test_a_paused_tensor_that_was_copied_is_explained() -> None:
+    """Torch's own error is seen: safetensors and checkpoints copy like this."""
+    (said,) = lines_of(COPY)
+    assert "has been paused" in said and "nothing that saves or sends it" in said

@@ -21,6 +21,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import reliability
 from soak import race
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "600"))
@@ -37,7 +38,7 @@ PATIENCE = 900 if UNDER else 300
 def test_two_processes_compete_for_the_memory() -> None:
     found = race.run("gpu", SECONDS, SEED, gib=GIB, under=UNDER, patience=PATIENCE)
     found["under"] = UNDER
-    race.record(RELIABILITY, "soak under a tool" if UNDER else "soak", found)
+    reliability.record("soak under a tool" if UNDER else "soak", found, RELIABILITY)
     print(found)
     race.check(found)
     met = found["errors_met"]

@@ -53,7 +53,12 @@ def find_cases() -> dict[str, str]:
 CASES = find_cases()
 ON_TWO_GPUS = [name for name in CASES if name.startswith("case_two_gpus_")]
 ON_ONE_GPU = [name for name in CASES if name not in ON_TWO_GPUS]
-WARNING = ("case_allocation_without_enough_memory",)  # their warnings are meant
+WARNING = (  # their warnings are meant
+    "case_allocation_without_enough_memory",
+    "case_dead_blocks_are_not_copied",
+    "case_shortage_in_a_region",
+    "case_torch_pool_of_a_paused_tag",
+)
 FRESH = ("case_two_gpus_copies",)  # want a process in which nothing ran before
 
 

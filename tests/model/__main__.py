@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
-import datetime
 import json
 import os
 import subprocess
@@ -22,13 +21,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults.__main__ import ROOT, commit
+import reliability
 from faults.lanes import Workplace
-from soak.race import record
+from repository import ROOT
 
 from model.worker import SEQUENCES
 
-RESULTS = ROOT / "benchmarks" / "results" / "reliability.json"
 SEEDS = 1000  # between the first seeds of two processes
 # Operations of a process, or somewhat more: streams that the driver would not destroy stay, each
 # with a thread of the simulator's, and make the next operations slower.
@@ -43,7 +41,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", type=int, metavar="SEED", help="one round alone")
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of one round")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--write", action="store_true", help=f"put the figures into {RESULTS.name}")
+    parser.add_argument(
+        "--write", action="store_true", help="put the figures into reliability.json"
+    )
     return parser.parse_args()
 
 
@@ -112,8 +112,7 @@ def main() -> int:
             counted[name].update(each[name])  # type: ignore[call-overload]
     failed = count - len(figures)
     if asked.write:
-        record(
-            RESULTS,
+        reliability.record(
             "model",
             {
                 **total,
@@ -121,9 +120,6 @@ def main() -> int:
                 "failed": failed,
                 "seed": seed,
                 "seconds": seconds,
-                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "commit": commit(),
-                "machine": {"cpus": len(os.sched_getaffinity(0))},
             },
         )
     print(

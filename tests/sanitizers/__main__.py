@@ -8,16 +8,13 @@ Exits with 1 when anything was reported, or did not hold.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from faults.__main__ import RESULTS, commit
+import reliability
 
 from build_support.variants import ASAN, TSAN
 from sanitizers import checks
@@ -31,20 +28,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first-seed", type=int, default=1, metavar="N")
     parser.add_argument("--operations", type=int, default=400, metavar="N", help="of each thread")
     parser.add_argument("--only", choices=["stress", "units", "suite"], help="a part of what runs")
-    parser.add_argument("--write", action="store_true", help=f"figures into {RESULTS.name}")
+    parser.add_argument("--write", action="store_true", help="figures into reliability.json")
     return parser.parse_args()
-
-
-def write(key: str, figures: dict[str, object]) -> None:
-    """Puts figures beside what others have put into the file."""
-    held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    held[key] = {
-        **figures,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": {"cpus": len(os.sched_getaffinity(0))},
-    }
-    RESULTS.write_text(json.dumps(held, indent=2) + "\n")
 
 
 def planned(asked: argparse.Namespace, place: Place) -> list[Callable[[], Outcome]]:
@@ -98,7 +83,7 @@ def main() -> int:
             "failed": failed,
             "seconds": round(time.monotonic() - start, 1),
         }
-        write("sanitizers", figures_of_all)
+        reliability.record("sanitizers", figures_of_all)
     print(f"{passed} passed, {failed} failed")
     return 1 if failed or not passed else 0
 

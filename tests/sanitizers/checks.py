@@ -93,6 +93,7 @@ def stress(place: Place, built: Build, seed: int, operations: int, leaks: bool) 
         MEMSAVER_SIM_DEVICES="2",
         MEMSAVER_SIM_MEMORY=MEMORY,
         MEMSAVER_DISK_DIR=str(place.folder / "disk"),
+        XDG_RUNTIME_DIR=str(place.folder),
     )
     command = [str(built.stress()), str(seed), str(operations), str(THREADS)]
     status, said = run(command, env, place.folder)

@@ -168,7 +168,6 @@ def _race(
         "driver": driver,
         "device": ready[0]["device"],
         "memsaver": ready[0]["version"],
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "seconds": round(walked, 1),
         "seed": seed,
         "processes": len(walkers),
@@ -206,13 +205,3 @@ def check(found: dict[str, Any]) -> None:
     assert found["errors_met"] == found["errors_recovered"]
     more = left(found)
     assert not more, more
-
-
-def record(path: Path, key: str, value: Any) -> None:
-    """Put a value into a file that is one JSON object, and keep what others have put there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = json.loads(path.read_text()) if path.exists() else {}
-    rows[key] = value
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(rows, indent=2, sort_keys=True) + "\n")
-    fresh.replace(path)

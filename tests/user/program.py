@@ -1,10 +1,14 @@
 """A user's program over all of memsaver's public names, as mypy --strict has to accept it."""
 
+import asyncio
+
 import memsaver
 from memsaver import (
     Backup,
     Change,
+    DeviceProcess,
     Explanation,
+    Holder,
     Range,
     State,
     Stats,
@@ -67,6 +71,30 @@ def start() -> dict[str, str]:
         return memsaver.preload_env("trainer", backup="disk", env={})
 
 
+@memsaver.paused("kv_cache")
+async def asleep(nbytes: int) -> State:
+    return memsaver.state("kv_cache")
+
+
+@memsaver.disabled()
+def outside(nbytes: int) -> int:
+    return nbytes
+
+
+def pool_of(tag: str) -> object:
+    try:
+        return memsaver.torch_pool(tag, backup=Backup.HOST, device=0)
+    except memsaver.NotLoadedError:
+        return None  # no GPU
+
+
+def who_holds(error: memsaver.OutOfDeviceMemoryError) -> int:
+    holders: tuple[Holder, ...] = error.holders
+    others: tuple[DeviceProcess, ...] = error.processes
+    held = sum(row.bytes for row in holders if row.pausable and row.state is State.MAPPED)
+    return held + sum(row.bytes or 0 for row in others) + error.device
+
+
 def kind_of(error: memsaver.MemsaverError) -> int:
     if isinstance(error, (memsaver.OutOfDeviceMemoryError, memsaver.OutOfHostMemoryError)):
         return error.needed - error.free
@@ -91,6 +119,7 @@ def main() -> None:
         memsaver.pause("no such tag")
     except memsaver.UnknownTagError as error:
         print(kind_of(error))
+    print(asyncio.run(asleep(1)), outside(2) + 1, pool_of("graphs"))
     print(look(0)[1], cycle() > 0, sorted(set(seen)), sorted(start()))
     before.remove()
     after.remove()
@@ -103,4 +132,5 @@ if __name__ == "__main__":
     import warnings
 
     warnings.simplefilter("error", memsaver.MemsaverWarning)
+    warnings.simplefilter("ignore", memsaver.PerformanceWarning)
     main()

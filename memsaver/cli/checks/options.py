@@ -25,6 +25,7 @@ OPTIONS = (
     "fingerprints",
     "poison",
     "disk_dir",
+    "top",
 )
 OTHER_VARIABLES = (
     "MEMSAVER_BACKUP",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from typing import Any
 
 import torch
@@ -162,3 +164,20 @@ def case_everything_freed_while_paused(tag: str) -> None:
     with memsaver.region(tag):
         tensor = numbered(64, 5)
     assert is_numbered(tensor, 5)
+
+
+def case_mostly_dead_blocks(tag: str) -> None:
+    """Are warned of, once."""
+    with memsaver.region(tag, backup="host"):
+        peak = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+        tensor = numbered(64)
+        del peak
+    gc.collect()
+    for turn in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            memsaver.pause(tag)
+        found = [w for w in caught if issubclass(w.category, memsaver.PerformanceWarning)]
+        assert len(found) == (1 if turn == 0 else 0), [str(w.message) for w in caught]
+        memsaver.resume(tag)
+    assert is_numbered(tensor)

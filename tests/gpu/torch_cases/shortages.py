@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 from expected_errors import raises
 
@@ -58,3 +61,44 @@ def case_allocation_without_enough_memory(tag: str) -> None:
     with memsaver.paused(tag, backup="host"):
         pass
     assert is_numbered(tensor)
+
+
+def case_shortage_says_who_holds_memory(tag: str) -> None:
+    """The error says who holds what, and what could be paused."""
+    other = tag + ".other"
+    with memsaver.region(tag):
+        tensor = torch.ones(GIB, dtype=torch.uint8, device="cuda")
+    with memsaver.region(other):
+        idle = torch.ones(512 * MIB, dtype=torch.uint8, device="cuda")
+    memsaver.pause(tag)
+    with memsaver.disabled():
+        hog = torch.empty(free() - 512 * MIB, dtype=torch.uint8, device="cuda")
+    with raises(memsaver.OutOfDeviceMemoryError) as errors:
+        memsaver.resume(tag)
+    error = errors[0]
+    assert error.device == 0 and error.tag == tag
+    assert error.needed >= GIB > error.free > 0
+    (holder,) = [holder for holder in error.holders if holder.tag == other]
+    assert holder.bytes >= 512 * MIB and holder.pausable and holder.state == "mapped"
+    assert tag not in [holder.tag for holder in error.holders]
+    assert repr(other) in str(error).split("To be paused now: ")[1]
+    assert os.getpid() not in [process.pid for process in error.processes]
+    del hog
+    tidy()
+    memsaver.resume(tag)
+    assert not tensor.any() and bool(idle.all())
+
+
+def case_shortage_in_a_region(tag: str) -> None:
+    """Torch's error gets a note about the tags."""
+    with memsaver.region(tag + ".held"):
+        kept = numbered(64)
+    wanted = 2 * torch.cuda.mem_get_info()[1]
+    with raises(torch.OutOfMemoryError) as errors:
+        with memsaver.region(tag):
+            torch.empty(wanted, dtype=torch.uint8, device="cuda")
+    if sys.version_info >= (3, 11):
+        (note,) = errors[0].__notes__
+        assert f"{tag + '.held'!r} 64 MiB" in note and "To be paused now" in note
+    errors.clear()
+    assert is_numbered(kept)

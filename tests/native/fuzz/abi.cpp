@@ -56,6 +56,7 @@ class Session {
   void transit();
   void beside(ms_transition* transition);
   void ask();
+  void record();
   void configure();
   void view();
   void reset();
@@ -82,6 +83,7 @@ class Session {
   std::vector<Block> blocks_;
   std::vector<char*> freed_;
   std::vector<void*> bound_;
+  uint64_t recorded_ = 0;
 };
 
 bool Session::done(ms_status status) {
@@ -133,7 +135,7 @@ void Session::allocate() {
   void* pointer = nullptr;
   const uint64_t bytes = blocks_.size() < kMostBlocks ? size() : UINT64_MAX;
   bool made = false;
-  switch (in_.below(4)) {
+  switch (in_.below(5)) {
     case 0:
       made = done(
           ms_malloc_any(bytes, device(), in_.below(2) ? nullptr : address(), &pointer, error()));
@@ -142,6 +144,15 @@ void Session::allocate() {
       pointer = ms_torch_malloc(static_cast<ptrdiff_t>(bytes), device(), nullptr);
       made = pointer != nullptr;
       break;
+    case 2: {
+      ms_torch_malloc_function function = nullptr;
+      const bool bound =
+          done(ms_torch_malloc_of(tag(), backup(), in_.below(8) ? &function : nullptr, error()));
+      require(bound == (function != nullptr), "there is a function, or an error");
+      if (function) pointer = function(static_cast<ptrdiff_t>(bytes), device(), nullptr);
+      made = pointer != nullptr;
+      break;
+    }
     default:
       made = done(ms_malloc(bytes, device(), in_.below(8) ? &pointer : nullptr, error()));
   }
@@ -238,7 +249,7 @@ void Session::ask() {
   uint64_t first = 0, second = 0;
   size_t count = 0;
   int number = 0;
-  switch (in_.below(9)) {
+  switch (in_.below(11)) {
     case 0: {
       ms_usage* rows = nullptr;
       done(ms_stats(in_.below(4) ? &rows : nullptr, &count, error()));
@@ -273,11 +284,46 @@ void Session::ask() {
     case 7:
       ms_warn(in_.below(4) ? in_.text(80).c_str() : nullptr);
       break;
+    case 8:
+      done(ms_tag_pausable(tag(), in_.below(4) ? &number : nullptr, error()));
+      break;
+    case 9: {
+      char text[16];
+      const size_t room = in_.below(sizeof(text) + 1);
+      done(ms_device_bus_id(device(), in_.below(8) ? text : nullptr, room, error()));
+      break;
+    }
     default:
       ms_owns(address());
       ms_wants();
       ms_region_tag();
       done(ms_device_count(in_.below(4) ? &number : nullptr, error()));
+      record();
+  }
+}
+
+// By turns, without a byte of the input: what inputs mean stays.
+void Session::record() {
+  ms_event* rows = nullptr;
+  size_t count = 0;
+  uint64_t dropped = 0;
+  switch (recorded_++ % 6) {
+    case 0:
+      done(ms_timeline_start(recorded_ % 4 == 1 ? 3 : 0, error()));
+      break;
+    case 1:
+    case 3:
+      done(ms_timeline_read(&rows, &count, &dropped, error()));
+      ms_list_free(rows);
+      break;
+    case 2:
+      done(ms_timeline_sample(error()));
+      break;
+    case 4:
+      done(ms_timeline_stop(error()));
+      break;
+    default:
+      done(ms_timeline_read(nullptr, &count, nullptr, error()));
   }
 }
 
@@ -370,6 +416,7 @@ void Session::reset() {
 void Session::clean() {
   sim_clear_faults();
   reset();
+  ms_timeline_stop(nullptr);
   while (ms_region_depth() > 0) ms_region_exit(nullptr);
   for (void* stream : bound_) ms_stream_unbind(stream, nullptr);
   for (const Block& block : blocks_) {

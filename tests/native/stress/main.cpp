@@ -4,7 +4,8 @@
 //   stress SEED OPERATIONS THREADS    that many operations for each thread
 //
 // Prints a line of figures and exits with 0; what did not hold goes to stderr, with exit status 1.
-// Started with MEMSAVER_DRIVER=sim, MEMSAVER_SIM_DEVICES=2 and MEMSAVER_DISK_DIR.
+// Started with MEMSAVER_DRIVER=sim, MEMSAVER_SIM_DEVICES=2, MEMSAVER_DISK_DIR and XDG_RUNTIME_DIR,
+// which has a short name.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -1,5 +1,12 @@
 // What a thread of the stress asks, and what it asks for beside memory.
+#include <dirent.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 
 #include "sim/sim.h"
 #include "thread.h"
@@ -9,7 +16,47 @@ namespace {
 
 constexpr uint64_t kPiece = 1 << 20;  // of a fingerprint
 
+// The address of this process's socket in $XDG_RUNTIME_DIR; an empty path where there is none.
+sockaddr_un own_socket() {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const char* const runtime = std::getenv("XDG_RUNTIME_DIR");
+  const std::string folder = std::string(runtime ? runtime : "") + "/memsaver";
+  const std::string own = std::to_string(getpid()) + "-";
+  DIR* const files = opendir(folder.c_str());
+  while (const dirent* file = files ? readdir(files) : nullptr) {
+    if (std::string(file->d_name).rfind(own, 0) != 0) continue;
+    const std::string path = folder + "/" + file->d_name;
+    if (path.size() < sizeof(address.sun_path)) {
+      std::memcpy(address.sun_path, path.c_str(), path.size());
+    }
+  }
+  if (files) closedir(files);
+  return address;
+}
+
 }  // namespace
+
+// Asks as another process would.
+bool Thread::watch() {
+  static const sockaddr_un address = own_socket();
+  const int client = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  std::string answer;
+  if (connect(client, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 &&
+      !one_in(8)) {  // or leaves without having read
+    char part[4096];
+    for (ssize_t got = 0; (got = recv(client, part, sizeof(part), 0)) > 0;) {
+      answer.append(part, static_cast<size_t>(got));
+    }
+    bool knows_all = answer.size() > 2 && answer.substr(answer.size() - 2) == "}\n";
+    for (const auto& tag : world_.tags) {
+      knows_all = knows_all && answer.find("{\"tag\":\"" + tag->name + "\"") != answer.npos;
+    }
+    if (!knows_all) world_.fail("the socket does not answer: '" + answer + "'");
+  }
+  ::close(client);
+  return address.sun_path[0] != 0;
+}
 
 bool Thread::look() {
   ms_error error{};
@@ -86,6 +133,42 @@ bool Thread::fingerprint() {
   }
   for (ms_digest* rows : digests) ms_list_free(rows);
   return known;
+}
+
+// The process has one timeline: any thread may find it started, or ended, by another.
+bool Thread::record() {
+  ms_error error{};
+  switch (below(6)) {
+    case 0:
+    case 1:
+      return fine(ms_timeline_start(16 + below(200), &error), error, "ms_timeline_start",
+                  {MS_INVALID_STATE});
+    case 2:
+      return fine(ms_timeline_sample(&error), error, "ms_timeline_sample", {});
+    case 3:
+      return fine(ms_timeline_stop(&error), error, "ms_timeline_stop", {MS_INVALID_STATE});
+    default:
+      break;
+  }
+  ms_event* rows = nullptr;
+  size_t count = 0;
+  uint64_t dropped = 0;
+  if (!fine(ms_timeline_read(&rows, &count, &dropped, &error), error, "ms_timeline_read",
+            {MS_INVALID_STATE})) {
+    return false;
+  }
+  double last = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const ms_event& row = rows[i];
+    if (row.kind == MS_EVENT_MEMORY && row.free_bytes > row.total_bytes) {
+      world_.fail("a device had more free than it has");
+    }
+    if (row.kind == MS_EVENT_BASELINE) continue;
+    if (row.time_seconds < last) world_.fail("a timeline goes back in time");
+    last = row.time_seconds;
+  }
+  ms_list_free(rows);
+  return true;
 }
 
 bool Thread::housekeeping() {

@@ -28,12 +28,16 @@ struct Operations {
       {"in background", &Thread::in_background, 3},
       {"everything", &Thread::everything, 1},
       {"ask", &Thread::look, 8},
+      {"watch", &Thread::watch, 3},
       {"view", &Thread::view_backup, 8},
       {"fingerprint", &Thread::fingerprint, 3},
+      {"record", &Thread::record, 4},
       {"housekeeping", &Thread::housekeeping, 3},
       {"fault", &Thread::fault, 1},
   };
 };
+
+static_assert(std::size(Operations::kKinds) <= World::kMostKinds);
 
 const char* Thread::name_of(size_t kind) {
   return kind < std::size(Operations::kKinds) ? Operations::kKinds[kind].name : nullptr;

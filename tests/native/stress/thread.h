@@ -28,9 +28,10 @@ struct World {
   std::deque<Block> given;
 
   std::atomic<bool> stop{false};
-  std::atomic<uint64_t> done[16] = {};  // operations by kind
-  std::atomic<uint64_t> refused[16] =
-      {};  // of them, those that a state or a lack of memory refused
+  static constexpr size_t kMostKinds = 24;
+  std::atomic<uint64_t> done[kMostKinds] = {};  // operations by kind
+  // Of them, those that a state or a lack of memory refused.
+  std::atomic<uint64_t> refused[kMostKinds] = {};
 
   void fail(const std::string& what);
 };
@@ -75,8 +76,10 @@ class Thread {
   bool everything();
   // In questions.cpp:
   bool look();
+  bool watch();
   bool view_backup();
   bool fingerprint();
+  bool record();
   bool housekeeping();
   bool fault();
 

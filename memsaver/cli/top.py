@@ -1,0 +1,346 @@
+"""`memsaver top`: which processes use memsaver on this machine, and what their tags hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+import memsaver
+from memsaver.cli.watched import (
+    Found,
+    Process,
+    Silent,
+    WatchedTag,
+    find_processes,
+    plain_text,
+)
+from memsaver.native import Backup, State
+from memsaver.text import size_text
+from memsaver.traces.units import format_rate, format_seconds
+
+if TYPE_CHECKING:  # rich takes long to import
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = ["command", "document", "view"]
+
+SCHEMA = 1  # raised when a key of the JSON changes its meaning or goes
+
+NOBODY = "No process of this user that can be seen here uses memsaver."
+HOW_TO_BE_SEEN = (
+    "A process is seen from its first tag on (memsaver.region, or `memsaver run --tag`), by the "
+    "same user on the same machine, unless MEMSAVER_TOP=0 is set there. In a container, run this "
+    "inside of it. `memsaver doctor` says whether memsaver works here."
+)
+
+_STATES = {
+    State.MAPPED: "green",
+    State.PAUSED: "yellow",
+    State.SAVING: "cyan",
+    State.RESTORING: "cyan",
+}
+_WIDE, _WIDER = 104, 130  # columns from which a row takes one line, and says who
+_NOTHING = "-"
+
+
+def command(
+    interval: Annotated[
+        float,
+        typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Look so often."),
+    ] = 1.0,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once", help="Look once, and print what there is. Also where this is no terminal."
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="The same as JSON, with all figures of `memsaver.stats()`."),
+    ] = False,
+    pid: Annotated[
+        int | None,
+        typer.Option(metavar="PID", help="This process only.", show_default=False),
+    ] = None,
+) -> None:
+    """Show which processes use memsaver on this machine, and what their tags hold, as it changes.
+
+    By tag and device: its state, what is resident and what is paused, where the backup lies, and
+    how long the last transition took. Processes of this user; they are not attached to, and notice
+    nothing. Ctrl-C ends it.
+    """
+    from rich.console import Console
+
+    if as_json or once or not sys.stdout.isatty():
+        found = find_processes(pid)
+        if as_json:
+            typer.echo(json.dumps(document(found), indent=2))
+        elif pid is None or found.processes or found.silent:
+            console = Console(highlight=False)
+            console.print(view(found, console))
+        if pid is not None and not found.processes:
+            _fail(_why_not(found, pid), 1)
+        return
+    console = Console(highlight=False)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        _watch(console, interval, pid)
+    except KeyboardInterrupt:
+        pass
+
+
+def document(found: Found) -> dict[str, Any]:
+    """What was found, as JSON has it: sizes in bytes, times in seconds, rates in bytes a second."""
+    return {
+        "schema": SCHEMA,
+        "memsaver": memsaver.__version__,
+        "processes": [
+            {
+                "pid": process.pid,
+                "command": process.command,
+                "memsaver": process.memsaver,
+                "driver": None if process.driver is None else process.driver._asdict(),
+                "host_bytes": process.host_bytes,
+                "host_available_bytes": process.host_available_bytes,
+                "devices": [device._asdict() for device in process.devices],
+                "tags": [
+                    {
+                        **dataclasses.asdict(tag.stats),
+                        "paused_now_bytes": _paused(tag),
+                        "last_pause_rate": tag.stats.last_pause_rate,
+                        "last_resume_rate": tag.stats.last_resume_rate,
+                        "in_state_seconds": tag.age,
+                        "caller": tag.caller,
+                    }
+                    for tag in process.tags
+                ],
+            }
+            for process in found.processes
+        ],
+        "silent": [dataclasses.asdict(process) for process in found.silent],
+        "refused": list(found.refused),
+    }
+
+
+def view(found: Found, console: Console) -> RenderableType:
+    """What was found, drawn for this console."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for process in found.processes:
+        parts += [
+            _name(process, console),
+            _facts(process),
+            _tags_table(process, console),
+            Text(),
+        ]
+    for silent in found.silent:
+        parts += [_name(silent, console), Text(f"  {silent.why}", style="red"), Text()]
+    if any(process.devices for process in found.processes):
+        parts.append(_totals_table(found, console))
+    elif not parts:
+        parts += [Text(NOBODY, style="bold"), Text(HOW_TO_BE_SEEN)]
+    for folder in found.refused:
+        text = f"{folder} is not looked at: it must be this user's own, with the mode 0700"
+        parts.append(Text(text, style="red"))
+    return Group(*parts)
+
+
+def _watch(console: Console, interval: float, pid: int | None) -> NoReturn:
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            found = find_processes(pid)
+            head = Text(f"memsaver top  {time.strftime('%H:%M:%S')}  Ctrl-C ends it", style="dim")
+            live.update(_fitted(Group(head, Text(), view(found, console)), console), refresh=True)
+            time.sleep(interval)
+
+
+def _fitted(whole: RenderableType, console: Console) -> RenderableType:
+    """As much of it as the screen has lines for, and how much that leaves out."""
+    from rich.console import Group
+    from rich.segment import Segment, SegmentLines
+    from rich.text import Text
+
+    lines = console.render_lines(whole, pad=False)
+    room = console.height
+    if len(lines) <= room:
+        return whole
+    shown: list[list[Segment]] = lines[: room - 1]
+    note = f"{len(lines) - room + 1} more lines: memsaver top --once shows all"
+    return Group(SegmentLines(shown, new_lines=True), Text(note, style="yellow"))
+
+
+# --- a process ------------------------------------------------------------------------------------
+
+
+def _name(process: Process | Silent, console: Console) -> Text:
+    """Its number and its command, as much of that as a line takes; JSON has all of it."""
+    from rich.cells import cell_len, set_cell_size
+    from rich.text import Text
+
+    line = f"{process.pid} {process.command}"
+    if cell_len(line) > console.width:
+        line = set_cell_size(line, console.width - 3) + "..."
+    return Text(line, style="bold")
+
+
+def _facts(process: Process) -> Text:
+    from rich.text import Text
+
+    facts = [f"memsaver {process.memsaver}"]
+    if process.driver is not None:
+        major, minor = divmod(process.driver.version, 1000)
+        name = "simulated driver" if process.driver.simulated else process.driver.library
+        facts.append(f"{name} ({major}.{minor // 10})")
+    if process.host_bytes:
+        facts.append(f"{size_text(process.host_bytes)} of host memory for backups")
+    return Text(f"  {', '.join(facts)}", style="dim")
+
+
+def _tags_table(process: Process, console: Console) -> Table:
+    from rich.text import Text
+
+    wide, wider = console.width >= _WIDE, console.width >= _WIDER
+    table = _table(console)
+    table.add_column("Tag", overflow="fold", min_width=8)
+    table.add_column("GPU", justify="right", no_wrap=True)
+    table.add_column("State", no_wrap=True)
+    for name in ("Resident", "Paused"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("Backup", no_wrap=True)
+    table.add_column("Last transition", no_wrap=True)
+    if wider:
+        table.add_column("By", overflow="fold", ratio=1)
+    between = "  " if wide else "\n"
+    for tag in process.tags:
+        stats = tag.stats
+        cells = [
+            Text(plain_text(stats.tag), style="bold"),
+            Text(str(stats.device) if stats.device >= 0 else _NOTHING),
+            Text(str(stats.state), style=_STATES[stats.state]),
+            Text(_size(stats.resident_bytes)),
+            Text(_size(_paused(tag))),
+            Text((" " if wide else "\n").join(_backup(tag))),
+            Text(between.join(_last_transition(tag))),
+        ]
+        if wider:
+            cells.append(Text(_who(tag), style="dim"))
+        table.add_row(*cells)
+    return table
+
+
+def _paused(tag: WatchedTag) -> int:
+    """The memory that a resume takes."""
+    if tag.stats.state is State.MAPPED:
+        return 0
+    return max(0, tag.stats.allocated_bytes - tag.stats.resident_bytes)
+
+
+def _backup(tag: WatchedTag) -> Iterator[str]:
+    """Where it is kept, and how much; a tag that is mapped keeps it for its next pause."""
+    stats = tag.stats
+    if stats.host_bytes:
+        in_memory = stats.backup in (Backup.HOST, Backup.PAGEABLE)
+        yield str(stats.backup) if in_memory else "host"
+        yield size_text(stats.host_bytes)
+    if stats.disk_bytes:
+        yield "disk"
+        yield size_text(stats.disk_bytes)
+    if not stats.host_bytes and not stats.disk_bytes:
+        yield str(stats.backup)
+
+
+def _last_transition(tag: WatchedTag) -> Iterator[str]:
+    """What it was and when; then, if it is done, its time and rate."""
+    stats = tag.stats
+    if stats.state in (State.SAVING, State.RESTORING):
+        yield f"{'pause' if stats.state is State.SAVING else 'resume'} for {_age(tag.age)}"
+    elif stats.state is State.PAUSED:
+        yield f"pause {_age(tag.age)} ago"
+        yield _took(stats.last_pause_seconds, stats.last_pause_rate)
+    elif stats.resumes:
+        yield f"resume {_age(tag.age)} ago"
+        yield _took(stats.last_resume_seconds, stats.last_resume_rate)
+    else:
+        yield _NOTHING
+
+
+def _who(tag: WatchedTag) -> str:
+    """The place in its program, without folders and thread, which JSON has."""
+    place, _, _ = (tag.caller or "").partition(", thread ")
+    return place.rpartition("/")[2]
+
+
+def _took(seconds: float, rate: float) -> str:
+    return f"{format_seconds(seconds)} {format_rate(rate)}" if rate else format_seconds(seconds)
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _size(nbytes: int) -> str:
+    return size_text(nbytes) if nbytes else _NOTHING
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+def _totals_table(found: Found, console: Console) -> Table:
+    """What tags hold of each device: by its place on the bus, as processes number them anew."""
+    from rich.text import Text
+
+    sums: dict[tuple[str, int], list[int]] = {}  # resident, paused, processes
+    for process in found.processes:
+        simulated = process.driver is not None and process.driver.simulated
+        for device in process.devices:
+            name = device.bus_id or f"GPU {device.ordinal}"
+            key = (f"{name} (simulated)" if simulated else name, device.total_bytes)
+            held = sums.setdefault(key, [0, 0, 0])
+            mine = [tag for tag in process.tags if tag.stats.device == device.ordinal]
+            held[0] += sum(tag.stats.resident_bytes for tag in mine)
+            held[1] += sum(_paused(tag) for tag in mine)
+            held[2] += 1
+    table = _table(console)
+    table.add_column("All tags on", overflow="fold", min_width=12)
+    for name in ("Resident", "Paused", "Device has", "Processes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for (name, total), (resident, paused, processes) in sorted(sums.items()):
+        sizes = (_size(resident), _size(paused), size_text(total), str(processes))
+        table.add_row(Text(name, style="bold"), *map(Text, sizes))
+    return table
+
+
+def _table(console: Console) -> Table:
+    import rich.box
+    from rich.table import Table
+
+    box = rich.box.ASCII2 if console.options.ascii_only else rich.box.SIMPLE_HEAD
+    return Table(box=box, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _why_not(found: Found, pid: int) -> str:
+    for silent in found.silent:
+        return f"process {pid}: {silent.why}"
+    return f"process {pid} is not among those that use memsaver. {HOW_TO_BE_SEEN}"
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    typer.echo(f"memsaver top: {message}", err=True)
+    raise typer.Exit(status)

@@ -1,0 +1,325 @@
+"""The processes of this user that use memsaver, as they tell of themselves.
+
+Each has a socket in the user's runtime folder, and answers whoever connects with its figures. That
+costs a process nothing until it is asked, and no more than writing them then.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memsaver.native import Backup, State
+from memsaver.statistics import Stats, TagStats
+
+__all__ = [
+    "Device",
+    "Driver",
+    "Found",
+    "Process",
+    "Silent",
+    "WatchedTag",
+    "find_processes",
+    "plain_text",
+]
+
+FORMAT = 1  # kStatsFormat of the core's stats_json.h
+
+_PATIENCE = 0.5  # seconds for an answer, which takes milliseconds
+_MOST_BYTES = 64 << 20  # of an answer: some 50,000 tags
+_AT_ONCE = 16  # processes that are asked at the same time
+_NAME = re.compile(r"(\d+)-[0-9a-f]+")
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class Driver(NamedTuple):
+    """The driver that a process has opened."""
+
+    library: str
+    version: int
+    simulated: bool
+
+
+class Device(NamedTuple):
+    """A device that a process has memory of."""
+
+    ordinal: int  # in that process
+    bus_id: str  # in every process
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class WatchedTag:
+    """A tag of a process on one device.
+
+    Attributes:
+        stats: as `memsaver.stats()` has it there.
+        age: seconds since it came into its state; while it is on its way, since it began.
+        caller: whose call that was, in that process's own words, or None.
+    """
+
+    stats: TagStats
+    age: float
+    caller: str | None
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that has answered.
+
+    Attributes:
+        pid: its number here; inside of a container it may have another.
+        command: its command line, or where that cannot be read its name.
+        memsaver: its version of memsaver.
+        driver: None before it has opened one.
+        devices: those that tags have memory of.
+        tags: one row for each tag and device, in the order of their making.
+        host_bytes: host memory held for backups.
+        host_available_bytes: how much more these may take there.
+    """
+
+    pid: int
+    command: str
+    memsaver: str
+    driver: Driver | None
+    devices: tuple[Device, ...]
+    tags: tuple[WatchedTag, ...]
+    host_bytes: int
+    host_available_bytes: int
+
+    @property
+    def stats(self) -> Stats:
+        """What `memsaver.stats()` says in it."""
+        rows = tuple(tag.stats for tag in self.tags)
+        return Stats(rows, self.host_bytes, self.host_available_bytes)
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A process that is there and cannot be read.
+
+    Attributes:
+        pid: its number, as for Process.
+        command: as for Process.
+        why: what came instead of an answer.
+    """
+
+    pid: int
+    command: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is, by process number.
+
+    Attributes:
+        processes: those that answered.
+        silent: those that did not.
+        refused: folders that were not looked at, because they are not this user's alone.
+    """
+
+    processes: tuple[Process, ...] = ()
+    silent: tuple[Silent, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+def find_processes(pid: int | None = None) -> Found:
+    """Ask every process of this user, or one of them; what killed processes left is removed.
+
+    Takes as long as the slowest answer, half a second at most where some give none.
+    """
+    answers: list[Process | Silent] = []
+    refused = []
+    for path in runtime_folders():
+        with _opened(path) as folder:
+            if folder is None:
+                if os.path.lexists(path):
+                    refused.append(str(path))
+                continue
+            names = os.listdir(f"/proc/self/fd/{folder}")
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                said = pool.map(partial(_ask, folder), filter(_NAME.fullmatch, names))
+                answers += [answer for answer in said if answer is not None]
+    answers = sorted(
+        (answer for answer in answers if pid in (None, answer.pid)), key=lambda answer: answer.pid
+    )
+    return Found(
+        tuple(answer for answer in answers if isinstance(answer, Process)),
+        tuple(answer for answer in answers if isinstance(answer, Silent)),
+        tuple(refused),
+    )
+
+
+def runtime_folders() -> list[Path]:
+    """Where processes of this user may have their sockets: a process chooses by its environment."""
+    folders = [Path(f"/tmp/memsaver-{os.geteuid()}")]
+    named = os.environ.get("XDG_RUNTIME_DIR", "")
+    if named.startswith("/"):
+        folders.insert(0, Path(named, "memsaver"))
+    return folders
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int | None]:
+    """The folder's descriptor; None where it is not there, or not this user's alone."""
+    try:
+        folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        facts = os.fstat(folder)
+        private = facts.st_uid == os.geteuid() and stat.S_IMODE(facts.st_mode) & 0o777 == 0o700
+        yield folder if private else None
+    finally:
+        os.close(folder)
+
+
+def _ask(folder: int, name: str) -> Process | Silent | None:
+    """The answer of the process with this socket; None where there is none any more."""
+    pid, command = int(name.split("-")[0]), ""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(_PATIENCE)
+        try:
+            # Through the descriptor: the address has room for a short path only.
+            client.connect(f"/proc/self/fd/{folder}/{name}")
+            peer, user = _peer_of(client)
+            if peer:  # else it is in a namespace that cannot be seen from here
+                pid, command = peer, _command_of(peer)
+            if user != os.geteuid():
+                return Silent(pid, command, f"it belongs to user {user}")
+            return _process_of(pid, command, _read_all(client))
+        except ConnectionRefusedError:  # nobody has it open: its process was killed
+            _remove(folder, name)
+            return None
+        except FileNotFoundError:
+            return None
+        except (TimeoutError, BlockingIOError):
+            return Silent(pid, command, f"no answer within {_PATIENCE} s: is it stopped?")
+        except OSError as error:
+            return Silent(pid, command, error.strerror or str(error))
+        except _NoAnswer as error:
+            return Silent(pid, command, str(error))
+
+
+class _NoAnswer(Exception):
+    """Says why what came is none."""
+
+
+def _peer_of(client: socket.socket) -> tuple[int, int]:
+    """The process that listens there, and its user."""
+    raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(raw)
+    return pid, user
+
+
+def _read_all(client: socket.socket) -> bytes:
+    """All that comes, within the time for all of it."""
+    end = time.monotonic() + _PATIENCE
+    parts: list[bytes] = []
+    size = 0
+    while part := client.recv(1 << 20):
+        parts.append(part)
+        size += len(part)
+        if size > _MOST_BYTES:
+            raise _NoAnswer(f"its answer has more than {_MOST_BYTES >> 20} MiB")
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        client.settimeout(left)
+    return b"".join(parts)
+
+
+def _process_of(pid: int, command: str, answer: bytes) -> Process:
+    if not answer:
+        raise _NoAnswer("it gave no answer")
+    try:
+        told = json.loads(answer.decode(errors="replace"))
+        if told["format"] != FORMAT:
+            raise _NoAnswer(
+                f"its memsaver {told.get('memsaver')} speaks format {told['format']}, "
+                f"this one {FORMAT}"
+            )
+        now, driver = _number(told["time_seconds"]), told["driver"]
+        return Process(
+            pid,
+            command or plain_text(told["command"]),
+            plain_text(told["memsaver"]),
+            None if driver is None else _driver_of(driver),
+            tuple(map(_device_of, told["devices"])),
+            tuple(_tag_of(row, now) for row in told["tags"]),
+            _whole(told["host_bytes"]),
+            _whole(told["host_available_bytes"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _NoAnswer(f"its answer cannot be understood: {error!r}") from None
+
+
+def _driver_of(row: dict[str, Any]) -> Driver:
+    return Driver(plain_text(row["library"]), _whole(row["version"]), bool(row["simulated"]))
+
+
+def _device_of(row: dict[str, Any]) -> Device:
+    return Device(_whole(row["device"]), plain_text(row["bus_id"]), _whole(row["total_bytes"]))
+
+
+def _tag_of(row: dict[str, Any], now: float) -> WatchedTag:
+    figures: dict[str, Any] = {
+        "tag": str(row["tag"]),
+        "state": State(row["state"]),
+        "backup": Backup(row["backup"]),
+    }
+    for each in fields(TagStats):
+        if each.name not in figures:
+            reader = _number if each.name.endswith("_seconds") else _whole
+            figures[each.name] = reader(row[each.name])
+    caller = None if row["caller"] is None else plain_text(row["caller"])
+    age = max(0.0, now - _number(row["since_seconds"]))
+    return WatchedTag(TagStats(**figures), age, caller)
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)
+
+
+def _command_of(pid: int) -> str:
+    """The command line of a process, on one line; "" where that cannot be read."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return plain_text(b" ".join(words).decode(errors="replace"))
+
+
+def plain_text(text: str) -> str:
+    """The text on one line, without what a terminal would take for a command."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _remove(folder: int, name: str) -> None:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except OSError:
+        pass

@@ -1,0 +1,56 @@
+"""Tensors of regions that are pickled, saved, or sent to another process."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from importlib.util import find_spec
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+from expected_errors import raises
+
+import memsaver
+from torch_cases.tensors import inside, numbered
+
+
+def case_pickled_and_sent(tag: str) -> None:
+    """Saving works while mapped, sending never; both say what to do, and CUDA goes on."""
+    with memsaver.region(tag, backup="host"):
+        tensor = numbered(2)
+        parameter = torch.nn.Parameter(numbered(1, 3).float())
+    file = io.BytesIO()
+    torch.save({"tensor": tensor, "parameter": parameter}, file)
+    file.seek(0)
+    again = torch.load(file)
+    assert again["tensor"].is_cuda and torch.equal(again["tensor"], tensor)
+    assert not inside(again["tensor"], tag)
+    assert torch.equal(pickle.loads(pickle.dumps(parameter)), parameter)
+    for state in ("mapped", "paused"):
+        for sent in (tensor, tensor[5:], parameter, {"weights": [tensor]}):
+            with raises(memsaver.ConfigError) as errors:
+                ForkingPickler.dumps(sent)
+            assert errors[0].tag == tag and "CUDA IPC" in str(errors[0])
+        if state == "mapped":
+            memsaver.pause(tag)
+    for save in (pickle.dumps, lambda value: torch.save(value, io.BytesIO())):
+        for saved in (tensor, parameter, {"weights": [tensor]}):
+            with raises(memsaver.InvalidStateError) as errors:
+                save(saved)
+            assert errors[0].tag == tag
+    file = io.BytesIO()
+    torch.save(memsaver.backup_view(tensor), file)
+    memsaver.resume(tag)
+    file.seek(0)
+    assert torch.equal(torch.load(file), tensor.cpu())
+    assert torch.ones(4, device="cuda").sum().item() == 4
+    with memsaver.disabled():
+        outside = tensor.clone()
+    if "expandable_segments" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
+        ForkingPickler.dumps(outside)  # what the error advises; those have needs of their own
+    if find_spec("safetensors"):
+        from safetensors.torch import load
+        from safetensors.torch import save as save_tensors
+
+        assert torch.equal(load(save_tensors({"tensor": tensor}))["tensor"], tensor.cpu())
