@@ -58,7 +58,9 @@ def build_sdist(output: Path) -> Path:
 def unpack(sdist: Path, folder: Path) -> Path:
     """The root of the sources in it."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        # Python before 3.10.12 has no filters; the sdist is our own.
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+        archive.extractall(folder)
     (root,) = folder.iterdir()
     return root
 

@@ -204,7 +204,8 @@ class BareMemory:
             raise
 
     def map(self) -> None:
-        """Map it, and make it accessible."""
+        """Map it, and make it accessible. After an error part of it may be mapped: unmap it."""
+        self._mapped = True  # or in part: unmapping goes over holes
         at = self.address
         for handle, size in zip(self._handles, self._sizes, strict=True):
             self._call(
@@ -216,7 +217,6 @@ class BareMemory:
                 ctypes.c_uint64(0),
             )
             at += size
-        self._mapped = True
         self._call(
             "cuMemSetAccess",
             ctypes.c_uint64(self.address),

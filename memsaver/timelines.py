@@ -15,7 +15,6 @@ from memsaver.errors import (
     OutOfHostMemoryError,
 )
 from memsaver.native import _C
-from memsaver.traces import files
 from memsaver.traces.trace import DeviceSample, TagSample, TagTransition, Trace, trace_of
 
 __all__ = ["Timeline", "timeline"]
@@ -36,8 +35,12 @@ class Timeline:
                 f"a timeline has room for a number of events from 1 to {_MOST_EVENTS}, not "
                 f"{events!r}"
             )
-        if interval is not None and not interval > 0:
-            raise ConfigError(f"an interval is a number of seconds above zero, not {interval!r}")
+        number = isinstance(interval, int | float) and not isinstance(interval, bool)
+        if interval is not None and not (number and 0 < interval <= threading.TIMEOUT_MAX):
+            raise ConfigError(
+                f"an interval is a number of seconds above zero, up to "
+                f"{threading.TIMEOUT_MAX:.0f}, not {interval!r}"
+            )
         self._events = events
         self._interval = interval
         self._lock = threading.Lock()
@@ -185,6 +188,8 @@ class Timeline:
             InvalidStateError: the recording has not begun.
             OSError: the file cannot be written.
         """
+        from memsaver.traces import files  # not before: it takes json
+
         return files.save(self.trace, path)
 
 
@@ -208,7 +213,8 @@ def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timelin
             own, so that other processes' memory shows; None: at transitions only.
 
     Raises:
-        ConfigError: `events` is no number from 1 to 2^24, or `interval` none above zero.
+        ConfigError: `events` is no number from 1 to 2^24, or `interval` none above zero that a
+            thread can wait for.
     """
     return Timeline(events, interval)
 

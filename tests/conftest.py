@@ -165,6 +165,55 @@ def wait_until():
     return wait
 
 
+# --- memsaver doctor ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """An environment without variables that the checks look at; gives its monkeypatch."""
+    prefixes = ("MEMSAVER_", "NCCL_", "PYTORCH_", "SGLANG_", "LD_", "TMPDIR", "TORCH_", "CUDA_")
+    for name in list(os.environ):
+        if name.startswith(prefixes) and name not in ("MEMSAVER_DRIVER", "LD_LIBRARY_PATH"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_CONF_FILE", "/nonexistent")
+    return monkeypatch
+
+
+@pytest.fixture
+def system(plain, tmp_path):
+    """A system of files: `system({"/proc/meminfo": "..."})`."""
+    plain.setenv("MEMSAVER_TEST_SYSTEM_ROOT", str(tmp_path))
+
+    def make(files):
+        for name, text in files.items():
+            file = tmp_path / name.lstrip("/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+    return make
+
+
+# --- traces ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(sim, tag, make_blocks):
+    """A timeline with a pause, a failed resume, a resume and a swap, and its two tags."""
+    import memsaver
+
+    first, second = tag("weights"), tag("kv_cache")
+    with memsaver.timeline() as t:
+        blocks = make_blocks(first, [4 << 20, 6 << 20], backup="host")
+        memsaver.pause(first)
+        blocks += make_blocks(second, [8 << 20])
+        with sim.fault("cuMemCreate", sim.OUT_OF_MEMORY, times=0):
+            with pytest.raises(memsaver.OutOfDeviceMemoryError):
+                memsaver.resume(first)
+        memsaver.swap(out=second, into=first)
+    assert len(blocks) == 3
+    return t, first, second
+
+
 # --- child processes ------------------------------------------------------------------------------
 
 

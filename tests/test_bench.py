@@ -4,8 +4,11 @@ import dataclasses
 import io
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,9 +16,10 @@ from typer.testing import CliRunner
 
 import memsaver
 from memsaver.bare_driver import BareDriver, BareMemory, PinnedMemory
-from memsaver.cli import app, bench
+from memsaver.cli import app, bench, measurements
 from memsaver.cli.measurements import Measured, cycles, machine, measure_machine
 from memsaver.cli.measurements.figures import Figure, Limits
+from memsaver.cli.measurements.picture import draw_picture
 from memsaver.errors import ConfigError, DriverError, MemsaverError, OutOfDeviceMemoryError
 from memsaver.native import LIBRARY_DIR, Backup
 
@@ -217,7 +221,7 @@ def test_it_leaves_nothing(sim):
 @pytest.mark.long
 def test_a_driver_that_fails_leaves_nothing(sim):
     """The first and the last call of each kind: the bare ones, and memsaver's own."""
-    calls = ["cuMemCreate", "cuMemSetAccess", "cuMemHostAlloc", "cuMemHostRegister"]
+    calls = ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemHostAlloc", "cuMemHostRegister"]
     before = {call: sim.calls(call) for call in calls}
     measure_machine(LEAST, 1)
     counted = {call: sim.calls(call) - before[call] for call in calls}
@@ -305,7 +309,31 @@ def test_without_host_memory_no_backup_is_measured(sim, options):
     options(host_bytes="20MiB")
     measured = measure_machine(LEAST, 1)
     assert measured.saved == 0 and [f.name for f in measured.figures] == NAMES[:9]
-    assert measured.notes == ["no backup is measured, as the host can spare 0 bytes for it"]
+    assert measured.notes == ["no backup is measured: the option host_bytes allows 20 MiB"]
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("size", "system", "option", "saved", "says"),
+    [
+        (32 * MIB, 5 * GIB // 2, 0, 32 * MIB, None),  # its copies pin 32 MiB, not 2 GiB
+        (16 * GIB, 5 * GIB // 2, 0, 256 * MIB, "2.5 GiB of host memory are available"),
+        (16 * GIB, 34 * GIB, 0, 16 * GIB, None),
+        (16 * GIB, 34 * GIB, 8 * GIB, 8 * GIB, "the option host_bytes allows 8 GiB"),
+        (16 * GIB, 10 * GIB, 12 * GIB, 4 * GIB, "10 GiB of host memory are available"),
+        (GIB, 0, 0, 0, "no backup is measured: 0 bytes of host memory"),
+        (GIB, (1 << 64) - 1, 0, GIB, None),  # where the system does not say
+    ],
+)
+def test_what_is_backed_up_fits_the_host(monkeypatch, size, system, option, saved, says):
+    available = min(system, option or system)  # as the library has it
+    native = SimpleNamespace(host_memory=lambda: (0, available), option=lambda name: str(option))
+    monkeypatch.setattr(machine, "_C", native)
+    got, notes = machine._saved(size)
+    assert got == saved and len(notes) == (says is not None)
+    assert says is None or says in notes[0]
 
 
 def test_without_fingerprints_nothing_is_unchanged(sim, options):
@@ -356,6 +384,20 @@ def test_bare_memory_that_is_not_to_be_had_is_given_back(sim):
     memory.close()
 
 
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_bare_memory_that_is_mapped_in_part_is_given_back(sim, nth):
+    before, start = sim.counts(), sim.physical()
+    memory = BareMemory(BareDriver(), 3 << 30)  # three pieces
+    with sim.fault("cuMemMap", 1, nth=nth), pytest.raises(DriverError) as caught:
+        memory.resume()
+    assert caught.value.call == "cuMemMap"
+    memory.close()
+    after = sim.counts()
+    for kind in ("handles", "mappings", "reservations"):
+        assert getattr(after, kind) == getattr(before, kind), kind
+    assert sim.physical() == start
+
+
 def test_copies_of_pinned_memory(sim):
     driver = BareDriver()
     memory = BareMemory(driver, 4 * MIB)
@@ -382,7 +424,6 @@ def test_a_call_that_does_not_exist():
 
 @pytest.mark.long
 def test_a_picture(sim, tmp_path):
-    pytest.importorskip("matplotlib")
     for name, begins in (("bench.png", b"\x89PNG"), ("bench.svg", b"<?xml")):
         file = tmp_path / name
         arguments = ["bench", "--size", "32MiB", "--rounds", "1", "--picture", str(file)]
@@ -390,6 +431,29 @@ def test_a_picture(sim, tmp_path):
         assert (done.exit_code, done.stderr) == (0, "")
         assert done.stdout.endswith(f"picture: {file}\n")
         assert file.read_bytes().startswith(begins)
+
+
+def test_a_picture_that_fails_leaves_the_file_as_it_was(sim, tmp_path, monkeypatch):
+    """As on a full disk: what is half written is not the picture that was there."""
+    monkeypatch.setattr(measurements, "measure_machine", lambda *given: fake_machine())
+    file = tmp_path / "bench.png"
+    file.write_bytes(b"before")
+    assert draw_picture(fake_machine(), "png").startswith(b"\x89PNG")  # its fonts are found, too
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        done = CliRunner().invoke(app, ["bench", "--picture", str(file)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert done.exit_code == 1 and str(file) in done.stderr, done.stderr
+    assert file.read_bytes() == b"before" and os.listdir(tmp_path) == [file.name]
+
+
+def fake_machine():
+    figure = Figure("pause, none", "no backup", "pause", MIB, (1.0,), "unmap, release", 0.5)
+    return Measured(0, "a GPU", 13000, True, MIB, 0, 1, [figure])
 
 
 def test_a_picture_without_matplotlib(sim, monkeypatch):

@@ -1,10 +1,9 @@
 """Metrics as Prometheus reads them: parsed, and compared with the statistics."""
 
+import prometheus_client
 import pytest
 
 import memsaver
-
-prometheus_client = pytest.importorskip("prometheus_client")
 
 MIB = 1 << 20
 

@@ -1,5 +1,6 @@
 """What is published and how it is made: one version, sdist, wheels, linters, workflows."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -117,6 +118,25 @@ def test_make_help_fits_a_terminal():
 
 
 # --- what is built --------------------------------------------------------------------------------
+
+
+def test_an_sdist_is_unpacked_by_a_python_without_filters(tmp_path, monkeypatch):
+    """As Python 3.10 before 3.10.12 does."""
+    spec = importlib.util.spec_from_file_location("wheels", ROOT / "build_support" / "wheels.py")
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which it adds to
+    wheels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wheels)
+    sdist, real = tmp_path / "memsaver-0.tar.gz", tarfile.TarFile.extractall
+    with tarfile.open(sdist, "w:gz") as archive:
+        archive.add(ROOT / "LICENSE", "memsaver-0/LICENSE")
+
+    def extractall(self, path=".", members=None, *, numeric_owner=False):
+        real(self, path, members, numeric_owner=numeric_owner)
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", extractall)
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    root = wheels.unpack(sdist, tmp_path / "sources")
+    assert root.name == "memsaver-0" and (root / "LICENSE").is_file()
 
 
 @pytest.fixture(scope="module")

@@ -815,3 +815,12 @@ def test_preload_nests_and_restores(monkeypatch):
 def test_importing_preload_is_cheap(run):
     code = "import sys, memsaver.preload; print({'torch', 'numpy', 'typer'} & set(sys.modules))"
     assert run([sys.executable, "-c", code], preloaded=()).stdout == "set()\n"
+
+
+def test_running_a_command_takes_no_other_commands_parts(run):
+    words = [sys.executable, "-X", "importtime", "-m", "memsaver", "run", "--", "true"]
+    imported = {line.split("|")[-1].strip() for line in run(words, SIM, ()).stderr.splitlines()}
+    assert "memsaver.cli.run" in imported
+    of_others = ("memsaver.cli.checks", "memsaver.cli.measurements", "memsaver.integrations")
+    of_others += ("memsaver.traces.files", "memsaver.traces.summary", "memsaver.bare_driver")
+    assert imported & set(of_others) == set()

@@ -589,6 +589,19 @@ def test_nothing_is_printed(run_python):
     assert (done.stdout, done.stderr) == ("", "")
 
 
+def test_importing_takes_no_writer_of_traces(run_python):
+    """What only `Timeline.save` needs, which every process of an engine would pay for."""
+    done = run_python(
+        """
+        import sys
+        import memsaver
+        late = {"json", "secrets", "hmac", "random", "memsaver.traces.files"}
+        print(sorted(late & set(sys.modules)))
+        """
+    )
+    assert done.stdout == "[]\n"
+
+
 def test_importing_imports_neither_torch_nor_numpy():
     script = (
         "import sys; before = set(sys.modules); import memsaver; "

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy
 import pytest
 
 import memsaver
@@ -108,7 +109,6 @@ def test_views_are_read_only_and_see_the_memory(base):
 
 
 def test_reading_in_other_ways(base):
-    numpy = pytest.importorskip("numpy")
     view = read_only(base)
     assert torch.equal(view, base) and torch.equal(base, view) and torch.allclose(view, base)
     assert view.tolist() == base.tolist() and [row.tolist() for row in view] == base.tolist()

@@ -73,6 +73,20 @@ def test_release_and_resume_tell_bytes_of_each_tag(engine, sim):
     assert engine.kv.is_zero() and engine.graph.is_intact()
 
 
+def test_arguments_by_name_are_those_by_position(engine):
+    updater = engine.weight_updater
+    request = stand_in.ReleaseMemoryOccupationReqInput(tags=["weights"])
+    (answer,) = answers_of([updater.release_memory_occupation(recv_req=request)])
+    assert (answer.failure, answer.tags) == (None, ("weights",))
+    state = engine.get_internal_state(recv_req=None).internal_state["memsaver"]
+    assert list(state["released"]) == ["weights"]
+    request = stand_in.ResumeMemoryOccupationReqInput(tags=["weights"])
+    (answer,) = answers_of([updater.resume_memory_occupation(recv_req=request)])
+    assert answer.released == () and engine.model.is_intact()
+    with pytest.raises(TypeError):  # as SGLang's own
+        updater.resume_memory_occupation(other=request)
+
+
 @pytest.mark.parametrize("tags", [None, [], ["weights"], ["weights", "kv_cache"]])
 def test_doing_it_twice_changes_nothing(engine, tags):
     ask(engine, "release", tags)

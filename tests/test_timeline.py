@@ -294,7 +294,7 @@ def test_without_a_thread_nothing_is_recorded(sim, monkeypatch):
         pass
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0])
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), 1e12, True, "x", "1", [1]])
 def test_an_interval_that_is_none(wrong):
     with pytest.raises(memsaver.ConfigError, match="interval"):
         memsaver.timeline(interval=wrong)

@@ -34,7 +34,6 @@ def test_a_users_program_runs(run_python):
 
 @pytest.mark.long
 def test_a_users_program_is_clean_under_mypy_strict(tmp_path):
-    pytest.importorskip("mypy")
     # Nothing of this project's settings, but for torch, which takes mypy half a minute.
     settings = tmp_path / "mypy.ini"
     settings.write_text(

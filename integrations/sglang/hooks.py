@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -65,10 +66,13 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
 
 
 def _wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-    """The method with its hook."""
+    """The method with its hook, which has by position what the caller gives by SGLang's names."""
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*given: Any, **named: Any) -> Any:
+        bound = signature.bind(*given, **named)
+        args, kwargs = bound.args, bound.kwargs
         if kind == "AROUND":
             return hook(original, *args, **kwargs)
         if kind == "AFTER":

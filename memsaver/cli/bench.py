@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import memsaver
-from memsaver.cli.measurements import Measured, measure_machine
 from memsaver.cli.sizes import gigabytes, parse_bytes
 from memsaver.errors import MemsaverError
 from memsaver.text import size_text
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported when the command runs: other commands need none of it
     from rich.console import Console
+
+    from memsaver.cli.measurements import Measured
 
 __all__ = ["command"]
 
 SCHEMA = 1  # raised when a key of the JSON changes its meaning or goes
-
-PICTURES = (".png", ".svg", ".pdf")
 
 SIMULATED = (
     "On the simulated driver the times are this CPU's: they say nothing about memsaver or any GPU."
@@ -66,6 +65,8 @@ def command(
 
     Every resume's contents are checked. No torch is needed.
     """
+    from memsaver.cli.measurements import measure_machine
+
     try:
         wanted = parse_bytes(size) if size is not None else None
     except ValueError as error:
@@ -85,9 +86,10 @@ def command(
         draw(Console(highlight=False), measured)
     if picture is not None:
         from memsaver.cli.measurements.picture import draw_picture
+        from memsaver.whole_files import replace_file
 
         try:
-            draw_picture(measured, picture)
+            replace_file(picture, draw_picture(measured, picture.suffix[1:].lower()))
         except OSError as error:
             _fail(f"the picture could not be written: {error}", 1)
         if not as_json:
@@ -176,6 +178,8 @@ def _status() -> Iterator[Callable[[str], None]]:
 
 def _check_picture(picture: Path) -> None:
     """Refuse before anything is measured what could not be drawn afterwards."""
+    from memsaver.traces.files import PICTURES
+
     if importlib.util.find_spec("matplotlib") is None:
         _fail("a picture needs matplotlib: pip install 'memsaver[plot]'", 2)
     if picture.suffix.lower() not in PICTURES:

@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memsaver
-from memsaver.cli.checks import Finding, Level, check_all, worst
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported when the command runs: other commands need none of it
     from rich.console import Console
     from rich.table import Table
+
+    from memsaver.cli.checks import Finding
 
 __all__ = ["command"]
 
 SCHEMA = 1  # raised when a key of the JSON changes its meaning or goes
 
-_COLOURS = {Level.GOOD: "green", Level.WARNED: "yellow", Level.BAD: "bold red"}
-_MARKS = {Level.GOOD: "✓", Level.WARNED: "!", Level.BAD: "✗"}
-_ASCII_MARKS = {Level.GOOD: "+", Level.WARNED: "!", Level.BAD: "x"}
+# By the values of Level.
+_COLOURS = {"good": "green", "warned": "yellow", "bad": "bold red"}
+_MARKS = {"good": "✓", "warned": "!", "bad": "✗"}
+_ASCII_MARKS = {"good": "+", "warned": "!", "bad": "x"}
 
 
 def command(
@@ -36,6 +38,8 @@ def command(
 
     It starts no CUDA context and changes nothing. The exit status is 1 where something is bad.
     """
+    from memsaver.cli.checks import Level, check_all, worst
+
     findings = check_all()
     if as_json:
         typer.echo(json.dumps(document(findings), indent=2))
@@ -48,6 +52,8 @@ def command(
 
 def document(findings: dict[str, list[Finding]]) -> dict[str, Any]:
     """The findings as JSON has them."""
+    from memsaver.cli.checks import Level, worst
+
     rows = [
         {"subject": subject, **dataclasses.asdict(finding)}
         for subject, group in findings.items()
@@ -66,6 +72,8 @@ def draw(console: Console, findings: dict[str, list[Finding]]) -> None:
     """A table for each subject; then how many findings are of each level, and which are bad."""
     from rich.text import Text
 
+    from memsaver.cli.checks import Level
+
     for subject, group in findings.items():
         if group:
             console.print(Text(subject, style="bold"))
@@ -75,11 +83,11 @@ def draw(console: Console, findings: dict[str, list[Finding]]) -> None:
     for finding in (finding for group in findings.values() for finding in group):
         named[finding.level].append(finding.name)
     summary = Text(", ").join(
-        Text(f"{len(names)} {level}", style=_COLOURS[level] if names else "dim")
+        Text(f"{len(names)} {level}", style=_COLOURS[level.value] if names else "dim")
         for level, names in named.items()
     )
     if named[Level.BAD]:
-        summary.append(": " + ", ".join(named[Level.BAD]), style=_COLOURS[Level.BAD])
+        summary.append(": " + ", ".join(named[Level.BAD]), style=_COLOURS["bad"])
     console.print(summary)
 
 
@@ -96,9 +104,9 @@ def _table(console: Console, group: list[Finding]) -> Table:
     for finding in group:
         text = Text(finding.text)
         if finding.advice:
-            style = "dim" if finding.level is Level.GOOD else _COLOURS[finding.level]
+            style = "dim" if finding.level == "good" else _COLOURS[finding.level.value]
             text.append(f"\n{arrow} {finding.advice}", style=style)
-        mark = Text(marks[finding.level], style=_COLOURS[finding.level])
+        mark = Text(marks[finding.level.value], style=_COLOURS[finding.level.value])
         table.add_row(mark, Text(finding.name), text)
     return table
 

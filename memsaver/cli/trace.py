@@ -9,14 +9,14 @@ import typer
 
 from memsaver.errors import MemsaverError
 from memsaver.text import size_text
-from memsaver.traces.files import PICTURES, load, save
-from memsaver.traces.summary import Moves, TagSummary, summary
 from memsaver.traces.trace import Trace
 from memsaver.traces.units import format_rate, format_seconds
 
-if TYPE_CHECKING:  # rich takes long to import
+if TYPE_CHECKING:  # imported when the command runs: other commands need none of it
     from rich.console import Console
     from rich.table import Table
+
+    from memsaver.traces.summary import Moves, TagSummary
 
 __all__ = ["command", "show"]
 
@@ -51,6 +51,8 @@ def command(
     """
     from rich.console import Console
 
+    from memsaver.traces.files import PICTURES, load, save
+
     if html is not None and html.suffix.lower() != ".html":
         _fail(f"--html writes a page, and {html.name!r} does not end in .html", 2)
     if picture is not None and picture.suffix.lower() not in PICTURES:
@@ -73,6 +75,8 @@ def command(
 def show(trace: Trace, console: Console) -> None:
     """Print a trace's summary."""
     from rich.text import Text
+
+    from memsaver.traces.summary import summary
 
     calls = len({row.number for row in trace.transitions})
     head = f"{format_seconds(trace.seconds)} of process {trace.process}, {calls} transitions"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 
 from memsaver.errors import ConfigError
 from memsaver.traces.chrome import read_json, to_json
 from memsaver.traces.trace import Trace
+from memsaver.whole_files import replace_file
 
 __all__ = ["PICTURES", "load", "save"]
 
@@ -39,7 +39,7 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> Path:
             f"a timeline cannot be saved as {target.name!r}: its name ends in .json, .html or "
             f"{', '.join(PICTURES)}"
         )
-    _replace(target, content)
+    replace_file(target, content)
     return target
 
 
@@ -51,20 +51,3 @@ def load(path: str | os.PathLike[str]) -> Trace:
         OSError: the file cannot be read.
     """
     return read_json(Path(path).read_bytes())
-
-
-def _replace(target: Path, content: bytes) -> None:
-    if target.exists() and not target.is_file():  # a device, a pipe
-        target.write_bytes(content)
-        return
-    place = target.resolve()  # of a link, what it leads to
-    fresh = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
-    try:
-        with open(fresh, "xb") as file:
-            file.write(content)
-        if place.exists():
-            os.chmod(fresh, place.stat().st_mode)
-        os.replace(fresh, place)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise

@@ -115,7 +115,8 @@ def _shade(row: TagTransition) -> str:
 
 
 def _draw_free(axes: Any, series: DeviceSeries) -> None:
-    known = [(at, free) for at, free in zip(series.seconds, series.free, strict=True) if free]
+    points = zip(series.seconds, series.free, strict=True)
+    known = [(at, free) for at, free in points if free is not None]
     axes.step([at for at, _ in known], [free for _, free in known], where="post", color="#4b5563")
     axes.set_ylim(0, (series.total_bytes or 1) * 1.04)
 

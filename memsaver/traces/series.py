@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass
+from typing import TypeVar
 
-from memsaver.traces.trace import Trace
+from memsaver.traces.trace import TagSample, Trace
 
 __all__ = ["DeviceSeries", "device_series", "peaks"]
+
+_MOST_VALUES = 1 << 20  # of all tags together: what a page can hold
+_LEAST_POINTS = 1000  # for any number of tags: what a screen shows
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -32,33 +38,33 @@ class DeviceSeries:
 
 
 def device_series(trace: Trace, device: int, most: int = 20_000) -> DeviceSeries:
-    """One device's memory over time, thinned out to about `most` points.
+    """One device's memory over time, thinned out to about `most` points, or fewer for many tags.
 
     Thinning keeps the least and the greatest sum of each stretch, so no peak is lost.
     """
     samples = [row for row in trace.samples if row.device == device]
     asked = [row for row in trace.memory if row.device == device]
     times = {row.seconds for row in samples} | {row.seconds for row in asked}
-    seconds = sorted(times | {trace.begin, trace.seconds})
+    every = sorted(times | {trace.begin, trace.seconds})
+    by_tag: dict[str, list[TagSample]] = {}
+    for row in samples:
+        by_tag.setdefault(row.tag, []).append(row)
+    most = min(most, max(_MOST_VALUES // max(len(by_tag), 1), _LEAST_POINTS))
+    seconds = _thinned(every, _sums(samples, every), most)
     resident: dict[str, list[int]] = {}
     allocated: dict[str, list[int]] = {}
-    known = dict.fromkeys(row.tag for row in samples)
-    for tag in (name for name in trace.tags if name in known):
-        own = [row for row in samples if row.tag == tag]
+    for tag in (name for name in trace.tags if name in by_tag):
+        own = by_tag[tag]
         moments = [row.seconds for row in own]
-        latest = [bisect_right(moments, at) - 1 for at in seconds]
-        resident[tag] = [own[index].resident_bytes if index >= 0 else 0 for index in latest]
-        allocated[tag] = [own[index].allocated_bytes if index >= 0 else 0 for index in latest]
-    moments = [row.seconds for row in asked]
-    latest = [bisect_right(moments, at) - 1 for at in seconds]
-    free = [asked[index].free_bytes if index >= 0 else None for index in latest]
-    kept = _kept(resident, len(seconds), most)
+        resident[tag] = _line(seconds, moments, [row.resident_bytes for row in own], 0)
+        allocated[tag] = _line(seconds, moments, [row.allocated_bytes for row in own], 0)
+    free: list[int | None] = [row.free_bytes for row in asked]
     return DeviceSeries(
         device=device,
-        seconds=[seconds[index] for index in kept],
-        resident={tag: [line[index] for index in kept] for tag, line in resident.items()},
-        allocated={tag: [line[index] for index in kept] for tag, line in allocated.items()},
-        free=[free[index] for index in kept],
+        seconds=seconds,
+        resident=resident,
+        allocated=allocated,
+        free=_line(seconds, [row.seconds for row in asked], free, None),
         total_bytes=max((row.total_bytes for row in asked), default=0),
     )
 
@@ -76,15 +82,39 @@ def peaks(trace: Trace) -> dict[str, int]:
     return most
 
 
-def _kept(lines: dict[str, list[int]], count: int, most: int) -> list[int]:
-    """Which points to keep: all, or of each stretch the first, the last and both extremes."""
-    if count <= most:
-        return list(range(count))
-    sums = [sum(values) for values in zip(*lines.values(), strict=True)] or [0] * count
-    stretch = -(-count * 4 // most)
+def _sums(samples: list[TagSample], seconds: list[float]) -> list[int]:
+    """What all tags together hold at each of these times, bytes."""
+    now: dict[str, int] = {}
+    total, index, sums = 0, 0, []
+    for at in seconds:
+        while index < len(samples) and samples[index].seconds <= at:
+            row = samples[index]
+            total += row.resident_bytes - now.get(row.tag, 0)
+            now[row.tag] = row.resident_bytes
+            index += 1
+        sums.append(total)
+    return sums
+
+
+def _thinned(seconds: list[float], sums: list[int], most: int) -> list[float]:
+    """The times to keep: all, or of each stretch the first, the last and both extremes."""
+    if len(seconds) <= most:
+        return seconds
+    stretch = -(-len(seconds) * 4 // most)
     kept: set[int] = set()
-    for first in range(0, count, stretch):
-        within = range(first, min(first + stretch, count))
+    for first in range(0, len(seconds), stretch):
+        within = range(first, min(first + stretch, len(seconds)))
         kept |= {within[0], within[-1], min(within, key=sums.__getitem__)}
         kept.add(max(within, key=sums.__getitem__))
-    return sorted(kept)
+    return [seconds[index] for index in sorted(kept)]
+
+
+def _line(
+    seconds: list[float], moments: list[float], values: list[_Value], before: _Value
+) -> list[_Value]:
+    """At each of these times the value of the last moment that is not later, else `before`."""
+    begins = [bisect_left(seconds, moment) for moment in moments] + [len(seconds)]
+    line = [before] * begins[0]
+    for value, begin, end in zip(values, begins[:-1], begins[1:], strict=True):
+        line += [value] * (end - begin)
+    return line

@@ -56,12 +56,15 @@ class TagSummary:
 def summary(trace: Trace) -> tuple[TagSummary, ...]:
     """The tags of a trace, in the order in which they appear."""
     highest = peaks(trace)
+    rows: dict[tuple[str, str], list[TagTransition]] = {}
+    for row in trace.transitions:
+        rows.setdefault((row.tag, row.direction), []).append(row)
     return tuple(
         TagSummary(
             tag,
             highest.get(tag, 0),
-            _moves([t for t in trace.transitions if t.tag == tag and t.direction == "out"]),
-            _moves([t for t in trace.transitions if t.tag == tag and t.direction == "into"]),
+            _moves(rows.get((tag, "out"), [])),
+            _moves(rows.get((tag, "into"), [])),
         )
         for tag in trace.tags
     )

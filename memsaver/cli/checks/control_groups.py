@@ -1,11 +1,12 @@
 """The memory limits of this process's control groups, for showing them.
 
-The library has its own account of them, by which backups are refused; this names the files.
+The library has its own account of them, by which backups are refused; this names the files, of the
+same groups.
 """
 
 from __future__ import annotations
 
-from memsaver.cli.checks.system import read_system_file
+from memsaver.cli.checks.system import mount_path, read_system_file
 
 __all__ = ["memory_limits"]
 
@@ -33,25 +34,28 @@ def _groups() -> list[tuple[str, tuple[str, ...]]]:
         unified = not controllers
         if not unified and "memory" not in controllers.split(","):
             continue
-        for root, point in mounts[unified]:
-            # A container may show a path of its host, which is not to be found in it: then only
-            # what is mounted can be looked at.
-            inside = _below(root, group)
-            for level in _levels(inside):
-                files = ("memory.max", "memory.high") if unified else ("memory.limit_in_bytes",)
-                found.append((point.rstrip("/") + level, files))
+        files = ("memory.max", "memory.high") if unified else ("memory.limit_in_bytes",)
+        seen = [(point, _below(root, group)) for root, point in mounts[unified]]
+        # A container may show a path of its host, which is not to be found in it: then only what
+        # is mounted can be looked at.
+        shown = [(point, inside) for point, inside in seen if inside is not None] or seen
+        for point, inside in shown[:1]:
+            found += [(point.rstrip("/") + level, files) for level in _levels(inside or "")]
     return list(dict.fromkeys(found))
 
 
-def _below(root: str, group: str) -> str:
+def _below(root: str, group: str) -> str | None:
+    """The path of a group below a mount's root, "" for the root itself; None: it is elsewhere."""
+    if group.startswith("/.."):  # outside of the namespace
+        return None
     if root == "/":
         return "" if group == "/" else group
-    return group[len(root) :] if group == root or group.startswith(f"{root}/") else ""
+    return group[len(root) :] if group == root or group.startswith(f"{root}/") else None
 
 
 def _levels(path: str) -> list[str]:
     """The path and all above it, down to "", the mount point."""
-    parts = [part for part in path.split("/") if part and part != ".."]
+    parts = [part for part in path.split("/") if part]
     return ["".join(f"/{part}" for part in parts[:count]) for count in range(len(parts), -1, -1)]
 
 
@@ -65,5 +69,5 @@ def _mounts() -> dict[bool, list[tuple[str, str]]]:
             continue
         unified = kinds[0] == "cgroup2"
         if unified or (kinds[0] == "cgroup" and "memory" in kinds[2].split(",")):
-            mounts[unified].append((fields[3], fields[4]))
+            mounts[unified].append((mount_path(fields[3]), mount_path(fields[4])))
     return mounts

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 
 from memsaver.cli.checks.findings import Finding, bad, good, warned
-from memsaver.cli.checks.system import read_system_file
+from memsaver.cli.checks.system import mount_path, read_system_file
 from memsaver.errors import ConfigError
 from memsaver.native import _C
 from memsaver.text import size_text
@@ -129,7 +129,7 @@ def _file_system(directory: str) -> str | None:
     path, best, kind = os.path.realpath(directory), -1, None
     for line in (read_system_file("/proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
-        point = before.split()[4] if len(before.split()) > 4 else ""
+        point = mount_path(before.split()[4]) if len(before.split()) > 4 else ""
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if point and inside and len(point) >= best:
             best, kind = len(point), after.split()[0]

@@ -44,6 +44,10 @@ def check_torch() -> list[Finding]:
 
 def _torch_version(version: str) -> Finding:
     name, release = "torch version", _release(version)
+    if not release:
+        text = f"{version}: an unknown version"
+        advice = "make sure that it is torch 2.6 or newer"
+        return warned(name, text, advice, version=version)
     if release < OLDEST_TORCH:
         advice = "install torch 2.6 or newer"
         return bad(name, f"{version}: too old", advice, version=version)

@@ -81,18 +81,19 @@ def _huge_pages() -> Finding:
     defrag = _chosen(read_system_file(f"{folder}/defrag"))
     daemon = read_system_file(f"{folder}/khugepaged/defrag")
     data = {"mode": mode, "defrag": defrag, "khugepaged": None if daemon is None else daemon == "1"}
-    slower = "a first backup is then touched and pinned at about half the rate"
+    slower = "a first backup is touched and pinned at about half the rate"
     if mode is None:
-        return warned(name, "the kernel does not tell of them", slower, **data)
+        text = f"the kernel does not tell of them; without them {slower}"
+        return good(name, text, **data)
     text = f"transparent huge pages {mode}, defrag {defrag or 'unknown'}"
     text += "" if daemon is None else f", khugepaged {'on' if daemon == '1' else 'off'}"
     disabled = "\nTHP_enabled:\t0" in "\n" + (read_system_file("/proc/self/status") or "")
     if mode == "never":
-        advice = f"echo madvise > {folder}/enabled (as root); {slower}"
-        return warned(name, text, advice, **data)
+        advice = f"echo madvise > {folder}/enabled (as root)"
+        return warned(name, f"{text}: {slower}", advice, **data)
     if disabled:
-        advice = f"find who starts it so (prctl PR_SET_THP_DISABLE); {slower}"
-        return warned(name, f"{text}, but turned off for this process", advice, **data)
+        advice = "find who starts it so (prctl PR_SET_THP_DISABLE)"
+        return warned(name, f"{text}, but off for this process: {slower}", advice, **data)
     return good(name, text, **data)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from memsaver.bare_driver import BareDriver
 from memsaver.cli.checks.findings import Finding, good, warned
+from memsaver.errors import ConfigError, MemsaverError
+from memsaver.integrations.sglang import settings
 
 __all__ = ["check_nccl"]
 
@@ -47,26 +50,37 @@ _OTHERS = {
 
 
 def _graph_register(values: dict[str, tuple[str, str]]) -> Finding:
-    if GRAPH_REGISTER not in values:
-        return good(
-            GRAPH_REGISTER,
-            "not set: memsaver sets it to 0 under SGLang with pausable graphs",
-            "elsewhere set it to 0 before collectives are captured in graphs that can be paused",
-            value=None,
-            source=None,
-        )
-    value, source = values[GRAPH_REGISTER]
+    """Of captured collectives only; their registrations outlive the pages of what is paused."""
+    value, source = values.get(GRAPH_REGISTER, (None, None))
     data = {"value": value, "source": source}
+    means = "collectives in a captured graph go on using the pages that a pause gives back"
+    advice = "set it to 0 where graphs with collectives, or what they work on, can be paused"
+    if value is None:
+        if _plugin_sets_it():
+            text = "not set: memsaver sets it to 0 in SGLang's processes, for pausable graphs"
+            return good(GRAPH_REGISTER, text, **data)
+        text = "not set, and current NCCL's default is 1"
+        if _device_count() < 2:
+            return good(GRAPH_REGISTER, f"{text}: of no matter to one GPU alone", **data)
+        return warned(GRAPH_REGISTER, f"{text}: {means}", advice, **data)
     if _is_on(value):
-        return warned(
-            GRAPH_REGISTER,
-            f"{value}, from {source}: collectives in a captured graph go on using the pages that a "
-            "pause gives back",
-            "set it to 0 where graphs with collectives can be paused",
-            **data,
-        )
+        return warned(GRAPH_REGISTER, f"{value}, from {source}: {means}", advice, **data)
     text = f"{value}, from {source}: graphs with collectives can be paused"
     return good(GRAPH_REGISTER, text, **data)
+
+
+def _plugin_sets_it() -> bool:
+    try:
+        return bool(settings.is_on() and settings.graphs_are_pausable())
+    except ConfigError:  # then SGLang does not load it
+        return False
+
+
+def _device_count() -> int:
+    try:
+        return BareDriver().device_count()
+    except MemsaverError:  # of the driver; `check_driver` says what to do
+        return 0
 
 
 def _is_on(value: str | None) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 from pathlib import Path
 
-__all__ = ["installed_version", "read_system_file"]
+__all__ = ["installed_version", "mount_path", "read_system_file"]
 
 
 def read_system_file(path: str) -> str | None:
@@ -19,6 +20,11 @@ def read_system_file(path: str) -> str | None:
         return Path(root + path).read_text(errors="replace").strip()
     except OSError:
         return None
+
+
+def mount_path(text: str) -> str:
+    """A path as /proc/self/mountinfo writes it, with blanks as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def installed_version(distribution: str) -> str | None:

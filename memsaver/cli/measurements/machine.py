@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import memsaver
 from memsaver.bare_driver import GRANULARITY, BareDriver, BareMemory
-from memsaver.cli.measurements.bus import BUFFER, measure_bus
+from memsaver.cli.measurements.bus import BUFFER, buffer_bytes, measure_bus
 from memsaver.cli.measurements.cycles import (
     GRAIN,
     CycledTag,
@@ -145,12 +145,20 @@ def _size(asked: int | None, device: int, simulated: bool) -> int:
 
 
 def _saved(size: int) -> tuple[int, list[str]]:
-    """How many bytes to back up, and what to say of it. The copies' buffers are pinned too."""
-    available = int((_C.host_memory()[1] - 2 * BUFFER) * _HOST_PART)
+    """How many bytes to back up, and what to say of it. The copies' buffers are pinned before.
+
+    All that the option host_bytes leaves, where that is the limit: somebody said so.
+    """
+    held, available = _C.host_memory()
     most = int(_C.option("host_bytes"))
-    fits = max(0, min(available, most or available)) // GRAIN * GRAIN
-    saved = min(size, fits)
+    by_option = most > 0 and available >= max(0, most - held)
+    if by_option:
+        fits, why = available, f"the option host_bytes allows {size_text(available)}"
+    else:
+        fits = max(0, int((available - 2 * buffer_bytes(size, size)) * _HOST_PART))
+        why = f"{size_text(available)} of host memory are available, of which half may be taken"
+    saved = min(size, fits) // GRAIN * GRAIN
     if saved == size:
         return saved, []
     told = f"{size_text(saved)} are backed up" if saved else "no backup is measured"
-    return saved, [f"{told}, as the host can spare {size_text(max(0, fits))} for it"]
+    return saved, [f"{told}: {why}"]

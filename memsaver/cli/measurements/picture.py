@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -20,11 +20,10 @@ _OURS, _LIMIT = "#2a6fbb", "#b0b7c0"
 _BAR = 0.36  # of the distance between two figures
 
 
-def draw_picture(measured: Measured, file: Path) -> None:
+def draw_picture(measured: Measured, kind: str) -> bytes:
     """Each pause and resume beside its limit, in milliseconds: one panel for each group.
 
-    Raises:
-        OSError: the file cannot be written.
+    The bytes of an image file of that kind: "png", "svg" or "pdf".
     """
     groups: dict[str, list[Figure]] = {}
     for figure in measured.figures:
@@ -42,7 +41,9 @@ def draw_picture(measured: Measured, file: Path) -> None:
         says += " (simulated: the times mean nothing)"
     picture.suptitle(says, x=0.01, ha="left", fontweight="bold")
     panels[-1, 0].set_xlabel(f"milliseconds, medians of {measured.rounds}")
-    picture.savefig(file, dpi=150)
+    content = io.BytesIO()
+    picture.savefig(content, format=kind, dpi=150)
+    return content.getvalue()
 
 
 def _draw_panel(panel: Any, group: str, figures: list[Figure]) -> None:

@@ -1,0 +1,56 @@
+"""`memsaver doctor` in a process of its own, one of its findings, and a driver to look at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from memsaver.native import LIBRARY_DIR
+
+SIM = {"MEMSAVER_DRIVER": "sim"}
+
+
+def run_doctor(*arguments, cwd=None, **env):
+    """The command in a process of its own, with these variables beside the usual ones."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MEMSAVER_", "NCCL_"))}
+    command = [sys.executable, "-m", "memsaver", "doctor", *arguments]
+    environment = {**kept, "PYTHONPATH": str(LIBRARY_DIR.parent), **SIM, **env}
+    return subprocess.run(
+        command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60
+    )
+
+
+def of(findings, name):
+    (found,) = [finding for finding in findings if finding.name == name]
+    return found
+
+
+def raising(error):
+    def raise_it(*arguments):
+        raise error
+
+    return raise_it
+
+
+class FakeDriver:
+    """A driver of a real GPU, as its calls would answer."""
+
+    name, simulated = "libcuda.so.1", False
+
+    def __init__(self, version=13000, count=1, **attributes):
+        self.version, self.count = version, count
+        self.attributes = {18: 0, 20: 0, 75: 9, 76: 0, 102: 1, 110: 1, 116: 1}
+        self.attributes |= {int(name[1:]): value for name, value in attributes.items()}
+
+    def device_count(self):
+        return self.count
+
+    def device_name(self, device):
+        return "NVIDIA H200"
+
+    def total_bytes(self, device):
+        return 141 << 30
+
+    def attribute(self, device, number):
+        return self.attributes[number]
