@@ -9,15 +9,16 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def scrape():
-    """What a scrape finds: values by name and labels; checked against the text format."""
+def scrape(tag):
+    """What a scrape finds of this test's tags and of no tag: values by name and labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     registry = prometheus_client.CollectorRegistry()
     collector = memsaver.metrics.register(registry)
 
     def read():
-        text = prometheus_client.generate_latest(registry).decode()
+        lines = prometheus_client.generate_latest(registry).decode().splitlines(keepends=True)
+        text = "".join(x for x in lines if "tag=" not in x or f"-{tag.prefix[:12]}" in x)
         found = {}
         for family in text_string_to_metric_families(text):
             assert family.documentation and family.name.startswith("memsaver_")
