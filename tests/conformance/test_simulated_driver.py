@@ -105,19 +105,21 @@ def test_sim_notes_memory_taken_from_a_launch_in_flight(sim):
 
 def test_sim_launches_on_pinned_memory_alone(sim):
     kernel, stream, pageable = Kernel(sim), sim.stream(), ctypes.create_string_buffer(4096)
-    for pieces, digests in (
-        (ctypes.addressof(pageable), kernel.pieces + 4096),
-        (kernel.pieces, ctypes.addressof(pageable)),
-        (kernel.pieces, kernel.pieces + 8192 - 32),  # beyond its end
-        (kernel.address + PAGE, kernel.pieces),  # mapped nowhere
+    unmapped = sim.reserve(PAGE)
+    for what, pieces, digests in (
+        ("pieces in pageable memory", ctypes.addressof(pageable), kernel.pieces + 4096),
+        ("digests in pageable memory", kernel.pieces, ctypes.addressof(pageable)),
+        ("digests beyond its end", kernel.pieces, kernel.pieces + 8192 - 32),
+        ("pieces that are mapped nowhere", unmapped, kernel.pieces),
     ):
         assert sim.launch(kernel.kernel, pieces, digests, 2, stream) == SUCCESS
-        assert sim.cuStreamSynchronize(stream) == ILLEGAL_ADDRESS
+        assert sim.cuStreamSynchronize(stream) == ILLEGAL_ADDRESS, what
         sim.opened.sim_clear_violations()
     (ctypes.c_uint64 * 2).from_address(kernel.host)[:] = [kernel.address, PAGE]  # too large
     assert kernel.launch(stream) == SUCCESS
     assert sim.cuStreamSynchronize(stream) == ILLEGAL_ADDRESS
     sim.opened.sim_clear_violations()
+    sim.check("cuMemAddressFree", unmapped, PAGE)
     sim.check("cuStreamDestroy", stream)
     kernel.close()
 
