@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -42,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
     if not config.real_driver:
         os.environ["MEMSAVER_DRIVER"] = "sim"
+    # A shell starts what it runs in the background with these ignored, which children inherit.
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGQUIT, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     # Where processes leave the sockets by which they are watched: none of the user's.
     config.runtime_folder = tempfile.TemporaryDirectory(prefix="memsaver-runtime-")
     os.environ["XDG_RUNTIME_DIR"] = config.runtime_folder.name
