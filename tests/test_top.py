@@ -67,7 +67,7 @@ def test_two_processes(runtime):
             figures = [{name: tag[name] for name in names} for tag in row["tags"]]
             assert figures == list(own["tags"])
             assert row["host_bytes"] == own["host_bytes"]
-            assert row["driver"] == {"library": "sim", "version": 13000, "simulated": True}
+            assert row["driver"] == {"opened": "sim", "version": 13000, "simulated": True}
         weights, cache = by_pid[first.pid]["tags"]
         assert weights["paused_now_bytes"] == weights["allocated_bytes"] > 0
         assert cache["last_pause_rate"] == cache["last_paused_bytes"] / cache["last_pause_seconds"]

@@ -203,7 +203,7 @@ def _facts(process: Process) -> Text:
     facts = [f"memsaver {process.memsaver}"]
     if process.driver is not None:
         major, minor = divmod(process.driver.version, 1000)
-        name = "simulated driver" if process.driver.simulated else process.driver.library
+        name = "simulated driver" if process.driver.simulated else process.driver.opened
         facts.append(f"{name} ({major}.{minor // 10})")
     if process.host_bytes:
         facts.append(f"{size_text(process.host_bytes)} of host memory for backups")

@@ -48,7 +48,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 class Driver(NamedTuple):
     """The driver that a process has opened."""
 
-    library: str
+    opened: str  # a name or path
     version: int
     simulated: bool
 
