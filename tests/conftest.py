@@ -137,6 +137,17 @@ def make_blocks(sim):
 
 
 @pytest.fixture
+def slow(sim):
+    """Makes every copy wait, so that a pause or a resume takes that long."""
+
+    def set_delay(seconds=0.15):
+        sim.stream_delay(seconds)
+
+    yield set_delay
+    sim.stream_delay(0)
+
+
+@pytest.fixture
 def options():
     """Sets options for the test: `options(share_bytes="2MiB")`."""
     import memsaver

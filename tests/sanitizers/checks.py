@@ -22,6 +22,13 @@ MEMORY = "128MiB"  # of each device: little enough that some allocations and res
 # Those of the C ABI, by what they go through: transfers, stores, files, hooks, failures.
 SUITE = [
     "test_transitions.py",
+    "test_transition_reports.py",
+    "test_freeing.py",
+    "test_concurrent_transitions.py",
+    "test_work_in_flight.py",
+    "test_dead_blocks.py",
+    "test_backup_views.py",
+    "test_callbacks.py",
     "test_swap.py",
     "test_swap_failures.py",
     "test_backup_stores.py",

@@ -1,0 +1,204 @@
+"""Several threads that allocate, pause and resume, the same tags and others."""
+
+import random
+import time
+
+import pytest
+from looks import row_of
+
+import memsaver
+from memsaver import simulator
+from memsaver.errors import InvalidStateError
+
+MIB = 1 << 20
+
+
+def test_a_region_waits_for_a_resume_and_is_entered(
+    sim, tag, make_blocks, in_thread, wait_until, slow
+):
+    name = tag()
+    blocks = make_blocks(name, [MIB] * 2, backup="host")
+    memsaver.pause(name)
+    slow()
+    task = in_thread(memsaver.resume, name)
+    wait_until(lambda: memsaver.state(name) == "restoring")
+    blocks += make_blocks(name, [MIB])
+    assert memsaver.state(name) == "mapped"
+    task.result()
+    assert all(b.is_intact() for b in blocks)
+
+
+def test_a_region_waits_for_a_pause_and_is_refused(
+    sim, tag, make_blocks, in_thread, wait_until, slow
+):
+    name = tag()
+    blocks = make_blocks(name, [MIB] * 2, backup="host")
+    slow()
+    task = in_thread(memsaver.pause, name)
+    wait_until(lambda: memsaver.state(name) == "saving")
+    with pytest.raises(InvalidStateError, match="paused"):
+        with memsaver.region(name):
+            pytest.fail("entered")
+    task.result()
+    sim.stream_delay(0)
+    memsaver.resume(name)
+    assert all(b.is_intact() for b in blocks)
+
+
+def test_a_region_waits_for_a_pause_that_fails_and_is_entered(
+    sim, tag, make_blocks, in_thread, wait_until, slow
+):
+    name = tag()
+    blocks = make_blocks(name, [MIB] * 2, backup="host")
+    slow()
+    sim.fail("cuMemUnmap", 1)
+    task = in_thread(memsaver.pause, name)
+    wait_until(lambda: memsaver.state(name) == "saving")
+    blocks += make_blocks(name, [MIB])
+    with pytest.raises(memsaver.DriverError):
+        task.result()
+    assert all(b.is_intact() for b in blocks)
+
+
+def test_memory_in_another_tag_while_one_is_paused_by_another_thread(
+    sim, tag, make_blocks, in_thread, wait_until, slow
+):
+    name, other = tag("slow"), tag("other")
+    blocks = make_blocks(name, [MIB], backup="host")
+    slow(0.3)
+    task = in_thread(memsaver.pause, name)
+    wait_until(lambda: memsaver.state(name) == "saving")
+    with memsaver.region(other):
+        mine = simulator.buffer(MIB)
+    assert memsaver.state(name) == "saving", "an unrelated allocation waited for the pause"
+    memsaver.stats(), memsaver.ranges(name), memsaver.device_memory()
+    assert memsaver.state(name) == "saving", "a question waited for the pause"
+    task.result()
+    sim.stream_delay(0)
+    memsaver.resume(name)
+    assert blocks[0].is_intact() and mine.nbytes == MIB
+
+
+def test_the_processes_own_tag_while_another_thread_pauses_it(run_python):
+    # Without a region: memory is made in MEMSAVER_TAG, wherever a thread is in its work.
+    run_python(
+        """
+        import threading, time
+        import memsaver
+        from simulated_driver import Simulator
+        from tasks import Task
+        from memsaver import simulator
+        from memsaver._C import malloc
+
+        sim = Simulator()
+        first = simulator.buffer(1 << 20)
+        sim.write(first.address, b"kept")
+        assert memsaver.state("all") == "mapped"
+        sim.stream_delay(0.2)
+        task = Task(memsaver.pause, "all")
+        while memsaver.state("all") != "saving":
+            pass
+        try:
+            malloc(4096)
+        except memsaver.InvalidStateError:
+            pass
+        else:
+            raise AssertionError("memory in a tag that is being paused")
+        task.result()
+        sim.stream_delay(0)
+        memsaver.resume("all")
+        assert sim.read(first.address, 4) == b"kept"
+        second = simulator.buffer(1 << 20)
+        sim.write(second.address, b"new")
+        assert not sim.violations()
+        """,
+        MEMSAVER_TAG="all",
+        MEMSAVER_BACKUP="host",
+    )
+
+
+def test_a_pause_waits_for_another_threads_pause(
+    sim, tag, make_blocks, in_thread, wait_until, slow
+):
+    name = tag()
+    blocks = make_blocks(name, [MIB], backup="host")
+    slow()
+    task = in_thread(memsaver.pause, name)
+    wait_until(lambda: memsaver.state(name) == "saving")
+    assert memsaver.pause(name).changed == ()
+    assert memsaver.state(name) == "paused"
+    assert task.result().changed == (name,)
+    task = in_thread(memsaver.resume, name)
+    wait_until(lambda: memsaver.state(name) == "restoring")
+    assert memsaver.resume(name).changed == ()
+    assert task.result().changed == (name,)
+    assert blocks[0].is_intact()
+
+
+@pytest.mark.long
+def test_eight_threads_and_overlapping_tags(sim, tag, make_blocks, in_thread):
+    names = [tag() for _ in range(5)]
+    kept = {name: make_blocks(name, [MIB, 3 * MIB + 5, 512], backup="host") for name in names}
+    stop = time.monotonic() + 4
+
+    def work(seed):
+        rng = random.Random(seed)
+        done = 0
+        while time.monotonic() < stop:
+            some = rng.sample(names, rng.randint(1, 5))
+            action = rng.randrange(6)
+            if action < 2:
+                memsaver.pause(*some)
+            elif action < 4:
+                memsaver.resume(*some)
+            elif action == 4:
+                with memsaver.paused(*some):
+                    pass
+            else:
+                try:
+                    make = [simulator.buffer(rng.choice([512, 70_000, 3 * MIB]))]
+                except InvalidStateError:
+                    make = []  # no region here
+                try:
+                    with memsaver.region(some[0]):
+                        make.append(simulator.buffer(rng.choice([512, 70_000, 3 * MIB])))
+                except InvalidStateError:
+                    pass  # paused
+                del make
+            done += 1
+        return done
+
+    def tolerant(seed):
+        rng, done = seed * 1000, 0
+        while time.monotonic() < stop:
+            try:
+                done += work(rng)
+            except InvalidStateError as error:  # a pause met another thread's open region
+                assert "while a region of it is open" in str(error)
+            rng += 1
+        return done
+
+    done = [task.result() for task in [in_thread(tolerant, seed) for seed in range(8)]]
+    assert sum(done) > 100
+    memsaver.resume(*names)
+    for name in names:
+        assert all(b.is_intact() for b in kept[name])
+        assert row_of(name).allocations == 3
+    memsaver.pause(*names)
+    assert sim.tag_bytes() == 0
+
+
+def test_other_threads_run_while_one_pauses(sim, tag, make_blocks, in_thread, wait_until, slow):
+    # The GIL is not held while a pause or a resume waits.
+    name = tag()
+    blocks = make_blocks(name, [MIB], backup="host")
+    slow(0.3)
+    for call, during in ((memsaver.pause, "saving"), (memsaver.resume, "restoring")):
+        task = in_thread(call, name)
+        wait_until(lambda during=during: memsaver.state(name) == during)
+        counted = 0
+        while memsaver.state(name) == during:
+            counted += 1
+        task.result()
+        assert counted > 100
+    assert blocks[0].is_intact()
