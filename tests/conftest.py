@@ -137,6 +137,53 @@ def make_blocks(sim):
 
 
 @pytest.fixture
+def each_fault(sim, in_thread):
+    """Yields every fault that can meet an action, after counting what it calls.
+
+    `before` puts everything into place, for the count and for each fault again. The action has a
+    thread of its own, so that a context that could not be popped concerns nobody else.
+    """
+    from driver_faults import DRIVER_CALLS, Fault
+
+    def faults(before, action, code):
+        before()
+        calls = {name: sim.calls(name) for name in DRIVER_CALLS}
+        in_thread(action).result()
+        made = {name: sim.calls(name) - calls[name] for name in DRIVER_CALLS}
+        assert any(made.values()), "the action makes no driver call"
+        for name, count in made.items():
+            for nth in range(1, count + 1):
+                for times in (1, 0):
+                    before()
+                    yield Fault(name, nth, times, code)
+
+    return faults
+
+
+@pytest.fixture
+def attempt(sim, in_thread):
+    """Does an action under faults: its error, or None. An error that is not typed is a failure."""
+    from driver_faults import TYPED
+
+    from memsaver.errors import MemsaverError
+
+    def act(action, *faults):
+        for fault in faults:
+            sim.fail(fault.call, fault.code, fault.nth, fault.times)
+        try:
+            in_thread(action).result()
+        except MemsaverError as error:
+            assert type(error) in TYPED, repr(error)
+            assert error.call and error.cuda_error, repr(error)
+            return error
+        finally:
+            sim.clear_faults()
+        return None
+
+    return act
+
+
+@pytest.fixture
 def slow(sim):
     """Makes every copy wait, so that a pause or a resume takes that long."""
 

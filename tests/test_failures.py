@@ -1,21 +1,24 @@
 """Every driver call fails, one after the other: typed errors, nothing half done, nothing lost."""
 
 import ctypes
-import dataclasses
-import re
 from itertools import chain
 
 import pytest
-from repository import ROOT
+from driver_faults import (
+    CODES,
+    PAGE,
+    Fault,
+    Fixed,
+    held,
+    reported,
+    states,
+)
 
 import memsaver
 from memsaver import simulator
 from memsaver.errors import (
-    DriverError,
     InvalidStateError,
     MemsaverError,
-    OutOfDeviceMemoryError,
-    OutOfHostMemoryError,
 )
 from memsaver.native import _C
 
@@ -23,113 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 
 MIB = 1 << 20
 GIB = 1 << 30
-PAGE = 2 * MIB
-CODES = {"out of memory": 2, "invalid value": 1, "launch failed": 719}
-TYPED = (DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError)
 SIZES = [4096, 100_000, PAGE + 512]
-
-# Every entry point that the library knows: one that comes later is failed too.
-DRIVER_CALLS = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver.h").read_text())
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """The nth coming call of that name fails; `times` of them, 0 for ever."""
-
-    call: str
-    nth: int
-    times: int
-    code: int
-
-    def __str__(self):
-        often = "once" if self.times else "from then on"
-        return f"{self.call} number {self.nth} fails {often} with {self.code}"
-
-
-@pytest.fixture
-def each_fault(sim, in_thread):
-    """Yields every fault that can meet an action, after counting what it calls.
-
-    `before` puts everything into place, for the count and for each fault again. The action has a
-    thread of its own, so that a context that could not be popped concerns nobody else.
-    """
-
-    def faults(before, action, code):
-        before()
-        calls = {name: sim.calls(name) for name in DRIVER_CALLS}
-        in_thread(action).result()
-        made = {name: sim.calls(name) - calls[name] for name in DRIVER_CALLS}
-        assert any(made.values()), "the action makes no driver call"
-        for name, count in made.items():
-            for nth in range(1, count + 1):
-                for times in (1, 0):
-                    before()
-                    yield Fault(name, nth, times, code)
-
-    return faults
-
-
-@pytest.fixture
-def attempt(sim, in_thread):
-    """Does an action under faults: its error, or None. An error that is not typed is a failure."""
-
-    def act(action, *faults):
-        for fault in faults:
-            sim.fail(fault.call, fault.code, fault.nth, fault.times)
-        try:
-            in_thread(action).result()
-        except MemsaverError as error:
-            assert type(error) in TYPED, repr(error)
-            assert error.call and error.cuda_error, repr(error)
-            return error
-        finally:
-            sim.clear_faults()
-        return None
-
-    return act
-
-
-class Fixed:
-    """Blocks whose contents are checked often: the expected bytes are made once."""
-
-    def __init__(self, sim, blocks):
-        self.sim = sim
-        self.blocks = list(blocks)
-        self.contents = [b.expected() for b in self.blocks]
-
-    def fill(self):
-        for block, content in zip(self.blocks, self.contents, strict=True):
-            self.sim.write(block.address, content)
-
-    def are_intact(self):
-        pairs = zip(self.blocks, self.contents, strict=True)
-        return all(block.bytes() == content for block, content in pairs)
-
-    def are_zero(self):
-        return all(block.is_zero() for block in self.blocks)
-
-    def are_gone(self):
-        return not any(self.sim.accessible(block.address) for block in self.blocks)
-
-
-def held(names):
-    """Device memory that these tags are said to hold."""
-    return sum(row.resident_bytes for row in memsaver.stats().tags if row.tag in names)
-
-
-def reported():
-    """The same for all tags: what the driver says, as long as nothing is lost."""
-    return memsaver.stats().resident_bytes
-
-
-def fill_device(sim, free):
-    """Another process takes all device memory but that much."""
-    sim.occupy(0)
-    sim.occupy(memsaver.device_memory(0)[0] - free)
-
-
-def states(names):
-    return {str(memsaver.state(name)) for name in names}
 
 
 # --- one call fails -------------------------------------------------------------------------------
@@ -526,142 +423,6 @@ def test_a_failure_leaves_the_threads_capture_mode(sim, tag, make_blocks, attemp
     assert blocks[0].is_intact()
 
 
-# --- no memory ------------------------------------------------------------------------------------
-
-
-def test_a_resume_without_memory(sim, tag, make_blocks):
-    names = [tag("first"), tag("second")]
-    other = tag("resident")
-    parts = [make_blocks(name, [3 * MIB, 64 * MIB], backup="host") for name in names]
-    blocks = Fixed(sim, chain.from_iterable(parts))
-    needed = held(names)
-    memsaver.pause(*names)
-    rest = Fixed(sim, make_blocks(other, [8 * MIB]))
-    for free in (0, PAGE, needed - PAGE):
-        fill_device(sim, free)
-        with pytest.raises(OutOfDeviceMemoryError, match="CUDA out of memory") as caught:
-            memsaver.resume(*names)
-        assert (caught.value.needed, caught.value.free) == (needed, free)
-        assert caught.value.tag in names
-        assert f"'{other}'"[:40] in str(caught.value) and "8.00 MiB" in str(caught.value)
-        assert states(names) == {"paused"} and held(names) == 0
-        assert blocks.are_gone()
-        assert rest.are_intact()
-    fill_device(sim, needed)
-    memsaver.resume(*names)
-    assert blocks.are_intact() and rest.are_intact()
-    assert memsaver.device_memory(0)[0] == 0
-
-
-def test_an_allocation_without_memory(sim, tag, make_blocks):
-    name, other = tag(), tag("resident")
-    rest = Fixed(sim, make_blocks(other, [8 * MIB], backup="host"))
-    kept = Fixed(sim, make_blocks(name, [PAGE]))
-    for free in (0, PAGE, 4 * MIB):
-        fill_device(sim, free)
-        for nbytes in (5 * MIB, 64 * MIB, 3 * GIB):
-            with pytest.raises(OutOfDeviceMemoryError, match="CUDA out of memory") as caught:
-                make_blocks(name, [nbytes])
-            rounded = -(-nbytes // PAGE) * PAGE
-            assert (caught.value.needed, caught.value.free) == (rounded, free)
-            assert caught.value.tag == name
-            assert f"'{other}'"[:40] in str(caught.value) and "8.00 MiB" in str(caught.value)
-        assert held([name, other]) == 10 * MIB and reported() == sim.tag_bytes()
-    more = make_blocks(name, [4 * MIB])  # a generous extent would not fit
-    assert memsaver.device_memory(0)[0] == 0
-    with pytest.raises(OutOfDeviceMemoryError):
-        make_blocks(name, [5 * MIB])
-    memsaver.pause(other)
-    more += make_blocks(name, [8 * MIB])
-    assert all(b.is_intact() for b in more) and kept.are_intact()
-    del more
-    memsaver.resume(other)
-    assert rest.are_intact()
-
-
-def test_a_pause_and_a_resume_on_a_full_device(sim, tag, make_blocks):
-    name = tag()
-    blocks = Fixed(sim, make_blocks(name, [3 * MIB, 64 * MIB], backup="host"))
-    everything = held([name])
-    fill_device(sim, 0)
-    for _ in range(3):
-        memsaver.pause(name)
-        assert memsaver.device_memory(0)[0] == everything
-        memsaver.resume(name)
-        assert memsaver.device_memory(0)[0] == 0
-        assert blocks.are_intact()
-    blocks.blocks.clear()
-    assert memsaver.device_memory(0)[0] == everything
-
-
-@pytest.mark.parametrize(
-    "limit",
-    [0, 100 * MIB, *(pytest.param(each, marks=pytest.mark.long) for each in (4096, 64 * MIB))],
-)
-def test_host_memory_is_refused(sim, tag, make_blocks, limit):
-    names = [tag("first"), tag("second")]
-    parts = [make_blocks(name, [3 * MIB, 70 * MIB], backup="host") for name in names]
-    blocks = Fixed(sim, chain.from_iterable(parts))
-    everything = held(names)
-    sim.host_limit(limit)
-    with pytest.raises(OutOfHostMemoryError) as caught:
-        memsaver.pause(*names)
-    assert caught.value.needed > 0 and caught.value.tag in names
-    assert caught.value.call == "cuMemHostRegister"
-    assert states(names) == {"mapped"} and blocks.are_intact()
-    assert held(names) == everything and reported() == sim.tag_bytes()
-    assert sim.counts().registered_bytes == memsaver.stats().host_bytes <= limit
-    memsaver.pause(*names, backup="none")  # needs none
-    memsaver.resume(*names)
-    blocks.fill()
-    sim.host_limit()
-    memsaver.pause(*names)
-    memsaver.resume(*names)
-    assert blocks.are_intact()
-
-
-# --- sizes that no device has ---------------------------------------------------------------------
-
-HUGE = [1 << 40, 1 << 46, 1 << 49, 1 << 50, 1 << 62, 1 << 63, 2**64 - 2**30, 2**64 - 1]
-
-
-@pytest.mark.parametrize("nbytes", HUGE, ids=hex)
-def test_a_size_that_no_device_has(sim, tag, make_blocks, nbytes):
-    name = tag()
-    blocks = Fixed(sim, make_blocks(name, [MIB], backup="host"))
-    before = sim.counts().reserved_bytes
-    for _ in range(5):
-        with memsaver.region(name):
-            with pytest.raises(OutOfDeviceMemoryError) as caught:
-                _C.malloc(nbytes)
-        assert caught.value.needed >= nbytes and caught.value.tag == name
-        assert caught.value.free == memsaver.device_memory(0)[0]
-    assert sim.counts().reserved_bytes == before
-    assert held([name]) == PAGE and reported() == sim.tag_bytes()
-    memsaver.pause(name)
-    memsaver.resume(name)
-    more = make_blocks(name, [3 * MIB, 64 * MIB])
-    assert blocks.are_intact() and all(b.is_intact() for b in more)
-
-
-def test_as_much_as_the_device_has(sim, tag, make_blocks):
-    # More than is free, though not more than there is: addresses are reserved once, not each time.
-    name = tag()
-    blocks = make_blocks(name, [MIB])
-    before = sim.counts().reserved_bytes
-    for _ in range(5):
-        with memsaver.region(name), pytest.raises(OutOfDeviceMemoryError):
-            _C.malloc(80 * GIB)
-    assert sim.counts().reserved_bytes - before <= 96 * GIB
-    assert held([name]) == PAGE and reported() == sim.tag_bytes()
-    with memsaver.region(name):
-        address = _C.malloc(70 * GIB)
-    assert sim.accessible(address) and sim.accessible(address + 70 * GIB - 1)
-    _C.free(address)
-    assert held([name]) == PAGE and reported() == sim.tag_bytes()
-    assert blocks[0].is_intact()
-
-
 # --- frees that could not be done -----------------------------------------------------------------
 
 
@@ -694,77 +455,6 @@ def test_a_free_that_fails_is_a_warning(sim, tag, make_blocks):
         with pytest.warns(memsaver.MemsaverWarning, match="stays held for now") as caught:
             del block
     assert all(name in str(w.message) or "cuMemUnmap" in str(w.message) for w in caught)
-
-
-# --- interrupts -----------------------------------------------------------------------------------
-
-INTERRUPTED = """
-    import os, signal, threading
-    import memsaver
-    from simulated_driver import Block, Simulator
-
-    sim = Simulator()
-    with memsaver.region("t", backup="host"):
-        block = Block(sim, 3 << 20, 1)
-    told = []
-    memsaver.on_pause(lambda tag: told.append("paused"))
-    memsaver.on_resume(lambda tag: told.append("mapped"))
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test run inherited
-
-    def interrupted(call):
-        sim.stream_delay(0.2)
-        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        try:
-            call("t")
-        except KeyboardInterrupt:
-            return True
-        finally:
-            timer.join()
-            sim.stream_delay(0)
-        return False
-"""
-
-
-def test_an_interrupted_pause_matches_what_callbacks_were_told(run_python):
-    run_python(
-        INTERRUPTED
-        + """
-    assert interrupted(memsaver.pause)
-    assert told[-1] == memsaver.state("t"), told
-    memsaver.resume("t")
-    assert block.is_intact() and told[-1] == "mapped"
-    """
-    )
-
-
-def test_an_interrupted_resume_matches_what_callbacks_were_told(run_python):
-    run_python(
-        INTERRUPTED
-        + """
-    memsaver.pause("t")
-    assert interrupted(memsaver.resume)
-    assert told[-1] == memsaver.state("t"), told
-    memsaver.resume("t")
-    assert block.is_intact() and told[-1] == "mapped"
-    """
-    )
-
-
-def test_an_interrupted_paused_resumes(run_python):
-    run_python(
-        INTERRUPTED
-        + """
-    def paused(tag):
-        with memsaver.paused(tag):
-            pass
-
-    assert interrupted(paused)
-    assert memsaver.state("t") == "mapped", told
-    assert told[-1] == "mapped" and block.is_intact()
-    """
-    )
 
 
 # --- the first use --------------------------------------------------------------------------------

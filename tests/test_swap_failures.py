@@ -4,15 +4,11 @@ import itertools
 from itertools import chain
 
 import pytest
-import test_failures
-from test_failures import CODES, PAGE, Fault, Fixed, held, reported, states
+from driver_faults import CODES, PAGE, Fault, Fixed, held, reported, states
 
 import memsaver
 
 pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
-
-each_fault = test_failures.each_fault
-attempt = test_failures.attempt
 
 # Pages of 2 and 4 MiB: some of one side fit under the other, some do not.
 OUT = [4096, PAGE + 512, 100_000]

@@ -36,6 +36,8 @@ SUITE = [
     "test_regions.py",
     "test_async.py",
     "test_failures.py",
+    "test_no_memory.py",
+    "test_interrupts.py",
     "test_backup_failures.py",
     "test_timeline.py",
 ]
