@@ -15,7 +15,9 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from child_process import environment_without, run_code
@@ -181,6 +183,42 @@ def attempt(sim, in_thread):
         return None
 
     return act
+
+
+@pytest.fixture
+def memory(sim, tag):
+    """Memory of a tag whose bytes are known: three pieces of a fingerprint and a part of one."""
+    from fingerprint_memory import Memory
+
+    import memsaver
+
+    with memsaver.region(tag()):
+        made = Memory(sim, (3 << 20) + 4096)
+    yield made
+    del made.buffer
+
+
+@pytest.fixture
+def registered():
+    """Registrations of callbacks, removed at the end: `registered += [memsaver.on_pause(f)]`."""
+    found: list[Any] = []
+    yield found
+    for registration in found:
+        registration.remove()
+    found.clear()  # pytest keeps the list, and with it what the callbacks refer to
+
+
+@pytest.fixture
+def make_paused(make_blocks):
+    """A tag with a host backup, paused: its blocks."""
+    import memsaver
+
+    def make(name: str, sizes: Sequence[int] = (2 << 20,)) -> list[Block]:
+        blocks = make_blocks(name, list(sizes), backup="host")
+        memsaver.pause(name)
+        return blocks
+
+    return make
 
 
 @pytest.fixture

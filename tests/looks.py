@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import memsaver
 
 
@@ -12,3 +14,17 @@ def row_of(name, device=0):
 
 def addresses(blocks):
     return [block.address for block in blocks]
+
+
+def intact(blocks):
+    return all(block.is_intact() for block in blocks)
+
+
+@contextlib.contextmanager
+def held(sim):
+    """No copy starts inside. Let go before a failing test frees its blocks, which would wait."""
+    sim.hold_streams(True)
+    try:
+        yield
+    finally:
+        sim.hold_streams(False)

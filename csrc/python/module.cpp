@@ -6,86 +6,22 @@
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
 
-#include <chrono>
-#include <cstdio>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "memsaver.h"
+#include "python/calls.h"
+#include "python/transition.h"
 
-namespace py = pybind11;
-
+namespace memsaver::python {
 namespace {
 
 using Pair = std::pair<uint64_t, uint64_t>;
-
-// No GIL for its life. As pybind11's gil_scoped_release, but at the interpreter's exit Python ends
-// a daemon's thread where it takes the GIL again, by unwinding its stack, which must be let
-// through.
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() noexcept(false) { PyEval_RestoreThread(state_); }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
-
-// Text of the library's, in which a path or a variable may have brought bytes that are no UTF-8.
-py::str text_of(const char* text) {
-  PyObject* const decoded =
-      PyUnicode_DecodeUTF8(text, static_cast<py::ssize_t>(std::strlen(text)), "backslashreplace");
-  if (!decoded) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(decoded);
-}
-
-void check(ms_status status, const ms_error& error) {
-  if (status == MS_OK) return;
-  const py::str message = text_of(error.message);
-  const py::object raised =
-      py::module_::import("memsaver.errors")
-          .attr("error_of")(static_cast<int>(status), message, error.cuda_error, error.call,
-                            text_of(error.tag), error.needed_bytes, error.free_bytes,
-                            error.os_error, error.device);
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
-  throw py::error_already_set();
-}
-
-// Makes the call without the GIL, then raises what it reported. The call gets the ms_error to fill.
-template <typename Call>
-void without_gil(Call call) {
-  ms_error error{};
-  ms_status status;
-  {
-    const WithoutGil released;
-    status = call(&error);
-  }
-  check(status, error);
-}
-
-template <typename Row, typename Convert>
-py::list list_of(Row* rows, size_t count, Convert convert) {
-  py::list list;
-  for (size_t i = 0; i < count; ++i) list.append(convert(rows[i]));
-  ms_list_free(rows);
-  return list;
-}
-
-py::list list_of_changes(ms_change* rows, size_t count) {
-  return list_of(rows, count, [](const ms_change& c) {
-    return py::make_tuple(text_of(c.tag), c.device, c.changed != 0, c.device_bytes, c.copied_bytes);
-  });
-}
 
 std::vector<const char*> pointers(const std::vector<std::string>& texts) {
   std::vector<const char*> out;
@@ -106,115 +42,10 @@ void require_own_core() {
                          ": use one installation, and take the other's library out of LD_PRELOAD");
 }
 
-void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
-
 std::vector<ms_range> ranges_of(const std::vector<Pair>& pairs) {
   std::vector<ms_range> out;
   for (const Pair& range : pairs) out.push_back({range.first, range.second});
   return out;
-}
-
-// A transition that was begun; it is freed as soon as it was run, which lets its tags go. Any
-// thread may call it, under the GIL.
-class Transition {
- public:
-  Transition() = default;
-  Transition(const Transition&) = delete;
-  Transition& operator=(const Transition&) = delete;
-  // One that was not run is given up, which may take as long as the devices' work.
-  ~Transition() {
-    if (!transition_) return;
-    try {
-      let_go();
-    } catch (...) {
-      // The interpreter is ending this thread, a daemon's, and a destructor cannot be unwound.
-      for (;;) pause();
-    }
-  }
-
-  // Makes it the one that has been begun.
-  void adopt(ms_transition* begun) { transition_.reset(begun, &ms_transition_free); }
-
-  // Once.
-  py::list run() {
-    require(transition_ && !was_run_, "the transition was given up, or run before");
-    was_run_ = true;
-    ms_change* rows = nullptr;
-    size_t count = 0;
-    ms_error error{};
-    ms_status status;
-    {
-      const WithoutGil released;
-      status = ms_transition_run(transition_.get(), &rows, &count, &error);
-    }
-    has_succeeded_ = status == MS_OK;
-    progress_ = read_progress();
-    let_go();
-    check(status, error);
-    return list_of_changes(rows, count);
-  }
-
-  // Before run().
-  void set_caller(const std::string& caller) {
-    require(transition_ && !was_run_, "the transition was given up, or run before");
-    without_gil([&](ms_error* error) {
-      return ms_transition_set_caller(transition_.get(), caller.c_str(), error);
-    });
-  }
-
-  // Bytes done and in all; as they were in the end, once it was run.
-  Pair progress() const { return transition_ ? read_progress() : progress_; }
-
-  void wait_stream(uint64_t stream) {
-    const std::shared_ptr<ms_transition> transition = transition_;
-    if (!transition) {
-      require(has_succeeded_, "the transition failed, or was given up");
-      return;  // all is done, whatever the stream
-    }
-    without_gil([&](ms_error* error) {
-      return ms_transition_wait_stream(transition.get(), pointer(stream), error);
-    });
-  }
-
-  // One that was not run never happened. After run() nothing.
-  void give_up() {
-    if (!was_run_) let_go();
-  }
-
- private:
-  static void require(bool holds, const char* otherwise) {
-    ms_error error{};
-    std::snprintf(error.message, sizeof(error.message), "%s", otherwise);
-    check(holds ? MS_OK : MS_INVALID_STATE, error);
-  }
-
-  Pair read_progress() const {
-    Pair progress{0, 0};
-    ms_transition_progress(transition_.get(), &progress.first, &progress.second);
-    return progress;
-  }
-
-  // Frees it. Threads that wait for it on a stream leave now that it is over.
-  void let_go() {
-    std::shared_ptr<ms_transition> last = std::move(transition_);
-    const WithoutGil released;
-    while (last.use_count() > 1) std::this_thread::sleep_for(std::chrono::microseconds(50));
-    last.reset();
-  }
-
-  std::shared_ptr<ms_transition> transition_;
-  bool was_run_ = false, has_succeeded_ = false;
-  Pair progress_{0, 0};
-};
-
-// `begin` gets the place for the transition, and the ms_error to fill.
-template <typename Begin>
-std::unique_ptr<Transition> begun(Begin begin) {
-  auto made = std::make_unique<Transition>();
-  ms_transition* transition = nullptr;
-  without_gil([&](ms_error* error) { return begin(&transition, error); });
-  made->adopt(transition);
-  return made;
 }
 
 }  // namespace
@@ -514,3 +345,5 @@ PYBIND11_MODULE(_C, m) {
     return released;
   });
 }
+
+}  // namespace memsaver::python
