@@ -210,11 +210,13 @@ def registered():
 
 @pytest.fixture
 def make_paused(make_blocks):
-    """A tag with a host backup, paused: its blocks."""
+    """A tag that is paused: its blocks."""
     import memsaver
 
-    def make(name: str, sizes: Sequence[int] = (2 << 20,)) -> list[Block]:
-        blocks = make_blocks(name, list(sizes), backup="host")
+    def make(
+        name: str, sizes: Sequence[int] = (2 << 20,), backup: str | None = "host"
+    ) -> list[Block]:
+        blocks = make_blocks(name, list(sizes), backup=backup)
         memsaver.pause(name)
         return blocks
 

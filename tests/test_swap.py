@@ -14,16 +14,6 @@ PAGE = 2 * MIB
 KINDS = ["none", "host", "pageable", "disk"]
 
 
-@pytest.fixture
-def make_paused(make_blocks):
-    def make(name, sizes, backup="host"):
-        blocks = make_blocks(name, sizes, backup=backup)
-        memsaver.pause(name)
-        return blocks
-
-    return make
-
-
 def held(*names):
     return sum(row.resident_bytes for row in memsaver.stats().tags if row.tag in names)
 
