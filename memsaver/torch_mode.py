@@ -242,6 +242,14 @@ class TorchPools:
             return True, None
         return False, None
 
+    def private_ranges(self) -> list[tuple[int, int]]:
+        """Address and bytes of torch's segments in pools apart: of graphs, and of users."""
+        return [
+            (segment["address"], segment["total_size"])
+            for segment in self.torch.cuda.memory_snapshot()
+            if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+        ]
+
     def _segments(self) -> list[dict[str, Any]]:
         """The segments of torch that lie in memory of ours, as torch describes them."""
         snapshot = self.torch.cuda.memory_snapshot()

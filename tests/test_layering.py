@@ -143,6 +143,7 @@ PACKAGES = {
     "memsaver.cli": ("memsaver/cli", {"memsaver", "memsaver.integrations.sglang"}),
     "memsaver.distributed": ("memsaver/distributed", {"memsaver"}),
     "memsaver.integrations.sglang": ("integrations/sglang", {"memsaver"}),
+    "memsaver.integrations.trainer": ("integrations/trainer", {"memsaver"}),
     "torch_memory_saver": (
         "integrations/torch_memory_saver/torch_memory_saver",
         {"memsaver"},

@@ -1,0 +1,204 @@
+"""`offload`, and the handle that it gives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import memsaver
+from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
+from memsaver.integrations.trainer.collection import Collection
+from memsaver.native import check_tag
+from memsaver.reports import Report
+
+__all__ = ["Offloaded", "offload"]
+
+
+class Offloaded:
+    """A trainer's memory in a tag; made by `offload`. Any thread, one at a time.
+
+    The hooks on optimizers and modules keep working without this object. For targets that are
+    tensors, keep it: their gradients are looked for as long as it lives.
+
+    Attributes:
+        tag: the tag, for memsaver's own functions: `memsaver.swap(out=offloaded.tag, ...)`.
+    """
+
+    def __init__(self, collection: Collection) -> None:
+        self.tag = collection.tag
+        self._collection = collection
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        now = "closed" if self._is_closed else str(self.state)
+        return f"<memsaver Offloaded: tag {self.tag!r}, {now}>"
+
+    @property
+    def state(self) -> memsaver.State:
+        """The state of the tag."""
+        return memsaver.state(self.tag)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the targets' tensors that are in the tag; what it holds for others not."""
+        return int(self._collection.bytes()[0])
+
+    @property
+    def bytes_elsewhere(self) -> int:
+        """Bytes of the targets' tensors on the device that are not in the tag.
+
+        Gradients are, until a pause moves them, as is what a step has replaced; and what must stay
+        where it is: gradients in the memory of a CUDA graph or in another tag.
+        """
+        return int(self._collection.bytes()[1])
+
+    def pause(self, backup: str | None = None) -> Report:
+        """`memsaver.pause` of the tag. What has come since goes into the tag first.
+
+        Raises:
+            InvalidStateError: this is closed.
+            OutOfDeviceMemoryError: no room to move what has come since; nothing is paused.
+            MemsaverError: what `memsaver.pause` raises.
+        """
+        self._check_open()
+        return memsaver.pause(self.tag, backup=backup)
+
+    def resume(self) -> Report:
+        """`memsaver.resume` of the tag.
+
+        Raises:
+            InvalidStateError: this is closed.
+            MemsaverError: what `memsaver.resume` raises; all is paused as before then.
+        """
+        self._check_open()
+        return memsaver.resume(self.tag)
+
+    @contextlib.contextmanager
+    def paused(self, backup: str | None = None) -> Iterator[Report]:
+        """Pause the tag for the block, and resume it afterwards, also after an exception.
+
+        A tag that is paused already stays paused. Errors are those of `pause` and `resume`.
+        """
+        self._check_open()
+        with memsaver.paused(self.tag, backup=backup) as report:
+            yield report
+
+    def close(self) -> None:
+        """Take all hooks away. Closing twice is allowed.
+
+        The tensors stay where they are, at their addresses: in the tag, which can still be paused
+        by its name. What comes later is not looked for any more.
+
+        Raises:
+            InvalidStateError: the tag is paused; nothing would refuse a step then.
+        """
+        if self._is_closed:
+            return
+        if self.state is not memsaver.State.MAPPED:
+            raise InvalidStateError(
+                f"what is offloaded to tag {self.tag!r} cannot be closed while the tag is "
+                f"{self.state}: resume it first",
+                tag=self.tag,
+            )
+        self._is_closed = True
+        self._collection.unwatch()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InvalidStateError(
+                f"this was closed, and looks for nothing new: use memsaver.pause({self.tag!r}) for "
+                "what is in the tag, or offload once more",
+                tag=self.tag,
+            )
+
+
+def offload(
+    *targets: Any,
+    tag: str | None = None,
+    backup: str | None = "host",
+    parameters: bool = False,
+    gradients: bool = True,
+) -> Offloaded:
+    """Put a trainer's memory into a tag, so that a pause gives it back and a resume restores it.
+
+    A step after a resume gives bit for bit what it would give had nothing been paused. Addresses
+    change here, once, and with states that come later; never by a pause and a resume. CPU tensors,
+    such as step counters, stay where they are.
+
+    Args:
+        targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
+            master weights that somebody else keeps); lists of those. FSDP2 modules are resharded.
+        tag: the tag; None is "optimizer" where the first target is an optimizer, "model" else. A
+            tag may have several handles, and regions as well.
+        backup: as in `memsaver.region`. With "none" a pause discards the contents.
+        parameters: an optimizer's parameters too: for one that has master weights of its own. The
+            model's weights are the optimizer's parameters in a plain trainer, and stay without
+            this; for them, offload the model.
+        gradients: gradients go into the tag with each pause, if there are any.
+
+    What exists is moved here, what comes later after the step that made it, after
+    `load_state_dict`, and before each pause of the tag. The move of a gradient or a state takes
+    room for a batch of them (at most 512 MiB, or a single larger one) and empties torch's cache.
+    While the tag is paused, the optimizers' `step` and `load_state_dict`, and the modules' forward
+    and `load_state_dict`, raise InvalidStateError. What else touches the memory is not seen:
+    backward, clipping, `zero_grad(set_to_none=False)`.
+
+    Call it before CUDA graphs are captured that use the memory; let no other thread use it
+    meanwhile.
+
+    Raises:
+        ConfigError: a target that is none of these, an unknown backup, or memory that must stay
+            where it is: in another tag, say. Nothing is moved.
+        InvalidStateError: the tag is paused.
+        OutOfDeviceMemoryError: no room for the move. What was moved before that is in the tag, and
+            the rest where it was; all of it can be used, and the same call goes on from there.
+        NotLoadedError: no torch, no CUDA driver.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise NotLoadedError("offload is for torch's optimizers and modules; install torch") from (
+            None
+        )
+    found = [_unwrapped(target) for target in _flat(targets)]
+    if not found:
+        raise ConfigError("offload needs an optimizer, a module or a tensor to work on")
+    if tag is None:
+        tag = "optimizer" if isinstance(found[0], torch.optim.Optimizer) else "model"
+    check_tag(tag)
+    collection = Collection(found, tag, parameters=parameters, gradients=gradients)
+    # Makes the tag, and says its backup, also where the first step has yet to make the states.
+    with memsaver.region(tag, backup=backup, device=collection.devices() or None):
+        pass
+    collection.gather(gradients=False, strict=True)
+    collection.watch()
+    return Offloaded(collection)
+
+
+def _flat(targets: Any) -> Iterator[Any]:
+    for target in targets:
+        if isinstance(target, list | tuple):
+            yield from _flat(target)
+        else:
+            yield target
+
+
+def _unwrapped(target: Any) -> Any:
+    """A target itself, or the optimizer of torch's that a wrapper such as accelerate's is around.
+
+    Raises:
+        ConfigError: nothing that can be offloaded.
+    """
+    import torch
+
+    if isinstance(target, torch.nn.Module | torch.Tensor):
+        return target
+    inner = target
+    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
+        inner = inner.optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ConfigError(
+            f"offload takes torch optimizers, modules and tensors, not {type(target).__name__}"
+        )
+    return inner

@@ -1,0 +1,430 @@
+"""What trainers hold their memory in: shared storages, views, wrappers, groups, loaded states."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+
+import memsaver
+from memsaver.integrations.trainer import offload
+
+torch = pytest.importorskip("torch")
+
+from trainers import Trainer, addresses_of, bytes_of, plain_model, states_of  # noqa: E402
+
+
+def lies_in(tensor, tag):
+    found = memsaver.explain(tensor)
+    return found is not None and found.tag == tag
+
+
+def assert_same_steps(trainer, expected, offloaded, steps=6):
+    """Steps with pauses between them are those of the other trainer."""
+    for step in range(steps):
+        trainer.step()
+        expected.step()
+        with offloaded.paused():
+            pass
+        assert trainer.contents() == expected.contents(), step
+
+
+# --- shared storages ------------------------------------------------------------------------------
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(32, 32)
+        self.second = torch.nn.Linear(32, 32)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Flat(torch.nn.Module):
+    """All parameters are views of one buffer, as in flattened trainers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = plain_model()
+        flat = torch.cat([p.detach().reshape(-1) for p in self.layers.parameters()])
+        at = 0
+        for parameter in self.layers.parameters():
+            parameter.data = flat[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+        self.flat = [flat]  # not a buffer: nothing tells of it
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Odd(torch.nn.Module):
+    """Parameters that are not contiguous, empty, scalar, of other types; a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.strided = torch.nn.Parameter(torch.randn(32, 16).t())
+        self.sliced = torch.nn.Parameter(torch.randn(16, 64)[:, ::2].detach())
+        self.empty = torch.nn.Parameter(torch.empty(0, 4))
+        self.scalar = torch.nn.Parameter(torch.tensor(0.5))
+        self.double = torch.nn.Parameter(torch.randn(16, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x):
+        self.count += 1
+        y = x @ self.strided.t() + x @ self.sliced.t() + self.empty.sum()
+        return y * self.scalar + self.double
+
+
+@pytest.mark.parametrize("model", [Tied, Flat, Odd])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum"])
+def test_models_of_every_layout(sim, tag, model, optimizer):
+    trainer, expected = Trainer(optimizer, model), Trainer(optimizer, model)
+    shapes = [(p.shape, p.stride(), p.dtype) for p in trainer.model.parameters()]
+    parameters = list(trainer.model.parameters())
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    assert_same_steps(trainer, expected, offloaded)
+    assert [(p.shape, p.stride(), p.dtype) for p in trainer.model.parameters()] == shapes
+    assert all(a is b for a, b in zip(trainer.model.parameters(), parameters, strict=True))
+    with offloaded.paused():
+        assert sim.tag_bytes() == 0
+
+
+def test_tied_parameters_count_once_and_stay_tied(sim, tag):
+    model = Tied()
+    nbytes = model.first.weight.nbytes + model.first.bias.nbytes + model.second.bias.nbytes
+    offloaded = offload(model, tag=tag())
+    assert offloaded.bytes == nbytes
+    assert model.second.weight is model.first.weight
+
+
+def test_views_that_nobody_told_of_go_along(sim, tag):
+    model = Flat()
+    flat = model.flat[0]
+    offloaded = offload(model, tag=tag())
+    assert lies_in(flat, offloaded.tag)
+    with torch.no_grad():
+        flat.fill_(3)
+    assert all(bool((p == 3).all()) for p in model.parameters())
+    with offloaded.paused():
+        assert not sim.accessible(flat.data_ptr())
+    assert bool((flat == 3).all())
+
+
+def test_states_that_are_views_of_one_buffer(sim, tag):
+    # As some optimizers keep them: flat, with a view for each parameter.
+    trainer, expected = Trainer("sgd_momentum"), Trainer("sgd_momentum")
+    for one in (trainer, expected):
+        one.step()
+        flat = torch.cat([s["momentum_buffer"].reshape(-1) for s in one.optimizer.state.values()])
+        at = 0
+        for parameter, state in one.optimizer.state.items():
+            state["momentum_buffer"] = flat[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    assert offloaded.bytes == flat.nbytes
+    storages = {s.untyped_storage().data_ptr() for s in states_of(trainer.optimizer)}
+    assert len(storages) == 1
+    assert_same_steps(trainer, expected, offloaded)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+class MasterWeights:
+    """A half-precision model whose optimizer has float masters."""
+
+    def __init__(self):
+        torch.manual_seed(7)
+        self.model = plain_model().to(torch.bfloat16)
+        self.masters = [p.detach().float() for p in self.model.parameters()]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-2)
+        self.done = 0
+
+    def step(self):
+        generator = torch.Generator().manual_seed(self.done)
+        x = torch.randn(4, 32, generator=generator).to(torch.bfloat16)
+        self.model(x).square().mean().backward()
+        for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
+                parameter.copy_(master)
+        self.done += 1
+
+    def contents(self):
+        tensors = [*self.model.parameters(), *self.masters, *states_of(self.optimizer)]
+        return [bytes_of(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("by", ["parameters", "tensors"])
+def test_master_weights(sim, tag, by):
+    trainer, expected = MasterWeights(), MasterWeights()
+    if by == "parameters":
+        offloaded = offload(trainer.optimizer, parameters=True, tag=tag())
+    else:
+        offloaded = offload(trainer.optimizer, trainer.masters, tag=tag())
+    assert all(lies_in(master, offloaded.tag) for master in trainer.masters)
+    assert_same_steps(trainer, expected, offloaded)
+    with offloaded.paused():
+        assert sim.tag_bytes() == 0
+        trainer.model(torch.ones(1, 32, dtype=torch.bfloat16))  # its weights stay
+
+
+def test_a_group_that_is_added_later(sim, tag):
+    def make():
+        trainer = Trainer()
+        trainer.optimizer = torch.optim.AdamW(trainer.model[0].parameters(), lr=1e-2)
+        return trainer
+
+    trainer, expected = make(), make()
+    offloaded = offload(trainer.optimizer, parameters=True, tag=tag())
+    assert_same_steps(trainer, expected, offloaded, 2)
+    for one in (trainer, expected):
+        one.optimizer.add_param_group({"params": list(one.model[3].parameters()), "lr": 1e-3})
+    trainer.step()
+    expected.step()
+    assert offloaded.bytes_elsewhere == sum(
+        p.grad.nbytes for p in trainer.model[3].parameters()
+    ) + sum(p.grad.nbytes for p in trainer.model[0].parameters())
+    assert_same_steps(trainer, expected, offloaded, 3)
+
+
+def test_several_optimizers_in_one_tag_or_in_two(sim, tag):
+    trainers, expected = [Trainer(), Trainer("rmsprop")], [Trainer(), Trainer("rmsprop")]
+    both = offload([trainer.optimizer for trainer in trainers], tag=tag("both"))
+    for one, other in zip(trainers, expected, strict=True):
+        assert_same_steps(one, other, both)
+    first = Trainer("adam_amsgrad")
+    second = Trainer("sgd_momentum")
+    apart = [offload(first.optimizer, tag=tag("first")), offload(second.optimizer, tag=tag("b"))]
+    first.step()
+    second.step()
+    with apart[0].paused():
+        second.step()
+        with pytest.raises(memsaver.InvalidStateError):
+            first.step()
+
+
+def test_two_handles_on_one_tag(sim, tag):
+    trainer, expected = Trainer(), Trainer()
+    name = tag()
+    offload(trainer.model, tag=name)
+    offloaded = offload(trainer.optimizer, tag=name)
+    assert_same_steps(trainer, expected, offloaded)
+
+
+def test_load_state_dict_after_offloading(sim, tag):
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.optimizer, trainer.model, tag=tag())
+    assert_same_steps(trainer, expected, offloaded, 3)
+    saved = io.BytesIO()
+    torch.save([trainer.model.state_dict(), trainer.optimizer.state_dict()], saved)
+    assert_same_steps(trainer, expected, offloaded, 2)
+    for one in (trainer, expected):
+        saved.seek(0)
+        model, optimizer = torch.load(saved)
+        one.model.load_state_dict(model)
+        one.optimizer.load_state_dict(optimizer)
+        one.optimizer.zero_grad()
+        one.done = 3
+    moments = [s[k] for s in trainer.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    assert all(lies_in(moment, offloaded.tag) for moment in moments)
+    assert_same_steps(trainer, expected, offloaded, 3)
+
+
+def test_a_state_dict_that_shares_tensors_with_the_optimizer(sim, tag):
+    # torch keeps tensors of the dict that are on the right device.
+    trainer, expected = Trainer(), Trainer()
+    for one in (trainer, expected):
+        one.step()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    kept = trainer.optimizer.state_dict()
+    trainer.optimizer.load_state_dict(kept)
+    assert_same_steps(trainer, expected, offloaded)
+
+
+def test_a_module_that_is_converted_afterwards(sim, tag):
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.model, tag=tag())
+    for one in (trainer, expected):
+        one.model.double().float()  # torch replaces what the parameters hold
+    assert not lies_in(trainer.model[0].weight, offloaded.tag)
+    assert_same_steps(trainer, expected, offloaded)
+    assert lies_in(trainer.model[0].weight, offloaded.tag)
+
+
+def test_an_optimizer_inside_another(sim, tag):
+    class Accelerated(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(Accelerated(trainer.optimizer), tag=tag())
+    assert_same_steps(trainer, expected, offloaded)
+    assert offloaded.bytes > 0
+
+
+# --- wrappers -------------------------------------------------------------------------------------
+
+FSDP = """
+import copy, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import memsaver
+from memsaver.integrations.trainer import offload
+from simulated_driver import Simulator
+from trainers import Trainer, addresses_of, bytes_of, plain_model, states_of
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+sim = Simulator()
+sim.start()
+
+
+def sharded(reshard):
+    def make():
+        model = plain_model()
+        for layer in (model[0], model[3]):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return make
+
+
+def lies_in(tensor, tag):
+    found = memsaver.explain(tensor.to_local())
+    return found is not None and found.tag == tag
+
+
+for number, (optimizer, reshard, accumulate) in enumerate(
+    [("adamw", True, False), ("adam_amsgrad", False, True), ("sgd_momentum", False, False)]
+):
+    trainer = Trainer(optimizer, sharded(reshard), accumulate=accumulate)
+    expected = Trainer(optimizer, sharded(reshard), accumulate=accumulate)
+    tags = f"optimizer {number}", f"model {number}"
+    offload(trainer.optimizer, tag=tags[0])
+    offload(trainer.model, tag=tags[1])
+
+    def pause():
+        with memsaver.paused(*tags):
+            assert sim.tag_bytes() == 0, sim.tag_bytes()
+
+    pause()
+    for step in range(8):
+        expected.step()
+        trainer.step(pause if step % 2 else lambda: None)
+        if step == 4:
+            addresses = [p.to_local().data_ptr() for p in trainer.model.parameters()]
+        if step % 3 == 0:
+            pause()
+        assert trainer.contents() == expected.contents(), (optimizer, step)
+    assert addresses == [p.to_local().data_ptr() for p in trainer.model.parameters()]
+    for parameter in trainer.model.parameters():
+        assert lies_in(parameter, tags[1])
+        for name, value in trainer.optimizer.state[parameter].items():
+            assert name == "step" or lies_in(value, tags[0])
+    memsaver.pause(*tags)
+    for work in (trainer.optimizer.step, lambda: trainer.model(torch.ones(1, 32))):
+        try:
+            work()
+        except memsaver.InvalidStateError as error:
+            assert error.tag in tags
+        else:
+            raise AssertionError("nothing refused it")
+    memsaver.resume(*tags)
+dist.destroy_process_group()
+print("held")
+"""
+
+
+def test_fsdp2_on_one_rank(run_python):
+    assert "held" in run_python(FSDP).stdout
+
+
+def test_a_tensor_that_wraps_others(sim, tag):
+    class Pair(torch.Tensor):
+        @staticmethod
+        def __new__(cls, codes, scale):
+            return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+        def __init__(self, codes, scale):
+            self.codes, self.scale = codes, scale
+
+        def __tensor_flatten__(self):
+            return ["codes", "scale"], None
+
+        @classmethod
+        def __tensor_unflatten__(cls, inner, context, size, stride):
+            return cls(inner["codes"], inner["scale"])
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise AssertionError(f"nothing is to be computed: {function}")
+
+    trainer = Trainer()
+    codes, scale = torch.arange(64, dtype=torch.uint8), torch.ones(4)
+    trainer.optimizer.state[next(trainer.model.parameters())]["quantized"] = Pair(codes, scale)
+    offloaded = offload(trainer.optimizer, tag=tag())
+    assert offloaded.bytes == codes.nbytes + scale.nbytes
+    with offloaded.paused():
+        assert not sim.accessible(codes.data_ptr())
+    assert codes.tolist() == list(range(64))
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+def test_copies_of_a_model_and_an_optimizer_are_free(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    trainer.step()
+    model, optimizer = copy.deepcopy(trainer.model), copy.deepcopy(trainer.optimizer)
+    loaded = pickle.loads(pickle.dumps(trainer.model))
+    x = torch.ones(1, 32)
+    expected = trainer.model(x)
+    with offloaded.paused():
+        assert torch.equal(model(x), expected)
+        assert torch.equal(loaded(x), expected)
+        optimizer.step()
+        loaded.load_state_dict(model.state_dict())
+        with pytest.raises(memsaver.InvalidStateError):
+            trainer.model(x)
+
+
+def test_what_is_offloaded_dies_with_its_trainer(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    trainer.step()
+    with offloaded.paused():
+        pass
+    assert sim.tag_bytes() > 0
+    gc.collect()
+    gc.disable()  # by reference counts alone: no cycle keeps device memory
+    try:
+        del trainer
+        assert sim.tag_bytes() == 0
+        assert offloaded.bytes == 0
+    finally:
+        gc.enable()
+    with offloaded.paused():
+        pass
+
+
+def test_addresses_of_what_exists_change_once(sim, tag):
+    trainer = Trainer()
+    trainer.step()
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    addresses = addresses_of(trainer)
+    for _ in range(3):
+        trainer.step()
+        with offloaded.paused():
+            pass
+    again = offload(trainer.model, trainer.optimizer, tag=offloaded.tag)
+    assert again.bytes == offloaded.bytes
+    assert addresses_of(trainer) == addresses
