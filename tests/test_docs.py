@@ -81,7 +81,15 @@ def test_code_prints_what_the_page_says(printed, path):
 
 def test_the_tutorial_and_the_how_to_pages_are_run():
     run = {path.stem for path in SIMULATED}
-    assert run >= {"index", "tutorial", "troubleshooting", "torch", "several_gpus", "containers"}
+    assert run >= {
+        "index",
+        "tutorial",
+        "troubleshooting",
+        "torch",
+        "trainers",
+        "several_gpus",
+        "containers",
+    }
 
 
 @pytest.mark.parametrize("path", WITH_BLOCKS, ids=lambda path: path.stem)
@@ -151,7 +159,7 @@ def test_the_reference_has_everything_public():
     shown = set(re.findall(r"^::: memsaver\.\w+\.(\w+)$", text, re.M))
     errors = set(importlib.import_module("memsaver.errors").__all__)
     assert set(memsaver.__all__) - errors <= shown
-    for name in ("distributed", "integrations.sglang"):
+    for name in ("distributed", "integrations.sglang", "integrations.trainer"):
         module = importlib.import_module(f"memsaver.{name}")
         shown = set(re.findall(rf"^::: (?:memsaver\.)?{name}\.\w+\.(\w+)$", text, re.M))
         assert set(module.__all__) == shown

@@ -12,12 +12,7 @@ from memsaver.integrations.trainer import offload
 
 torch = pytest.importorskip("torch")
 
-from trainers import Trainer, addresses_of, bytes_of, plain_model, states_of  # noqa: E402
-
-
-def lies_in(tensor, tag):
-    found = memsaver.explain(tensor)
-    return found is not None and found.tag == tag
+from trainers import Trainer, addresses_of, bytes_of, lies_in, plain_model, states_of  # noqa: E402
 
 
 def assert_same_steps(trainer, expected, offloaded, steps=6):
@@ -134,6 +129,11 @@ def test_states_that_are_views_of_one_buffer(sim, tag):
 # --- optimizers -----------------------------------------------------------------------------------
 
 
+def moments_of(trainer):
+    states = trainer.optimizer.state.values()
+    return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
 class MasterWeights:
     """A half-precision model whose optimizer has float masters."""
 
@@ -188,9 +188,10 @@ def test_a_group_that_is_added_later(sim, tag):
         one.optimizer.add_param_group({"params": list(one.model[3].parameters()), "lr": 1e-3})
     trainer.step()
     expected.step()
-    assert offloaded.bytes_elsewhere == sum(
-        p.grad.nbytes for p in trainer.model[3].parameters()
-    ) + sum(p.grad.nbytes for p in trainer.model[0].parameters())
+    grouped = [*trainer.model[0].parameters(), *trainer.model[3].parameters()]
+    assert all(lies_in(moment, offloaded.tag) for moment in moments_of(trainer))
+    assert all(lies_in(p, offloaded.tag) for p in grouped)
+    assert offloaded.bytes_elsewhere == sum(p.grad.nbytes for p in grouped)
     assert_same_steps(trainer, expected, offloaded, 3)
 
 
@@ -232,8 +233,7 @@ def test_load_state_dict_after_offloading(sim, tag):
         one.optimizer.load_state_dict(optimizer)
         one.optimizer.zero_grad()
         one.done = 3
-    moments = [s[k] for s in trainer.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
-    assert all(lies_in(moment, offloaded.tag) for moment in moments)
+    assert all(lies_in(moment, offloaded.tag) for moment in moments_of(trainer))
     assert_same_steps(trainer, expected, offloaded, 3)
 
 
@@ -279,7 +279,7 @@ from torch.distributed.fsdp import fully_shard
 import memsaver
 from memsaver.integrations.trainer import offload
 from simulated_driver import Simulator
-from trainers import Trainer, plain_model
+from trainers import Trainer, lies_in, plain_model
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1,))
@@ -294,11 +294,6 @@ def sharded(reshard):
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
         return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     return make
-
-
-def lies_in(tensor, tag):
-    found = memsaver.explain(tensor.to_local())
-    return found is not None and found.tag == tag
 
 
 for number, (optimizer, reshard, accumulate) in enumerate(

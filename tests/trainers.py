@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import memsaver
+
 torch.set_num_threads(1)  # such small products are slower with more
 
 # By name: makes an optimizer for parameters. With states of every kind that torch's have.
@@ -96,6 +98,12 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def addresses_of(trainer: Trainer) -> list[int]:
     """Where the parameters and states are."""
     return [t.data_ptr() for t in [*trainer.model.parameters(), *states_of(trainer.optimizer)]]
+
+
+def lies_in(tensor: torch.Tensor, tag: str) -> bool:
+    """Whether a tensor's memory is the tag's, in any state of it."""
+    found = memsaver.explain(getattr(tensor.detach(), "_local_tensor", tensor))
+    return found is not None and found.tag == tag
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -85,6 +85,7 @@ def _users(ids: set[int]) -> dict[int, list[Any]]:
 def _kinds(kind: type) -> Iterator[type]:
     """A class and all that are derived from it."""
     yield kind
+    derived: type
     for derived in type.__subclasses__(kind):
         yield from _kinds(derived)
 

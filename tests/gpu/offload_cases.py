@@ -1,0 +1,277 @@
+"""What `offload` promises, on real GPUs. Each case runs in a process of its own:
+
+python tests/gpu/offload_cases.py case_peak_of_the_move
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from expected_errors import raises
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from trainers import OPTIMIZERS, Trainer, addresses_of, lies_in, states_of
+
+import memsaver
+import memsaver.distributed as md
+from memsaver.integrations.trainer import offload
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+OPTIMIZERS["adamw_capturable"] = lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True)
+OPTIMIZERS["adamw_fused_capturable"] = lambda p: torch.optim.AdamW(
+    p, lr=1e-2, fused=True, capturable=True
+)
+
+
+def free() -> int:
+    return memsaver.device_memory(torch.cuda.current_device())[0]
+
+
+def wide_model() -> torch.nn.Module:
+    """64 MiB of weights in each of two layers."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 4096), torch.nn.Linear(4096, 4096), torch.nn.Linear(4096, 4096)
+    )
+
+
+def compare(
+    optimizer: str,
+    model: Callable[[], torch.nn.Module] | None,
+    tags: tuple[str, str],
+    pause: Callable[[], None],
+    steps: int = 20,
+    accumulate: bool = False,
+) -> Trainer:
+    """Steps with and without pauses are bit-equal. The trainer that paused."""
+    trainer = Trainer(optimizer, model, "cuda", accumulate=accumulate)
+    expected = Trainer(optimizer, model, "cuda", accumulate=accumulate)
+    offload(trainer.optimizer, tag=tags[0])
+    offload(trainer.model, tag=tags[1])
+    for step in range(steps):
+        expected.step()
+        trainer.step(pause if step % 4 == 1 else lambda: None)
+        if step % 3 == 0:
+            pause()
+        assert trainer.contents() == expected.contents(), (optimizer, step)
+    for state in states_of(trainer.optimizer):
+        # What LBFGS replaces in a step goes with the next pause.
+        assert not state.is_cuda or optimizer == "lbfgs" or lies_in(state, tags[0])
+    return trainer
+
+
+def case_steps_are_bit_equal() -> None:
+    for number, name in enumerate(OPTIMIZERS):
+        tags = f"optimizer {number}", f"model {number}"
+
+        def pause(tags: tuple[str, str] = tags) -> None:
+            with memsaver.paused(*tags):
+                rows = [row for row in memsaver.stats().tags if row.tag in tags]
+                assert sum(row.resident_bytes for row in rows) == 0
+
+        compare(name, None, tags, pause, accumulate=bool(number % 2))
+
+
+def case_a_pause_gives_the_memory_back() -> None:
+    trainer = Trainer("adamw_fused", wide_model, "cuda")
+    offloaded = offload(trainer.optimizer, trainer.model, tag="trainer")
+    trainer.step()
+    trainer.step()
+    torch.cuda.empty_cache()
+    addresses, contents = addresses_of(trainer), trainer.contents()
+    gradients = sum(p.grad.nbytes for p in trainer.model.parameters())
+    assert offloaded.bytes_elsewhere == gradients
+    before = free()
+    with offloaded.paused():
+        assert offloaded.bytes_elsewhere == 0
+        assert free() - before >= 0.95 * offloaded.bytes
+        assert offloaded.bytes >= 4 * 128 * MIB
+        with raises(memsaver.InvalidStateError) as caught:
+            trainer.optimizer.step()
+        assert caught[0].tag == "trainer"
+        with raises(memsaver.InvalidStateError):
+            trainer.model(torch.ones(1, 32, device="cuda"))
+    assert addresses_of(trainer) == addresses
+    assert trainer.contents() == contents
+    torch.cuda.synchronize()  # no illegal access
+
+
+def case_whatever_shares_a_storage_goes_along() -> None:
+    # A graph of autograd's holds views of the weights that no Python object is for.
+    trainer = Trainer("sgd_momentum", wide_model, "cuda")
+    expected = Trainer("sgd_momentum", wide_model, "cuda")
+    x = torch.ones(4, 32, device="cuda")
+    loss, other = trainer.model(x).square().mean(), expected.model(x).square().mean()
+    flat = trainer.model[1].weight.detach().view(-1)
+    offloaded = offload(trainer.model, trainer.optimizer, tag="trainer")
+    assert lies_in(flat, "trainer")
+    with offloaded.paused():
+        pass
+    loss.backward()
+    other.backward()
+    for one in (trainer, expected):
+        one.optimizer.step()
+    assert trainer.contents() == expected.contents()
+    assert torch.equal(flat, trainer.model[1].weight.view(-1))
+
+
+def case_copies_wait_for_other_streams() -> None:
+    tensor = torch.zeros(64 << 20, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        tensor.fill_(5)
+    offload(tensor, tag="trainer")
+    assert bool((tensor == 5).all())
+
+
+def case_peak_of_the_move() -> None:
+    # Eight storages of 1 GiB with room for little more than one of them.
+    tensors = [torch.full((GIB // 4,), float(n), device="cuda") for n in range(8)]
+    filler = torch.empty(free() - 3 * GIB // 2, dtype=torch.uint8, device="cuda")
+    offloaded = offload(tensors, tag="trainer")
+    assert offloaded.bytes == 8 * GIB
+    before = free()
+    with offloaded.paused():
+        assert free() - before >= 8 * GIB
+    assert all(bool((tensor == n).all()) for n, tensor in enumerate(tensors))
+    del filler
+
+
+def case_without_room() -> None:
+    trainer = Trainer("adamw", wide_model, "cuda")
+    expected = Trainer("adamw", wide_model, "cuda")
+    offloaded = offload(trainer.optimizer, tag="optimizer")
+    for one in (trainer, expected):
+        one.step()
+    offloaded.pause()
+    torch.cuda.empty_cache()
+    with memsaver.disabled():
+        filler = torch.empty(free() - 128 * MIB, dtype=torch.uint8, device="cuda")
+    with raises(memsaver.OutOfDeviceMemoryError) as caught:
+        offloaded.resume()
+    assert caught[0].needed > caught[0].free
+    assert offloaded.state == "paused"
+    with raises(memsaver.InvalidStateError):
+        trainer.optimizer.step()
+    del filler
+    torch.cuda.empty_cache()
+    offloaded.resume()
+    for one in (trainer, expected):
+        one.step()
+    assert trainer.contents() == expected.contents()
+
+    # No room to move gradients: the pause is refused, and works without them.
+    torch.cuda.empty_cache()
+    filler = torch.empty(free() - 32 * MIB, dtype=torch.uint8, device="cuda")
+    with raises(memsaver.OutOfDeviceMemoryError):
+        offloaded.pause()
+    assert offloaded.state == "mapped"
+    assert trainer.contents() == expected.contents()
+    trainer.optimizer.zero_grad()
+    with offloaded.paused():
+        pass
+    del filler
+
+
+def case_a_captured_step() -> None:
+    """A graph of forward, backward and step: its gradients stay, the states are paused."""
+
+    def captured(tag: str | None) -> tuple[Trainer, torch.Tensor, torch.cuda.CUDAGraph]:
+        trainer = Trainer("adamw_capturable", None, "cuda")
+        x = torch.ones(4, 32, device="cuda")
+        if tag is not None:
+            offload(trainer.optimizer, tag=tag)
+
+        def work() -> None:
+            trainer.optimizer.zero_grad(set_to_none=True)
+            trainer.model(x).square().mean().backward()
+            trainer.optimizer.step()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return trainer, x, graph
+
+    trainer, x, graph = captured("optimizer")
+    expected, other_x, other = captured(None)
+    assert all(lies_in(state, "optimizer") for state in states_of(trainer.optimizer))
+    for n in range(6):
+        x.fill_(n)
+        other_x.fill_(n)
+        graph.replay()
+        other.replay()
+        with memsaver.paused("optimizer"):
+            gradients = [p.grad for p in trainer.model.parameters()]
+            assert not any(lies_in(gradient, "optimizer") for gradient in gradients)
+        assert trainer.contents() == expected.contents(), n
+
+
+def case_fsdp2() -> None:
+    """On as many ranks as there are; this is one of them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    mesh = init_device_mesh("cuda", (size,))
+
+    def model(reshard: bool, mixed: bool) -> torch.nn.Module:
+        layers = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))).cuda()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mixed else None)
+        for layer in (*layers, layers):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        return layers
+
+    for number, (name, reshard, mixed, accumulate) in enumerate(
+        [
+            ("adamw_fused", True, True, False),
+            ("adamw_foreach", True, False, True),
+            ("sgd_momentum", False, True, True),
+        ]
+    ):
+        tags = f"optimizer {number}", f"model {number}"
+
+        def pause(tags: tuple[str, str] = tags) -> None:
+            with md.paused(*tags):
+                rows = [row for row in memsaver.stats().tags if row.tag in tags]
+                assert sum(row.resident_bytes for row in rows) == 0
+
+        trainer = compare(name, partial(model, reshard, mixed), tags, pause, accumulate=accumulate)
+        assert all(lies_in(p, tags[1]) for p in trainer.model.parameters())
+        md.pause(*tags)
+        for work in (
+            trainer.optimizer.step,
+            lambda model=trainer.model: model(torch.ones(1, 32, device="cuda")),
+        ):
+            with raises(memsaver.InvalidStateError):
+                work()
+        md.resume(*tags)
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] != "case_without_room":  # where torch is refused memory, and we say so
+        warnings.simplefilter("error", memsaver.MemsaverWarning)
+    globals()[sys.argv[1]]()
+    torch.cuda.synchronize()
+    print("held", flush=True)

@@ -1,0 +1,68 @@
+"""A trainer's memory in tags, on real GPUs: the cases of offload_cases, a process for each."""
+
+from __future__ import annotations
+
+import ast
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch_environment import torch_environment
+
+CASES = Path(__file__).with_name("offload_cases.py")
+NAMES = [
+    node.name
+    for node in ast.parse(CASES.read_text()).body
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
+]
+ALONE = [name for name in NAMES if name != "case_fsdp2"]
+
+
+def run(name: str, ranks: int = 1, expandable: bool = False) -> None:
+    """Runs a case on so many ranks; fails with what they said."""
+    env = torch_environment(expandable)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(CASES), name],
+            env={**env, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said = []
+    try:
+        said = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
+    assert all(text.splitlines()[-1] == "held" for text in said), "\n".join(said)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("expandable", [False, True], ids=["fixed", "expandable"])
+@pytest.mark.parametrize("name", ALONE, ids=lambda name: name.removeprefix("case_"))
+def test_one_gpu(name: str, expandable: bool) -> None:
+    run(name, expandable=expandable)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+def test_fsdp2_on_one_rank() -> None:
+    run("case_fsdp2")
+
+
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+@pytest.mark.timeout(240)
+def test_fsdp2_on_two_ranks() -> None:
+    run("case_fsdp2", ranks=2)
