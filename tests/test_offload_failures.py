@@ -84,6 +84,33 @@ def test_loading_and_the_forward_are_refused_while_paused(sim, tag):
     trainer.optimizer.load_state_dict(states)
 
 
+def test_compiled_code_is_refused_too(sim, tag):
+    trainer = Trainer()
+    whole = torch.compile(trainer.model, backend="eager", fullgraph=True)
+    step = torch.compile(trainer.optimizer.step, backend="eager")
+    weights = offload(whole, tag=tag("model"))
+    states = offload(trainer.optimizer, tag=tag("optimizer"))
+    x = torch.ones(2, 32)
+    whole(x).sum().backward()
+    step()
+    assert weights.bytes == sum(p.nbytes for p in trainer.model.parameters())
+    assert states.bytes == 2 * weights.bytes
+    with states.paused(), pytest.raises(memsaver.InvalidStateError):
+        step()
+    with weights.paused(), pytest.raises(memsaver.InvalidStateError):
+        whole(x)
+    whole(x)
+    step()
+
+
+def test_hooks_leave_compiled_code_in_one_graph(sim, tag):
+    trainer = Trainer()
+    offload(trainer.model, tag=tag())
+    x = torch.ones(2, 32)
+    expected = trainer.model(x)
+    assert torch.equal(torch.compile(trainer.model, backend="eager", fullgraph=True)(x), expected)
+
+
 def test_a_step_waits_for_no_transition(sim, tag):
     trainer = Trainer()
     offloaded = offload(trainer.optimizer, tag=tag())

@@ -130,9 +130,7 @@ class Collection:
 
     def _after_step(self, optimizer: Any) -> None:
         """Gather states that are new. What fails here has no caller: the step is done."""
-        import torch
-
-        if torch.compiler.is_compiling() or self._seen.get(optimizer) == len(optimizer.state):
+        if self._seen.get(optimizer) == len(optimizer.state):
             return
         pools = torch_pools(required=False)
         if pools is not None and pools.is_capturing():

@@ -33,7 +33,7 @@ def check_mapped(tag: str, what: str) -> None:
 
 
 class Guard:
-    """A hook for one optimizer or module, which asks `check` before that one goes on.
+    """A hook for one module, which asks `check` before that one goes on.
 
     Copies of the module have their hooks copied, and memory of their own: what a copy or a pickle
     of this is does nothing.
@@ -48,7 +48,8 @@ class Guard:
         """Called by torch, with what it calls hooks of this kind with."""
         import torch
 
-        # In compiled code a hook would break the graph.
+        # In compiled code it would break the graph, which may have to be whole; the hooks of what
+        # `torch.compile` returns run outside.
         if not torch.compiler.is_compiling() and self._owner() is owner:
             self._check(self._what)
 
@@ -66,16 +67,30 @@ def guard_optimizer(
 ) -> list[Callable[[], None]]:
     """Ask `check` before each step and `load_state_dict`, and tell of each afterwards.
 
+    A compiled step is broken into graphs around the hooks. Copies of an optimizer have no hooks.
+
     Returns:
         What takes the hooks away again.
     """
+    import torch
+
+    def ask(what: str) -> Callable[..., None]:
+        def hook(owner: Any, *arguments: Any) -> None:
+            check(what)
+
+        return torch.compiler.disable(hook)  # type: ignore[no-any-return]
+
+    def tell(told: Told) -> Callable[..., None]:
+        def hook(owner: Any, *arguments: Any) -> None:
+            told(owner)
+
+        return torch.compiler.disable(hook)  # type: ignore[no-any-return]
+
     hooks = [
-        optimizer.register_step_pre_hook(Guard(optimizer, check, "the optimizer's step")),
-        optimizer.register_step_post_hook(lambda owner, *_: stepped(owner)),
-        optimizer.register_load_state_dict_pre_hook(
-            Guard(optimizer, check, "the optimizer's load_state_dict")
-        ),
-        optimizer.register_load_state_dict_post_hook(lambda owner, *_: loaded(owner)),
+        optimizer.register_step_pre_hook(ask("the optimizer's step")),
+        optimizer.register_step_post_hook(tell(stepped)),
+        optimizer.register_load_state_dict_pre_hook(ask("the optimizer's load_state_dict")),
+        optimizer.register_load_state_dict_post_hook(tell(loaded)),
     ]
     return [hook.remove for hook in hooks]
 

@@ -142,7 +142,8 @@ def offload(
     room for a batch of them (at most 512 MiB, or a single larger one) and empties torch's cache.
     While the tag is paused, the optimizers' `step` and `load_state_dict`, and the modules' forward
     and `load_state_dict`, raise InvalidStateError. What else touches the memory is not seen:
-    backward, clipping, `zero_grad(set_to_none=False)`.
+    backward, clipping, `zero_grad(set_to_none=False)`; nor is the forward of a compiled model,
+    unless the target is what `torch.compile` returned.
 
     Call it before CUDA graphs are captured that use the memory; let no other thread use it
     meanwhile.
