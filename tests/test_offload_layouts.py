@@ -248,6 +248,40 @@ def test_a_state_dict_that_shares_tensors_with_the_optimizer(sim, tag):
     assert_same_steps(trainer, expected, offloaded)
 
 
+def test_steps_inside_the_backward(sim, tag):
+    # Optimizers that step as soon as a gradient is there, on autograd's threads.
+    def make():
+        trainer = Trainer("sgd_momentum")
+        trainer.optimizers = {
+            p: torch.optim.AdamW([p], lr=1e-2) for p in trainer.model.parameters()
+        }
+
+        def step(parameter):
+            trainer.optimizers[parameter].step()
+            trainer.optimizers[parameter].zero_grad()
+
+        for parameter in trainer.model.parameters():
+            hooks.append(parameter.register_post_accumulate_grad_hook(step))
+        return trainer
+
+    hooks = []
+    trainer, expected = make(), make()
+    offloaded = offload(list(trainer.optimizers.values()), trainer.model, tag=tag())
+    for number in range(4):
+        trainer.backward(number)
+        expected.backward(number)
+        with offloaded.paused():
+            assert sim.tag_bytes() == 0
+        for one, other in zip(
+            trainer.optimizers.values(), expected.optimizers.values(), strict=True
+        ):
+            ours, theirs = states_of(one), states_of(other)
+            assert [*map(bytes_of, ours)] == [*map(bytes_of, theirs)]
+        assert trainer.contents() == expected.contents()
+    for hook in hooks:
+        hook.remove()
+
+
 def test_a_module_that_is_converted_afterwards(sim, tag):
     trainer, expected = Trainer(), Trainer()
     offloaded = offload(trainer.model, tag=tag())
@@ -300,6 +334,43 @@ def test_a_tensor_that_wraps_others(sim, tag):
     with offloaded.paused():
         assert not sim.accessible(codes.data_ptr())
     assert codes.tolist() == list(range(64))
+
+
+class Sparse(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(32, 16, sparse=True)
+
+    def forward(self, x):
+        return self.table(x.abs().mul(10).long() % 32)
+
+
+def test_sparse_gradients_stay(sim, tag):
+    trainer, expected = Trainer(model=Sparse), Trainer(model=Sparse)
+    for one in (trainer, expected):
+        one.optimizer = torch.optim.SparseAdam(one.model.parameters(), lr=1e-2)
+    offloaded = offload(trainer.optimizer, trainer.model, tag=tag())
+    for _ in range(3):
+        for one in (trainer, expected):
+            one.optimizer.zero_grad()
+            one.backward()
+        with offloaded.paused():
+            assert sim.tag_bytes() == 0
+            assert trainer.model.table.weight.grad.to_dense().shape == (32, 16)  # can be read
+        for one in (trainer, expected):
+            one.optimizer.step()
+            one.done += 1
+        assert bytes_of(trainer.model.table.weight) == bytes_of(expected.model.table.weight)
+
+
+def test_lazy_parameters_come_when_they_are_there(sim, tag):
+    model = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.Linear(8, 8))
+    offloaded = offload(model, tag=tag())
+    model(torch.ones(2, 32))
+    assert not lies_in(model[0].weight, offloaded.tag)
+    with offloaded.paused():
+        assert lies_in(model[0].weight, offloaded.tag)
+        assert sim.tag_bytes() == 0
 
 
 # --- copies ---------------------------------------------------------------------------------------

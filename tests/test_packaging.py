@@ -222,9 +222,9 @@ def test_a_wheel_has_the_package_and_a_manylinux_tag(wheel):
     outside = {name for name in names if not name.startswith("memsaver")}
     assert outside == set()
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "memsaver").rglob("*.py")}
-    sources |= {
-        f"memsaver/{p.relative_to(ROOT)}" for p in (ROOT / "integrations" / "sglang").rglob("*.py")
-    }
+    for package in ("sglang", "trainer"):
+        modules = (ROOT / "integrations" / package).rglob("*.py")
+        sources |= {f"memsaver/{p.relative_to(ROOT)}" for p in modules}
     # integrations/ is memsaver.integrations in an installation.
     assert {name for name in names if name.endswith(".py")} == sources | {
         "memsaver/integrations/__init__.py"

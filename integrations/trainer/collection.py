@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from memsaver import observers, simulator
@@ -55,7 +55,7 @@ class Collection:
         """Bytes of the targets' storages in the tag, and of those elsewhere on the device."""
         with self._lock:
             inside = outside = 0
-            for storage, _ in self._storages(gradients=True):
+            for storage, _ in self._storages(self.targets, gradients=self._gradients):
                 if tag_of(storage) == self.tag:
                     inside += storage.nbytes()
                 else:
@@ -64,15 +64,15 @@ class Collection:
 
     def devices(self) -> list[int]:
         """The indices of the CUDA devices that the targets are on; none on the simulator."""
-        found = {storage.device for storage, _ in self._storages(gradients=True)}
+        found = {storage.device for storage, _ in self._storages(self.targets, gradients=True)}
         return sorted(device.index for device in found if device.type == "cuda")
 
-    def gather(self, *, gradients: bool, strict: bool = False) -> None:
+    def gather(self, *, strict: bool = False) -> None:
         """Bring into the tag what is not in it, but for what must stay where it is.
 
         Args:
-            gradients: those too.
-            strict: something that must stay is an error, before anything is moved.
+            strict: something that must stay is an error, before anything is moved; and gradients
+                are left to the next time.
 
         Raises:
             ConfigError: with `strict`. What it is, and why it stays.
@@ -80,19 +80,10 @@ class Collection:
                 in the tag, the rest where it was, and the same call goes on from there.
             InvalidStateError: the tag is paused.
         """
-        import torch
-
-        with self._lock, torch.no_grad():
+        with self._lock:
             for target in self.targets:
                 reshard(target)
-            found = self._storages(gradients=gradients)
-            outside = [pair for pair in found if tag_of(pair[0]) != self.tag]
-            if outside:
-                moving = self._movable(outside, strict)
-                if moving:
-                    self._memory.move(moving, self.tag)
-            for target in self._optimizers():
-                self._seen[target] = len(target.state)
+            self._move(self.targets, gradients=self._gradients and not strict, strict=strict)
 
     def watch(self) -> None:
         """Gather from now on what comes later, and refuse work while the tag has no memory."""
@@ -110,7 +101,7 @@ class Collection:
         def before_pause(tag: str) -> None:
             collection = this()
             if collection is not None:
-                collection.gather(gradients=collection._gradients)
+                collection.gather()
 
         registration = observers.on_pause(before_pause, tag=self.tag)
         weakref.finalize(self, registration.remove).atexit = False
@@ -136,7 +127,8 @@ class Collection:
         if pools is not None and pools.is_capturing():
             return  # what a capture makes is the graph's
         try:
-            self.gather(gradients=False)
+            with self._lock:
+                self._move([optimizer], gradients=False)
         except MemsaverError as error:
             warnings.warn(
                 f"optimizer states could not be moved into tag {self.tag!r} after the step that "
@@ -145,20 +137,24 @@ class Collection:
                 stacklevel=4,
             )
 
-    def _optimizers(self) -> Iterable[Any]:
+    def _move(self, targets: list[Any], *, gradients: bool, strict: bool = False) -> None:
         import torch
 
-        return (t for t in self.targets if isinstance(t, torch.optim.Optimizer))
+        found = self._storages(targets, gradients=gradients)
+        outside = [pair for pair in found if tag_of(pair[0]) != self.tag]
+        moving = self._movable(outside, strict) if outside else []
+        if moving:
+            with torch.no_grad():
+                self._memory.move(moving, self.tag)
+        for target in targets:
+            if isinstance(target, torch.optim.Optimizer):
+                self._seen[target] = len(target.state)
 
-    def _storages(self, gradients: bool) -> list[tuple[Any, Holding]]:
-        """Each storage on the device that the targets hold; the first holding of it says what."""
-        holdings = [
-            holding
-            for target in self.targets
-            for holding in holdings_of(target, parameters=self._parameters)
-        ]
-        if gradients and self._gradients:
-            holdings += [h for target in self.targets for h in gradients_of(target)]
+    def _storages(self, targets: list[Any], *, gradients: bool) -> list[tuple[Any, Holding]]:
+        """Each storage on the device that targets hold; the first holding of it says what."""
+        holdings = [h for target in targets for h in holdings_of(target, self._parameters)]
+        if gradients:
+            holdings += [h for target in targets for h in gradients_of(target)]
         return list(storages_of(filter(self._memory.takes, holdings)).values())
 
     def _movable(self, outside: list[tuple[Any, Holding]], strict: bool) -> list[Any]:

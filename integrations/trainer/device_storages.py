@@ -55,7 +55,7 @@ class DeviceStorages:
 
 def _batch(waiting: list[Any]) -> list[Any]:
     """The next storages to move together: one, or as many as leave room."""
-    room = min(device_memory(storage.device.index)[0] for storage in waiting) // 2
+    room = min(device_memory(index)[0] for index in {s.device.index for s in waiting}) // 2
     taken, total = 1, waiting[0].nbytes()
     for storage in waiting[1:]:
         total += storage.nbytes()

@@ -114,5 +114,7 @@ def _parts(tensor: Any, what: str, is_counter: bool = False) -> Iterator[Holding
             inner = getattr(tensor, name)
             if isinstance(inner, torch.Tensor):  # not a DTensor's mesh
                 yield from _parts(inner, what, is_counter)
-    elif tensor.layout is torch.strided and tensor.device.type != "meta":
+    elif torch.nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
+        return  # without memory yet; or sparse: not moved
+    elif tensor.device.type != "meta":
         yield Holding(tensor, what, is_counter)

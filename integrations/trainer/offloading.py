@@ -124,7 +124,7 @@ def offload(
 
     A step after a resume gives bit for bit what it would give had nothing been paused. Addresses
     change here, once, and with states that come later; never by a pause and a resume. CPU tensors,
-    such as step counters, stay where they are.
+    such as step counters, and sparse tensors stay where they are.
 
     Args:
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
@@ -172,7 +172,7 @@ def offload(
     # Makes the tag, and says its backup, also where the first step has yet to make the states.
     with memsaver.region(tag, backup=backup, device=collection.devices() or None):
         pass
-    collection.gather(gradients=False, strict=True)
+    collection.gather(strict=True)
     collection.watch()
     return Offloaded(collection)
 

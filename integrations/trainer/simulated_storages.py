@@ -74,7 +74,8 @@ def _users(ids: set[int]) -> dict[int, list[Any]]:
         if is_traceable_wrapper_subclass(tensor):
             continue
         try:
-            storage_id = tensor.untyped_storage()._cdata
+            with torch._C.DisableTorchFunctionSubclass():  # which some classes refuse it by
+                storage_id = tensor.untyped_storage()._cdata
         except (NotImplementedError, RuntimeError):
             continue  # it has none
         if storage_id in ids:
