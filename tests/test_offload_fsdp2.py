@@ -44,7 +44,7 @@ for number, (optimizer, reshard, accumulate) in enumerate(
     expected = Trainer(optimizer, sharded(reshard), accumulate=accumulate)
     tags = f"optimizer {number}", f"model {number}"
     offload(trainer.optimizer, tag=tags[0])
-    offload(trainer.model, tag=tags[1])
+    weights = offload(trainer.model, tag=tags[1])
 
     def pause():
         with memsaver.paused(*tags):
@@ -66,6 +66,18 @@ for number, (optimizer, reshard, accumulate) in enumerate(
         assert lies_in(parameter, tags[1])
         for name, value in trainer.optimizer.state[parameter].items():
             assert name == "step" or lies_in(value, tags[0])
+    # A forward alone leaves full parameters behind; they are neither kept nor moved.
+    held = weights.bytes
+    for one in (trainer, expected):
+        one.optimizer.zero_grad()
+        with torch.no_grad():
+            one.model(torch.ones(1, 32))
+    pause()
+    assert weights.bytes == held
+    assert all(lies_in(parameter, tags[1]) for parameter in trainer.model.parameters())
+    trainer.step()
+    expected.step()
+    assert trainer.contents() == expected.contents(), optimizer
     memsaver.pause(*tags)
     for work in (trainer.optimizer.step, lambda: trainer.model(torch.ones(1, 32))):
         try:
