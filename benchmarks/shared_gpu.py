@@ -1,0 +1,86 @@
+"""A rollout engine and a trainer whose memory together is larger than the GPU, recorded.
+
+    python benchmarks/shared_gpu.py [--steps 2] [--out benchmarks/results/shared_gpu.json]
+
+Steps as an RL framework takes them: generate, put the engine to sleep, train, wake the weights,
+update them, put the trainer to sleep, wake the KV cache. The engine's weights (16 GiB, with
+a backup), KV cache and graph, and the trainer's states (with a backup) are torch tensors in tags;
+kernels read and write them in every phase. What is written is the run's `memsaver.timeline()`, from
+which readme_picture.py draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+import memsaver
+
+GIB = 1 << 30
+ROOT = Path(__file__).parent.parent
+WEIGHTS, TRAINER = 16 * GIB, 48 * GIB
+SPARE = 6 * GIB  # for torch, cuBLAS and what the driver keeps
+
+
+def filled(nbytes: int, value: int) -> list[torch.Tensor]:
+    """Tensors of a GiB each, every element `value`."""
+    count = nbytes // GIB
+    return [torch.full((GIB // 4,), value, dtype=torch.int32, device="cuda") for _ in range(count)]
+
+
+def work(tensors: list[torch.Tensor], seconds: float, add: int = 0) -> None:
+    """Reads the tensors over and over, then adds a number to each element."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for tensor in tensors:
+            tensor.max()
+        torch.cuda.synchronize()
+    for tensor in tensors if add else []:
+        tensor.add_(add)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/shared_gpu.json")
+    options = parser.parse_args()
+
+    torch.zeros(1, device="cuda")
+    cache = (memsaver.device_memory()[1] - WEIGHTS - SPARE) // GIB * GIB
+    graph = torch.cuda.CUDAGraph()
+    with memsaver.timeline(interval=0.01) as recorded:
+        with memsaver.region("trainer", backup="host"):
+            trainer = filled(TRAINER, 1)
+        memsaver.pause("trainer")
+        with memsaver.region("weights", backup="host"):
+            weights = filled(WEIGHTS, 1)
+        with memsaver.region("kv_cache"):
+            kv = filled(cache, 1)
+        with memsaver.graph(graph, tag="cuda_graph"):
+            total = torch.stack([tensor[:1024].max() for tensor in weights]).sum()
+        for step in range(1, options.steps + 1):
+            work(kv, 0.6)  # generates
+            graph.replay()
+            assert total.item() == step * len(weights)
+            memsaver.swap(out=("kv_cache", "cuda_graph", "weights"), into="trainer")
+            work(trainer, 0.8, add=1)  # trains
+            memsaver.resume("weights")
+            for tensor in weights:  # the update
+                tensor.add_(1)
+            memsaver.pause("trainer")
+            memsaver.resume("kv_cache", "cuda_graph")
+        work(kv, 0.3)
+        graph.replay()
+        assert total.item() == (options.steps + 1) * len(weights)
+    memsaver.swap(out="kv_cache", into="trainer")
+    assert all(int(tensor.min()) == int(tensor.max()) == options.steps + 1 for tensor in trainer)
+    recorded.save(options.out)
+    print(f"{(WEIGHTS + TRAINER + cache) / GIB:.0f} GiB of tensors, none of them lost")
+
+
+if __name__ == "__main__":
+    main()
