@@ -36,15 +36,16 @@ def command(
     size: Annotated[
         str | None,
         typer.Option(
+            "--size",
             metavar="SIZE",
             help="Memory to measure with, such as 16GiB. Without it up to 16 GiB, as it fits into "
             "the free memory of the device and the host.",
             show_default=False,
         ),
     ] = None,
-    device: Annotated[int, typer.Option(min=0, help="The device's index.")] = 0,
+    device: Annotated[int, typer.Option("--device", min=0, help="The device's index.")] = 0,
     rounds: Annotated[
-        int, typer.Option(min=1, max=1000, help="How often each thing is measured.")
+        int, typer.Option("--rounds", min=1, max=1000, help="How often each thing is measured.")
     ] = 5,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the figures as JSON, every time among them.")
@@ -52,6 +53,7 @@ def command(
     picture: Annotated[
         Path | None,
         typer.Option(
+            "--picture",
             metavar="FILE",
             help="Draw a picture too (.png, .svg or .pdf). Needs matplotlib: "
             "pip install 'memsaver\\[plot]'.",

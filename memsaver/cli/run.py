@@ -29,6 +29,7 @@ def command(
     tag: Annotated[
         str | None,
         typer.Option(
+            "--tag",
             metavar="TAG",
             help="Everything the command allocates belongs to this tag. Without it, only what the "
             "command itself puts into regions.",
@@ -38,6 +39,7 @@ def command(
     backup: Annotated[
         str | None,
         typer.Option(
+            "--backup",
             metavar="none|host|pageable|disk",
             help="What a pause does with the tag's contents: discard them, or keep them in pinned "
             "or ordinary host memory, or in a file.",

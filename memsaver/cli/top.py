@@ -54,7 +54,7 @@ _NOTHING = "-"
 def command(
     interval: Annotated[
         float,
-        typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Look so often."),
+        typer.Option("--interval", min=0.1, max=3600, metavar="SECONDS", help="Look so often."),
     ] = 1.0,
     once: Annotated[
         bool,
@@ -68,7 +68,7 @@ def command(
     ] = False,
     pid: Annotated[
         int | None,
-        typer.Option(metavar="PID", help="This process only.", show_default=False),
+        typer.Option("--pid", metavar="PID", help="This process only.", show_default=False),
     ] = None,
 ) -> None:
     """Show which processes use memsaver on this machine, and what their tags hold, as it changes.

@@ -29,6 +29,7 @@ def command(
     html: Annotated[
         Path | None,
         typer.Option(
+            "--html",
             metavar="FILE.html",
             help="Write a page with an interactive chart, which needs nothing else.",
             show_default=False,
@@ -37,6 +38,7 @@ def command(
     picture: Annotated[
         Path | None,
         typer.Option(
+            "--picture",
             metavar="FILE.png|svg|pdf",
             help="Draw a picture; needs matplotlib (the extra `plot`).",
             show_default=False,
