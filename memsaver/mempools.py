@@ -20,8 +20,7 @@ def torch_pool(tag: str, backup: str | None = None, device: Device = None) -> An
     For `torch.cuda.use_mem_pool`, and, by its `id`, for what captures graphs:
     `torch.cuda.graph(g, pool=pool.id)`, `torch.cuda.make_graphed_callables(..., pool=pool.id)`.
     Where a region will do, a region is better: it closes its pool when it is left. The two are not
-    for each other's inside: of a region and a `use_mem_pool` the outer one gets the tensors, as of
-    two `use_mem_pool` in torch.
+    for each other's inside: which of a region and a `use_mem_pool` gets a tensor is torch's affair.
 
     Who keeps it: you do. While you keep it, torch reuses what deleted tensors leave in it, nothing
     of that goes back by `torch.cuda.empty_cache()`, and a pause saves it with the rest. When the

@@ -26,6 +26,7 @@ from memsaver.integrations.trainer import offload
 
 MIB = 1 << 20
 GIB = 1 << 30
+PINNING = 32 * MIB  # what the driver takes of the device for 8 GiB of pinned host memory
 
 OPTIMIZERS["adamw_capturable"] = lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True)
 OPTIMIZERS["adamw_fused_capturable"] = lambda p: torch.optim.AdamW(
@@ -143,7 +144,7 @@ def case_peak_of_the_move() -> None:
     assert offloaded.bytes == 8 * GIB
     before = free()
     with offloaded.paused():
-        assert free() - before >= 8 * GIB
+        assert free() - before >= 8 * GIB - PINNING
     assert all(bool((tensor == n).all()) for n, tensor in enumerate(tensors))
     del filler
 

@@ -106,7 +106,10 @@ class Walk:
         for what in list(self._pending):
             self._succeeded(what)  # nothing of what failed is missing: it was checked above
         if memsaver.stats().resident_bytes != 0:
-            raise Wrong(f"memory is held when all is deleted: {memsaver.stats().tags}")
+            raise Wrong(
+                f"memory is held when all is deleted: {memsaver.stats().tags}; "
+                f"warned before: {dict(self.warned)}"
+            )
 
     # The steps.
 
