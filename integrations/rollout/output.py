@@ -1,0 +1,83 @@
+"""`RolloutOutput`: what a rollout generated, as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memsaver.integrations.rollout.backend import Sample
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RolloutOutput"]
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutOutput:
+    """Samples of a batch of prompts: CPU tensors with a row for each, padded on the right.
+
+    A row is one sample, without its prompt. The samples of a prompt stand together, in the order of
+    the prompts.
+
+    Attributes:
+        token_ids: int64 [n, longest]; `pad_token_id` where padded.
+        attention_mask: int64 [n, longest]: 1 for a token, 0 for padding.
+        logprobs: float32 [n, longest]: the log-probability that each token was sampled with; 0
+            where padded. None where the engine gives none.
+        lengths: int64 [n]: how many tokens each sample has.
+        prompt_index: int64 [n]: which of this rank's prompts each sample is of, from 0.
+        finish_reasons: of each sample: "stop", "length", or "abort" where it was ended early.
+        weight_version: the version of the weights that they were generated with; None where the
+            engine says none, or where it changed among these samples.
+        pad_token_id: what stands where there is no token.
+    """
+
+    token_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    logprobs: torch.Tensor | None
+    lengths: torch.Tensor
+    prompt_index: torch.Tensor
+    finish_reasons: tuple[str, ...]
+    weight_version: str | None
+    pad_token_id: int = 0
+
+    def __len__(self) -> int:
+        return len(self.finish_reasons)
+
+    @classmethod
+    def of(
+        cls, samples: Sequence[Sample], prompt_index: Sequence[int], pad_token_id: int = 0
+    ) -> RolloutOutput:
+        """The samples as tensors.
+
+        Args:
+            samples: row by row.
+            prompt_index: which prompt each is of.
+            pad_token_id: what padding is filled with.
+        """
+        import torch
+
+        count, longest = len(samples), max((len(s.token_ids) for s in samples), default=0)
+        token_ids = torch.full((count, longest), pad_token_id, dtype=torch.int64)
+        mask = torch.zeros((count, longest), dtype=torch.int64)
+        with_logprobs = all(sample.logprobs is not None for sample in samples)
+        logprobs = torch.zeros((count, longest), dtype=torch.float32) if with_logprobs else None
+        for row, sample in enumerate(samples):
+            length = len(sample.token_ids)
+            token_ids[row, :length] = torch.tensor(sample.token_ids, dtype=torch.int64)
+            mask[row, :length] = 1
+            if logprobs is not None:
+                logprobs[row, :length] = torch.tensor(sample.logprobs, dtype=torch.float32)
+        versions = {sample.weight_version for sample in samples}
+        return cls(
+            token_ids,
+            mask,
+            logprobs,
+            mask.sum(1),
+            torch.tensor(list(prompt_index), dtype=torch.int64),
+            tuple(sample.finish_reason for sample in samples),
+            versions.pop() if len(versions) == 1 else None,
+            pad_token_id,
+        )
