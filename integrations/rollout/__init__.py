@@ -12,16 +12,34 @@ if TYPE_CHECKING:
     from memsaver.integrations.rollout.backend import Backend, Request, Sample
     from memsaver.integrations.rollout.engine import RolloutEngine
     from memsaver.integrations.rollout.output import RolloutOutput
+    from memsaver.integrations.rollout.session import ColocatedSession, Phase
+    from memsaver.integrations.rollout.stages import RankStage, Stage, StageReport
 
-__all__ = ["Backend", "Request", "RolloutEngine", "RolloutOutput", "Sample"]
+__all__ = [
+    "Backend",
+    "ColocatedSession",
+    "Phase",
+    "RankStage",
+    "Request",
+    "RolloutEngine",
+    "RolloutOutput",
+    "Sample",
+    "Stage",
+    "StageReport",
+]
 
 # Imported when asked for.
 _HOMES = {
     "Backend": "backend",
+    "ColocatedSession": "session",
+    "Phase": "session",
+    "RankStage": "stages",
     "Request": "backend",
     "RolloutEngine": "engine",
     "RolloutOutput": "output",
     "Sample": "backend",
+    "Stage": "stages",
+    "StageReport": "stages",
 }
 
 

@@ -1,0 +1,357 @@
+"""`ColocatedSession`: a trainer and an engine on the same GPUs, in the order in which they fit."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+from memsaver.integrations.rollout.engine import RolloutEngine
+from memsaver.integrations.rollout.low_water import LowWater
+from memsaver.integrations.rollout.meeting import Meeting, Part
+from memsaver.integrations.rollout.stages import RankStage, Stage, StageReport
+from memsaver.integrations.rollout.trainer_memory import TrainerMemory
+from memsaver.statistics import stats
+
+__all__ = ["ColocatedSession", "Phase"]
+
+_WEIGHTS = "weights"  # the engine's tag for them
+
+
+class Phase(str, Enum):
+    """What a session is at. Its values are their names in lower case."""
+
+    IDLE = "idle"  # between blocks, also after an error
+    MOVING = "moving"  # memory goes from one side to the other
+    ROLLOUT = "rollout"  # in `with session.rollout()`
+    TRAINING = "training"  # in `with session.training()`
+
+
+class ColocatedSession:
+    """Takes a trainer and an engine through their steps, each with the memory that the other gave.
+
+        session = ColocatedSession(engine, model, optimizer)
+        for step in range(steps):
+            with session.rollout() as engine:  # the engine has the trainer's weights, and the GPU
+                output = engine.generate(prompts, sampling)
+            with session.training():  # the trainer has its weights, its states, and the GPU
+                train(output)
+
+    What happens between the blocks are the stages of `Stage`, in their order. Entering a rollout,
+    the trainer's work is waited for on all ranks and torch's cache emptied; the optimizer is
+    paused; the engine's weights wake, and are updated from the trainer's; the trainer's copy is
+    paused; the KV cache and the graphs wake. At the end of the block the engine sleeps. Entering a
+    training, the trainer's memory is resumed. What is as a stage wants it is left out: weights that
+    the engine has already are not sent again.
+
+    **Ranks.** On several ranks all calls are collectives of `group`: every rank enters and leaves
+    the same blocks. Stages end on all ranks together. Where one fails on a rank, every rank raises:
+    the same error where all failed alike, else a `RankError` that names the ranks and says why. An
+    exception that leaves a block on some ranks is a `RankError` on the others at the block's end.
+
+    **Errors.** Nothing is lost. A stage that failed ends the call in front of it, the session is
+    idle, and either block can be entered again: it does what has not been done. After a failed
+    pause the trainer's memory is mapped, after a failed resume it is paused with its backup, and
+    the engine is as its own error says. After an update that failed the engine's weights are
+    unknown: it does not generate until the next rollout has updated them; the trainer's are intact.
+    After an exception in a rollout's block the engine stays awake; the next block sees to that.
+    What was called out of order raises `InvalidStateError`, and nothing has changed.
+
+    Gradients that exist when a rollout begins are kept with the optimizer, which costs time and
+    host memory: `optimizer.zero_grad()` at the end of a step. One thread at a time. The weights are
+    changed inside of `training()` only; whoever changes them elsewhere calls `weights_changed()`.
+
+    Attributes:
+        engine: the engine.
+        stages: the reports of the latest rollout and what came after it, failed stages included.
+
+    Args:
+        engine: a `RolloutEngine`, or what has its `sleep`, `wake_up` and `update_weights`. It may
+            be awake or asleep.
+        model: the trainer's model, whose parameters and buffers go into the tag "model"; or the
+            `Offloaded` of it.
+        optimizer: its optimizer, or several, whose states and gradients go into the tag
+            "optimizer"; or the `Offloaded` of it. None where there is none on the GPU.
+        state: gives the weights to send, as `RolloutEngine.update_weights` takes them; None is
+            `model.state_dict()`.
+        tags: more tags of the trainer's that go and come with the optimizer, such as that of a
+            reference model; the same on all ranks.
+        group: a `torch.distributed` group of all ranks of the trainer; None is the world, or this
+            process alone where torch.distributed is not initialised.
+        backup: where the trainer's memory goes, as of `memsaver.region`; its contents are needed.
+        sleep: False: nothing sleeps and nothing is paused, all else is done as with it, for
+            comparing the two.
+        engine_keeps_weights: the engine's weights survive its sleep (SGLang's
+            `enable_weights_cpu_backup`), so that they are sent after a training only.
+        update_options: for `RolloutEngine.update_weights`.
+        timeout: seconds that a stage may take on each rank, and that others are waited for then.
+        block_timeout: seconds to wait for the other ranks at the end of a block; None is the
+            group's own timeout.
+        on_stage: is told of each stage when it is over, failed ones included; must not raise.
+
+    Raises:
+        ConfigError: what cannot be offloaded, or a bad option.
+        MemsaverError: what `offload` and `memsaver.distributed` raise.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        model: Any,
+        optimizer: Any = None,
+        *,
+        state: Callable[[], Any] | None = None,
+        tags: Sequence[str] = (),
+        group: Any = None,
+        backup: str | None = "host",
+        sleep: bool = True,
+        engine_keeps_weights: bool = False,
+        update_options: Mapping[str, Any] | None = None,
+        timeout: float = 600.0,
+        block_timeout: float | None = None,
+        on_stage: Callable[[StageReport], object] | None = None,
+    ) -> None:
+        if backup == "none":
+            raise ConfigError("the trainer's memory needs a backup: its contents are its training")
+        if state is None and not callable(getattr(model, "state_dict", None)):
+            raise ConfigError(
+                f"which weights are to be sent is unknown: a {type(model).__name__} has no "
+                "state_dict(); give state=, which returns them"
+            )
+        if not timeout > 0:
+            raise ConfigError(f"timeout is a positive number of seconds, not {timeout!r}")
+        self.engine = engine
+        self.stages: list[StageReport] = []
+        self._state = state if state is not None else model.state_dict
+        self._sleeps = sleep
+        self._keeps = engine_keeps_weights or not sleep
+        self._options = dict(update_options or {})
+        self._timeout = timeout
+        self._block_timeout = block_timeout
+        self._on_stage = on_stage
+        self._phase = Phase.IDLE
+        self._owner = threading.Lock()  # held by whoever is in a block
+        self._is_current = False  # whether the engine has the trainer's weights
+        self._meeting = Meeting(group)
+        self._trainer = TrainerMemory(
+            self._meeting,
+            model,
+            optimizer,
+            tags=tags,
+            backup=backup,
+            timeout=timeout,
+            offloading=sleep,
+        )
+
+    def __repr__(self) -> str:
+        return f"<memsaver ColocatedSession: {self._phase.value}>"
+
+    @property
+    def phase(self) -> Phase:
+        """What the session is at."""
+        return self._phase
+
+    @property
+    def trainer_tags(self) -> tuple[str, ...]:
+        """The trainer's tags, the model's first; () where nothing sleeps."""
+        tags: tuple[str, ...] = self._trainer.tags
+        return tags
+
+    @property
+    def engine_is_current(self) -> bool:
+        """Whether the engine has the weights that the trainer has, as far as the session knows."""
+        return self._is_current
+
+    def weights_changed(self) -> None:
+        """Say that the trainer's weights were changed outside of `training()`, on all ranks."""
+        self._is_current = False
+
+    @contextlib.contextmanager
+    def rollout(self) -> Iterator[RolloutEngine]:
+        """The engine has the GPU for the block, and the trainer's weights. Gives the engine.
+
+        Raises:
+            InvalidStateError: inside another block of this session.
+            RankError: a stage or the block failed on some rank, or the ranks called different
+                things.
+            GroupError: a rank died, hangs, or did not come in time.
+            OutOfDeviceMemoryError: where one rank is alone, or all have none: memory for the
+                engine is not there. All that has been done holds, and can be gone on from.
+            EngineError, MemsaverError: what a stage raised, likewise.
+        """
+        with self._turn("rollout"):
+            self.stages = []
+            self._enter_rollout()
+            self._phase = Phase.ROLLOUT
+            with self._block(Stage.GENERATE):
+                yield self.engine
+            self._phase = Phase.MOVING
+            self._sleep()
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """The trainer has the GPU for the block, with its weights and states.
+
+        Raises:
+            As of `rollout`.
+        """
+        with self._turn("training"):
+            self._sleep()
+            if self._sleeps:
+                tags = self._trainer.tags
+                self._stage(Stage.RESUME_TRAINER, lambda: self._trainer.resume(*tags))
+            self._is_current = False
+            self._phase = Phase.TRAINING
+            with self._block(Stage.TRAIN):
+                yield
+                self._trainer.synchronize()
+
+    def close(self) -> None:
+        """Take the hooks from the model and the optimizer; the engine is left as it is.
+
+        The tensors stay where they are, in the tags. Closing twice is allowed.
+
+        Raises:
+            InvalidStateError: inside a block, or the trainer's memory is paused: `with
+                session.training(): pass` brings it back.
+        """
+        if self._phase is not Phase.IDLE:
+            raise InvalidStateError(f"the session cannot be closed in a {self._phase.value}")
+        self._trainer.close()
+
+    # --- the order --------------------------------------------------------------------------------
+
+    def _enter_rollout(self) -> None:
+        trainer = self._trainer
+        self._stage(Stage.SETTLE, trainer.synchronize, trainer.empty_cache)
+        if self._sleeps:
+            self._stage(Stage.PAUSE_OPTIMIZER, lambda: trainer.pause(*trainer.others))
+        if not self._is_current:
+            if self._sleeps:
+                self._stage(Stage.RESUME_MODEL, lambda: trainer.resume(trainer.model))
+                self._stage(Stage.WAKE_WEIGHTS, lambda: self._wake(_WEIGHTS))
+            self._stage(Stage.UPDATE, self._update, trainer.empty_cache)
+            self._is_current = True
+        if self._sleeps:
+            self._stage(Stage.PAUSE_MODEL, lambda: trainer.pause(trainer.model))
+            self._stage(Stage.WAKE_REST, lambda: self._wake(None))
+
+    def _sleep(self) -> None:
+        if self._sleeps:
+            self._is_current = self._is_current and self._keeps
+            self._stage(
+                Stage.SLEEP, lambda: self.engine.sleep(wait_idle=True, timeout=self._timeout)
+            )
+
+    def _wake(self, tag: str | None) -> Any:
+        return self.engine.wake_up(tag, timeout=self._timeout)
+
+    def _update(self) -> Any:
+        return self.engine.update_weights(self._state(), **self._options)
+
+    # --- one stage --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _turn(self, name: str) -> Iterator[None]:
+        """For the block nobody else enters one; the ranks are known to have entered the same."""
+        mine = self._owner.acquire(blocking=False)
+        error = None
+        if not mine:
+            error = InvalidStateError(
+                f"{name}() inside a {self._phase.value}: leave that block first; nothing has "
+                "changed"
+            )
+            if self._meeting.alone:
+                raise error
+        # What this rank is about to do follows from what is in these words.
+        what = f"{name}() of a session whose engine is {'' if self._is_current else 'not '}current"
+        if not mine:
+            what = f"{name}() inside another block"
+        try:
+            self._meeting.meet(what, Part(), error, self._block_timeout)
+            self._phase = Phase.MOVING
+            yield
+        finally:
+            if mine:
+                self._phase = Phase.IDLE
+                self._owner.release()
+
+    def _stage(
+        self,
+        stage: Stage,
+        action: Callable[[], Any],
+        afterwards: Callable[[], object] | None = None,
+    ) -> None:
+        """Do it on every rank.
+
+        Args:
+            stage: which one.
+            action: this rank's part.
+            afterwards: what is done when all ranks have done theirs; must not fail.
+        """
+        started = time.perf_counter()
+        result, error = None, None
+        with LowWater(self._trainer.device) as water:
+            try:
+                result = action()
+            except BaseException as raised:
+                error = raised
+            seconds = time.perf_counter() - started
+        self._conclude(stage, started, seconds, water, result, error, self._timeout)
+        if afterwards is not None:
+            afterwards()
+
+    @contextlib.contextmanager
+    def _block(self, stage: Stage) -> Iterator[None]:
+        """The caller's own stage."""
+        started = time.perf_counter()
+        error = None
+        with LowWater(self._trainer.device) as water:
+            try:
+                yield
+            except BaseException as raised:
+                error = raised
+            seconds = time.perf_counter() - started
+        try:
+            self._conclude(stage, started, seconds, water, None, error, self._block_timeout)
+        except BaseException:
+            if error is None:
+                raise
+        if error is not None:
+            raise error  # what the caller raised is what the caller gets
+
+    def _conclude(
+        self,
+        stage: Stage,
+        started: float,
+        seconds: float,
+        water: LowWater,
+        result: Any,
+        error: BaseException | None,
+        timeout: float | None,
+    ) -> None:
+        """Hear how the others fared, and tell of it. Raises where one failed."""
+        part = Part(seconds, water.peak, water.total, _tag_bytes())
+        ranks: tuple[RankStage, ...] = ()
+        failed = ""
+        try:
+            ranks = self._meeting.meet(f"stage {stage.value}", part, error, timeout)
+        except BaseException as raised:
+            failed = f"{type(raised).__name__}: {raised}"
+            raise
+        finally:
+            report = StageReport(stage, time.perf_counter() - started, ranks, result, failed)
+            self.stages.append(report)
+            if self._on_stage is not None:
+                self._on_stage(report)
+
+
+def _tag_bytes() -> int:
+    try:
+        return stats().resident_bytes
+    except MemsaverError:
+        return 0

@@ -1,0 +1,114 @@
+"""A trainer's memory on all ranks: its tags, and what torch keeps for itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import memsaver
+import memsaver.distributed
+from memsaver.errors import ConfigError
+from memsaver.integrations.rollout.meeting import Meeting
+from memsaver.integrations.trainer import Offloaded, offload
+from memsaver.native import check_tag
+
+__all__ = ["TrainerMemory"]
+
+
+class TrainerMemory:
+    """The tags of a model, an optimizer and what goes with it. Calls are collectives of `meeting`.
+
+    Attributes:
+        model: the model's tag alone.
+        others: the optimizer's, and those that go and come with it.
+        device: the index of the device that is meant where one is.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        model: Any,
+        optimizer: Any,
+        *,
+        tags: Sequence[str],
+        backup: str | None,
+        timeout: float,
+        offloading: bool,
+    ) -> None:
+        """See `ColocatedSession`. Where not `offloading`, nothing is put into tags."""
+        self._meeting = meeting
+        self._timeout = timeout
+        self._handles: list[Offloaded] = []
+        self.device = _current_device()
+        self.model = ""
+        if isinstance(tags, str):
+            raise ConfigError(f"tags is a sequence of tags, not {tags!r} alone")
+        others = [check_tag(tag) for tag in tags]
+        if offloading:
+            handle = self._offloaded(model, backup)
+            self.model = handle.tag
+            if optimizer is not None:
+                others.insert(0, self._offloaded(optimizer, backup).tag)
+        if self.model in others:
+            raise ConfigError(
+                f"the model is in tag {self.model!r} together with others, and is needed longer "
+                "than they are: give it a tag of its own",
+                tag=self.model,
+            )
+        self.others: tuple[str, ...] = tuple(dict.fromkeys(others)) if offloading else ()
+
+    def _offloaded(self, target: Any, backup: str | None) -> Offloaded:
+        handle = target if isinstance(target, Offloaded) else offload(target, backup=backup)
+        self._handles.append(handle)
+        return handle
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """All tags, the model's first."""
+        return (self.model, *self.others) if self.model else ()
+
+    def pause(self, *names: str) -> Any:
+        """Pause these on all ranks, or on none; None where there is nothing to be paused."""
+        if not names:
+            return None
+        if self._meeting.alone:
+            return memsaver.pause(*names)
+        return memsaver.distributed.pause(*names, group=self._meeting.group, timeout=self._timeout)
+
+    def resume(self, *names: str) -> Any:
+        """Resume these on all ranks, or on none; None where there is nothing to be resumed."""
+        if not names:
+            return None
+        if self._meeting.alone:
+            return memsaver.resume(*names)
+        return memsaver.distributed.resume(*names, group=self._meeting.group, timeout=self._timeout)
+
+    def synchronize(self) -> None:
+        """Wait for all work of this rank's device; errors of kernels come out here."""
+        torch = _torch_with_cuda()
+        if torch is not None:
+            torch.cuda.synchronize(self.device)
+
+    def empty_cache(self) -> None:
+        """Give the driver what torch keeps for later."""
+        torch = _torch_with_cuda()
+        if torch is not None:
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Take the hooks away. As of `Offloaded.close`."""
+        for handle in self._handles:
+            handle.close()
+
+
+def _torch_with_cuda() -> Any:
+    """The module torch where it has used CUDA, else None."""
+    torch: Any = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None
+
+
+def _current_device() -> int:
+    torch: Any = sys.modules.get("torch")
+    usable = torch is not None and torch.cuda.is_available() and not memsaver.simulator.active()
+    return int(torch.cuda.current_device()) if usable else 0

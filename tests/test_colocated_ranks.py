@@ -1,0 +1,291 @@
+"""A colocated session on several ranks: FSDP2 trainers, and faults on some of them."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from child_process import environment_without
+
+pytest.importorskip("torch")
+
+PRELUDE = """
+import sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import memsaver
+from memsaver.distributed import GroupError, RankError
+from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
+from colocated_engine import TagEngine, stages_of
+from simulated_driver import Simulator
+from trainers import Trainer, plain_model
+
+path, RANK, SIZE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+dist.init_process_group(
+    "gloo",
+    store=dist.FileStore(path, SIZE),
+    rank=RANK,
+    world_size=SIZE,
+    timeout=timedelta(seconds=30),
+)
+sim = Simulator()
+sim.start()
+X = torch.ones(4)
+CALLS = ["wake_up weights", "update_weights", "wake_up all", "sleep"]
+
+
+def sharded():
+    model = plain_model()
+    mesh = init_device_mesh("cpu", (SIZE,))
+    for layer in (model[0], model[3]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def step(trainer):
+    trainer.step()
+    trainer.optimizer.zero_grad()
+
+
+def raised(kind, call):
+    try:
+        call()
+    except kind as error:
+        return error
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def gathered(value):
+    everyones = [None] * SIZE
+    dist.all_gather_object(everyones, value)
+    return everyones
+
+
+def rollout(inside=lambda engine: None):
+    with session.rollout() as engine:
+        inside(engine)
+
+
+def training(inside=lambda: None):
+    with session.training():
+        inside()
+
+
+trainer = Trainer(model=sharded)
+step(trainer)
+engine = TagEngine(trainer.model, "weights", "kv_cache")
+session = ColocatedSession(engine, trainer.model, trainer.optimizer, timeout=20)
+"""
+
+
+@pytest.fixture
+def run_ranks(tmp_path):
+    """Runs code in as many processes as a group has ranks; all must end with a status of theirs."""
+
+    def run(code, size, statuses=None):
+        environment = {
+            **environment_without("MEMSAVER_"),
+            "MEMSAVER_DRIVER": "sim",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+            ),
+        }
+        text = PRELUDE + textwrap.dedent(code)
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", text, str(tmp_path / "store"), str(rank), str(size)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            said = [process.communicate(timeout=100)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        expected = [(statuses or {}).get(rank, 0) for rank in range(size)]
+        assert [process.returncode for process in processes] == expected, "\n".join(said)
+
+    return run
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_steps_of_ranks_are_bit_equal_to_those_without_sleep(run_ranks, size):
+    run_ranks(
+        """
+        expected = Trainer(model=sharded)
+        step(expected)
+        plain_engine = TagEngine(expected.model, "plain weights", "plain kv")
+        plain = ColocatedSession(plain_engine, expected.model, expected.optimizer, sleep=False)
+        for number in range(4):
+            with session.rollout() as given:
+                held = [row.tag for row in memsaver.stats().tags if row.resident_bytes]
+                assert not {"model", "optimizer"} & set(held), held
+                mine = given.generate(X)
+            assert all(
+                row.resident_bytes == 0
+                for row in memsaver.stats().tags
+                if row.tag in ("model", "optimizer", "weights", "kv_cache")
+            )
+            with plain.rollout() as given:
+                assert torch.equal(given.generate(X), mine)
+            with session.training(), plain.training():
+                step(trainer)
+                step(expected)
+                assert trainer.contents() == expected.contents(), number
+        for report in session.stages:
+            assert [rank.rank for rank in report.ranks] == list(range(SIZE))
+            assert len({rank.peak_bytes for rank in report.ranks}) >= 1
+            assert gathered(report.ranks) == [report.ranks] * SIZE
+        assert len(session.stages) > 8
+        """,
+        size,
+    )
+
+
+def test_what_fails_on_a_rank_is_heard_by_all(run_ranks):
+    run_ranks(
+        """
+        training()
+        before = trainer.contents()
+        # Each stage of the engine, on one rank; the kinds are different ones.
+        for number, call in enumerate(CALLS):
+            guilty = number % SIZE
+            if RANK == guilty:
+                engine.fail[call] = memsaver.OutOfDeviceMemoryError(f"{call} broke")
+            error = raised(RankError, rollout)
+            assert list(error.failures) == [guilty] and f"{call} broke" in str(error)
+            assert error.failures[guilty].kind == "OutOfDeviceMemoryError"
+            assert gathered(str(error)) == [str(error)] * SIZE
+            assert (RANK == guilty) == isinstance(
+                error.__cause__, memsaver.OutOfDeviceMemoryError
+            )
+            assert session.phase is Phase.IDLE
+            rollout(lambda engine: engine.generate(X))
+            training()
+            assert trainer.contents() == before, call
+
+        # All alike: what it is, not that it is all of them.
+        engine.fail["wake_up all"] = memsaver.OutOfDeviceMemoryError("no room anywhere")
+        assert type(raised(memsaver.MemsaverError, rollout)) is memsaver.OutOfDeviceMemoryError
+        rollout()
+
+        # No memory for the trainer on one rank: none has it resumed.
+        if RANK == 1:
+            sim.occupy(memsaver.device_memory(0)[0])
+        error = raised(RankError, training)
+        assert list(error.failures) == [1]
+        assert [str(memsaver.state(t)) for t in ("model", "optimizer")] == ["paused"] * 2
+        sim.occupy(0)
+        training()
+        assert trainer.contents() == before
+
+        # No memory for a pause's backup on one rank: all have it mapped.
+        if RANK == 0:
+            memsaver.trim(wait=True)
+            memsaver.configure(fingerprints=False)
+        with sim.fault("cuMemUnmap" if RANK == 0 else "cuInit", 1, times=0):
+            error = raised(RankError, rollout)
+        assert list(error.failures) == [0]
+        assert str(memsaver.state("model")) == "mapped"
+        rollout(lambda engine: engine.generate(X))
+        training()
+        assert trainer.contents() == before
+        """,
+        2,
+    )
+
+
+def test_an_exception_in_a_block_of_a_rank_is_told_to_the_others(run_ranks):
+    run_ranks(
+        """
+        def fails(*_):
+            if RANK == 1:
+                raise ZeroDivisionError("of rank 1")
+
+        for call, name in ((rollout, "generate"), (training, "train")):
+            if RANK == 1:
+                assert "of rank 1" in str(raised(ZeroDivisionError, lambda: call(fails)))
+            else:
+                error = raised(RankError, lambda: call(fails))
+                assert list(error.failures) == [1]
+                assert "ZeroDivisionError: of rank 1" in str(error) and name in str(error)
+            assert session.phase is Phase.IDLE
+            rollout(lambda engine: engine.generate(X))
+            training()
+        """,
+        2,
+    )
+
+
+def test_ranks_that_call_different_things_are_refused_before_anything_is_done(run_ranks):
+    run_ranks(
+        """
+        training()
+        before, heard = trainer.contents(), list(engine.heard)
+        error = raised(RankError, rollout if RANK == 0 else training)
+        assert "same call" in str(error) and sorted(error.failures) == [0, 1]
+        assert gathered(str(error)) == [str(error)] * SIZE
+        assert engine.heard == heard and session.phase is Phase.IDLE
+
+        # So are ranks that know other things of the engine's weights.
+        session._keeps = True
+        rollout()
+        training()
+        rollout()
+        if RANK == 1:
+            session.weights_changed()
+        assert "same call" in str(raised(RankError, rollout))
+        session.weights_changed()
+        rollout()
+
+        # And all ranks that nest blocks.
+        def nested():
+            with session.training():
+                rollout()
+
+        assert "inside a training" in str(raised(memsaver.InvalidStateError, nested))
+        rollout()
+        training()
+        assert trainer.contents() == before
+        """,
+        2,
+    )
+
+
+def test_a_rank_that_dies_or_stays_away_ends_the_wait(run_ranks):
+    run_ranks(
+        """
+        import os
+
+        training()
+        before = trainer.contents()
+        session._timeout = session._block_timeout = session._trainer._timeout = 3
+        if RANK == 1:
+            def fall(*_):
+                os._exit(7)
+
+            session.engine.update_weights = fall
+        began = time.monotonic()
+        error = raised(GroupError, rollout)
+        assert time.monotonic() - began < 25
+        assert "update" in str(error) and error.missing in ((1,), ())
+        assert session.phase is Phase.IDLE
+        assert str(memsaver.state("model")) == "mapped"
+        memsaver.resume()
+        assert trainer.contents() == before
+        os._exit(0)
+        """,
+        2,
+        statuses={1: 7},
+    )
