@@ -96,7 +96,7 @@ def run_ranks(tmp_path):
                 [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
             ),
         }
-        text = PRELUDE + textwrap.dedent(code)
+        text = PRELUDE + textwrap.dedent(code) + "\ndist.destroy_process_group()\n"
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", text, str(tmp_path / "store"), str(rank), str(size)],

@@ -1,0 +1,50 @@
+"""Compares two runs bit for bit: `python compare.py sleeping.json plain.json`. Status 1: they differ."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from results import Results
+
+# What the seeds and the settings decide; seconds and peaks are the machine's.
+FIGURES = ("answers", "reward", "right", "loss", "gradient", "gap")
+
+
+def differences(first: Results, second: Results) -> list[str]:
+    """In which figures of which step two runs differ, the first of them first; [] if in none."""
+    found = []
+    settings = {
+        name: (first.settings[name], second.settings.get(name))
+        for name in first.settings
+        if name != "sleep" and first.settings[name] != second.settings.get(name)
+    }
+    if settings:
+        return [f"they were given other settings: {settings}"]
+    if len(first.steps) != len(second.steps):
+        found.append(f"{len(first.steps)} and {len(second.steps)} steps")
+    for number, (a, b) in enumerate(zip(first.steps, second.steps, strict=False)):
+        for name in FIGURES:
+            if getattr(a, name) != getattr(b, name):
+                found.append(f"step {number}: {name} {getattr(a, name)} and {getattr(b, name)}")
+    if first.weights != second.weights:
+        found.append(f"the weights at the end: {first.weights[:12]} and {second.weights[:12]}")
+    return found
+
+
+def main(paths: list[str]) -> int:
+    """The exit status."""
+    if len(paths) != 2:
+        print("usage: python compare.py FIRST.json SECOND.json", file=sys.stderr)
+        return 2
+    first, second = (Results.load(Path(path)) for path in paths)
+    found = differences(first, second)
+    if not found:
+        print(f"the same, bit for bit: {len(first.steps)} steps, weights {first.weights[:12]}")
+        return 0
+    print("\n".join(["they differ:", *found[:10]]))
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""One step of learning from a rollout, on this rank and together with the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from batches import Batch
+from policy_loss import clipped_loss, token_logprobs
+from settings import Settings
+
+_LARGEST_GRADIENT = 1.0
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a step did, over all ranks.
+
+    Attributes:
+        loss: of the last pass.
+        gradient: the norm of its gradient before it was clipped.
+        gap: the mean difference between the log-probabilities that the engine sampled with and
+            those that the trainer has for the same tokens, before it learned: small where the
+            engine has the trainer's weights.
+    """
+
+    loss: float
+    gradient: float
+    gap: float
+
+
+class Learner:
+    """A model that learns from rollouts. On several ranks, the model is FSDP2's."""
+
+    def __init__(self, model: Any, settings: Settings, device: torch.device) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self._settings = settings
+        self._device = device
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+
+    def learn(self, batch: Batch) -> Learned:
+        """Take the optimizer steps of a rollout. A collective."""
+        batch = batch.to(self._device)
+        total = self._sum(batch.mask.sum())
+        old, gap = self._old_logprobs(batch, total)
+        loss = norm = 0.0
+        for _ in range(self._settings.passes):
+            loss, norm = self._pass(batch, old, total)
+        return Learned(loss, norm, gap)
+
+    def _pass(self, batch: Batch, old: torch.Tensor, total: float) -> tuple[float, float]:
+        loss = torch.zeros((), device=self._device)
+        for begin, rows in self._parts(batch):
+            logprobs = self._logprobs(rows)
+            part = clipped_loss(
+                logprobs,
+                old[begin : begin + len(rows.tokens)],
+                rows.advantages,
+                rows.mask,
+                self._settings.clip,
+                total,
+            )
+            (part * self._ranks).backward()  # of which FSDP takes the mean over the ranks
+            loss += part.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), _LARGEST_GRADIENT)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)  # so that a pause has no gradients to keep
+        return self._sum(loss), float(norm)
+
+    @torch.no_grad()
+    def _old_logprobs(self, batch: Batch, total: float) -> tuple[torch.Tensor, float]:
+        parts = [self._logprobs(rows) for _, rows in self._parts(batch)]
+        old = torch.cat(parts)
+        difference = ((old - batch.engine_logprobs).abs() * batch.mask).sum()
+        return old, self._sum(difference) / total
+
+    def _logprobs(self, rows: Batch) -> torch.Tensor:
+        on_gpu = self._device.type == "cuda"
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=on_gpu):
+            logits = self.model(input_ids=rows.tokens, use_cache=False).logits
+        return token_logprobs(logits, rows.tokens)
+
+    def _parts(self, batch: Batch) -> list[tuple[int, Batch]]:
+        """As many rows as one forward takes."""
+        size = self._settings.rows
+        return [(at, batch.rows(at, at + size)) for at in range(0, len(batch.tokens), size)]
+
+    def _sum(self, value: torch.Tensor) -> float:
+        value = value.detach().double()
+        if self._ranks > 1:
+            dist.all_reduce(value)
+        return float(value)

@@ -1,0 +1,138 @@
+"""GRPO: answer, judge, learn, with one set of GPUs for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import memsaver
+import torch
+import torch.distributed as dist
+from advantages import group_advantages
+from arithmetic import RIGHT, problems, reward
+from batches import batch_of
+from learner import Learner
+from places import Place
+from results import Results, Step, digest_of, figures_of
+from settings import Settings
+from vocabulary import Vocabulary
+
+from memsaver.integrations.rollout import ColocatedSession
+
+
+def run(
+    settings: Settings,
+    vocabulary: Vocabulary,
+    place: Place,
+    engine: Any,
+    model: Any,
+    told: Callable[[int, Step], object] = lambda number, step: None,
+) -> Results:
+    """All steps of a run. A collective.
+
+    Args:
+        settings: of the run.
+        vocabulary: of the model.
+        place: where this process stands.
+        engine: a `RolloutEngine`, or what is used here of one.
+        model: the policy; on several ranks, FSDP2's.
+        told: called after each step.
+    """
+    learner = Learner(model, settings, place.device)
+    session = ColocatedSession(
+        engine,
+        model,
+        learner.optimizer,
+        state=lambda: weights_for(engine_dtype(settings), model),
+        sleep=settings.sleep,
+        update_options=update_options(settings),
+    )
+    name = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "CPU"
+    results = Results(asdict(settings), name, place.ranks)
+    for number in range(settings.steps):
+        step = take_step(number, settings, vocabulary, place, session, learner)
+        results.steps.append(step)
+        told(number, step)
+    with session.training():
+        results.weights = digest_of(model.state_dict())
+    session.close()
+    results.total_bytes = memsaver.device_memory(place.device.index or 0)[1]
+    return results
+
+
+def take_step(
+    number: int,
+    settings: Settings,
+    vocabulary: Vocabulary,
+    place: Place,
+    session: ColocatedSession,
+    learner: Learner,
+) -> Step:
+    """One rollout, and what is learned from it."""
+    asked = problems(settings.prompts, settings.largest, settings.seed, number)
+    mine = asked[place.rank :: place.ranks]
+    if len(mine) * place.ranks != len(asked):
+        raise ValueError(f"{len(asked)} problems cannot be shared out to {place.ranks} ranks")
+    each = [problem for problem in mine for _ in range(settings.samples)]
+    prompts = [vocabulary.encode(problem.text) for problem in each]
+    with session.rollout() as engine:
+        output = engine.generate(prompts, sampling(number, settings, vocabulary, place, len(each)))
+    answers = [
+        vocabulary.decode(tokens[:length])
+        for tokens, length in zip(output.token_ids, output.lengths, strict=True)
+    ]
+    rewards = torch.tensor([reward(p, a) for p, a in zip(each, answers, strict=True)])
+    batch = batch_of(prompts, output, group_advantages(rewards, settings.samples))
+    with session.training():
+        learned = learner.learn(batch)
+    means = mean_over_ranks(torch.stack([rewards, (rewards == RIGHT).float()]).double().mean(1))
+    return Step(
+        *means,
+        learned.loss,
+        learned.gradient,
+        learned.gap,
+        digest_of([output.token_ids]),
+        figures_of(session.stages),
+    )
+
+
+def sampling(
+    number: int, settings: Settings, vocabulary: Vocabulary, place: Place, count: int
+) -> list[dict[str, Any]]:
+    """How each answer of this rank is sampled: by a seed of its own."""
+    first = ((settings.seed * settings.steps + number) * place.ranks + place.rank) * count
+    return [
+        {
+            "temperature": settings.temperature,
+            "max_new_tokens": settings.answer_tokens,
+            "stop_token_ids": [vocabulary.end],
+            "sampling_seed": (first + row) % (1 << 31),
+        }
+        for row in range(count)
+    ]
+
+
+def engine_dtype(settings: Settings) -> torch.dtype:
+    """That of the engine's weights."""
+    return torch.bfloat16 if settings.engine == "sglang" else torch.float32
+
+
+def weights_for(dtype: torch.dtype, model: Any) -> dict[str, Any]:
+    """The weights to send: FSDP2's are shards still."""
+    return {name: tensor.detach().to(dtype) for name, tensor in model.state_dict().items()}
+
+
+def update_options(settings: Settings) -> dict[str, Any]:
+    """Those of `RolloutEngine.update_weights`."""
+    if settings.engine != "sglang":
+        return {}
+    return {"bucket_bytes": settings.bucket_mib << 20, "verify": settings.verify}
+
+
+def mean_over_ranks(values: torch.Tensor) -> list[float]:
+    """The mean of each value over the ranks. A collective, over the CPU."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+        values = values / dist.get_world_size()
+    return [float(value) for value in values]

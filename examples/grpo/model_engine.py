@@ -1,0 +1,115 @@
+"""An engine without SGLang: a copy of the model in this process, for machines without a GPU.
+
+It has what the example uses of a `RolloutEngine`, and its memory is in tags, so that it sleeps and
+wakes as SGLang does: its weights have no backup, and are gone after a sleep until they are updated.
+It is slow, computing every token from the beginning, and each rank has one of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import memsaver
+from memsaver import simulator
+from memsaver.integrations.rollout import RolloutOutput, Sample
+from memsaver.integrations.trainer import offload
+
+_TAGS = {"weights": "engine weights", "kv_cache": "engine kv_cache"}
+_KV_BYTES = 256 << 20  # nothing computes with it; it is there to be given back
+
+
+class ModelEngine:
+    """Generates with a copy of `model`, whose weights are zeros until the first update."""
+
+    def __init__(self, model: torch.nn.Module, pad: int, device: torch.device) -> None:
+        self._model = copy.deepcopy(model).to(device).eval().requires_grad_(False)
+        self._pad = pad
+        self._device = device
+        self._weights = offload(self._model, tag=_TAGS["weights"], backup="none")
+        with memsaver.region(_TAGS["kv_cache"]):
+            self._kv_cache: Any = (
+                simulator.buffer(_KV_BYTES)
+                if simulator.active()
+                else torch.empty(_KV_BYTES, dtype=torch.uint8, device=device)
+            )
+        with torch.no_grad():
+            for tensor in self._model.state_dict().values():
+                tensor.zero_()
+
+    def sleep(self, tags: Any = None, *, wait_idle: bool = False, timeout: float = 0.0) -> Any:
+        """As of `RolloutEngine`; there are no requests to wait for."""
+        return memsaver.pause(*_named(tags))
+
+    def wake_up(self, tags: Any = None, *, timeout: float = 0.0) -> Any:
+        """As of `RolloutEngine`."""
+        return memsaver.resume(*_named(tags))
+
+    @torch.no_grad()
+    def update_weights(self, state: Mapping[str, torch.Tensor], **options: Any) -> None:
+        """Copy a state, that of FSDP2 too. A collective then."""
+        mine = self._model.state_dict()
+        if set(mine) != set(state):
+            raise memsaver.ConfigError(f"not the same tensors: {sorted(set(mine) ^ set(state))}")
+        for name, tensor in state.items():
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            mine[name].copy_(full)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Sequence[Sequence[int]],
+        sampling_params: Sequence[Mapping[str, Any]],
+        **_: Any,
+    ) -> RolloutOutput:
+        """As of `RolloutEngine`, with a mapping of parameters for each prompt."""
+        rows = [list(prompt) for prompt in input_ids]
+        chances = [torch.Generator().manual_seed(p["sampling_seed"]) for p in sampling_params]
+        answers: list[list[int]] = [[] for _ in rows]
+        logprobs: list[list[float]] = [[] for _ in rows]
+        going = list(range(len(rows)))
+        while going:
+            for row, probabilities in zip(going, self._predict(rows, going), strict=True):
+                scaled = (probabilities / sampling_params[row]["temperature"]).log_softmax(-1)
+                token = int(torch.multinomial(scaled.exp(), 1, generator=chances[row]))
+                answers[row].append(token)
+                logprobs[row].append(float(scaled[token]))
+                rows[row].append(token)
+            going = [r for r in going if not _is_over(answers[r], sampling_params[r])]
+        samples = [
+            Sample(
+                answer,
+                those,
+                "stop" if answer[-1] in params["stop_token_ids"] else "length",
+                None,
+            )
+            for answer, those, params in zip(answers, logprobs, sampling_params, strict=True)
+        ]
+        return RolloutOutput.of(samples, range(len(samples)), self._pad)
+
+    def close(self) -> None:
+        """As of `RolloutEngine`."""
+
+    def _predict(self, rows: list[list[int]], going: list[int]) -> torch.Tensor:
+        """The log-probabilities of the next token of some rows, on the CPU."""
+        lengths = torch.tensor([len(rows[row]) for row in going])
+        tokens = torch.full((len(going), int(lengths.max())), self._pad)
+        for at, row in enumerate(going):
+            tokens[at, : len(rows[row])] = torch.tensor(rows[row])
+        # Padding on the right is not looked at by what is before it.
+        logits = self._model(input_ids=tokens.to(self._device), use_cache=False).logits
+        last = logits[torch.arange(len(going)), lengths.to(logits.device) - 1]
+        return last.float().cpu().log_softmax(-1)
+
+
+def _is_over(answer: list[int], params: Mapping[str, Any]) -> bool:
+    return answer[-1] in params["stop_token_ids"] or len(answer) >= params["max_new_tokens"]
+
+
+def _named(tags: Any) -> list[str]:
+    if tags is None:
+        return list(_TAGS.values())
+    return [_TAGS[tag] for tag in ([tags] if isinstance(tags, str) else tags)]

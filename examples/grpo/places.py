@@ -1,0 +1,64 @@
+"""Where this process stands: alone, or a rank that torchrun or Ray has started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank, its device and its groups.
+
+    Attributes:
+        rank: from 0.
+        ranks: how many there are.
+        device: its own.
+        engine_mesh: the dimensions "dp" and "tp", for the engines; None of one process.
+        shard_mesh: all ranks, over which FSDP2 shares out the model; None of one process.
+    """
+
+    rank: int
+    ranks: int
+    device: torch.device
+    engine_mesh: Any = None
+    shard_mesh: Any = None
+
+
+def take_place(tp: int) -> Place:
+    """This process's place, by the variables that torchrun sets. Joins the other ranks.
+
+    Args:
+        tp: the ranks that share an engine; 0 is all of them.
+
+    Raises:
+        ValueError: the ranks cannot be shared out so.
+    """
+    on_gpu = torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    tp = tp or ranks
+    if ranks % tp:
+        raise ValueError(f"{ranks} ranks cannot be shared out in engines of {tp}")
+    if ranks == 1:
+        return Place(0, 1, device)
+    dist.init_process_group(
+        "cuda:nccl,cpu:gloo" if on_gpu else "gloo", device_id=device if on_gpu else None
+    )
+    engines = init_device_mesh(device.type, (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
+    everyone = init_device_mesh(device.type, (ranks,))
+    return Place(dist.get_rank(), ranks, device, engines, everyone)
+
+
+def leave_place() -> None:
+    """End the group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
