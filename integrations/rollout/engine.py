@@ -3,38 +3,115 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from memsaver.integrations.rollout.backend import Backend, PauseMode
+from memsaver.distributed.errors import GroupError, RankError
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+from memsaver.integrations.rollout.backend import Backend, PauseMode, Sample
+from memsaver.integrations.rollout.fence import Fence
+from memsaver.integrations.rollout.launch import gpu_of_this_process, launch, place
 from memsaver.integrations.rollout.output import RolloutOutput
-from memsaver.integrations.rollout.ranks import Layout
+from memsaver.integrations.rollout.prompts import Prompts, prompts_of
+from memsaver.integrations.rollout.ranks import ALONE, Layout, layout_of
 from memsaver.integrations.rollout.together import Together
+from memsaver.integrations.sglang.protocol import RESUME_ORDER, WEIGHTS
+from memsaver.integrations.sglang.rollout_backend import backend_of
+from memsaver.integrations.sglang.status import Status, needs_of, status_of
 
 if TYPE_CHECKING:
     from memsaver.integrations.sglang.reports import SleepReport
-    from memsaver.integrations.sglang.status import Status
 
 __all__ = ["RolloutEngine"]
 
+Result = TypeVar("Result")
+
 
 class RolloutEngine:
-    """INTERFACE ONLY SO FAR; bodies follow.
+    """An inference engine for the ranks of a trainer, one for each tensor-parallel group.
 
-    Attributes (read by `weights` and `session`):
-        layout: `ranks.Layout` (rank, tp_group, tp_ranks, tp_rank, tp_size, leader, is_leader, ...).
-        backend: the `Backend` on the leader, None on every other rank.
-        together: `together.Together` over the tp group: `on_leader(what, action, timeout)` runs
-            `action()` on the leader and gives its result to every rank, or raises on all.
-        tp_size: ranks of the engine (a server's may differ from the layout's), known on all ranks.
+    The engine lives in the process of each group's first rank, its leader, and in processes that it
+    started; or it is a server. Every rank of the group makes the same calls in the same order:
+
+        mesh = init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))
+        with RolloutEngine.launch(mesh, model_path=path) as engine:
+            output = engine.generate(my_prompts, {"max_new_tokens": 512, "n": 8})
+            engine.sleep(wait_idle=True)
+            train(output)
+            with engine.staged_wake():
+                engine.update_weights(model)
+
+    What the leader is told comes to all ranks of its group, and so does what fails: every rank
+    raises an error of the same kind, whose message names the cause and the rank, and whose
+    `failures` has it by rank. A rank that died or hangs is a `GroupError` on the others. No wait is
+    without a bound: a call's `timeout`, in seconds, is for the engine's work, and before that the
+    ranks wait for each other at most as long as the engine's own `timeout`.
+
+    Threads: `generate` in one, and beside it all other calls in another, as where
+    `pause_generation` ends a generation; each rank with the same two. The leader's event loop must
+    not be the thread's own.
+
+    Attributes:
+        layout: where this rank stands.
+        backend: the engine as its leader has it; None on all other ranks.
+        together: for calls of the group's ranks beside `generate`.
+        tp_size: ranks of the engine. A server's may differ from the layout's.
         timeout: seconds that a call may take unless it says otherwise.
+        pad_token_id: what `generate` pads with.
+
+    Args:
+        backend: the engine, on the leader; None elsewhere.
+        layout: where this rank stands.
+        timeout: see there.
+        pad_token_id: likewise.
+
+    Raises:
+        RankError and others: as every call.
     """
 
-    layout: Layout
-    backend: Backend | None
-    together: Together
-    tp_size: int
-    timeout: float
+    def __init__(
+        self,
+        backend: Backend | None,
+        layout: Layout = ALONE,
+        *,
+        timeout: float = 600.0,
+        pad_token_id: int = 0,
+    ) -> None:
+        group = layout.tp_group
+        self._begin(
+            layout, timeout, pad_token_id, Together(group, timeout, "rollout"), lambda: backend
+        )
+
+    def _begin(
+        self,
+        layout: Layout,
+        timeout: float,
+        pad_token_id: int,
+        together: Together,
+        make: Callable[[], Backend | None],
+    ) -> None:
+        """Have the backend that the leader makes, or fail on all ranks."""
+        self.layout, self.timeout, self.pad_token_id = layout, timeout, pad_token_id
+        self.together = together
+        self.backend: Backend | None = None
+        self._generating = Together(layout.tp_group, timeout, "rollout/generate")
+        self._fence = Fence(layout, timeout)
+        self._closed = False
+
+        def begin() -> tuple[int, frozenset[str] | None]:
+            made = make()
+            if made is None:
+                raise ConfigError("the leader of the group has no engine")
+            self.backend = made
+            return made.tp_size, _known(made)
+
+        try:
+            self.tp_size, self._released = together.on_leader(
+                "the start of the engine", begin, timeout
+            )
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def launch(
@@ -46,7 +123,37 @@ class RolloutEngine:
         timeout: float = 600.0,
         pad_token_id: int = 0,
         **server_args: Any,
-    ) -> RolloutEngine: ...
+    ) -> RolloutEngine:
+        """Start an `sglang.Engine` for each tensor-parallel group, on the GPUs of its ranks.
+
+        Each rank has chosen its GPU before (`torch.cuda.set_device`). The engines get
+        `skip_tokenizer_init=True`, `enable_memory_saver=True`, and the group's size and GPUs.
+
+        Args:
+            mesh: the ranks, as a `DeviceMesh`; None is this process alone, whose engine may have
+                several GPUs (`tp_size=`).
+            tp: the mesh's dimension whose ranks share an engine.
+            dp: its other dimensions, one name or several.
+            timeout: seconds that the start may take, and any call that does not say otherwise.
+            pad_token_id: what `generate` pads with.
+            server_args: of `sglang.Engine`, such as `model_path`.
+
+        Raises:
+            NotLoadedError: SGLang is not installed.
+            ConfigError: the mesh, the GPUs or the arguments do not fit together.
+            EngineError, EngineTimeoutError: the engine did not start, or not in time.
+        """
+        layout = layout_of(mesh, tp=tp, dp=dp)
+        together = Together(layout.tp_group, timeout, "rollout")
+        gpus = together.gather("the choice of GPUs", gpu_of_this_process)
+        tp_size = None if mesh is None else layout.tp_size
+
+        def make() -> Backend:
+            return launch(place(gpus, layout.dp_rank), tp_size, server_args, timeout)
+
+        engine = cls.__new__(cls)
+        engine._begin(layout, timeout, pad_token_id, together, make)
+        return engine
 
     @classmethod
     def connect(
@@ -59,7 +166,41 @@ class RolloutEngine:
         timeout: float = 600.0,
         pad_token_id: int = 0,
         api_key: str | None = None,
-    ) -> RolloutEngine: ...
+    ) -> RolloutEngine:
+        """Use an engine that is there already, and lives on after `close`.
+
+        Args:
+            engine: a server's URL; or a list of URLs, one for each data-parallel rank; or an
+                `sglang.Engine` of the leader's process, where other ranks pass None.
+            mesh: the ranks, as of `launch`, likewise the rest.
+            tp: see there.
+            dp: see there.
+            timeout: see there.
+            pad_token_id: see there.
+            api_key: what a server asks for, its admin key where it has one.
+
+        Raises:
+            ConfigError: it is none of these, or of a version that cannot be used.
+            EngineError, EngineTimeoutError: it cannot be reached, or not in time.
+        """
+        layout = layout_of(mesh, tp=tp, dp=dp)
+
+        def make() -> Backend:
+            mine = engine
+            if isinstance(engine, list | tuple):
+                if len(engine) != layout.dp_size:
+                    raise ConfigError(
+                        f"{len(engine)} servers for {layout.dp_size} data-parallel ranks"
+                    )
+                mine = engine[layout.dp_rank]
+            return backend_of(mine, api_key=api_key, timeout=min(timeout, 60.0))
+
+        made = cls.__new__(cls)
+        together = Together(layout.tp_group, timeout, "rollout")
+        made._begin(layout, timeout, pad_token_id, together, make)
+        return made
+
+    # --- generating -------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -69,14 +210,98 @@ class RolloutEngine:
         attention_mask: Any = None,
         multimodal: Sequence[Mapping[str, Any] | None] | None = None,
         timeout: float | None = None,
-    ) -> RolloutOutput: ...
+    ) -> RolloutOutput:
+        """Generate for this rank's prompts, together with those of the group's other ranks.
+
+        A collective; a rank may have no prompts (`[]`). Nothing is turned into text.
+
+        Args:
+            input_ids: a list of prompts, each a list of tokens or a 1-D tensor; or a 2-D tensor.
+            sampling_params: as SGLang names them, one mapping for all or one for each prompt. With
+                "n", so many samples of a prompt, which stand together in the output; the k-th has
+                the "sampling_seed" plus k, where there is one.
+            attention_mask: of a padded tensor, 0 where there is padding, on whatever side.
+            multimodal: for each prompt None, or a mapping of "image_data", "video_data" and
+                "audio_data", as SGLang takes them.
+            timeout: seconds for the generation. What is not finished then is aborted.
+
+        Raises:
+            ConfigError: a rank's arguments are not as above; the engine was not asked.
+            InvalidStateError: what it needs is released.
+            EngineError, EngineTimeoutError: the engine failed, or did not finish in time.
+            RankError, GroupError: as every call.
+        """
+        limit = self._limit(timeout)
+        mine: list[Prompts] = []
+
+        def prepare() -> Prompts:
+            self._check_open()
+            prompts = prompts_of(input_ids, sampling_params, attention_mask, multimodal)
+            mine.append(prompts)
+            return prompts
+
+        def work(everyones: list[Prompts]) -> list[list[Sample]]:
+            requests = [request for prompts in everyones for request in prompts.requests]
+            samples = iter(self._engine.generate(requests, limit))
+            return [[next(samples) for _ in prompts.requests] for prompts in everyones]
+
+        samples = self._generating.gathered("generate", prepare, work, limit)
+        place = self.layout.tp_rank
+        return RolloutOutput.of(samples[place], mine[0].index, self.pad_token_id)
+
+    def pause_generation(self, mode: PauseMode = "abort", timeout: float | None = None) -> None:
+        """Stop generating until `continue_generation`. Requests that come meanwhile wait.
+
+        Args:
+            mode: what becomes of requests in flight. "abort" ends them with the tokens that they
+                have and the finish reason "abort"; "retract" takes their KV cache away and computes
+                it again when they go on, with the weights of then; "in_place" keeps the cache, so
+                that they go on with what the old weights computed, and it cannot be flushed.
+            timeout: seconds.
+        """
+        limit = self._limit(timeout)
+        self._do("pause_generation", lambda: self._engine.pause_generation(mode, limit), limit)
+
+    def continue_generation(self, timeout: float | None = None) -> None:
+        """End a pause of the generation. Nothing happens where there is none."""
+        limit = self._limit(timeout)
+        self._do("continue_generation", lambda: self._engine.continue_generation(limit), limit)
+
+    # --- sleep ------------------------------------------------------------------------------------
 
     @property
-    def status(self) -> Status: ...
+    def status(self) -> Status:
+        """What of the engine's memory is there, as of the last call. No collective."""
+        return Status.UNKNOWN if self._released is None else status_of(self._released)
+
     @property
-    def released(self) -> frozenset[str]: ...
-    def refresh(self) -> Status: ...
-    def check(self, operation: str) -> None: ...
+    def released(self) -> frozenset[str]:
+        """The tags that are released, as of the last call. No collective."""
+        return self._released or frozenset()
+
+    def refresh(self) -> Status:
+        """Ask the engine for its state: others may have changed it. A collective."""
+        self._change("refresh", lambda control, _: control.refresh(), None, fence=False)
+        return self.status
+
+    def check(self, operation: str) -> None:
+        """Raise `InvalidStateError` where the engine would not survive it. No collective.
+
+        Args:
+            operation: "generate" or "update_weights".
+        """
+        self._check_open()
+        needed = needs_of(operation)
+        if self._released is None:
+            raise InvalidStateError(f"the engine is in an unknown state: it cannot {operation} now")
+        missing = [tag for tag in RESUME_ORDER if tag in self._released & needed]
+        if missing:
+            raise InvalidStateError(
+                f"the engine cannot {operation} while {', '.join(missing)} is released; wake it up "
+                "first",
+                tag=missing[0],
+            )
+
     def sleep(
         self,
         tags: str | Sequence[str] | None = None,
@@ -86,25 +311,202 @@ class RolloutEngine:
         flush: bool = False,
         fence: bool = False,
         timeout: float | None = None,
-    ) -> SleepReport: ...
+    ) -> SleepReport:
+        """Give the memory of `tags` back on all GPUs of the group. A collective.
+
+        What it does, its other arguments and its errors are those of
+        `memsaver.integrations.sglang.SleepController.sleep`.
+
+        Args:
+            tags: a tag, or several; None is all of them.
+            wait_idle: wait until no request is in flight, instead of refusing.
+            abort: abort the requests in flight, and wait for their end.
+            flush: flush the prefix cache also where only other tags are released.
+            fence: wait for the engines of all other groups of the mesh, too, and raise where one of
+                them failed; those that did not fail sleep then, and the call can be made again. All
+                ranks of the mesh call.
+            timeout: seconds for all of it.
+        """
+        options = {"wait_idle": wait_idle, "abort": abort, "flush": flush}
+        return self._change(
+            f"sleep({_words(tags)})",
+            lambda control, limit: control.sleep(tags, timeout=limit, **options),
+            timeout,
+            fence,
+        )
+
     def wake_up(
         self,
         tags: str | Sequence[str] | None = None,
         *,
         fence: bool = False,
         timeout: float | None = None,
-    ) -> SleepReport: ...
+    ) -> SleepReport:
+        """Take memory for `tags` again on all GPUs of the group. A collective.
+
+        What it does and its errors are those of
+        `memsaver.integrations.sglang.SleepController.wake_up`.
+
+        Args:
+            tags: a tag, or several; None is all that are released.
+            fence: as of `sleep`.
+            timeout: seconds for all of it.
+        """
+        return self._change(
+            f"wake_up({_words(tags)})",
+            lambda control, limit: control.wake_up(tags, timeout=limit),
+            timeout,
+            fence,
+        )
+
     @contextlib.contextmanager
     def asleep(
-        self, tags: str | Sequence[str] | None = None, **options: Any
-    ) -> Iterator[SleepReport]: ...
+        self, tags: str | Sequence[str] | None = None, *, fence: bool = False, **options: Any
+    ) -> Iterator[SleepReport]:
+        """Sleep for the block, and wake what went to sleep at its end, also after an exception.
+
+        Args and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`. Where the
+        block fails on one rank, the engine wakes on all, and only that one raises.
+        """
+        report = self.sleep(tags, fence=fence, **options)
+        try:
+            yield report
+        finally:
+            if report.changed:
+                self.wake_up(report.changed, fence=fence)
+            elif fence:
+                self._fence.meet("the end of asleep", None)
+
     @contextlib.contextmanager
     def staged_wake(
         self, *, fence: bool = False, timeout: float | None = None
-    ) -> Iterator[list[SleepReport]]: ...
-    def pause_generation(self, mode: PauseMode = "abort", timeout: float | None = None) -> None: ...
-    def continue_generation(self, timeout: float | None = None) -> None: ...
-    def update_weights(self, state: Any, **options: Any) -> Any: ...
-    def close(self) -> None: ...
-    def __enter__(self) -> RolloutEngine: ...
-    def __exit__(self, *_: object) -> None: ...
+    ) -> Iterator[list[SleepReport]]:
+        """Wake the weights for the block, which updates them, and the rest when all ranks are done.
+
+        So the memory of the KV cache and the graphs is needed only when the blocks of all ranks
+        have given up their copies of the weights. Where a block fails, every rank raises, the rest
+        sleeps on, and the weights are there: update them again and `wake_up()`, or `sleep()`.
+
+        Yields a list of the reports, which has the second one after the block.
+        """
+        reports = [self.wake_up(WEIGHTS, fence=fence, timeout=timeout)]
+        what = "the block of staged_wake"
+        try:
+            yield reports
+        except BaseException as error:
+            self._tell(what, error, fence)
+            raise
+        self._tell(what, None, fence)
+        reports.append(self.wake_up(fence=fence, timeout=timeout))
+
+    # --- weights, and the end ---------------------------------------------------------------------
+
+    def update_weights(self, state: Any, **options: Any) -> Any:
+        """Send a trainer's weights to the engine: `memsaver.integrations.rollout.weights.update`.
+
+        A collective. Its arguments, result and errors are described there.
+        """
+        from memsaver.integrations.rollout import weights
+
+        return weights.update(self, state, **options)
+
+    def close(self) -> None:
+        """End the engine if this started it. Idempotent, waits for no other rank; no call after."""
+        self._closed = True
+        if self.backend is not None:
+            self.backend.close()
+
+    def __enter__(self) -> RolloutEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        place = f"rank {self.layout.tp_rank} of {self.layout.tp_size}"
+        state = "closed" if self._closed else self.status.value
+        return f"<memsaver RolloutEngine: {state}, {place}, engine {self.layout.dp_rank}>"
+
+    # --- on all ranks -----------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Backend:
+        """The leader's. Only what the leader does for all asks for it."""
+        self._check_open()
+        assert self.backend is not None
+        return self.backend
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidStateError("the rollout engine is closed")
+
+    def _limit(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else timeout
+
+    def _do(self, what: str, action: Callable[[], Result], limit: float) -> Result:
+        result: Result = self.together.gathered(what, self._check_open, lambda _: action(), limit)
+        return result
+
+    def _change(
+        self,
+        what: str,
+        action: Callable[[Any, float], Any],
+        timeout: float | None,
+        fence: bool,
+    ) -> Any:
+        """A transition of the leader's engine, of which all ranks know what came of it."""
+        limit = self._limit(timeout)
+
+        def work() -> tuple[Any, frozenset[str] | None]:
+            engine = self._engine
+            try:
+                return action(engine.control, limit), _known(engine)
+            except MemsaverError as error:
+                vars(error)["released"] = _known(engine)  # for the other ranks
+                raise
+
+        report, failure = None, None
+        try:
+            report, self._released = self._do(what, work, limit)
+        except Exception as error:
+            failure = error
+            self._released = self._after(error)
+        if fence:
+            self._fence.meet(what, failure, limit)
+        if failure is not None:
+            raise failure
+        return report
+
+    def _after(self, error: Exception) -> frozenset[str] | None:
+        """What is released after a failure, None where it is not known."""
+        if isinstance(error, RankError | GroupError) or not isinstance(error, MemsaverError):
+            return None
+        released: frozenset[str] | None = vars(error).get("released", self._released)
+        return released
+
+    def _tell(self, what: str, error: BaseException | None, fence: bool) -> None:
+        """Wait for all ranks' blocks, and raise where one failed, but not this one's own error."""
+        failure: BaseException | None = None
+        try:
+            self.together.meet(what, error)
+        except BaseException as told:
+            failure = told
+        if fence:
+            try:
+                self._fence.meet(what, failure)
+            except BaseException as told:
+                failure = told
+        if failure is not None and error is None:
+            raise failure
+
+
+def _known(backend: Backend) -> frozenset[str] | None:
+    """The tags that are released; None where it is not known."""
+    control = backend.control
+    return None if control.status is Status.UNKNOWN else frozenset(control.released)
+
+
+def _words(tags: str | Sequence[str] | None) -> str:
+    if tags is None:
+        return ""
+    return ", ".join(map(repr, [tags] if isinstance(tags, str) else tags))
