@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +18,12 @@ from memsaver.integrations.sglang import versions
 from memsaver.integrations.sglang.engines import LocalEngine, ServedEngine
 from memsaver.integrations.sglang.engines import connect as link_to
 from memsaver.integrations.sglang.errors import EngineError
+from memsaver.integrations.sglang.rollout_samples import payload_of, sample_of
 from memsaver.integrations.sglang.sleep import SleepController
 
 __all__ = ["LocalBackend", "ServedBackend", "backend_of"]
 
 _ABORT_SECONDS = 5.0  # to abort what took too long, beside the time that it had
-# What a prompt may have beside its tokens, as `GenerateReqInput` names it.
-_MULTIMODAL = ("image_data", "video_data", "audio_data")
 _PAUSE_MODES = ("abort", "retract", "in_place")
 
 
@@ -69,7 +66,7 @@ class _Backend:
         """See `Backend`."""
         if not requests:
             return []
-        payload = _payload(requests)
+        payload = payload_of(requests)
         with self.control.request():
             try:
                 outputs = self._generate(payload, timeout)
@@ -81,7 +78,7 @@ class _Backend:
             raise EngineError(
                 f"the engine gave {len(outputs)} samples for {len(requests)} requests"
             )
-        return [_sample(output) for output in outputs]
+        return [sample_of(output) for output in outputs]
 
     def pause_generation(self, mode: PauseMode, timeout: float) -> None:
         """See `Backend`."""
@@ -345,58 +342,3 @@ def _check_version(version: str | None) -> None:
         raise ConfigError(
             f"the engine is of SGLang {version}; rollouts need {versions.PLUGINS_SINCE} or newer"
         )
-
-
-def _payload(requests: Sequence[Request]) -> dict[str, Any]:
-    """The requests as fields of one `GenerateReqInput`, with ids by which they can be aborted."""
-    name = f"memsaver-{uuid.uuid4().hex}"
-    payload: dict[str, Any] = {
-        "rid": [f"{name}-{number}" for number in range(len(requests))],
-        "input_ids": [list(request.input_ids) for request in requests],
-        "sampling_params": [dict(request.sampling_params) for request in requests],
-        "return_logprob": True,
-    }
-    named = {key for request in requests for key in request.multimodal or ()}
-    if unknown := sorted(named.difference(_MULTIMODAL)):
-        raise ConfigError(
-            f"SGLang knows no {unknown[0]!r} of a prompt; it takes {', '.join(_MULTIMODAL)}"
-        )
-    for key in _MULTIMODAL:
-        if key in named:
-            values = [(request.multimodal or {}).get(key) for request in requests]
-            # Of images it takes a list for each prompt, and tells so by the first one.
-            payload[key] = [_as_list(one) for one in values] if key == "image_data" else values
-    return payload
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
-
-
-def _sample(output: Mapping[str, Any]) -> Sample:
-    """One of SGLang's outputs."""
-    try:
-        tokens = [int(token) for token in output["output_ids"]]
-        meta = output["meta_info"]
-        reason = meta.get("finish_reason") or {}
-        finish = str(reason["type"]) if isinstance(reason, Mapping) and reason else str(reason)
-        entries = meta.get("output_token_logprobs")
-        logprobs = None if entries is None else [_number(entry[0]) for entry in entries]
-        version = meta.get("weight_version")
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineError(
-            f"the engine's output is not one of SGLang's ({type(error).__name__}: {error}): "
-            f"{str(output)[:200]}"
-        ) from error
-    if logprobs is not None and len(logprobs) != len(tokens):
-        if finish != "abort":
-            raise EngineError(
-                f"the engine gave {len(logprobs)} log-probabilities of {len(tokens)} tokens"
-            )
-        both = min(len(logprobs), len(tokens))  # it was ended between them
-        tokens, logprobs = tokens[:both], logprobs[:both]
-    return Sample(tokens, logprobs, finish, None if version is None else str(version))
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
