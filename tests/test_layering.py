@@ -142,6 +142,11 @@ PACKAGES = {
     "memsaver": ("memsaver", set()),
     "memsaver.cli": ("memsaver/cli", {"memsaver", "memsaver.integrations.sglang"}),
     "memsaver.distributed": ("memsaver/distributed", {"memsaver"}),
+    # Its rollout backend implements what memsaver.integrations.rollout.backend asks of an engine.
+    "memsaver.integrations.sglang": (
+        "integrations/sglang",
+        {"memsaver", "memsaver.integrations.rollout"},
+    ),
     "memsaver.integrations.rollout": (
         "integrations/rollout",
         {
@@ -151,7 +156,6 @@ PACKAGES = {
             "memsaver.integrations.trainer",
         },
     ),
-    "memsaver.integrations.sglang": ("integrations/sglang", {"memsaver"}),
     "memsaver.integrations.trainer": ("integrations/trainer", {"memsaver"}),
     "torch_memory_saver": (
         "integrations/torch_memory_saver/torch_memory_saver",

@@ -72,9 +72,7 @@ class Control(Protocol):
     def check(self, operation: str) -> None:
         """Raise `InvalidStateError` where the engine would not survive it."""
 
-    def request(
-        self, operation: str = "generate"
-    ) -> contextlib.AbstractContextManager[None]:
+    def request(self, operation: str = "generate") -> contextlib.AbstractContextManager[None]:
         """For the block, that operation is under way, and the engine does not sleep."""
 
     def sleep(
