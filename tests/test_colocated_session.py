@@ -449,10 +449,3 @@ def test_a_model_in_a_tag_with_the_optimizer_is_refused(sim, tag):
     both = offload(trainer.model, trainer.optimizer, tag=tag("trainer"))
     with pytest.raises(memsaver.ConfigError, match="tag of its own"):
         ColocatedSession(engine, both, both, state=trainer.model.state_dict)
-
-
-def test_it_waits_for_no_group_that_is_not_there(sim, tag):
-    trainer = Trainer()
-    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
-    with pytest.raises(memsaver.InvalidStateError, match="init_process_group"):
-        ColocatedSession(engine, trainer.model, sleep=False, group=object())

@@ -1,4 +1,7 @@
-"""Compares two runs bit for bit: `python compare.py sleeping.json plain.json`. Status 1: they differ."""
+"""Compares two runs, bit for bit. The status is 1 where they differ.
+
+python compare.py sleeping.json plain.json
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import memsaver
 import torch
 import torch.distributed as dist
 from advantages import group_advantages
@@ -18,6 +17,7 @@ from results import Results, Step, digest_of, figures_of
 from settings import Settings
 from vocabulary import Vocabulary
 
+import memsaver
 from memsaver.integrations.rollout import ColocatedSession
 
 

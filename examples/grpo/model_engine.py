@@ -29,7 +29,8 @@ class ModelEngine:
         self._model = copy.deepcopy(model).to(device).eval().requires_grad_(False)
         self._pad = pad
         self._device = device
-        self._weights = offload(self._model, tag=_TAGS["weights"], backup="none")
+        # Not its buffers: what is in no state is not updated, and would stay lost.
+        offload(list(self._model.parameters()), tag=_TAGS["weights"], backup="none").close()
         with memsaver.region(_TAGS["kv_cache"]):
             self._kv_cache: Any = (
                 simulator.buffer(_KV_BYTES)
@@ -66,6 +67,9 @@ class ModelEngine:
         **_: Any,
     ) -> RolloutOutput:
         """As of `RolloutEngine`, with a mapping of parameters for each prompt."""
+        for tag in _TAGS.values():
+            if memsaver.state(tag) is not memsaver.State.MAPPED:
+                raise memsaver.InvalidStateError(f"{tag} is {memsaver.state(tag)}", tag=tag)
         rows = [list(prompt) for prompt in input_ids]
         chances = [torch.Generator().manual_seed(p["sampling_seed"]) for p in sampling_params]
         answers: list[list[int]] = [[] for _ in rows]

@@ -34,7 +34,7 @@ class Settings:
 
     engine: str = "sglang"
     sleep: bool = True
-    steps: int = 60
+    steps: int = 100
     prompts: int = 32
     samples: int = 16
     largest: int = 4

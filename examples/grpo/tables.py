@@ -70,6 +70,4 @@ def median_seconds(results: Results) -> dict[str, float]:
 
 def peak_bytes(results: Results) -> dict[str, float]:
     """Of each stage."""
-    return {
-        name: max(row["peak_bytes"] for row in rows) for name, rows in results.stages().items()
-    }
+    return {name: max(row["peak_bytes"] for row in rows) for name, rows in results.stages().items()}

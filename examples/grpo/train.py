@@ -1,9 +1,9 @@
 """GRPO on sums, with a trainer and an engine that share their GPUs.
 
-    python train.py                                      one GPU
-    torchrun --nproc-per-node 2 train.py                 two: FSDP2, and the engine with TP=2
-    python train.py --engine model --model tiny          no GPU: the simulated driver, no SGLang
-    python train.py --no-sleep --out plain               the same without sleeping, to compare
+python train.py                                      one GPU
+torchrun --nproc-per-node 2 train.py                 two: FSDP2, and the engine with TP=2
+python train.py --engine model --model tiny          no GPU: the simulated driver, no SGLang
+python train.py --no-sleep --out plain               the same without sleeping, to compare
 """
 
 from __future__ import annotations

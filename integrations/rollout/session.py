@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,9 +12,11 @@ from typing import Any
 
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.engine import RolloutEngine
+from memsaver.integrations.rollout.fence import Fence
 from memsaver.integrations.rollout.low_water import LowWater
-from memsaver.integrations.rollout.meeting import Meeting, Part
+from memsaver.integrations.rollout.ranks import ALONE, Layout
 from memsaver.integrations.rollout.stages import RankStage, Stage, StageReport
+from memsaver.integrations.rollout.together import Together
 from memsaver.integrations.rollout.trainer_memory import TrainerMemory
 from memsaver.statistics import stats
 
@@ -49,9 +52,10 @@ class ColocatedSession:
     the engine has already are not sent again.
 
     **Ranks.** On several ranks all calls are collectives of `group`: every rank enters and leaves
-    the same blocks. Stages end on all ranks together. Where one fails on a rank, every rank raises:
-    the same error where all failed alike, else a `RankError` that names the ranks and says why. An
-    exception that leaves a block on some ranks is a `RankError` on the others at the block's end.
+    the same blocks. Stages end on all ranks together. Where one fails on a rank, every rank raises
+    an error of the same kind (a `RankError`, where ranks fail differently), which names the ranks
+    and says why. So does an exception that leaves a block on some ranks, at the end of the block;
+    those ranks raise their own.
 
     **Errors.** Nothing is lost. A stage that failed ends the call in front of it, the session is
     idle, and either block can be entered again: it does what has not been done. After a failed
@@ -89,8 +93,7 @@ class ColocatedSession:
             `enable_weights_cpu_backup`), so that they are sent after a training only.
         update_options: for `RolloutEngine.update_weights`.
         timeout: seconds that a stage may take on each rank, and that others are waited for then.
-        block_timeout: seconds to wait for the other ranks at the end of a block; None is the
-            group's own timeout.
+        block_timeout: seconds to wait for the other ranks at the beginning and the end of a block.
         on_stage: is told of each stage when it is over, failed ones included; must not raise.
 
     Raises:
@@ -112,7 +115,7 @@ class ColocatedSession:
         engine_keeps_weights: bool = False,
         update_options: Mapping[str, Any] | None = None,
         timeout: float = 600.0,
-        block_timeout: float | None = None,
+        block_timeout: float = 1800.0,
         on_stage: Callable[[StageReport], object] | None = None,
     ) -> None:
         if backup == "none":
@@ -122,8 +125,9 @@ class ColocatedSession:
                 f"which weights are to be sent is unknown: a {type(model).__name__} has no "
                 "state_dict(); give state=, which returns them"
             )
-        if not timeout > 0:
-            raise ConfigError(f"timeout is a positive number of seconds, not {timeout!r}")
+        for name, seconds in (("timeout", timeout), ("block_timeout", block_timeout)):
+            if not seconds > 0:
+                raise ConfigError(f"{name} is a positive number of seconds, not {seconds!r}")
         self.engine = engine
         self.stages: list[StageReport] = []
         self._state = state if state is not None else model.state_dict
@@ -136,11 +140,15 @@ class ColocatedSession:
         self._phase = Phase.IDLE
         self._owner = threading.Lock()  # held by whoever is in a block
         self._is_current = False  # whether the engine has the trainer's weights
-        self._meeting = Meeting(group)
+        layout = _layout_of(group)
+        self._rank, self._ranks = layout.rank, layout.dp_size
+        everyone = layout.dp_groups[0] if layout.dp_groups else None
+        self._together = Together(everyone, timeout, "session")
+        self._fence = Fence(layout, timeout)
         self._trainer = TrainerMemory(
-            self._meeting,
             model,
             optimizer,
+            group=everyone,
             tags=tags,
             backup=backup,
             timeout=timeout,
@@ -176,11 +184,10 @@ class ColocatedSession:
 
         Raises:
             InvalidStateError: inside another block of this session.
-            RankError: a stage or the block failed on some rank, or the ranks called different
-                things.
-            GroupError: a rank died, hangs, or did not come in time.
-            OutOfDeviceMemoryError: where one rank is alone, or all have none: memory for the
-                engine is not there. All that has been done holds, and can be gone on from.
+            RankError: the block or a stage failed on some ranks, or they called different things.
+            GroupError: a rank died, hangs, or did not come in time; start the job again.
+            OutOfDeviceMemoryError: memory for the engine is not there. What has been done holds,
+                and the next call goes on from there.
             EngineError, MemsaverError: what a stage raised, likewise.
         """
         with self._turn("rollout"):
@@ -265,14 +272,12 @@ class ColocatedSession:
                 f"{name}() inside a {self._phase.value}: leave that block first; nothing has "
                 "changed"
             )
-            if self._meeting.alone:
-                raise error
         # What this rank is about to do follows from what is in these words.
         what = f"{name}() of a session whose engine is {'' if self._is_current else 'not '}current"
         if not mine:
             what = f"{name}() inside another block"
         try:
-            self._meeting.meet(what, Part(), error, self._block_timeout)
+            self._meet(what, None, error, self._block_timeout)
             self._phase = Phase.MOVING
             yield
         finally:
@@ -332,14 +337,14 @@ class ColocatedSession:
         water: LowWater,
         result: Any,
         error: BaseException | None,
-        timeout: float | None,
+        timeout: float,
     ) -> None:
         """Hear how the others fared, and tell of it. Raises where one failed."""
-        part = Part(seconds, water.peak, water.total, _tag_bytes())
+        mine = RankStage(self._rank, seconds, water.peak, water.total, _tag_bytes())
         ranks: tuple[RankStage, ...] = ()
         failed = ""
         try:
-            ranks = self._meeting.meet(f"stage {stage.value}", part, error, timeout)
+            ranks = self._meet(f"stage {stage.value}", mine, error, timeout)
         except BaseException as raised:
             failed = f"{type(raised).__name__}: {raised}"
             raise
@@ -349,9 +354,38 @@ class ColocatedSession:
             if self._on_stage is not None:
                 self._on_stage(report)
 
+    def _meet(
+        self, what: str, mine: RankStage | None, error: BaseException | None, timeout: float
+    ) -> tuple[Any, ...]:
+        """What all ranks bring, if none brings an error."""
+        if self._ranks == 1:
+            if error is not None:
+                raise error
+            return (mine,)
+        try:
+            everyones = self._together.gather(what, lambda: (mine, error is not None), timeout)
+            if any(failed for _, failed in everyones):
+                self._fence.meet(what, error)
+        except Exception:
+            if error is None or isinstance(error, Exception):
+                raise
+        if error is not None:  # an interrupt, or the process's exit, is for this rank alone
+            raise error
+        return tuple(theirs for theirs, _ in everyones)
+
 
 def _tag_bytes() -> int:
     try:
         return stats().resident_bytes
     except MemsaverError:
         return 0
+
+
+def _layout_of(group: Any) -> Layout:
+    """All ranks of the group beside each other; of None the world, or this process alone."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return ALONE
+    everyone = dist.group.WORLD if group is None else group
+    rank, size = dist.get_rank(), dist.get_world_size(everyone)
+    return Layout(rank=rank, tp_ranks=(rank,), dp_groups=(everyone,), dp_size=size)

@@ -9,7 +9,6 @@ from typing import Any
 import memsaver
 import memsaver.distributed
 from memsaver.errors import ConfigError
-from memsaver.integrations.rollout.meeting import Meeting
 from memsaver.integrations.trainer import Offloaded, offload
 from memsaver.native import check_tag
 
@@ -17,7 +16,7 @@ __all__ = ["TrainerMemory"]
 
 
 class TrainerMemory:
-    """The tags of a model, an optimizer and what goes with it. Calls are collectives of `meeting`.
+    """The tags of a model, an optimizer and what goes with it. Calls are collectives of a group.
 
     Attributes:
         model: the model's tag alone.
@@ -27,17 +26,20 @@ class TrainerMemory:
 
     def __init__(
         self,
-        meeting: Meeting,
         model: Any,
         optimizer: Any,
         *,
+        group: Any,
         tags: Sequence[str],
         backup: str | None,
         timeout: float,
         offloading: bool,
     ) -> None:
-        """See `ColocatedSession`. Where not `offloading`, nothing is put into tags."""
-        self._meeting = meeting
+        """See `ColocatedSession`. Where not `offloading`, nothing is put into tags.
+
+        A group of None is this process alone.
+        """
+        self._group = group
         self._timeout = timeout
         self._handles: list[Offloaded] = []
         self.device = _current_device()
@@ -72,17 +74,17 @@ class TrainerMemory:
         """Pause these on all ranks, or on none; None where there is nothing to be paused."""
         if not names:
             return None
-        if self._meeting.alone:
+        if self._group is None:
             return memsaver.pause(*names)
-        return memsaver.distributed.pause(*names, group=self._meeting.group, timeout=self._timeout)
+        return memsaver.distributed.pause(*names, group=self._group, timeout=self._timeout)
 
     def resume(self, *names: str) -> Any:
         """Resume these on all ranks, or on none; None where there is nothing to be resumed."""
         if not names:
             return None
-        if self._meeting.alone:
+        if self._group is None:
             return memsaver.resume(*names)
-        return memsaver.distributed.resume(*names, group=self._meeting.group, timeout=self._timeout)
+        return memsaver.distributed.resume(*names, group=self._group, timeout=self._timeout)
 
     def synchronize(self) -> None:
         """Wait for all work of this rank's device; errors of kernels come out here."""

@@ -1,0 +1,375 @@
+"""examples/grpo: the algorithm's parts, and whole runs on the simulated driver, bit for bit."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from child_process import environment_without
+
+torch = pytest.importorskip("torch")
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "grpo"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Imports one of the example's modules, for this test alone."""
+    monkeypatch.syspath_prepend(EXAMPLE)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(EXAMPLE) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+# --- the task -------------------------------------------------------------------------------------
+
+
+def test_problems_are_sums_and_the_same_for_a_seed(example):
+    arithmetic = example("arithmetic")
+    made = arithmetic.problems(50, 12, seed=3, step=7)
+    for problem in made:
+        first, second = problem.text.removesuffix("=").split("+")
+        assert int(first) + int(second) == int(problem.answer) and int(first) <= 12
+    assert made == arithmetic.problems(50, 12, seed=3, step=7)
+    assert made != arithmetic.problems(50, 12, seed=3, step=8)
+    assert made != arithmetic.problems(50, 12, seed=4, step=7)
+
+
+@pytest.mark.parametrize(
+    ("answer", "worth"),
+    [
+        ("7.", 1.0),
+        ("8.", 0.1),
+        ("07.", 0.1),
+        ("7", 0.0),  # it did not end
+        (".", 0.0),
+        ("7+.", 0.0),
+        ("?.", 0.0),
+        ("7..", 0.0),
+        ("", 0.0),
+        ("².", 0.0),
+    ],
+)
+def test_rewards(example, answer, worth):
+    arithmetic = example("arithmetic")
+    assert arithmetic.reward(arithmetic.Problem("3+4=", "7"), answer) == worth
+
+
+def test_vocabulary_of_its_own(example):
+    vocabulary = example("vocabulary").Vocabulary.own()
+    tokens = vocabulary.encode("12+4=")
+    assert tokens[0] == vocabulary.start and len(set(vocabulary.ids.values())) == 14
+    assert vocabulary.decode([*tokens[1:], vocabulary.end, vocabulary.pad]) == "12+4=.?"
+    assert max(*vocabulary.ids.values(), vocabulary.end) < vocabulary.size
+    assert not {vocabulary.pad, vocabulary.start, vocabulary.end} & set(vocabulary.ids.values())
+
+
+def test_vocabulary_of_a_checkpoint(example, tmp_path):
+    vocabulary = example("vocabulary")
+    known = {symbol: 15 + i for i, symbol in enumerate(vocabulary.SYMBOLS)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": known}}))
+    config = {"vocab_size": 100, "eos_token_id": [90, 91], "bos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = vocabulary.Vocabulary.of_model(tmp_path)
+    assert found.encode("9=") == [90, 15 + 9, 15 + vocabulary.SYMBOLS.index("=")]
+    assert (found.pad, found.end, found.size) == (90, 90, 100)
+    del known["*"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": known}}))
+    with pytest.raises(ValueError, match=r"no tokens for \*"):
+        vocabulary.Vocabulary.of_model(tmp_path)
+
+
+# --- the algorithm --------------------------------------------------------------------------------
+
+
+def test_advantages_are_deviations_within_a_group(example):
+    group_advantages = example("advantages").group_advantages
+    rewards = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0, 4.0])
+    found = group_advantages(rewards, 4)
+    assert torch.equal(found[:4], torch.tensor([-1.0, 1.0, -1.0, 1.0]))
+    assert torch.equal(found[4:8], torch.zeros(4))  # all alike: nothing to learn
+    assert found[8:].mean().abs() < 1e-6 and found[8:].square().mean() == pytest.approx(1)
+
+
+def test_log_probabilities_are_those_of_the_next_token(example):
+    token_logprobs = example("policy_loss").token_logprobs
+    logits, tokens = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
+    found = token_logprobs(logits, tokens)
+    for row in range(3):
+        for at in range(4):
+            expected = logits[row, at].log_softmax(-1)[tokens[row, at + 1]]
+            assert found[row, at] == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_the_gradient_on_policy_is_the_policy_gradient(example):
+    clipped_loss = example("policy_loss").clipped_loss
+    logprobs = torch.randn(4, 6, dtype=torch.double, requires_grad=True)
+    gain = torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=torch.double)
+    mask = (torch.rand(4, 6) > 0.4).double()
+    clipped_loss(logprobs, logprobs.detach(), gain, mask, 0.2, 24.0).backward()
+    assert torch.allclose(logprobs.grad, -gain[:, None] * mask / 24)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "gain", "slope"),
+    [(1.5, 1.0, False), (1.5, -1.0, True), (0.5, 1.0, True), (0.5, -1.0, False)],
+)
+def test_what_has_gone_far_enough_teaches_no_more(example, ratio, gain, slope):
+    clipped_loss = example("policy_loss").clipped_loss
+    old = torch.zeros(1, 1)
+    logprobs = torch.full((1, 1), ratio).log().requires_grad_()
+    clipped_loss(logprobs, old, torch.tensor([gain]), torch.ones(1, 1), 0.2, 1.0).backward()
+    assert bool(logprobs.grad.any()) == slope
+
+
+def test_a_loss_is_the_same_however_rows_are_split(example):
+    clipped_loss = example("policy_loss").clipped_loss
+    new, old = torch.randn(8, 5).double(), torch.randn(8, 5).double()
+    gain, mask = torch.randn(8).double(), (torch.rand(8, 5) > 0.3).double()
+    total = float(mask.sum())
+    whole = clipped_loss(new, old, gain, mask, 0.2, total)
+    parts = [
+        clipped_loss(new[i : i + 3], old[i : i + 3], gain[i : i + 3], mask[i : i + 3], 0.2, total)
+        for i in range(0, 8, 3)
+    ]
+    assert float(sum(parts)) == pytest.approx(float(whole), abs=1e-12)
+
+
+def test_batches_have_each_answer_behind_its_prompt(example):
+    from memsaver.integrations.rollout import RolloutOutput, Sample
+
+    batch_of = example("batches").batch_of
+    samples = [
+        Sample([7, 2], [-0.5, -0.25], "stop", None),
+        Sample([8], [-1.0], "length", None),
+        Sample([9, 9, 9], [-1.0, -2.0, -3.0], "length", None),
+    ]
+    output = RolloutOutput.of(samples, [0, 0, 1], pad_token_id=31)
+    batch = batch_of([[1, 5], [1, 5, 6]], output, torch.tensor([1.0, 2.0, 3.0]))
+    assert batch.tokens.tolist() == [
+        [1, 5, 7, 2, 31, 31],
+        [1, 5, 8, 31, 31, 31],
+        [1, 5, 6, 9, 9, 9],
+    ]
+    assert batch.mask.tolist() == [[0, 1, 1, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 1, 1]]
+    assert batch.engine_logprobs.tolist() == [
+        [0, -0.5, -0.25, 0, 0],
+        [0, -1.0, 0, 0, 0],
+        [0, 0, -1.0, -2.0, -3.0],
+    ]
+    assert torch.equal(batch.rows(1, 3).tokens, batch.tokens[1:])
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+# A run of the example with a policy of torch's alone: a token's prediction from the two before it.
+RUN = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+
+sys.path.insert(0, {example!r})
+from determinism import make_deterministic
+from dataclasses import replace
+from loop import run
+from model_engine import ModelEngine
+from places import leave_place, take_place
+from settings import Settings
+from vocabulary import Vocabulary
+
+
+class Policy(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(size, 32)
+        self.hidden = torch.nn.Linear(4 * 32, 64)
+        self.out = torch.nn.Linear(64, size)
+
+    def forward(self, input_ids, use_cache):
+        embedded = self.embedding(input_ids)
+        before = [
+            torch.nn.functional.pad(embedded, (0, 0, back, 0))[:, : embedded.shape[1]]
+            for back in range(4)
+        ]
+        logits = self.out(torch.relu(self.hidden(torch.cat(before, -1))))
+        return SimpleNamespace(logits=logits)
+
+
+settings = Settings(engine="model", rate=3e-3, largest=2, answer_tokens=2, **{options!r})
+make_deterministic(settings.seed)
+place = take_place(settings.tp)
+vocabulary = Vocabulary.own()
+torch.manual_seed(1)
+model = Policy(vocabulary.size)
+engine = ModelEngine(model, vocabulary.pad, place.device)
+if place.shard_mesh is not None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(model, mesh=place.shard_mesh)
+results = run(settings, vocabulary, place, engine, model)
+results.save(Path(sys.argv[1]) / f"{{place.rank}}.json")
+leave_place()
+"""
+
+
+def run_ranks(tmp_path, name, ranks, **options):
+    """The folder of the results of each rank."""
+    import socket
+
+    folder = tmp_path / name
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = RUN.format(example=str(EXAMPLE), options=options)
+    environment = {
+        **environment_without("MEMSAVER_"),
+        "MEMSAVER_DRIVER": "sim",
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(folder)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = [process.communicate(timeout=110)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_learns_and_is_the_same_with_and_without_sleep(example, tmp_path, ranks):
+    results, compare = example("results"), example("compare")
+    steps = {"steps": 40, "prompts": 16, "samples": 16}
+    sleeping = run_ranks(tmp_path, "sleeping", ranks, **steps)
+    plain = run_ranks(tmp_path, "plain", ranks, **steps, sleep=False)
+    for rank in range(ranks):
+        paths = [str(folder / f"{rank}.json") for folder in (sleeping, plain)]
+        assert compare.main(paths) == 0
+    first = results.Results.load(sleeping / "0.json")
+    assert first.steps[-1].reward > first.steps[0].reward + 0.2
+    assert len({step.answers for step in first.steps}) == 40
+    # The engine has the trainer's weights: it samples by the probabilities that the trainer has.
+    assert all(step.gap < 1e-5 for step in first.steps)
+    assert {"pause_optimizer", "update", "pause_model", "wake_rest"} <= set(first.stages())
+    assert set(results.Results.load(plain / "0.json").stages()) == {
+        "settle",
+        "update",
+        "generate",
+        "train",
+    }
+
+
+def test_runs_that_differ_are_told_apart(example, tmp_path, capsys):
+    results, compare = example("results"), example("compare")
+    step = results.Step(0.5, 0.25, 0.1, 1.0, 1e-7, "ab", {})
+    first = results.Results({"sleep": True, "seed": 0}, "CPU", 1, 0, [step], "cd")
+    for change, said in (
+        ({"weights": "ce"}, "weights"),
+        ({"settings": {"sleep": False, "seed": 1}}, "settings"),
+        ({"steps": [results.Step(0.5, 0.25, 0.1 + 2**-56, 1.0, 1e-7, "ab", {})]}, "loss"),
+        ({"steps": []}, "0 steps"),
+    ):
+        second = results.Results(
+            **{**vars(first), "settings": {"sleep": False, "seed": 0}, **change}
+        )
+        first.save(tmp_path / "first.json")
+        second.save(tmp_path / "second.json")
+        assert compare.main([str(tmp_path / f"{name}.json") for name in ("first", "second")]) == 1
+        assert said in capsys.readouterr().out
+    assert compare.main([str(tmp_path / "first.json")]) == 2
+
+
+def test_tables_and_picture(example, tmp_path):
+    pytest.importorskip("matplotlib")
+    from rich.console import Console
+
+    results, tables, picture = example("results"), example("tables"), example("picture")
+    steps = [
+        results.Step(
+            0.1 * number,
+            0.05 * number,
+            0.01,
+            1.0,
+            0.001,
+            "ab",
+            {
+                "generate": {"seconds": 0.5 if number else 9.0, "peak_bytes": 3 << 30},
+                "train": {"seconds": 0.25, "peak_bytes": (2 + number) << 30},
+            },
+        )
+        for number in range(4)
+    ]
+    made = results.Results({"sleep": True}, "H200", 2, 140 << 30, steps, "cd")
+    assert tables.median_seconds(made) == {"generate": 0.5, "train": 0.25}  # not of the first
+    assert tables.peak_bytes(made)["train"] == 5 << 30
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    tables.draw(console, made)
+    shown = console.export_text()
+    assert "500.0" in shown and "5.00" in shown and "2 x H200" in shown and "15.0 %" in shown
+    picture.save_picture(made, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- the model's copy as an engine ----------------------------------------------------------------
+
+
+def test_the_models_copy_samples_by_its_probabilities(example, sim):
+    engine_module = example("model_engine")
+
+    class Fixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.tensor([0.0, 1.0, 2.0]))
+
+        def forward(self, input_ids, use_cache):
+            return SimpleNamespace(logits=self.bias.expand(*input_ids.shape, 3))
+
+    engine = engine_module.ModelEngine(Fixed(), 0, torch.device("cpu"))
+    params = {"temperature": 1.0, "max_new_tokens": 4, "stop_token_ids": [0]}
+    seeded = [{**params, "sampling_seed": seed} for seed in range(300)]
+    engine.update_weights(Fixed().state_dict())
+    output = engine.generate([[1]] * 300, seeded)
+    expected = torch.tensor([0.0, 1.0, 2.0]).log_softmax(-1)
+    first = torch.bincount(output.token_ids[:, 0], minlength=3) / 300
+    assert torch.allclose(first, expected.exp(), atol=0.08)
+    rows = output.attention_mask.bool()
+    assert torch.allclose(output.logprobs[rows], expected[output.token_ids[rows]])
+    for row, length in enumerate(output.lengths.tolist()):
+        ended = output.token_ids[row, length - 1] == 0
+        assert output.finish_reasons[row] == ("stop" if ended else "length")
+        assert ended or length == 4
+    again = engine.generate([[1]] * 300, seeded)
+    assert torch.equal(again.token_ids, output.token_ids)
+    engine.sleep()
+    import memsaver
+
+    with pytest.raises(memsaver.InvalidStateError, match="paused"):
+        engine.generate([[1]], seeded[:1])
+    engine.wake_up()
+    with pytest.raises(memsaver.ConfigError, match="bias"):
+        engine.update_weights({})
+    assert not any(engine._model.state_dict()["bias"])  # gone, as SGLang's are
+    engine.update_weights(Fixed().state_dict())
+    assert torch.equal(engine.generate([[1]] * 300, seeded).token_ids, output.token_ids)
+    del engine
