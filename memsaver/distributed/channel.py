@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import threading
@@ -257,6 +258,15 @@ def _modules() -> tuple[Any, Any]:
 _lock = threading.Lock()
 # By group, and by lane.
 _links: weakref.WeakKeyDictionary[Any, dict[str, _Link]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _disconnect() -> None:
+    """End our groups while the interpreter still runs: their threads do not survive its end."""
+    with _lock:
+        for lanes in _links.values():
+            for link in lanes.values():
+                link.gloo = None
 
 
 def _bytes_of(tensor: Any) -> bytes:
