@@ -11,9 +11,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memsaver.integrations.rollout.backend import Backend, Request, Sample
     from memsaver.integrations.rollout.engine import RolloutEngine
+    from memsaver.integrations.rollout.errors import WeightMismatchError
     from memsaver.integrations.rollout.output import RolloutOutput
+    from memsaver.integrations.rollout.weights import WeightGroup, WeightUpdate
 
-__all__ = ["Backend", "Request", "RolloutEngine", "RolloutOutput", "Sample"]
+__all__ = [
+    "Backend",
+    "Request",
+    "RolloutEngine",
+    "RolloutOutput",
+    "Sample",
+    "WeightGroup",
+    "WeightMismatchError",
+    "WeightUpdate",
+]
 
 # Imported when asked for.
 _HOMES = {
@@ -22,6 +33,9 @@ _HOMES = {
     "RolloutEngine": "engine",
     "RolloutOutput": "output",
     "Sample": "backend",
+    "WeightGroup": "weights",
+    "WeightMismatchError": "errors",
+    "WeightUpdate": "weights",
 }
 
 
