@@ -53,6 +53,61 @@ class FlushCacheReqOutput:
     success: bool
 
 
+@dataclass
+class GenerateReqInput:
+    rid: list[str] | None = None
+    input_ids: list[list[int]] | None = None
+    sampling_params: list[dict] | None = None
+    return_logprob: bool = False
+    image_data: list | None = None
+    video_data: list | None = None
+    audio_data: list | None = None
+
+
+@dataclass
+class PauseGenerationReqInput:
+    mode: str = "abort"
+
+
+@dataclass
+class ContinueGenerationReqInput:
+    torch_empty_cache: bool = True
+
+
+@dataclass
+class UpdateWeightsFromTensorReqInput:
+    serialized_named_tensors: list
+    load_format: str | None = None
+    flush_cache: bool = True
+    weight_version: str | None = None
+
+
+@dataclass
+class UpdateWeightsFromDistributedReqInput:
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    flush_cache: bool = True
+    weight_version: str | None = None
+    load_format: str | None = None
+
+
+@dataclass
+class InitWeightsUpdateGroupReqInput:
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+@dataclass
+class DestroyWeightsUpdateGroupReqInput:
+    group_name: str = "weight_update_group"
+
+
 # --- the saver ------------------------------------------------------------------------------------
 
 
@@ -212,6 +267,15 @@ class TokenizerManager:
         self.answer_seconds = 0.0
         self.generate_seconds = 0.0
         self.aborted = 0
+        self.server_args = types.SimpleNamespace(
+            tp_size=1, skip_tokenizer_init=True, weight_version="default"
+        )
+        self.version = "0.5.23"
+        self.groups: dict[str, InitWeightsUpdateGroupReqInput] = {}  # that were joined, by name
+        self.loaded: list = []  # requests that brought weights
+        self.aborted_rids: set[str] = set()
+        self.paused = asyncio.Condition()
+        self.pause_mode = ""
         self.slow: dict[int, float] = {}  # seconds of further delay, by scheduler
         self._waiters: dict[str, tuple[list, asyncio.Event]] = {}  # by kind of message
         self._rids = 0
@@ -256,8 +320,88 @@ class TokenizerManager:
         return [answer.internal_state for answer in await self._ask("get_internal_state")]
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        assert abort_all
-        self.aborted += 1
+        assert abort_all or rid
+        self.aborted += abort_all
+        self.aborted_rids |= {rid} - {""}
+
+    async def generate_request(self, obj: GenerateReqInput, request=None):
+        """As SGLang for a batch of token ids: what a prompt gives depends on its tokens alone."""
+        lists = (obj.rid, obj.input_ids, obj.sampling_params)
+        images = obj.image_data or [[]] * len(obj.rid)
+        assert len(set(obj.rid)) == len(obj.rid) and {len(one) for one in lists} == {len(images)}
+        assert all(isinstance(one, list) for one in images)
+        async with self.paused:
+            await self.paused.wait_for(lambda: not self.pause_mode)
+        yield await asyncio.gather(*map(self._sample, *lists, images))
+
+    async def _sample(self, rid: str, tokens: list[int], params: dict, images: list) -> dict:
+        if not tokens or "n" in params:
+            raise ValueError("SGLang would not take it like this")
+        if params.get("max_new_tokens", 128) > 8192:
+            raise ValueError("the requested tokens exceed the context length")
+        for scheduler in self.schedulers:
+            scheduler.begin(rid)
+        if any(scheduler.death for scheduler in self.schedulers):
+            await asyncio.Event().wait()
+        aborted = self.aborted
+        end = asyncio.get_running_loop().time() + self.generate_seconds
+        while asyncio.get_running_loop().time() < end:
+            if self.aborted != aborted or rid in self.aborted_rids:
+                break
+            await asyncio.sleep(0.005)
+        else:
+            aborted = None
+        for scheduler in self.schedulers:
+            scheduler.end(rid)
+        made = generated(tokens, params, images)
+        if aborted is not None:
+            made = made[: len(made) // 2]
+        reason = {"type": "abort"} if aborted is not None else finish_of(params, made)
+        logprobs = [(-token / 1000, token, None) for token in made]
+        version = self.server_args.weight_version
+        meta = {"id": rid, "finish_reason": reason, "weight_version": version}
+        meta["output_token_logprobs"] = logprobs
+        return {"output_ids": made, "meta_info": meta}
+
+    async def pause_generation(self, obj: PauseGenerationReqInput) -> None:
+        assert obj.mode in ("abort", "retract", "in_place")
+        self.pause_mode = obj.mode
+        if obj.mode == "abort":
+            self.abort_request(abort_all=True)
+            while not all(scheduler.is_fully_idle() for scheduler in self.schedulers):
+                await asyncio.sleep(0.005)
+
+    async def continue_generation(self, obj: ContinueGenerationReqInput) -> None:
+        async with self.paused:
+            self.pause_mode = ""
+            self.paused.notify_all()
+
+    async def update_weights_from_tensor(self, obj, request=None) -> tuple[bool, str]:
+        if obj.serialized_named_tensors and "bad" in obj.serialized_named_tensors[0]:
+            return False, "a tensor that the model does not have"
+        return self._load(obj)
+
+    async def update_weights_from_distributed(self, obj, request=None) -> tuple[bool, str]:
+        if obj.group_name not in self.groups:
+            return False, f"group {obj.group_name} is not known"
+        return self._load(obj)
+
+    def _load(self, obj) -> tuple[bool, str]:
+        if any("weights" in s.weight_updater.offload_tags for s in self.schedulers):
+            for scheduler in self.schedulers:
+                scheduler.death = RuntimeError("an illegal memory access was encountered")
+        self.loaded.append(obj)
+        if obj.weight_version is not None:
+            self.server_args.weight_version = obj.weight_version
+        return True, "Succeeded."
+
+    async def init_weights_update_group(self, obj, request=None) -> tuple[bool, str]:
+        self.groups[obj.group_name] = obj
+        return True, "Succeeded."
+
+    async def destroy_weights_update_group(self, obj, request=None) -> tuple[bool, str]:
+        known = self.groups.pop(obj.group_name, None) is not None
+        return known, "Succeeded." if known else f"group {obj.group_name} is not known"
 
     async def generate(self, prompt: str) -> dict:
         self._rids += 1
@@ -272,6 +416,17 @@ class TokenizerManager:
         for scheduler in self.schedulers:
             scheduler.end(rid)
         return {"text": prompt + "!", "aborted": self.aborted != aborted}
+
+
+def generated(tokens: list[int], params: dict, images: list = ()) -> list[int]:
+    """What the engine generates: tokens that tell what they were generated from."""
+    first = sum(tokens) + 7 * params.get("sampling_seed", 0) + 100 * len(images)
+    return [first + number for number in range(params.get("max_new_tokens", 128))]
+
+
+def finish_of(params: dict, made: list[int]) -> dict:
+    """SGLang's reason of a request that ended by itself."""
+    return {"type": "length", "length": len(made)}
 
 
 class Engine:
@@ -364,7 +519,8 @@ class Server:
                 return 500, "Internal Server Error"
             if path == "/server_info":
                 states = await manager.get_internal_state()
-                return 200, json.dumps({"version": "0.5.23", "internal_states": states})
+                info = {**vars(manager.server_args), "version": manager.version}
+                return 200, json.dumps({**info, "internal_states": states})
             return 404, "{}"
         if path in ("/release_memory_occupation", "/resume_memory_occupation"):
             release = path.startswith("/release")
@@ -379,11 +535,33 @@ class Server:
             flushed = (await manager.flush_cache()).success
             return (200, "Cache flushed.") if flushed else (400, "Flush cache failed.")
         if path == "/abort_request":
-            manager.abort_request(abort_all=body["abort_all"])
+            manager.abort_request(**body)
             return 200, ""
+        if path == "/generate" and "input_ids" in body:
+            try:
+                return 200, json.dumps(
+                    await manager.generate_request(GenerateReqInput(**body)).__anext__()
+                )
+            except ValueError as error:
+                return 400, json.dumps({"error": {"message": str(error)}})
+        if path in CALLS:
+            answer = await getattr(manager, path[1:])(CALLS[path](**body))
+            success, message = answer or (True, "")
+            answer = {"success": success, "message": message}
+            return (200 if success else 400), json.dumps(answer)
         if path == "/generate":
             return 200, json.dumps(await manager.generate(body["text"]))
         return 404, "{}"
+
+
+CALLS = {
+    "/pause_generation": PauseGenerationReqInput,
+    "/continue_generation": ContinueGenerationReqInput,
+    "/update_weights_from_tensor": UpdateWeightsFromTensorReqInput,
+    "/update_weights_from_distributed": UpdateWeightsFromDistributedReqInput,
+    "/init_weights_update_group": InitWeightsUpdateGroupReqInput,
+    "/destroy_weights_update_group": DestroyWeightsUpdateGroupReqInput,
+}
 
 
 # --- its modules ----------------------------------------------------------------------------------

@@ -142,7 +142,20 @@ PACKAGES = {
     "memsaver": ("memsaver", set()),
     "memsaver.cli": ("memsaver/cli", {"memsaver", "memsaver.integrations.sglang"}),
     "memsaver.distributed": ("memsaver/distributed", {"memsaver"}),
-    "memsaver.integrations.sglang": ("integrations/sglang", {"memsaver"}),
+    # Its rollout backend implements what memsaver.integrations.rollout.backend asks of an engine.
+    "memsaver.integrations.sglang": (
+        "integrations/sglang",
+        {"memsaver", "memsaver.integrations.rollout"},
+    ),
+    "memsaver.integrations.rollout": (
+        "integrations/rollout",
+        {
+            "memsaver",
+            "memsaver.distributed",
+            "memsaver.integrations.sglang",
+            "memsaver.integrations.trainer",
+        },
+    ),
     "memsaver.integrations.trainer": ("integrations/trainer", {"memsaver"}),
     "torch_memory_saver": (
         "integrations/torch_memory_saver/torch_memory_saver",

@@ -2,39 +2,108 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from memsaver.integrations.rollout.backend import Backend, PauseMode
+from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.integrations.rollout.backend import Backend, PauseMode, Sample
+from memsaver.integrations.rollout.fence import Fence
+from memsaver.integrations.rollout.launch import gpu_of_this_process, launch, place
 from memsaver.integrations.rollout.output import RolloutOutput
-from memsaver.integrations.rollout.ranks import Layout
+from memsaver.integrations.rollout.prompts import Prompts, prompts_of
+from memsaver.integrations.rollout.ranks import ALONE, Layout, layout_of
+from memsaver.integrations.rollout.shared_sleep import SharedSleep, known_released
 from memsaver.integrations.rollout.together import Together
-
-if TYPE_CHECKING:
-    from memsaver.integrations.sglang.reports import SleepReport
-    from memsaver.integrations.sglang.status import Status
+from memsaver.integrations.sglang.rollout_backend import backend_of
 
 __all__ = ["RolloutEngine"]
 
 
-class RolloutEngine:
-    """INTERFACE ONLY SO FAR; bodies follow.
+class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to mypy
+    """An inference engine for the ranks of a trainer, one for each tensor-parallel group.
 
-    Attributes (read by `weights` and `session`):
-        layout: `ranks.Layout` (rank, tp_group, tp_ranks, tp_rank, tp_size, leader, is_leader, ...).
-        backend: the `Backend` on the leader, None on every other rank.
-        together: `together.Together` over the tp group: `on_leader(what, action, timeout)` runs
-            `action()` on the leader and gives its result to every rank, or raises on all.
-        tp_size: ranks of the engine (a server's may differ from the layout's), known on all ranks.
+    The engine lives in the process of each group's first rank, its leader, and in processes that it
+    started; or it is a server. Every rank of the group makes the same calls in the same order:
+
+        mesh = init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))
+        with RolloutEngine.launch(mesh, model_path=path) as engine:
+            output = engine.generate(my_prompts, {"max_new_tokens": 512, "n": 8})
+            engine.sleep(wait_idle=True)
+            train(output)
+            with engine.staged_wake():
+                engine.update_weights(model)
+
+    What the leader is told comes to all ranks of its group, and so does what fails: every rank
+    raises an error of the same kind, whose message names the cause and the rank, and whose
+    `failures` has it by rank. A rank that died or hangs is a `GroupError` on the others. No wait is
+    without a bound: a call's `timeout`, in seconds, is for the engine's work, and before that the
+    ranks wait for each other at most as long as the engine's own `timeout`.
+
+    Threads: `generate` in one, and beside it all other calls in another, as where
+    `pause_generation` ends a generation; each rank with the same two. The leader's event loop must
+    not be the thread's own.
+
+    Attributes:
+        layout: where this rank stands.
+        backend: the engine as its leader has it; None on all other ranks.
+        together: for calls of the group's ranks beside `generate`.
+        tp_size: ranks of the engine. A server's may differ from the layout's.
         timeout: seconds that a call may take unless it says otherwise.
+        pad_token_id: what `generate` pads with.
+
+    Args:
+        backend: the engine, on the leader; None elsewhere.
+        layout: where this rank stands.
+        timeout: see there.
+        pad_token_id: likewise.
+
+    Raises:
+        RankError and others: as every call.
     """
 
-    layout: Layout
-    backend: Backend | None
-    together: Together
-    tp_size: int
-    timeout: float
+    def __init__(
+        self,
+        backend: Backend | None,
+        layout: Layout = ALONE,
+        *,
+        timeout: float = 600.0,
+        pad_token_id: int = 0,
+    ) -> None:
+        group = layout.tp_group
+        self._begin(
+            layout, timeout, pad_token_id, Together(group, timeout, "rollout"), lambda: backend
+        )
+
+    def _begin(
+        self,
+        layout: Layout,
+        timeout: float,
+        pad_token_id: int,
+        together: Together,
+        make: Callable[[], Backend | None],
+    ) -> None:
+        """Have the backend that the leader makes, or fail on all ranks."""
+        self.layout, self.timeout, self.pad_token_id = layout, timeout, pad_token_id
+        self.together = together
+        self.backend: Backend | None = None
+        self._generating = Together(layout.tp_group, timeout, "rollout/generate")
+        self._fence = Fence(layout, timeout)
+        self._closed = False
+
+        def begin() -> tuple[int, frozenset[str] | None]:
+            made = make()
+            if made is None:
+                raise ConfigError("the leader of the group has no engine")
+            self.backend = made
+            return made.tp_size, known_released(made)
+
+        try:
+            self.tp_size, self._released = together.on_leader(
+                "the start of the engine", begin, timeout
+            )
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def launch(
@@ -46,7 +115,37 @@ class RolloutEngine:
         timeout: float = 600.0,
         pad_token_id: int = 0,
         **server_args: Any,
-    ) -> RolloutEngine: ...
+    ) -> RolloutEngine:
+        """Start an `sglang.Engine` for each tensor-parallel group, on the GPUs of its ranks.
+
+        Each rank has chosen its GPU before (`torch.cuda.set_device`). The engines get
+        `skip_tokenizer_init=True`, `enable_memory_saver=True`, and the group's size and GPUs.
+
+        Args:
+            mesh: the ranks, as a `DeviceMesh`; None is this process alone, whose engine may have
+                several GPUs (`tp_size=`).
+            tp: the mesh's dimension whose ranks share an engine.
+            dp: its other dimensions, one name or several.
+            timeout: seconds that the start may take, and any call that does not say otherwise.
+            pad_token_id: what `generate` pads with.
+            server_args: of `sglang.Engine`, such as `model_path`.
+
+        Raises:
+            NotLoadedError: SGLang is not installed.
+            ConfigError: the mesh, the GPUs or the arguments do not fit together.
+            EngineError, EngineTimeoutError: the engine did not start, or not in time.
+        """
+        layout = layout_of(mesh, tp=tp, dp=dp)
+        together = Together(layout.tp_group, timeout, "rollout")
+        gpus = together.gather("the choice of GPUs", gpu_of_this_process)
+        tp_size = None if mesh is None else layout.tp_size
+
+        def make() -> Backend:
+            return launch(place(gpus, layout.dp_rank), tp_size, server_args, timeout)
+
+        engine = cls.__new__(cls)
+        engine._begin(layout, timeout, pad_token_id, together, make)
+        return engine
 
     @classmethod
     def connect(
@@ -59,7 +158,41 @@ class RolloutEngine:
         timeout: float = 600.0,
         pad_token_id: int = 0,
         api_key: str | None = None,
-    ) -> RolloutEngine: ...
+    ) -> RolloutEngine:
+        """Use an engine that is there already, and lives on after `close`.
+
+        Args:
+            engine: a server's URL; or a list of URLs, one for each data-parallel rank; or an
+                `sglang.Engine` of the leader's process, where other ranks pass None.
+            mesh: the ranks, as of `launch`, likewise the rest.
+            tp: see there.
+            dp: see there.
+            timeout: see there.
+            pad_token_id: see there.
+            api_key: what a server asks for, its admin key where it has one.
+
+        Raises:
+            ConfigError: it is none of these, or of a version that cannot be used.
+            EngineError, EngineTimeoutError: it cannot be reached, or not in time.
+        """
+        layout = layout_of(mesh, tp=tp, dp=dp)
+
+        def make() -> Backend:
+            mine = engine
+            if isinstance(engine, list | tuple):
+                if len(engine) != layout.dp_size:
+                    raise ConfigError(
+                        f"{len(engine)} servers for {layout.dp_size} data-parallel ranks"
+                    )
+                mine = engine[layout.dp_rank]
+            return backend_of(mine, api_key=api_key, timeout=min(timeout, 60.0))
+
+        made = cls.__new__(cls)
+        together = Together(layout.tp_group, timeout, "rollout")
+        made._begin(layout, timeout, pad_token_id, together, make)
+        return made
+
+    # --- generating -------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -69,42 +202,100 @@ class RolloutEngine:
         attention_mask: Any = None,
         multimodal: Sequence[Mapping[str, Any] | None] | None = None,
         timeout: float | None = None,
-    ) -> RolloutOutput: ...
+    ) -> RolloutOutput:
+        """Generate for this rank's prompts, together with those of the group's other ranks.
+
+        A collective; a rank may have no prompts (`[]`). Nothing is turned into text.
+
+        Args:
+            input_ids: a list of prompts, each a list of tokens or a 1-D tensor; or a 2-D tensor.
+            sampling_params: as SGLang names them, one mapping for all or one for each prompt. With
+                "n", so many samples of a prompt, which stand together in the output; the k-th has
+                the "sampling_seed" plus k, where there is one.
+            attention_mask: of a padded tensor, 0 where there is padding, on whatever side.
+            multimodal: for each prompt None, or a mapping of "image_data", "video_data" and
+                "audio_data", as SGLang takes them.
+            timeout: seconds for the generation. What is not finished then is aborted.
+
+        Raises:
+            ConfigError: a rank's arguments are not as above; the engine was not asked.
+            InvalidStateError: what it needs is released.
+            EngineError, EngineTimeoutError: the engine failed, or did not finish in time.
+            RankError, GroupError: as every call.
+        """
+        limit = self._limit(timeout)
+        mine: list[Prompts] = []
+
+        def prepare() -> Prompts:
+            self._check_open()
+            prompts = prompts_of(input_ids, sampling_params, attention_mask, multimodal)
+            mine.append(prompts)
+            return prompts
+
+        def work(everyones: list[Prompts]) -> list[list[Sample]]:
+            requests = [request for prompts in everyones for request in prompts.requests]
+            samples = iter(self._engine.generate(requests, limit))
+            return [[next(samples) for _ in prompts.requests] for prompts in everyones]
+
+        samples = self._generating.gathered("generate", prepare, work, limit)
+        place = self.layout.tp_rank
+        return RolloutOutput.of(samples[place], mine[0].index, self.pad_token_id)
+
+    def pause_generation(self, mode: PauseMode = "abort", timeout: float | None = None) -> None:
+        """Stop generating until `continue_generation`. Requests that come meanwhile wait.
+
+        Args:
+            mode: what becomes of requests in flight. "abort" ends them with the tokens that they
+                have and the finish reason "abort"; "retract" takes their KV cache away and computes
+                it again when they go on, with the weights of then; "in_place" keeps the cache, so
+                that they go on with what the old weights computed, and it cannot be flushed.
+            timeout: seconds.
+        """
+        limit = self._limit(timeout)
+        self._do("pause_generation", lambda: self._engine.pause_generation(mode, limit), limit)
+
+    def continue_generation(self, timeout: float | None = None) -> None:
+        """End a pause of the generation. Nothing happens where there is none."""
+        limit = self._limit(timeout)
+        self._do("continue_generation", lambda: self._engine.continue_generation(limit), limit)
+
+    # --- weights, and the end ---------------------------------------------------------------------
+
+    def update_weights(self, state: Any, **options: Any) -> Any:
+        """Send a trainer's weights to the engine: `memsaver.integrations.rollout.weights.update`.
+
+        A collective. Its arguments, result and errors are described there.
+        """
+        from memsaver.integrations.rollout import weights
+
+        return weights.update(self, state, **options)
+
+    def close(self) -> None:
+        """End the engine if this started it. Idempotent, waits for no other rank; no call after."""
+        self._closed = True
+        if self.backend is not None:
+            self.backend.close()
+
+    def __enter__(self) -> RolloutEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        place = f"rank {self.layout.tp_rank} of {self.layout.tp_size}"
+        state = "closed" if self._closed else self.status.value
+        return f"<memsaver RolloutEngine: {state}, {place}, engine {self.layout.dp_rank}>"
+
+    # --- on all ranks -----------------------------------------------------------------------------
 
     @property
-    def status(self) -> Status: ...
-    @property
-    def released(self) -> frozenset[str]: ...
-    def refresh(self) -> Status: ...
-    def check(self, operation: str) -> None: ...
-    def sleep(
-        self,
-        tags: str | Sequence[str] | None = None,
-        *,
-        wait_idle: bool = False,
-        abort: bool = False,
-        flush: bool = False,
-        fence: bool = False,
-        timeout: float | None = None,
-    ) -> SleepReport: ...
-    def wake_up(
-        self,
-        tags: str | Sequence[str] | None = None,
-        *,
-        fence: bool = False,
-        timeout: float | None = None,
-    ) -> SleepReport: ...
-    @contextlib.contextmanager
-    def asleep(
-        self, tags: str | Sequence[str] | None = None, **options: Any
-    ) -> Iterator[SleepReport]: ...
-    @contextlib.contextmanager
-    def staged_wake(
-        self, *, fence: bool = False, timeout: float | None = None
-    ) -> Iterator[list[SleepReport]]: ...
-    def pause_generation(self, mode: PauseMode = "abort", timeout: float | None = None) -> None: ...
-    def continue_generation(self, timeout: float | None = None) -> None: ...
-    def update_weights(self, state: Any, **options: Any) -> Any: ...
-    def close(self) -> None: ...
-    def __enter__(self) -> RolloutEngine: ...
-    def __exit__(self, *_: object) -> None: ...
+    def _engine(self) -> Backend:
+        """The leader's. Only what the leader does for all asks for it."""
+        self._check_open()
+        assert self.backend is not None
+        return self.backend
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidStateError("the rollout engine is closed")

@@ -1,24 +1,262 @@
-"""INTERFACE ONLY SO FAR: something done by a group's leader, with its result or error on all."""
+"""`Together`: what a group's ranks do at once, so that each gets the result, or the same error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import itertools
+import pickle
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from memsaver.distributed.channel import Channel
+from memsaver.distributed.errors import GroupError, RankError, RankFailure
+from memsaver.distributed.interrupts import interrupts_deferred
+from memsaver.errors import InvalidStateError
+from memsaver.integrations.rollout.failures import Told, error_of
+
+__all__ = ["GRACE_SECONDS", "Together"]
+
+Given = TypeVar("Given")
 Result = TypeVar("Result")
+
+# For a leader to find out that its engine does not answer, beside the time that the engine has.
+GRACE_SECONDS = 30.0
+
+_RECORD = struct.Struct("<II16sQ")  # protocol, whether it failed, the call's digest, bytes to come
+_PROTOCOL = 1
+_WORDS = 256  # bytes of a call's words, told where the ranks disagree
 
 
 class Together:
+    """The ranks of a group, of which the first is the leader, for calls that all of them make.
+
+    All make the same calls in the same order. Where one fails on a rank, all raise the same error:
+    of the kind that it has there, where it is one of memsaver's and all failures are of that kind,
+    else a `RankError`. Its message names the call, the ranks and their reasons, its `failures` are
+    as those of a `RankError`, and its cause is the rank's own exception there.
+
+    Nobody waits for ever: a rank that is dead or hangs is a `GroupError` on the others. The group
+    is of no more use to them then; other users of the same process group are not concerned.
+
+    Results and errors travel as pickles between the ranks of one job, which trust each other.
+    Calls may run beside each other in several threads where each has its own `Together`; calls of
+    one take turns. They use the CPU alone.
+
+    Args:
+        group: a `torch.distributed` group; None, or one of a single rank: this process alone.
+        timeout: seconds to wait until all ranks have come to a call.
+        lane: a name for calls that go on beside others; the same on all ranks.
+
+    Raises:
+        InvalidStateError, NotLoadedError, ConfigError: as of `memsaver.distributed`.
+    """
+
+    def __init__(self, group: Any = None, timeout: float = 600.0, lane: str = "rollout") -> None:
+        self._timeout = timeout
+        self._turn = threading.Lock()
+        self._channel: Channel | None = None
+        if group is not None:
+            channel = Channel(group, f"{lane}/{_number_of(group, lane)}")
+            self._channel = channel if len(channel.ranks) > 1 else None
+            self._ranks, self._rank = channel.ranks, channel.rank
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the group's first."""
+        return self._channel is None or self._rank == self._ranks[0]
+
     def on_leader(
         self, what: str, action: Callable[[], Result], timeout: float | None = None
     ) -> Result:
-        """`action()` on the leader, its (picklable) result on every rank; the same error on all."""
+        """Do something on the leader, for all.
 
-    def gather(self, what: str, work: Callable[[], Result]) -> list[Result]:
-        """`work()` on every rank; the (picklable) results of all, in the group's order, on all.
+        Args:
+            what: the call in words, the same on all ranks.
+            action: called on the leader alone; must end within `timeout`, by an error if need be.
+            timeout: seconds that it may take; None is that of this object.
 
-        Where it raises on a rank, the same error is raised on all.
+        Returns:
+            Its result, on all ranks.
+        """
+        return self.gathered(what, lambda: None, lambda _: action(), timeout)
+
+    def gather(
+        self, what: str, work: Callable[[], Given], timeout: float | None = None
+    ) -> list[Given]:
+        """Do something on every rank; the results of all in the group's order, on all.
+
+        Args:
+            what: the call in words, the same on all ranks.
+            work: called on every rank.
+            timeout: seconds to wait for the others; None is that of this object.
+        """
+        if self._channel is None:
+            return [work()]
+        with self._one_at_a_time(what):
+            return self._gather(what, work, self._timeout if timeout is None else timeout)
+
+    def gathered(
+        self,
+        what: str,
+        prepare: Callable[[], Given],
+        action: Callable[[list[Given]], Result],
+        timeout: float | None = None,
+    ) -> Result:
+        """`gather` and then `on_leader` with what was gathered, as one call.
+
+        Where `prepare` fails on a rank, `action` is not called.
+        """
+        if self._channel is None:
+            return action([prepare()])
+        limit = self._timeout if timeout is None else timeout
+        with self._one_at_a_time(what):
+            everyones = self._gather(what, prepare, self._timeout)
+            return self._of_leader(what, lambda: action(everyones), limit)
+
+    def meet(self, what: str, error: BaseException | None = None) -> None:
+        """Wait for all ranks; an error that one of them brings is raised on all.
+
+        Args:
+            what: the call in words, the same on all ranks.
+            error: what has failed here, or None.
         """
 
-    def everyone(self, what: str, error: BaseException | None) -> None:
-        """A meeting: returns where no rank brings an error, else raises the same one on all."""
+        def work() -> None:
+            if error is not None:
+                raise error
+
+        self.gather(what, work)
+
+    # --- meetings ---------------------------------------------------------------------------------
+
+    def _one_at_a_time(self, what: str) -> _Turn:
+        return _Turn(self._turn, self._timeout, what)
+
+    def _gather(self, what: str, work: Callable[[], Given], timeout: float) -> list[Given]:
+        body, error = _attempt(work)
+        with interrupts_deferred():
+            bodies = self._exchange(what, body, error, timeout)
+        return [pickle.loads(one) for one in bodies]
+
+    def _exchange(
+        self, what: str, body: bytes, error: BaseException | None, timeout: float
+    ) -> list[bytes]:
+        """What each rank brings. Raises where one of them brings an error, or another call."""
+        assert self._channel is not None
+        if error is not None:
+            body = Told.of(self._rank, error).packed()
+        mine = _RECORD.pack(_PROTOCOL, error is not None, _digest(what), len(body))
+        records = [_RECORD.unpack(one) for one in self._all_gather(mine, what, error, timeout)]
+        if len({record[0] for record in records}) > 1 or len({r[2] for r in records}) > 1:
+            protocols = [record[0] for record in records]
+            raise self._disagreement(what, protocols, error, timeout) from error
+        most = max(record[3] for record in records)
+        rows = self._all_gather(body.ljust(most, b"\0"), what, error, timeout)
+        bodies = [row[: record[3]] for row, record in zip(rows, records, strict=True)]
+        failed = [Told.parse(b) for b, r in zip(bodies, records, strict=True) if r[1]]
+        if failed:
+            self._raise(what, failed, error)
+        return bodies
+
+    def _of_leader(self, what: str, action: Callable[[], Result], timeout: float) -> Result:
+        """The leader's result. The others wait as long as it may take, and a little more."""
+        assert self._channel is not None
+        channel, limit = self._channel, timeout + GRACE_SECONDS
+        body, error = _attempt(action) if self.is_leader else (b"", None)
+        if error is not None:
+            body = Told.of(self._rank, error).packed()
+        with interrupts_deferred():
+            try:
+                head = _RECORD.pack(_PROTOCOL, error is not None, _digest(what), len(body))
+                head = channel.broadcast(head, _RECORD.size, limit, what)
+                _, failed, _, length = _RECORD.unpack(head)
+                body = channel.broadcast(body, length, limit, what)
+            except GroupError as lost:
+                raise _worse(lost, error) from lost.__cause__
+        if failed:
+            self._raise(what, [Told.parse(body)], error)
+        result: Result = pickle.loads(body)
+        return result
+
+    def _all_gather(
+        self, mine: bytes, what: str, error: BaseException | None, timeout: float
+    ) -> list[bytes]:
+        assert self._channel is not None
+        try:
+            return self._channel.all_gather(mine, timeout, what)
+        except GroupError as lost:
+            raise _worse(lost, error) from lost.__cause__
+
+    def _raise(self, what: str, failed: Sequence[Told], own: BaseException | None) -> None:
+        if own is not None and not isinstance(own, Exception):
+            raise own  # an interrupt, or the process's exit, is for this rank alone
+        raise error_of(what, failed, len(self._ranks)) from own
+
+    def _disagreement(
+        self, what: str, protocols: Sequence[int], error: BaseException | None, timeout: float
+    ) -> RankError:
+        words = what.encode("utf-8", "replace")[:_WORDS].ljust(_WORDS, b"\0")
+        told = self._all_gather(words, what, error, timeout)
+        calls = [one.rstrip(b"\0").decode("utf-8", "ignore") for one in told]
+        failures = {
+            rank: RankFailure(rank, "", "", "", "", f"{call} (protocol {protocol})")
+            for rank, call, protocol in zip(self._ranks, calls, protocols, strict=True)
+        }
+        each = "; ".join(f"rank {rank}: {one.message}" for rank, one in failures.items())
+        made = RankError(f"the ranks of a group must make the same call: {each}; nothing was done")
+        made.failures, made.stuck = failures, {}
+        return made
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """For the block, no other thread is in a call of the same group."""
+
+    lock: threading.Lock
+    timeout: float
+    what: str
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(timeout=self.timeout):
+            raise InvalidStateError(
+                f"{self.what} waited {self.timeout:g} s for another thread's call on the same "
+                "group; nothing was done"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
+    """The pickled result of some work, or what it raised."""
+    try:
+        return pickle.dumps(work(), protocol=pickle.HIGHEST_PROTOCOL), None
+    except BaseException as error:
+        return b"", error
+
+
+def _worse(lost: GroupError, error: BaseException | None) -> GroupError:
+    """The lost group, with what this rank would have told."""
+    if error is not None:
+        lost.message += f"; this rank had failed itself: {type(error).__name__}: {error}"
+    return lost
+
+
+def _digest(what: str) -> bytes:
+    return hashlib.blake2b(what.encode("utf-8", "replace"), digest_size=16).digest()
+
+
+def _number_of(group: Any, lane: str) -> int:
+    """Counts what is made for a group and a lane: the same on all ranks, as they make the same."""
+    with _lock:
+        counters = _counters.setdefault(group, {})
+        number: int = next(counters.setdefault(lane, itertools.count()))
+        return number
+
+
+_lock = threading.Lock()
+_counters: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()

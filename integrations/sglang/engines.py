@@ -56,12 +56,14 @@ def connect(engine: Any, api_key: str | None = None) -> Engine:
     """The way to talk to `engine`.
 
     Args:
-        engine: an `sglang.Engine`, or the URL of an SGLang server.
+        engine: an `sglang.Engine`, or the URL of an SGLang server; or what this returned for one.
         api_key: what a server asks for (its admin key, where it has one).
 
     Raises:
         ConfigError: it is neither.
     """
+    if isinstance(engine, LocalEngine | ServedEngine):
+        return engine
     if isinstance(engine, str):
         if not engine.startswith(("http://", "https://")):
             raise ConfigError(f"a server's URL starts with http:// or https://, not {engine!r}")
@@ -93,13 +95,18 @@ class LocalEngine:
         self._engine = engine
         self._driving = threading.Lock()  # held by the thread that drives the loop, or is about to
 
+    @property
+    def engine(self) -> Any:
+        """The `sglang.Engine`."""
+        return self._engine
+
     def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
         """See `Engine`."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput as Request
 
         request = Request(tags=list(tags))
         ask = self._engine.tokenizer_manager.release_memory_occupation
-        return self._run("a release", lambda: ask(request, None), timeout) or []
+        return self.run("a release", lambda: ask(request, None), timeout) or []
 
     def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
         """See `Engine`."""
@@ -107,17 +114,17 @@ class LocalEngine:
 
         request = Request(tags=list(tags))
         ask = self._engine.tokenizer_manager.resume_memory_occupation
-        return self._run("a resume", lambda: ask(request, None), timeout) or []
+        return self.run("a resume", lambda: ask(request, None), timeout) or []
 
     def states(self, timeout: float) -> list[SchedulerState]:
         """See `Engine`."""
         ask = self._engine.tokenizer_manager.get_internal_state
-        return _scheduler_states(self._run("its state", ask, timeout))
+        return _scheduler_states(self.run("its state", ask, timeout))
 
     def flush(self, timeout: float) -> bool:
         """See `Engine`."""
         ask = self._engine.tokenizer_manager.flush_cache
-        return bool(self._run("a flush", ask, timeout).success)
+        return bool(self.run("a flush", ask, timeout).success)
 
     def abort(self, timeout: float) -> None:
         """See `Engine`."""
@@ -125,7 +132,7 @@ class LocalEngine:
         async def ask() -> None:
             self._engine.tokenizer_manager.abort_request(abort_all=True)
 
-        self._run("an abort", ask, timeout)
+        self.run("an abort", ask, timeout)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See `Engine`."""
@@ -142,7 +149,19 @@ class LocalEngine:
                 return
             yield item
 
-    def _run(self, what: str, ask: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> Any:
+    def run(self, what: str, ask: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> Any:
+        """What `ask` returns on the engine's event loop.
+
+        Args:
+            what: the call in words, for errors.
+            ask: makes the coroutine.
+            timeout: seconds; then it is cancelled.
+
+        Raises:
+            EngineTimeoutError: it did not return in time.
+            EngineError: the engine's processes ended, or it raised; memsaver's errors stay theirs.
+            InvalidStateError: this is an event loop's thread.
+        """
         loop: asyncio.AbstractEventLoop = self._engine.loop
         if _is_in_event_loop():
             raise InvalidStateError(
@@ -155,6 +174,8 @@ class LocalEngine:
         self._drive(loop, future, time.monotonic() + timeout)
         if not future.done():
             future.cancel()
+            if ended := self._ended():
+                raise EngineError(f"the engine died before it answered {what}: {ended}")
             raise EngineTimeoutError(
                 f"the engine did not answer {what} within {timeout:g} s; it may be dead, or busy"
             )
@@ -175,17 +196,20 @@ class LocalEngine:
     ) -> None:
         """Wait until `future`, which runs on `loop`, is done, or `deadline` is over.
 
-        Another thread may drive the loop when this begins, or later, or stop doing so.
+        No longer than the engine's processes live. Another thread may drive the loop when this
+        begins, or later, or stop doing so.
         """
 
         async def watch() -> None:
             answer = asyncio.wrap_future(future)
-            while not answer.done() and time.monotonic() < deadline:
+            while not (answer.done() or self._ended()) and time.monotonic() < deadline:
                 await asyncio.wait([answer], timeout=min(_POLL_SECONDS, _left(deadline)))
             if answer.done() and not answer.cancelled():
                 answer.exception()  # else asyncio logs it as one that nobody asked for
 
         while not (future.done() or loop.is_closed()) and time.monotonic() < deadline:
+            if self._ended():
+                return
             if loop.is_running() or not self._driving.acquire(blocking=False):
                 concurrent.futures.wait([future], min(_POLL_SECONDS, _left(deadline)))
                 continue
@@ -197,6 +221,14 @@ class LocalEngine:
                 time.sleep(0.001)
             finally:
                 self._driving.release()
+
+    def _ended(self) -> str:
+        """Which of the engine's processes ended, in words; "" where they live or are not known."""
+        watchdog = getattr(self._engine.tokenizer_manager, "_subprocess_watchdog", None)
+        for process in getattr(watchdog, "_processes", ()):
+            if not process.is_alive():
+                return f"its process {process.pid} ended with status {process.exitcode}"
+        return ""
 
 
 def _is_in_event_loop() -> bool:
@@ -223,17 +255,17 @@ class ServedEngine:
 
     def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
         """See `Engine`."""
-        self._post("/release_memory_occupation", {"tags": list(tags)}, timeout)
+        self.post("/release_memory_occupation", {"tags": list(tags)}, timeout)
         return []
 
     def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
         """See `Engine`."""
-        self._post("/resume_memory_occupation", {"tags": list(tags)}, timeout)
+        self.post("/resume_memory_occupation", {"tags": list(tags)}, timeout)
         return []
 
     def states(self, timeout: float) -> list[SchedulerState]:
         """See `Engine`."""
-        text = self._request("GET", "/server_info", None, timeout)
+        text = self.get("/server_info", timeout)
         try:
             return _scheduler_states(json.loads(text)["internal_states"])
         except (ValueError, KeyError, TypeError) as error:
@@ -244,7 +276,7 @@ class ServedEngine:
     def flush(self, timeout: float) -> bool:
         """See `Engine`."""
         try:
-            self._post("/flush_cache", {}, timeout)
+            self.post("/flush_cache", {}, timeout)
         except EngineError as error:
             if error.http_status == http.client.BAD_REQUEST:
                 return False
@@ -253,7 +285,7 @@ class ServedEngine:
 
     def abort(self, timeout: float) -> None:
         """See `Engine`."""
-        self._post("/abort_request", {"abort_all": True}, timeout)
+        self.post("/abort_request", {"abort_all": True}, timeout)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As `sglang.Engine.generate`, with JSON for what it takes and gives; no streams."""
@@ -265,9 +297,19 @@ class ServedEngine:
         prompt = payload.pop("prompt", args[0] if args else None)
         if prompt is not None:
             payload["text"] = prompt
-        return json.loads(self._post("/generate", payload, None))
+        return json.loads(self.post("/generate", payload, None))
 
-    def _post(self, path: str, payload: Mapping[str, Any], timeout: float | None) -> str:
+    def get(self, path: str, timeout: float | None) -> str:
+        """What the server answers to a GET; errors as of `post`."""
+        return self._request("GET", path, None, timeout)
+
+    def post(self, path: str, payload: Mapping[str, Any], timeout: float | None) -> str:
+        """What the server answers to a POST of JSON.
+
+        Raises:
+            EngineError: it refuses (`http_status`), or cannot be reached.
+            EngineTimeoutError: there was no answer for `timeout` seconds; None waits for ever.
+        """
         return self._request("POST", path, json.dumps(payload).encode(), timeout)
 
     def _request(self, method: str, path: str, body: bytes | None, timeout: float | None) -> str:

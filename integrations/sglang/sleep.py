@@ -56,7 +56,8 @@ class SleepController:
     `/health` makes one, unless `SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0`.
 
     Args:
-        engine: an `sglang.Engine` of this process, or a server's URL.
+        engine: an `sglang.Engine` of this process, or a server's URL; or what `engines.connect`
+            made of one.
         api_key: what the server asks for, its admin key where it has one.
         released: tags that are released already; needed only where the plugin is not in the engine.
         timeout: seconds that finding out about the engine may take.
@@ -144,6 +145,18 @@ class SleepController:
             return self._stream(args, kwargs)
         with self._requests.one(lambda: self.check("generate")):
             return self._engine.generate(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def request(self, operation: str = "generate") -> Iterator[None]:
+        """For the block, the caller asks the engine for that by a way of its own.
+
+        As `generate` does, it counts as a request in flight: a sleep refuses, or waits for it.
+
+        Raises:
+            ConfigError, InvalidStateError: as of `check`.
+        """
+        with self._requests.one(lambda: self.check(operation)):
+            yield
 
     def sleep(
         self,

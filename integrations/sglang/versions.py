@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["doubt"]
+__all__ = ["doubt", "is_too_old"]
 
 TRIED = ("0.5.16",)  # its engine was run
 READ = ("0.5.23",)  # its source was followed
@@ -19,7 +19,7 @@ def doubt(version: str) -> str | None:
     release = _release(version)
     if release in [_release(known) for known in (*TRIED, *READ)]:
         return None
-    if release and release < _release(PLUGINS_SINCE):
+    if is_too_old(version):
         return (
             f"SGLang {version} has no plugin system (it came with {PLUGINS_SINCE}): install "
             "memsaver's drop-in package for the import name torch_memory_saver instead, from "
@@ -30,6 +30,12 @@ def doubt(version: str) -> str | None:
         f"{', '.join(READ)}). If memory is not given back or the engine misbehaves, set "
         "MEMSAVER_SGLANG=0 to use SGLang without memsaver, and report it"
     )
+
+
+def is_too_old(version: str) -> bool:
+    """Whether it has no plugins, nor what came with them. A development version is not too old."""
+    release = _release(version)
+    return bool(release) and release < _release(PLUGINS_SINCE)
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-"""How the ranks of a group tell each other something: one all-gather of bytes, over the CPU."""
+"""How the ranks of a group tell each other something: bytes, over the CPU."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 import weakref
@@ -23,6 +24,11 @@ _GRACE_SECONDS = 5.0  # for a backend that does not keep an operation's own time
 class Channel:
     """The ranks of a `torch.distributed` group, for one call. Used by one thread.
 
+    Args:
+        group: the group; None is the world.
+        lane: calls that go on beside others, say in another thread, have a lane of another name,
+            with connections of its own, which the group's other users do not see.
+
     Attributes:
         ranks: the group's ranks in the world, in the group's order.
         rank: this process's own, in the world.
@@ -34,7 +40,7 @@ class Channel:
         ConfigError: it is no group.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, lane: str = "") -> None:
         self._torch, self._dist = _modules()
         if not self._dist.is_initialized():
             raise InvalidStateError(
@@ -47,14 +53,18 @@ class Channel:
         self.ranks: list[int] = self._dist.get_process_group_ranks(self._group)
         self.rank = self.ranks[self._place]
         config: str = self._dist.get_backend_config(self._group)
-        self._needs_gloo = not any(part.split(":")[0] == "cpu" for part in config.split(","))
+        carries = any(part.split(":")[0] == "cpu" for part in config.split(","))
+        self._needs_gloo = bool(lane) or not carries
         if self._needs_gloo and not self._dist.is_gloo_available():
             raise NotLoadedError(
                 f"the group's backend is {config}, which carries no CPU tensors, and this torch "
                 "has no gloo to make one that does: give a group with a CPU backend"
+                if not lane
+                else "this torch has no gloo, over which the ranks would talk"
             )
+        self._lane = lane
         with _lock:
-            self._link = _links.setdefault(self._group, _Link())
+            self._link = _links.setdefault(self._group, {}).setdefault(lane, _Link())
 
     def _place_in_group(self) -> int:
         if self._group == self._dist.GroupMember.NON_GROUP_MEMBER:
@@ -82,6 +92,56 @@ class Channel:
         Raises:
             GroupError: a rank is dead, did not come in time, or the group is broken.
         """
+
+        def start(carrier: Any, wait: timedelta | None) -> tuple[Any, Any]:
+            # A sum of rows that are zero but for one's own: in place, and every backend has it.
+            rows = self._zeros(len(self.ranks), len(payload))
+            if payload:
+                rows[self._place] = self._torch.frombuffer(
+                    bytearray(payload), dtype=self._torch.uint8
+                )
+            options = self._dist.distributed_c10d.AllreduceOptions()
+            if wait is not None:
+                options.timeout = wait
+            return rows, carrier.allreduce([rows], options)
+
+        return [_bytes_of(row) for row in self._meet(start, timeout, what)]
+
+    def broadcast(
+        self, payload: bytes | None, nbytes: int, timeout: float | None, what: str
+    ) -> bytes:
+        """What the group's first rank gave.
+
+        Args:
+            payload: the bytes, on the first rank; ignored on the others.
+            nbytes: how many these are, the same on all ranks.
+            timeout: seconds to wait, as of `all_gather`; likewise the rest.
+            what: see there.
+        """
+
+        def start(carrier: Any, wait: timedelta | None) -> tuple[Any, Any]:
+            if self._place == 0 and payload:
+                row = self._torch.frombuffer(bytearray(payload), dtype=self._torch.uint8)
+            else:
+                row = self._zeros(nbytes)
+            options = self._dist.distributed_c10d.BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            if wait is not None:
+                options.timeout = wait
+            return row, carrier.broadcast([row], options)
+
+        return _bytes_of(self._meet(start, timeout, what))
+
+    def _zeros(self, *shape: int) -> Any:
+        return self._torch.zeros(shape, dtype=self._torch.uint8, device="cpu")
+
+    def _meet(
+        self,
+        start: Callable[[Any, timedelta | None], tuple[Any, Any]],
+        timeout: float | None,
+        what: str,
+    ) -> Any:
+        """The result of a collective that `start` begins; GroupError where it does not end well."""
         link = self._link
         link.meetings += 1
         wait = None if timeout is None else timedelta(seconds=timeout)
@@ -91,28 +151,23 @@ class Channel:
             if link.store is not None:
                 link.store.set(str(self.rank), str(link.meetings))
             carrier = link.gloo if self._needs_gloo else self._group
-            # A sum of rows that are zero but for one's own: in place, and every backend has it.
-            kind = {"dtype": self._torch.uint8, "device": "cpu"}
-            rows = self._torch.zeros((len(self.ranks), len(payload)), **kind)
-            rows[self._place] = self._torch.tensor(list(payload), **kind)
-            options = self._dist.distributed_c10d.AllreduceOptions()
-            if self._needs_gloo:  # made with the timeout of the first call
-                options.timeout = wait or self._dist.distributed_c10d.default_pg_timeout
-            elif wait is not None:
-                options.timeout = wait
-            work = carrier.allreduce([rows], options)
+            limit = wait
+            if self._needs_gloo and wait is None:  # it was made with the timeout of the first call
+                limit = self._dist.distributed_c10d.default_pg_timeout
+            result, work = start(carrier, limit)
             if wait is None:
                 work.wait()
             else:
                 work.wait(wait + timedelta(seconds=_GRACE_SECONDS))
         except Exception as error:
             raise self._lost(error, what) from error
-        return [bytes(row.tolist()) for row in rows]
+        return result
 
     def _prepare(self, wait: timedelta | None) -> None:
         link = self._link
         c10d = self._dist.distributed_c10d
         name = f"memsaver/{self._group.group_name}"
+        name += f"/{self._lane}" if self._lane else ""
         if link.store is None:
             with contextlib.suppress(Exception):  # then nobody can say who is missing
                 link.store = self._dist.PrefixStore(name, c10d._get_default_store())
@@ -200,4 +255,9 @@ def _modules() -> tuple[Any, Any]:
 
 
 _lock = threading.Lock()
-_links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()  # by group
+# By group, and by lane.
+_links: weakref.WeakKeyDictionary[Any, dict[str, _Link]] = weakref.WeakKeyDictionary()
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""

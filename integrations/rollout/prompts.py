@@ -1,0 +1,127 @@
+"""What a caller gives to `RolloutEngine.generate`, as requests: one for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memsaver.errors import ConfigError
+from memsaver.integrations.rollout.backend import Request
+
+__all__ = ["Prompts", "prompts_of"]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A rank's prompts.
+
+    Attributes:
+        requests: one for each sample, those of a prompt together, in the prompts' order.
+        index: which prompt each of them is of, from 0.
+    """
+
+    requests: list[Request]
+    index: list[int]
+
+
+def prompts_of(
+    input_ids: Any,
+    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    attention_mask: Any = None,
+    multimodal: Sequence[Mapping[str, Any] | None] | None = None,
+) -> Prompts:
+    """The requests for some prompts.
+
+    Args:
+        input_ids: a list of lists of tokens, a list of 1-D tensors, or a 2-D tensor.
+        sampling_params: one mapping for all prompts, or one for each. "n" is how many samples are
+            wanted of a prompt, 1 where it is missing; where there is a "sampling_seed", the k-th
+            sample has that seed plus k, since they would be the same otherwise.
+        attention_mask: of a padded tensor: where it is not 0 there is a token, on whatever side the
+            padding is.
+        multimodal: for each prompt, what belongs to it beside its tokens, or None.
+
+    Raises:
+        ConfigError: a prompt is empty or has no whole numbers from 0 on, or a list has not one
+            entry for each prompt.
+    """
+    prompts = _token_lists(input_ids, attention_mask)
+    each_params = _for_each(sampling_params or {}, len(prompts), "sampling_params")
+    extras = [None] * len(prompts) if multimodal is None else list(multimodal)
+    if len(extras) != len(prompts):
+        raise ConfigError(f"multimodal has {len(extras)} entries for {len(prompts)} prompts")
+    requests: list[Request] = []
+    index: list[int] = []
+    for number, (tokens, params, extra) in enumerate(
+        zip(prompts, each_params, extras, strict=True)
+    ):
+        named = dict(params)
+        count = named.pop("n", 1)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(f"sampling_params: n is a number of samples, not {count!r}")
+        seed = named.get("sampling_seed")
+        for sample in range(count):
+            own = named if seed is None or not sample else {**named, "sampling_seed": seed + sample}
+            requests.append(Request(tokens, own, extra))
+            index.append(number)
+    return Prompts(requests, index)
+
+
+def _for_each(
+    params: Mapping[str, Any] | Sequence[Mapping[str, Any]], count: int, name: str
+) -> list[Mapping[str, Any]]:
+    if isinstance(params, Mapping):
+        return [params] * count
+    several = list(params)
+    if len(several) != count or not all(isinstance(one, Mapping) for one in several):
+        raise ConfigError(f"{name} is a mapping, or a list of one for each of {count} prompts")
+    return several
+
+
+def _token_lists(input_ids: Any, attention_mask: Any) -> list[list[int]]:
+    if hasattr(input_ids, "dim"):
+        rows = _rows_of(input_ids, attention_mask)
+    elif attention_mask is not None:
+        raise ConfigError("an attention_mask belongs to a padded tensor of input_ids")
+    else:
+        try:
+            rows = [_list_of(row) for row in input_ids]
+        except TypeError:
+            raise ConfigError(
+                "input_ids is a list of prompts, each a list of tokens, or a tensor with a row for "
+                "each prompt"
+            ) from None
+    for number, row in enumerate(rows):
+        if not row:
+            raise ConfigError(f"prompt {number} has no tokens")
+        wrong = next((t for t in row if type(t) is not int or t < 0), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"prompt {number}: a token is a whole number from 0 on, not {wrong!r}"
+            )
+    return rows
+
+
+def _rows_of(input_ids: Any, attention_mask: Any) -> list[list[int]]:
+    if input_ids.dim() != 2:
+        raise ConfigError(f"a tensor of input_ids has 2 dimensions, not {input_ids.dim()}")
+    if attention_mask is None:
+        return [row.tolist() for row in input_ids]
+    if attention_mask.shape != input_ids.shape:
+        raise ConfigError(
+            f"the attention_mask's shape is {tuple(attention_mask.shape)}, and that of input_ids "
+            f"{tuple(input_ids.shape)}"
+        )
+    tokens, masks = input_ids.tolist(), attention_mask.tolist()
+    return [
+        [token for token, mask in zip(row, kept, strict=True) if mask]
+        for row, kept in zip(tokens, masks, strict=True)
+    ]
+
+
+def _list_of(row: Any) -> list[Any]:
+    listed: list[Any] = row.tolist() if hasattr(row, "tolist") else list(row)
+    if not isinstance(listed, list):  # of a tensor without dimensions
+        raise TypeError
+    return listed

@@ -1,0 +1,344 @@
+"""SGLang as the engine of `memsaver.integrations.rollout`: an engine of this process, or a server.
+
+What both ask for is the same, and stands in `_Backend`; the two kinds say how it gets there. For
+SGLang 0.5.11 and newer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from memsaver.errors import ConfigError
+from memsaver.integrations.rollout.backend import PauseMode, Request, Sample
+from memsaver.integrations.sglang import versions
+from memsaver.integrations.sglang.engines import LocalEngine, ServedEngine
+from memsaver.integrations.sglang.engines import connect as link_to
+from memsaver.integrations.sglang.errors import EngineError
+from memsaver.integrations.sglang.rollout_samples import payload_of, sample_of
+from memsaver.integrations.sglang.sleep import SleepController
+
+__all__ = ["LocalBackend", "ServedBackend", "backend_of"]
+
+_ABORT_SECONDS = 5.0  # to abort what took too long, beside the time that it had
+_PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+def backend_of(
+    engine: Any, *, api_key: str | None = None, timeout: float = 60.0
+) -> LocalBackend | ServedBackend:
+    """The backend over an engine.
+
+    Args:
+        engine: an `sglang.Engine` of this process, which has `skip_tokenizer_init=True`, or a
+            server's URL.
+        api_key: what the server asks for, its admin key where it has one.
+        timeout: seconds that finding out about the engine may take.
+
+    Raises:
+        ConfigError: it is neither, it detokenises, or it is of a version that cannot be used.
+        EngineError: it cannot be reached, or not in time.
+    """
+    link = link_to(engine, api_key)
+    if isinstance(link, ServedEngine):
+        return ServedBackend(link, timeout)
+    return LocalBackend(LocalEngine(engine), timeout)
+
+
+class _Backend:
+    """See `rollout.backend.Backend`.
+
+    Args:
+        link: how to talk to the engine.
+        timeout: seconds that finding out about it may take.
+    """
+
+    def __init__(self, link: LocalEngine | ServedEngine, timeout: float) -> None:
+        server_args = self._server_args(timeout)
+        self.tp_size: int = int(server_args.get("tp_size") or 1)
+        _check_version(server_args.get("version"))
+        self.control = SleepController(link, timeout=timeout)
+
+    def generate(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
+        """See `Backend`."""
+        if not requests:
+            return []
+        payload = payload_of(requests)
+        with self.control.request():
+            try:
+                outputs = self._generate(payload, timeout)
+            except BaseException:
+                with contextlib.suppress(EngineError):
+                    self._abort(payload["rid"], _ABORT_SECONDS)
+                raise
+        if len(outputs) != len(requests):
+            raise EngineError(
+                f"the engine gave {len(outputs)} samples for {len(requests)} requests"
+            )
+        return [sample_of(output) for output in outputs]
+
+    def pause_generation(self, mode: PauseMode, timeout: float) -> None:
+        """See `Backend`."""
+        if mode not in _PAUSE_MODES:
+            raise ConfigError(f"a mode is one of {', '.join(_PAUSE_MODES)}, not {mode!r}")
+        self._ask("pause_generation", {"mode": mode}, timeout)
+
+    def continue_generation(self, timeout: float) -> None:
+        """See `Backend`."""
+        self._ask("continue_generation", {}, timeout)
+
+    def load_tensors(
+        self,
+        payloads: Sequence[str],
+        *,
+        load_format: str | None,
+        flush_cache: bool,
+        weight_version: str | None,
+        timeout: float,
+    ) -> None:
+        """See `Backend`."""
+        if len(payloads) != self.tp_size:
+            raise ConfigError(
+                f"the engine has {self.tp_size} ranks, and there are {len(payloads)} payloads: "
+                "there must be one for each"
+            )
+        fields = {
+            "serialized_named_tensors": list(payloads),
+            **_loading(load_format, flush_cache, weight_version),
+        }
+        with self.control.request("update_weights"):
+            self._ask("update_weights_from_tensor", fields, timeout)
+
+    def join_group(
+        self,
+        address: str,
+        port: int,
+        *,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        timeout: float,
+    ) -> None:
+        """See `Backend`."""
+        fields = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        self._ask("init_weights_update_group", fields, timeout)
+
+    def load_broadcast(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+        load_format: str | None,
+        flush_cache: bool,
+        weight_version: str | None,
+        timeout: float,
+    ) -> None:
+        """See `Backend`."""
+        fields = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            **_loading(load_format, flush_cache, weight_version),
+        }
+        with self.control.request("update_weights"):
+            self._ask("update_weights_from_distributed", fields, timeout)
+
+    def leave_group(self, group_name: str, timeout: float) -> None:
+        """See `Backend`."""
+        self._ask("destroy_weights_update_group", {"group_name": group_name}, timeout)
+
+    def close(self) -> None:
+        """See `Backend`. Whoever started the engine ends it."""
+
+    # --- what the two kinds do in their own ways --------------------------------------------------
+
+    def _server_args(self, timeout: float) -> Mapping[str, Any]:
+        """The engine's arguments, with its "version", which may be None. Checks them."""
+        raise NotImplementedError
+
+    def _generate(self, payload: Mapping[str, Any], timeout: float) -> list[Mapping[str, Any]]:
+        """What SGLang gives for the fields of a `GenerateReqInput` with several prompts."""
+        raise NotImplementedError
+
+    def _abort(self, rids: Sequence[str], timeout: float) -> None:
+        """Abort requests, if they are in flight."""
+        raise NotImplementedError
+
+    def _ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> None:
+        """Make one of SGLang's requests, by the name that its method and its path have.
+
+        Raises:
+            EngineError: also where SGLang answers that it did not succeed.
+        """
+        raise NotImplementedError
+
+
+class LocalBackend(_Backend):
+    """An `sglang.Engine` of this process.
+
+    Args:
+        link: how to talk to it.
+        timeout: seconds that finding out about it may take.
+        end: ends the engine, once; None where others do.
+    """
+
+    def __init__(
+        self, link: LocalEngine, timeout: float = 60.0, end: Callable[[], None] | None = None
+    ) -> None:
+        self._link, self._end = link, end
+        super().__init__(link, timeout)
+
+    def close(self) -> None:
+        """See `Backend`."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+    def _server_args(self, timeout: float) -> Mapping[str, Any]:
+        args = self._link.engine.tokenizer_manager.server_args
+        if not getattr(args, "skip_tokenizer_init", False):
+            raise ConfigError(
+                "the engine would turn each token into text, for nothing: start it with "
+                "skip_tokenizer_init=True"
+            )
+        try:
+            from sglang.version import __version__ as version
+        except ImportError:
+            version = None
+        return {"tp_size": getattr(args, "tp_size", 1), "version": version}
+
+    def _generate(self, payload: Mapping[str, Any], timeout: float) -> list[Mapping[str, Any]]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        manager = self._link.engine.tokenizer_manager
+
+        async def ask() -> Any:
+            return await manager.generate_request(GenerateReqInput(**payload), None).__anext__()
+
+        outputs: list[Mapping[str, Any]] = self._link.run("a generation", ask, timeout)
+        return outputs
+
+    def _abort(self, rids: Sequence[str], timeout: float) -> None:
+        manager = self._link.engine.tokenizer_manager
+
+        async def ask() -> None:
+            for rid in rids:
+                manager.abort_request(rid)
+
+        self._link.run("an abort", ask, timeout)
+
+    def _ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> None:
+        from sglang.srt.managers import io_struct
+
+        request = getattr(io_struct, _REQUESTS[name])(**fields)
+        method = getattr(self._link.engine.tokenizer_manager, name)
+
+        async def ask() -> Any:
+            return await method(request)
+
+        what = name.replace("_", " ")
+        answer = self._link.run(what, ask, timeout)
+        if isinstance(answer, tuple) and not answer[0]:
+            raise EngineError(f"the engine refused {what}: {answer[1]}")
+
+
+class ServedBackend(_Backend):
+    """A server at a URL, which lives on when this is closed.
+
+    Args:
+        link: how to talk to it.
+        timeout: seconds that finding out about it may take.
+    """
+
+    def __init__(self, link: ServedEngine, timeout: float = 60.0) -> None:
+        self._link = link
+        super().__init__(link, timeout)
+
+    def _server_args(self, timeout: float) -> Mapping[str, Any]:
+        text = self._link.get("/server_info", timeout)
+        try:
+            info = json.loads(text)
+        except ValueError:
+            info = None
+        if not isinstance(info, dict) or "version" not in info:
+            raise EngineError(f"the server is no SGLang server: it says {text[:200]!r} of itself")
+        return info
+
+    def _generate(self, payload: Mapping[str, Any], timeout: float) -> list[Mapping[str, Any]]:
+        outputs = self._parsed(self._post("/generate", payload, timeout))
+        if not isinstance(outputs, list):
+            raise EngineError(f"the server gave no list of samples: {str(outputs)[:200]}")
+        return outputs
+
+    def _abort(self, rids: Sequence[str], timeout: float) -> None:
+        # The server sees by itself that nobody waits any more, only later.
+        deadline = time.monotonic() + timeout
+        for rid in rids:
+            if (left := deadline - time.monotonic()) <= 0:
+                return
+            self._link.post("/abort_request", {"rid": rid}, left)
+
+    def _ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> None:
+        answer = self._parsed(self._post(f"/{name}", fields, timeout))
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineError(f"the server refused {name}: {answer.get('message')}")
+
+    def _post(self, path: str, payload: Mapping[str, Any], timeout: float) -> str:
+        try:
+            text: str = self._link.post(path, payload, timeout)
+            return text
+        except TypeError as error:
+            raise ConfigError(
+                f"a server gets JSON, and that cannot be said in it: {error}; give images and the "
+                "like as URLs, paths or base64"
+            ) from error
+
+    @staticmethod
+    def _parsed(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise EngineError(f"the server's answer is not JSON: {text[:200]!r}") from error
+
+
+# The classes of SGLang's requests, by their methods.
+_REQUESTS = {
+    "pause_generation": "PauseGenerationReqInput",
+    "continue_generation": "ContinueGenerationReqInput",
+    "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+    "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
+    "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
+    "destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
+}
+
+
+def _loading(
+    load_format: str | None, flush_cache: bool, weight_version: str | None
+) -> dict[str, Any]:
+    return {
+        "load_format": load_format,
+        "flush_cache": flush_cache,
+        "weight_version": weight_version,
+    }
+
+
+def _check_version(version: str | None) -> None:
+    """Raise ConfigError for an SGLang that has not what is asked for here."""
+    if version is not None and versions.is_too_old(version):
+        raise ConfigError(
+            f"the engine is of SGLang {version}; rollouts need {versions.PLUGINS_SINCE} or newer"
+        )
