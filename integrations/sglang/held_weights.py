@@ -105,7 +105,7 @@ class _Source:
     def writes(self, tensors: Iterable[Any]) -> list[str]:
         """The names of what is being written, of which these are arguments; notes them as used."""
         names = [name for tensor in tensors for name in self._at(_span(tensor))]
-        if not names and self._name is not None:
+        if self._name is not None and (not names or self._name in names):
             names = [self._name]
         self.used.update(names)
         self.blurred |= not names
@@ -222,7 +222,8 @@ class _Comparison(_Writes):
     def _compare(self, held: Any, expected: Any, names: list[str]) -> None:
         for part, theirs in _pieces(held, expected):
             there = theirs.to(device=part.device, dtype=part.dtype)
-            self._findings.add(part, _bits(part) != _bits(there), names)
+            differs = _bits(part) != _bits(there)
+            self._findings.add(part, differs.any(-1) if part.is_complex() else differs, names)
 
 
 class _Flags:

@@ -97,7 +97,7 @@ class BucketMemory:
             load_format: "flattened_bucket" or "direct".
         """
         if load_format == "direct":
-            return listed(views)
+            return str(listed(views))
         _, begin, last = views[-1]
         end = begin + last.numel() * last.element_size()
-        return flattened(self._memory[:end], views)
+        return str(flattened(self._memory[:end], views))

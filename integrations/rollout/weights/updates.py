@@ -163,8 +163,9 @@ class _Update:
         self._engine = engine
         self._state = state
         self._options = options
-        self._meetings = Meetings(engine, options.timeout)
-        self._number = _next_number(engine)
+        self._meetings = _meetings_of(engine)
+        self._meetings.number += 1
+        self._number = self._meetings.number
         self._sources: dict[str, Source] = {}
         self._tied: tuple[str, ...] = ()
         self._tally = Tally()
@@ -182,7 +183,7 @@ class _Update:
             def room() -> None:
                 memory.append(held.enter_context(BucketMemory(largest, self._device())))
 
-            self._meetings.together(f"{_WHAT}: room for a bucket", room)
+            self._meetings.gather(f"{_WHAT}: room for a bucket", room, self._options.timeout)
             with self._paused(), self._session():
                 for at, bucket in enumerate(buckets):
                     self._send(
@@ -203,9 +204,10 @@ class _Update:
 
     def _agree(self) -> list[Spec]:
         """What all ranks send, in its order. Changes nothing, and asks the engine for its state."""
-        everyones = self._meetings.together(f"{_WHAT}: its plan", self._plan)
+        timeout = self._options.timeout
+        everyones = self._meetings.gather(f"{_WHAT}: its plan", self._plan, timeout)
         ranks = self._engine.layout.tp_ranks
-        with self._meetings.step(f"{_WHAT}: its tensors"):
+        with self._meetings.step(f"{_WHAT}: its tensors", timeout):
             for rank, theirs in zip(ranks, everyones, strict=True):
                 self._check_same(ranks[0], everyones[0], rank, theirs)
             if not everyones[0]:
@@ -216,9 +218,8 @@ class _Update:
         # Shards need not have the same size on all ranks.
         specs = [max(same, key=lambda spec: spec.nbytes) for same in zip(*rows, strict=True)]
         named = "\n".join(f"{s.name} {s.dtype} {s.shape}" for s in specs)
-        self._meetings.agree(
-            f"{_WHAT}: its tensors", hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
-        )
+        digest = hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+        self._meetings.agree(f"{_WHAT}: its tensors", digest, timeout)
         return specs
 
     def _plan(self) -> list[Spec]:
@@ -256,7 +257,7 @@ class _Update:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """For the block, generation is paused, if that was asked for. After an error it stays so."""
+        """For the block, generation is paused, if so asked; after an error it stays so."""
         mode, timeout = self._options.pause, self._options.timeout
         if mode is None:
             yield
@@ -271,8 +272,7 @@ class _Update:
             assert backend is not None
             backend.continue_generation(timeout)
 
-        with self._meetings.step("pausing generation") as own:
-            own.on_leader("pausing generation", begin, timeout)
+        self._meetings.on_leader("pausing generation", begin, timeout)
         try:
             yield
         except MemsaverError as error:
@@ -280,8 +280,7 @@ class _Update:
                 "; generation is paused still: make the update again, or continue_generation()"
             )
             raise
-        with self._meetings.step("continuing generation") as own:
-            own.on_leader("continuing generation", end, timeout)
+        self._meetings.on_leader("continuing generation", end, timeout)
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
@@ -296,8 +295,7 @@ class _Update:
             assert backend is not None
             backend.end_update(timeout)
 
-        with self._meetings.step(f"{_WHAT}: its beginning") as own:
-            own.on_leader(f"{_WHAT}: its beginning", begin, timeout)
+        self._meetings.on_leader(f"{_WHAT}: its beginning", begin, timeout)
         try:
             yield
         except Exception:
@@ -305,8 +303,7 @@ class _Update:
                 with contextlib.suppress(MemsaverError):
                     end()
             raise
-        with self._meetings.step(f"{_WHAT}: its end") as own:
-            own.on_leader(f"{_WHAT}: its end", end, timeout)
+        self._meetings.on_leader(f"{_WHAT}: its end", end, timeout)
 
     def _send(self, bucket: Bucket, memory: BucketMemory, which: str, last: bool) -> None:
         """One bucket, from the trainer's memory into the engine's."""
@@ -314,8 +311,10 @@ class _Update:
         places = looked_at(bucket, self._options.verify, self._number)
         # First without a wait for the device: it would not end where a rank does not take part.
         views: list[tuple[str, int, Any]] = []
-        self._meetings.together(
-            f"{what}, gathered", lambda: views.extend(memory.write(bucket, self._sources))
+        self._meetings.gather(
+            f"{what}, gathered",
+            lambda: views.extend(memory.write(bucket, self._sources)),
+            self._options.timeout,
         )
 
         def payload() -> tuple[str, tuple[str, ...]]:
@@ -325,7 +324,7 @@ class _Update:
                 return "", digests
             return memory.payload(views, self._options.load_format), digests
 
-        with self._meetings.step(what) as own:
+        with self._meetings.step(what, self._options.timeout) as own:
             checks = own.gathered(
                 what,
                 payload,
@@ -349,7 +348,7 @@ class _Update:
         flush_cache = last and self._options.flushes
         version = self._options.version if last else None
         if group is None:
-            return backend.load_tensors(
+            checks: list[RankCheck] = backend.load_tensors(
                 [row[0] for row in rows],
                 load_format=self._options.load_format,
                 flush_cache=flush_cache,
@@ -357,11 +356,12 @@ class _Update:
                 order=order_of(bucket, places, digests),
                 timeout=timeout,
             )
+            return checks
         tensors = [view for _, _, view in views]
         order = order_of(bucket, places, digests[:1])  # the leader's are those that are sent
 
         def load() -> list[RankCheck]:
-            return backend.load_broadcast(
+            found: list[RankCheck] = backend.load_broadcast(
                 bucket.names,
                 [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
                 [tuple(tensor.shape) for tensor in tensors],
@@ -372,8 +372,9 @@ class _Update:
                 order=order,
                 timeout=timeout,
             )
+            return found
 
-        return group.broadcast(tensors, load, timeout)
+        return list(group.broadcast(tensors, load, timeout))
 
     def _verified(self) -> Mapping[str, Any]:
         tally = self._tally
@@ -394,10 +395,11 @@ def _in_words(spec: Spec | None, whole: bool) -> str:
     return f"has {spec.name} ({spec.dtype}{', ' + str(spec.shape) if whole else ''})"
 
 
-def _next_number(engine: RolloutEngine) -> int:
-    """Counts an engine's updates, on all ranks alike."""
-    counter = _counters.setdefault(engine, itertools.count())
-    return next(counter)
+def _meetings_of(engine: RolloutEngine) -> Meetings:
+    """Those of all updates of an engine."""
+    if engine not in _meetings:
+        _meetings[engine] = Meetings(engine.together, engine.layout, engine.timeout)
+    return _meetings[engine]
 
 
-_counters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_meetings: weakref.WeakKeyDictionary[Any, Meetings] = weakref.WeakKeyDictionary()
