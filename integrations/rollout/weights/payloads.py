@@ -57,6 +57,6 @@ def _serialised(value: Any) -> str:
 
     out = io.BytesIO()
     pickler: Any = ForkingPickler(out)
-    pickler.dispatch_table = pickler.dispatch_table.new_child({torch.Tensor: reduced})
+    pickler.dispatch_table = {**pickler.dispatch_table, torch.Tensor: reduced}
     pickler.dump(value)
     return base64.b64encode(out.getvalue()).decode()
