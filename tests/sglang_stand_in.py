@@ -334,7 +334,9 @@ class TokenizerManager:
         assert all(isinstance(one, list) for one in images)
         async with self.paused:
             await self.paused.wait_for(lambda: not self.pause_mode)
-        yield await asyncio.gather(*map(self._sample, *lists, images))
+        # The scheduler goes on whether somebody waits for it or not.
+        samples = [asyncio.ensure_future(self._sample(*one)) for one in zip(*lists, images, strict=True)]
+        yield await asyncio.gather(*map(asyncio.shield, samples))
 
     async def _sample(self, rid: str, tokens: list[int], params: dict, images: list) -> dict:
         if not tokens or "n" in params:
@@ -424,6 +426,11 @@ def generated(tokens: list[int], params: dict, images: list = ()) -> list[int]:
     """What the engine generates: tokens that tell what they were generated from."""
     first = sum(tokens) + 7 * params.get("sampling_seed", 0) + 100 * len(images)
     return [first + number for number in range(params.get("max_new_tokens", 128))]
+
+
+def dies_in_a_release(manager: TokenizerManager) -> None:
+    """Its first scheduler ends at the next release of weights, which it has begun."""
+    manager.schedulers[0].weight_updater.prepare_error = RuntimeError("killed")
 
 
 def finish_of(params: dict, made: list[int]) -> dict:

@@ -4,14 +4,10 @@ Importing torch takes seconds in each process, so a set of processes goes throug
 scene begins and ends with everything mapped and is checked by every rank for itself.
 """
 
-import os
-import socket
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+import rank_processes
 
 pytest.importorskip("torch")
 
@@ -109,48 +105,10 @@ def run_ranks(tmp_path):
 
     Every one of them must end well, but those whose exit status is given: `statuses={2: 7}`.
     """
-    from memsaver.native import LIBRARY_DIR
 
     def run(code, size, statuses=None, timeout=60):
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            environment["MASTER_PORT"] = str(free.getsockname()[1])
-        environment.update(
-            MASTER_ADDR="127.0.0.1",
-            WORLD_SIZE=str(size),
-            MEMSAVER_DRIVER="sim",
-            OMP_NUM_THREADS="1",
-            PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), str(LIBRARY_DIR.parent)]),
-        )
         text = PRELUDE + textwrap.dedent(code) + "\nassert sim.violations() == []\n"
-        script = tmp_path / "ranks.py"
-        script.write_text(text)
-        ranks, outputs = [], [(tmp_path / str(rank)).open("w+") for rank in range(size)]
-        try:
-            for rank, output in enumerate(outputs):
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, str(script)],
-                        env={**environment, "RANK": str(rank)},
-                        cwd=tmp_path,
-                        stdout=output,
-                        stderr=output,
-                    )
-                )
-            ended = [rank.wait(timeout) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-            said = []
-            for output in outputs:
-                output.seek(0)
-                said.append(output.read())
-                output.close()
-            report = "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(said))
-            print(report)
-        assert ended == [(statuses or {}).get(rank, 0) for rank in range(size)], report
+        rank_processes.run(text, size, tmp_path, statuses=statuses, timeout=timeout)
 
     return run
 
