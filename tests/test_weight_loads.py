@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import rank_processes
 import weight_engine
 from weight_engine import Model, Request, checkpoint
 
@@ -256,7 +253,6 @@ def test_orders_and_answers_are_text():
 
 
 RANKS = """
-import os, sys
 import torch, torch.distributed as dist, pytest
 import weight_engine
 from weight_engine import Model, checkpoint
@@ -302,28 +298,5 @@ print("fine")
 
 
 @pytest.mark.timeout(120)
-def test_all_ranks_of_a_group_answer_together():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    here = Path(__file__).parent
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANKS)],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)]),
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [child.communicate(timeout=100)[0] for child in children]
-    assert all(child.returncode == 0 for child in children), "\n".join(outputs)
-    assert all("fine" in output for output in outputs)
+def test_all_ranks_of_a_group_answer_together(tmp_path):
+    assert all("fine" in said for said in rank_processes.run(RANKS, 2, tmp_path, timeout=100))

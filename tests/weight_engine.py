@@ -21,6 +21,7 @@ import torch
 from memsaver.errors import InvalidStateError
 from memsaver.integrations.sglang import hooks
 from memsaver.integrations.sglang.errors import EngineError
+from memsaver.integrations.sglang.status import Status
 from memsaver.integrations.sglang.weight_checks import checks_of
 
 VOCAB, HIDDEN, HEADS, LAYERS = 14, 8, 4, 2
@@ -243,6 +244,7 @@ def hooked(patch):
 
 
 class Control:
+    status = Status.AWAKE
     released: frozenset[str] = frozenset()
 
     def check(self, operation: str) -> None:
