@@ -14,7 +14,7 @@ import io
 import pickle
 import sys
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,7 +22,7 @@ from memsaver.errors import InvalidStateError
 from memsaver.integrations.sglang import hooks
 from memsaver.integrations.sglang.errors import EngineError
 from memsaver.integrations.sglang.status import Status
-from memsaver.integrations.sglang.weight_checks import checks_of
+from memsaver.integrations.sglang.weight_checks import Order, checks_of
 
 VOCAB, HIDDEN, HEADS, LAYERS = 14, 8, 4, 2
 PADDED = 16
@@ -243,6 +243,14 @@ def hooked(patch):
     yield classes["SchedulerWeightUpdaterManager"]
 
 
+def _for_rank(request: Request, rank: int) -> Request:
+    """The request with its order for one rank alone: each is a group of its own here."""
+    order = Order.from_text(request.rid)
+    if order is None or len(order.sent) < 2:
+        return request
+    return replace(request, rid=replace(order, sent=(order.sent[rank],)).text())
+
+
 class Control:
     status = Status.AWAKE
     released: frozenset[str] = frozenset()
@@ -318,7 +326,9 @@ class Backend:
         self.damage(len(self.requests))
         self.requests.append(request)
         self.calls.append("load")
-        outputs = [getattr(rank, name)(request) for rank in self.ranks]
+        outputs = [
+            getattr(one, name)(_for_rank(request, rank)) for rank, one in enumerate(self.ranks)
+        ]
         done = all(output.success for output in outputs)
         message = " | ".join(output.message for output in outputs)
         if done and request.weight_version is not None:

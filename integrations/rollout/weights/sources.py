@@ -181,7 +181,8 @@ def _gather_in_place(tensor: Any, out: Any) -> bool:
     group = tensor.device_mesh.get_group(at)
     # As bytes: not every backend knows every type.
     mine = local.contiguous().view(-1).view(torch.uint8)
-    dist.all_gather_into_tensor(out.view(-1).view(torch.uint8), mine, group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
+    gather(out.view(-1).view(torch.uint8), mine, group=group)
     return True
 
 
