@@ -80,6 +80,7 @@ class UpdateWeightsFromTensorReqInput:
     load_format: str | None = None
     flush_cache: bool = True
     weight_version: str | None = None
+    rid: str | None = None
 
 
 @dataclass
@@ -91,6 +92,7 @@ class UpdateWeightsFromDistributedReqInput:
     flush_cache: bool = True
     weight_version: str | None = None
     load_format: str | None = None
+    rid: str | None = None
 
 
 @dataclass

@@ -313,10 +313,23 @@ else:
 assert not [name for name in sys.modules if name.startswith("sglang.srt.managers")]
 from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from memsaver.integrations.sglang import hooks
-for owner in (TokenizerControlMixin, SchedulerWeightUpdaterManager):
-    for name in ("release_memory_occupation", "resume_memory_occupation"):
-        assert getattr(owner, name).__code__.co_filename == hooks.__file__
+hooked = {{
+    TokenizerControlMixin: ("release_memory_occupation", "resume_memory_occupation"),
+    SchedulerWeightUpdaterManager: (
+        "release_memory_occupation",
+        "resume_memory_occupation",
+        "update_weights_from_tensor",
+        "update_weights_from_distributed",
+    ),
+    WeightUpdater: ("update_weights_from_tensor", "update_weights_from_distributed"),
+}}
+for owner, names in hooked.items():
+    for name in names:
+        assert getattr(owner, name).__code__.co_filename == hooks.__file__, (owner, name)
+assert not hasattr(WeightUpdater, "load_weights_from_distributed")  # which this version lacks
+assert WeightUpdater().update_weights_from_tensor(named_tensors=7) == 7
         """,
         PYTHONPATH=os.pathsep.join([str(STAND_IN), str(TESTS)]),
         SGLANG_PLUGINS=None,
@@ -369,6 +382,7 @@ saver = engine.TorchMemorySaverAdapter.create(enable=True)
 assert type(saver).__name__ == "MemsaverAdapter"
 assert engine.TorchMemorySaverAdapter.create(enable=False).enabled is False
 from sglang.srt.managers import tokenizer_control_mixin
+from sglang.srt.model_executor.model_runner_components import weight_updater
 left = [finder for finder in sys.meta_path if "memsaver.integrations" in type(finder).__module__]
 assert not left, left
         """

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memsaver.integrations.rollout.backend import Backend, Request, Sample
     from memsaver.integrations.rollout.engine import RolloutEngine
+    from memsaver.integrations.rollout.errors import WeightMismatchError
     from memsaver.integrations.rollout.output import RolloutOutput
     from memsaver.integrations.rollout.session import ColocatedSession, Phase
     from memsaver.integrations.rollout.stages import RankStage, Stage, StageReport
+    from memsaver.integrations.rollout.weights import WeightGroup, WeightUpdate
 
 __all__ = [
     "Backend",
@@ -26,6 +28,9 @@ __all__ = [
     "Sample",
     "Stage",
     "StageReport",
+    "WeightGroup",
+    "WeightMismatchError",
+    "WeightUpdate",
 ]
 
 # Imported when asked for.
@@ -40,6 +45,9 @@ _HOMES = {
     "Sample": "backend",
     "Stage": "stages",
     "StageReport": "stages",
+    "WeightGroup": "weights",
+    "WeightMismatchError": "errors",
+    "WeightUpdate": "weights",
 }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from memsaver.integrations.sglang.reports import SleepReport
     from memsaver.integrations.sglang.status import Status
+    from memsaver.integrations.sglang.weight_checks import Order, RankCheck
 
 __all__ = ["Backend", "Control", "PauseMode", "Request", "Sample"]
 
@@ -133,8 +134,9 @@ class Backend(Protocol):
         load_format: str | None,
         flush_cache: bool,
         weight_version: str | None,
+        order: Order | None = None,
         timeout: float,
-    ) -> None:
+    ) -> list[RankCheck]:
         """Load tensors that the engine's ranks can open.
 
         Args:
@@ -142,8 +144,19 @@ class Backend(Protocol):
             load_format: how the engine is to take them; None is the model's own loader.
             flush_cache: whether the prefix cache is given up: with the last payload, at least.
             weight_version: what the weights are called from now on; None leaves the name.
+            order: what the engine's ranks are to check; None is nothing.
             timeout: seconds.
+
+        Returns:
+            What each rank of the engine found, also where that is not what was sent: the version
+            is not taken over then. [] without an order, and from an engine that cannot check.
         """
+
+    def begin_update(self, timeout: float) -> None:
+        """Bring the weights into the form in which they are loaded, if the engine has another."""
+
+    def end_update(self, timeout: float) -> None:
+        """Bring them back into the form in which they are used. Also after a load that failed."""
 
     def join_group(
         self,
@@ -171,8 +184,9 @@ class Backend(Protocol):
         load_format: str | None,
         flush_cache: bool,
         weight_version: str | None,
+        order: Order | None = None,
         timeout: float,
-    ) -> None:
+    ) -> list[RankCheck]:
         """Load tensors that rank 0 of a group that was joined broadcasts meanwhile, in order.
 
         Args:
@@ -183,6 +197,7 @@ class Backend(Protocol):
             load_format: as of `load_tensors`, likewise the rest.
             flush_cache: see there.
             weight_version: see there.
+            order: see there; likewise what is returned.
             timeout: seconds.
         """
 

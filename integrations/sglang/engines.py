@@ -347,6 +347,8 @@ def _body(error: urllib.error.HTTPError) -> str:
     except (OSError, http.client.HTTPException):
         return str(error.reason)
     try:
-        return str(json.loads(text)["error"]["message"])
+        told = json.loads(text)
+        # Of an update that failed it says so, in full: it may have to be understood.
+        return str(told["message"] if "success" in told else told["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return text.strip()[:1000] or str(error.reason)

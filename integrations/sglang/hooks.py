@@ -9,13 +9,14 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from memsaver.integrations.sglang import scheduler, tokenizer
+from memsaver.integrations.sglang import scheduler, tokenizer, weight_loads
 
 __all__ = ["install", "install_in", "modules"]
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _INSTALLED = "_memsaver_hooks"  # of a class
 
 
@@ -25,12 +26,19 @@ def install() -> None:
     To be called before the scheduler is made, when SGLang's modules can be imported.
     """
     for name in modules():
-        install_in(importlib.import_module(name))
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            if any(target.startswith(f"{name}.") for target in _hooks()):
+                raise
+        else:
+            install_in(module)
 
 
 def modules() -> tuple[str, ...]:
     """The modules of SGLang's that have something to hook, for `install_in`."""
-    return tuple(dict.fromkeys(target.rsplit(".", 2)[0] for target in _hooks()))
+    targets = (*_hooks(), *_hooks_of_updates())
+    return tuple(dict.fromkeys(target.rsplit(".", 2)[0] for target in targets))
 
 
 def install_in(module: ModuleType) -> None:
@@ -39,9 +47,12 @@ def install_in(module: ModuleType) -> None:
     Not by SGLang's registry: some processes do not ask it, and it imports whatever has a hook, the
     whole scheduler in a process that only detokenizes, say.
     """
-    for target, (kind, hook) in _hooks().items():
+    updates = _hooks_of_updates()
+    for target, (kind, hook) in (_hooks() | updates).items():
         where, owner_name, name = target.rsplit(".", 2)
         if where != module.__name__:
+            continue
+        if target in updates and not hasattr(getattr(module, owner_name, None), name):
             continue
         owner = getattr(module, owner_name)
         done = vars(owner).get(_INSTALLED, frozenset())
@@ -62,6 +73,18 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{_SCHEDULER}.get_internal_state": ("AFTER", scheduler.add_state),
         f"{_TOKENIZER}.release_memory_occupation": ("REPLACE", tokenizer.ask_to_release),
         f"{_TOKENIZER}.resume_memory_occupation": ("REPLACE", tokenizer.ask_to_resume),
+    }
+
+
+def _hooks_of_updates() -> dict[str, tuple[str, Callable[..., Any]]]:
+    """Of weight updates, likewise. A version may lack some of the methods."""
+    return {
+        f"{_UPDATER}.update_weights_from_tensor": ("AROUND", weight_loads.load_tensors),
+        f"{_UPDATER}.update_weights_from_distributed": ("AROUND", weight_loads.load_broadcast),
+        f"{_RUNNER}.update_weights_from_tensor": ("AROUND", weight_loads.load_through),
+        # 0.5.16 receives and loads in one, 0.5.23 in two.
+        f"{_RUNNER}.update_weights_from_distributed": ("AROUND", weight_loads.load_through),
+        f"{_RUNNER}.load_weights_from_distributed": ("AROUND", weight_loads.load_through),
     }
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "SchedulerState",
     "answers_of",
     "error_of",
+    "kind_of",
 ]
 
 KV_CACHE, WEIGHTS, GRAPH = "kv_cache", "weights", "cuda_graph"
@@ -220,9 +221,14 @@ def error_of(answers: Iterable[Answer]) -> MemsaverError | None:
         failure = answer.failure
         if failure is None:
             continue
-        kind = _KINDS.get(failure.kind, EngineError)
-        error: MemsaverError = kind(failure.message, tag=failure.tag)
+        error = kind_of(failure)(failure.message, tag=failure.tag)
         if isinstance(error, _WANTS):
             error.needed, error.free = failure.needed, failure.free
         return error
     return None
+
+
+def kind_of(failure: Failure) -> type[MemsaverError]:
+    """The class of a failure's exception, as far as it travels by name."""
+    kind: type[MemsaverError] = _KINDS.get(failure.kind, EngineError)
+    return kind

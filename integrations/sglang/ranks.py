@@ -35,37 +35,37 @@ class Group:
         Collective: every rank of the group calls it, also one that could not work. An exception of
         the work becomes its rank's failure.
         """
-        mine = RankReport(self._rank(), socket.gethostname(), os.getpid())
+        mine = RankReport(self.rank, socket.gethostname(), os.getpid())
         try:
             mine = replace(mine, **vars(work() or Figures()))
         except Exception as error:
             mine = replace(mine, failure=Failure.of(error))
-        return self._gather(mine)
+        return [RankReport.from_fields(fields) for fields in self.gather(asdict(mine))]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self._size() > 1:
             _distributed().barrier(self._group)
 
-    def _rank(self) -> int:
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
         return int(_distributed().get_rank(self._group)) if self._group is not None else 0
 
     def _size(self) -> int:
         return int(_distributed().get_world_size(self._group)) if self._group is not None else 1
 
-    def _gather(self, mine: RankReport) -> list[RankReport]:
+    def gather(self, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What every rank gives, in the order of ranks: what JSON can say. Collective."""
         # As JSON: what other processes say is parsed, and never executed as a pickle would be.
         size = self._size()
         if size == 1:
-            return [mine]
-        text = json.dumps(asdict(mine)).encode()
+            return [dict(fields)]
+        text = json.dumps(fields).encode()
         lengths = [int(row[0]) for row in self._all_gather([len(text)], size, "int64")]
         padded = text.ljust(max(lengths), b"\0")
         rows = self._all_gather(list(padded), size, "uint8")
-        return [
-            RankReport.from_fields(json.loads(bytes(row[:length])))
-            for row, length in zip(rows, lengths, strict=True)
-        ]
+        return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
 
     def _all_gather(self, numbers: list[int], size: int, dtype: str) -> list[list[int]]:
         """Every rank's numbers, of which each gives as many."""

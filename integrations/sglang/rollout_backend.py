@@ -7,6 +7,7 @@ SGLang 0.5.11 and newer.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from memsaver.integrations.sglang.engines import connect as link_to
 from memsaver.integrations.sglang.errors import EngineError
 from memsaver.integrations.sglang.rollout_samples import payload_of, sample_of
 from memsaver.integrations.sglang.sleep import SleepController
+from memsaver.integrations.sglang.weight_checks import Order, RankCheck, checks_of
 
 __all__ = ["LocalBackend", "ServedBackend", "backend_of"]
 
@@ -97,8 +99,9 @@ class _Backend:
         load_format: str | None,
         flush_cache: bool,
         weight_version: str | None,
+        order: Order | None = None,
         timeout: float,
-    ) -> None:
+    ) -> list[RankCheck]:
         """See `Backend`."""
         if len(payloads) != self.tp_size:
             raise ConfigError(
@@ -109,8 +112,15 @@ class _Backend:
             "serialized_named_tensors": list(payloads),
             **_loading(load_format, flush_cache, weight_version),
         }
-        with self.control.request("update_weights"):
-            self._ask("update_weights_from_tensor", fields, timeout)
+        return self._load("update_weights_from_tensor", fields, order, timeout)
+
+    def begin_update(self, timeout: float) -> None:
+        """See `Backend`."""
+        self._ask_if_known("begin_weight_update", timeout)
+
+    def end_update(self, timeout: float) -> None:
+        """See `Backend`."""
+        self._ask_if_known("end_weight_update", timeout)
 
     def join_group(
         self,
@@ -144,8 +154,9 @@ class _Backend:
         load_format: str | None,
         flush_cache: bool,
         weight_version: str | None,
+        order: Order | None = None,
         timeout: float,
-    ) -> None:
+    ) -> list[RankCheck]:
         """See `Backend`."""
         fields = {
             "names": list(names),
@@ -154,8 +165,7 @@ class _Backend:
             "group_name": group_name,
             **_loading(load_format, flush_cache, weight_version),
         }
-        with self.control.request("update_weights"):
-            self._ask("update_weights_from_distributed", fields, timeout)
+        return self._load("update_weights_from_distributed", fields, order, timeout)
 
     def leave_group(self, group_name: str, timeout: float) -> None:
         """See `Backend`."""
@@ -163,6 +173,21 @@ class _Backend:
 
     def close(self) -> None:
         """See `Backend`. Whoever started the engine ends it."""
+
+    def _load(
+        self, name: str, fields: Mapping[str, Any], order: Order | None, timeout: float
+    ) -> list[RankCheck]:
+        """Ask for an update, and hear what the engine's ranks say of it."""
+        named = {**fields, "rid": order.text()} if order is not None else fields
+        with self.control.request("update_weights"):
+            try:
+                checks: list[RankCheck] = checks_of(True, self._ask(name, named, timeout))
+            except EngineError as error:
+                # Where it was not what was sent, SGLang tells of an update that failed.
+                checks = checks_of(True, error.message)
+                if not checks:
+                    raise
+            return checks
 
     # --- what the two kinds do in their own ways --------------------------------------------------
 
@@ -178,8 +203,15 @@ class _Backend:
         """Abort requests, if they are in flight."""
         raise NotImplementedError
 
-    def _ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> None:
+    def _ask_if_known(self, name: str, timeout: float) -> None:
+        """Make a request without arguments, if this SGLang has it: 0.5.16 lacks some."""
+        raise NotImplementedError
+
+    def _ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> str:
         """Make one of SGLang's requests, by the name that its method and its path have.
+
+        Returns:
+            What SGLang says of it, "" where that is nothing.
 
         Raises:
             EngineError: also where SGLang answers that it did not succeed.
@@ -241,7 +273,11 @@ class LocalBackend(_Backend):
 
         self._link.run("an abort", ask, timeout)
 
-    def _ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> None:
+    def _ask_if_known(self, name: str, timeout: float) -> None:
+        if hasattr(self._link.engine.tokenizer_manager, name):
+            self._ask(name, {}, timeout)
+
+    def _ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> str:
         from sglang.srt.managers import io_struct
 
         request = getattr(io_struct, _REQUESTS[name])(**fields)
@@ -252,8 +288,10 @@ class LocalBackend(_Backend):
 
         what = name.replace("_", " ")
         answer = self._link.run(what, ask, timeout)
-        if isinstance(answer, tuple) and not answer[0]:
-            raise EngineError(f"the engine refused {what}: {answer[1]}")
+        done, message = answer if isinstance(answer, tuple) else (True, "")
+        if not done:
+            raise EngineError(f"the engine refused {what}: {message}")
+        return str(message)
 
 
 class ServedBackend(_Backend):
@@ -292,10 +330,19 @@ class ServedBackend(_Backend):
                 return
             self._link.post("/abort_request", {"rid": rid}, left)
 
-    def _ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> None:
+    def _ask_if_known(self, name: str, timeout: float) -> None:
+        try:
+            self._ask(name, {}, timeout)
+        except EngineError as error:
+            if error.http_status != http.client.NOT_FOUND:
+                raise
+
+    def _ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> str:
         answer = self._parsed(self._post(f"/{name}", fields, timeout))
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineError(f"the server refused {name}: {answer.get('message')}")
+        told = answer if isinstance(answer, dict) else {}
+        if told.get("success") is False:
+            raise EngineError(f"the server refused {name}: {told.get('message')}")
+        return str(told.get("message", ""))
 
     def _post(self, path: str, payload: Mapping[str, Any], timeout: float) -> str:
         try:
@@ -323,6 +370,8 @@ _REQUESTS = {
     "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
     "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
     "destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
+    "begin_weight_update": "BeginWeightUpdateReqInput",
+    "end_weight_update": "EndWeightUpdateReqInput",
 }
 
 

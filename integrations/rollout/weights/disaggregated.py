@@ -1,0 +1,251 @@
+"""Weights to an engine on other GPUs: a process group of a trainer's leader and the engine's ranks.
+
+The leader is its rank 0, and broadcasts each tensor of a bucket; the engine's ranks receive it into
+memory of their own. SGLang's side is `init_custom_process_group`, and this one does what that does:
+a store on the leader, with the group's name as a prefix, and torch's own helper on top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from memsaver.errors import InvalidStateError
+from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
+
+if TYPE_CHECKING:
+    from memsaver.integrations.rollout.engine import RolloutEngine
+
+__all__ = ["WeightGroup"]
+
+Result = TypeVar("Result")
+
+_END_SECONDS = 10.0  # for a broadcast that was given up to notice it
+_numbers = itertools.count()
+
+
+class WeightGroup:
+    """A process group by which an engine that is elsewhere gets weights; see `update`.
+
+    A collective of the engine's ranks, as are its methods; the group itself has the leader and the
+    ranks of the engine only. Where a broadcast fails the group is of no more use: leave it, and
+    join a new one.
+
+        with WeightGroup(engine, address="10.0.0.7") as group:
+            engine.update_weights(model, group=group, pause="retract")
+
+    Args:
+        engine: a `RolloutEngine`.
+        address: this machine's, as the engine's ranks reach it.
+        port: a free one there; 0 takes any.
+        backend: of torch.distributed; "gloo" where one of the two sides has no GPU.
+        timeout: seconds to wait for the engine's ranks, and for each of their broadcasts.
+
+    Raises:
+        EngineError: the engine cannot join, or not in time.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        backend: str = "nccl",
+        timeout: float = 120.0,
+    ) -> None:
+        self._engine, self._backend, self._timeout = engine, backend, timeout
+        self._group: Any = None
+        self._store: Any = None
+        self._broken = ""
+        self.name = f"memsaver-{os.getpid()}-{next(_numbers)}"
+        self.joined = False
+        engine.together.on_leader(
+            "joining a group for weights", lambda: self._join(address, port), timeout
+        )
+        self.joined = True
+
+    def __enter__(self) -> WeightGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    @property
+    def device(self) -> str:
+        """Where tensors must be to be broadcast: "cuda" or "cpu"."""
+        return "cpu" if self._backend == "gloo" else "cuda"
+
+    def check(self) -> None:
+        """Raise `InvalidStateError` where the group is of no use."""
+        if not self.joined:
+            raise InvalidStateError("the group was left: make a new one")
+        if self._broken:
+            raise InvalidStateError(
+                f"the group broke when weights were sent: {self._broken}; leave it, and make a new "
+                "one"
+            )
+
+    def broadcast(
+        self, tensors: Sequence[Any], load: Callable[[], Result], timeout: float
+    ) -> Result:
+        """Broadcast tensors while the engine loads them. On the leader only.
+
+        Args:
+            tensors: contiguous, on `device`, and ready: nothing is waited for.
+            load: asks the engine to load them, and ends within `timeout`.
+            timeout: seconds.
+
+        Raises:
+            EngineTimeoutError: the engine said that it was done, and did not take all of it.
+            EngineError: sending failed. What `load` raises passes through.
+        """
+        sending = _Aside(lambda: self._send(tensors, timeout))
+        try:
+            result = load()
+        except BaseException as error:
+            # The engine's ranks may not come to the broadcasts at all.
+            self._give_up(f"{type(error).__name__}: {error}")
+            sending.wait(_END_SECONDS)
+            raise
+        if not sending.wait(timeout):
+            self._give_up("the engine did not take all of it")
+            raise EngineTimeoutError(f"the engine did not take all weights within {timeout:g} s")
+        if sending.error is not None:
+            self._give_up(str(sending.error))
+            raise EngineError(f"weights could not be sent: {sending.error}") from sending.error
+        return result
+
+    def leave(self) -> None:
+        """Leave the group, on both sides. Idempotent.
+
+        Raises:
+            EngineError: the engine cannot; it is left here all the same.
+        """
+        if not self.joined:
+            return
+        self.joined = False
+        self._engine.together.on_leader("leaving a group for weights", self._leave, self._timeout)
+
+    def _join(self, address: str, port: int) -> None:
+        from torch.distributed import TCPStore
+
+        backend = self._engine.backend
+        assert backend is not None
+        size = 1 + self._engine.tp_size
+        wait = timedelta(seconds=self._timeout)
+        self._store = TCPStore(
+            address, port, size, True, wait, wait_for_workers=False, multi_tenant=True
+        )
+        making = _Aside(lambda: self._make(size, wait))
+        try:
+            backend.join_group(
+                address,
+                self._store.port,
+                rank_offset=1,
+                world_size=size,
+                group_name=self.name,
+                backend=self._backend,
+                timeout=self._timeout,
+            )
+            if not making.wait(self._timeout):
+                raise EngineTimeoutError(
+                    f"the engine's ranks did not come to the group within {self._timeout:g} s"
+                )
+            if making.error is not None:
+                raise EngineError(
+                    f"the group could not be made here: {making.error}"
+                ) from making.error
+        except BaseException:
+            self._store = None
+            raise
+
+    def _make(self, size: int, wait: timedelta) -> None:
+        from torch.distributed import PrefixStore, distributed_c10d
+
+        made, _ = distributed_c10d._new_process_group_helper(
+            size,
+            0,
+            [],
+            distributed_c10d.Backend(self._backend),
+            PrefixStore(self.name, self._store),
+            group_name=self.name,
+            timeout=wait,
+        )
+        self._group = made
+
+    def _send(self, tensors: Sequence[Any], timeout: float) -> None:
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=timeout)
+        with _current_device(tensors):
+            works = [self._group.broadcast([tensor], options) for tensor in tensors]
+            for work in works:
+                work.wait()
+            if tensors and tensors[0].is_cuda:
+                import torch
+
+                torch.cuda.synchronize(tensors[0].device)
+
+    def _give_up(self, why: str) -> None:
+        self._broken = why
+        with contextlib.suppress(Exception):  # a backend that cannot: its timeout ends it
+            self._group.abort()
+
+    def _leave(self) -> None:
+        backend = self._engine.backend
+        assert backend is not None
+        group, self._group = self._group, None
+        try:
+            backend.leave_group(self.name, self._timeout)
+        finally:
+            from torch.distributed import destroy_process_group
+
+            with contextlib.suppress(Exception):  # it is broken
+                destroy_process_group(group)
+            self._store = None
+
+
+class _Aside:
+    """Work on a thread of its own.
+
+    Attributes:
+        error: what it raised, or None.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.error: Exception | None = None
+        self._done = threading.Event()
+        self._work = work
+        threading.Thread(target=self._run, name="memsaver-weights", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self.error = error
+        finally:
+            self._done.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ended within so many seconds."""
+        return self._done.wait(seconds)
+
+
+@contextlib.contextmanager
+def _current_device(tensors: Sequence[Any]) -> Iterator[None]:
+    """For the block, the tensors' device is this thread's."""
+    if not tensors or not tensors[0].is_cuda:
+        yield
+        return
+    import torch
+
+    with torch.cuda.device(tensors[0].device):
+        yield

@@ -1,0 +1,195 @@
+"""A trainer's state as tensors that can be written into a bucket, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import memsaver
+from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
+from memsaver.native import _C, State
+
+__all__ = ["Rename", "Source", "Spec", "sources_of"]
+
+Rename = Callable[[str], "str | None"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a tensor is, wherever it is.
+
+    Attributes:
+        name: its name.
+        dtype: its type, as "bfloat16".
+        shape: its shape: the whole one, unless the engine gets shards.
+        nbytes: bytes that it takes when it is contiguous.
+        same: the name of an earlier tensor that is the same memory, or "".
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    same: str = ""
+
+
+class Source:
+    """A tensor of a trainer's state.
+
+    Attributes:
+        spec: what is sent of it.
+        device: where this rank's part of it is.
+    """
+
+    def __init__(self, spec: Spec, tensor: Any) -> None:
+        self.spec = spec
+        self._tensor = tensor
+        self.device = _local(tensor).device
+
+    def view_of(self, memory: Any) -> Any:
+        """Bytes of a bucket as the tensor that is written there."""
+        view = memory[: self.spec.nbytes].view(self._tensor.dtype)
+        return view.view(self.spec.shape)
+
+    def write(self, out: Any) -> None:
+        """Copy the tensor. Collective over the ranks that have a part of it.
+
+        Queues its work on the device's current stream. A shard along the first dimension is
+        gathered in place, others take the memory of one tensor meanwhile.
+
+        Args:
+            out: see `view_of`.
+        """
+        if not _is_distributed(self._tensor):
+            out.copy_(self._tensor, non_blocking=True)
+        elif not _gather_in_place(self._tensor, out):
+            out.copy_(self._tensor.full_tensor(), non_blocking=True)
+
+    def check(self) -> None:
+        """Raise `InvalidStateError` where its memory is paused: reading it would be fatal."""
+        local = _local(self._tensor)
+        tag = _tag_of(local.data_ptr()) if local.numel() else None
+        if tag is not None and memsaver.state(tag) is State.PAUSED:
+            raise InvalidStateError(
+                f"{self.spec.name} cannot be sent while tag {tag!r} is paused: resume it first",
+                tag=tag,
+            )
+
+
+def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
+    """The tensors of a state, in its order.
+
+    A tensor that is the same memory as an earlier one (tied weights) says so in its spec.
+
+    Args:
+        state: a `torch.nn.Module`, a mapping of names to tensors, or pairs of them.
+        rename: gives the engine's name of a tensor by its own, or None to leave it out.
+
+    Raises:
+        ConfigError: what it has is no tensor, or one that cannot be sent; or two have one name.
+    """
+    import torch
+
+    sources: list[Source] = []
+    names: set[str] = set()
+    first: dict[Any, str] = {}  # by memory
+    for name, tensor in _pairs(state):
+        called = name if rename is None else rename(name)
+        if called is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{name} is no tensor, but a {type(tensor).__name__}")
+        if called in names:
+            raise ConfigError(f"two tensors are called {called!r}")
+        names.add(called)
+        tensor = tensor.detach()
+        _check_layout(called, tensor)
+        memory = _memory_of(tensor)
+        spec = Spec(
+            called,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.numel() * tensor.element_size(),
+            first.get(memory, "") if memory is not None else "",
+        )
+        if memory is not None:
+            first.setdefault(memory, called)
+        sources.append(Source(spec, tensor))
+    return sources
+
+
+def _pairs(state: Any) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    if isinstance(state, torch.nn.Module):
+        # What is no tensor is a module's own affair (`get_extra_state`).
+        pairs = state.state_dict().items()
+        return ((name, t) for name, t in pairs if isinstance(t, torch.Tensor))
+    if isinstance(state, Mapping):
+        return iter(state.items())
+    if isinstance(state, Iterable) and not isinstance(state, str | torch.Tensor):
+        return iter(state)
+    raise ConfigError(
+        "state is a module, a mapping of names to tensors or pairs of them, not "
+        f"{type(state).__name__}"
+    )
+
+
+def _check_layout(name: str, tensor: Any) -> None:
+    import torch
+
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        what = "on no device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+        raise ConfigError(f"{name} cannot be sent: it is {what}, and not a dense tensor")
+    if _is_distributed(tensor) and any(place.is_partial() for place in tensor.placements):
+        raise ConfigError(f"{name} cannot be sent: it is a sum that was not made yet")
+
+
+def _is_distributed(tensor: Any) -> bool:
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of it."""
+    return tensor.to_local() if _is_distributed(tensor) else tensor
+
+
+def _memory_of(tensor: Any) -> Any:
+    """What two tensors have in common when they are the same; None where this rank has nothing."""
+    local = _local(tensor)
+    if local.numel() == 0:
+        return None
+    return local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
+
+
+def _gather_in_place(tensor: Any, out: Any) -> bool:
+    """Gather it right into `out`, if it is laid out so; else nothing is done, on all ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard
+
+    shards = [(at, p) for at, p in enumerate(tensor.placements) if not p.is_replicate()]
+    local = tensor.to_local()
+    if not shards:
+        out.copy_(local, non_blocking=True)
+        return True
+    (at, place), more = shards[0], shards[1:]
+    even = tensor.dim() > 0 and tensor.size(0) % tensor.device_mesh.size(at) == 0
+    if more or type(place) is not Shard or place.dim != 0 or not even or out.device != local.device:
+        return False
+    group = tensor.device_mesh.get_group(at)
+    # As bytes: not every backend knows every type.
+    mine = local.contiguous().view(-1).view(torch.uint8)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
+    gather(out.view(-1).view(torch.uint8), mine, group=group)
+    return True
+
+
+def _tag_of(address: int) -> str | None:
+    """The tag that an address belongs to, or None."""
+    try:
+        found = _C.locate(address)
+    except NotLoadedError:
+        return None
+    return str(found[0]) if found is not None else None

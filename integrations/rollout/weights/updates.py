@@ -1,0 +1,405 @@
+"""`update`: an engine's weights from a trainer's state."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from memsaver.errors import ConfigError, MemsaverError
+from memsaver.integrations.rollout.weights.buckets import Bucket, buckets_of
+from memsaver.integrations.rollout.weights.colocated import BucketMemory
+from memsaver.integrations.rollout.weights.disaggregated import WeightGroup
+from memsaver.integrations.rollout.weights.meetings import Meetings
+from memsaver.integrations.rollout.weights.report import WeightUpdate
+from memsaver.integrations.rollout.weights.sources import Rename, Source, Spec, sources_of
+from memsaver.integrations.rollout.weights.verification import (
+    Tally,
+    Verify,
+    check_policy,
+    digests_of,
+    looked_at,
+    order_of,
+)
+from memsaver.integrations.sglang.weight_checks import RankCheck
+
+if TYPE_CHECKING:
+    from memsaver.integrations.rollout.backend import PauseMode
+    from memsaver.integrations.rollout.engine import RolloutEngine
+
+__all__ = ["update"]
+
+Layout = Literal["whole", "engine"]
+Views = Sequence[tuple[str, int, Any]]
+
+_WHAT = "an update of the engine's weights"
+
+
+def update(
+    engine: RolloutEngine,
+    state: Any,
+    *,
+    version: str | None = None,
+    layout: Layout = "whole",
+    rename: Rename | None = None,
+    bucket_bytes: int = 512 << 20,
+    verify: Verify = "sampled",
+    group: WeightGroup | None = None,
+    pause: PauseMode | None = None,
+    flush_cache: bool | None = None,
+    timeout: float | None = None,
+) -> WeightUpdate:
+    """Give an engine new weights. A collective of all ranks of the engine's mesh.
+
+    The engine's weights must be awake; its KV cache need not be. Without `group` the engine is on
+    the same GPUs, each of its ranks on that of the trainer's rank with the same place in the
+    tensor-parallel group.
+
+    Args:
+        engine: a `RolloutEngine`.
+        state: a `torch.nn.Module`, a mapping of names to tensors, or pairs of them: whole tensors,
+            or DTensors such as FSDP2's, which are gathered a bucket at a time. Tensors that are the
+            same memory are sent once, under the first of their names.
+        version: what the engine calls its weights from now on.
+        layout: "whole": tensors as a checkpoint has them, which the engine's loader splits and
+            fuses. "engine": this rank's shards as the engine has them, by its parameters' names,
+            as a Megatron-like trainer may have them; written as they are. Not with `group`.
+        rename: the engine's name of a tensor by the state's; None leaves the tensor out.
+        bucket_bytes: that a bucket may have. A tensor that is larger has one to itself.
+        verify: "full": all tensors, which reads the engine's weights once more. "sampled": one of
+            eight, others at each update. "off": none. In any case tensors of which the model takes
+            nothing are an error, if the engine has memsaver's plugin; without it, nothing of this
+            can be asked, and the report says so.
+        group: the way to an engine that is elsewhere.
+        pause: pause generation meanwhile, in this mode (see `Backend.pause_generation`). Needed
+            where requests may be in flight; it stays paused where the update fails.
+        flush_cache: give the prefix cache up, which old weights computed. Default True, but with
+            `pause="in_place"`, where requests go on with it.
+        timeout: seconds for each of the engine's calls, and to wait for other ranks; None is the
+            engine's.
+
+    Raises:
+        WeightMismatchError: the engine holds something else than it was sent, or knows no such
+            tensor; `tensors` names them.
+        ConfigError: the ranks do not send the same, or an argument does not fit.
+        InvalidStateError: the engine's weights are released, or a tag that `state` is in is paused.
+        OutOfDeviceMemoryError: no room for the bucket; nothing was sent.
+        EngineError, RankError, GroupError: the engine or a rank failed. Like all of these it is
+            raised on every rank, and all of `state` is as it was.
+    """
+    limit = engine.timeout if timeout is None else timeout
+    started = time.monotonic()
+    work = _Update(
+        engine,
+        state,
+        _Options(version, layout, rename, bucket_bytes, verify, group, pause, flush_cache, limit),
+    )
+    report = work.run()
+    return WeightUpdate(seconds=time.monotonic() - started, **report)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `update`."""
+
+    version: str | None
+    layout: str
+    rename: Rename | None
+    bucket_bytes: int
+    verify: str
+    group: WeightGroup | None
+    pause: PauseMode | None
+    flush_cache: bool | None
+    timeout: float
+
+    def check(self, engine: RolloutEngine) -> None:
+        """Raise `ConfigError` or `InvalidStateError` where they do not fit the engine."""
+        check_policy(self.verify)
+        if self.layout not in ("whole", "engine"):
+            raise ConfigError(f"layout is 'whole' or 'engine', not {self.layout!r}")
+        if not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
+            raise ConfigError(
+                f"bucket_bytes is a positive number of bytes, not {self.bucket_bytes!r}"
+            )
+        if self.flush_cache and self.pause == "in_place":
+            raise ConfigError(
+                "the prefix cache cannot be flushed under requests that are paused in place: they "
+                "use it (pause='retract' takes it from them)"
+            )
+        if self.group is not None:
+            self.group.check()
+            if self.layout == "engine":
+                raise ConfigError(
+                    "shards in the engine's layout differ from rank to rank, and a broadcast is "
+                    "the same for all: send whole tensors by a group"
+                )
+        elif engine.tp_size != engine.layout.tp_size:
+            raise ConfigError(
+                f"the engine has {engine.tp_size} ranks, and its group here "
+                f"{engine.layout.tp_size}: on the same GPUs there must be one for each; an engine "
+                "elsewhere gets weights by a WeightGroup (`group`)"
+            )
+
+    @property
+    def flushes(self) -> bool:
+        """Whether the prefix cache is given up."""
+        return self.pause != "in_place" if self.flush_cache is None else self.flush_cache
+
+    @property
+    def load_format(self) -> str:
+        """How the engine takes a payload."""
+        return "direct" if self.layout == "engine" else "flattened_bucket"
+
+
+class _Update:
+    """One update on one rank."""
+
+    def __init__(self, engine: RolloutEngine, state: Any, options: _Options) -> None:
+        self._engine = engine
+        self._state = state
+        self._options = options
+        self._meetings = _meetings_of(engine)
+        self._meetings.number += 1
+        self._number = self._meetings.number
+        self._sources: dict[str, Source] = {}
+        self._tied: tuple[str, ...] = ()
+        self._tally = Tally()
+
+    def run(self) -> dict[str, Any]:
+        """Do it; the report's fields but for the time."""
+        specs = self._agree()
+        buckets = buckets_of(
+            [(spec.name, spec.nbytes) for spec in specs], self._options.bucket_bytes
+        )
+        largest = max((bucket.nbytes for bucket in buckets), default=0)
+        with contextlib.ExitStack() as held:
+            memory: list[BucketMemory] = []
+
+            def room() -> None:
+                memory.append(held.enter_context(BucketMemory(largest, self._device())))
+
+            self._meetings.gather(f"{_WHAT}: room for a bucket", room, self._options.timeout)
+            with self._paused(), self._session():
+                for at, bucket in enumerate(buckets):
+                    self._send(
+                        bucket, memory[0], f"{at + 1} of {len(buckets)}", bucket is buckets[-1]
+                    )
+        return {
+            "version": self._options.version,
+            "bytes": sum(spec.nbytes for spec in specs),
+            "tensors": len(specs),
+            "tied": self._tied,
+            "buckets": len(buckets),
+            "bucket_bytes": largest,
+            "verify": self._options.verify,
+            **self._verified(),
+        }
+
+    # --- what is sent -----------------------------------------------------------------------------
+
+    def _agree(self) -> list[Spec]:
+        """What all ranks send, in its order. Changes nothing, and asks the engine for its state."""
+        timeout = self._options.timeout
+        everyones = self._meetings.gather(f"{_WHAT}: its plan", self._plan, timeout)
+        ranks = self._engine.layout.tp_ranks
+        with self._meetings.step(f"{_WHAT}: its tensors", timeout):
+            for rank, theirs in zip(ranks, everyones, strict=True):
+                self._check_same(ranks[0], everyones[0], rank, theirs)
+            if not everyones[0]:
+                raise ConfigError("there are no tensors to send")
+        tied = {spec.name for theirs in everyones for spec in theirs if spec.same}
+        rows = [[spec for spec in theirs if spec.name not in tied] for theirs in everyones]
+        self._tied = tuple(spec.name for spec in everyones[0] if spec.name in tied)
+        # Shards need not have the same size on all ranks.
+        specs = [max(same, key=lambda spec: spec.nbytes) for same in zip(*rows, strict=True)]
+        named = "\n".join(f"{s.name} {s.dtype} {s.shape}" for s in specs)
+        digest = hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+        self._meetings.agree(f"{_WHAT}: its tensors", digest, timeout)
+        return specs
+
+    def _plan(self) -> list[Spec]:
+        self._options.check(self._engine)
+        if self._engine.backend is not None:
+            self._engine.backend.control.check("update_weights")
+        sources = sources_of(self._state, rename=self._options.rename)
+        for source in sources:
+            source.check()
+        self._sources = {source.spec.name: source for source in sources}
+        return [source.spec for source in sources]
+
+    def _check_same(self, first: int, ours: list[Spec], rank: int, theirs: list[Spec]) -> None:
+        """Raise ConfigError, on all ranks alike, where two ranks send different tensors."""
+        whole = self._options.layout == "whole"
+        for a, b in itertools.zip_longest(ours, theirs):
+            one, other = _in_words(a, whole), _in_words(b, whole)
+            if one != other:
+                raise ConfigError(
+                    f"the ranks do not send the same: rank {first} {one}, and rank {rank} {other}"
+                )
+
+    def _device(self) -> Any:
+        """Where buckets are: where the state is, or as the group needs it."""
+        import torch
+
+        devices = {source.device for source in self._sources.values()}
+        on_gpu = [device for device in devices if device.type == "cuda"]
+        wanted = self._options.group.device if self._options.group is not None else None
+        if wanted == "cpu" or (wanted is None and not on_gpu and not torch.cuda.is_available()):
+            return torch.device("cpu")
+        return on_gpu[0] if on_gpu else torch.device("cuda", torch.cuda.current_device())
+
+    # --- the engine -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """For the block, generation is paused, if so asked; after an error it stays so."""
+        mode, timeout = self._options.pause, self._options.timeout
+        if mode is None:
+            yield
+            return
+        backend = self._engine.backend
+
+        def begin() -> None:
+            assert backend is not None and mode is not None
+            backend.pause_generation(mode, timeout)
+
+        def end() -> None:
+            assert backend is not None
+            backend.continue_generation(timeout)
+
+        self._meetings.on_leader("pausing generation", begin, timeout)
+        try:
+            yield
+        except MemsaverError as error:
+            error.message += (
+                "; generation is paused still: make the update again, or continue_generation()"
+            )
+            raise
+        self._meetings.on_leader("continuing generation", end, timeout)
+
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[None]:
+        """For the block, the engine has its weights as a loader wants them."""
+        backend, timeout = self._engine.backend, self._options.timeout
+
+        def begin() -> None:
+            assert backend is not None
+            backend.begin_update(timeout)
+
+        def end() -> None:
+            assert backend is not None
+            backend.end_update(timeout)
+
+        self._meetings.on_leader(f"{_WHAT}: its beginning", begin, timeout)
+        try:
+            yield
+        except Exception:
+            if backend is not None:  # so that it can be made again
+                with contextlib.suppress(MemsaverError):
+                    end()
+            raise
+        self._meetings.on_leader(f"{_WHAT}: its end", end, timeout)
+
+    def _send(self, bucket: Bucket, memory: BucketMemory, which: str, last: bool) -> None:
+        """One bucket, from the trainer's memory into the engine's."""
+        what = f"{_WHAT}: bucket {which}"
+        places = looked_at(bucket, self._options.verify, self._number)
+        # First without a wait for the device: it would not end where a rank does not take part.
+        views: list[tuple[str, int, Any]] = []
+        self._meetings.gather(
+            f"{what}, gathered",
+            lambda: views.extend(memory.write(bucket, self._sources)),
+            self._options.timeout,
+        )
+
+        def payload() -> tuple[str, tuple[str, ...]]:
+            memory.settle()
+            digests = digests_of(views, places)
+            if self._options.group is not None:
+                return "", digests
+            return memory.payload(views, self._options.load_format), digests
+
+        with self._meetings.step(what, self._options.timeout) as own:
+            checks = own.gathered(
+                what,
+                payload,
+                lambda rows: self._load(bucket, views, places, rows, last),
+                self._options.timeout,
+            )
+            self._tally.add(bucket, checks)
+
+    def _load(
+        self,
+        bucket: Bucket,
+        views: Views,
+        places: Sequence[int],
+        rows: Sequence[tuple[str, tuple[str, ...]]],
+        last: bool,
+    ) -> list[RankCheck]:
+        """On the leader: have the engine load it."""
+        backend, group, timeout = self._engine.backend, self._options.group, self._options.timeout
+        assert backend is not None
+        digests = [row[1] for row in rows]
+        flush_cache = last and self._options.flushes
+        version = self._options.version if last else None
+        if group is None:
+            checks: list[RankCheck] = backend.load_tensors(
+                [row[0] for row in rows],
+                load_format=self._options.load_format,
+                flush_cache=flush_cache,
+                weight_version=version,
+                order=order_of(bucket, places, digests),
+                timeout=timeout,
+            )
+            return checks
+        tensors = [view for _, _, view in views]
+        order = order_of(bucket, places, digests[:1])  # the leader's are those that are sent
+
+        def load() -> list[RankCheck]:
+            found: list[RankCheck] = backend.load_broadcast(
+                bucket.names,
+                [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+                [tuple(tensor.shape) for tensor in tensors],
+                group_name=group.name,
+                load_format=None,
+                flush_cache=flush_cache,
+                weight_version=version,
+                order=order,
+                timeout=timeout,
+            )
+            return found
+
+        return list(group.broadcast(tensors, load, timeout))
+
+    def _verified(self) -> Mapping[str, Any]:
+        tally = self._tally
+        why = "; ".join(tally.reasons)
+        if not tally.ranks:
+            why = "the engine has not memsaver's plugin, so that it cannot be asked what it holds"
+        return {
+            "received": tally.received,
+            "held": tally.held,
+            "unverified": why if self._options.verify != "off" else "",
+        }
+
+
+def _in_words(spec: Spec | None, whole: bool) -> str:
+    """What two ranks must have in common."""
+    if spec is None:
+        return "has no more"
+    return f"has {spec.name} ({spec.dtype}{', ' + str(spec.shape) if whole else ''})"
+
+
+def _meetings_of(engine: RolloutEngine) -> Meetings:
+    """Those of all updates of an engine."""
+    if engine not in _meetings:
+        _meetings[engine] = Meetings(engine.together, engine.layout, engine.timeout)
+    return _meetings[engine]
+
+
+_meetings: weakref.WeakKeyDictionary[Any, Meetings] = weakref.WeakKeyDictionary()

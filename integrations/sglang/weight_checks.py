@@ -1,0 +1,145 @@
+"""What a sender of weights and an engine's ranks tell each other: what to check, and what was seen.
+
+An `Order` travels in `rid` of SGLang's request for an update, which nothing reads there and which
+reaches every rank of a tensor-parallel group. What the ranks found comes back as the message of
+SGLang's answer, which is all that the tokenizer manager passes on, to a caller in its process as to
+one over HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from memsaver.integrations.sglang.errors import EngineError
+from memsaver.integrations.sglang.protocol import Failure, kind_of
+
+__all__ = ["Order", "RankCheck", "answer_text", "checks_of"]
+
+_PREFIX = "memsaver:"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an engine's ranks are to check when they load a bucket.
+
+    Whatever it asks for, tensors that the model takes nothing of are found, and what fails in a
+    load is an answer and not the engine's end.
+
+    Attributes:
+        names: the bucket's tensors, in their order.
+        looked_at: which of them are compared with what was sent, by their place in `names`; and
+            with what the model holds after the load.
+        sent: their digests, in that order, for each rank; a single row is for all ranks.
+    """
+
+    names: tuple[str, ...] = ()
+    looked_at: tuple[int, ...] = ()
+    sent: tuple[tuple[str, ...], ...] = ()
+
+    def text(self) -> str:
+        """The order as a string, for `from_text`."""
+        return _PREFIX + json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | None) -> Order | None:
+        """The order whose `text` this is; None where it is no order."""
+        if not text or not text.startswith(_PREFIX):
+            return None
+        fields = json.loads(text[len(_PREFIX) :])
+        return cls(
+            tuple(fields["names"]),
+            tuple(fields["looked_at"]),
+            tuple(tuple(row) for row in fields["sent"]),
+        )
+
+    def digests(self, rank: int) -> dict[str, str]:
+        """The digests of what was sent to a rank, by the name of the tensor."""
+        if not self.sent:
+            return {}
+        row = self.sent[0 if len(self.sent) == 1 else rank]
+        return {self.names[at]: digest for at, digest in zip(self.looked_at, row, strict=True)}
+
+
+@dataclass(frozen=True)
+class RankCheck:
+    """What one rank of an engine found when it loaded a bucket.
+
+    Attributes:
+        rank: the rank in its tensor-parallel group.
+        host: the name of its host.
+        pid: its process there.
+        received: how many tensors came as they were sent.
+        held: of how many the model holds what was sent.
+        damaged: tensors that came otherwise than they were sent. The bucket was not loaded then.
+        differing: tensors of which the model holds something else.
+        unused: tensors of which nothing was written to the model's memory: it does not know the
+            name, or has no part of it on this rank.
+        unverified: why `held` could not be found out, or "".
+        failure: what went wrong, or None. Some of the bucket may have been loaded.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    received: int = 0
+    held: int = 0
+    damaged: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    unverified: str = ""
+    failure: Failure | None = None
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> RankCheck:
+        """The check whose `asdict` this is, lists in place of tuples or not."""
+        failure = fields["failure"]
+        return cls(
+            **{
+                **fields,
+                **{name: tuple(fields[name]) for name in ("damaged", "differing", "unused")},
+                "failure": Failure(**failure) if failure else None,
+            }
+        )
+
+
+def answer_text(checks: Sequence[RankCheck]) -> str:
+    """The checks of a scheduler's ranks as a string, for `checks_of`."""
+    return _PREFIX + json.dumps([asdict(check) for check in checks])
+
+
+def checks_of(done: bool, message: str) -> list[RankCheck]:
+    """What the ranks of all schedulers found, out of the engine's answer to an update.
+
+    Args:
+        done: whether the engine says that it was done.
+        message: what else it says; text around the answers does not matter.
+
+    Returns:
+        The checks, [] where the engine has not memsaver's plugin, and did the update.
+
+    Raises:
+        EngineError: the update failed, or memsaver's own error of the rank where it did.
+    """
+    checks = list(_checks_in(message))
+    for check in checks:
+        if check.failure is not None:
+            text = f"the load failed on rank {check.rank} ({check.host}): {check.failure.message}"
+            raise kind_of(check.failure)(text, tag=check.failure.tag)
+    if not done and not any(check.damaged or check.differing for check in checks):
+        raise EngineError(f"the engine did not load the weights: {message}")
+    return checks
+
+
+def _checks_in(message: str) -> Iterator[RankCheck]:
+    decoder = json.JSONDecoder()
+    at = message.find(_PREFIX)
+    while at >= 0:
+        try:
+            rows, end = decoder.raw_decode(message, at + len(_PREFIX))
+        except ValueError as error:
+            raise EngineError(f"the engine's answer was cut: {message[at:][:200]!r}") from error
+        yield from (RankCheck.from_fields(row) for row in rows)
+        at = message.find(_PREFIX, end)

@@ -1,0 +1,290 @@
+"""`update`: a trainer's weights to an engine, in buckets that are verified. One process."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import weight_engine
+from weight_engine import Backend, Model, checkpoint
+
+from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.integrations.rollout import WeightMismatchError
+from memsaver.integrations.rollout.engine import RolloutEngine
+from memsaver.integrations.rollout.weights import update
+from memsaver.integrations.rollout.weights.buckets import ALIGNMENT, buckets_of
+from memsaver.integrations.rollout.weights.sources import sources_of
+from memsaver.integrations.sglang import weight_loads
+from memsaver.integrations.sglang.errors import EngineError
+from memsaver.integrations.sglang.held_weights import watched
+from memsaver.integrations.sglang.weight_checks import Order
+
+
+@pytest.fixture(autouse=True)
+def shared_files():
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    with weight_engine.hooked(monkeypatch) as kind:
+        yield Backend(kind)
+
+
+@pytest.fixture
+def engine(backend):
+    return RolloutEngine(backend, timeout=30)
+
+
+def holds(backend, weights=None):
+    return all(model.holds(weights or checkpoint()) for model in backend.models)
+
+
+# --- buckets --------------------------------------------------------------------------------------
+
+
+def test_buckets_keep_the_order_and_split_nothing():
+    sizes = [100, 700, 5000, 1, 0, 513, 511, 20]
+    named = [(f"t{at}", size) for at, size in enumerate(sizes)]
+    buckets = buckets_of(named, 2048)
+    assert [s.name for b in buckets for s in b.slots] == [name for name, _ in named]
+    assert [s.room for b in buckets for s in b.slots] == sizes
+    assert all(s.begin % ALIGNMENT == 0 for b in buckets for s in b.slots)
+    for bucket in buckets:
+        ends = [s.begin + s.room for s in bucket.slots]
+        following = [*[s.begin for s in bucket.slots][1:], bucket.nbytes]
+        assert all(end <= begin for end, begin in zip(ends, following, strict=True))
+        assert bucket.nbytes <= 2048 or len(bucket.slots) == 1
+    assert [len(b.slots) for b in buckets] == [2, 1, 4, 1]
+    assert buckets_of([], 10) == []
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2048, 1 << 30])
+@pytest.mark.parametrize("verify", ["off", "sampled", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_brings_all_weights(engine, backend, verify, bucket_bytes, dtype):
+    weights = checkpoint(1, dtype)
+    report = update(engine, weights, version="7", verify=verify, bucket_bytes=bucket_bytes)
+    assert holds(backend, weights) and backend.version == "7"
+    assert backend.calls == ["begin", *["load"] * report.buckets, "end"]
+    assert (report.tensors, report.tied) == (len(weights) - 1, ("lm_head.weight",))
+    assert report.bytes == sum(t.nbytes for t in weights.values()) - weights["embed.weight"].nbytes
+    assert report.version == "7" and report.seconds > 0 and report.unverified == ""
+    assert report.bucket_bytes <= max(bucket_bytes, weights["embed.weight"].nbytes)
+    assert report.buckets == len(backend.requests)
+    assert report.buckets == {1: 13, 1 << 30: 1}.get(bucket_bytes, report.buckets)
+    assert report.received == report.held
+    if verify == "sampled" and bucket_bytes > 1:
+        assert report.buckets <= report.held < 13
+    else:  # a bucket with one tensor is all sample
+        assert report.held == (0 if verify == "off" else 13)
+    # The cache is given up, and the version taken over, once: in the end.
+    assert [request.flush_cache for request in backend.requests] == [
+        *[False] * (report.buckets - 1),
+        True,
+    ]
+    assert {r.weight_version for r in backend.requests[:-1]} <= {None}
+
+
+def test_every_tensor_is_in_the_sample_of_some_update(engine, backend):
+    seen = []
+    for _ in range(8):
+        update(engine, checkpoint())
+        seen += Order.from_text(backend.requests[-1].rid).looked_at
+    assert sorted(seen) == list(range(13))
+
+
+def test_modules_pairs_and_names(engine, backend):
+    module = torch.nn.Module()
+    for name, tensor in checkpoint(3).items():
+        owner = module
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(last, torch.nn.Parameter(tensor))
+    report = update(engine, module, verify="full")
+    assert holds(backend, checkpoint(3)) and report.held == 13
+
+    named = [(f"actor.{name}", tensor) for name, tensor in checkpoint(4).items()]
+    named.append(("value_head", torch.ones(3)))
+    update(
+        engine,
+        iter(named),
+        rename=lambda name: name.removeprefix("actor.") if name.startswith("actor.") else None,
+    )
+    assert holds(backend, checkpoint(4))
+
+
+def test_views_and_layouts_of_any_kind(engine, backend):
+    weights = checkpoint(5)
+    odd = dict(weights)
+    odd["layers.0.q.weight"] = weights["layers.0.q.weight"].t().contiguous().t()
+    odd["layers.1.norm.weight"] = torch.stack([weights["layers.1.norm.weight"]] * 2, 1)[:, 1]
+    assert not odd["layers.1.norm.weight"].is_contiguous()
+    before = {name: tensor.clone() for name, tensor in odd.items()}
+    update(engine, odd, verify="full")
+    assert holds(backend, weights)
+    assert all(torch.equal(odd[name], tensor) for name, tensor in before.items())
+
+
+def test_shards_in_the_engines_layout(engine, backend):
+    like = Model()
+    like.load_weights(checkpoint(6).items())
+    report = update(engine, like, layout="engine", verify="full", bucket_bytes=1024)
+    assert holds(backend, checkpoint(6)) and report.held == report.tensors == 9
+    assert {request.load_format for request in backend.requests} == {"direct"}
+
+
+# --- what is refused, and what fails --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "state, options, text",
+    [
+        ({"a": 1}, {}, "a is no tensor, but a int"),
+        ({}, {}, "no tensors to send"),
+        (7, {}, "not int"),
+        (torch.ones(2), {}, "not Tensor"),
+        ({"a": torch.ones(2).to_sparse()}, {}, "not a dense tensor"),
+        ({"a": torch.ones(2, device="meta")}, {}, "on no device"),
+        ([("a", torch.ones(1)), ("a", torch.ones(2))], {}, "two tensors are called 'a'"),
+        ({"a": torch.ones(2)}, {"verify": "some"}, "off, sampled, full"),
+        ({"a": torch.ones(2)}, {"layout": "megatron"}, "'whole' or 'engine'"),
+        ({"a": torch.ones(2)}, {"bucket_bytes": 0}, "positive number of bytes"),
+        ({"a": torch.ones(2)}, {"pause": "in_place", "flush_cache": True}, "paused in place"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_the_engine_is_asked(
+    engine, backend, state, options, text
+):
+    with pytest.raises(ConfigError, match=text):
+        update(engine, state, **options)
+    assert backend.calls == []
+
+
+def test_an_engine_with_other_ranks_needs_a_group(engine, backend):
+    engine.tp_size = 2
+    with pytest.raises(ConfigError, match="2 ranks, and its group here 1.*WeightGroup"):
+        update(engine, checkpoint())
+    assert backend.calls == []
+
+
+def test_an_engine_whose_weights_are_released(engine, backend):
+    backend.control.released = frozenset({"weights"})
+    with pytest.raises(InvalidStateError, match="weights is released"):
+        update(engine, checkpoint())
+    assert backend.calls == []
+
+
+def test_a_name_that_the_engine_does_not_know(engine, backend):
+    weights = {f"model.{name}": tensor for name, tensor in checkpoint().items()}
+    with pytest.raises(WeightMismatchError, match="mean nothing to the engine's model") as caught:
+        update(engine, weights, verify="off")
+    assert caught.value.tensors == tuple(weights)[:-1]
+    assert "and 5 more" in str(caught.value) and caught.value.status == "WEIGHTS_DIFFER"
+    assert backend.calls == ["begin", "load", "end"]
+
+
+def test_a_shape_that_the_engine_does_not_have(engine, backend):
+    weights = checkpoint()
+    kept = weights["embed.weight"].clone()
+    with pytest.raises(EngineError, match="failed on rank 0 .*a vocabulary of 3"):
+        update(engine, {**weights, "embed.weight": torch.zeros(3, 3)}, version="bad")
+    assert backend.version is None and torch.equal(weights["embed.weight"], kept)
+    update(engine, weights, version="good")
+    assert holds(backend) and backend.version == "good"
+
+
+def test_a_bucket_that_changes_on_the_way(engine, backend, monkeypatch):
+    from memsaver.integrations.rollout.weights import updates
+
+    taken = updates.digests_of
+
+    def and_then_damaged(views, places):
+        digests = taken(views, places)
+        views[4][2].view(-1)[0] += 1
+        return digests
+
+    monkeypatch.setattr(updates, "digests_of", and_then_damaged)
+    with pytest.raises(WeightMismatchError, match="came otherwise than they were sent") as caught:
+        update(engine, checkpoint(), verify="full", version="new")
+    assert caught.value.tensors == ("layers.0.o.weight",) and backend.version is None
+    monkeypatch.undo()
+
+
+def test_an_engine_that_holds_something_else(engine, backend, monkeypatch):
+    def corrupting(model, named, load):
+        result = watched(model, named, load)
+        model.qkv_1.data[8, 3] += 1
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_loads, "watched", corrupting)
+        with pytest.raises(WeightMismatchError, match="not what the engine holds") as caught:
+            update(engine, checkpoint(), verify="full", pause="retract")
+    assert caught.value.tensors == ("layers.1.k.weight",) and "rank 0" in str(caught.value)
+    assert "generation is paused still" in str(caught.value)
+    assert backend.calls == ["pause retract", "begin", "load", "end"]
+    backend.calls.clear()
+    update(engine, checkpoint(), verify="full", pause="retract")
+    assert holds(backend)
+    assert backend.calls == ["pause retract", "begin", "load", "end", "continue"]
+
+
+@pytest.mark.parametrize("mode, flushes", [("abort", True), ("retract", True), ("in_place", False)])
+def test_pausing_in_each_mode(engine, backend, mode, flushes):
+    update(engine, checkpoint(), pause=mode)
+    assert backend.calls == [f"pause {mode}", "begin", "load", "end", "continue"]
+    assert [request.flush_cache for request in backend.requests] == [flushes]
+    update(engine, checkpoint(), pause=mode, flush_cache=False)
+    assert backend.requests[-1].flush_cache is False
+
+
+def test_an_engine_without_the_plugin_is_reported():
+    backend = Backend()
+    report = update(RolloutEngine(backend), checkpoint(), verify="full")
+    assert holds(backend) and (report.received, report.held) == (0, 0)
+    assert "has not memsaver's plugin" in report.unverified
+
+
+def test_a_paused_trainer_is_refused(engine, backend, sim, tag):
+    import memsaver
+    from memsaver import simulator
+
+    name = tag("trainer")
+    with memsaver.region(name, backup="pageable"):
+        weight = simulator.empty((4, 4), torch.float32)
+    memsaver.pause(name)
+    with pytest.raises(InvalidStateError, match=f"a cannot be sent while tag '{name}' is paused"):
+        update(engine, {"a": weight})
+    assert backend.calls == []
+    memsaver.resume(name)
+    del weight
+
+
+def test_tied_weights_are_told_by_their_memory():
+    one = torch.ones(4, 2)
+    specs = {
+        source.spec.name: source.spec
+        for source in sources_of(
+            {"a": one, "b": one, "c": one.t(), "d": one[:2], "e": one.clone(), "f": torch.ones(0)}
+        )
+    }
+    assert {name: spec.same for name, spec in specs.items()} == {
+        "a": "",
+        "b": "a",
+        "c": "",
+        "d": "",
+        "e": "",
+        "f": "",
+    }
+    assert (specs["c"].shape, specs["c"].dtype, specs["c"].nbytes) == ((2, 4), "float32", 32)
