@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,31 @@ def sglang_arguments(settings: Settings, vocabulary: Vocabulary, folder: Path) -
     }
 
 
-def make_engine(settings: Settings, vocabulary: Vocabulary, place: Place, folder: Path) -> Any:
-    """Start the run's engine. A collective."""
+def make_engine(
+    settings: Settings,
+    vocabulary: Vocabulary,
+    place: Place,
+    folder: Path,
+    servers: Sequence[str] = (),
+) -> Any:
+    """Start the run's engine, or connect to it. A collective.
+
+    Args:
+        settings: of the run.
+        vocabulary: of its model.
+        place: where this process stands.
+        folder: an empty one.
+        servers: URLs of engines that run already, one for each data-parallel rank.
+    """
     if settings.engine == "model":
         model = make_model(settings.model, vocabulary, settings.seed, torch.device("cpu"))
         return ModelEngine(model, vocabulary.pad, place.device)
+    if servers:
+        return RolloutEngine.connect(
+            list(servers) if place.engine_mesh is not None else servers[0],
+            place.engine_mesh,
+            pad_token_id=vocabulary.pad,
+        )
     os.environ.update(ENVIRONMENT)
     return RolloutEngine.launch(
         place.engine_mesh,

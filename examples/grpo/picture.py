@@ -31,7 +31,7 @@ def save_picture(results: Results, path: Path) -> None:
     colours = [_BLOCKS.get(name, _MOVES) for name in names]
     memory.barh(names, [peak_bytes(results)[name] / GIB for name in names], color=colours)
     memory.invert_yaxis()
-    if results.total_bytes:
+    if results.total_bytes < 3 * max(peak_bytes(results).values(), default=0):
         memory.axvline(results.total_bytes / GIB, color="black", lw=1, label="the device has")
         memory.legend(loc="lower right", fontsize=8)
     memory.set_title("highest peak of a device, GiB", loc="left", fontsize=10)

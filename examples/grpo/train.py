@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from settings import Settings
+
+if TYPE_CHECKING:
+    from results import Results, Step
 
 DEFAULT = Settings()
 
@@ -52,11 +56,19 @@ def main(
 ) -> None:
     """Train a small Qwen3 to add, by GRPO with a reward that is checked."""
     given = locals()
-    start(Settings(**{field.name: given[field.name] for field in fields(Settings)}), out)
+    settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
+    results = start(settings)
+    if results is not None:
+        publish(results, out)
 
 
-def start(settings: Settings, out: Path) -> None:
-    """One run on this rank; rank 0 tells of it."""
+def start(settings: Settings, servers: Sequence[str] = ()) -> Results | None:
+    """One run on this rank. Rank 0 tells of it, and has its results.
+
+    Args:
+        settings: of the run.
+        servers: URLs of engines that run already; else they are started here.
+    """
     if settings.engine == "model" and not os.path.exists("/dev/nvidiactl"):
         os.environ.setdefault("MEMSAVER_DRIVER", "sim")
     # Before torch starts CUDA, and after the driver is chosen.
@@ -67,42 +79,44 @@ def start(settings: Settings, out: Path) -> None:
     from loop import run
     from places import leave_place, take_place
     from policy_model import SHAPES, make_model, shard
-    from rich.console import Console
     from vocabulary import Vocabulary
 
     place = take_place(settings.tp)
-    console = Console(quiet=place.rank > 0, highlight=False)
+
+    def tell(number: int, step: Step) -> None:
+        if place.rank == 0:
+            print(
+                f"step {number}: reward {step.reward:.3f}, right {100 * step.right:.1f} %",
+                flush=True,
+            )
+
     own = settings.model in SHAPES
     vocabulary = Vocabulary.own() if own else Vocabulary.of_model(Path(settings.model))
     with tempfile.TemporaryDirectory(prefix="grpo-") as folder:
         # The engine first: what it takes of the GPU, it measures while nobody else is there.
-        engine = make_engine(settings, vocabulary, place, Path(folder))
+        engine = make_engine(settings, vocabulary, place, Path(folder), servers)
         try:
             if settings.sleep:
                 engine.sleep()
             model = make_model(settings.model, vocabulary, settings.seed, place.device)
             if place.shard_mesh is not None:
                 model = shard(model, place.shard_mesh)
-            results = run(
-                settings,
-                vocabulary,
-                place,
-                engine,
-                model,
-                lambda number, step: console.print(
-                    f"step {number}: reward {step.reward:.3f}, right {100 * step.right:.1f} %"
-                ),
-            )
+            results = run(settings, vocabulary, place, engine, model, tell)
         finally:
             engine.close()
-    if place.rank == 0:
-        from picture import save_picture
-        from tables import draw
-
-        results.save(out.with_suffix(".json"))
-        save_picture(results, out.with_suffix(".png"))
-        draw(console, results)
     leave_place()
+    return results if place.rank == 0 else None
+
+
+def publish(results: Results, out: Path) -> None:
+    """Write the results and the picture, and show the tables."""
+    from picture import save_picture
+    from rich.console import Console
+    from tables import draw
+
+    results.save(out.with_suffix(".json"))
+    save_picture(results, out.with_suffix(".png"))
+    draw(Console(highlight=False), results)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,252 @@
+"""The same run as Ray actors, for several machines: ranks of a trainer, and SGLang servers.
+
+    python ray_workers.py --ranks 2                          a local Ray
+    python ray_workers.py --ranks 16 --tp 8 --address auto   a cluster, an engine for each 8 GPUs
+    python ray_workers.py --ranks 2 --engine model --model tiny      no GPU
+
+Each group of `tp` ranks is on one machine with its engine: an actor that starts an SGLang server on
+the GPUs of the group's ranks. memsaver needs nothing of the actors' environment: SGLang loads it as
+a plugin. With --preload the engines' actors get `memsaver.preload_env()`, so that what other
+libraries allocate inside of regions belongs to these too. Ray starts an actor with an environment
+of its own in a fresh process, which is what preloading takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+import ray
+import typer
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from settings import Settings
+
+START_SECONDS = 300
+END_SECONDS = 15
+
+
+class EngineWorker:
+    """An actor that has an SGLang server in processes of its own.
+
+    They end with it, or with `stop`.
+    """
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="grpo-engine-")
+
+    def start(self, settings: Settings, tp: int, gpus: Sequence[str]) -> str:
+        """Start a server on some of this machine's GPUs; its URL, when it answers.
+
+        Raises:
+            RuntimeError: it ended, or did not answer in time; the message has the end of its log.
+        """
+        from engines import ENVIRONMENT, sglang_arguments
+        from policy_model import SHAPES
+        from vocabulary import Vocabulary
+
+        own = settings.model in SHAPES
+        vocabulary = Vocabulary.own() if own else Vocabulary.of_model(Path(settings.model))
+        arguments = sglang_arguments(settings, vocabulary, Path(self._folder.name))
+        arguments |= {"tp_size": tp, "skip_tokenizer_init": True, "host": "0.0.0.0"}
+        environment = {
+            **ENVIRONMENT,
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+            # /health would generate, which kills a server that sleeps; and its ranks may start with
+            # different free memory beside a trainer.
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+        }
+        return self.serve(["-m", "sglang.launch_server"], arguments, environment)
+
+    def serve(
+        self, program: Sequence[str], arguments: Mapping[str, Any], environment: Mapping[str, str]
+    ) -> str:
+        """Run a server of Python's that has `/model_info`; its URL, when it answers."""
+        address, port = ray.util.get_node_ip_address(), _free_port()
+        words = command_line({**arguments, "port": port})
+        log = Path(self._folder.name) / "log"
+        with log.open("wb") as output:
+            self._server = subprocess.Popen(
+                [sys.executable, *program, *words],
+                env={**os.environ, **environment},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        url = f"http://{address}:{port}"
+        deadline = time.monotonic() + START_SECONDS
+        while not _answers(f"{url}/model_info"):
+            ended = self._server.poll()
+            if ended is not None or time.monotonic() > deadline:
+                self.stop()
+                end = log.read_bytes()[-4000:].decode(errors="replace")
+                raise RuntimeError(f"the server did not start (status {ended}):\n{end}")
+            time.sleep(0.5)
+        return url
+
+    def environment(self) -> dict[str, str]:
+        """That of this actor's process."""
+        return dict(os.environ)
+
+    def stop(self) -> None:
+        """End the server's processes. Twice is allowed."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(END_SECONDS)
+
+    def __del__(self) -> None:
+        self.stop()
+
+
+class TrainerRank:
+    """An actor that is a rank of the trainer, with a GPU of its own where there is one."""
+
+    def gpus(self) -> list[str]:
+        """What CUDA_VISIBLE_DEVICES calls them."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def meeting_place(self) -> tuple[str, int]:
+        """An address and a free port of this machine."""
+        return ray.util.get_node_ip_address(), _free_port()
+
+    def run(
+        self, settings: Settings, rank: int, ranks: int, master: tuple[str, int], urls: list[str]
+    ) -> Any:
+        """This rank's part of the run; rank 0 has the results."""
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",  # of the GPUs that Ray lets this process see
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": master[0],
+            "MASTER_PORT": str(master[1]),
+        }
+        from train import start
+
+        return start(settings, urls)
+
+
+def run_on_ray(settings: Settings, ranks: int, preload: bool) -> Any:
+    """A run on the Ray that this process is connected to; its results.
+
+    Args:
+        settings: of the run.
+        ranks: of the trainer, each with a GPU; without SGLang, without one.
+        preload: give the engines' actors the environment of `memsaver.preload_env`.
+    """
+    tp = settings.tp or ranks
+    if ranks % tp:
+        raise ValueError(f"{ranks} ranks cannot be shared out in engines of {tp}")
+    settings = dataclasses.replace(settings, tp=tp)
+    served = settings.engine == "sglang"
+    # A bundle is on one machine: a group of ranks, and its engine.
+    bundle = {"CPU": tp + int(served), **({"GPU": tp} if served else {})}
+    bundles = placement_group([bundle] * (ranks // tp), strategy="PACK")
+    ray.get(bundles.ready(), timeout=START_SECONDS)
+
+    def placed(group: int, kind: type, **options: Any) -> Any:
+        where = PlacementGroupSchedulingStrategy(bundles, group)
+        return ray.remote(kind).options(num_cpus=1, scheduling_strategy=where, **options).remote()
+
+    workers: list[Any] = []
+    try:
+        trainers = [placed(n // tp, TrainerRank, num_gpus=int(served)) for n in range(ranks)]
+        urls: list[str] = []
+        if served:
+            gpus = ray.get([trainer.gpus.remote() for trainer in trainers])
+            groups = range(ranks // tp)
+            workers = [placed(n, EngineWorker, **worker_options(preload)) for n in groups]
+            starts = [
+                worker.start.remote(settings, tp, [*chain(*gpus[n * tp : (n + 1) * tp])])
+                for n, worker in enumerate(workers)
+            ]
+            urls = ray.get(starts, timeout=START_SECONDS + END_SECONDS)
+        master = ray.get(trainers[0].meeting_place.remote())
+        runs = [t.run.remote(settings, n, ranks, master, urls) for n, t in enumerate(trainers)]
+        return ray.get(runs)[0]
+    finally:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get([worker.stop.remote() for worker in workers], timeout=2 * END_SECONDS)
+        remove_placement_group(bundles)
+
+
+def worker_options(preload: bool) -> dict[str, Any]:
+    """How an engine's actor is made: Ray's options for its environment."""
+    if not preload:
+        return {}
+    import memsaver
+
+    # Of the machine that this runs on: memsaver must be installed at the same place on all.
+    return {"runtime_env": {"env_vars": memsaver.preload_env()}}
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments of `sglang.Engine` as those of its server."""
+    words = []
+    for name, value in arguments.items():
+        if value is not False:
+            words.append(f"--{name.replace('_', '-')}")
+            words += [] if value is True else [str(value)]
+    return words
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def main(
+    ranks: Annotated[int, typer.Option(min=1, help="Of the trainer: one for each GPU.")] = 1,
+    tp: Annotated[int, typer.Option(min=0, help="Of an engine; 0: all ranks.")] = 0,
+    address: Annotated[str, typer.Option(help="A cluster's, or local.")] = "local",
+    preload: Annotated[bool, typer.Option("--preload", help="Preload the engines.")] = False,
+    engine: Annotated[str, typer.Option(help="sglang or model.")] = "sglang",
+    model: Annotated[str, typer.Option(help="As of train.py.")] = "small",
+    steps: Annotated[int, typer.Option(min=1)] = 100,
+    sleep: Annotated[bool, typer.Option("--sleep/--no-sleep")] = True,
+    out: Annotated[Path, typer.Option(help="As of train.py.")] = Path("grpo-ray"),
+) -> None:
+    """Train by GRPO with Ray's actors."""
+    from train import publish
+
+    # The actors' processes import this folder's modules.
+    here = {"working_dir": str(Path(__file__).parent)}
+    ray.init(address=address, runtime_env=here)
+    try:
+        settings = Settings(engine=engine, model=model, steps=steps, sleep=sleep, tp=tp)
+        publish(run_on_ray(settings, ranks, preload), out)
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,114 @@
+"""examples/grpo/ray_workers.py on a local Ray: actors, their environment, and their servers."""
+
+import os
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="Ray is not installed")
+pytest.importorskip("torch")
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "grpo"
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+SERVER = """
+import http.server, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(" ".join(sys.argv[1:]).encode())
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("0.0.0.0", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """The example's module, with a Ray of this machine."""
+    sys.path.insert(0, str(EXAMPLE))
+    before = set(sys.modules)
+    paths = os.pathsep.join([str(EXAMPLE), *filter(None, sys.path)])
+    environment = {"PYTHONPATH": paths, "MEMSAVER_DRIVER": "sim", "OMP_NUM_THREADS": "1"}
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        runtime_env={"env_vars": environment},
+    )
+    try:
+        import ray_workers
+
+        yield ray_workers
+    finally:
+        ray.shutdown()
+        sys.path.remove(str(EXAMPLE))
+        for name in set(sys.modules) - before:
+            if str(EXAMPLE) in str(getattr(sys.modules[name], "__file__", "")):
+                del sys.modules[name]
+
+
+def test_preloading_reaches_an_engines_actor_and_no_other(workers):
+    from memsaver.preload import LIBRARY
+
+    @ray.remote
+    class Looking(workers.EngineWorker):
+        def libraries(self):
+            return Path("/proc/self/maps").read_text()
+
+    preloaded = Looking.options(**workers.worker_options(True)).remote()
+    plain = Looking.options(**workers.worker_options(False)).remote()
+    environments = ray.get([preloaded.environment.remote(), plain.environment.remote()])
+    assert LIBRARY in environments[0]["LD_PRELOAD"]
+    assert LIBRARY not in environments[1].get("LD_PRELOAD", "")
+    maps = ray.get([preloaded.libraries.remote(), plain.libraries.remote()])
+    assert LIBRARY in maps[0] and LIBRARY not in maps[1]
+
+
+def test_a_server_starts_answers_and_ends(workers, tmp_path):
+    program = tmp_path / "server.py"
+    program.write_text(SERVER)
+    worker = ray.remote(workers.EngineWorker).remote()
+    arguments = {"tp_size": 2, "enable_memory_saver": True, "no_such_thing": False}
+    url = ray.get(worker.serve.remote([str(program)], arguments, {"SOME": "THING"}))
+    with urllib.request.urlopen(url, timeout=10) as response:
+        said = response.read().decode()
+    assert said.startswith("--tp-size 2 --enable-memory-saver --port ")
+    ray.get(worker.stop.remote())
+    ray.get(worker.stop.remote())
+    with pytest.raises(OSError):
+        urllib.request.urlopen(url, timeout=10)
+
+
+def test_a_server_that_does_not_start_says_why(workers, tmp_path):
+    program = tmp_path / "server.py"
+    program.write_text("raise SystemExit('there is no GPU')")
+    worker = ray.remote(workers.EngineWorker).remote()
+    with pytest.raises(ray.exceptions.RayTaskError, match="there is no GPU"):
+        ray.get(worker.serve.remote([str(program)], {}, {}))
+
+
+def test_ranks_that_cannot_be_shared_out_are_refused(workers):
+    from settings import Settings
+
+    with pytest.raises(ValueError, match="3 ranks"):
+        workers.run_on_ray(Settings(tp=2), 3, preload=False)
+
+
+def test_a_run_of_two_ranks_is_that_of_torchrun(workers):
+    pytest.importorskip("transformers")
+    from settings import Settings
+
+    options = {"engine": "model", "model": "tiny", "steps": 3, "prompts": 8, "samples": 8}
+    runs = [
+        workers.run_on_ray(Settings(**options, sleep=sleep), 2, preload=False)
+        for sleep in (True, False)
+    ]
+    from compare import differences
+
+    assert runs[0].ranks == 2 and len(runs[0].steps) == 3
+    assert differences(*runs) == []
