@@ -99,7 +99,7 @@ def test_ranks_that_cannot_be_shared_out_are_refused(workers):
         workers.run_on_ray(Settings(tp=2), 3, preload=False)
 
 
-def test_a_run_of_two_ranks_is_that_of_torchrun(workers):
+def test_a_run_of_two_ranks_is_the_same_with_and_without_sleep(workers):
     pytest.importorskip("transformers")
     from settings import Settings
 

@@ -13,6 +13,7 @@ of its own in a fresh process, which is what preloading takes.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import os
@@ -79,6 +80,7 @@ class EngineWorker:
         """Run a server of Python's that has `/model_info`; its URL, when it answers."""
         address, port = ray.util.get_node_ip_address(), _free_port()
         words = command_line({**arguments, "port": port})
+        atexit.register(self.stop)
         log = Path(self._folder.name) / "log"
         with log.open("wb") as output:
             self._server = subprocess.Popen(
@@ -113,9 +115,6 @@ class EngineWorker:
                 os.killpg(server.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 server.wait(END_SECONDS)
-
-    def __del__(self) -> None:
-        self.stop()
 
 
 class TrainerRank:
