@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import functools
@@ -165,7 +166,11 @@ def launch(
         undo.enter_context(_start_method())
         signals = _Signals()
         deadline = time.monotonic() + timeout
-        engine = _started(lambda: sglang.Engine(**full), deadline)
+        try:
+            engine = _started(lambda: sglang.Engine(**full), deadline)
+        except BaseException:
+            signals.restore()
+            raise
         end = functools.partial(_end, engine, signals)
         try:
             signals.take(engine, _left(deadline))
@@ -233,6 +238,9 @@ def _end(engine: Any, signals: _Signals) -> None:
             engine.send_to_rpc = None
     loop = engine.loop
     if not (loop.is_closed() or loop.is_running()):
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
         loop.close()
     signals.restore()
 

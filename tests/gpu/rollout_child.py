@@ -239,8 +239,8 @@ def two(folder: Path) -> None:
                     flushed(engine)
                 shared = [expected]
                 dist.broadcast_object_list(shared, src=0)
-                output = engine.generate([prompt] if RANK == turn else [], greedy())
-                if RANK == turn:
+                output = engine.generate([prompt] if turn == RANK else [], greedy())
+                if turn == RANK:
                     assert shared[0] and rows(output) == [shared[0][0]]
                     told = torch.tensor(shared[0][1])
                     assert torch.allclose(output.logprobs[0], told, rtol=0, atol=1e-5)
