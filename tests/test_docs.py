@@ -89,6 +89,7 @@ def test_the_tutorial_and_the_how_to_pages_are_run():
         "trainers",
         "several_gpus",
         "containers",
+        "grpo",
     }
 
 

@@ -70,6 +70,6 @@ def write_config(model: str, vocabulary: Vocabulary, folder: Path) -> Path:
     if model not in SHAPES:
         return Path(model)
     values = config_of(model, vocabulary).to_dict()
-    values |= {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
+    values |= {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(values))
     return folder
