@@ -1,0 +1,110 @@
+"""examples/grpo with a real SGLang engine: the same bit for bit with and without sleep.
+
+    pytest -m "gpu and sglang" tests/gpu/test_grpo.py
+
+The memsaver under test is the one that is installed, with its entry points, for this Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_sglang import environment
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "grpo"
+SECONDS = 300  # of a run, with kernels to compile
+STEPS = 6
+OPTIONS = ["--model", "small", "--prompts", "16", "--samples", "8", "--memory-fraction", "0.4"]
+GIB = 1 << 30
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sglang,
+    pytest.mark.timeout(2 * SECONDS + 120),
+]
+
+
+def run(folder: Path, name: str, ranks: int, *options: str) -> dict[str, Any]:
+    """The results of a run of `train.py`."""
+    pytest.importorskip("transformers")
+    command = [sys.executable]
+    if ranks > 1:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        command += [f"--master-port={port}"]
+    words = [str(EXAMPLE / "train.py"), "--steps", str(STEPS), *OPTIONS, "--verify", "full"]
+    log = folder / f"{name}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, *words, "--out", str(folder / name), *options],
+            env=environment(),
+            cwd=folder,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    tail = "\n".join(line[:500] for line in log.read_text(errors="replace").splitlines()[-60:])
+    assert status == 0, tail
+    assert (folder / f"{name}.png").stat().st_size > 0
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.two_gpus)])
+def test_a_run_is_the_same_with_and_without_sleep(tmp_path: Path, ranks: int) -> None:
+    sleeping = run(tmp_path, "sleeping", ranks)
+    plain = run(tmp_path, "plain", ranks, "--no-sleep")
+    compared = subprocess.run(
+        [sys.executable, str(EXAMPLE / "compare.py"), "sleeping.json", "plain.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    assert len(sleeping["steps"]) == STEPS
+    assert len({step["answers"] for step in sleeping["steps"]}) == STEPS
+    assert any(step["gradient"] for step in sleeping["steps"])
+    # The engine has the trainer's weights, in bfloat16.
+    assert all(step["gap"] < 0.05 for step in sleeping["steps"]), sleeping["steps"]
+
+    def peak(results: dict[str, Any], stage: str) -> float:
+        return max(step["stages"][stage]["peak_bytes"] for step in results["steps"][1:])
+
+    # Without the engine's KV cache; and the first step, which begins with all of it awake, apart.
+    assert peak(sleeping, "train") < peak(plain, "train") - 20 * GIB
+    assert peak(sleeping, "update") < peak(plain, "update") - 20 * GIB
+
+
+def test_the_ray_variant(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE / "ray_workers.py"), "--steps", "2", "--preload"],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found = json.loads((tmp_path / "grpo-ray.json").read_text())
+    assert len(found["steps"]) == 2 and all(step["gap"] < 0.05 for step in found["steps"])
