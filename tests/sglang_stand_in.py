@@ -335,7 +335,9 @@ class TokenizerManager:
         async with self.paused:
             await self.paused.wait_for(lambda: not self.pause_mode)
         # The scheduler goes on whether somebody waits for it or not.
-        samples = [asyncio.ensure_future(self._sample(*one)) for one in zip(*lists, images, strict=True)]
+        samples = [
+            asyncio.ensure_future(self._sample(*one)) for one in zip(*lists, images, strict=True)
+        ]
         yield await asyncio.gather(*map(asyncio.shield, samples))
 
     async def _sample(self, rid: str, tokens: list[int], params: dict, images: list) -> dict:

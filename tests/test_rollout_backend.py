@@ -196,7 +196,12 @@ def test_tensors_that_a_group_broadcasts(world):
     with pytest.raises(EngineError, match="trainer"):
         backend.load_broadcast(*what, **named)
     backend.join_group(
-        "10.0.0.1", 2345, rank_offset=1, world_size=2, group_name="trainer", backend="nccl",
+        "10.0.0.1",
+        2345,
+        rank_offset=1,
+        world_size=2,
+        group_name="trainer",
+        backend="nccl",
         timeout=5,
     )
     joined = world.manager.groups["trainer"]
@@ -210,7 +215,7 @@ def test_tensors_that_a_group_broadcasts(world):
         backend.leave_group("trainer", 5)
 
 
-# --- engines that cannot be used, or not any more --------------------------------------------------
+# --- engines that cannot be used, or not any more -------------------------------------------------
 
 
 def test_a_server_of_another_version(make_world):
@@ -262,7 +267,10 @@ def test_a_dead_process_of_a_local_engine_is_seen_at_once(make_world):
 def test_outputs_that_are_not_sglangs():
     good = {
         "output_ids": [5, 6],
-        "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1, 5, None]] * 2},
+        "meta_info": {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-1, 5, None]] * 2,
+        },
     }
     assert sample_of(good) == Sample([5, 6], [-1.0, -1.0], "stop", None)
     without = {**good, "meta_info": {"finish_reason": {"type": "stop"}}}

@@ -395,6 +395,14 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
         engine.close()
         refused(InvalidStateError, engine.sleep)
 
+        # An engine that the leader cannot start.
+        def does_not_start(**arguments):
+            assert arguments["tp_size"] == 2 and arguments["model_path"] == "m"
+            raise RuntimeError("no such model")
+        sys.modules["sglang"].Engine = does_not_start
+        error = refused(EngineError, RolloutEngine.launch, mesh, model_path="m", timeout=20)
+        assert "no such model" in str(error) and "rank 0 of 2" in str(error)
+
         # A leader without an engine, and a server that is not there.
         error = refused(ConfigError, RolloutEngine.connect, None, mesh, timeout=5)
         assert "neither an" in str(error)

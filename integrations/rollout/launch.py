@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import functools
@@ -233,6 +234,9 @@ def _end(engine: Any, signals: _Signals) -> None:
             engine.send_to_rpc = None
     loop = engine.loop
     if not (loop.is_closed() or loop.is_running()):
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
         loop.close()
     signals.restore()
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, TypeAlias
 
 from memsaver.integrations.rollout.backend import Sample
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = ["RolloutOutput"]
+
+Tensor: TypeAlias = Any  # torch.Tensor; torch is not needed to import this
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +33,11 @@ class RolloutOutput:
         pad_token_id: what stands where there is no token.
     """
 
-    token_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    logprobs: torch.Tensor | None
-    lengths: torch.Tensor
-    prompt_index: torch.Tensor
+    token_ids: Tensor
+    attention_mask: Tensor
+    logprobs: Tensor | None
+    lengths: Tensor
+    prompt_index: Tensor
     finish_reasons: tuple[str, ...]
     weight_version: str | None
     pad_token_id: int = 0

@@ -46,12 +46,15 @@ class Together:
     Calls may run beside each other in several threads where each has its own `Together`; calls of
     one take turns. They use the CPU alone.
 
+    Making one is a collective.
+
     Args:
         group: a `torch.distributed` group; None, or one of a single rank: this process alone.
         timeout: seconds to wait until all ranks have come to a call.
         lane: a name for calls that go on beside others; the same on all ranks.
 
     Raises:
+        GroupError: not all ranks came to make it in time.
         InvalidStateError, NotLoadedError, ConfigError: as of `memsaver.distributed`.
     """
 
@@ -61,8 +64,10 @@ class Together:
         self._channel: Channel | None = None
         if group is not None:
             channel = Channel(group, f"{lane}/{_number_of(group, lane)}")
-            self._channel = channel if len(channel.ranks) > 1 else None
             self._ranks, self._rank = channel.ranks, channel.rank
+            if len(channel.ranks) > 1:
+                channel.connect(timeout, f"the ranks' connection for {lane}")
+                self._channel = channel
 
     @property
     def is_leader(self) -> bool:

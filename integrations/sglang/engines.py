@@ -170,6 +170,8 @@ class LocalEngine:
             )
         if loop.is_closed():
             raise EngineError("the engine was shut down")
+        if ended := self._ended():
+            raise EngineError(f"the engine is dead: {ended}")
         future = asyncio.run_coroutine_threadsafe(ask(), loop)
         self._drive(loop, future, time.monotonic() + timeout)
         if not future.done():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import threading
@@ -80,6 +81,22 @@ class Channel:
             raise InvalidStateError(
                 f"the group cannot be used; was it destroyed? {error}"
             ) from None
+
+    def connect(self, timeout: float | None, what: str) -> None:
+        """Make the lane's connections now, instead of in its first call.
+
+        A collective. Needed before two lanes are used at once: making connections waits in torch's
+        store, and keeps other threads of the process from it meanwhile.
+
+        Args:
+            timeout: seconds, as of `all_gather`; likewise the rest.
+            what: see there.
+        """
+        try:
+            with self._link.lock:
+                self._prepare(None if timeout is None else timedelta(seconds=timeout))
+        except Exception as error:
+            raise self._lost(error, what) from error
 
     def all_gather(self, payload: bytes, timeout: float | None, what: str) -> list[bytes]:
         """What every rank gave, in the group's order. All give the same number of bytes.
@@ -257,6 +274,15 @@ def _modules() -> tuple[Any, Any]:
 _lock = threading.Lock()
 # By group, and by lane.
 _links: weakref.WeakKeyDictionary[Any, dict[str, _Link]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _disconnect() -> None:
+    """End our groups while the interpreter still runs: their threads do not survive its end."""
+    with _lock:
+        for lanes in _links.values():
+            for link in lanes.values():
+                link.gloo = None
 
 
 def _bytes_of(tensor: Any) -> bytes:

@@ -1,0 +1,272 @@
+"""A rank of a trainer with a rollout engine: goes through scenes, and ends with status 0.
+
+usage: rollout_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+
+SGLang's processes import this file again, so that it imports nothing but what every process has.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+STUCK_SECONDS = 240
+GIB = 1 << 30
+TOKENS = 24
+PROMPTS = ([5, 6, 7, 8, 901, 44], [9, 10, 11], list(range(3000, 3100)))
+RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def greedy(tokens: int = TOKENS, **others: Any) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **others}
+
+
+def arguments(folder: Path) -> dict[str, Any]:
+    """Of the engine; the leader makes the model, before it is asked for."""
+    import sglang_engines
+    import sglang_model
+
+    if RANK == 0:
+        sglang_model.save(folder / "model", sglang_model.weights(seed=1))
+    return {**sglang_engines.COMMON, **sglang_engines.KEPT, "model_path": str(folder / "model")}
+
+
+def rows(output: Any) -> list[list[int]]:
+    return [row[:n].tolist() for row, n in zip(output.token_ids, output.lengths, strict=True)]
+
+
+def flushed(engine: Any) -> None:
+    """Without its prefix cache, which changes the arithmetic."""
+    if engine.layout.is_leader:
+        deadline = time.monotonic() + 30
+        while not engine.backend.control._engine.flush(10):
+            assert time.monotonic() < deadline, "the engine does not become idle"
+            time.sleep(0.05)
+
+
+def directly(engine: Any, prompt: list[int], params: dict[str, Any]) -> tuple[Any, ...]:
+    """What SGLang itself gives for a prompt: tokens, log-probabilities, how it ended."""
+    made = engine.backend.control._engine.generate(
+        input_ids=prompt, sampling_params=params, return_logprob=True
+    )
+    meta = made["meta_info"]
+    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    return made["output_ids"], logprobs, meta["finish_reason"]["type"]
+
+
+def check_against_sglang(engine: Any) -> None:
+    """One prompt at a time: how requests are batched changes the arithmetic."""
+    import torch
+
+    long = directly(engine, PROMPTS[0], greedy())[0]
+    cases = [(prompt, greedy()) for prompt in PROMPTS]
+    cases.append((PROMPTS[0], greedy(stop_token_ids=[long[9]])))
+    lengths = set()
+    for prompt, params in cases:
+        flushed(engine)
+        directly(engine, prompt, params)  # compiles what it needs
+        flushed(engine)
+        tokens, logprobs, reason = directly(engine, prompt, params)
+        flushed(engine)
+        output = engine.generate([prompt], params)
+        assert rows(output) == [tokens], (rows(output), tokens)
+        assert output.lengths.tolist() == [len(tokens)] == output.attention_mask.sum(1).tolist()
+        assert output.finish_reasons == (reason,)
+        assert torch.allclose(output.logprobs[0], torch.tensor(logprobs), rtol=0, atol=1e-5)
+        assert bool((output.logprobs <= 0).all())
+        lengths.add(len(tokens))
+    assert len(lengths) == 2, "the stop token did not stop it"
+    batch = engine.generate([prompt for prompt, _ in cases], [params for _, params in cases])
+    assert batch.lengths[-1] < batch.lengths[0] == TOKENS == batch.token_ids.shape[1]
+    assert batch.finish_reasons[-1] == "stop"
+
+
+def check_sampling(engine: Any) -> None:
+    params = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True, "n": 4}
+    output = engine.generate([PROMPTS[0], PROMPTS[1]], params)
+    assert output.prompt_index.tolist() == [0] * 4 + [1] * 4
+    assert len({tuple(row) for row in rows(output)}) > 4, "the samples are the same"
+
+
+def check_sleep(engine: Any, devices: int = 1) -> None:
+    import torch
+
+    from memsaver.integrations.sglang import Status
+
+    def free() -> list[int]:
+        return [torch.cuda.mem_get_info(device)[0] for device in range(devices)]
+
+    def outputs() -> list[list[int]]:
+        found = []
+        for prompt in PROMPTS:
+            flushed(engine)
+            found += rows(engine.generate([prompt], greedy()))
+        return found
+
+    before, awake = outputs(), free()
+    with engine.asleep(wait_idle=True):
+        assert engine.status is Status.ASLEEP
+        gained = [now - then for now, then in zip(free(), awake, strict=True)]
+        assert min(gained) > GIB, gained
+    assert outputs() == before
+    engine.sleep(wait_idle=True)
+    with engine.staged_wake():
+        assert engine.status is Status.WEIGHTS_ONLY
+        engine.check("update_weights")
+    assert engine.status is Status.AWAKE and outputs() == before
+
+
+def check_pause(engine: Any) -> None:
+    """Of a generation by another thread, which gives what it has."""
+    results: list[Any] = []
+    work = threading.Thread(
+        target=lambda: results.append(engine.generate([PROMPTS[0]], greedy(4000))), daemon=True
+    )
+    work.start()
+    time.sleep(1.0)
+    engine.pause_generation("abort")
+    work.join(30)
+    (output,) = results
+    assert output.finish_reasons == ("abort",) and 0 < output.lengths[0] < 4000, output.lengths
+    engine.continue_generation()
+    flushed(engine)
+    assert len(rows(engine.generate([PROMPTS[0]], greedy()))[0]) == TOKENS
+
+
+def check_timeout(engine: Any) -> None:
+    from memsaver.integrations.sglang import EngineTimeoutError
+
+    start = time.monotonic()
+    try:
+        engine.generate([PROMPTS[0]], greedy(8000), timeout=0.5)
+    except EngineTimeoutError:
+        assert time.monotonic() - start < 10
+    else:
+        raise AssertionError("8000 tokens took no time")
+    engine.sleep(wait_idle=True)  # nothing is in flight any more
+    engine.wake_up()
+
+
+def check_death(engine: Any) -> None:
+    """Of one of the engine's processes: an error, and this process lives."""
+    from memsaver.integrations.sglang import EngineError
+
+    if engine.layout.is_leader:
+        manager = engine.backend._link.engine.tokenizer_manager
+        os.kill(manager._subprocess_watchdog._processes[0].pid, signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        engine.generate([PROMPTS[0]], greedy(8000), timeout=60)
+    except EngineError as error:
+        assert "process" in str(error), error
+        assert time.monotonic() - start < 30
+    else:
+        raise AssertionError("a dead engine generated")
+    time.sleep(3)  # SGLang's watchdog looks each second
+
+
+def alone(folder: Path) -> None:
+    """One process with an engine of its own."""
+    import torch
+
+    from memsaver.integrations.rollout import RolloutEngine
+
+    torch.cuda.set_device(0)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
+    handler = signal.getsignal(signal.SIGTERM)
+    with RolloutEngine.launch(**arguments(folder), timeout=240) as engine:
+        now = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
+        assert now == environment and signal.getsignal(signal.SIGTERM) == handler
+        check_against_sglang(engine)
+        check_sampling(engine)
+        check_sleep(engine)
+        check_pause(engine)
+        check_timeout(engine)
+        check_death(engine)
+    assert float(torch.ones(8, device="cuda").sum()) == 8
+
+
+def served(folder: Path) -> None:
+    """A server, which lives on."""
+    import sglang_engines
+
+    from memsaver.integrations.rollout import RolloutEngine
+
+    session = sglang_engines.start("server", folder)
+    try:
+        with RolloutEngine.connect(session.url, timeout=120) as engine:
+            check_against_sglang(engine)
+            check_sampling(engine)
+            check_sleep(engine)
+            check_pause(engine)
+            check_timeout(engine)
+        assert session.outputs() == session.expected
+    finally:
+        session.close()
+
+
+def two(folder: Path) -> None:
+    """Two ranks that share an engine, with a GPU each."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from memsaver.integrations.rollout import RolloutEngine
+
+    torch.cuda.set_device(RANK)
+    dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=240))
+    mesh = init_device_mesh("cuda", (1, SIZE), mesh_dim_names=("dp", "tp"))
+    named = arguments(folder)
+    dist.barrier()
+    with RolloutEngine.launch(mesh, **named, timeout=240) as engine:
+        assert engine.tp_size == SIZE and engine.layout.tp_rank == RANK
+        # One rank's prompts at a time, against SGLang itself, which only the leader can ask.
+        for turn in range(SIZE):
+            for prompt in PROMPTS:
+                expected = None
+                if engine.layout.is_leader:
+                    directly(engine, prompt, greedy())
+                    flushed(engine)
+                    expected = directly(engine, prompt, greedy())
+                    flushed(engine)
+                shared = [expected]
+                dist.broadcast_object_list(shared, src=0)
+                output = engine.generate([prompt] if turn == RANK else [], greedy())
+                if turn == RANK:
+                    assert shared[0] and rows(output) == [shared[0][0]]
+                    told = torch.tensor(shared[0][1])
+                    assert torch.allclose(output.logprobs[0], told, rtol=0, atol=1e-5)
+                else:
+                    assert len(output) == 0
+        # All at once.
+        mine = [list(PROMPTS[RANK]), list(PROMPTS[2])]
+        output = engine.generate(mine, {**greedy(), "max_new_tokens": 8 + RANK})
+        assert output.lengths.tolist() == [8 + RANK] * 2
+        check_sleep(engine, devices=SIZE)
+        check_pause(engine)
+        check_timeout(engine)
+        check_death(engine)
+    total = torch.full((8,), RANK + 1.0, device="cuda")
+    dist.all_reduce(total)  # the trainer's own group works
+    assert float(total[0]) == sum(range(1, SIZE + 1))
+    dist.destroy_process_group()
+
+
+SCENES = {"alone": alone, "served": served, "two": two}
+
+
+if __name__ == "__main__":
+    from sglang_child import check_installation
+
+    check_installation()
+    faulthandler.dump_traceback_later(STUCK_SECONDS)
+    SCENES[sys.argv[1]](Path(sys.argv[2]))
+    print("held", flush=True)

@@ -1,0 +1,131 @@
+"""What the ranks of a group do at once: results and errors that travel, and those that cannot."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import rank_processes
+
+from memsaver.errors import ConfigError
+from memsaver.integrations.rollout.together import Together
+
+pytest.importorskip("torch")
+
+
+def test_a_process_alone_just_does_it():
+    together = Together()
+    assert together.is_leader
+    assert together.on_leader("a call", lambda: 5) == 5
+    assert together.gather("a call", lambda: 5) == [5]
+    assert together.gathered("a call", lambda: 5, lambda given: given[0] + 1) == 6
+    together.meet("a call")
+    own = ConfigError("it")
+    for call in (together.on_leader, together.gather):
+        with pytest.raises(ConfigError) as caught:
+            call("a call", lambda: (_ for _ in ()).throw(own))
+        assert caught.value is own
+    with pytest.raises(ConfigError):
+        together.meet("a call", own)
+
+
+CODE = """
+import datetime, os, threading
+import torch.distributed as dist
+from memsaver.distributed import GroupError, RankError
+from memsaver.errors import *
+from memsaver.integrations.rollout import together as module
+from memsaver.integrations.rollout.together import Together
+
+RANK = int(os.environ["RANK"])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+group = dist.new_group([2, 0, 1])
+together = Together(group, 20)
+
+class Mismatch(MemsaverError):
+    _status = "MISMATCH"
+    tensors = ()
+
+def fails(kind, call, *arguments):
+    try:
+        call(*arguments)
+    except MemsaverError as error:
+        assert type(error) is kind, repr(error)
+        everyones = [None] * 3
+        dist.all_gather_object(everyones, (str(error), error.failures))
+        assert everyones == [everyones[0]] * 3, everyones
+        return error
+    raise AssertionError("nothing failed")
+
+def throw(error):
+    raise error
+
+# Results of any size and kind, those of the leader and those of all.
+leader = together.is_leader
+assert [one for one in together.gather("who", lambda: RANK if leader else None) if one is not None]
+for size in (0, 1, 3_000_000):
+    given = together.on_leader("bytes", lambda: (size, b"x" * size) if leader else throw(OSError()))
+    assert given == (size, b"x" * size)
+    sizes = together.gather("more bytes", lambda: b"y" * (size * RANK))
+    assert sorted(map(len, sizes)) == [0, size, 2 * size]
+order = together.gather("order", lambda: RANK)
+assert sorted(order) == [0, 1, 2] and leader == (RANK == order[0])
+first = order[0]
+assert together.gathered("sum", lambda: RANK, sum) == 3
+
+# An error arrives with what it is: kind, tag, status, numbers, what else it has.
+def no_memory():
+    error = OutOfDeviceMemoryError("no room", tag="kv_cache")
+    error.needed, error.free, error.device = 10, 3, RANK
+    raise error
+error = fails(OutOfDeviceMemoryError, together.on_leader, "wake_up()", no_memory)
+assert (error.needed, error.free, error.device) == (10, 3, first) and error.tag == "kv_cache"
+assert error.status == "OUT_OF_DEVICE_MEMORY" and error.failures[first].message == "no room"
+assert f"wake_up() failed on rank {first} of 3" in str(error) and "no room" in str(error)
+assert (error.__cause__ is not None) == (RANK == first)
+
+mismatch = Mismatch("two tensors differ")
+mismatch.tensors = ("a", "b")
+error = fails(Mismatch, together.meet, "update", mismatch if RANK == 1 else None)
+assert error.tensors == ("a", "b") and list(error.failures) == [1]
+
+# Backup errors are OSErrors as well; one that cannot be pickled arrives in words.
+error = fails(BackupError, together.meet, "save", BackupError("disk", tag="w") if RANK else None)
+assert sorted(error.failures) == [1, 2] and "ranks 1-2 of 3" in str(error)
+odd = Mismatch("has a lock")
+odd.lock = threading.Lock()
+error = fails(RankError, together.meet, "update", odd if RANK == 2 else None)
+assert error.failures[2].kind == "Mismatch" and "has a lock" in str(error)
+error = fails(RankError, together.on_leader, "a result", threading.Lock)
+assert "cannot pickle" in str(error)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_three_ranks(tmp_path):
+    code = CODE + textwrap.dedent(
+        """
+        # Different calls at the same time, and calls of another protocol.
+        error = fails(RankError, together.meet, "left" if RANK else "right")
+        assert "rank 0: right" in str(error) and "rank 2: left" in str(error)
+        module._PROTOCOL += RANK == 1
+        error = fails(RankError, together.meet, "hello")
+        assert "rank 1: hello (protocol 2)" in str(error)
+        module._PROTOCOL = 1
+        # Two of them do not get in each other's way, whatever the order of their threads.
+        other = Together(group, 20, "other")
+        results = {}
+        def in_thread():
+            results["other"] = other.gather("slow", lambda: RANK)
+        thread = threading.Thread(target=in_thread)
+        if RANK == 1:
+            results["mine"] = together.gather("fast", lambda: RANK)
+            thread.start()
+        else:
+            thread.start()
+            results["mine"] = together.gather("fast", lambda: RANK)
+        thread.join(20)
+        assert results == {"mine": order, "other": order}
+        """
+    )
+    rank_processes.run(code, 3, tmp_path, timeout=80)
