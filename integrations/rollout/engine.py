@@ -40,8 +40,7 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
     ranks wait for each other at most as long as the engine's own `timeout`.
 
     Threads: `generate` in one, and beside it all other calls in another, as where
-    `pause_generation` ends a generation; each rank with the same two. The leader's event loop must
-    not be the thread's own.
+    `pause_generation` ends a generation; each rank with the same two. None inside an event loop.
 
     Attributes:
         layout: where this rank stands.
@@ -58,7 +57,8 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
         pad_token_id: likewise.
 
     Raises:
-        RankError and others: as every call.
+        ConfigError: the leader has no engine.
+        GroupError: not all ranks came in time.
     """
 
     def __init__(
@@ -221,7 +221,8 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
             ConfigError: a rank's arguments are not as above; the engine was not asked.
             InvalidStateError: what it needs is released.
             EngineError, EngineTimeoutError: the engine failed, or did not finish in time.
-            RankError, GroupError: as every call.
+            RankError: ranks failed in different ways, or made different calls.
+            GroupError: a rank died, or did not come in time.
         """
         limit = self._limit(timeout)
         mine: list[Prompts] = []

@@ -166,7 +166,11 @@ def launch(
         undo.enter_context(_start_method())
         signals = _Signals()
         deadline = time.monotonic() + timeout
-        engine = _started(lambda: sglang.Engine(**full), deadline)
+        try:
+            engine = _started(lambda: sglang.Engine(**full), deadline)
+        except BaseException:
+            signals.restore()
+            raise
         end = functools.partial(_end, engine, signals)
         try:
             signals.take(engine, _left(deadline))
