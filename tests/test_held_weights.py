@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from weight_engine import HIDDEN, Model, checkpoint
+from weight_engine import HIDDEN, Model, checkpoint  # noqa: E402
 
-from memsaver.integrations.sglang import held_weights
-from memsaver.integrations.sglang.held_weights import differing, watched
+from memsaver.integrations.sglang import held_weights  # noqa: E402
+from memsaver.integrations.sglang.held_weights import differing, watched  # noqa: E402
 
 
 def given(seed=0, dtype=torch.float32):

@@ -1,4 +1,4 @@
-"""Weight updates in an engine's ranks: what is checked, what is told, and what ends none of them."""
+"""Weight updates in an engine's ranks: what is checked, what is told, what ends none of them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import rank_processes
-import weight_engine
-from weight_engine import Model, Request, checkpoint
+import rank_processes  # noqa: E402
+import weight_engine  # noqa: E402
+from weight_engine import Model, Request, checkpoint  # noqa: E402
 
-from memsaver.errors import InvalidStateError
-from memsaver.integrations.rollout.weights.payloads import flattened, listed
-from memsaver.integrations.sglang import weight_loads
-from memsaver.integrations.sglang.digests import digest
-from memsaver.integrations.sglang.errors import EngineError
-from memsaver.integrations.sglang.held_weights import watched
-from memsaver.integrations.sglang.protocol import Failure
-from memsaver.integrations.sglang.weight_checks import Order, RankCheck, answer_text, checks_of
+from memsaver.errors import InvalidStateError  # noqa: E402
+from memsaver.integrations.rollout.weights.payloads import flattened, listed  # noqa: E402
+from memsaver.integrations.sglang import weight_loads  # noqa: E402
+from memsaver.integrations.sglang.digests import digest  # noqa: E402
+from memsaver.integrations.sglang.errors import EngineError  # noqa: E402
+from memsaver.integrations.sglang.held_weights import watched  # noqa: E402
+from memsaver.integrations.sglang.protocol import Failure  # noqa: E402
+from memsaver.integrations.sglang.weight_checks import Order, RankCheck, answer_text, checks_of  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +182,7 @@ def test_shards_in_the_models_own_layout(manager):
 
     for bad in ({"nope": torch.ones(1)}, {"embed": torch.ones(3, 8, dtype=torch.bfloat16)}):
         output = load(rank, bad, order(bad), "direct")
-        with pytest.raises(EngineError, match="KeyError: 'nope'|embed is"):
+        with pytest.raises(EngineError, match=r"KeyError: 'nope'|embed is"):
             checks_of(output.success, output.message)
 
 

@@ -6,19 +6,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import weight_engine
-from weight_engine import Backend, Model, checkpoint
+import weight_engine  # noqa: E402
+from weight_engine import Backend, Model, checkpoint  # noqa: E402
 
-from memsaver.errors import ConfigError, InvalidStateError
-from memsaver.integrations.rollout import WeightMismatchError
-from memsaver.integrations.rollout.engine import RolloutEngine
-from memsaver.integrations.rollout.weights import update
-from memsaver.integrations.rollout.weights.buckets import ALIGNMENT, buckets_of
-from memsaver.integrations.rollout.weights.sources import sources_of
-from memsaver.integrations.sglang import weight_loads
-from memsaver.integrations.sglang.errors import EngineError
-from memsaver.integrations.sglang.held_weights import watched
-from memsaver.integrations.sglang.weight_checks import Order
+from memsaver.errors import ConfigError, InvalidStateError  # noqa: E402
+from memsaver.integrations.rollout import WeightMismatchError  # noqa: E402
+from memsaver.integrations.rollout.engine import RolloutEngine  # noqa: E402
+from memsaver.integrations.rollout.weights import update  # noqa: E402
+from memsaver.integrations.rollout.weights.buckets import ALIGNMENT, buckets_of  # noqa: E402
+from memsaver.integrations.rollout.weights.sources import sources_of  # noqa: E402
+from memsaver.integrations.sglang import weight_loads  # noqa: E402
+from memsaver.integrations.sglang.errors import EngineError  # noqa: E402
+from memsaver.integrations.sglang.held_weights import watched  # noqa: E402
+from memsaver.integrations.sglang.weight_checks import Order  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +173,7 @@ def test_what_makes_no_sense_is_refused_before_the_engine_is_asked(
 
 def test_an_engine_with_other_ranks_needs_a_group(engine, backend):
     engine.tp_size = 2
-    with pytest.raises(ConfigError, match="2 ranks, and its group here 1.*WeightGroup"):
+    with pytest.raises(ConfigError, match=r"2 ranks, and its group here 1.*WeightGroup"):
         update(engine, checkpoint())
     assert backend.calls == []
 
@@ -197,7 +197,7 @@ def test_a_name_that_the_engine_does_not_know(engine, backend):
 def test_a_shape_that_the_engine_does_not_have(engine, backend):
     weights = checkpoint()
     kept = weights["embed.weight"].clone()
-    with pytest.raises(EngineError, match="failed on rank 0 .*a vocabulary of 3"):
+    with pytest.raises(EngineError, match=r"failed on rank 0 .*a vocabulary of 3"):
         update(engine, {**weights, "embed.weight": torch.zeros(3, 3)}, version="bad")
     assert backend.version is None and torch.equal(weights["embed.weight"], kept)
     update(engine, weights, version="good")
@@ -254,6 +254,8 @@ def test_an_engine_without_the_plugin_is_reported():
     report = update(RolloutEngine(backend), checkpoint(), verify="full")
     assert holds(backend) and (report.received, report.held) == (0, 0)
     assert "has not memsaver's plugin" in report.unverified
+    assert report.checksums == tuple(backend.checksums(1)) and len(report.checksums) == 1
+    assert update(RolloutEngine(backend), checkpoint(), verify="off").checksums == ()
 
 
 def test_a_paused_trainer_is_refused(engine, backend, sim, tag):
@@ -269,6 +271,17 @@ def test_a_paused_trainer_is_refused(engine, backend, sim, tag):
     assert backend.calls == []
     memsaver.resume(name)
     del weight
+
+
+def test_a_dtensor_is_no_shard_in_the_engines_layout(engine, backend):
+    class Distributed(torch.Tensor):
+        device_mesh = placements = ()
+
+        def to_local(self):
+            return torch.ones(2)
+
+    with pytest.raises(ConfigError, match=r"a is a DTensor.*to_local"):
+        update(engine, {"a": torch.ones(2).as_subclass(Distributed)}, layout="engine")
 
 
 def test_tied_weights_are_told_by_their_memory():

@@ -6,24 +6,24 @@ import pytest
 
 pytest.importorskip("torch")
 
-import rank_processes
+import rank_processes  # noqa: E402
 
 # What every rank starts with: an engine of `tp` ranks for each group of so many, CPU tensors.
 PRELUDE = """
-import datetime, os, time
-import pytest, torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-import weight_engine
-from weight_engine import Backend, checkpoint
-from memsaver.distributed import GroupError, RankError
-from memsaver.errors import ConfigError, InvalidStateError
-from memsaver.integrations.rollout import WeightMismatchError
-from memsaver.integrations.rollout.engine import RolloutEngine
-from memsaver.integrations.rollout.ranks import layout_of
-from memsaver.integrations.rollout.weights import WeightGroup, update
-from memsaver.integrations.sglang.errors import EngineError
+import datetime, os, time  # noqa: E402
+import pytest, torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
+import weight_engine  # noqa: E402
+from weight_engine import Backend, checkpoint  # noqa: E402
+from memsaver.distributed import GroupError, RankError  # noqa: E402
+from memsaver.errors import ConfigError, InvalidStateError  # noqa: E402
+from memsaver.integrations.rollout import WeightMismatchError  # noqa: E402
+from memsaver.integrations.rollout.engine import RolloutEngine  # noqa: E402
+from memsaver.integrations.rollout.ranks import layout_of  # noqa: E402
+from memsaver.integrations.rollout.weights import WeightGroup, update  # noqa: E402
+from memsaver.integrations.sglang.errors import EngineError  # noqa: E402
 
 torch.multiprocessing.set_sharing_strategy("file_system")
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
@@ -273,6 +273,19 @@ with pytest.MonkeyPatch.context() as inner:
 assert error.tensors == ("layers.0.norm.weight",), error.tensors
 update(engine, shards, verify="full", bucket_bytes=700)
 assert holds(backend, weights)
+
+# Engines without the plugin: they say what they hold, and must say the same.
+hooked.__exit__(None, None, None)
+patch.undo()
+plain, other = engine_of(2)
+if other is not None:
+    other.ranks = [weight_engine.SchedulerWeightUpdaterManager(m) for m in other.models]
+report = update(plain, shards)
+assert report.held == 0 and len(report.checksums) == 2 and holds(other, weights), report
+if RANK == 2:
+    other.checksums = lambda timeout: ["?", "!"]
+error = refused(WeightMismatchError, update, plain, shards)
+assert "hold different ones" in str(error), error
 
 # Engines that are sent different things.
 mine = {**weights, **({"extra": torch.ones(1)} if RANK >= 2 else {})}

@@ -158,6 +158,12 @@ class Backend(Protocol):
     def end_update(self, timeout: float) -> None:
         """Bring them back into the form in which they are used. Also after a load that failed."""
 
+    def checksums(self, timeout: float) -> Sequence[str]:
+        """What each of the engine's ranks has for a checksum of its weights; () where it has none.
+
+        Of weights in the engine's own layout: to be compared with those of another engine.
+        """
+
     def join_group(
         self,
         address: str,

@@ -81,7 +81,7 @@ def _hooks_of_updates() -> dict[str, tuple[str, Callable[..., Any]]]:
     return {
         f"{_UPDATER}.update_weights_from_tensor": ("AROUND", weight_loads.load_tensors),
         f"{_UPDATER}.update_weights_from_distributed": ("AROUND", weight_loads.load_broadcast),
-        f"{_RUNNER}.update_weights_from_tensor": ("AROUND", weight_loads.load_through),
+        f"{_RUNNER}.update_weights_from_tensor": ("AROUND", weight_loads.load_given),
         # 0.5.16 receives and loads in one, 0.5.23 in two.
         f"{_RUNNER}.update_weights_from_distributed": ("AROUND", weight_loads.load_through),
         f"{_RUNNER}.load_weights_from_distributed": ("AROUND", weight_loads.load_through),

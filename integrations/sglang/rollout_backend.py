@@ -122,6 +122,11 @@ class _Backend:
         """See `Backend`."""
         self._ask_if_known("end_weight_update", timeout)
 
+    def checksums(self, timeout: float) -> Sequence[str]:
+        """See `Backend`."""
+        rows = self._checksums(timeout)
+        return [str(row["per_gpu_checksum"]) for row in rows]
+
     def join_group(
         self,
         address: str,
@@ -203,6 +208,10 @@ class _Backend:
         """Abort requests, if they are in flight."""
         raise NotImplementedError
 
+    def _checksums(self, timeout: float) -> Sequence[Mapping[str, Any]]:
+        """What SGLang says of its ranks' weights; () where it cannot."""
+        raise NotImplementedError
+
     def _ask_if_known(self, name: str, timeout: float) -> None:
         """Make a request without arguments, if this SGLang has it: 0.5.16 lacks some."""
         raise NotImplementedError
@@ -273,6 +282,21 @@ class LocalBackend(_Backend):
 
         self._link.run("an abort", ask, timeout)
 
+    def _checksums(self, timeout: float) -> Sequence[Mapping[str, Any]]:
+        from sglang.srt.managers import io_struct
+
+        manager = self._link.engine.tokenizer_manager
+        if not hasattr(manager, "check_weights"):
+            return ()
+
+        async def ask() -> Any:
+            return await manager.check_weights(io_struct.CheckWeightsReqInput(action="checksum"))
+
+        done, message, rows, _ = self._link.run("a checksum", ask, timeout)
+        if not done:
+            raise EngineError(f"the engine refused a checksum: {message}")
+        return rows or ()
+
     def _ask_if_known(self, name: str, timeout: float) -> None:
         if hasattr(self._link.engine.tokenizer_manager, name):
             self._ask(name, {}, timeout)
@@ -329,6 +353,16 @@ class ServedBackend(_Backend):
             if (left := deadline - time.monotonic()) <= 0:
                 return
             self._link.post("/abort_request", {"rid": rid}, left)
+
+    def _checksums(self, timeout: float) -> Sequence[Mapping[str, Any]]:
+        try:
+            text = self._post("/weights_checker", {"action": "checksum"}, timeout)
+        except EngineError as error:
+            if error.http_status == http.client.NOT_FOUND:
+                return ()
+            raise
+        rows: Sequence[Mapping[str, Any]] = self._parsed(text).get("ranks") or ()
+        return rows
 
     def _ask_if_known(self, name: str, timeout: float) -> None:
         try:

@@ -30,7 +30,7 @@ from memsaver.integrations.sglang.protocol import Failure
 from memsaver.integrations.sglang.ranks import Group
 from memsaver.integrations.sglang.weight_checks import Order, RankCheck, answer_text
 
-__all__ = ["load_broadcast", "load_tensors", "load_through"]
+__all__ = ["load_broadcast", "load_given", "load_tensors", "load_through"]
 
 _DIRECT = "direct"
 _logger = logging.getLogger("memsaver.sglang")
@@ -46,26 +46,33 @@ def load_broadcast(original: Callable[..., Any], updater: Any, request: Any) -> 
     return _load(original, updater, request, meets=False)
 
 
-def load_through(original: Callable[..., Any], runner: Any, *args: Any, **named: Any) -> Any:
-    """Around the methods of a runner's `WeightUpdater` by which tensors reach the model.
+def load_given(
+    original: Callable[..., Any], runner: Any, named_tensors: Any, load_format: str | None = None
+) -> Any:
+    """Around `WeightUpdater.update_weights_from_tensor`."""
+    check = _current[-1] if _current else None
+    if check is None or load_format != _DIRECT:
+        return load_through(original, runner, named_tensors, load_format)
+    direct = sys.modules[type(runner).__module__]._model_load_weights_direct
+    model = runner.get_model()
+    return check.direct(
+        model,
+        named_tensors,
+        lambda: original(runner, named_tensors, load_format),
+        lambda given: direct(model, given),
+    )
+
+
+def load_through(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
+    """Around the methods of a runner's `WeightUpdater` that call the model's loader.
 
     A scheduler has a second runner where it has a draft model.
     """
     check = _current[-1] if _current else None
     if check is None:
-        return original(runner, *args, **named)
-    model = runner.get_model()
-    if _DIRECT in (*args, *named.values()):
-        module = sys.modules[type(runner).__module__]
-        tensors = next(value for value in (*args, *named.values()) if isinstance(value, list))
-        return check.direct(
-            model,
-            tensors,
-            lambda: original(runner, *args, **named),
-            lambda given: module._model_load_weights_direct(model, given),
-        )
-    with check.around_loader(model):
-        result = original(runner, *args, **named)
+        return original(runner, *args)
+    with check.around_loader(runner.get_model()):
+        result = original(runner, *args)
     return (False, check.trouble) if check.trouble else result
 
 

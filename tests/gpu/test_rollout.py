@@ -28,8 +28,8 @@ pytestmark = [
 ]
 
 
-def go_through(scene: str, size: int, folder: Path) -> None:
-    """Runs a scene of rollout_child as `size` ranks; each must end well."""
+def go_through(scene: str, size: int, folder: Path, child: Path = CHILD) -> None:
+    """Runs a scene of a child's as `size` ranks; each must end well."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -40,7 +40,7 @@ def go_through(scene: str, size: int, folder: Path) -> None:
             with path.open("w") as log:
                 ranks.append(
                     subprocess.Popen(
-                        [sys.executable, str(CHILD), scene, str(folder)],
+                        [sys.executable, str(child), scene, str(folder)],
                         env={**env, "RANK": str(rank), "WORLD_SIZE": str(size)},
                         cwd=folder,
                         stdin=subprocess.DEVNULL,

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from memsaver.errors import ConfigError
 from memsaver.integrations.rollout.fence import Fence
 from memsaver.integrations.rollout.ranks import Layout
 from memsaver.integrations.rollout.together import Together
@@ -70,15 +69,13 @@ class Meetings:
         with self.step(what, timeout) as own:
             own.on_leader(what, action, timeout)
 
-    def agree(self, what: str, value: str, timeout: float) -> None:
-        """Raise ConfigError, on all ranks, where the ranks of other engines have other values."""
-        rows = [together.gather(what, lambda: value, timeout) for together in self._along]
-        if rows:
-            with self.step(what, timeout) as own:
-                own.meet(what, _disagreement(what, rows))
+    def along(self, what: str, value: Result, timeout: float) -> list[Result]:
+        """The values of all engines' ranks of this rank's place, as seen by all of them alike.
 
-
-def _disagreement(what: str, rows: list[list[str]]) -> ConfigError | None:
-    if all(len(set(row)) == 1 for row in rows):
-        return None
-    return ConfigError(f"{what}: the ranks of different engines do not send the same")
+        A collective of all ranks; [] of a single engine.
+        """
+        known = [value]
+        for together in self._along:
+            rows = together.gather(what, known.copy, timeout)
+            known = [one for row in rows for one in row]
+        return known if self._along else []

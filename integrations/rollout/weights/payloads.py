@@ -46,8 +46,11 @@ def _serialised(value: Any) -> str:
     import torch
     from torch.multiprocessing import reductions
 
+    # SGLang's, where it has replaced torch's in this process, takes tensors of a GPU only.
+    reduce = getattr(reductions, "_reduce_tensor_original", reductions.reduce_tensor)
+
     def reduced(tensor: Any) -> Any:
-        rebuild, arguments = reductions.reduce_tensor(tensor)
+        rebuild, arguments = reduce(tensor)
         at = _DEVICE_ARGUMENT
         if tensor.is_cuda and isinstance(arguments[at], int):
             # The other process may number its devices otherwise. SGLang's know them by name.

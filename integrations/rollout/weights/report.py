@@ -23,6 +23,8 @@ class WeightUpdate:
         received: of how many tensors it was seen, by their digests, that they came as sent.
         held: of how many that the engine's model holds what was sent, in its own layout and type.
         unverified: why that was seen of none, or of fewer than asked for; "" where it was.
+        checksums: of an engine without memsaver's plugin: what each of its ranks says of all that
+            it holds, which is the same for engines that hold the same; else ().
     """
 
     version: str | None
@@ -36,3 +38,4 @@ class WeightUpdate:
     received: int
     held: int
     unverified: str = ""
+    checksums: tuple[str, ...] = ()

@@ -40,12 +40,14 @@ class Source:
     Attributes:
         spec: what is sent of it.
         device: where this rank's part of it is.
+        distributed: whether it is a DTensor, of which each rank has a part.
     """
 
     def __init__(self, spec: Spec, tensor: Any) -> None:
         self.spec = spec
         self._tensor = tensor
         self.device = _local(tensor).device
+        self.distributed = _is_distributed(tensor)
 
     def view_of(self, memory: Any) -> Any:
         """Bytes of a bucket as the tensor that is written there."""
@@ -61,7 +63,7 @@ class Source:
         Args:
             out: see `view_of`.
         """
-        if not _is_distributed(self._tensor):
+        if not self.distributed:
             out.copy_(self._tensor, non_blocking=True)
         elif not _gather_in_place(self._tensor, out):
             out.copy_(self._tensor.full_tensor(), non_blocking=True)

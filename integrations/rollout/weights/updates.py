@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from memsaver.errors import ConfigError, MemsaverError
+from memsaver.integrations.rollout.errors import WeightMismatchError
 from memsaver.integrations.rollout.weights.buckets import Bucket, buckets_of
 from memsaver.integrations.rollout.weights.colocated import BucketMemory
 from memsaver.integrations.rollout.weights.disaggregated import WeightGroup
@@ -189,6 +190,7 @@ class _Update:
                     self._send(
                         bucket, memory[0], f"{at + 1} of {len(buckets)}", bucket is buckets[-1]
                     )
+        checksums = self._checksums()
         return {
             "version": self._options.version,
             "bytes": sum(spec.nbytes for spec in specs),
@@ -197,6 +199,7 @@ class _Update:
             "buckets": len(buckets),
             "bucket_bytes": largest,
             "verify": self._options.verify,
+            "checksums": checksums,
             **self._verified(),
         }
 
@@ -219,7 +222,8 @@ class _Update:
         specs = [max(same, key=lambda spec: spec.nbytes) for same in zip(*rows, strict=True)]
         named = "\n".join(f"{s.name} {s.dtype} {s.shape}" for s in specs)
         digest = hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
-        self._meetings.agree(f"{_WHAT}: its tensors", digest, timeout)
+        if len(set(self._meetings.along(f"{_WHAT}: its tensors", digest, timeout))) > 1:
+            raise ConfigError("the ranks of different engines do not send the same tensors")
         return specs
 
     def _plan(self) -> list[Spec]:
@@ -229,6 +233,11 @@ class _Update:
         sources = sources_of(self._state, rename=self._options.rename)
         for source in sources:
             source.check()
+            if source.distributed and self._options.layout == "engine":
+                raise ConfigError(
+                    f"{source.spec.name} is a DTensor, which is sent whole: in the engine's layout "
+                    "give this rank's shard of it (`to_local()`)"
+                )
         self._sources = {source.spec.name: source for source in sources}
         return [source.spec for source in sources]
 
@@ -319,9 +328,9 @@ class _Update:
 
         def payload() -> tuple[str, tuple[str, ...]]:
             memory.settle()
+            if self._options.group is not None:  # the leader's are those that are sent
+                return "", digests_of(views, places) if self._engine.layout.is_leader else ()
             digests = digests_of(views, places)
-            if self._options.group is not None:
-                return "", digests
             return memory.payload(views, self._options.load_format), digests
 
         with self._meetings.step(what, self._options.timeout) as own:
@@ -358,7 +367,7 @@ class _Update:
             )
             return checks
         tensors = [view for _, _, view in views]
-        order = order_of(bucket, places, digests[:1])  # the leader's are those that are sent
+        order = order_of(bucket, places, digests[:1])
 
         def load() -> list[RankCheck]:
             found: list[RankCheck] = backend.load_broadcast(
@@ -376,11 +385,35 @@ class _Update:
 
         return list(group.broadcast(tensors, load, timeout))
 
+    def _checksums(self) -> tuple[str, ...]:
+        """What an engine without the plugin says of all that it holds, which all engines must say.
+
+        SGLang's checksums are of the model's own layout, so that they cannot be had of what was
+        sent.
+        """
+        if self._tally.ranks or self._options.verify == "off":
+            return ()
+        backend, timeout = self._engine.backend, self._options.timeout
+        what = f"{_WHAT}: the engine's checksums"
+
+        def ask() -> tuple[str, ...]:
+            assert backend is not None
+            return tuple(backend.checksums(timeout))
+
+        with self._meetings.step(what, timeout) as own:
+            checksums: tuple[str, ...] = own.on_leader(what, ask, timeout)
+        if len(set(self._meetings.along(what, checksums, timeout))) > 1:
+            raise WeightMismatchError(
+                f"engines that were sent the same weights hold different ones: {checksums} on rank "
+                f"{self._engine.layout.leader}, and others elsewhere; update them again"
+            )
+        return checksums
+
     def _verified(self) -> Mapping[str, Any]:
         tally = self._tally
         why = "; ".join(tally.reasons)
         if not tally.ranks:
-            why = "the engine has not memsaver's plugin, so that it cannot be asked what it holds"
+            why = "the engine has not memsaver's plugin, so that it cannot compare what it holds"
         return {
             "received": tally.received,
             "held": tally.held,

@@ -1,0 +1,33 @@
+"""New weights to a real SGLang engine, verified; what it generates with them, and what is refused.
+
+    pytest -m "gpu and sglang" tests/gpu/test_weight_sync.py
+
+The memsaver under test is the one that is installed, with its entry points, for this Python.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_rollout import SECONDS, go_through
+
+CHILD = Path(__file__).with_name("weight_sync_child.py")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sglang,
+    pytest.mark.timeout(SECONDS + 60),
+]
+
+
+@pytest.mark.parametrize(
+    ("scene", "size"),
+    [
+        ("alone", 1),
+        ("group", 1),
+        pytest.param("two", 2, marks=pytest.mark.two_gpus),
+    ],
+)
+def test_weights_reach_a_real_engine(scene: str, size: int, tmp_path: Path) -> None:
+    go_through(scene, size, tmp_path, CHILD)

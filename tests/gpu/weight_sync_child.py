@@ -1,0 +1,267 @@
+"""A trainer that sends weights to a real engine: goes through scenes, and ends with status 0.
+
+usage: weight_sync_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rollout_child import PROMPTS, RANK, SIZE, STUCK_SECONDS, arguments, flushed, greedy, rows
+
+MIB = 1 << 20
+BUCKET = 24 * MIB
+
+
+def state(seed: int, **to: Any) -> dict[str, Any]:
+    """A trainer's weights on its GPU."""
+    import sglang_model
+
+    to = to or {"device": "cuda"}
+    return {n: t.to(**to) for part in sglang_model.weights(seed) for n, t in part.items()}
+
+
+def outputs(engine: Any) -> list[list[int]]:
+    found = []
+    for prompt in PROMPTS:
+        flushed(engine)
+        found += rows(engine.generate([prompt], greedy()))
+    return found
+
+
+def in_the_engines_layout(seed: int) -> dict[str, Any]:
+    """What an engine of one rank has, by its parameters' names."""
+    import torch
+
+    whole = state(seed)
+    fused: dict[str, list[Any]] = {}
+    for name, tensor in whole.items():
+        for part, into in (("q", "qkv"), ("k", "qkv"), ("v", "qkv"), ("gate", "gate_up")):
+            name = name.replace(f".{part}_proj.", f".{into}_proj.")
+        name = name.replace(".mlp.up_proj.", ".mlp.gate_up_proj.")
+        fused.setdefault(name, []).append(tensor)
+    return {name: torch.cat(parts) for name, parts in fused.items()}
+
+
+def check_updates(engine: Any, first: list[list[int]], sent: Any, **options: Any) -> None:
+    """New weights between the stages of a wake, and the old ones back: bit for bit the same."""
+    other = None
+    for seed in (2, 1):
+        engine.sleep(wait_idle=True)
+        with engine.staged_wake():
+            report = engine.update_weights(sent(seed), version=f"v{seed}", **options)
+        assert report.version == f"v{seed}" and report.seconds > 0
+        assert report.unverified == "" and report.received == report.held, report
+        if options.get("verify") == "full":
+            assert report.held == report.tensors, report
+        print(f"{options}: {report.bytes / MIB:.0f} MiB in {report.seconds:.3f} s", flush=True)
+        found = outputs(engine)
+        assert (found == first) == (seed == 1), (options, seed)
+        other = other or found
+    assert all(new != old for new, old in zip(other, first, strict=True))
+
+
+def refused(kind: Any, call: Any, *args: Any, **named: Any) -> Any:
+    try:
+        call(*args, **named)
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def check_memory(engine: Any) -> None:
+    """A bucket beside the weights, and nothing of it stays."""
+    import torch
+
+    weights = state(1)
+    largest = max(t.nbytes for t in weights.values())
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    report = engine.update_weights(weights, bucket_bytes=BUCKET, verify="full")
+    peak = torch.cuda.max_memory_allocated() - before
+    assert report.bucket_bytes <= max(BUCKET, largest) and peak <= report.bucket_bytes + MIB, peak
+    assert torch.cuda.memory_allocated() == before
+
+
+def check_regions(engine: Any, first: list[list[int]]) -> None:
+    """Weights that lie in a tag: what can be paused cannot be shared, and is copied."""
+    import memsaver
+
+    with memsaver.region("trainer", backup="host"):
+        weights = {name: t.clone() for name, t in state(1).items()}
+        engine.update_weights(weights, verify="full")  # while a region is open
+    assert outputs(engine) == first
+    memsaver.pause("trainer")
+    from memsaver.errors import InvalidStateError
+
+    error = refused(InvalidStateError, engine.update_weights, weights)
+    assert error.tag == "trainer" and outputs(engine) == first
+    memsaver.resume("trainer")
+    engine.update_weights(weights, verify="full")
+    assert outputs(engine) == first
+
+
+def check_bad(engine: Any, first: list[list[int]], folder: Path) -> None:
+    """What does not match is an error that names it, and the engine lives."""
+    import torch
+
+    from memsaver.integrations.rollout import WeightMismatchError
+    from memsaver.integrations.rollout.weights import updates
+    from memsaver.integrations.sglang import EngineError
+
+    weights = state(1)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    bad = {**weights, name: torch.ones(3, 5, device="cuda", dtype=torch.bfloat16)}
+    error = refused(EngineError, engine.update_weights, bad)
+    assert "rank 0" in str(error), error
+    error = refused(WeightMismatchError, engine.update_weights, {"model.nope": weights[name]})
+    assert error.tensors == ("model.nope",), error
+
+    taken = updates.digests_of
+
+    def and_then_changed(views: Any, places: Any) -> Any:
+        digests = taken(views, places)
+        for its_name, _, view in views:
+            if its_name == name:
+                view[3, 4] += 1
+        return digests
+
+    updates.digests_of = and_then_changed
+    error = refused(WeightMismatchError, engine.update_weights, weights, verify="full")
+    updates.digests_of = taken
+    assert error.tensors == (name,), error
+
+    flag = Path(os.environ["MEMSAVER_TEST_CORRUPTS"])
+    flag.write_text("model.layers.2.mlp.gate_up_proj.weight")
+    error = refused(WeightMismatchError, engine.update_weights, weights, verify="full")
+    flag.unlink()
+    assert error.tensors == ("model.layers.2.mlp.up_proj.weight",), error
+
+    engine.update_weights(weights, verify="full")
+    assert outputs(engine) == first
+
+
+def alone(folder: Path) -> None:
+    """One GPU: an engine on it, weights by CUDA IPC."""
+    import torch
+
+    from memsaver.integrations.rollout import RolloutEngine
+
+    torch.cuda.set_device(0)
+    with RolloutEngine.launch(**arguments(folder), timeout=240) as engine:
+        first = outputs(engine)
+        check_updates(engine, first, state, verify="full", bucket_bytes=BUCKET)
+        check_updates(engine, first, state, verify="sampled")
+        check_updates(engine, first, state, verify="off")
+        check_updates(
+            engine,
+            first,
+            lambda seed: state(seed, device="cuda", dtype=torch.float32),
+            verify="full",
+        )
+        check_updates(engine, first, lambda seed: state(seed, device="cpu"), verify="full")
+        check_updates(engine, first, in_the_engines_layout, layout="engine", verify="full")
+        check_memory(engine)
+        check_regions(engine, first)
+        check_bad(engine, first, folder)
+
+
+def group(folder: Path) -> None:
+    """An engine that is sent its weights by a process group: over gloo, or NCCL from another GPU."""
+    import threading
+
+    import torch
+
+    from memsaver.integrations.rollout import RolloutEngine
+    from memsaver.integrations.rollout.weights import WeightGroup
+
+    torch.cuda.set_device(0)
+    backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
+    own = {"device": "cuda:1"} if backend == "nccl" else {"device": "cpu"}
+    with RolloutEngine.launch(**arguments(folder), timeout=240) as engine:
+        first = outputs(engine)
+        with WeightGroup(engine, backend=backend, timeout=60) as sending:
+            for mode in ("abort", "retract", "in_place"):
+                for seed in (2, 1):
+                    results: list[Any] = []
+                    work = threading.Thread(
+                        target=lambda: results.append(  # noqa: B023
+                            engine.generate([PROMPTS[0]], greedy(512))  # noqa: B023
+                        ),
+                        daemon=True,
+                    )
+                    work.start()
+                    time.sleep(0.3)
+                    report = engine.update_weights(
+                        state(seed, **own), group=sending, pause=mode, verify="full", version=mode
+                    )
+                    assert report.held == report.tensors == report.received, report
+                    work.join(60)
+                    (output,) = results
+                    ended = "abort" if mode == "abort" else "length"
+                    assert output.finish_reasons == (ended,), (mode, output.finish_reasons)
+                    if mode == "in_place":  # its prefix cache is of several weights
+                        engine.update_weights(state(seed, **own), group=sending)
+                    assert (outputs(engine) == first) == (seed == 1), (mode, seed)
+
+
+def two(folder: Path) -> None:
+    """Two ranks with FSDP2 and an engine of two ranks on their GPUs."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from memsaver.integrations.rollout import RolloutEngine, WeightMismatchError
+
+    torch.cuda.set_device(RANK)
+    dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=240))
+    mesh = init_device_mesh("cuda", (1, SIZE), mesh_dim_names=("dp", "tp"))
+    flat = init_device_mesh("cuda", (SIZE,))
+
+    def sharded(seed: int) -> dict[str, Any]:
+        return {n: distribute_tensor(t, flat, [Shard(0)]) for n, t in state(seed).items()}
+
+    named = arguments(folder)
+    dist.barrier()
+    with RolloutEngine.launch(mesh, **named, timeout=240) as engine:
+        first = outputs(engine)
+        check_updates(engine, first, sharded, verify="full", bucket_bytes=BUCKET)
+        check_updates(engine, first, state, verify="sampled")
+        flag = Path(os.environ["MEMSAVER_TEST_CORRUPTS"])
+        if RANK == 0:
+            flag.write_text("model.layers.0.self_attn.qkv_proj.weight")
+        dist.barrier()
+        error = refused(WeightMismatchError, engine.update_weights, sharded(1), verify="full")
+        assert error.tensors == ("model.layers.0.self_attn.v_proj.weight",), error
+        dist.barrier()
+        if RANK == 0:
+            flag.unlink()
+        dist.barrier()
+        engine.update_weights(sharded(1), verify="full")
+        assert outputs(engine) == first
+    dist.destroy_process_group()
+
+
+SCENES = {"alone": alone, "group": group, "two": two}
+
+
+if __name__ == "__main__":
+    from sglang_child import check_installation
+
+    check_installation()
+    here = str(Path(__file__).with_name("corrupting"))
+    paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["MEMSAVER_TEST_CORRUPTS"] = str(Path(sys.argv[2]) / "corrupts")
+    faulthandler.dump_traceback_later(STUCK_SECONDS)
+    SCENES[sys.argv[1]](Path(sys.argv[2]))
+    print("held", flush=True)
