@@ -120,7 +120,7 @@ def run_ranks(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_steps_of_ranks_are_bit_equal_to_those_without_sleep(run_ranks, size):
     run_ranks(
         """
