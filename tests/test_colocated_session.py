@@ -428,6 +428,8 @@ def test_generating_during_training_is_refused(scene):
     ("options", "what"),
     [
         ({"backup": "none"}, "backup"),
+        ({"backup": None}, "backup"),
+        ({"block_timeout": -1.0}, "block_timeout"),
         ({"backup": "somewhere"}, "backup"),
         ({"timeout": 0}, "timeout"),
         ({"tags": "reference"}, "tags"),
@@ -449,3 +451,11 @@ def test_a_model_in_a_tag_with_the_optimizer_is_refused(sim, tag):
     both = offload(trainer.model, trainer.optimizer, tag=tag("trainer"))
     with pytest.raises(memsaver.ConfigError, match="tag of its own"):
         ColocatedSession(engine, both, both, state=trainer.model.state_dict)
+
+
+def test_a_trainer_without_a_backup_is_refused(sim, tag):
+    trainer = Trainer()
+    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
+    model = offload(trainer.model, tag=tag("model"), backup="none")
+    with pytest.raises(memsaver.ConfigError, match="no backup"):
+        ColocatedSession(engine, model, state=trainer.model.state_dict)

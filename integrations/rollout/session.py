@@ -61,7 +61,8 @@ class ColocatedSession:
     idle, and either block can be entered again: it does what has not been done. After a failed
     pause the trainer's memory is mapped, after a failed resume it is paused with its backup, and
     the engine is as its own error says. After an update that failed the engine's weights are
-    unknown: it does not generate until the next rollout has updated them; the trainer's are intact.
+    unknown, and it is given to nobody until the next rollout has updated them; the trainer's are
+    intact.
     After an exception in a rollout's block the engine stays awake; the next block sees to that.
     What was called out of order raises `InvalidStateError`, and nothing has changed.
 
@@ -110,7 +111,7 @@ class ColocatedSession:
         state: Callable[[], Any] | None = None,
         tags: Sequence[str] = (),
         group: Any = None,
-        backup: str | None = "host",
+        backup: str = "host",
         sleep: bool = True,
         engine_keeps_weights: bool = False,
         update_options: Mapping[str, Any] | None = None,
@@ -118,7 +119,7 @@ class ColocatedSession:
         block_timeout: float = 1800.0,
         on_stage: Callable[[StageReport], object] | None = None,
     ) -> None:
-        if backup == "none":
+        if backup in (None, "none"):
             raise ConfigError("the trainer's memory needs a backup: its contents are its training")
         if state is None and not callable(getattr(model, "state_dict", None)):
             raise ConfigError(

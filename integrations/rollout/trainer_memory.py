@@ -10,7 +10,8 @@ import memsaver
 import memsaver.distributed
 from memsaver.errors import ConfigError
 from memsaver.integrations.trainer import Offloaded, offload
-from memsaver.native import check_tag
+from memsaver.native import Backup, check_tag
+from memsaver.statistics import stats
 
 __all__ = ["TrainerMemory"]
 
@@ -31,7 +32,7 @@ class TrainerMemory:
         *,
         group: Any,
         tags: Sequence[str],
-        backup: str | None,
+        backup: str,
         timeout: float,
         offloading: bool,
     ) -> None:
@@ -60,8 +61,14 @@ class TrainerMemory:
             )
         self.others: tuple[str, ...] = tuple(dict.fromkeys(others)) if offloading else ()
 
-    def _offloaded(self, target: Any, backup: str | None) -> Offloaded:
+    def _offloaded(self, target: Any, backup: str) -> Offloaded:
         handle = target if isinstance(target, Offloaded) else offload(target, backup=backup)
+        if any(row.backup is Backup.NONE for row in stats()[handle.tag]):
+            raise ConfigError(
+                f"tag {handle.tag!r} has no backup, and the contents of a trainer are needed: "
+                'offload(..., backup="host")',
+                tag=handle.tag,
+            )
         self._handles.append(handle)
         return handle
 
