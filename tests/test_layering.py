@@ -33,7 +33,7 @@ LAYERS = [
     ["handover", "pause", "resume"],
     ["swap", "backups"],
     ["region"],
-    ["stats", "location"],
+    ["stats", "location", "paused_touch"],
     ["stats_json"],
     ["stats_server"],
     ["marshal"],

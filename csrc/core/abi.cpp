@@ -14,6 +14,7 @@
 #include "core/marshal.h"
 #include "core/options.h"
 #include "core/pause.h"
+#include "core/paused_touch.h"
 #include "core/region.h"
 #include "core/resume.h"
 #include "core/staging.h"
@@ -234,6 +235,7 @@ ms_status ms_pause_begin(const char* const* tags, size_t tag_count, int backup,
   return guarded(error, [&] {
     require_tags();
     require_place(transition);
+    tell_of_paused_touches();
     *transition = wrap(begin_pause(names_of(tags, tag_count), policy_of(backup),
                                    ranges_of(dead, dead_count), value_of(changes)));
   });
