@@ -7,9 +7,10 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from memsaver.devices import Device
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 from memsaver.native import _C, backup_code, check_tag
-from memsaver.torch_mode import Device, TorchPools, torch_pools
+from memsaver.torch_mode import TorchPools, torch_pools
 
 if TYPE_CHECKING:
     import torch
