@@ -19,10 +19,9 @@ from memsaver.cli.watched import (
     Silent,
     WatchedTag,
     find_processes,
-    plain_text,
 )
 from memsaver.native import Backup, State
-from memsaver.text import size_text
+from memsaver.text import plain_text, size_text
 from memsaver.traces.units import format_rate, format_seconds
 
 if TYPE_CHECKING:  # rich takes long to import
