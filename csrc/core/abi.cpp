@@ -31,7 +31,7 @@ using namespace memsaver;
 // What every call on tags starts with: the process's own tag counts as known.
 void require_tags() {
   require_not_forked();
-  current_tag();
+  if (current_tag()) stats_server::start();  // the process's own tag has no region
 }
 
 Transition* unwrap(ms_transition* transition) {

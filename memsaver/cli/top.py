@@ -35,9 +35,10 @@ SCHEMA = 1  # raised when a key of the JSON changes its meaning or goes
 
 NOBODY = "No process of this user that can be seen here uses memsaver."
 HOW_TO_BE_SEEN = (
-    "A process is seen from its first tag on (memsaver.region, or `memsaver run --tag`), by the "
-    "same user on the same machine, unless MEMSAVER_TOP=0 is set there. In a container, run this "
-    "inside of it. `memsaver doctor` says whether memsaver works here."
+    "A process is seen from its first tag on (memsaver.region; with `memsaver run --tag`, once it "
+    "allocates device memory or asks memsaver for tags), by the same user on the same machine, "
+    "unless MEMSAVER_TOP=0 is set there. In a container, run this inside of it. `memsaver doctor` "
+    "says whether memsaver works here."
 )
 
 _STATES = {
