@@ -15,7 +15,7 @@ struct Settings {
   std::vector<Fault> faults;
 };
 
-// "" , or what a variable must be whose value makes no sense; *settings is then unspecified.
+// What a variable must be whose value makes no sense; then *settings is unspecified. "": all do.
 std::string read_settings(Settings* settings);
 
 }  // namespace memsaver::sim
