@@ -9,6 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from memsaver.errors import ConfigError
+from memsaver.native import check_tag
+
 __all__ = ["Registration", "on_pause", "on_resume"]
 
 Callback = Callable[[str], object]
@@ -18,6 +21,10 @@ class Registration:
     """A registered callback. Calling it calls the function, so that it can stay decorated."""
 
     def __init__(self, callbacks: list[Registration], function: Callback, tag: str | None) -> None:
+        if not callable(function):
+            raise ConfigError(f"a callback is a function of the tag, not {function!r}")
+        if tag is not None:
+            check_tag(tag)
         self._callbacks = callbacks
         self._function = function
         self._tag = tag
@@ -53,6 +60,9 @@ def on_pause(function: Callback, tag: str | None = None) -> Registration:
         tag: the tag it is for; None is every tag.
 
     Tags that are paused already are not announced. May be used as a decorator.
+
+    Raises:
+        ConfigError: `function` cannot be called, or `tag` can be none.
     """
     return Registration(_before_pause, function, tag)
 
@@ -68,6 +78,9 @@ def on_resume(function: Callback, tag: str | None = None) -> Registration:
         tag: the tag it is for; None is every tag.
 
     Also called when a pause failed after its tags had been announced. May be used as a decorator.
+
+    Raises:
+        ConfigError: `function` cannot be called, or `tag` can be none.
     """
     return Registration(_after_resume, function, tag)
 

@@ -120,6 +120,21 @@ def test_callbacks_as_decorators(sim, tag, make_blocks, events):
     assert len(blocks) == 1
 
 
+@pytest.mark.parametrize("register", [memsaver.on_pause, memsaver.on_resume])
+def test_what_cannot_be_a_callback_is_refused_at_once(sim, tag, make_blocks, register):
+    name = tag()
+    blocks = make_blocks(name, [PAGE])
+    for wrong in (5, None, "f"):
+        with pytest.raises(memsaver.ConfigError, match="a callback is a function"):
+            register(wrong)
+    for wrong in (5, "", ["t"]):
+        with pytest.raises(memsaver.ConfigError, match="tag"):
+            register(print, wrong)
+    memsaver.pause(name)  # nothing was registered
+    memsaver.resume(name)
+    assert len(blocks) == 1
+
+
 def test_a_callback_may_call_memsaver(sim, tag, make_blocks, events):
     name, other = tag("name"), tag("other")
     blocks = make_blocks(name, [MIB], backup="host") + make_blocks(other, [MIB], backup="host")

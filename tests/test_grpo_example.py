@@ -376,3 +376,61 @@ def test_the_models_copy_samples_by_its_probabilities(example, sim):
     engine.update_weights(Fixed().state_dict())
     assert torch.equal(engine.generate([[1]] * 300, seeded).token_ids, output.token_ids)
     del engine
+
+
+# --- with transformers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_commands(example, tmp_path, ranks):
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    for name, options in (("sleeping", ["--sleep"]), ("plain", ["--no-sleep"])):
+        done = subprocess.run(
+            [
+                sys.executable,
+                *(launcher if ranks > 1 else []),
+                str(EXAMPLE / "train.py"),
+                *("--engine", "model", "--model", "tiny", "--out", name),
+                *("--steps", "3", "--prompts", "8", "--samples", "8"),
+                *options,
+            ],
+            env={**environment_without("MEMSAVER_"), "MEMSAVER_DRIVER": "sim"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "step 2: reward" in done.stdout and f"{ranks} x CPU" in done.stdout
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    compared = subprocess.run(
+        [sys.executable, str(EXAMPLE / "compare.py"), "sleeping.json", "plain.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert compared.returncode == 0, compared.stdout
+
+
+def test_what_an_engine_starts_from(example, tmp_path):
+    pytest.importorskip("transformers")
+    engines, policies = example("engines"), example("policy_model")
+    vocabulary = example("vocabulary").Vocabulary.own()
+    settings = example("settings").Settings(model="tiny", memory_fraction=0.3)
+    arguments = engines.sglang_arguments(settings, vocabulary, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"] and config["vocab_size"] == 32
+    assert config["eos_token_id"] == vocabulary.end
+    assert arguments["load_format"] == "dummy" and arguments["mem_fraction_static"] == 0.3
+    model = policies.make_model("tiny", vocabulary, 5, torch.device("cpu"))
+    again = policies.make_model("tiny", vocabulary, 5, torch.device("cpu"))
+    pairs = zip(model.state_dict().items(), again.state_dict().items(), strict=True)
+    assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+    model.save_pretrained(tmp_path / "checkpoint")
+    local = example("settings").Settings(model=str(tmp_path / "checkpoint"))
+    arguments = engines.sglang_arguments(local, vocabulary, tmp_path)
+    assert (arguments["load_format"], arguments["model_path"]) == ("auto", local.model)
+    loaded = policies.make_model(local.model, vocabulary, 9, torch.device("cpu"))
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)

@@ -207,6 +207,20 @@ def test_a_closed_engine(make_engine):
     assert manager.pause_mode == "" and not manager.schedulers[0].weight_updater.offload_tags
 
 
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), True, "soon"])
+def test_times_that_are_none(make_engine, timeout):
+    engine, _ = make_engine()
+    for call in (
+        lambda: engine.generate([[1]], timeout=timeout),
+        lambda: engine.sleep(timeout=timeout),
+        lambda: engine.pause_generation(timeout=timeout),
+        lambda: RolloutEngine.connect("http://127.0.0.1:9", timeout=timeout),
+    ):
+        with pytest.raises(ConfigError, match="positive number of seconds"):
+            call()
+    assert engine.status is Status.AWAKE
+
+
 def test_what_cannot_be_connected_to(make_engine):
     with pytest.raises(ConfigError, match="DeviceMesh"):
         RolloutEngine.connect("http://127.0.0.1:9", mesh="dp")
@@ -325,6 +339,9 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
                 raise (OSError if RANK else KeyError)("odd")
         error = refused(md.RankError, engine.generate, Odd(), TWO)
         assert [error.failures[rank].kind for rank in (0, 1)] == ["KeyError", "OSError"]
+        # A time of one rank that is none.
+        error = refused(ConfigError, engine.sleep, timeout=-1 if RANK else 5)
+        assert list(error.failures) == [1] and engine.status is Status.AWAKE
         # What the engine refuses.
         error = refused(EngineError, engine.generate, [[1]], {"max_new_tokens": 9000})
         assert "context length" in str(error) and "rank 0 of 2" in str(error)

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-import rank_processes  # noqa: E402
+import rank_processes
 
 # What every rank starts with: an engine of `tp` ranks for each group of so many, CPU tensors.
 PRELUDE = """

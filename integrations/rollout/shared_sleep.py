@@ -10,7 +10,7 @@ from memsaver.distributed.errors import GroupError, RankError
 from memsaver.errors import InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.backend import Backend
 from memsaver.integrations.rollout.fence import Fence
-from memsaver.integrations.rollout.together import Together
+from memsaver.integrations.rollout.together import Together, check_timeout
 from memsaver.integrations.sglang.protocol import RESUME_ORDER, WEIGHTS
 from memsaver.integrations.sglang.status import Status, needs_of, status_of
 
@@ -178,11 +178,18 @@ class SharedSleep:
 
     # --- on all ranks -----------------------------------------------------------------------------
 
+    def _check_call(self, limit: float) -> None:
+        """Raise where the call cannot be made here, for all ranks to hear."""
+        self._check_open()
+        check_timeout(limit)
+
     def _limit(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else timeout
 
     def _do(self, what: str, action: Callable[[], Result], limit: float) -> Result:
-        result: Result = self.together.gathered(what, self._check_open, lambda _: action(), limit)
+        result: Result = self.together.gathered(
+            what, lambda: self._check_call(limit), lambda _: action(), limit
+        )
         return result
 
     def _change(
@@ -210,7 +217,7 @@ class SharedSleep:
             failure = error
             self._released = self._after(error)
         if fence:
-            self._fence.meet(what, failure, limit)
+            self._fence.meet(what, failure, limit if failure is None else None)
         if failure is not None:
             raise failure
         return report

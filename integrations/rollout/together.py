@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from memsaver.distributed.channel import Channel
 from memsaver.distributed.errors import GroupError, RankError, RankFailure
 from memsaver.distributed.interrupts import interrupts_deferred
-from memsaver.errors import InvalidStateError
+from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.rollout.failures import Told, error_of
 
-__all__ = ["GRACE_SECONDS", "Together"]
+__all__ = ["GRACE_SECONDS", "Together", "check_timeout"]
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -26,6 +26,7 @@ Result = TypeVar("Result")
 # For a leader to find out that its engine does not answer, beside the time that the engine has.
 GRACE_SECONDS = 30.0
 
+_LONGEST_SECONDS = 1e7
 _RECORD = struct.Struct("<II16sQ")  # protocol, whether it failed, the call's digest, bytes to come
 _PROTOCOL = 1
 _WORDS = 256  # bytes of a call's words, told where the ranks disagree
@@ -55,10 +56,12 @@ class Together:
 
     Raises:
         GroupError: not all ranks came to make it in time.
-        InvalidStateError, NotLoadedError, ConfigError: as of `memsaver.distributed`.
+        ConfigError: no such time.
+        InvalidStateError, NotLoadedError: as of `memsaver.distributed`.
     """
 
     def __init__(self, group: Any = None, timeout: float = 600.0, lane: str = "rollout") -> None:
+        check_timeout(timeout)
         self._timeout = timeout
         self._turn = threading.Lock()
         self._channel: Channel | None = None
@@ -234,6 +237,13 @@ class _Turn:
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise `ConfigError` where it is no positive number of seconds, which a wait may take."""
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not number or not 0 < float(timeout) <= _LONGEST_SECONDS:  # type: ignore[arg-type]
+        raise ConfigError(f"timeout is a positive number of seconds, not {timeout!r}")
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[bytes, BaseException | None]:

@@ -173,7 +173,7 @@ def alone(folder: Path) -> None:
 
 
 def group(folder: Path) -> None:
-    """An engine that is sent its weights by a process group: over gloo, or NCCL from another GPU."""
+    """An engine that gets its weights by a process group: gloo, or NCCL from another GPU."""
     import threading
 
     import torch
@@ -192,7 +192,7 @@ def group(folder: Path) -> None:
                     results: list[Any] = []
                     work = threading.Thread(
                         target=lambda: results.append(  # noqa: B023
-                            engine.generate([PROMPTS[0]], greedy(512))  # noqa: B023
+                            engine.generate([PROMPTS[0]], greedy(512))
                         ),
                         daemon=True,
                     )
