@@ -1,6 +1,7 @@
 """What fails for want of memory or by the driver, and what holds afterwards."""
 
 import gc
+import warnings
 
 import pytest
 
@@ -9,7 +10,7 @@ from memsaver.integrations.trainer import offload
 
 torch = pytest.importorskip("torch")
 
-from trainers import Trainer, addresses_of  # noqa: E402
+from trainers import Trainer, addresses_of, lies_in, states_of  # noqa: E402
 
 MIB = 1 << 20
 
@@ -68,7 +69,8 @@ def test_an_offload_without_room_can_be_made_again(sim, tag, leave_free):
     with pytest.raises(memsaver.OutOfDeviceMemoryError):
         offload(trainer.optimizer, tag=name)
     assert trainer.contents() == expected.contents()
-    trainer.step()  # usable as it is
+    with pytest.warns(memsaver.MemsaverWarning, match="the next pause"):
+        trainer.step()  # usable as it is; tries again
     expected.step()
     sim.occupy(0)
     offloaded = offload(trainer.optimizer, tag=name)
@@ -78,6 +80,34 @@ def test_an_offload_without_room_can_be_made_again(sim, tag, leave_free):
     with offloaded.paused():
         assert sim.tag_bytes() == 0
     assert trainer.contents() == expected.contents()
+
+
+def test_what_an_offload_without_room_has_moved_is_guarded(sim, tag, leave_free):
+    trainer = Trainer(model=wide_model)
+    trainer.step()
+    leave_free(10 * MIB)
+    name = tag()
+    with pytest.raises(memsaver.OutOfDeviceMemoryError):
+        offload(trainer.optimizer, tag=name)
+    sim.occupy(0)
+    assert sum(lies_in(state, name) for state in states_of(trainer.optimizer)) > 0
+    contents = trainer.contents()
+    with memsaver.paused(name), pytest.raises(memsaver.InvalidStateError):
+        trainer.optimizer.step()
+    assert trainer.contents() == contents
+    trainer.step()
+
+
+def test_an_offload_that_moved_nothing_guards_nothing(sim, tag, leave_free):
+    trainer = Trainer(model=wide_model)
+    trainer.step()
+    leave_free(0)
+    name = tag()
+    with pytest.raises(memsaver.OutOfDeviceMemoryError):
+        offload(trainer.optimizer, trainer.model, tag=name)
+    sim.occupy(0)
+    with memsaver.paused(name):
+        trainer.step()
 
 
 def test_a_pause_without_room_for_gradients_pauses_nothing(sim, tag, leave_free):
@@ -110,6 +140,50 @@ def test_a_step_whose_states_find_no_room_is_done_and_warns(sim, tag, leave_free
         assert offloaded.bytes_elsewhere == 0
         assert sim.tag_bytes() == 0
     assert trainer.contents() == expected.contents()
+
+
+def test_states_without_room_warn_once_and_say_where(sim, tag, leave_free):
+    trainer, loaded = Trainer(model=wide_model), Trainer(model=wide_model)
+    loaded.step()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    leave_free(2 * MIB)
+
+    def warned(work):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            work()
+        return [one for one in caught if issubclass(one.category, memsaver.MemsaverWarning)]
+
+    trainer.backward()
+    calls = (
+        trainer.optimizer.step,
+        lambda: trainer.optimizer.load_state_dict(loaded.optimizer.state_dict()),
+    )
+    for call in calls:
+        (warning,) = warned(call)
+        assert offloaded.tag in str(warning.message)
+        assert warning.filename == __file__
+        for _ in range(3):
+            assert not warned(trainer.optimizer.step)
+    sim.occupy(0)
+    with offloaded.paused():
+        assert offloaded.bytes_elsewhere == 0
+
+
+def test_a_step_is_done_whatever_the_move_of_its_states_meets(sim, tag, monkeypatch):
+    def refuse(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    with monkeypatch.context() as patched:
+        patched.setattr(memsaver.simulator, "empty", refuse)
+        with pytest.warns(memsaver.MemsaverWarning, match="CUDA out of memory"):
+            trainer.step()
+    expected.step()
+    assert trainer.contents() == expected.contents()
+    with offloaded.paused():
+        assert offloaded.bytes_elsewhere == 0
 
 
 def test_a_pause_without_host_memory_leaves_all_mapped(sim, tag):

@@ -86,6 +86,16 @@ def test_tied_parameters_count_once_and_stay_tied(sim, tag):
     assert model.second.weight is model.first.weight
 
 
+def test_buffers_go_along(sim, tag):
+    model = torch.nn.BatchNorm1d(32)
+    model.register_buffer("mask", torch.ones(64), persistent=False)
+    offloaded = offload(model, tag=tag())
+    held = [*model.parameters(), *model.buffers()]
+    assert len(held) == 6
+    assert all(lies_in(tensor, offloaded.tag) for tensor in held)
+    assert offloaded.bytes == sum(tensor.nbytes for tensor in held)
+
+
 def test_views_that_nobody_told_of_go_along(sim, tag):
     model = Flat()
     flat = model.flat[0]

@@ -191,3 +191,57 @@ def test_an_optimizer_inside_another(sim, tag):
     offloaded = offload(Accelerated(trainer.optimizer), tag=tag())
     assert_same_steps(trainer, expected, offloaded)
     assert offloaded.bytes > 0
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights of its own, around another optimizer's steps."""
+
+    def __init__(self, optimizer, name):
+        super().__init__(optimizer.param_groups, {})
+        setattr(self, name, optimizer)
+        self.me = self
+        self.inner = optimizer
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["slow"] = parameter.detach().clone()
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        with torch.no_grad():
+            for parameter, state in self.state.items():
+                parameter.copy_(state["slow"].lerp_(parameter, 0.5))
+
+
+@pytest.mark.parametrize("name", ["optimizer", "optim", "base_optimizer"])
+def test_an_optimizer_with_states_around_another(sim, tag, name):
+    trainer, expected = Trainer(), Trainer()
+    for one in (trainer, expected):
+        one.optimizer = Lookahead(one.optimizer, name)
+    offloaded = offload(trainer.optimizer, tag=tag())
+    trainer.step()
+    expected.step()
+    slow = states_of(trainer.optimizer)
+    moments = [t for t in states_of(trainer.optimizer.inner) if t.dim()]
+    assert all(lies_in(tensor, offloaded.tag) for tensor in [*slow, *moments])
+    assert offloaded.bytes == sum(t.nbytes for t in [*slow, *moments])
+    assert_same_steps(trainer, expected, offloaded)
+    with offloaded.paused():
+        for work in (trainer.optimizer.step, trainer.optimizer.inner.step):
+            with pytest.raises(memsaver.InvalidStateError):
+                work()
+
+
+def test_a_wrapper_that_shares_the_states_of_another(sim, tag):
+    class Averaging(torch.optim.Optimizer):
+        def __init__(self, optim):
+            self.optim = optim
+            self.param_groups = optim.param_groups
+
+        @property
+        def state(self):
+            return self.optim.state
+
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(Averaging(trainer.optimizer), tag=tag())
+    assert_same_steps(trainer, expected, offloaded)
+    assert offloaded.bytes > 0

@@ -1,9 +1,14 @@
 """What is refused: work while the tag is paused, closing then, and what cannot be offloaded."""
 
+import asyncio
+import copy
+import gc
+
 import pytest
 
 import memsaver
 from memsaver.integrations.trainer import offload
+from memsaver.native import _C, backup_code
 
 torch = pytest.importorskip("torch")
 
@@ -30,13 +35,38 @@ def test_a_step_while_paused_says_what_to_do_and_touches_nothing(sim, tag):
     assert trainer.contents() == expected.contents()
 
 
-def test_a_gradient_scaler_is_refused_too(sim, tag):
+def test_a_gradient_scaler_after_unscaling_is_refused_too(sim, tag):
     trainer = Trainer()
     offloaded = offload(trainer.optimizer, tag=tag())
     trainer.step()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler = torch.amp.GradScaler("cpu")
+    trainer.optimizer.zero_grad()
+    scaler.scale(trainer.model(torch.ones(1, 32)).square().mean()).backward()
+    scaler.unscale_(trainer.optimizer)  # reads the gradients, so not while they are paused
     with offloaded.paused(), pytest.raises(memsaver.InvalidStateError):
         scaler.step(trainer.optimizer)
+    scaler.step(trainer.optimizer)
+
+
+def test_every_part_of_a_model_is_refused(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.model, tag=tag())
+    trainer.step()
+    x = torch.ones(1, 32)
+    shallow = copy.copy(trainer.model)  # with the same parameters
+    part = trainer.model[0].state_dict()
+    loaded = {name: value.clone() for name, value in part.items()}
+    with offloaded.paused():
+        for work in (
+            lambda: trainer.model[0](x),
+            lambda: trainer.model[0].load_state_dict(loaded),
+            lambda: shallow(x),
+        ):
+            with pytest.raises(memsaver.InvalidStateError) as caught:
+                work()
+            assert caught.value.tag == offloaded.tag
+    trainer.model[0](x)
+    shallow(x)
 
 
 def test_loading_and_the_forward_are_refused_while_paused(sim, tag):
@@ -116,6 +146,32 @@ def test_an_exception_resumes(sim, tag):
     assert offloaded.state == "paused"  # as it was
 
 
+def test_paused_is_around_functions_and_coroutines(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    trainer.step()
+
+    @offloaded.paused()
+    def work():
+        return str(offloaded.state)
+
+    @offloaded.paused()
+    async def later():
+        return str(offloaded.state)
+
+    assert [work(), work(), asyncio.run(later())] == ["paused"] * 3
+    assert offloaded.state == "mapped"
+
+    def generator():
+        yield offloaded.state
+
+    with pytest.raises(memsaver.ConfigError, match="runs after its call"):
+        offloaded.paused()(generator)
+    offloaded.close()
+    with pytest.raises(memsaver.InvalidStateError, match="closed"):
+        work()
+
+
 # --- closing --------------------------------------------------------------------------------------
 
 
@@ -134,7 +190,7 @@ def test_closing_leaves_the_tensors_in_the_tag(sim, tag):
     trainer.step()
     expected.step()
     assert trainer.contents() == expected.contents()
-    for call in (offloaded.pause, offloaded.resume, offloaded.paused().__enter__):
+    for call in (offloaded.pause, offloaded.resume, lambda: offloaded.paused().__enter__()):
         with pytest.raises(memsaver.InvalidStateError):
             call()
     again = offload(trainer.model, trainer.optimizer, tag=offloaded.tag)
@@ -177,6 +233,15 @@ def test_what_cannot_be_offloaded(sim, tag, targets, options):
     assert sim.tag_bytes() == 0
 
 
+def test_what_takes_no_hooks_is_refused_before_anything_moves(sim, tag):
+    module = torch.jit.script(torch.nn.Linear(8, 8))
+    name = tag()
+    with pytest.raises(memsaver.ConfigError, match="takes no hooks"):
+        offload(Trainer().optimizer, module, tag=name)
+    with pytest.raises(memsaver.UnknownTagError):
+        memsaver.state(name)
+
+
 def test_a_paused_tag_is_refused(sim, tag):
     name = tag()
     with memsaver.region(name):
@@ -200,6 +265,22 @@ def test_memory_of_another_tag_is_refused_before_anything_moves(sim, tag):
     assert lies_in(first, tag.names[0])
 
 
+def test_a_refused_offload_leaves_the_tag_alone(sim, tag):
+    trainer = Trainer()
+    offload(trainer.model, tag=tag("first"))
+    kept, new = tag("kept"), tag("new")
+    with memsaver.region(kept, backup="disk"):
+        pass
+    for name in (kept, new):
+        with pytest.raises(memsaver.ConfigError):
+            offload(trainer.optimizer, trainer.model, tag=name, backup="pageable")
+    assert _C.tag_backup(kept) == backup_code("disk")
+    with pytest.raises(memsaver.UnknownTagError):
+        memsaver.state(new)
+    with memsaver.paused(kept):
+        trainer.optimizer.step()  # not watched either
+
+
 def test_gradients_in_another_tag_stay_there(sim, tag):
     trainer, expected = Trainer(), Trainer()
     weights = offload(trainer.model, tag=tag("model"))
@@ -220,8 +301,20 @@ def test_what_python_cannot_find_is_refused_by_the_simulator(sim, tag):
     out = model(torch.ones(2, 8, requires_grad=True))  # its graph has a view of the weight
     address = model.weight.data_ptr()
     name = tag()
-    with pytest.raises(memsaver.InvalidStateError, match="is no tensor of Python's"):
+    with pytest.raises(memsaver.InvalidStateError, match="no tensor that Python's"):
         offload(model, tag=name)
     assert model.weight.data_ptr() == address
     del out
     assert offload(model, tag=name).bytes == model.weight.nbytes + model.bias.nbytes
+
+
+def test_the_simulator_says_when_the_collector_was_frozen(sim, tag):
+    model = torch.nn.Linear(8, 8)
+    gc.collect()
+    gc.freeze()
+    try:
+        with pytest.raises(memsaver.InvalidStateError, match=r"gc\.unfreeze\(\)"):
+            offload(model, tag=tag())
+    finally:
+        gc.unfreeze()
+    offload(model, tag=tag())

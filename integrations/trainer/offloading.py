@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import memsaver
+from memsaver.blocks import Block
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 from memsaver.integrations.trainer.collection import Collection
-from memsaver.native import check_tag
 from memsaver.reports import Report
 
 __all__ = ["Offloaded", "offload"]
@@ -74,15 +73,17 @@ class Offloaded:
         self._check_open()
         return memsaver.resume(self.tag)
 
-    @contextlib.contextmanager
-    def paused(self, backup: str | None = None) -> Iterator[Report]:
-        """Pause the tag for the block, and resume it afterwards, also after an exception.
+    def paused(self, backup: str | None = None) -> Block[Report]:
+        """`memsaver.paused` of the tag: around a block, or each call of a decorated function.
 
         A tag that is paused already stays paused. Errors are those of `pause` and `resume`.
         """
-        self._check_open()
-        with memsaver.paused(self.tag, backup=backup) as report:
-            yield report
+
+        def pausing() -> Block[Report]:
+            self._check_open()
+            return memsaver.paused(self.tag, backup=backup)
+
+        return Block("paused", pausing, asynchronous=True)
 
     def close(self) -> None:
         """Take all hooks away. Closing twice is allowed.
@@ -162,18 +163,25 @@ def offload(
         raise NotLoadedError("offload is for torch's optimizers and modules; install torch") from (
             None
         )
-    found = [_unwrapped(target) for target in _flat(targets)]
+    found = list(dict.fromkeys(one for target in _flat(targets) for one in _unwrapped(target)))
     if not found:
         raise ConfigError("offload needs an optimizer, a module or a tensor to work on")
     if tag is None:
         tag = "optimizer" if isinstance(found[0], torch.optim.Optimizer) else "model"
-    check_tag(tag)
     collection = Collection(found, tag, parameters=parameters, gradients=gradients)
-    # Makes the tag, and says its backup, also where the first step has yet to make the states.
-    with memsaver.region(tag, backup=backup, device=collection.devices() or None):
-        pass
-    collection.gather(strict=True)
+    region = memsaver.region(tag, backup=backup, device=collection.devices() or None)
+    collection.check()
     collection.watch()
+    before = collection.bytes()[0]
+    try:
+        # Makes the tag, and says its backup, also where the first step has yet to make the states.
+        with region:
+            pass
+        collection.gather(gradients=False)
+    except BaseException:
+        if collection.bytes()[0] == before:  # else the tag can be paused under the targets
+            collection.unwatch()
+        raise
     return Offloaded(collection)
 
 
@@ -185,8 +193,8 @@ def _flat(targets: Any) -> Iterator[Any]:
             yield target
 
 
-def _unwrapped(target: Any) -> Any:
-    """A target itself, or the optimizer of torch's that a wrapper such as accelerate's is around.
+def _unwrapped(target: Any) -> Iterator[Any]:
+    """A module or tensor itself; of an optimizer, or a wrapper such as accelerate's, all inside.
 
     Raises:
         ConfigError: nothing that can be offloaded.
@@ -194,12 +202,34 @@ def _unwrapped(target: Any) -> Any:
     import torch
 
     if isinstance(target, torch.nn.Module | torch.Tensor):
-        return target
-    inner = target
-    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
-        inner = inner.optimizer
-    if not isinstance(inner, torch.optim.Optimizer):
+        yield target
+        return
+    found = _optimizers_in(target)
+    if not found:
         raise ConfigError(
             f"offload takes torch optimizers, modules and tensors, not {type(target).__name__}"
         )
-    return inner
+    yield from found
+
+
+def _optimizers_in(target: Any) -> list[Any]:
+    """The optimizers that an optimizer or a wrapper consists of, the outermost first.
+
+    Less those that only pass on what another has, and were not initialised as torch's are.
+    """
+    import torch
+
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [target]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        inside = [getattr(one, name, None) for name in ("optimizer", "optim")]
+        inside += list(getattr(one, "__dict__", {}).values())
+        waiting += [inner for inner in inside if isinstance(inner, torch.optim.Optimizer)]
+        if isinstance(one, torch.optim.Optimizer) and "state" in vars(one):
+            found.append(one)
+    return found
