@@ -40,7 +40,11 @@ class Offloaded:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the targets' tensors that are in the tag; what it holds for others not."""
+        """Bytes of the targets' tensors that are in the tag; what it holds for others not.
+
+        Of FSDP2 modules that hold full parameters (from a forward to the backward, without
+        `reshard_after_forward`) those count, which are elsewhere, and the shards do not.
+        """
         return int(self._collection.bytes()[0])
 
     @property
@@ -48,7 +52,8 @@ class Offloaded:
         """Bytes of the targets' tensors on the device that are not in the tag.
 
         Gradients are, until a pause moves them, as is what a step has replaced; and what must stay
-        where it is: gradients in the memory of a CUDA graph or in another tag.
+        where it is: gradients in the memory of a CUDA graph or in another tag. Buckets of DDP's and
+        gradients that FSDP2 accumulates unsharded are not looked for.
         """
         return int(self._collection.bytes()[1])
 
@@ -57,7 +62,8 @@ class Offloaded:
 
         Raises:
             InvalidStateError: this is closed.
-            OutOfDeviceMemoryError: no room to move what has come since; nothing is paused.
+            OutOfDeviceMemoryError: no room to move what has come since; nothing is paused, and no
+                contents have changed.
             MemsaverError: what `memsaver.pause` raises.
         """
         self._check_open()
@@ -124,8 +130,9 @@ def offload(
     """Put a trainer's memory into a tag, so that a pause gives it back and a resume restores it.
 
     A step after a resume gives bit for bit what it would give had nothing been paused. Addresses
-    change here, once, and with states that come later; never by a pause and a resume. CPU tensors,
-    such as step counters, and sparse tensors stay where they are.
+    change once: of what there is here, of later states after the step that makes them, of gradients
+    in the first pause that finds them. CPU tensors, such as step counters, and sparse tensors stay
+    where they are.
 
     Args:
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
@@ -141,20 +148,23 @@ def offload(
     What exists is moved here, what comes later after the step that made it, after
     `load_state_dict`, and before each pause of the tag. The move of a gradient or a state takes
     room for a batch of them (at most 512 MiB, or a single larger one) and empties torch's cache.
-    While the tag is paused, the optimizers' `step` and `load_state_dict`, and the modules' forward
-    and `load_state_dict`, raise InvalidStateError. What else touches the memory is not seen:
-    backward, clipping, `zero_grad(set_to_none=False)`; nor is the forward of a compiled model,
-    unless the target is what `torch.compile` returned.
+    While the tag is paused, the optimizers' `step` and `load_state_dict`, and the forward and
+    `load_state_dict` of the modules and their parts, raise InvalidStateError. What else touches the
+    memory is not seen: backward, clipping, `zero_grad(set_to_none=False)`, a gradient scaler's
+    `unscale_` and `step`, replays of CUDA graphs; nor is the forward of a compiled model, unless
+    the target is what `torch.compile` returned, or of a model that is no target itself.
 
-    Call it before CUDA graphs are captured that use the memory; let no other thread use it
-    meanwhile.
+    Call it, and make a first step, before CUDA graphs are captured that use the memory; also a
+    first pause with gradients, where those live across the capture and `gradients` is on. Let no
+    other thread use the memory meanwhile.
 
     Raises:
-        ConfigError: a target that is none of these, an unknown backup, or memory that must stay
-            where it is: in another tag, say. Nothing is moved.
-        InvalidStateError: the tag is paused.
+        ConfigError: a target that is none of these or takes no hooks, an unknown backup, or memory
+            that must stay where it is: in another tag, say. Nothing is moved, the tag is as it was.
+        InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`.
         OutOfDeviceMemoryError: no room for the move. What was moved before that is in the tag, and
-            the rest where it was; all of it can be used, and the same call goes on from there.
+            the rest where it was; all of it can be used, and the same call goes on from there. The
+            hooks are on the targets if anything was moved, and stay there for good.
         NotLoadedError: no torch, no CUDA driver.
     """
     try:
