@@ -1,5 +1,6 @@
 """What fails for want of memory or by the driver, and what holds afterwards."""
 
+import copy
 import gc
 import warnings
 
@@ -95,6 +96,21 @@ def test_what_an_offload_without_room_has_moved_is_guarded(sim, tag, leave_free)
     with memsaver.paused(name), pytest.raises(memsaver.InvalidStateError):
         trainer.optimizer.step()
     assert trainer.contents() == contents
+    trainer.step()
+
+
+def test_an_offload_that_is_made_again_takes_over(sim, tag, leave_free):
+    trainer = Trainer(model=wide_model)
+    trainer.step()
+    leave_free(10 * MIB)
+    name = tag()
+    with pytest.raises(memsaver.OutOfDeviceMemoryError):
+        offload(trainer.optimizer, tag=name)
+    sim.occupy(0)
+    states = copy.deepcopy(trainer.optimizer.state_dict())
+    offload(trainer.optimizer, tag=name).close()
+    with memsaver.paused(name):
+        trainer.optimizer.load_state_dict(states)  # nobody looks any more
     trainer.step()
 
 

@@ -281,6 +281,22 @@ def test_a_refused_offload_leaves_the_tag_alone(sim, tag):
         trainer.optimizer.step()  # not watched either
 
 
+def test_an_optimizer_goes_to_one_tag(sim, tag):
+    trainer = Trainer()  # without states, which would say where they are
+    first, second = tag("first"), tag("second")
+    offloaded = offload(trainer.optimizer, tag=first)
+    with pytest.raises(memsaver.ConfigError, match="first"):
+        offload(trainer.optimizer, tag=second)
+    again = offload(trainer.optimizer, tag=first)
+    offloaded.close()
+    with pytest.raises(memsaver.ConfigError, match="first"):
+        offload(trainer.optimizer, tag=second)
+    again.close()
+    offload(trainer.optimizer, tag=second)
+    trainer.step()
+    assert lies_in(trainer.optimizer.state[trainer.model[0].weight]["exp_avg"], second)
+
+
 def test_gradients_in_another_tag_stay_there(sim, tag):
     trainer, expected = Trainer(), Trainer()
     weights = offload(trainer.model, tag=tag("model"))

@@ -29,6 +29,8 @@ __all__ = ["Collection"]
 
 # Whose frames lie between a program's step and a hook after it.
 _BETWEEN = {"memsaver", "torch", "contextlib"}
+# By optimizer: the tags that its states go to; once for each collection that watches it.
+_watching: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
 
 
 class Collection:
@@ -76,8 +78,17 @@ class Collection:
         """Whether all that there is, but for gradients, may go into the tag. Moves nothing.
 
         Raises:
-            ConfigError: something must stay where it is: what it is, and why.
+            ConfigError: something must stay where it is: what it is, and why; or what comes later
+                goes to another tag already.
         """
+        for target in self.targets:
+            others = [tag for tag in _watching.get(target, ()) if tag != self.tag]
+            if others:
+                raise ConfigError(
+                    f"the states of this {type(target).__name__} go to tag {others[0]!r} already: "
+                    "pause and resume that one, or close what offload returned for it",
+                    tag=self.tag,
+                )
         with self._lock:
             self._reshard()
             self._movable(self._outside(self.targets, gradients=False), strict=True)
@@ -116,6 +127,9 @@ class Collection:
                     hooks.enter_context(
                         guard_optimizer(target, self._check, self._after_step, self._after_load)
                     )
+                    tags = _watching.setdefault(target, [])
+                    tags.append(self.tag)
+                    hooks.callback(tags.remove, self.tag)
                 elif isinstance(target, torch.nn.Module):
                     hooks.enter_context(guard_module(target, self._check))
             this = weakref.ref(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,9 @@ from memsaver.integrations.trainer.collection import Collection
 from memsaver.reports import Report
 
 __all__ = ["Offloaded", "offload"]
+
+# What guards the targets of a call that failed half-way, until that is made again.
+_unfinished: weakref.WeakSet[Collection] = weakref.WeakSet()
 
 
 class Offloaded:
@@ -163,8 +167,8 @@ def offload(
             that must stay where it is: in another tag, say. Nothing is moved, the tag is as it was.
         InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`.
         OutOfDeviceMemoryError: no room for the move. What was moved before that is in the tag, and
-            the rest where it was; all of it can be used, and the same call goes on from there. The
-            hooks are on the targets if anything was moved, and stay there for good.
+            the rest where it was; all of it can be used, and the same call goes on from there.
+            Until then, work on it while the tag is paused is refused as above.
         NotLoadedError: no torch, no CUDA driver.
     """
     try:
@@ -189,9 +193,15 @@ def offload(
             pass
         collection.gather(gradients=False)
     except BaseException:
-        if collection.bytes()[0] == before:  # else the tag can be paused under the targets
+        if collection.bytes()[0] == before:
             collection.unwatch()
+        else:  # the tag can be paused under the targets
+            _unfinished.add(collection)
         raise
+    for other in list(_unfinished):
+        if other.tag == tag and set(map(id, other.targets)) <= set(map(id, found)):
+            other.unwatch()
+            _unfinished.discard(other)
     return Offloaded(collection)
 
 
