@@ -78,7 +78,8 @@ def test_nothing_is_registered_for_a_dead_trainer(sim, tag):
     assert not any(reference() for reference in gone)
     with memsaver.paused(name):
         pass
-    assert not any(callback.concerns(name) for callback in observers._before_pause)
+    for callbacks in (observers._before_pause, observers._after_resume):
+        assert not any(callback.concerns(name) for callback in callbacks)
 
 
 def test_gradients_of_tensors_go_along_as_long_as_the_handle_lives(sim, tag):

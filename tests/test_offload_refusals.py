@@ -67,6 +67,11 @@ def test_every_part_of_a_model_is_refused(sim, tag):
             assert caught.value.tag == offloaded.tag
     trainer.model[0](x)
     shallow(x)
+    assert not trainer.model[0]._forward_pre_hooks  # which cost time, and torch's fast paths
+    with sim.fault("cuMemUnmap", sim.OUT_OF_MEMORY), pytest.raises(memsaver.MemsaverError):
+        offloaded.pause()
+    assert offloaded.state == "mapped"
+    assert not trainer.model[0]._forward_pre_hooks
 
 
 def test_loading_and_the_forward_are_refused_while_paused(sim, tag):

@@ -13,7 +13,12 @@ from typing import Any
 from memsaver import observers, simulator
 from memsaver.errors import ConfigError, MemsaverWarning
 from memsaver.integrations.trainer.device_storages import DeviceStorages
-from memsaver.integrations.trainer.guards import check_mapped, guard_module, guard_optimizer
+from memsaver.integrations.trainer.guards import (
+    check_mapped,
+    guard_module,
+    guard_optimizer,
+    guard_parts,
+)
 from memsaver.integrations.trainer.holdings import (
     Holding,
     gradients_of,
@@ -52,6 +57,7 @@ class Collection:
         # By optimizer: how many parameters had states when they were last looked for.
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._hooks = contextlib.ExitStack()
+        self._hooks_of_parts = contextlib.ExitStack()  # from before a pause until after the resume
 
     @property
     def targets(self) -> list[Any]:
@@ -139,15 +145,39 @@ class Collection:
                 if collection is not None:
                     collection.gather()
                     collection.trim()
+                    collection._guard_parts()
 
-            registration = observers.on_pause(before_pause, tag=self.tag)
-            weakref.finalize(self, registration.remove).atexit = False
-            hooks.callback(registration.remove)
+            def after_resume(tag: str) -> None:
+                collection = this()
+                if collection is not None:
+                    collection._leave_parts()
+
+            for registration in (
+                observers.on_pause(before_pause, tag=self.tag),
+                observers.on_resume(after_resume, tag=self.tag),
+            ):
+                weakref.finalize(self, registration.remove).atexit = False
+                hooks.callback(registration.remove)
             self._hooks = hooks.pop_all()
 
     def unwatch(self) -> None:
         """The end of `watch`; what is in the tag stays there. Twice is allowed."""
         self._hooks.close()
+        self._leave_parts()
+
+    def _guard_parts(self) -> None:
+        import torch
+
+        with self._lock, contextlib.ExitStack() as hooks:
+            self._leave_parts()
+            for target in self.targets:
+                if isinstance(target, torch.nn.Module):
+                    hooks.enter_context(guard_parts(target, self._check))
+            self._hooks_of_parts = hooks.pop_all()
+
+    def _leave_parts(self) -> None:
+        with self._lock:
+            self._hooks_of_parts.close()
 
     def _reshard(self) -> None:
         for target in self.targets:
@@ -185,8 +215,7 @@ class Collection:
 
         moving = self._movable(self._outside(targets, gradients=gradients))
         if moving:
-            # Tensors that a move makes would be of inference mode's own kind in there.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.no_grad():
                 self._memory.move(moving, self.tag)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):

@@ -10,7 +10,7 @@ from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.handles import state
 from memsaver.native import State
 
-__all__ = ["Guard", "check_mapped", "guard_module", "guard_optimizer"]
+__all__ = ["Guard", "check_mapped", "guard_module", "guard_optimizer", "guard_parts"]
 
 Check: TypeAlias = Callable[[str], object]  # of what is about to happen; raises if it must not
 Told: TypeAlias = Callable[[Any], object]  # of the optimizer
@@ -33,7 +33,7 @@ def check_mapped(tag: str, what: str) -> None:
 
 
 class Guard:
-    """A hook for the parts of a module, which asks `check` before one of them goes on.
+    """A hook for a module, which asks `check` before that one goes on.
 
     A shallow copy of a module has the same memory and the same hooks. Other copies have their hooks
     copied, and memory of their own: what a copy or a pickle of this is does nothing.
@@ -100,9 +100,7 @@ def guard_optimizer(
 
 
 def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
-    """Ask `check` before each forward and `load_state_dict` of the module and of its parts.
-
-    Parts that take no hooks, such as scripted ones, are guarded by those around them.
+    """Ask `check` before each forward and `load_state_dict` of a module. Its parts: `guard_parts`.
 
     Returns:
         What takes the hooks away again when it is closed.
@@ -110,19 +108,32 @@ def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
     Raises:
         ConfigError: the module takes no hooks; it has none then.
     """
+    with _registering(module) as hooks:
+        _guard(module, check, hooks)
+        return hooks.pop_all()
+
+
+def guard_parts(module: Any, check: Check) -> contextlib.ExitStack:
+    """As `guard_module`, for the modules inside of one.
+
+    Parts that take no hooks, scripted ones, are guarded by those around them alone. Each hook costs
+    some microseconds a forward, and torch has fast paths for modules without: not for long.
+    """
     import torch
 
-    # The same for all parts: code that is compiled for one part serves the next.
-    forward = Guard(check, "the model's forward")
-    loading = Guard(check, "the model's load_state_dict")
     with _registering(module) as hooks:
         for part in module.modules():
-            if part is not module and isinstance(part, torch.jit.ScriptModule):
-                continue
-            # Before those of FSDP2, which gather parameters.
-            hooks.callback(part.register_forward_pre_hook(forward, prepend=True).remove)
-            hooks.callback(part.register_load_state_dict_pre_hook(loading).remove)
+            if part is not module and not isinstance(part, torch.jit.ScriptModule):
+                _guard(part, check, hooks)
         return hooks.pop_all()
+
+
+def _guard(module: Any, check: Check, hooks: contextlib.ExitStack) -> None:
+    forward = Guard(check, "the model's forward")
+    loading = Guard(check, "the model's load_state_dict")
+    # Before those of FSDP2, which gather parameters.
+    hooks.callback(module.register_forward_pre_hook(forward, prepend=True).remove)
+    hooks.callback(module.register_load_state_dict_pre_hook(loading).remove)
 
 
 @contextlib.contextmanager
