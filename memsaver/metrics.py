@@ -23,6 +23,7 @@ _Figures = list[tuple[str, str, Callable[[TagStats], float]]]  # name, help, val
 # Of each tag and device.
 _GAUGES: _Figures = [
     ("resident_bytes", "Device memory held.", lambda row: row.resident_bytes),
+    ("paused_now_bytes", "Device memory that a resume takes.", lambda row: row.paused_now_bytes),
     ("allocated_bytes", "Live allocations, resident or not.", lambda row: row.allocated_bytes),
     ("allocations", "Live allocations.", lambda row: row.allocations),
     ("backup_bytes", "Bytes that the next resume brings back.", lambda row: row.backup_bytes),

@@ -12,12 +12,15 @@ import ctypes
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memsaver import pickling
 from memsaver.blocks import block
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.native import _C, LIBRARY_DIR, emit_warnings
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["active", "buffer", "control", "empty", "fault"]
 
@@ -92,7 +95,7 @@ def buffer(nbytes: int, device: int = 0) -> Buffer:
     return Buffer(nbytes, device)
 
 
-def empty(shape: Sequence[int] | int, dtype: Any = None, device: int = 0) -> Any:
+def empty(shape: Sequence[int] | int, dtype: Any = None, device: int = 0) -> torch.Tensor:
     """A CPU torch tensor over simulated device memory of the open region, uninitialised.
 
     Freed when the last tensor over it is gone. `dtype` is torch's default where None.

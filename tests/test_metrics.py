@@ -48,6 +48,7 @@ def test_metrics_are_the_statistics(sim, tag, make_blocks, scrape):
     both, alone = {"tag": name, "device": "0"}, {"tag": name}
     for metric, want in {
         "resident_bytes": row.resident_bytes,
+        "paused_now_bytes": row.paused_now_bytes,
         "allocated_bytes": row.allocated_bytes,
         "allocations": row.allocations,
         "backup_bytes": row.backup_bytes,

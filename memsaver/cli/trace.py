@@ -81,7 +81,7 @@ def show(trace: Trace, console: Console) -> None:
     from memsaver.traces.summary import summary
 
     calls = len({row.number for row in trace.transitions})
-    head = f"{format_seconds(trace.seconds)} of process {trace.process}, {calls} transitions"
+    head = f"{format_seconds(trace.seconds)} of process {trace.process}, {calls} calls"
     console.print(Text(head))
     if trace.dropped:
         console.print(
