@@ -183,7 +183,7 @@ def imports(path):
     late = {
         id(inner)
         for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_types(outer)
         for inner in ast.walk(outer)
     }
     for node in ast.walk(tree):
@@ -195,6 +195,11 @@ def imports(path):
         else:
             continue
         yield from ((name, id(node) not in late) for name in names)
+
+
+def _is_for_types(node):
+    """Whether it is `if TYPE_CHECKING:`, whose body nobody runs."""
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
 
 
 @pytest.mark.parametrize(("package", "path"), list(modules()))
