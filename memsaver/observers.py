@@ -18,7 +18,11 @@ Callback = Callable[[str], object]
 
 
 class Registration:
-    """A registered callback. Calling it calls the function, so that it can stay decorated."""
+    """A registered callback. Calling it calls the function, so that it can stay decorated.
+
+    Attributes:
+        is_removed: whether `remove` was called.
+    """
 
     def __init__(self, callbacks: list[Registration], function: Callback, tag: str | None) -> None:
         if not callable(function):
@@ -28,7 +32,9 @@ class Registration:
         self._callbacks = callbacks
         self._function = function
         self._tag = tag
+        self.is_removed = False
         with _lock:
+            _drop_removed(callbacks)
             callbacks.append(self)
 
     def __call__(self, tag: str) -> object:
@@ -40,10 +46,14 @@ class Registration:
         return self._tag is None or self._tag == tag
 
     def remove(self) -> None:
-        """Call it no more. Doing so twice is allowed."""
-        with _lock:
-            if self in self._callbacks:
-                self._callbacks.remove(self)
+        """Call it no more. Doing so twice is allowed, and so is a finalizer."""
+        self.is_removed = True
+        # A finalizer may run while its own thread has the lock: who has it next drops this then.
+        if _lock.acquire(blocking=False):
+            try:
+                _drop_removed(self._callbacks)
+            finally:
+                _lock.release()
 
 
 _lock = threading.Lock()
@@ -97,6 +107,7 @@ def announce_resume(tag: str) -> None:
 
 def _call(callbacks: list[Registration], tag: str, keep_going: bool = False) -> None:
     with _lock:
+        _drop_removed(callbacks)
         concerned = [callback for callback in callbacks if callback.concerns(tag)]
     first: BaseException | None = None
     for callback in concerned:
@@ -108,3 +119,8 @@ def _call(callbacks: list[Registration], tag: str, keep_going: bool = False) -> 
             first = first or error
     if first is not None:
         raise first
+
+
+def _drop_removed(callbacks: list[Registration]) -> None:
+    """With the lock."""
+    callbacks[:] = [callback for callback in callbacks if not callback.is_removed]
