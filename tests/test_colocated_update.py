@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 import memsaver
@@ -92,12 +94,17 @@ def scene(sim, tag, backend):
     trainer = Trainer()
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-2)
     engine = RolloutEngine(backend, timeout=30)
+    versions = itertools.count(1)
     session = ColocatedSession(
         engine,
         offload(trainer, tag=tag("model")),
         offload(optimizer, tag=tag("optimizer")),
         state=trainer.state_dict,
-        update_options={"bucket_bytes": 1024, "verify": "full"},
+        update_options=lambda: {
+            "bucket_bytes": 1024,
+            "verify": "full",
+            "version": f"{next(versions)}",
+        },
     )
     found = {"session": session, "trainer": trainer, "optimizer": optimizer}
     yield found
@@ -116,9 +123,9 @@ def test_the_engine_has_the_trainers_weights_in_each_rollout(scene, backend):
     session = scene["session"]
     with session.training():
         weights = train(scene)
-    for _ in range(3):
+    for number in range(3):
         with session.rollout() as engine:
-            assert engine.status is Status.AWAKE
+            assert engine.status is Status.AWAKE and backend.version == str(number + 1)
             assert all(model.holds(weights) for model in backend.models)
         assert engine.status is Status.ASLEEP
         update = next(r.result for r in session.stages if r.stage is Stage.UPDATE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import count
 from typing import Any
 
 import torch
@@ -40,13 +41,14 @@ def run(
         told: called after each step.
     """
     learner = Learner(model, settings, place.device)
+    updates = count(1)
     session = ColocatedSession(
         engine,
         model,
         learner.optimizer,
         state=lambda: weights_for(engine_dtype(settings), model),
         sleep=settings.sleep,
-        update_options=update_options(settings),
+        update_options=lambda: update_options(settings, next(updates)),
     )
     name = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "CPU"
     results = Results(asdict(settings), name, place.ranks)
@@ -123,11 +125,13 @@ def weights_for(dtype: torch.dtype, model: Any) -> dict[str, Any]:
     return {name: tensor.detach().to(dtype) for name, tensor in model.state_dict().items()}
 
 
-def update_options(settings: Settings) -> dict[str, Any]:
-    """Those of `RolloutEngine.update_weights`."""
-    if settings.engine != "sglang":
-        return {}
-    return {"bucket_bytes": settings.bucket_mib << 20, "verify": settings.verify}
+def update_options(settings: Settings, number: int) -> dict[str, Any]:
+    """Those of `RolloutEngine.update_weights`, for an update of that number."""
+    return {
+        "version": str(number),
+        "bucket_bytes": settings.bucket_mib << 20,
+        "verify": settings.verify,
+    }
 
 
 def mean_over_ranks(values: torch.Tensor) -> list[float]:

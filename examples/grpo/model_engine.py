@@ -29,6 +29,7 @@ class ModelEngine:
         self._model = copy.deepcopy(model).to(device).eval().requires_grad_(False)
         self._pad = pad
         self._device = device
+        self._version: str | None = None
         # Not its buffers: what is in no state is not updated, and would stay lost.
         offload(list(self._model.parameters()), tag=_TAGS["weights"], backup="none").close()
         with memsaver.region(_TAGS["kv_cache"]):
@@ -50,7 +51,9 @@ class ModelEngine:
         return memsaver.resume(*_named(tags))
 
     @torch.no_grad()
-    def update_weights(self, state: Mapping[str, torch.Tensor], **options: Any) -> None:
+    def update_weights(
+        self, state: Mapping[str, torch.Tensor], version: str | None = None, **_: Any
+    ) -> None:
         """Copy a state, that of FSDP2 too. A collective then."""
         mine = self._model.state_dict()
         if set(mine) != set(state):
@@ -58,6 +61,7 @@ class ModelEngine:
         for name, tensor in state.items():
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             mine[name].copy_(full)
+        self._version = version
 
     @torch.no_grad()
     def generate(
@@ -88,7 +92,7 @@ class ModelEngine:
                 answer,
                 those,
                 "stop" if answer[-1] in params["stop_token_ids"] else "length",
-                None,
+                self._version,
             )
             for answer, those, params in zip(answers, logprobs, sampling_params, strict=True)
         ]

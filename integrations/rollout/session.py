@@ -92,7 +92,8 @@ class ColocatedSession:
             comparing the two.
         engine_keeps_weights: the engine's weights survive its sleep (SGLang's
             `enable_weights_cpu_backup`), so that they are sent after a training only.
-        update_options: for `RolloutEngine.update_weights`.
+        update_options: for `RolloutEngine.update_weights`; or what gives them for each update, such
+            as the version that the weights are to be called.
         timeout: seconds that a stage may take on each rank, and that others are waited for then.
         block_timeout: seconds to wait for the other ranks at the beginning and the end of a block.
         on_stage: is told of each stage when it is over, failed ones included; must not raise.
@@ -114,7 +115,7 @@ class ColocatedSession:
         backup: str = "host",
         sleep: bool = True,
         engine_keeps_weights: bool = False,
-        update_options: Mapping[str, Any] | None = None,
+        update_options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         timeout: float = 600.0,
         block_timeout: float = 1800.0,
         on_stage: Callable[[StageReport], object] | None = None,
@@ -134,7 +135,7 @@ class ColocatedSession:
         self._state = state if state is not None else model.state_dict
         self._sleeps = sleep
         self._keeps = engine_keeps_weights or not sleep
-        self._options = dict(update_options or {})
+        self._options = update_options if update_options is not None else {}
         self._timeout = timeout
         self._block_timeout = block_timeout
         self._on_stage = on_stage
@@ -259,7 +260,8 @@ class ColocatedSession:
         return self.engine.wake_up(tag, timeout=self._timeout)
 
     def _update(self) -> Any:
-        return self.engine.update_weights(self._state(), **self._options)
+        options = self._options() if callable(self._options) else self._options
+        return self.engine.update_weights(self._state(), **options)
 
     # --- one stage --------------------------------------------------------------------------------
 
