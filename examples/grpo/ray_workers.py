@@ -230,7 +230,7 @@ def main(
     preload: Annotated[bool, typer.Option("--preload", help="Preload the engines.")] = False,
     engine: Annotated[str, typer.Option(help="sglang or model.")] = "sglang",
     model: Annotated[str, typer.Option(help="As of train.py.")] = "small",
-    steps: Annotated[int, typer.Option(min=1)] = 100,
+    steps: Annotated[int, typer.Option(min=1)] = Settings.steps,
     sleep: Annotated[bool, typer.Option("--sleep/--no-sleep")] = True,
     out: Annotated[Path, typer.Option(help="As of train.py.")] = Path("grpo-ray"),
 ) -> None:

@@ -34,13 +34,13 @@ class Settings:
 
     engine: str = "sglang"
     sleep: bool = True
-    steps: int = 100
-    prompts: int = 32
+    steps: int = 150
+    prompts: int = 64
     samples: int = 16
     largest: int = 4
     answer_tokens: int = 3
     temperature: float = 1.0
-    rate: float = 1e-3
+    rate: float = 5e-4
     clip: float = 0.2
     passes: int = 1
     rows: int = 256
