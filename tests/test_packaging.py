@@ -222,7 +222,7 @@ def test_a_wheel_has_the_package_and_a_manylinux_tag(wheel):
     outside = {name for name in names if not name.startswith("memsaver")}
     assert outside == set()
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "memsaver").rglob("*.py")}
-    for package in ("sglang", "trainer"):
+    for package in ("sglang", "rollout", "trainer"):
         modules = (ROOT / "integrations" / package).rglob("*.py")
         sources |= {f"memsaver/{p.relative_to(ROOT)}" for p in modules}
     # integrations/ is memsaver.integrations in an installation.
