@@ -275,6 +275,7 @@ def test_outputs_that_are_not_sglangs():
     assert sample_of(good) == Sample([5, 6], [-1.0, -1.0], "stop", None)
     without = {**good, "meta_info": {"finish_reason": {"type": "stop"}}}
     assert sample_of(without).logprobs is None
+    assert sample_of({**without, "output_ids": []}).logprobs == []
     short = {**good, "output_ids": [5, 6, 7]}
     with pytest.raises(EngineError, match="2 log-probabilities of 3 tokens"):
         sample_of(short)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING
 
 from memsaver.integrations.rollout.backend import Sample
 
-__all__ = ["RolloutOutput"]
+if TYPE_CHECKING:
+    import torch
 
-Tensor: TypeAlias = Any  # torch.Tensor; torch is not needed to import this
+__all__ = ["RolloutOutput"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +34,11 @@ class RolloutOutput:
         pad_token_id: what stands where there is no token.
     """
 
-    token_ids: Tensor
-    attention_mask: Tensor
-    logprobs: Tensor | None
-    lengths: Tensor
-    prompt_index: Tensor
+    token_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    logprobs: torch.Tensor | None
+    lengths: torch.Tensor
+    prompt_index: torch.Tensor
     finish_reasons: tuple[str, ...]
     weight_version: str | None
     pad_token_id: int = 0

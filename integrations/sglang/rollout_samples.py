@@ -51,6 +51,8 @@ def sample_of(output: Mapping[str, Any]) -> Sample:
         reason = meta.get("finish_reason") or {}
         finish = str(reason["type"]) if isinstance(reason, Mapping) and reason else str(reason)
         entries = meta.get("output_token_logprobs")
+        if entries is None and not tokens:  # as of one that was aborted before it began
+            entries = []
         logprobs = None if entries is None else [_number(entry[0]) for entry in entries]
         version = meta.get("weight_version")
     except (KeyError, TypeError, ValueError, IndexError) as error:
