@@ -555,6 +555,10 @@ class Server:
                 )
             except ValueError as error:
                 return 400, json.dumps({"error": {"message": str(error)}})
+        if path == CHECKER:
+            success, message, ranks, _ = await manager.check_weights(types.SimpleNamespace(**body))
+            answer = {"success": success, "message": message, "ranks": ranks}
+            return 200, json.dumps(answer)
         if path in CALLS:
             answer = await getattr(manager, path[1:])(CALLS[path](**body))
             success, message = answer or (True, "")
@@ -565,6 +569,7 @@ class Server:
         return 404, "{}"
 
 
+CHECKER = ""  # where checksums are asked for; no path of older versions
 CALLS = {
     "/pause_generation": PauseGenerationReqInput,
     "/continue_generation": ContinueGenerationReqInput,

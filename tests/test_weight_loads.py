@@ -171,6 +171,19 @@ def test_a_cache_that_cannot_be_flushed_is_an_answer(manager):
         checks_of(output.success, output.message)
 
 
+def test_requests_that_wait_in_a_pause_do_not_bar_a_flush(manager):
+    rank, named = manager(Model()), weights()
+    rank.scheduler.waiting_queue = waiting = ["retracted"]
+    output = load(rank, named, order(named))
+    with pytest.raises(EngineError, match="Cache flush failed"):
+        checks_of(output.success, output.message)
+    rank.scheduler._engine_paused = True
+    assert load(rank, named, order(named)).success and rank.flushed == 1
+    assert rank.scheduler.waiting_queue is waiting and rank.flush_cache == rank._flush
+    rank.can_flush = False  # as one runs, which was paused in place
+    assert not load(rank, named, order(named)).success and rank.flushed == 1
+
+
 def test_shards_in_the_models_own_layout(manager):
     rank, like = manager(Model()), Model()
     like.load_weights(checkpoint().items())

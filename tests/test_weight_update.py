@@ -187,7 +187,9 @@ def test_an_engine_whose_weights_are_released(engine, backend):
 
 def test_a_name_that_the_engine_does_not_know(engine, backend):
     weights = {f"model.{name}": tensor for name, tensor in checkpoint().items()}
-    with pytest.raises(WeightMismatchError, match="mean nothing to the engine's model") as caught:
+    with pytest.raises(
+        WeightMismatchError, match="the engine's model takes nothing of them"
+    ) as caught:
         update(engine, weights, verify="off")
     assert caught.value.tensors == tuple(weights)[:-1]
     assert "and 5 more" in str(caught.value) and caught.value.status == "WEIGHTS_DIFFER"
@@ -215,7 +217,7 @@ def test_a_bucket_that_changes_on_the_way(engine, backend, monkeypatch):
         return digests
 
     monkeypatch.setattr(updates, "digests_of", and_then_damaged)
-    with pytest.raises(WeightMismatchError, match="came otherwise than they were sent") as caught:
+    with pytest.raises(WeightMismatchError, match="came otherwise than sent") as caught:
         update(engine, checkpoint(), verify="full", version="new")
     assert caught.value.tensors == ("layers.0.o.weight",) and backend.version is None
     monkeypatch.undo()
@@ -229,7 +231,7 @@ def test_an_engine_that_holds_something_else(engine, backend, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(weight_loads, "watched", corrupting)
-        with pytest.raises(WeightMismatchError, match="not what the engine holds") as caught:
+        with pytest.raises(WeightMismatchError, match="the engine holds something else") as caught:
             update(engine, checkpoint(), verify="full", pause="retract")
     assert caught.value.tensors == ("layers.1.k.weight",) and "rank 0" in str(caught.value)
     assert "generation is paused still" in str(caught.value)

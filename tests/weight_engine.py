@@ -197,14 +197,23 @@ class SchedulerWeightUpdaterManager:
     def __init__(self, model: Model, group=None) -> None:
         self.runner, self.tp_cpu_group, self.rank = WeightUpdater(model), group, model.rank
         self.can_flush, self.flushed = True, 0
+        self.scheduler = types.SimpleNamespace(waiting_queue=[], _engine_paused=False)
+        self.flush_cache = self._flush
+
+    def is_fully_idle(self) -> bool:
+        return self.can_flush and not self.scheduler.waiting_queue
+
+    def _flush(self, empty_cache: bool) -> bool:
+        self.flushed += self.is_fully_idle()
+        return self.is_fully_idle()
 
     def update_weights_from_tensor(self, recv_req):
         data = base64.b64decode(recv_req.serialized_named_tensors[self.rank])
         named = _Unpickler(io.BytesIO(data)).load()
         success, message = self.runner.update_weights_from_tensor(named, recv_req.load_format)
         if success and recv_req.flush_cache:
-            assert self.can_flush, "Cache flush failed after updating weights"
-            self.flushed += 1
+            done = self.flush_cache(empty_cache=False)
+            assert done, "Cache flush failed after updating weights"
         if self.tp_cpu_group is not None:
             torch.distributed.barrier(self.tp_cpu_group)
         return Output(success, message)

@@ -8,9 +8,11 @@ result is the same:
 
 - the factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, gives memsaver's, where
   one that is enabled is asked for;
-- SGLang's release and resume have the hooks of `memsaver.integrations.sglang.hooks`.
+- SGLang's release, resume and weight updates have the hooks of
+  `memsaver.integrations.sglang.hooks`. An update is as ever, unless memsaver's own sender asks for
+  checks (`weight_loads`).
 
-Both are put in place when SGLang imports the modules concerned. Until a saver is asked for, nothing
+They are put in place when SGLang imports the modules concerned. Until a saver is asked for, nothing
 else happens: no driver is opened, no torch imported. SGLang with `enable_memory_saver=False` works
 as without memsaver.
 """

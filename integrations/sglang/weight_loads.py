@@ -15,6 +15,7 @@ SGLang's own handlers are as ever.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import socket
@@ -94,7 +95,8 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, meets: bo
     _current.append(check)
     done, message = False, ""
     try:
-        output = original(updater, request)
+        with _flushing_past_waiting(updater):
+            output = original(updater, request)
         done, message = output.success, output.message
     except Exception as error:
         _logger.exception("an update of the weights failed")
@@ -109,6 +111,36 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, meets: bo
     checks = [RankCheck.from_fields(fields) for fields in group.gather(asdict(check.found()))]
     good = not any(c.failure or c.damaged or c.differing for c in checks)
     return _output_of(meets)(success=good, message=answer_text(checks))
+
+
+@contextlib.contextmanager
+def _flushing_past_waiting(updater: Any) -> Iterator[None]:
+    """For the block, requests that wait while the scheduler is paused do not bar a flush.
+
+    They have nothing in the KV cache: a pause took it from those that were running. SGLang 0.5.16
+    refuses all the same, which leaves them to go on with what old weights computed; later versions
+    see it as this does.
+    """
+    scheduler: Any = getattr(updater, "scheduler", None)
+    if not getattr(scheduler, "_engine_paused", False) or (
+        "ignore_waiting" in inspect.signature(updater.is_fully_idle).parameters
+    ):
+        yield
+        return
+    flush = updater.flush_cache
+
+    def past_waiting(*args: Any, **named: Any) -> Any:
+        waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+        try:
+            return flush(*args, **named)
+        finally:
+            scheduler.waiting_queue = waiting
+
+    updater.flush_cache = past_waiting
+    try:
+        yield
+    finally:
+        updater.flush_cache = flush
 
 
 def _output_of(tensors: bool) -> Any:

@@ -61,7 +61,7 @@ class Meetings:
     def gather(self, what: str, work: Callable[[], Result], timeout: float) -> list[Result]:
         """`Together.gather` of the engine's ranks, as a step."""
         with self.step(what, timeout) as own:
-            found: list[Result] = own.gather(what, work)
+            found: list[Result] = own.gather(what, work, timeout)
         return found
 
     def on_leader(self, what: str, action: Callable[[], Any], timeout: float) -> None:

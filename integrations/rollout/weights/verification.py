@@ -84,14 +84,14 @@ class Tally:
         self.ranks = len(checks)
         if not checks:
             return
-        _raise_differing(bucket, checks, "damaged", "came otherwise than they were sent")
-        _raise_differing(bucket, checks, "differing", "are not what the engine holds")
+        _raise_differing(bucket, checks, "damaged", "they came otherwise than sent")
+        _raise_differing(bucket, checks, "differing", "the engine holds something else")
         unused = set(bucket.names).intersection(*(check.unused for check in checks))
         if unused:
             raise _mismatch(
                 bucket,
                 unused,
-                "mean nothing to the engine's model: are these its names of them (`rename`)?",
+                "the engine's model takes nothing of them, and may call them otherwise (`rename`)",
                 [],
             )
         self.received += min(check.received for check in checks)
@@ -116,9 +116,9 @@ def _mismatch(
     more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
     where = f", on {', '.join(ranks)}" if ranks else ""
     error = WeightMismatchError(
-        f"{len(tensors)} of {len(bucket.slots)} tensors of a bucket {what}{where}: {shown}{more}. "
-        "The sender's weights are as they were, and some of the engine's are new: update them "
-        "again before it generates"
+        f"{len(tensors)} of the {len(bucket.slots)} tensors of a bucket: {what}{where}: {shown}"
+        f"{more}. The sender's weights are as they were, and some of the engine's are new: update "
+        "them again before it generates"
     )
     error.tensors = tensors
     return error

@@ -1,0 +1,120 @@
+"""`WeightGroup`: weights to an engine in other processes, by a broadcast."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from weight_ranks import run
+
+
+@pytest.mark.timeout(200)
+def test_a_group_with_an_engine_elsewhere(tmp_path):
+    """Ranks 0 and 1 are a trainer; 2 and 3 the ranks of its engine, which does as SGLang does."""
+    run(
+        """
+import threading
+from torch.distributed.distributed_c10d import (
+    Backend as Kind, PrefixStore, _new_process_group_helper, _world, default_pg_timeout, rendezvous)
+own = dist.new_group([0, 1])
+ranks = dist.new_group([2, 3])
+store = dist.distributed_c10d._get_default_store()
+
+def joined(address, port, rank, size, name, kind):
+    # As SGLang's init_custom_process_group.
+    made, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, size,
+                                       timeout=default_pg_timeout))
+    made.set_timeout(default_pg_timeout)
+    group, _ = _new_process_group_helper(
+        size, rank, [], Kind(kind), PrefixStore(name, made), group_name=name,
+        timeout=default_pg_timeout)
+    _world.pg_group_ranks[group] = {i: i for i in range(size)}
+    return group
+
+if RANK >= 2:
+    model = weight_engine.Model(RANK - 2, 2)
+    manager = Manager(model, ranks)
+    groups = {}
+    class Receiving(type(manager)):
+        pass
+    number = 0
+    while True:
+        number += 1
+        todo = eval(store.get(f"todo{number}").decode())
+        if todo[0] == "end":
+            break
+        if todo[0] == "join":
+            _, address, port, offset, size, name, kind = todo
+            groups[name] = joined(address, port, offset + RANK - 2, size, name, kind)
+            answer = (True, "joined")
+        elif todo[0] == "leave":
+            dist.destroy_process_group(groups.pop(todo[1]))
+            answer = (True, "left")
+        elif todo[0] == "load":
+            _, names, dtypes, shapes, name, text = todo
+            tensors = [torch.empty(s, dtype=getattr(torch, d)) for s, d in zip(shapes, dtypes)]
+            for tensor in tensors:
+                dist.broadcast(tensor, 0, group=groups[name])
+            request = weight_engine.Request(text, tensors=list(zip(names, tensors)))
+            output = manager.update_weights_from_distributed(request)
+            answer = (output.success, output.message)
+        else:
+            answer = (model.holds(checkpoint(todo[1])), "")
+        if RANK == 2:
+            store.set(f"done{number}", repr(answer))
+else:
+    class Remote(Backend):
+        def __init__(self):
+            super().__init__(Manager, 0)
+            self.tp_size, self.number, self.refuses = 2, 0, False
+        def ask(self, *todo):
+            self.number += 1
+            store.set(f"todo{self.number}", repr(todo))
+            return eval(store.get(f"done{self.number}").decode())
+        def join_group(self, address, port, *, rank_offset, world_size, group_name, backend,
+                       timeout):
+            self.ask("join", address, port, rank_offset, world_size, group_name, backend)
+        def leave_group(self, group_name, timeout):
+            self.ask("leave", group_name)
+        def load_broadcast(self, names, dtypes, shapes, *, group_name, load_format, flush_cache,
+                           weight_version, order=None, timeout):
+            if self.refuses:
+                raise EngineError("the engine refused")
+            self.calls.append("load")
+            done, message = self.ask(
+                "load", list(names), list(dtypes), [tuple(s) for s in shapes], group_name,
+                order.text())
+            from memsaver.integrations.sglang.weight_checks import checks_of
+            return checks_of(done, message)
+    from memsaver.integrations.rollout.ranks import Layout
+    layout = Layout(rank=RANK, tp_group=own, tp_ranks=(0, 1), tp_rank=RANK)
+    backend = Remote() if RANK == 0 else None
+    engine = RolloutEngine(backend, layout, timeout=20)
+    mesh = dist.device_mesh.DeviceMesh.from_group(own, "cpu")
+    with WeightGroup(engine, backend="gloo", timeout=20) as group:
+        for seed in (1, 2):
+            shards = sharded(checkpoint(seed), mesh, lambda n, t: [Shard(0)])
+            report = update(engine, shards, group=group, pause="retract", verify="full",
+                            bucket_bytes=700, version=str(seed))
+            assert report.held == report.received == 13 and report.buckets > 3
+            assert backend is None or backend.ask("holds", seed)[0]
+            assert backend is None or backend.calls[-1] == "continue"
+        error = refused(ConfigError, update, engine, shards, group=group, layout="engine")
+        assert "whole tensors by a group" in str(error)
+        # What the engine refuses is told on both, and the group is of no more use.
+        if backend is not None:
+            backend.refuses = True
+        error = refused(EngineError, update, engine, shards, group=group)
+        assert "the engine refused" in str(error)
+        error = refused(InvalidStateError, update, engine, shards, group=group)
+        assert "the group broke" in str(error) and "make a new one" in str(error), error
+        if backend is not None:
+            backend.refuses = False
+    assert "was left" in str(refused(InvalidStateError, update, engine, shards, group=group))
+    if backend is not None:
+        store.set(f"todo{backend.number + 1}", repr(("end",)))
+""",
+        4,
+        tmp_path,
+    )
