@@ -352,10 +352,13 @@ def run_python(tmp_path):
 
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
-    """The folder of this test's sockets, which those who look, look into."""
+    """The folder of this test's sockets, which those who look, look into, and in no other."""
+    from memsaver.cli import watched
+
     folder = tmp_path / "runtime"
     folder.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setattr(watched, "FALLBACK", str(tmp_path / "nobody"))
     return folder
 
 

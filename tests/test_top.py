@@ -16,7 +16,7 @@ import pytest
 from child_process import environment_without
 from rich.console import Console
 from typer.testing import CliRunner
-from watched_children import Child
+from watched_children import Child, top_command
 
 import memsaver
 from memsaver.cli import app, top
@@ -103,7 +103,7 @@ def test_a_process_that_is_not_there(runtime):
 
 
 def test_looking_makes_nothing(runtime):
-    command = [sys.executable, "-m", "memsaver", "top"]
+    command = top_command(runtime)
     done = subprocess.run(
         command, env=environment(runtime), capture_output=True, text=True, timeout=60
     )
@@ -229,7 +229,7 @@ class Terminal:
         self.pid, self.terminal = pty.fork()
         if self.pid == 0:
             env = environment(runtime, TERM="xterm", LINES=str(lines), COLUMNS=str(columns))
-            command = [sys.executable, "-m", "memsaver", "top", *arguments]
+            command = top_command(runtime, *arguments)
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever the test run inherited
             os.execve(sys.executable, command, env)
         self.seen = ""

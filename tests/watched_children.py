@@ -88,6 +88,15 @@ for line in sys.stdin:
 """
 
 
+def top_command(runtime: Path, *arguments: str) -> list[str]:
+    """`memsaver top` in a process of its own, which looks into that folder and no other."""
+    code = (
+        "import sys; from memsaver.cli import main, watched; "
+        "watched.FALLBACK = sys.argv.pop(1); main()"
+    )
+    return [sys.executable, "-c", code, str(runtime / "nobody"), "top", *arguments]
+
+
 class Child:
     """One of them, on the simulated driver: `child("make('t', 1000)")` is done there."""
 

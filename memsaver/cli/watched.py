@@ -36,6 +36,7 @@ __all__ = [
     "find_processes",
 ]
 
+FALLBACK = "/tmp/memsaver"  # as in the core's runtime_folder.cpp; the user's number follows
 FORMAT = 1  # kStatsFormat of the core's stats_json.h
 
 _PATIENCE = 0.5  # seconds for an answer, which takes milliseconds
@@ -166,7 +167,7 @@ def find_processes(pid: int | None = None) -> Found:
 
 def runtime_folders() -> list[Path]:
     """Where processes of this user may have their sockets: a process chooses by its environment."""
-    folders = [Path(f"/tmp/memsaver-{os.geteuid()}")]
+    folders = [Path(f"{FALLBACK}-{os.geteuid()}")]
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named.startswith("/"):
         folders.insert(0, Path(named, "memsaver"))
