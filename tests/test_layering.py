@@ -142,6 +142,15 @@ PACKAGES = {
     "memsaver": ("memsaver", set()),
     "memsaver.cli": ("memsaver/cli", {"memsaver", "memsaver.integrations.sglang"}),
     "memsaver.distributed": ("memsaver/distributed", {"memsaver"}),
+    "memsaver.integrations.lightrft": (
+        "integrations/lightrft",
+        {
+            "memsaver",
+            "memsaver.distributed",
+            "memsaver.integrations.sglang",
+            "memsaver.integrations.trainer",
+        },
+    ),
     "memsaver.integrations.sglang": ("integrations/sglang", {"memsaver"}),
     "memsaver.integrations.trainer": ("integrations/trainer", {"memsaver"}),
     "torch_memory_saver": (
