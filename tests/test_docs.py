@@ -159,7 +159,12 @@ def test_the_reference_has_everything_public():
     shown = set(re.findall(r"^::: memsaver\.\w+\.(\w+)$", text, re.M))
     errors = set(importlib.import_module("memsaver.errors").__all__)
     assert set(memsaver.__all__) - errors <= shown
-    for name in ("distributed", "integrations.sglang", "integrations.trainer"):
+    for name in (
+        "distributed",
+        "integrations.lightrft",
+        "integrations.sglang",
+        "integrations.trainer",
+    ):
         module = importlib.import_module(f"memsaver.{name}")
         shown = set(re.findall(rf"^::: (?:memsaver\.)?{name}\.\w+\.(\w+)$", text, re.M))
         assert set(module.__all__) == shown
@@ -211,8 +216,10 @@ def test_the_measured_page_is_the_result_files():
     [
         ("sglang.md", "Install and turn on"),
         ("how-to/verl.md", "Install and turn on"),
+        ("how-to/lightrft.md", "Install and turn on"),
         ("how-to/slime.md", "slime"),
         ("how-to/slime.md", "miles"),
+        ("how-to/xtuner.md", "Install and turn on"),
     ],
 )
 def test_what_to_install_and_set_takes_ten_lines(page, section):
