@@ -51,7 +51,10 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.zeros(1, device="cuda")
-    cache = (memsaver.device_memory()[1] - WEIGHTS - SPARE) // GIB * GIB
+    free = memsaver.device_memory()[0]
+    cache = (free - WEIGHTS - SPARE) // GIB * GIB
+    if cache < TRAINER:
+        parser.error(f"{free / GIB:.0f} GiB are free: too little for this to show anything")
     graph = torch.cuda.CUDAGraph()
     with memsaver.region("trainer", backup="host"):
         trainer = filled(TRAINER, 1)

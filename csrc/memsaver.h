@@ -6,6 +6,8 @@
  * MS_INVALID_STATE.
  *   - No C++ exception and no signal of ours leaves it, and it never ends the process or writes to
  * stdout.
+ *   - On the simulated driver the first pause sets a handler of SIGSEGV, which writes to stderr
+ * what paused tag was touched, and then leaves the fault to the action that was there before.
  *   - With its first tag the process gets a thread, which sleeps until `memsaver top` of the same
  * user asks for the figures; option `top` (MEMSAVER_TOP) turns that off.
  *   - A failure is its ms_status. Where an `ms_error* error` is taken it may be NULL; it is written

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from memsaver import costs
 from memsaver.background import Job
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.native import _C, emit_warnings
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["Trim", "backup_view", "trim"]
 
 
-def backup_view(tensor: Any, writable: bool = False) -> Any:
+def backup_view(tensor: Any, writable: bool = False) -> torch.Tensor:
     """A CPU tensor over the saved contents of a tensor whose tag is paused; no copy is made.
 
     The view has the tensor's shape, strides and dtype. Valid until the tag's next change: a resume,

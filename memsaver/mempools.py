@@ -5,16 +5,20 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from memsaver.devices import Device
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 from memsaver.native import _C, backup_code, check_tag
-from memsaver.torch_mode import Device, TorchPools, torch_pools
+from memsaver.torch_mode import TorchPools, torch_pools
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["check_unused", "torch_pool"]
 
 
-def torch_pool(tag: str, backup: str | None = None, device: Device = None) -> Any:
+def torch_pool(tag: str, backup: str | None = None, device: Device = None) -> torch.cuda.MemPool:
     """A new `torch.cuda.MemPool` whose memory belongs to `tag`, on one device.
 
     For `torch.cuda.use_mem_pool`, and, by its `id`, for what captures graphs:

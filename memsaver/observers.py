@@ -9,19 +9,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from memsaver.errors import ConfigError
+from memsaver.native import check_tag
+
 __all__ = ["Registration", "on_pause", "on_resume"]
 
 Callback = Callable[[str], object]
 
 
 class Registration:
-    """A registered callback. Calling it calls the function, so that it can stay decorated."""
+    """A registered callback. Calling it calls the function, so that it can stay decorated.
+
+    Attributes:
+        is_removed: whether `remove` was called.
+    """
 
     def __init__(self, callbacks: list[Registration], function: Callback, tag: str | None) -> None:
+        if not callable(function):
+            raise ConfigError(f"a callback is a function of the tag, not {function!r}")
+        if tag is not None:
+            check_tag(tag)
         self._callbacks = callbacks
         self._function = function
         self._tag = tag
+        self.is_removed = False
         with _lock:
+            _drop_removed(callbacks)
             callbacks.append(self)
 
     def __call__(self, tag: str) -> object:
@@ -33,10 +46,14 @@ class Registration:
         return self._tag is None or self._tag == tag
 
     def remove(self) -> None:
-        """Call it no more. Doing so twice is allowed."""
-        with _lock:
-            if self in self._callbacks:
-                self._callbacks.remove(self)
+        """Call it no more. Doing so twice is allowed, and so is a finalizer."""
+        self.is_removed = True
+        # A finalizer may run while its own thread has the lock: who has it next drops this then.
+        if _lock.acquire(blocking=False):
+            try:
+                _drop_removed(self._callbacks)
+            finally:
+                _lock.release()
 
 
 _lock = threading.Lock()
@@ -53,6 +70,9 @@ def on_pause(function: Callback, tag: str | None = None) -> Registration:
         tag: the tag it is for; None is every tag.
 
     Tags that are paused already are not announced. May be used as a decorator.
+
+    Raises:
+        ConfigError: `function` cannot be called, or `tag` can be none.
     """
     return Registration(_before_pause, function, tag)
 
@@ -68,6 +88,9 @@ def on_resume(function: Callback, tag: str | None = None) -> Registration:
         tag: the tag it is for; None is every tag.
 
     Also called when a pause failed after its tags had been announced. May be used as a decorator.
+
+    Raises:
+        ConfigError: `function` cannot be called, or `tag` can be none.
     """
     return Registration(_after_resume, function, tag)
 
@@ -84,6 +107,7 @@ def announce_resume(tag: str) -> None:
 
 def _call(callbacks: list[Registration], tag: str, keep_going: bool = False) -> None:
     with _lock:
+        _drop_removed(callbacks)
         concerned = [callback for callback in callbacks if callback.concerns(tag)]
     first: BaseException | None = None
     for callback in concerned:
@@ -95,3 +119,8 @@ def _call(callbacks: list[Registration], tag: str, keep_going: bool = False) -> 
             first = first or error
     if first is not None:
         raise first
+
+
+def _drop_removed(callbacks: list[Registration]) -> None:
+    """With the lock."""
+    callbacks[:] = [callback for callback in callbacks if not callback.is_removed]

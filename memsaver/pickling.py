@@ -92,11 +92,19 @@ class _Sending:
             raise ConfigError(
                 f"a tensor of tag {tag!r} cannot be sent to another process: its memory can be "
                 f"paused, and CUDA IPC has no handle for such memory; {first}send a copy: "
-                "tensor.cpu(), or on the GPU tensor.clone() under memsaver.disabled(), or make the "
-                "tensor under memsaver.disabled()",
+                f"{_copy()}",
                 tag=tag,
             )
         return self._otherwise(tensor)
+
+
+def _copy() -> str:
+    if _C.driver_info()[2]:
+        return "tensor.clone() (on the simulated driver tensor.cpu() is the tensor itself)"
+    return (
+        "tensor.cpu(), or on the GPU tensor.clone() under memsaver.disabled(), or make the tensor "
+        "under memsaver.disabled()"
+    )
 
 
 def _located(tensor: Any) -> tuple[str, State] | None:

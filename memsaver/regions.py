@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 from memsaver.blocks import check_decorated
+from memsaver.devices import Devices, indices_of
 from memsaver.errors import InvalidStateError
 from memsaver.native import _C, backup_code, check_tag, emit_warnings
-from memsaver.torch_mode import Devices, Route, torch_pools
+from memsaver.torch_mode import Route, torch_pools
 
-__all__ = ["disabled", "region"]
+__all__ = ["disabled", "named_devices", "region"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -33,9 +34,9 @@ class _Section(contextlib.ContextDecorator):
         check_decorated(function, self._what)
         return super().__call__(function)
 
-    def _begin(self, route: Route | None) -> None:
+    def _begin(self, route: Route | None, devices: Sequence[int] = ()) -> None:
         """The native side is entered, and so is the route."""
-        _entered.stack.append((self, route, _C.region_depth()))
+        _entered.stack.append((self, route, _C.region_depth(), devices))
 
     def __exit__(
         self,
@@ -48,7 +49,7 @@ class _Section(contextlib.ContextDecorator):
         Raises:
             InvalidStateError: it is not the innermost of this thread; nothing is left.
         """
-        innermost, route, depth = _entered.stack[-1] if _entered.stack else (None, None, 0)
+        innermost, route, depth, _ = _entered.stack[-1] if _entered.stack else (None, None, 0, ())
         if innermost is not self or depth != _C.region_depth():
             raise InvalidStateError(
                 f"{self._what} is not the innermost of this thread: leave regions and disabled "
@@ -80,7 +81,8 @@ class region(_Section):
             the option `disk_dir`). None keeps what an earlier region of the tag said; a new tag
             gets "none". The last region that says something decides, for all of the tag.
         device: the CUDA device, or several, whose allocations are meant: an index, "cuda:1", a
-            `torch.device`, or a sequence of those. None is the current device.
+            `torch.device`, or a sequence of those. None is the current device; where torch has no
+            pools (on the simulated driver, or in preload mode without torch), any.
 
     Memory comes from a torch memory pool over memsaver's allocator; the pool is closed when the
     region is left, so `torch.cuda.empty_cache()` gives back what deleted tensors held. In preload
@@ -102,12 +104,12 @@ class region(_Section):
 
     def __enter__(self) -> region:
         pools = torch_pools()
-        devices = pools.prepare(self.device) if pools else []
+        devices = pools.prepare(self.device) if pools else indices_of(self.device)
         _C.region_enter(self.tag, self._backup_code)
         try:
             if devices:
                 _C.region_limit(sum(1 << device for device in devices))
-            self._begin(pools.route(self.tag, devices) if pools else None)
+            self._begin(pools.route(self.tag, devices) if pools else None, devices)
         except BaseException:
             _C.region_exit()
             raise
@@ -133,14 +135,20 @@ class disabled(_Section):
             raise
 
 
+def named_devices() -> Sequence[int]:
+    """The devices that this thread's innermost region is limited to; empty where it is not."""
+    *_, depth, devices = _entered.stack[-1] if _entered.stack else (0, ())
+    return devices if depth == _C.region_depth() else ()
+
+
 class _Entered(threading.local):
     """The open regions and disabled sections of this thread, innermost last.
 
-    With what each must close, and how deep it lies natively.
+    With what each must close, how deep it lies natively, and the devices that it is limited to.
     """
 
     def __init__(self) -> None:
-        self.stack: list[tuple[_Section, Route | None, int]] = []
+        self.stack: list[tuple[_Section, Route | None, int, Sequence[int]]] = []
 
 
 _entered = _Entered()

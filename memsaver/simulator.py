@@ -2,22 +2,29 @@
 
 Simulated device memory is host memory at the simulated addresses, so CPU code can read and write it
 directly; paused memory faults when touched, as on a GPU. torch cannot allocate there by itself:
-`empty` makes a CPU tensor over memory of the open region. What it cannot show: kernels other than
-memsaver's own, torch's allocator, the speed of anything.
+`empty` makes a CPU tensor over memory of the open region. Without a device of their own, `empty`
+and `buffer` take the region's where it names one, else the first. What it cannot show: kernels
+other than memsaver's own, torch's allocator, the speed of anything.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from memsaver import pickling
 from memsaver.blocks import block
-from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.devices import Device, index_of
+from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 from memsaver.native import _C, LIBRARY_DIR, emit_warnings
+from memsaver.regions import named_devices
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["active", "buffer", "control", "empty", "fault"]
 
@@ -72,10 +79,11 @@ def fault(call: str, code: int, *, nth: int = 1, times: int = 1) -> Iterator[Non
 class Buffer:
     """Device memory of the open region as a writable buffer; freed with the last reference."""
 
-    def __init__(self, nbytes: int, device: int = 0) -> None:
+    def __init__(self, nbytes: int, device: Device = None) -> None:
+        nbytes = _count(nbytes, "a size in bytes")
         if not active():
             raise InvalidStateError("simulated memory needs MEMSAVER_DRIVER=sim")
-        self.address = _C.malloc(nbytes, device)
+        self.address = _C.malloc(nbytes, _device(device))
         self.nbytes = nbytes
         self.array = (ctypes.c_char * nbytes).from_address(self.address)
         # The array may outlive this object, in a tensor over it; the memory lives as long as it.
@@ -87,27 +95,67 @@ def _free(address: int) -> None:
     emit_warnings()
 
 
-def buffer(nbytes: int, device: int = 0) -> Buffer:
-    """Simulated device memory in the tag of the open region, uninitialised."""
+def _count(number: Any, what: str) -> int:
+    try:
+        count = operator.index(number)
+    except TypeError:
+        raise ConfigError(f"{what} is a whole number, not {number!r}") from None
+    if not 0 <= count < 1 << 64:
+        raise ConfigError(f"{what} is from 0 to 2^64 - 1, not {count}")
+    return count
+
+
+def _device(device: Device) -> int:
+    index = None if device is None else index_of(device)
+    if index is None:
+        named = named_devices()
+        index = named[0] if len(named) == 1 else 0
+    return index
+
+
+def buffer(nbytes: int, device: Device = None) -> Buffer:
+    """Simulated device memory in the tag of the open region, uninitialised.
+
+    Raises:
+        ConfigError: the size or the device cannot be one.
+        InvalidStateError: no region is open, or none of that device; or the driver is a real one.
+        OutOfDeviceMemoryError: the simulated device is full.
+    """
     return Buffer(nbytes, device)
 
 
-def empty(shape: Sequence[int] | int, dtype: Any = None, device: int = 0) -> Any:
+def empty(shape: Sequence[int] | int, dtype: Any = None, device: Device = None) -> torch.Tensor:
     """A CPU torch tensor over simulated device memory of the open region, uninitialised.
 
     Freed when the last tensor over it is gone. `dtype` is torch's default where None.
 
     Raises:
-        InvalidStateError: no region is open, or the driver is a real one.
+        ConfigError: the shape, the dtype or the device cannot be one.
+        InvalidStateError: no region is open, or none of that device; or the driver is a real one.
+        NotLoadedError: torch is not installed.
         OutOfDeviceMemoryError: the simulated device is full.
     """
-    import torch
+    dims = _dims(shape)
+    try:
+        import torch
+    except ImportError:
+        raise NotLoadedError(
+            "simulator.empty makes a torch tensor, and torch is not installed: `pip install torch` "
+            "or use simulator.buffer(nbytes), which does not need it"
+        ) from None
 
     pickling.register(torch)
-    dims = (shape,) if isinstance(shape, int) else tuple(shape)
-    dtype = dtype or torch.get_default_dtype()
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"a dtype is one of torch's, such as torch.float32, not {dtype!r}")
     items = math.prod(dims)
     if items == 0:
         return torch.empty(dims, dtype=dtype)
     block = Buffer(items * dtype.itemsize, device)
     return torch.frombuffer(block.array, dtype=dtype, count=items).reshape(dims)
+
+
+def _dims(shape: Any) -> tuple[int, ...]:
+    if isinstance(shape, str) or not isinstance(shape, Iterable):
+        shape = (shape,)
+    return tuple(_count(size, "each size of a shape") for size in shape)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from memsaver.errors import ConfigError
 from memsaver.native import _C, STATES, Backup, State, backup_of, check_tag
+from memsaver.text import size_text
 
 __all__ = [
     "Range",
@@ -98,6 +99,26 @@ class TagStats:
     unchanged_pieces: int
     unchanged_bytes: int
 
+    def __str__(self) -> str:
+        """In a line: "weights on device 0: mapped, 2 GiB resident"."""
+        where = f" on device {self.device}" if self.device >= 0 else ""
+        sizes = [f"{size_text(self.resident_bytes)} resident"]
+        for name, nbytes in (
+            ("paused", self.paused_now_bytes),
+            ("of backups in host memory", self.host_bytes),
+            ("of backups on disk", self.disk_bytes),
+        ):
+            if nbytes:
+                sizes.append(f"{size_text(nbytes)} {name}")
+        return f"{self.tag}{where}: {self.state}, {', '.join(sizes)}"
+
+    @property
+    def paused_now_bytes(self) -> int:
+        """Device memory of live allocations that is not there now: what a resume takes."""
+        if self.state is State.MAPPED:
+            return 0
+        return max(0, self.allocated_bytes - self.resident_bytes)
+
     @property
     def last_pause_rate(self) -> float:
         """Device memory that the last pause gave back, bytes per second; 0 before the first.
@@ -144,9 +165,18 @@ class Stats:
         return sum(row.resident_bytes for row in self.tags)
 
     @property
+    def paused_now_bytes(self) -> int:
+        """Device memory that resuming all tags takes."""
+        return sum(row.paused_now_bytes for row in self.tags)
+
+    @property
     def disk_bytes(self) -> int:
         """File space held for all backups."""
         return sum(row.disk_bytes for row in self.tags)
+
+    def __str__(self) -> str:
+        """A line for each tag and device; `repr` has all figures."""
+        return "\n".join(str(row) for row in self.tags) or "no tags"
 
     def __getitem__(self, tag: str) -> tuple[TagStats, ...]:
         """The rows of one tag, one for each device. Raises KeyError for an unknown one."""

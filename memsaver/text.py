@@ -1,8 +1,13 @@
-"""Sizes in messages."""
+"""Sizes and names in messages."""
 
 from __future__ import annotations
 
-__all__ = ["size_text"]
+__all__ = ["plain_text", "size_text"]
+
+
+def plain_text(text: str) -> str:
+    """The text on one line, without what a terminal would take for a command."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def size_text(nbytes: int) -> str:

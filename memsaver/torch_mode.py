@@ -17,18 +17,16 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from memsaver import pickling
+from memsaver.devices import Device, Devices
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.native import _C, LIBRARY_DIR
 from memsaver.preload import is_preloaded
 from memsaver.shortages import describe
 
-__all__ = ["Device", "Devices", "Route", "TorchPools", "torch_pools"]
-
-Device: TypeAlias = int | str | Any  # Any: a torch.device
-Devices: TypeAlias = Device | Sequence[Device] | None
+__all__ = ["Route", "TorchPools", "torch_pools"]
 
 
 def torch_pools(required: bool = True) -> TorchPools | None:

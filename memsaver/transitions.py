@@ -153,8 +153,10 @@ def swap(
 
     All or nothing: after an error `out` is mapped and `into` paused as before, with all contents
     that have a backup; those of tags without one may be gone. Takes less time than one after the
-    other, and hardly more device memory than the larger side. Tags of `out` that are paused and
-    tags of `into` that are mapped already are left as they are, and the report says so.
+    other, and hardly more device memory than the larger side where the pieces of one side fit the
+    other's; a first swap of few large pieces for others may need room for one beside them, and
+    fails where there is none: then pause and resume in turn. Tags of `out` that are paused and tags
+    of `into` that are mapped already are left as they are, and the report says so.
 
     Args:
         out: the tag, or tags, to pause.

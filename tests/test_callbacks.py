@@ -1,12 +1,15 @@
 """Callbacks of pauses and resumes: when, with what, on which thread, and what failing ones do."""
 
+import gc
 import threading
 import time
+import weakref
 from typing import ClassVar
 
 import pytest
 
 import memsaver
+from memsaver import observers
 from memsaver.errors import InvalidStateError, UnknownTagError
 
 MIB = 1 << 20
@@ -35,6 +38,43 @@ def events():
     for registration in events.registered:
         registration.remove()
     events.registered.clear()
+
+
+def test_a_collection_at_any_moment_may_remove_a_callback(sim, tag, in_thread):
+    # A finalizer runs on any thread, between any two steps of it: also of a registration.
+    name = tag()
+    with memsaver.region(name):
+        pass
+
+    class Owner:
+        def __init__(self):
+            self.me = self  # so that the collector finds it
+
+    def register():
+        owner = Owner()
+        registration = memsaver.on_pause(lambda tag: None, tag=name)
+        weakref.finalize(owner, registration.remove)
+
+    class Collecting(str):
+        def __eq__(self, other):
+            gc.collect()
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    last = memsaver.on_pause(lambda tag: None, tag=Collecting(name))
+    register()
+
+    def work():
+        with memsaver.paused(name):
+            pass
+
+    in_thread(work).result(10)
+    work()
+    assert len([one for one in observers._before_pause if one.concerns(name)]) == 1
+    last.remove()
+    last.remove()
+    assert not any(one.concerns(name) for one in observers._before_pause)
 
 
 def test_callbacks_see_the_tag_while_it_is_mapped(sim, tag, make_blocks, events):
@@ -117,6 +157,21 @@ def test_callbacks_as_decorators(sim, tag, make_blocks, events):
         pass
     assert seen == [("before", name), ("after", name)]
     assert before("by hand") == 42
+    assert len(blocks) == 1
+
+
+@pytest.mark.parametrize("register", [memsaver.on_pause, memsaver.on_resume])
+def test_what_cannot_be_a_callback_is_refused_at_once(sim, tag, make_blocks, register):
+    name = tag()
+    blocks = make_blocks(name, [PAGE])
+    for wrong in (5, None, "f"):
+        with pytest.raises(memsaver.ConfigError, match="a callback is a function"):
+            register(wrong)
+    for wrong in (5, "", ["t"]):
+        with pytest.raises(memsaver.ConfigError, match="tag"):
+            register(print, wrong)
+    memsaver.pause(name)  # nothing was registered
+    memsaver.resume(name)
     assert len(blocks) == 1
 
 

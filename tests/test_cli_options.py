@@ -5,18 +5,20 @@ import typing
 import pytest
 import typer.models
 
-from memsaver.cli import bench, doctor, run, top, trace
+from memsaver.cli.app import app
+
+COMMANDS = {found.name: found.callback for found in app.registered_commands}
 
 
-@pytest.mark.parametrize("module", [bench, doctor, run, top, trace], ids=lambda m: m.__name__)
-def test_options_are_named_where_they_are_declared(module):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_are_named_where_they_are_declared(name):
     """typer 0.27 takes the name of one that is not, and has a metavar, from the metavar."""
-    hints = typing.get_type_hints(module.command, include_extras=True)
+    hints = typing.get_type_hints(COMMANDS[name], include_extras=True)
     unnamed = []
-    for name, hint in hints.items():
+    for parameter, hint in hints.items():
         for extra in getattr(hint, "__metadata__", ()):
             if isinstance(extra, typer.models.OptionInfo):
                 names = [extra.default, *(extra.param_decls or ())]  # the first is put there
                 if not any(str(option).startswith("--") for option in names):
-                    unnamed.append(name)
+                    unnamed.append(parameter)
     assert unnamed == []

@@ -50,7 +50,7 @@ def test_the_demo(finished_demo, columns):
     for step in ("pause the engine (1)", "resume weights", "resume the rest", "a trainer uses"):
         assert step in flat
     assert "100.0 % of its bytes free" in flat
-    assert "41 addresses and output as before" in flat
+    assert "41 addresses, same output" in flat
     assert "…" not in text, "something was cut"
 
 

@@ -33,7 +33,7 @@ LAYERS = [
     ["handover", "pause", "resume"],
     ["swap", "backups"],
     ["region"],
-    ["stats", "location"],
+    ["stats", "location", "paused_touch"],
     ["stats_json"],
     ["stats_server"],
     ["marshal"],
@@ -186,13 +186,18 @@ def package_of(name):
     return max(found, key=len, default=None)
 
 
+def is_for_types(node):
+    """Whether it is `if TYPE_CHECKING:`, which no program enters."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 def imports(path):
     """The names that a module imports, and whether it does when it is imported itself."""
     tree = ast.parse(path.read_text())
     late = {
         id(inner)
         for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or is_for_types(outer)
         for inner in ast.walk(outer)
     }
     for node in ast.walk(tree):

@@ -48,6 +48,7 @@ def test_metrics_are_the_statistics(sim, tag, make_blocks, scrape):
     both, alone = {"tag": name, "device": "0"}, {"tag": name}
     for metric, want in {
         "resident_bytes": row.resident_bytes,
+        "paused_now_bytes": row.paused_now_bytes,
         "allocated_bytes": row.allocated_bytes,
         "allocations": row.allocations,
         "backup_bytes": row.backup_bytes,
@@ -128,6 +129,42 @@ def test_registering_and_scraping_open_no_driver(run_python):
         """,
         MEMSAVER_DRIVER="sim",
     )
+
+
+def test_registering_twice_is_registering_once(sim, tag, make_blocks):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    def text():
+        return prometheus_client.generate_latest(registry).decode()
+
+    blocks = make_blocks(tag(), [4 * MIB])
+    registry = prometheus_client.CollectorRegistry()
+    memsaver.metrics.register(registry)
+    once = [line for line in text().splitlines() if line.startswith("#")]
+    again = memsaver.metrics.register(registry)
+    lines = text().splitlines()
+    assert [line for line in lines if line.startswith("#")] == once
+    series = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert len(series) == len(set(series)) > len(once) / 2
+    names = [family.name for family in text_string_to_metric_families(text())]
+    assert len(names) == len(set(names))
+    registry.unregister(again)
+    assert text() == ""
+    memsaver.metrics.register(registry)
+    assert "memsaver_resident_bytes" in text()
+    other = prometheus_client.CollectorRegistry()
+    memsaver.metrics.register(other)  # one more for each registry
+    assert "memsaver_resident_bytes" in prometheus_client.generate_latest(other).decode()
+    assert len(blocks) == 1
+
+
+def test_names_that_are_somebody_elses_are_left_to_them(sim):
+    registry = prometheus_client.CollectorRegistry()
+    mine = prometheus_client.Gauge("memsaver_host_bytes", "Not memsaver's.", registry=registry)
+    mine.set(7)
+    with pytest.raises(memsaver.ConfigError, match="memsaver_host_bytes"):
+        memsaver.metrics.register(registry)
+    assert "memsaver_host_bytes 7" in prometheus_client.generate_latest(registry).decode()
 
 
 def test_without_the_client_it_says_what_to_do(run_python):

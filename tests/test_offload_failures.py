@@ -1,7 +1,8 @@
-"""What is refused, what fails, and what holds afterwards."""
+"""What fails for want of memory or by the driver, and what holds afterwards."""
 
+import copy
 import gc
-from types import SimpleNamespace
+import warnings
 
 import pytest
 
@@ -10,7 +11,7 @@ from memsaver.integrations.trainer import offload
 
 torch = pytest.importorskip("torch")
 
-from trainers import Trainer, addresses_of, lies_in  # noqa: E402
+from trainers import Trainer, addresses_of, lies_in, states_of  # noqa: E402
 
 MIB = 1 << 20
 
@@ -31,227 +32,6 @@ def leave_free(sim):
 
     yield leave
     sim.occupy(0)
-
-
-# --- while paused ---------------------------------------------------------------------------------
-
-
-def test_a_step_while_paused_says_what_to_do_and_touches_nothing(sim, tag):
-    trainer, expected = Trainer(), Trainer()
-    offloaded = offload(trainer.optimizer, tag=tag())
-    for one in (trainer, expected):
-        one.step()
-        one.backward()
-    contents = trainer.contents()
-    with offloaded.paused():
-        with pytest.raises(memsaver.InvalidStateError) as caught:
-            trainer.optimizer.step()
-        assert caught.value.tag == offloaded.tag
-        assert f"memsaver.resume({offloaded.tag!r})" in str(caught.value)
-    assert trainer.contents() == contents
-    for one in (trainer, expected):
-        one.optimizer.step()
-    assert trainer.contents() == expected.contents()
-
-
-def test_a_gradient_scaler_is_refused_too(sim, tag):
-    trainer = Trainer()
-    offloaded = offload(trainer.optimizer, tag=tag())
-    trainer.step()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    with offloaded.paused(), pytest.raises(memsaver.InvalidStateError):
-        scaler.step(trainer.optimizer)
-
-
-def test_loading_and_the_forward_are_refused_while_paused(sim, tag):
-    trainer = Trainer()
-    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
-    trainer.step()
-    contents = trainer.contents()
-    weights = {k: v.clone() for k, v in trainer.model.state_dict().items()}
-    states = trainer.optimizer.state_dict()
-    with offloaded.paused():
-        for work in (
-            lambda: trainer.model(torch.ones(1, 32)),
-            lambda: trainer.model.load_state_dict(weights),
-            lambda: trainer.optimizer.load_state_dict(states),
-        ):
-            with pytest.raises(memsaver.InvalidStateError) as caught:
-                work()
-            assert caught.value.tag == offloaded.tag
-    assert trainer.contents() == contents
-    trainer.model.load_state_dict(weights)
-    trainer.optimizer.load_state_dict(states)
-
-
-def test_compiled_code_is_refused_too(sim, tag):
-    trainer = Trainer()
-    whole = torch.compile(trainer.model, backend="eager", fullgraph=True)
-    step = torch.compile(trainer.optimizer.step, backend="eager")
-    weights = offload(whole, tag=tag("model"))
-    states = offload(trainer.optimizer, tag=tag("optimizer"))
-    x = torch.ones(2, 32)
-    whole(x).sum().backward()
-    step()
-    assert weights.bytes == sum(p.nbytes for p in trainer.model.parameters())
-    assert states.bytes == 2 * weights.bytes
-    with states.paused(), pytest.raises(memsaver.InvalidStateError):
-        step()
-    with weights.paused(), pytest.raises(memsaver.InvalidStateError):
-        whole(x)
-    whole(x)
-    step()
-
-
-def test_hooks_leave_compiled_code_in_one_graph(sim, tag):
-    trainer = Trainer()
-    offload(trainer.model, tag=tag())
-    x = torch.ones(2, 32)
-    expected = trainer.model(x)
-    assert torch.equal(torch.compile(trainer.model, backend="eager", fullgraph=True)(x), expected)
-
-
-def test_a_step_waits_for_no_transition(sim, tag):
-    trainer = Trainer()
-    offloaded = offload(trainer.optimizer, tag=tag())
-    trainer.step()
-    sim.stream_delay(0.2)
-    pausing = memsaver.pause(offloaded.tag, wait=False)
-    with pytest.raises(memsaver.InvalidStateError):
-        trainer.optimizer.step()
-    pausing.wait()
-    sim.stream_delay(0)
-    offloaded.resume()
-    trainer.step()
-
-
-def test_an_exception_resumes(sim, tag):
-    trainer, expected = Trainer(), Trainer()
-    offloaded = offload(trainer.optimizer, tag=tag())
-    trainer.step()
-    expected.step()
-    with pytest.raises(KeyError), offloaded.paused():
-        raise KeyError
-    assert offloaded.state == "mapped"
-    assert trainer.contents() == expected.contents()
-    offloaded.pause()
-    with offloaded.paused():
-        pass
-    assert offloaded.state == "paused"  # as it was
-
-
-# --- closing --------------------------------------------------------------------------------------
-
-
-def test_closing_leaves_the_tensors_in_the_tag(sim, tag):
-    trainer, expected = Trainer(), Trainer()
-    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
-    trainer.step()
-    expected.step()
-    addresses = addresses_of(trainer)
-    offloaded.close()
-    offloaded.close()
-    assert addresses_of(trainer) == addresses
-    with memsaver.paused(offloaded.tag):
-        assert not any(lies_in(p.grad, offloaded.tag) for p in trainer.model.parameters())
-        assert sim.tag_bytes() == 0
-    trainer.step()
-    expected.step()
-    assert trainer.contents() == expected.contents()
-    for call in (offloaded.pause, offloaded.resume, offloaded.paused().__enter__):
-        with pytest.raises(memsaver.InvalidStateError):
-            call()
-    again = offload(trainer.model, trainer.optimizer, tag=offloaded.tag)
-    with again.paused():
-        assert sim.tag_bytes() == 0
-    assert trainer.contents() == expected.contents()
-
-
-def test_closing_is_refused_while_paused(sim, tag):
-    trainer = Trainer()
-    offloaded = offload(trainer.optimizer, tag=tag())
-    trainer.step()
-    with offloaded.paused():
-        with pytest.raises(memsaver.InvalidStateError, match="resume it first"):
-            offloaded.close()
-        with pytest.raises(memsaver.InvalidStateError):
-            trainer.optimizer.step()  # still watched
-    offloaded.close()
-
-
-# --- bad calls ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("targets", "options"),
-    [
-        ((), {}),
-        (([],), {}),
-        (("optimizer",), {}),
-        ((None,), {}),
-        ((object(),), {}),
-        ((torch.ones(2),), {"backup": "cloud"}),
-        ((torch.ones(2),), {"tag": ""}),
-        ((torch.ones(2),), {"tag": 3}),
-    ],
-)
-def test_what_cannot_be_offloaded(sim, tag, targets, options):
-    with pytest.raises(memsaver.ConfigError):
-        offload(*targets, **{"tag": tag(), **options})
-    assert sim.tag_bytes() == 0
-
-
-def test_a_paused_tag_is_refused(sim, tag):
-    name = tag()
-    with memsaver.region(name):
-        pass
-    trainer = Trainer()
-    addresses = addresses_of(trainer)
-    with memsaver.paused(name), pytest.raises(memsaver.InvalidStateError):
-        offload(trainer.model, tag=name)
-    assert addresses_of(trainer) == addresses
-    trainer.step()
-
-
-def test_memory_of_another_tag_is_refused_before_anything_moves(sim, tag):
-    trainer = Trainer()
-    offload(trainer.model[3], tag=tag("first"))
-    first, second = trainer.model[3].weight, trainer.model[0].weight
-    address = second.data_ptr()
-    with pytest.raises(memsaver.ConfigError, match="lies in tag 'first"):
-        offload(trainer.model, tag=tag("second"))
-    assert second.data_ptr() == address
-    assert lies_in(first, tag.names[0])
-
-
-def test_gradients_in_another_tag_stay_there(sim, tag):
-    trainer, expected = Trainer(), Trainer()
-    weights = offload(trainer.model, tag=tag("model"))
-    states = offload(trainer.optimizer, tag=tag("optimizer"))
-    trainer.step()
-    expected.step()
-    gradient = next(trainer.model.parameters()).grad
-    with weights.paused():
-        assert lies_in(gradient, weights.tag)
-        with states.paused():
-            assert lies_in(gradient, weights.tag)
-            assert sim.tag_bytes() == 0
-    assert trainer.contents() == expected.contents()
-
-
-def test_what_python_cannot_find_is_refused_by_the_simulator(sim, tag):
-    model = torch.nn.Linear(8, 8)
-    out = model(torch.ones(2, 8, requires_grad=True))  # its graph has a view of the weight
-    address = model.weight.data_ptr()
-    name = tag()
-    with pytest.raises(memsaver.InvalidStateError, match="is no tensor of Python's"):
-        offload(model, tag=name)
-    assert model.weight.data_ptr() == address
-    del out
-    assert offload(model, tag=name).bytes == model.weight.nbytes + model.bias.nbytes
-
-
-# --- no memory ------------------------------------------------------------------------------------
 
 
 def test_a_resume_without_room_can_be_made_again(sim, tag, leave_free):
@@ -290,7 +70,8 @@ def test_an_offload_without_room_can_be_made_again(sim, tag, leave_free):
     with pytest.raises(memsaver.OutOfDeviceMemoryError):
         offload(trainer.optimizer, tag=name)
     assert trainer.contents() == expected.contents()
-    trainer.step()  # usable as it is
+    with pytest.warns(memsaver.MemsaverWarning, match="the next pause"):
+        trainer.step()  # usable as it is; tries again
     expected.step()
     sim.occupy(0)
     offloaded = offload(trainer.optimizer, tag=name)
@@ -300,6 +81,49 @@ def test_an_offload_without_room_can_be_made_again(sim, tag, leave_free):
     with offloaded.paused():
         assert sim.tag_bytes() == 0
     assert trainer.contents() == expected.contents()
+
+
+def test_what_an_offload_without_room_has_moved_is_guarded(sim, tag, leave_free):
+    trainer = Trainer(model=wide_model)
+    trainer.step()
+    leave_free(10 * MIB)
+    name = tag()
+    with pytest.raises(memsaver.OutOfDeviceMemoryError):
+        offload(trainer.optimizer, tag=name)
+    sim.occupy(0)
+    assert sum(lies_in(state, name) for state in states_of(trainer.optimizer)) > 0
+    contents = trainer.contents()
+    with memsaver.paused(name), pytest.raises(memsaver.InvalidStateError):
+        trainer.optimizer.step()
+    assert trainer.contents() == contents
+    trainer.step()
+
+
+def test_an_offload_that_is_made_again_takes_over(sim, tag, leave_free):
+    trainer = Trainer(model=wide_model)
+    trainer.step()
+    leave_free(10 * MIB)
+    name = tag()
+    with pytest.raises(memsaver.OutOfDeviceMemoryError):
+        offload(trainer.optimizer, tag=name)
+    sim.occupy(0)
+    states = copy.deepcopy(trainer.optimizer.state_dict())
+    offload(trainer.optimizer, tag=name).close()
+    with memsaver.paused(name):
+        trainer.optimizer.load_state_dict(states)  # nobody looks any more
+    trainer.step()
+
+
+def test_an_offload_that_moved_nothing_guards_nothing(sim, tag, leave_free):
+    trainer = Trainer(model=wide_model)
+    trainer.step()
+    leave_free(0)
+    name = tag()
+    with pytest.raises(memsaver.OutOfDeviceMemoryError):
+        offload(trainer.optimizer, trainer.model, tag=name)
+    sim.occupy(0)
+    with memsaver.paused(name):
+        trainer.step()
 
 
 def test_a_pause_without_room_for_gradients_pauses_nothing(sim, tag, leave_free):
@@ -334,20 +158,48 @@ def test_a_step_whose_states_find_no_room_is_done_and_warns(sim, tag, leave_free
     assert trainer.contents() == expected.contents()
 
 
-def test_storages_are_moved_in_batches_that_leave_room(sim, leave_free):
-    from memsaver.integrations.trainer.device_storages import _batch
+def test_states_without_room_warn_once_and_say_where(sim, tag, leave_free):
+    trainer, loaded = Trainer(model=wide_model), Trainer(model=wide_model)
+    loaded.step()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    leave_free(2 * MIB)
 
-    def sizes(*megabytes):
-        gpu = SimpleNamespace(index=0)
-        waiting = [SimpleNamespace(device=gpu, nbytes=lambda n=n: n * MIB) for n in megabytes]
-        return len(_batch(waiting))
+    def warned(work):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            work()
+        return [one for one in caught if issubclass(one.category, memsaver.MemsaverWarning)]
 
-    assert sizes(100, 200, 300, 1) == 2  # at most 512 MiB
-    assert sizes(5000, 1) == 1  # or a single larger one
-    assert sizes(1) == 1
-    leave_free(100 * MIB)
-    assert sizes(20, 20, 20) == 2  # at most half of what is free
-    assert sizes(90, 1) == 1
+    trainer.backward()
+    calls = (
+        trainer.optimizer.step,
+        lambda: trainer.optimizer.load_state_dict(loaded.optimizer.state_dict()),
+    )
+    for call in calls:
+        (warning,) = warned(call)
+        assert offloaded.tag in str(warning.message)
+        assert warning.filename == __file__
+        for _ in range(3):
+            assert not warned(trainer.optimizer.step)
+    sim.occupy(0)
+    with offloaded.paused():
+        assert offloaded.bytes_elsewhere == 0
+
+
+def test_a_step_is_done_whatever_the_move_of_its_states_meets(sim, tag, monkeypatch):
+    def refuse(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    with monkeypatch.context() as patched:
+        patched.setattr(memsaver.simulator, "empty", refuse)
+        with pytest.warns(memsaver.MemsaverWarning, match="CUDA out of memory"):
+            trainer.step()
+    expected.step()
+    assert trainer.contents() == expected.contents()
+    with offloaded.paused():
+        assert offloaded.bytes_elsewhere == 0
 
 
 def test_a_pause_without_host_memory_leaves_all_mapped(sim, tag):

@@ -6,6 +6,7 @@ import copy
 import copyreg
 import io
 import pickle
+import re
 import subprocess
 import sys
 from multiprocessing.reduction import ForkingPickler
@@ -111,14 +112,21 @@ def test_none_is_sent_to_another_process(make, name, way, paused):
     address = tensor.data_ptr()
     if paused:
         memsaver.pause(name)
-    with pytest.raises(memsaver.ConfigError, match=r"send a copy: tensor\.cpu\(\)") as caught:
+    with pytest.raises(memsaver.ConfigError, match=r"send a copy: tensor\.clone\(\)") as caught:
         ForkingPickler.dumps(made)
     assert caught.value.tag == name
     assert ("memsaver.resume" in str(caught.value)) is paused
     assert tensor.data_ptr() == address  # nor moved elsewhere on the way
     if paused:
         memsaver.resume(name)
-    copied = pickle.loads(ForkingPickler.dumps(tensor.clone()))  # what the error advises
+
+
+def test_what_the_error_advises_works(make):
+    tensor = make()
+    with pytest.raises(memsaver.ConfigError, match="send a copy: ") as caught:
+        ForkingPickler.dumps(tensor)
+    advice = re.search(r"send a copy: (tensor\.\w+\(\))", str(caught.value))[1]
+    copied = pickle.loads(ForkingPickler.dumps(eval(advice, {"tensor": tensor})))
     assert torch.equal(copied, tensor)
 
 

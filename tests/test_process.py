@@ -325,7 +325,7 @@ def test_without_a_driver(run_python, which, tmp_path):
         "absent": ({"MEMSAVER_DRIVER": "/nonexistent.so"}, "/nonexistent.so"),
         "directory": ({"MEMSAVER_DRIVER": str(tmp_path)}, str(tmp_path)),
         "no symbols": ({"MEMSAVER_DRIVER": library_without_symbols()}, "has no cuInit"),
-        "no device": ({"MEMSAVER_SIM_DEVICES": 0}, "CUDA_ERROR_NO_DEVICE"),
+        "no device": ({"MEMSAVER_SIM_FAULTS": "cuInit:1:100:0"}, "CUDA_ERROR_NO_DEVICE"),
         "no init": ({"MEMSAVER_SIM_FAULTS": "cuInit:1:999:0"}, "cuInit failed"),
     }[which]
     done = run_python(WITHOUT_DRIVER, **env)

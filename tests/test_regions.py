@@ -500,7 +500,7 @@ def test_a_region_on_a_second_device(run_python):
         sim = Simulator()
         sim.start(0), sim.start(1)
         free, total = memsaver.device_memory(1)
-        with memsaver.region("t", backup="host", device=1):
+        with memsaver.region("t", backup="host", device=[0, 1]):
             first = simulator.buffer(4 << 20, device=1)
             both = simulator.buffer(4 << 20, device=0)
         assert [r.address for r in memsaver.ranges("t", 1)] == [first.address]

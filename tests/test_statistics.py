@@ -45,6 +45,33 @@ def test_totals_are_the_sums_of_the_reports(sim, tag, make_blocks):
     assert (row.pauses, row.resumes, row.failures) == (3, 3, 0)
 
 
+def test_what_is_paused_now(sim, tag, make_blocks):
+    first, second = tag("first"), tag("second")
+    kept = make_blocks(first, [4 * MIB], backup="host") + make_blocks(second, [6 * MIB])
+    assert memsaver.stats().paused_now_bytes == row_of(first).paused_now_bytes == 0
+    memsaver.pause(first)
+    assert row_of(first).paused_now_bytes == memsaver.stats().paused_now_bytes == 4 * MIB
+    memsaver.pause(second)
+    assert memsaver.stats().paused_now_bytes == 10 * MIB
+    memsaver.resume(first)
+    assert row_of(first).paused_now_bytes == 0 and row_of(second).paused_now_bytes == 6 * MIB
+    assert kept[0].is_intact()
+
+
+def test_figures_read_as_lines(sim, tag, make_blocks):
+    name = tag("weights")
+    kept = make_blocks(name, [4 * MIB], backup="host")
+    report = memsaver.pause(name)
+    assert str(report) == f"{name}: 4 MiB, 4 MiB copied, in {1e3 * report.seconds:,.1f} ms"
+    assert str(row_of(name)) == (
+        f"{name} on device 0: paused, 0 bytes resident, 4 MiB paused, "
+        "4 MiB of backups in host memory"
+    )
+    assert str(row_of(name)) in str(memsaver.stats()).splitlines()
+    assert str(memsaver.pause(name)).startswith("nothing changed: 0 bytes")
+    assert len(kept) == 1
+
+
 def test_rates_are_bytes_by_seconds(sim, tag, make_blocks):
     name = tag()
     blocks = make_blocks(name, [6 * MIB], backup="host")

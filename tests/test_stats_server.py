@@ -162,6 +162,19 @@ def test_the_process_s_own_tag_is_watched_from_its_first_memory_on(runtime):
         assert (row.tag, row.backup) == ("own", "host")
 
 
+@pytest.mark.parametrize(
+    "call", ["memsaver.stats()", "memsaver.pause()", "memsaver.state('own')", "memsaver.resume()"]
+)
+def test_and_from_the_first_call_about_tags_on(runtime, call):
+    with Child(runtime) as child:  # without a tag there is nothing to be seen
+        child("memsaver.stats() and None")
+        assert child("watchers()") == [0, []] and names_in(runtime) == []
+    with Child(runtime, MEMSAVER_TAG="own") as child:
+        child(f"{call} and None")
+        (row,) = watched(child.pid).stats.tags
+        assert (row.tag, row.allocations) == ("own", 0)
+
+
 def test_a_folder_with_a_long_name(tmp_path, monkeypatch):
     runtime = tmp_path / ("r" * 200)
     runtime.mkdir()

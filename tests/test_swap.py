@@ -314,3 +314,30 @@ def test_two_devices(run_python):
         """,
         MEMSAVER_SIM_DEVICES=2,
     )
+
+
+def test_where_no_page_fits_the_error_says_what_does(run_python):
+    done = run_python(
+        """
+        import memsaver
+        from memsaver import simulator
+        MIB = 1 << 20
+        kept = []
+        for name, mib in (("first", 64), ("second", 128)):
+            with memsaver.region(name, backup="host"):
+                kept.append(simulator.buffer(mib * MIB))
+        memsaver.pause()
+        with memsaver.region("trainer", backup="host"):
+            kept.append(simulator.buffer(200 * MIB))
+        try:
+            memsaver.swap(out="trainer", into=("first", "second"))
+        except memsaver.OutOfDeviceMemoryError as error:
+            assert "pausing the one and then resuming the other takes less" in str(error), error
+        else:
+            raise SystemExit("it fits")
+        memsaver.pause("trainer")
+        memsaver.resume("first", "second")
+        """,
+        MEMSAVER_SIM_MEMORY="300MiB",
+    )
+    assert done.stderr == ""

@@ -106,6 +106,15 @@ def test_nothing_is_cut_at_either_width(tmp_path, monkeypatch, columns):
     assert "oldest 5 events" in whole
 
 
+def test_a_tag_is_no_command_to_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    trace = made(samples=[TagSample(0.0, "\x1b[31mred\nline\x9b\x07", 0, 1, 1)])
+    done = run_trace(files.save(trace, tmp_path / "t.json"))
+    assert done.exit_code == 0
+    assert "[31mred line peak" in " ".join(done.stdout.split())
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+
+
 def test_an_empty_trace_says_so(tmp_path):
     done = run_trace(files.save(made(), tmp_path / "t.json"))
     assert done.exit_code == 0 and "No tag had memory" in done.stdout

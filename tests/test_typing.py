@@ -52,6 +52,31 @@ def test_a_users_program_is_clean_under_mypy_strict(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
+def test_what_is_a_tensor_is_typed_as_one(tmp_path):
+    # A torch that says no more than what these have to do with it, and is read.
+    (tmp_path / "torch" / "cuda").mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.pyi").write_text("class Tensor: ...\nfrom torch import cuda\n")
+    (tmp_path / "torch" / "cuda" / "__init__.pyi").write_text("class MemPool: ...\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\nimport memsaver\nfrom memsaver import simulator\n"
+        "def saved(x: torch.Tensor) -> torch.Tensor:\n    return memsaver.backup_view(x)\n"
+        "def pool() -> torch.cuda.MemPool:\n    return memsaver.torch_pool('x')\n"
+        "def one() -> torch.Tensor:\n    return simulator.empty(3)\n"
+    )
+    (tmp_path / "mypy.ini").write_text("[mypy]\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", str(program)],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_package_says_that_it_is_typed():
     folder = Path(memsaver.__file__).parent
     assert (folder / "py.typed").is_file() and (folder / "_C.pyi").is_file()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import memsaver
+from memsaver.integrations.trainer import Offloaded
 
 torch.set_num_threads(1)  # such small products are slower with more
 
@@ -77,6 +78,16 @@ def plain_model() -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Linear(32, 48), torch.nn.LayerNorm(48), torch.nn.ReLU(), torch.nn.Linear(48, 8)
     )
+
+
+def assert_same_steps(trainer: Any, expected: Any, offloaded: Offloaded, steps: int = 6) -> None:
+    """Steps with pauses between them are those of the other trainer."""
+    for step in range(steps):
+        trainer.step()
+        expected.step()
+        with offloaded.paused():
+            pass
+        assert trainer.contents() == expected.contents(), step
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@
 #include "core/marshal.h"
 #include "core/options.h"
 #include "core/pause.h"
+#include "core/paused_touch.h"
 #include "core/region.h"
 #include "core/resume.h"
 #include "core/staging.h"
@@ -30,7 +31,7 @@ using namespace memsaver;
 // What every call on tags starts with: the process's own tag counts as known.
 void require_tags() {
   require_not_forked();
-  current_tag();
+  if (current_tag()) stats_server::start();  // the process's own tag has no region
 }
 
 Transition* unwrap(ms_transition* transition) {
@@ -234,6 +235,7 @@ ms_status ms_pause_begin(const char* const* tags, size_t tag_count, int backup,
   return guarded(error, [&] {
     require_tags();
     require_place(transition);
+    tell_of_paused_touches();
     *transition = wrap(begin_pause(names_of(tags, tag_count), policy_of(backup),
                                    ranges_of(dead, dead_count), value_of(changes)));
   });

@@ -28,6 +28,13 @@ std::string directory_of_this_library() {
   return slash == std::string::npos ? "." : path.substr(0, slash);
 }
 
+// Which variable of the environment the simulated driver cannot start with (csrc/sim/sim.h), or "".
+std::string problem_of_simulator(void* library) {
+  const auto ask = reinterpret_cast<int (*)(char*, size_t)>(dlsym(library, "sim_settings_problem"));
+  char text[512] = "";
+  return ask && ask(text, sizeof(text)) > 0 ? text : "";
+}
+
 std::unique_ptr<DriverTable> open_driver() {
   auto table = std::make_unique<DriverTable>();
   const char* named = secure_getenv("MEMSAVER_DRIVER");
@@ -53,6 +60,10 @@ std::unique_ptr<DriverTable> open_driver() {
 
   const CUresult result = table->cuInit(0);
   if (result != CUDA_SUCCESS) {
+    const std::string problem = table->simulated ? problem_of_simulator(handle) : "";
+    if (!problem.empty()) {
+      throw Error(Status::kNotLoaded, "the simulated driver does not start: " + problem);
+    }
     const char* name = nullptr;
     table->cuGetErrorName(result, &name);
     throw Error(Status::kNotLoaded, path + ": cuInit failed with " +

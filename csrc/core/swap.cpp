@@ -22,6 +22,8 @@ constexpr const char* kNotUndone =
     "; and this could not be undone: the tags that were to go out are paused, with all their bytes "
     "in their backups or in pages that are kept; resume them";
 
+constexpr const char* kInTurn = "; pausing the one and then resuming the other takes less";
+
 // How far ahead of the page that is handed over copies are queued: two pages of share_bytes.
 constexpr size_t kAhead = 2;
 
@@ -408,7 +410,7 @@ std::vector<Change> Swap::execute() {
                                          ", beside the pages that fit,",
                                      *short_of_, missing_bytes_)
                            .with_tag(again.tag);
-      if (going_.is_committed()) shortage.addition = kNotUndone;
+      shortage.addition = going_.is_committed() ? kNotUndone : kInTurn;
       throw shortage;
     }
   }

@@ -7,8 +7,26 @@
 
 using namespace memsaver::sim;
 
+namespace {
+
+int copy_text(const std::string& text, char* buffer, size_t size) {
+  if (buffer != nullptr && size > 0) {
+    const size_t length = text.copy(buffer, size - 1);
+    buffer[length] = '\0';
+  }
+  return static_cast<int>(text.size());
+}
+
+}  // namespace
+
 #pragma GCC visibility push(default)
 extern "C" {
+
+int sim_settings_problem(char* buffer, size_t size) {
+  if (in_forked_child()) return 0;
+  Lock lock(state().mutex);
+  return copy_text(state().settings_problem, buffer, size);
+}
 
 int sim_fail(const char* call, uint64_t nth, int code, uint64_t times) {
   if (in_forked_child() || call == nullptr) return -1;
@@ -62,12 +80,7 @@ int sim_violation(uint64_t index, char* buffer, size_t size) {
   Lock lock(state().mutex);
   const std::vector<std::string>& entries = state().diagnostics.entries();
   if (index >= entries.size()) return -1;
-  const std::string& text = entries[index];
-  if (buffer != nullptr && size > 0) {
-    const size_t length = text.copy(buffer, size - 1);
-    buffer[length] = '\0';
-  }
-  return static_cast<int>(text.size());
+  return copy_text(entries[index], buffer, size);
 }
 
 void sim_clear_violations(void) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 
 #include "device_memory.h"
@@ -67,21 +68,54 @@ const char* value_of(const char* name) {
   return text != nullptr && *text != '\0' ? text : nullptr;
 }
 
+// As it may be shown: the first bytes, without what is not plain text.
+std::string shown(const char* text) {
+  constexpr size_t kMost = 60;
+  std::string out(text, strnlen(text, kMost));
+  for (char& c : out) {
+    if (c < ' ' || c > '~') c = '?';
+  }
+  return text[out.size()] == '\0' ? out : out + "...";
+}
+
+std::string refusal(const char* name, const char* text, const std::string& takes) {
+  return std::string(name) + "='" + shown(text) + "' makes no sense: it takes " + takes;
+}
+
+constexpr const char* kDevices = "MEMSAVER_SIM_DEVICES";
+constexpr const char* kMemory = "MEMSAVER_SIM_MEMORY";
+constexpr const char* kFaults = "MEMSAVER_SIM_FAULTS";
+
 }  // namespace
 
-bool read_settings(Settings* settings) {
-  if (const char* text = value_of("MEMSAVER_SIM_DEVICES")) {
+std::string read_settings(Settings* settings) {
+  if (const char* text = value_of(kDevices)) {
+    const char* rest = text;
     uint64_t devices = 0;
-    if (!read_number(&text, &devices) || *text != '\0' || devices > SIM_MAX_DEVICES) return false;
+    if (!read_number(&rest, &devices) || *rest != '\0' || devices > SIM_MAX_DEVICES) {
+      return refusal(kDevices, text,
+                     "a number of devices, up to " + std::to_string(SIM_MAX_DEVICES));
+    }
     settings->devices = static_cast<int>(devices);
   }
-  if (const char* text = value_of("MEMSAVER_SIM_MEMORY")) {
-    if (!read_bytes(text, &settings->memory_bytes)) return false;
+  if (const char* text = value_of(kMemory)) {
+    const bool read = read_bytes(text, &settings->memory_bytes);
     settings->memory_bytes -= settings->memory_bytes % kGranularity;
-    if (settings->memory_bytes == 0) return false;
+    if (!read || settings->memory_bytes == 0) {
+      return refusal(kMemory, text,
+                     "the bytes of each device, 2 MiB at least: a number, or one with the suffix "
+                     "KiB, MiB, GiB or TiB, such as 16GiB");
+    }
   }
-  const char* faults = value_of("MEMSAVER_SIM_FAULTS");
-  return faults == nullptr || read_faults(faults, &settings->faults);
+  const char* text = value_of(kFaults);
+  if (text == nullptr) return "";
+  Faults known;
+  bool read = read_faults(text, &settings->faults);
+  for (const Fault& fault : settings->faults) read = read && known.add(fault);
+  return read ? ""
+              : refusal(kFaults, text,
+                        "calls that fail, call:nth:code[:times], separated by commas, such as "
+                        "cuMemCreate:1:2; nth counts from 1");
 }
 
 }  // namespace memsaver::sim

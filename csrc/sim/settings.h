@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "faults.h"
@@ -14,7 +15,7 @@ struct Settings {
   std::vector<Fault> faults;
 };
 
-// False when a variable makes no sense; *settings is then unspecified.
-bool read_settings(Settings* settings);
+// What a variable must be whose value makes no sense; then *settings is unspecified. "": all do.
+std::string read_settings(Settings* settings);
 
 }  // namespace memsaver::sim

@@ -23,6 +23,7 @@
 //   MEMSAVER_SIM_MEMORY   memory of each device, default 80GiB; a number of bytes, or one with the
 //                         suffix KiB, MiB, GiB or TiB; rounded down to 2 MiB
 //   MEMSAVER_SIM_FAULTS   comma-separated call:nth:code[:times], each as in sim_fail
+// sim_settings_problem says which variable that was.
 #ifndef MEMSAVER_SIM_SIM_H_
 #define MEMSAVER_SIM_SIM_H_
 
@@ -56,6 +57,11 @@ struct sim_totals {
   uint64_t devices;            // 0 before cuInit
   uint64_t physical_bytes[SIM_MAX_DEVICES];  // of each device, as cuMemGetInfo counts it
 };
+
+// Which variable of the environment kept cuInit from succeeding, and what it takes. Copies the text
+// into buffer (cut to size, zero-terminated) and returns the length of the whole, 0 where it was
+// none.
+int sim_settings_problem(char* buffer, size_t size);
 
 // Makes the nth call (1: the next one) of the driver function `call` return `code` without any
 // effect, and the times-1 calls after it too (times 0: every later call). `call` is the plain name

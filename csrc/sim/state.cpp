@@ -50,10 +50,9 @@ CUresult read_environment() {
   State& shared = state();
   if (shared.settings_read) return CUDA_SUCCESS;
   Settings settings;
-  if (!read_settings(&settings)) return CUDA_ERROR_INVALID_VALUE;
-  for (const Fault& fault : settings.faults) {
-    if (!shared.faults.add(fault)) return CUDA_ERROR_INVALID_VALUE;
-  }
+  shared.settings_problem = read_settings(&settings);
+  if (!shared.settings_problem.empty()) return CUDA_ERROR_INVALID_VALUE;
+  for (const Fault& fault : settings.faults) shared.faults.add(fault);
   g_settings = new Settings(settings);
   shared.settings_read = true;
   return CUDA_SUCCESS;
@@ -62,7 +61,10 @@ CUresult read_environment() {
 CUresult initialize() {
   State& shared = state();
   if (shared.initialized) return CUDA_SUCCESS;
-  if (g_settings->devices == 0) return CUDA_ERROR_NO_DEVICE;
+  if (g_settings->devices == 0) {
+    shared.settings_problem = "MEMSAVER_SIM_DEVICES=0 leaves no device: set it to 1 or more";
+    return CUDA_ERROR_NO_DEVICE;
+  }
   std::vector<std::unique_ptr<Device>> devices;
   for (int ordinal = 0; ordinal < g_settings->devices; ++ordinal) {
     devices.push_back(std::make_unique<Device>(ordinal, g_settings->memory_bytes));

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "address_space.h"
@@ -45,6 +46,7 @@ struct State {
   bool initialized = false;
   bool settings_read = false;
   bool deinitialized = false;  // sim_deinitialize
+  std::string settings_problem;
   std::vector<std::unique_ptr<Device>> devices;
   AddressSpace space;
   HostMemory host;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import warnings
 import weakref
@@ -9,9 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from memsaver import observers, simulator
-from memsaver.errors import ConfigError, MemsaverError, MemsaverWarning
+from memsaver.errors import ConfigError, MemsaverWarning
 from memsaver.integrations.trainer.device_storages import DeviceStorages
-from memsaver.integrations.trainer.guards import check_mapped, guard_module, guard_optimizer
+from memsaver.integrations.trainer.guards import (
+    check_mapped,
+    guard_module,
+    guard_optimizer,
+    guard_parts,
+)
 from memsaver.integrations.trainer.holdings import (
     Holding,
     gradients_of,
@@ -25,6 +32,11 @@ from memsaver.torch_mode import torch_pools
 
 __all__ = ["Collection"]
 
+# Whose frames lie between a program's step and a hook after it.
+_BETWEEN = {"memsaver", "torch", "contextlib"}
+# By optimizer: the tags that its states go to; once for each collection that watches it.
+_watching: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+
 
 class Collection:
     """Targets and the tag that their memory goes to. Any thread.
@@ -37,14 +49,15 @@ class Collection:
         self, targets: Sequence[Any], tag: str, *, parameters: bool, gradients: bool
     ) -> None:
         self.tag = tag
-        self._targets = [weakref.ref(target) for target in targets]
+        self._targets = [_reference(target) for target in targets]
         self._parameters = parameters
         self._gradients = gradients
         self._memory = SimulatedStorages() if simulator.active() else DeviceStorages()
         self._lock = threading.RLock()
         # By optimizer: how many parameters had states when they were last looked for.
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._undo: list[Callable[[], None]] = []
+        self._hooks = contextlib.ExitStack()
+        self._hooks_of_parts = contextlib.ExitStack()  # from before a pause until after the resume
 
     @property
     def targets(self) -> list[Any]:
@@ -67,50 +80,108 @@ class Collection:
         found = {storage.device for storage, _ in self._storages(self.targets, gradients=True)}
         return sorted(device.index for device in found if device.type == "cuda")
 
-    def gather(self, *, strict: bool = False) -> None:
+    def check(self) -> None:
+        """Whether all that there is, but for gradients, may go into the tag. Moves nothing.
+
+        Raises:
+            ConfigError: something must stay where it is: what it is, and why; or what comes later
+                goes to another tag already.
+        """
+        for target in self.targets:
+            others = [tag for tag in _watching.get(target, ()) if tag != self.tag]
+            if others:
+                raise ConfigError(
+                    f"the states of this {type(target).__name__} go to tag {others[0]!r} already: "
+                    "pause and resume that one, or close what offload returned for it",
+                    tag=self.tag,
+                )
+        with self._lock:
+            self._reshard()
+            self._movable(self._outside(self.targets, gradients=False), strict=True)
+
+    def gather(self, *, gradients: bool = True) -> None:
         """Bring into the tag what is not in it, but for what must stay where it is.
 
         Args:
-            strict: something that must stay is an error, before anything is moved; and gradients
-                are left to the next time.
+            gradients: those, too, unless this is made without them.
 
         Raises:
-            ConfigError: with `strict`. What it is, and why it stays.
             OutOfDeviceMemoryError: for a storage, or a batch of them; what was moved before stays
                 in the tag, the rest where it was, and the same call goes on from there.
             InvalidStateError: the tag is paused.
         """
         with self._lock:
-            for target in self.targets:
-                reshard(target)
-            self._move(self.targets, gradients=self._gradients and not strict, strict=strict)
+            self._reshard()
+            self._move(self.targets, gradients=self._gradients and gradients)
+
+    def trim(self) -> None:
+        """Give back what deleted tensors hold in the tag, gradients' above all: before a pause."""
+        with self._lock:
+            self._memory.trim(self.tag)
 
     def watch(self) -> None:
-        """Gather from now on what comes later, and refuse work while the tag has no memory."""
+        """Gather from now on what comes later, and refuse work while the tag has no memory.
+
+        Raises:
+            ConfigError: a target takes no hooks; none is watched then.
+        """
         import torch
 
-        for target in self.targets:
-            if isinstance(target, torch.optim.Optimizer):
-                self._undo += guard_optimizer(
-                    target, self._check, self._after_step, self._after_load
-                )
-            elif isinstance(target, torch.nn.Module):
-                self._undo += guard_module(target, self._check)
-        this = weakref.ref(self)
+        with contextlib.ExitStack() as hooks:
+            for target in self.targets:
+                if isinstance(target, torch.optim.Optimizer):
+                    hooks.enter_context(
+                        guard_optimizer(target, self._check, self._after_step, self._after_load)
+                    )
+                    tags = _watching.setdefault(target, [])
+                    tags.append(self.tag)
+                    hooks.callback(tags.remove, self.tag)
+                elif isinstance(target, torch.nn.Module):
+                    hooks.enter_context(guard_module(target, self._check))
+            this = weakref.ref(self)
 
-        def before_pause(tag: str) -> None:
-            collection = this()
-            if collection is not None:
-                collection.gather()
+            def before_pause(tag: str) -> None:
+                collection = this()
+                if collection is not None:
+                    collection.gather()
+                    collection.trim()
+                    collection._guard_parts()
 
-        registration = observers.on_pause(before_pause, tag=self.tag)
-        weakref.finalize(self, registration.remove).atexit = False
-        self._undo.append(registration.remove)
+            def after_resume(tag: str) -> None:
+                collection = this()
+                if collection is not None:
+                    collection._leave_parts()
+
+            for registration in (
+                observers.on_pause(before_pause, tag=self.tag),
+                observers.on_resume(after_resume, tag=self.tag),
+            ):
+                weakref.finalize(self, registration.remove).atexit = False
+                hooks.callback(registration.remove)
+            self._hooks = hooks.pop_all()
 
     def unwatch(self) -> None:
         """The end of `watch`; what is in the tag stays there. Twice is allowed."""
-        while self._undo:
-            self._undo.pop()()
+        self._hooks.close()
+        self._leave_parts()
+
+    def _guard_parts(self) -> None:
+        import torch
+
+        with self._lock, contextlib.ExitStack() as hooks:
+            self._leave_parts()
+            for target in self.targets:
+                if isinstance(target, torch.nn.Module):
+                    hooks.enter_context(guard_parts(target, self._check))
+            self._hooks_of_parts = hooks.pop_all()
+
+    def _leave_parts(self) -> None:
+        with self._lock:
+            self._hooks_of_parts.close()
+
+    def _reshard(self) -> None:
+        for target in self.targets:
+            reshard(target)
 
     def _check(self, what: str) -> None:
         check_mapped(self.tag, what)
@@ -129,26 +200,30 @@ class Collection:
         try:
             with self._lock:
                 self._move([optimizer], gradients=False)
-        except MemsaverError as error:
+        except RuntimeError as error:  # memsaver's and torch's
+            self._seen[optimizer] = len(optimizer.state)  # the next step is no better time
             warnings.warn(
-                f"optimizer states could not be moved into tag {self.tag!r} after the step that "
-                f"made them; the next pause of the tag tries it again: {error}",
+                f"states of an optimizer could not be moved into tag {self.tag!r} after the step "
+                f"or load_state_dict that made them; the next pause of the tag tries it again: "
+                f"{error}",
                 MemsaverWarning,
-                stacklevel=4,
+                stacklevel=_frames_of_others(),
             )
 
-    def _move(self, targets: list[Any], *, gradients: bool, strict: bool = False) -> None:
+    def _move(self, targets: list[Any], *, gradients: bool) -> None:
         import torch
 
-        found = self._storages(targets, gradients=gradients)
-        outside = [pair for pair in found if tag_of(pair[0]) != self.tag]
-        moving = self._movable(outside, strict) if outside else []
+        moving = self._movable(self._outside(targets, gradients=gradients))
         if moving:
             with torch.no_grad():
                 self._memory.move(moving, self.tag)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):
                 self._seen[target] = len(target.state)
+
+    def _outside(self, targets: list[Any], *, gradients: bool) -> list[tuple[Any, Holding]]:
+        found = self._storages(targets, gradients=gradients)
+        return [pair for pair in found if tag_of(pair[0]) != self.tag]
 
     def _storages(self, targets: list[Any], *, gradients: bool) -> list[tuple[Any, Holding]]:
         """Each storage on the device that targets hold; the first holding of it says what."""
@@ -157,7 +232,9 @@ class Collection:
             holdings += [h for target in targets for h in gradients_of(target)]
         return list(storages_of(filter(self._memory.takes, holdings)).values())
 
-    def _movable(self, outside: list[tuple[Any, Holding]], strict: bool) -> list[Any]:
+    def _movable(self, outside: list[tuple[Any, Holding]], strict: bool = False) -> list[Any]:
+        if not outside:
+            return []
         places = Places()
         movable = []
         for storage, holding in outside:
@@ -170,3 +247,27 @@ class Collection:
                     tag=self.tag,
                 )
         return movable
+
+
+def _reference(target: Any) -> Callable[[], Any]:
+    """A weak reference; torch has one of its own for tensors, which C++ may keep alone."""
+    import torch
+    from torch.utils.weak import TensorWeakRef
+
+    if isinstance(target, torch.Tensor):
+        return TensorWeakRef(target)  # type: ignore[no-any-return]
+    return weakref.ref(target)
+
+
+def _frames_of_others() -> int:
+    """The `stacklevel`, for a warning of the caller's, of the innermost frame that is not torch's.
+
+    Between that one and a hook lie as many of torch's as its version and its compiler put there.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _BETWEEN:
+            break
+        frame, level = frame.f_back, level + 1
+    return level

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from memsaver.errors import MemsaverError, OutOfDeviceMemoryError
+from memsaver.errors import InvalidStateError, MemsaverError, OutOfDeviceMemoryError
 from memsaver.integrations.trainer.holdings import Holding
 from memsaver.integrations.trainer.places import tag_of
+from memsaver.native import _C
 from memsaver.regions import region
 from memsaver.statistics import device_memory
 from memsaver.text import size_text
+from memsaver.torch_mode import suspended, torch_pools
 
 __all__ = ["DeviceStorages"]
 
@@ -28,29 +30,50 @@ class DeviceStorages:
     def move(self, storages: list[Any], tag: str) -> None:
         """Give each storage memory of the tag, with its contents, and its old memory back.
 
-        Whatever shares a storage shares it afterwards. Waits for all work of the devices first. No
-        other thread may use the storages meanwhile.
+        Whatever shares a storage shares it afterwards. Waits for all work of the devices first, and
+        for the copies. No other thread may use the storages meanwhile.
 
         Raises:
             OutOfDeviceMemoryError: storages before that one are moved, that one and those after it
                 are where they were. All may be used, and the same call goes on from there.
+            InvalidStateError: another pool would get the memory: the thread is in a use_mem_pool.
         """
         import torch
 
         waiting = list(storages)
-        for device in {storage.device for storage in waiting}:
+        devices = {storage.device for storage in waiting}
+        for device in devices:
             torch.cuda.synchronize(device)
-        while waiting:
-            torch.cuda.empty_cache()  # outside of a region: inside, torch keeps its other caches
-            batch = _batch(waiting)
-            devices = sorted({storage.device.index for storage in batch})
+        # Outside of all regions: inside, empty_cache keeps what torch caches elsewhere.
+        with suspended():
+            torch.cuda.empty_cache()
             try:
-                with region(tag, device=devices):
-                    for storage in batch:
-                        _move(storage, tag)
+                while waiting:
+                    batch = _batch(waiting)
+                    try:
+                        _move_batch(batch, tag)
+                    finally:
+                        torch.cuda.empty_cache()
+                    del waiting[: len(batch)]
             finally:
+                # Other streams may use the new addresses from here on.
+                for device in devices:
+                    torch.cuda.current_stream(device).synchronize()
+
+    def trim(self, tag: str) -> None:
+        """Give the memory of deleted tensors of the tag back, where nothing else lies beside it.
+
+        Such as that of gradients which went into the tag with the last pause: torch uses it for
+        nothing, and gives it back with all that it caches.
+        """
+        import torch
+
+        pools = torch_pools(required=False)
+        dead = pools.dead_ranges() if pools is not None else []
+        segments = dict(_C.ranges(tag)) if dead else {}
+        if any(address in segments and nbytes >= segments[address] for address, nbytes in dead):
+            with suspended():
                 torch.cuda.empty_cache()
-            del waiting[: len(batch)]
 
 
 def _batch(waiting: list[Any]) -> list[Any]:
@@ -65,26 +88,54 @@ def _batch(waiting: list[Any]) -> list[Any]:
     return waiting[:taken]
 
 
-def _move(storage: Any, tag: str) -> None:
-    """In a region of the tag."""
+def _move_batch(batch: list[Any], tag: str) -> None:
+    """In a region of their own."""
     import torch
 
-    nbytes, device = storage.nbytes(), storage.device
-    stream = torch.cuda.current_stream(device)
-    # The old memory's next user waits for the copy, whichever stream it belongs to.
-    torch.empty(0, dtype=torch.uint8, device=device).set_(storage).record_stream(stream)
+    devices = sorted({storage.device.index for storage in batch})
     try:
-        storage.resize_(nbytes)  # new memory from the region's pool, and a copy
-    except torch.OutOfMemoryError as error:
-        free = device_memory(device.index)[0]
+        with region(tag, device=devices):
+            for device in devices:
+                _check_pool(device, tag)
+            for storage in batch:
+                _move(storage, tag)
+    except torch.OutOfMemoryError as error:  # of a storage, or of what a region needs itself
+        storage = next((s for s in batch if tag_of(s) != tag), batch[-1])
+        nbytes, index = storage.nbytes(), storage.device.index
+        free = device_memory(index)[0]
         failure = OutOfDeviceMemoryError(
-            f"CUDA out of memory: moving {size_text(nbytes)} of {device} into tag {tag!r} needs "
-            f"that much beside it for a moment, and {size_text(free)} is free; what was moved "
-            "before stays there, the rest is as it was: free some memory and do the same again",
+            f"CUDA out of memory: moving {size_text(nbytes)} of {storage.device} into tag {tag!r} "
+            f"needs that much beside it for a moment, and {size_text(free)} is free; what was "
+            "moved before stays there, the rest is as it was: free some memory and do the same "
+            "again",
             tag=tag,
         )
         failure.needed, failure.free = nbytes, free
         raise failure from error
+
+
+def _check_pool(device: int, tag: str) -> None:
+    """Whether a region that is open gets this thread's memory: of several pools, torch decides."""
+    import torch
+
+    probe = torch.empty(1, dtype=torch.uint8, device=torch.device("cuda", device))
+    if tag_of(probe.untyped_storage()) != tag:
+        raise InvalidStateError(
+            f"nothing can be moved into tag {tag!r} here, as torch gives this thread's memory to "
+            "another pool: leave torch.cuda.use_mem_pool first; nothing has been moved",
+            tag=tag,
+        )
+
+
+def _move(storage: Any, tag: str) -> None:
+    """In a region of the tag."""
+    import torch
+
+    device = storage.device
+    stream = torch.cuda.current_stream(device)
+    # The old memory's next user waits for the copy, whichever stream it belongs to.
+    torch.empty(0, dtype=torch.uint8, device=device).set_(storage).record_stream(stream)
+    storage.resize_(storage.nbytes())  # new memory from the region's pool, and a copy
     if tag_of(storage) != tag:
         raise MemsaverError(
             f"torch {torch.__version__} did not take memory of tag {tag!r} for a storage that was "

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from memsaver.errors import InvalidStateError
+from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.handles import state
 from memsaver.native import State
 
-__all__ = ["Guard", "check_mapped", "guard_module", "guard_optimizer"]
+__all__ = ["Guard", "check_mapped", "guard_module", "guard_optimizer", "guard_parts"]
 
 Check: TypeAlias = Callable[[str], object]  # of what is about to happen; raises if it must not
 Told: TypeAlias = Callable[[Any], object]  # of the optimizer
@@ -33,14 +33,13 @@ def check_mapped(tag: str, what: str) -> None:
 
 
 class Guard:
-    """A hook for one module, which asks `check` before that one goes on.
+    """A hook for a module, which asks `check` before that one goes on.
 
-    Copies of the module have their hooks copied, and memory of their own: what a copy or a pickle
-    of this is does nothing.
+    A shallow copy of a module has the same memory and the same hooks. Other copies have their hooks
+    copied, and memory of their own: what a copy or a pickle of this is does nothing.
     """
 
-    def __init__(self, owner: Any, check: Check, what: str) -> None:
-        self._owner = weakref.ref(owner)
+    def __init__(self, check: Check, what: str) -> None:
         self._check = check
         self._what = what
 
@@ -50,7 +49,7 @@ class Guard:
 
         # In compiled code it would break the graph, which may have to be whole; the hooks of what
         # `torch.compile` returns run outside.
-        if not torch.compiler.is_compiling() and self._owner() is owner:
+        if not torch.compiler.is_compiling():
             self._check(self._what)
 
     def __reduce__(self) -> tuple[type[_NoGuard], tuple[()]]:
@@ -64,13 +63,16 @@ class _NoGuard:
 
 def guard_optimizer(
     optimizer: Any, check: Check, stepped: Told, loaded: Told
-) -> list[Callable[[], None]]:
+) -> contextlib.ExitStack:
     """Ask `check` before each step and `load_state_dict`, and tell of each afterwards.
 
     A compiled step is broken into graphs around the hooks. Copies of an optimizer have no hooks.
 
     Returns:
-        What takes the hooks away again.
+        What takes the hooks away again when it is closed.
+
+    Raises:
+        ConfigError: it takes no hooks; it has none then.
     """
     import torch
 
@@ -86,26 +88,62 @@ def guard_optimizer(
 
         return torch.compiler.disable(hook)  # type: ignore[no-any-return]
 
-    hooks = [
-        optimizer.register_step_pre_hook(ask("the optimizer's step")),
-        optimizer.register_step_post_hook(tell(stepped)),
-        optimizer.register_load_state_dict_pre_hook(ask("the optimizer's load_state_dict")),
-        optimizer.register_load_state_dict_post_hook(tell(loaded)),
-    ]
-    return [hook.remove for hook in hooks]
+    with _registering(optimizer) as hooks:
+        for register, hook in (
+            (optimizer.register_step_pre_hook, ask("the optimizer's step")),
+            (optimizer.register_step_post_hook, tell(stepped)),
+            (optimizer.register_load_state_dict_pre_hook, ask("the optimizer's load_state_dict")),
+            (optimizer.register_load_state_dict_post_hook, tell(loaded)),
+        ):
+            hooks.callback(register(hook).remove)
+        return hooks.pop_all()
 
 
-def guard_module(module: Any, check: Check) -> list[Callable[[], None]]:
-    """Ask `check` before each forward and `load_state_dict` of the module.
+def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
+    """Ask `check` before each forward and `load_state_dict` of a module. Its parts: `guard_parts`.
 
     Returns:
-        What takes the hooks away again.
+        What takes the hooks away again when it is closed.
+
+    Raises:
+        ConfigError: the module takes no hooks; it has none then.
     """
-    hooks = [
-        # Before those of FSDP2, which gather parameters.
-        module.register_forward_pre_hook(Guard(module, check, "the model's forward"), prepend=True),
-        module.register_load_state_dict_pre_hook(
-            Guard(module, check, "the model's load_state_dict")
-        ),
-    ]
-    return [hook.remove for hook in hooks]
+    with _registering(module) as hooks:
+        _guard(module, check, hooks)
+        return hooks.pop_all()
+
+
+def guard_parts(module: Any, check: Check) -> contextlib.ExitStack:
+    """As `guard_module`, for the modules inside of one.
+
+    Parts that take no hooks, scripted ones, are guarded by those around them alone. Each hook costs
+    some microseconds a forward, and torch has fast paths for modules without: not for long.
+    """
+    import torch
+
+    with _registering(module) as hooks:
+        for part in module.modules():
+            if part is not module and not isinstance(part, torch.jit.ScriptModule):
+                _guard(part, check, hooks)
+        return hooks.pop_all()
+
+
+def _guard(module: Any, check: Check, hooks: contextlib.ExitStack) -> None:
+    forward = Guard(check, "the model's forward")
+    loading = Guard(check, "the model's load_state_dict")
+    # Before those of FSDP2, which gather parameters.
+    hooks.callback(module.register_forward_pre_hook(forward, prepend=True).remove)
+    hooks.callback(module.register_load_state_dict_pre_hook(loading).remove)
+
+
+@contextlib.contextmanager
+def _registering(target: Any) -> Iterator[contextlib.ExitStack]:
+    """A stack of hooks that go when registering one fails: torch's errors are of many kinds."""
+    with contextlib.ExitStack() as hooks:
+        try:
+            yield hooks
+        except Exception as error:
+            raise ConfigError(
+                f"offload guards what it works on by torch's hooks, and a {type(target).__name__} "
+                f"takes no hooks: {error}"
+            ) from error

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import memsaver
+from memsaver.blocks import Block
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 from memsaver.integrations.trainer.collection import Collection
-from memsaver.native import check_tag
 from memsaver.reports import Report
 
 __all__ = ["Offloaded", "offload"]
+
+# What guards the targets of a call that failed half-way, until that is made again.
+_unfinished: weakref.WeakSet[Collection] = weakref.WeakSet()
 
 
 class Offloaded:
@@ -41,7 +44,11 @@ class Offloaded:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the targets' tensors that are in the tag; what it holds for others not."""
+        """Bytes of the targets' tensors that are in the tag; what it holds for others not.
+
+        Of FSDP2 modules that hold full parameters (from a forward to the backward, without
+        `reshard_after_forward`) those count, which are elsewhere, and the shards do not.
+        """
         return int(self._collection.bytes()[0])
 
     @property
@@ -49,7 +56,8 @@ class Offloaded:
         """Bytes of the targets' tensors on the device that are not in the tag.
 
         Gradients are, until a pause moves them, as is what a step has replaced; and what must stay
-        where it is: gradients in the memory of a CUDA graph or in another tag.
+        where it is: gradients in the memory of a CUDA graph or in another tag. Buckets of DDP's and
+        gradients that FSDP2 accumulates unsharded are not looked for.
         """
         return int(self._collection.bytes()[1])
 
@@ -58,7 +66,8 @@ class Offloaded:
 
         Raises:
             InvalidStateError: this is closed.
-            OutOfDeviceMemoryError: no room to move what has come since; nothing is paused.
+            OutOfDeviceMemoryError: no room to move what has come since; nothing is paused, and no
+                contents have changed.
             MemsaverError: what `memsaver.pause` raises.
         """
         self._check_open()
@@ -74,15 +83,17 @@ class Offloaded:
         self._check_open()
         return memsaver.resume(self.tag)
 
-    @contextlib.contextmanager
-    def paused(self, backup: str | None = None) -> Iterator[Report]:
-        """Pause the tag for the block, and resume it afterwards, also after an exception.
+    def paused(self, backup: str | None = None) -> Block[Report]:
+        """`memsaver.paused` of the tag: around a block, or each call of a decorated function.
 
         A tag that is paused already stays paused. Errors are those of `pause` and `resume`.
         """
-        self._check_open()
-        with memsaver.paused(self.tag, backup=backup) as report:
-            yield report
+
+        def pausing() -> Block[Report]:
+            self._check_open()
+            return memsaver.paused(self.tag, backup=backup)
+
+        return Block("paused", pausing, asynchronous=True)
 
     def close(self) -> None:
         """Take all hooks away. Closing twice is allowed.
@@ -123,8 +134,9 @@ def offload(
     """Put a trainer's memory into a tag, so that a pause gives it back and a resume restores it.
 
     A step after a resume gives bit for bit what it would give had nothing been paused. Addresses
-    change here, once, and with states that come later; never by a pause and a resume. CPU tensors,
-    such as step counters, and sparse tensors stay where they are.
+    change once: of what there is here, of later states after the step that makes them, of gradients
+    in the first pause that finds them. CPU tensors, such as step counters, and sparse tensors stay
+    where they are.
 
     Args:
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
@@ -140,20 +152,23 @@ def offload(
     What exists is moved here, what comes later after the step that made it, after
     `load_state_dict`, and before each pause of the tag. The move of a gradient or a state takes
     room for a batch of them (at most 512 MiB, or a single larger one) and empties torch's cache.
-    While the tag is paused, the optimizers' `step` and `load_state_dict`, and the modules' forward
-    and `load_state_dict`, raise InvalidStateError. What else touches the memory is not seen:
-    backward, clipping, `zero_grad(set_to_none=False)`; nor is the forward of a compiled model,
-    unless the target is what `torch.compile` returned.
+    While the tag is paused, the optimizers' `step` and `load_state_dict`, and the forward and
+    `load_state_dict` of the modules and their parts, raise InvalidStateError. What else touches the
+    memory is not seen: backward, clipping, `zero_grad(set_to_none=False)`, a gradient scaler's
+    `unscale_` and `step`, replays of CUDA graphs; nor is the forward of a compiled model, unless
+    the target is what `torch.compile` returned, or of a model that is no target itself.
 
-    Call it before CUDA graphs are captured that use the memory; let no other thread use it
-    meanwhile.
+    Call it, and make a first step, before CUDA graphs are captured that use the memory; also a
+    first pause with gradients, where those live across the capture and `gradients` is on. Let no
+    other thread use the memory meanwhile.
 
     Raises:
-        ConfigError: a target that is none of these, an unknown backup, or memory that must stay
-            where it is: in another tag, say. Nothing is moved.
-        InvalidStateError: the tag is paused.
+        ConfigError: a target that is none of these or takes no hooks, an unknown backup, or memory
+            that must stay where it is: in another tag, say. Nothing is moved, the tag is as it was.
+        InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`.
         OutOfDeviceMemoryError: no room for the move. What was moved before that is in the tag, and
             the rest where it was; all of it can be used, and the same call goes on from there.
+            Until then, work on it while the tag is paused is refused as above.
         NotLoadedError: no torch, no CUDA driver.
     """
     try:
@@ -162,18 +177,31 @@ def offload(
         raise NotLoadedError("offload is for torch's optimizers and modules; install torch") from (
             None
         )
-    found = [_unwrapped(target) for target in _flat(targets)]
+    found = list(dict.fromkeys(one for target in _flat(targets) for one in _unwrapped(target)))
     if not found:
         raise ConfigError("offload needs an optimizer, a module or a tensor to work on")
     if tag is None:
         tag = "optimizer" if isinstance(found[0], torch.optim.Optimizer) else "model"
-    check_tag(tag)
     collection = Collection(found, tag, parameters=parameters, gradients=gradients)
-    # Makes the tag, and says its backup, also where the first step has yet to make the states.
-    with memsaver.region(tag, backup=backup, device=collection.devices() or None):
-        pass
-    collection.gather(strict=True)
+    region = memsaver.region(tag, backup=backup, device=collection.devices() or None)
+    collection.check()
     collection.watch()
+    before = collection.bytes()[0]
+    try:
+        # Makes the tag, and says its backup, also where the first step has yet to make the states.
+        with region:
+            pass
+        collection.gather(gradients=False)
+    except BaseException:
+        if collection.bytes()[0] == before:
+            collection.unwatch()
+        else:  # the tag can be paused under the targets
+            _unfinished.add(collection)
+        raise
+    for other in list(_unfinished):
+        if other.tag == tag and set(map(id, other.targets)) <= set(map(id, found)):
+            other.unwatch()
+            _unfinished.discard(other)
     return Offloaded(collection)
 
 
@@ -185,8 +213,8 @@ def _flat(targets: Any) -> Iterator[Any]:
             yield target
 
 
-def _unwrapped(target: Any) -> Any:
-    """A target itself, or the optimizer of torch's that a wrapper such as accelerate's is around.
+def _unwrapped(target: Any) -> Iterator[Any]:
+    """A module or tensor itself; of an optimizer, or a wrapper such as accelerate's, all inside.
 
     Raises:
         ConfigError: nothing that can be offloaded.
@@ -194,12 +222,34 @@ def _unwrapped(target: Any) -> Any:
     import torch
 
     if isinstance(target, torch.nn.Module | torch.Tensor):
-        return target
-    inner = target
-    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
-        inner = inner.optimizer
-    if not isinstance(inner, torch.optim.Optimizer):
+        yield target
+        return
+    found = _optimizers_in(target)
+    if not found:
         raise ConfigError(
             f"offload takes torch optimizers, modules and tensors, not {type(target).__name__}"
         )
-    return inner
+    yield from found
+
+
+def _optimizers_in(target: Any) -> list[Any]:
+    """The optimizers that an optimizer or a wrapper consists of, the outermost first.
+
+    Less those that only pass on what another has, and were not initialised as torch's are.
+    """
+    import torch
+
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [target]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        inside = [getattr(one, name, None) for name in ("optimizer", "optim")]
+        inside += list(getattr(one, "__dict__", {}).values())
+        waiting += [inner for inner in inside if isinstance(inner, torch.optim.Optimizer)]
+        if isinstance(one, torch.optim.Optimizer) and "state" in vars(one):
+            found.append(one)
+    return found

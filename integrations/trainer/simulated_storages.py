@@ -1,4 +1,4 @@
-"""The same on the simulated driver, for CPU tensors that stand for CUDA tensors.
+"""Moving the storages of CPU tensors, which stand for CUDA tensors on the simulated driver.
 
 CPU storages cannot take memory of the simulator in place, so every tensor that shares a storage is
 found and pointed to a new one. Where one cannot be found, nothing is moved.
@@ -40,13 +40,15 @@ class SimulatedStorages:
             if _uses(storage) - own_count > len(users[storage._cdata]):
                 raise InvalidStateError(
                     f"something holds a storage of {storage.nbytes()} bytes that is to go into tag "
-                    f"{tag!r}, and is no tensor of Python's (a graph of autograd's, say), so that "
-                    "the simulated driver cannot move it: let that go first. A GPU has no such "
-                    "limit",
+                    f"{tag!r}, and is no tensor that Python's collector knows ({_who_it_may_be()}),"
+                    " so that the simulated driver cannot move it. A GPU has no such limit",
                     tag=tag,
                 )
         for storage in storages:
             _move(storage, users[storage._cdata], tag)
+
+    def trim(self, tag: str) -> None:
+        """Deleted tensors leave nothing behind here."""
 
 
 def _move(storage: Any, users: list[Any], tag: str) -> None:
@@ -56,9 +58,16 @@ def _move(storage: Any, users: list[Any], tag: str) -> None:
         moved = simulator.empty(storage.nbytes(), torch.uint8).untyped_storage()
     moved.copy_(storage)
     for tensor in users:
-        view = torch.empty(0, dtype=tensor.dtype)
-        view.set_(moved, tensor.storage_offset(), tensor.size(), tensor.stride())
-        tensor.data = view
+        with torch.inference_mode(tensor.is_inference()):  # a tensor stays of its kind
+            view = torch.empty(0, dtype=tensor.dtype)
+            view.set_(moved, tensor.storage_offset(), tensor.size(), tensor.stride())
+            tensor.data = view
+
+
+def _who_it_may_be() -> str:
+    if gc.get_freeze_count():
+        return "one made before gc.freeze(), or a graph of autograd's: gc.unfreeze(), or let it go"
+    return "a graph of autograd's, say: let it go first"
 
 
 def _users(ids: set[int]) -> dict[int, list[Any]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from typing import Annotated
 
 import typer
 
 import memsaver
 from memsaver.cli import bench, demo, doctor, run, top, trace
+from memsaver.errors import MemsaverError
 
 __all__ = ["app", "main"]
 
@@ -49,5 +53,29 @@ app.command("trace")(trace.command)
 
 
 def main() -> None:
-    """The console script."""
-    app(prog_name="memsaver")
+    """The console script. Output that cannot be written is an error: status 1, and a line of it."""
+    try:
+        try:
+            app(prog_name="memsaver")
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        if not _is_of_output(error):
+            raise
+        _drop_output()
+        typer.echo(f"memsaver: the output cannot be written: {error.strerror}", err=True)
+        raise SystemExit(1) from None
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether a write to stdout failed: errors of files name them, and memsaver's are typed."""
+    of_a_write = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+    return of_a_write and error.filename is None and not isinstance(error, MemsaverError)
+
+
+def _drop_output() -> None:
+    """What is still to be written goes nowhere, so that the interpreter does not try again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)

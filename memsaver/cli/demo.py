@@ -277,12 +277,12 @@ def run(console: Console) -> int:
     def weights_only() -> str:
         assert work.weights_intact(), "the weights changed"
         assert memsaver.state("kv_cache") == "paused", "the KV cache woke too"
-        return "weights byte for byte, KV cache absent"
+        return "every byte; no KV cache yet"
 
     def all_back() -> str:
         assert work.addresses() == where, "an address moved"
         assert work.output() == reference, "the output changed"
-        return f"{len(where)} addresses and output as before"
+        return f"{len(where)} addresses, same output"
 
     lows: list[int] = []
     bar = True if sys.stderr.isatty() else None
@@ -291,7 +291,7 @@ def run(console: Console) -> int:
         is_free()
         taken = free + held - lows[-1]
         assert taken >= 0.98 * lent, f"the driver says {taken} bytes were taken"
-        return f"took {taken / MIB:,.0f} MiB, gave them back"
+        return f"{taken / MIB:,.0f} MiB lent, and back"
 
     for cycle in (1, 2):
         show.table.add_section()

@@ -19,10 +19,9 @@ from memsaver.cli.watched import (
     Silent,
     WatchedTag,
     find_processes,
-    plain_text,
 )
 from memsaver.native import Backup, State
-from memsaver.text import size_text
+from memsaver.text import plain_text, size_text
 from memsaver.traces.units import format_rate, format_seconds
 
 if TYPE_CHECKING:  # rich takes long to import
@@ -36,9 +35,10 @@ SCHEMA = 1  # raised when a key of the JSON changes its meaning or goes
 
 NOBODY = "No process of this user that can be seen here uses memsaver."
 HOW_TO_BE_SEEN = (
-    "A process is seen from its first tag on (memsaver.region, or `memsaver run --tag`), by the "
-    "same user on the same machine, unless MEMSAVER_TOP=0 is set there. In a container, run this "
-    "inside of it. `memsaver doctor` says whether memsaver works here."
+    "A process is seen from its first tag on (memsaver.region; with `memsaver run --tag`, once it "
+    "allocates device memory or asks memsaver for tags), by the same user on the same machine, "
+    "unless MEMSAVER_TOP=0 is set there. In a container, run this inside of it. `memsaver doctor` "
+    "says whether memsaver works here."
 )
 
 _STATES = {
@@ -73,9 +73,11 @@ def command(
 ) -> None:
     """Show which processes use memsaver on this machine, and what their tags hold, as it changes.
 
-    By tag and device: its state, what is resident and what is paused, where the backup lies, and
-    how long the last transition took. Processes of this user; they are not attached to, and notice
-    nothing. Ctrl-C ends it.
+    By tag and device: its state, what is resident and what is paused,
+    where the backup lies, and how long the last transition took.
+
+    Processes of this user; they are not attached to, and notice nothing.
+    Ctrl-C ends it.
     """
     from rich.console import Console
 
@@ -114,7 +116,7 @@ def document(found: Found) -> dict[str, Any]:
                 "tags": [
                     {
                         **dataclasses.asdict(tag.stats),
-                        "paused_now_bytes": _paused(tag),
+                        "paused_now_bytes": tag.stats.paused_now_bytes,
                         "last_pause_rate": tag.stats.last_pause_rate,
                         "last_resume_rate": tag.stats.last_resume_rate,
                         "in_state_seconds": tag.age,
@@ -232,7 +234,7 @@ def _tags_table(process: Process, console: Console) -> Table:
             Text(str(stats.device) if stats.device >= 0 else _NOTHING),
             Text(str(stats.state), style=_STATES[stats.state]),
             Text(_size(stats.resident_bytes)),
-            Text(_size(_paused(tag))),
+            Text(_size(tag.stats.paused_now_bytes)),
             Text((" " if wide else "\n").join(_backup(tag))),
             Text(between.join(_last_transition(tag))),
         ]
@@ -240,13 +242,6 @@ def _tags_table(process: Process, console: Console) -> Table:
             cells.append(Text(_who(tag), style="dim"))
         table.add_row(*cells)
     return table
-
-
-def _paused(tag: WatchedTag) -> int:
-    """The memory that a resume takes."""
-    if tag.stats.state is State.MAPPED:
-        return 0
-    return max(0, tag.stats.allocated_bytes - tag.stats.resident_bytes)
 
 
 def _backup(tag: WatchedTag) -> Iterator[str]:
@@ -315,7 +310,7 @@ def _totals_table(found: Found, console: Console) -> Table:
             held = sums.setdefault(key, [0, 0, 0])
             mine = [tag for tag in process.tags if tag.stats.device == device.ordinal]
             held[0] += sum(tag.stats.resident_bytes for tag in mine)
-            held[1] += sum(_paused(tag) for tag in mine)
+            held[1] += sum(tag.stats.paused_now_bytes for tag in mine)
             held[2] += 1
     table = _table(console)
     table.add_column("All tags on", overflow="fold", min_width=12)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from memsaver.errors import MemsaverError
-from memsaver.text import size_text
+from memsaver.text import plain_text, size_text
 from memsaver.traces.trace import Trace
 from memsaver.traces.units import format_rate, format_seconds
 
@@ -61,17 +63,14 @@ def command(
         _fail(
             f"--picture draws {', '.join(PICTURES)}, and {picture.name!r} ends in none of them", 2
         )
-    try:
+    with _failing(file):
         found = load(file)
-        show(found, Console())
-        for target in (html, picture):
-            if target is not None:
+    show(found, Console())
+    for target in (html, picture):
+        if target is not None:
+            with _failing(file):
                 save(found, target)
-                typer.echo(f"wrote {target}", err=True)
-    except OSError as error:
-        _fail(f"{error.filename or file}: {error.strerror or error}", 1)
-    except MemsaverError as error:
-        _fail(f"{file}: {error}", 1)
+            typer.echo(f"wrote {target}", err=True)
 
 
 def show(trace: Trace, console: Console) -> None:
@@ -81,7 +80,7 @@ def show(trace: Trace, console: Console) -> None:
     from memsaver.traces.summary import summary
 
     calls = len({row.number for row in trace.transitions})
-    head = f"{format_seconds(trace.seconds)} of process {trace.process}, {calls} transitions"
+    head = f"{format_seconds(trace.seconds)} of process {trace.process}, {calls} calls"
     console.print(Text(head))
     if trace.dropped:
         console.print(
@@ -116,7 +115,7 @@ def _table(tags: tuple[TagSummary, ...]) -> Table:
     for name in ("Done", *(["Failed"] if any_failed else []), "Memory", "Copied", "Time", "Rate"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in tags:
-        held = Text.assemble((row.tag, "bold"), (" peak", "dim"))
+        held = Text.assemble((plain_text(row.tag), "bold"), (" peak", "dim"))
         table.add_row(held, *([""] * (1 + any_failed)), size_text(row.peak_bytes))
         for name, moves in (("paused", row.out), ("resumed", row.into)):
             if not any((row.out.count, row.out.failed, row.into.count, row.into.failed)):
@@ -136,6 +135,17 @@ def _figures(moves: Moves) -> list[str]:
         format_seconds(moves.seconds),
         format_rate(moves.rate) if moves.rate else "",
     ]
+
+
+@contextmanager
+def _failing(file: Path) -> Iterator[None]:
+    """What cannot be read or written is said, and ends the command."""
+    try:
+        yield
+    except OSError as error:
+        _fail(f"{error.filename or file}: {error.strerror or error}", 1)
+    except MemsaverError as error:
+        _fail(f"{file}: {error}", 1)
 
 
 def _fail(message: str, status: int) -> NoReturn:

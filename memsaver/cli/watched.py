@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from memsaver.native import Backup, State
 from memsaver.statistics import Stats, TagStats
+from memsaver.text import plain_text
 
 __all__ = [
     "Device",
@@ -33,7 +34,6 @@ __all__ = [
     "Silent",
     "WatchedTag",
     "find_processes",
-    "plain_text",
 ]
 
 FORMAT = 1  # kStatsFormat of the core's stats_json.h
@@ -311,11 +311,6 @@ def _command_of(pid: int) -> str:
     except OSError:
         return ""
     return plain_text(b" ".join(words).decode(errors="replace"))
-
-
-def plain_text(text: str) -> str:
-    """The text on one line, without what a terminal would take for a command."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def _remove(folder: int, name: str) -> None:

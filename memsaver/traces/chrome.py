@@ -49,7 +49,8 @@ def read_json(text: str | bytes) -> Trace:
         version = about["memsaver_trace"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(
-            "this is no trace of memsaver's: save one with memsaver.timeline().save('trace.json')"
+            "this is no trace of memsaver's: one is made by `with memsaver.timeline() as t: ...` "
+            "and then t.save('trace.json')"
         ) from None
     if version != _FORMAT:
         raise ConfigError(

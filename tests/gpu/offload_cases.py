@@ -136,17 +136,98 @@ def case_copies_wait_for_other_streams() -> None:
     assert bool((tensor == 5).all())
 
 
+def case_a_move_waits_for_its_copies() -> None:
+    cached = torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
+    del cached
+    tensor = torch.full((3 * GIB // 4,), 5.0, device="cuda")
+    beside = torch.empty(GIB // 2, dtype=torch.uint8, device="cuda")  # keeps the old memory torch's
+    torch.cuda.synchronize()
+    offload(tensor, tag="trainer")
+    assert torch.cuda.current_stream().query()
+    with torch.cuda.stream(torch.cuda.Stream()):  # which waits for no other
+        assert bool((tensor == 5).all())
+    del beside
+
+
 def case_peak_of_the_move() -> None:
-    # Eight storages of 1 GiB with room for little more than one of them.
+    # Eight storages of 1 GiB with room for little more than one of them, and many small ones.
     tensors = [torch.full((GIB // 4,), float(n), device="cuda") for n in range(8)]
+    tensors += [torch.full((16 << 10,), float(n), device="cuda") for n in range(1000)]
+    nbytes = sum(tensor.nbytes for tensor in tensors)
     filler = torch.empty(free() - 3 * GIB // 2, dtype=torch.uint8, device="cuda")
-    offloaded = offload(tensors, tag="trainer")
-    assert offloaded.bytes == 8 * GIB
+    offloaded = offload(tensors[::-1], tag="trainer")
+    assert offloaded.bytes == nbytes
     before = free()
     with offloaded.paused():
-        assert free() - before >= 8 * GIB - PINNING
-    assert all(bool((tensor == n).all()) for n, tensor in enumerate(tensors))
+        assert free() - before >= nbytes - PINNING
+    for numbers in (tensors[:8], tensors[8:]):
+        assert all(bool((tensor == n).all()) for n, tensor in enumerate(numbers))
     del filler
+
+
+def case_dropped_gradients_go_back() -> None:
+    trainer = Trainer("adamw_fused", wide_model, "cuda")
+    offloaded = offload(trainer.optimizer, tag="optimizer")
+    trainer.step()
+
+    def held() -> int:
+        with offloaded.paused():
+            pass
+        return memsaver.stats()["optimizer"][0].allocated_bytes
+
+    with_gradients = held()
+    trainer.optimizer.zero_grad()
+    assert with_gradients - held() >= 2 * 64 * MIB
+
+
+def case_inside_regions_and_pools() -> None:
+    trainer = Trainer("adamw", wide_model, "cuda")
+    trainer.step()
+    contents = trainer.contents()
+    with memsaver.region("other"):
+        offload(trainer.optimizer, tag="optimizer")
+    moments = [state for state in states_of(trainer.optimizer) if state.is_cuda]
+    assert moments
+    assert all(lies_in(moment, "optimizer") for moment in moments)
+    assert trainer.contents() == contents
+
+    # Which pool wins is torch's affair: the move works or is refused before it begins.
+    pool = torch.cuda.MemPool()
+    tensor = torch.full((MIB,), 5.0, device="cuda")
+    address = tensor.data_ptr()
+    with torch.cuda.use_mem_pool(pool):
+        try:
+            offload(tensor, tag="tensor")
+        except memsaver.InvalidStateError as error:
+            assert "use_mem_pool" in str(error)
+            assert tensor.data_ptr() == address
+    offloaded = offload(tensor, tag="tensor")
+    assert lies_in(tensor, "tensor")
+    with offloaded.paused():
+        pass
+    assert bool((tensor == 5).all())
+
+
+def case_memory_that_must_stay_is_refused() -> None:
+    class Foreign:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.__cuda_array_interface__ = tensor.__cuda_array_interface__
+
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        pooled = torch.ones(MIB, device="cuda")
+    owner = torch.ones(MIB, device="cuda")
+    foreign = torch.as_tensor(Foreign(owner), device="cuda")
+    assert foreign.data_ptr() == owner.data_ptr()
+    movable = torch.ones(MIB, device="cuda")
+    address = movable.data_ptr()
+    for tensor, reason in ((pooled, "pool of its own"), (foreign, "not torch's")):
+        with raises(memsaver.ConfigError) as caught:
+            offload(movable, tensor, tag="trainer")
+        assert reason in str(caught[0])
+    assert movable.data_ptr() == address
+    with raises(memsaver.UnknownTagError):
+        memsaver.state("trainer")
 
 
 def case_without_room() -> None:
@@ -185,34 +266,44 @@ def case_without_room() -> None:
     del filler
 
 
-def case_a_captured_step() -> None:
-    """A graph of forward, backward and step: its gradients stay, the states are paused."""
+def captured(
+    tag: str | None, set_to_none: bool
+) -> tuple[Trainer, torch.Tensor, torch.cuda.CUDAGraph]:
+    """A graph of forward, backward and step, and its input; offloaded before that, given a tag.
 
-    def captured(tag: str | None) -> tuple[Trainer, torch.Tensor, torch.cuda.CUDAGraph]:
-        trainer = Trainer("adamw_capturable", None, "cuda")
-        x = torch.ones(4, 32, device="cuda")
-        if tag is not None:
-            offload(trainer.optimizer, tag=tag)
+    The gradients are the graph's own, or, without `set_to_none`, torch's as before the capture.
+    """
+    trainer = Trainer("adamw_capturable", None, "cuda")
+    x = torch.ones(4, 32, device="cuda")
+    if tag is not None:
+        offload(trainer.optimizer, tag=tag)
 
-        def work() -> None:
-            trainer.optimizer.zero_grad(set_to_none=True)
-            trainer.model(x).square().mean().backward()
-            trainer.optimizer.step()
+    def work() -> None:
+        trainer.optimizer.zero_grad(set_to_none=set_to_none)
+        trainer.model(x).square().mean().backward()
+        trainer.optimizer.step()
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                work()
-        torch.cuda.current_stream().wait_stream(side)
-        trainer.optimizer.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
             work()
-        return trainer, x, graph
+    torch.cuda.current_stream().wait_stream(side)
+    if set_to_none:
+        trainer.optimizer.zero_grad(set_to_none=True)
+    elif tag is not None:
+        with memsaver.paused(tag):  # in which the gradients change their addresses, once
+            pass
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return trainer, x, graph
 
-    trainer, x, graph = captured("optimizer")
-    expected, other_x, other = captured(None)
+
+def replay(set_to_none: bool) -> None:
+    """Replays between pauses are those of a trainer that never paused."""
+    trainer, x, graph = captured("optimizer", set_to_none)
+    expected, other_x, other = captured(None, set_to_none)
     assert all(lies_in(state, "optimizer") for state in states_of(trainer.optimizer))
     for n in range(6):
         x.fill_(n)
@@ -221,8 +312,32 @@ def case_a_captured_step() -> None:
         other.replay()
         with memsaver.paused("optimizer"):
             gradients = [p.grad for p in trainer.model.parameters()]
-            assert not any(lies_in(gradient, "optimizer") for gradient in gradients)
+            inside = [lies_in(gradient, "optimizer") for gradient in gradients]
+            assert not any(inside) if set_to_none else all(inside)
         assert trainer.contents() == expected.contents(), n
+
+
+def case_a_captured_step_with_gradients_of_the_graph() -> None:
+    replay(set_to_none=True)  # they stay
+
+
+def case_a_captured_step_with_gradients_from_before() -> None:
+    replay(set_to_none=False)  # they are paused
+
+
+def case_on_the_second_gpu() -> None:
+    trainer, expected = Trainer(device="cuda:1"), Trainer(device="cuda:1")
+    offloaded = offload(trainer.model, trainer.optimizer, tag="trainer")
+    assert torch.cuda.current_device() == 0
+    for _ in range(3):
+        trainer.step()
+        expected.step()
+        with offloaded.paused():
+            assert all(lies_in(parameter, "trainer") for parameter in trainer.model.parameters())
+            rows = memsaver.stats()["trainer"]
+            assert sum(row.resident_bytes for row in rows) == 0
+        assert trainer.contents() == expected.contents()
+    assert {row.device for row in rows if row.allocated_bytes} == {1}
 
 
 def case_fsdp2() -> None:

@@ -17,7 +17,7 @@ NAMES = [
     for node in ast.parse(CASES.read_text()).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
 ]
-ALONE = [name for name in NAMES if name != "case_fsdp2"]
+ALONE = [name for name in NAMES if name not in {"case_fsdp2", "case_on_the_second_gpu"}]
 
 
 def run(name: str, ranks: int = 1, expandable: bool = False) -> None:
@@ -66,3 +66,10 @@ def test_fsdp2_on_one_rank() -> None:
 @pytest.mark.timeout(240)
 def test_fsdp2_on_two_ranks() -> None:
     run("case_fsdp2", ranks=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+@pytest.mark.timeout(240)
+def test_on_the_second_gpu() -> None:
+    run("case_on_the_second_gpu")

@@ -33,6 +33,11 @@ def check_driver() -> list[Finding]:
     try:
         driver = BareDriver()
     except MemsaverError as error:
+        if os.environ.get("MEMSAVER_DRIVER") == "sim":
+            named = re.search(r"MEMSAVER_SIM_[A-Z]+", str(error))
+            correct = f"correct {named[0]}, or " if named else ""
+            advice = f"{correct}unset MEMSAVER_DRIVER to use a GPU"
+            return [bad("driver", str(error), advice, opened="sim")]
         advice = (
             "install NVIDIA's driver, and start a container with its GPUs (docker run --gpus all); "
             "or set MEMSAVER_DRIVER=sim to develop without a GPU"
