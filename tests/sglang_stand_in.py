@@ -1,9 +1,9 @@
 """An engine with SGLang's interface and without its mercy: what ends SGLang's scheduler ends it.
 
 The parts have the names, fields and message types of SGLang 0.5.16 and 0.5.23 that memsaver's
-integration uses: a scheduler with its weight updater, a tokenizer manager that asks the schedulers
-and waits for all of them, an `Engine` with an event loop, and a server. A scheduler that died does
-not answer any more, so that whoever waits for it waits for ever.
+integration uses (and of 0.5.12, where asked for): a scheduler with its weight updater, a tokenizer
+manager that asks the schedulers and waits for all of them, an `Engine` with an event loop, and a
+server. A scheduler that died does not answer any more, so that whoever waits for it waits for ever.
 """
 
 from __future__ import annotations
@@ -193,6 +193,40 @@ class Updater:
             torch.distributed.barrier(self.tp_cpu_group)
 
 
+class UpdateWeightsMixin:
+    """The same of SGLang 0.5.12, where they are the scheduler's own."""
+
+    def release_memory_occupation(self, recv_req):
+        assert self.is_fully_idle(), "only when the server is idle"
+        tags = recv_req.tags or TAGS
+        self.offload_tags.update(tags)
+        if "kv_cache" in tags:
+            self.memory_saver_adapter.pause("kv_cache")
+            self.flush_cache()
+        if "weights" in tags:
+            if self.prepare_error is not None:
+                raise self.prepare_error
+            self.stashed_model_static_state = self.buffers()
+            self.memory_saver_adapter.pause("weights")
+        if "cuda_graph" in tags:
+            self.memory_saver_adapter.pause("cuda_graph")
+        return ReleaseMemoryOccupationReqOutput()
+
+    def resume_memory_occupation(self, recv_req):
+        tags = recv_req.tags or TAGS
+        for tag in tags:
+            self.offload_tags.remove(tag)
+        if "cuda_graph" in tags:
+            self.memory_saver_adapter.resume("cuda_graph")
+        if "weights" in tags:
+            self.memory_saver_adapter.resume("weights")
+            self.restore_buffers(self.stashed_model_static_state)
+            del self.stashed_model_static_state
+        if "kv_cache" in tags:
+            self.memory_saver_adapter.resume("kv_cache")
+        return ResumeMemoryOccupationReqOutput()
+
+
 @dataclass(frozen=True)
 class Tensor:
     """Bytes in the device's memory, or the host's."""
@@ -213,7 +247,10 @@ class Scheduler:
         self.death: BaseException | None = None
         self.buffer: bytes | None = None  # what a model keeps beside its parameters
         self.model = None  # a simulated_driver.Block, whose first bytes are the buffer
-        self.weight_updater = make_updater(self, saver or Saver(), group)
+        self._make_handlers(make_updater, saver or Saver(), group)
+
+    def _make_handlers(self, make_updater, saver, group) -> None:
+        self.weight_updater = self.handlers = make_updater(self, saver, group)
 
     def handle(self, name: str, message=None):
         """The answer to a message; None from a dead scheduler."""
@@ -224,13 +261,13 @@ class Scheduler:
                 return FlushCacheReqOutput(self.flush_cache())
             if name == "get_internal_state":
                 return self.get_internal_state(message)
-            return getattr(self.weight_updater, name)(message)
+            return getattr(self.handlers, name)(message)
         except Exception as error:
             self.death = error
             return None
 
     def begin(self, rid: str) -> None:
-        if self.weight_updater.offload_tags:
+        if self.handlers.offload_tags:
             self.death = RuntimeError("an illegal memory access was encountered")
         self.running.add(rid)
 
@@ -256,6 +293,15 @@ class Scheduler:
     def restore_buffers(self, saved) -> None:
         for _, tensor in saved["buffers"]:
             self.model.sim.write(self.model.address, tensor.data)
+
+
+class OlderScheduler(Scheduler):
+    """One that has the handlers itself, by a mixin of the classes below."""
+
+    def _make_handlers(self, make_updater, saver, group) -> None:
+        self.handlers, self.memory_saver_adapter, self.tp_cpu_group = self, saver, group
+        self.offload_tags: set[str] = set()
+        self.prepare_error: Exception | None = None
 
 
 # --- the main process -----------------------------------------------------------------------------
@@ -584,13 +630,19 @@ CALLS = {
 
 
 @contextmanager
-def modules(monkeypatch):
-    """SGLang's modules with these classes, which belong to the caller, for the block."""
+def modules(monkeypatch, older: bool = False):
+    """SGLang's modules with these classes, which belong to the caller, for the block.
+
+    With `older` they are those of SGLang 0.5.12, whose schedulers have the handlers themselves.
+    """
     classes = types.SimpleNamespace(
         Updater=type("SchedulerWeightUpdaterManager", (Updater,), {}),
+        Mixin=type("SchedulerUpdateWeightsMixin", (UpdateWeightsMixin,), {}),
         Scheduler=type("Scheduler", (Scheduler,), {}),
         Tokenizer=type("TokenizerControlMixin", (TokenizerManager,), {}),
     )
+    if older:
+        classes.Scheduler = type("Scheduler", (classes.Mixin, OlderScheduler), {})
     messages = {name: value for name, value in globals().items() if "Req" in name}
     contents = {
         "sglang": {},
@@ -598,12 +650,17 @@ def modules(monkeypatch):
         "sglang.srt.managers": {},
         "sglang.srt.managers.io_struct": messages,
         "sglang.srt.managers.scheduler": {"Scheduler": classes.Scheduler},
-        "sglang.srt.managers.scheduler_components": {},
-        "sglang.srt.managers.scheduler_components.weight_updater": {
-            "SchedulerWeightUpdaterManager": classes.Updater
-        },
         "sglang.srt.managers.tokenizer_control_mixin": {"TokenizerControlMixin": classes.Tokenizer},
     }
+    if older:
+        contents["sglang.srt.managers.scheduler_update_weights_mixin"] = {
+            "SchedulerUpdateWeightsMixin": classes.Mixin
+        }
+    else:
+        contents["sglang.srt.managers.scheduler_components"] = {}
+        contents["sglang.srt.managers.scheduler_components.weight_updater"] = {
+            "SchedulerWeightUpdaterManager": classes.Updater
+        }
     with monkeypatch.context() as patch:
         for name, values in contents.items():
             module = types.ModuleType(name)

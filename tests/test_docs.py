@@ -162,6 +162,7 @@ def test_the_reference_has_everything_public():
     assert set(memsaver.__all__) - errors <= shown
     for name in (
         "distributed",
+        "integrations.lightrft",
         "integrations.rollout",
         "integrations.sglang",
         "integrations.trainer",
@@ -217,8 +218,10 @@ def test_the_measured_page_is_the_result_files():
     [
         ("sglang.md", "Install and turn on"),
         ("how-to/verl.md", "Install and turn on"),
+        ("how-to/lightrft.md", "Install and turn on"),
         ("how-to/slime.md", "slime"),
         ("how-to/slime.md", "miles"),
+        ("how-to/xtuner.md", "Install and turn on"),
     ],
 )
 def test_what_to_install_and_set_takes_ten_lines(page, section):

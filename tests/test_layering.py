@@ -156,6 +156,15 @@ PACKAGES = {
             "memsaver.integrations.trainer",
         },
     ),
+    "memsaver.integrations.lightrft": (
+        "integrations/lightrft",
+        {
+            "memsaver",
+            "memsaver.distributed",
+            "memsaver.integrations.sglang",
+            "memsaver.integrations.trainer",
+        },
+    ),
     "memsaver.integrations.trainer": ("integrations/trainer", {"memsaver"}),
     "torch_memory_saver": (
         "integrations/torch_memory_saver/torch_memory_saver",

@@ -10,10 +10,12 @@ from types import ModuleType
 from typing import Any
 
 from memsaver.integrations.sglang import scheduler, tokenizer, weight_loads
+from memsaver.integrations.sglang.updaters import of_scheduler
 
-__all__ = ["install", "install_in", "modules"]
+__all__ = ["install", "install_in", "left_out_by", "modules"]
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_MIXIN = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -28,17 +30,30 @@ def install() -> None:
     for name in modules():
         try:
             module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            if any(target.startswith(f"{name}.") for target in _hooks()):
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
                 raise
-        else:
-            install_in(module)
+            continue  # this SGLang has no such module
+        install_in(module)
 
 
 def modules() -> tuple[str, ...]:
-    """The modules of SGLang's that have something to hook, for `install_in`."""
+    """The modules of SGLang's that have something to hook, for `install_in`.
+
+    No SGLang has all of them: the handlers have moved.
+    """
     targets = (*_hooks(), *_hooks_of_updates())
     return tuple(dict.fromkeys(target.rsplit(".", 2)[0] for target in targets))
+
+
+def left_out_by(name: str) -> tuple[str, ...]:
+    """Those of `modules()` that this SGLang has not, if they are not there when `name` is.
+
+    The scheduler imports whatever has its handlers.
+    """
+    if name != _SCHEDULER.rpartition(".")[0]:
+        return ()
+    return tuple(handlers.rpartition(".")[0] for handlers in (_UPDATER, _MIXIN))
 
 
 def install_in(module: ModuleType) -> None:
@@ -70,6 +85,8 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
     return {
         f"{_UPDATER}.release_memory_occupation": ("AROUND", scheduler.release),
         f"{_UPDATER}.resume_memory_occupation": ("AROUND", scheduler.resume),
+        f"{_MIXIN}.release_memory_occupation": ("AROUND", of_scheduler(scheduler.release)),
+        f"{_MIXIN}.resume_memory_occupation": ("AROUND", of_scheduler(scheduler.resume)),
         f"{_SCHEDULER}.get_internal_state": ("AFTER", scheduler.add_state),
         f"{_TOKENIZER}.release_memory_occupation": ("REPLACE", tokenizer.ask_to_release),
         f"{_TOKENIZER}.resume_memory_occupation": ("REPLACE", tokenizer.ask_to_resume),

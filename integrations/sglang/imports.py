@@ -12,7 +12,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["when_imported"]
+__all__ = ["no_longer", "when_imported"]
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
@@ -28,6 +28,13 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
             sys.meta_path.insert(0, _Finder(name, then))
     elif not getattr(module.__spec__, "_initializing", False):
         then(module)
+
+
+def no_longer(name: str) -> None:
+    """Await the import of a module no more, if it was awaited."""
+    for finder in list(sys.meta_path):
+        if isinstance(finder, _Finder) and finder.name == name:
+            sys.meta_path.remove(finder)
 
 
 class _Finder(MetaPathFinder):

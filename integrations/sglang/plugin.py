@@ -23,6 +23,7 @@ import functools
 import importlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -32,7 +33,7 @@ import memsaver
 from memsaver.errors import NotLoadedError
 from memsaver.integrations.sglang import hooks, settings, versions
 from memsaver.integrations.sglang.adapter import MemsaverAdapter
-from memsaver.integrations.sglang.imports import when_imported
+from memsaver.integrations.sglang.imports import no_longer, when_imported
 from memsaver.native import _C
 from memsaver.preload import is_preloaded
 
@@ -146,9 +147,13 @@ def _hook_schedulers() -> None:
     """Now or when they are imported; once more where they are being imported. Idempotent."""
     for name in hooks.modules():
         when_imported(name, _hook)
+    for name in hooks.modules():
+        if name in sys.modules and not _is_being_imported(sys.modules[name]):
+            _await_no_more(name)
 
 
 def _hook(module: ModuleType) -> None:
+    _await_no_more(module.__name__)
     try:
         hooks.install_in(module)
     except Exception:
@@ -157,6 +162,16 @@ def _hook(module: ModuleType) -> None:
             "memsaver cannot guard the release and resume of this SGLang: %s is not as expected",
             module.__name__,
         )
+
+
+def _is_being_imported(module: ModuleType) -> bool:
+    return bool(getattr(module.__spec__, "_initializing", False))
+
+
+def _await_no_more(name: str) -> None:
+    """A module is there: what it would have imported, and has not, never comes."""
+    for other in hooks.left_out_by(name):
+        no_longer(other)
 
 
 def _keep_nccl_from_registering() -> None:

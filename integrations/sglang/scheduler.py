@@ -49,6 +49,7 @@ from memsaver.integrations.sglang.protocol import (
     SchedulerState,
 )
 from memsaver.integrations.sglang.ranks import Group, first_failure
+from memsaver.integrations.sglang.updaters import resume_of, updater_of
 
 __all__ = ["add_state", "release", "resume"]
 
@@ -197,7 +198,7 @@ def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
     It is left out where this SGLang is not as expected: whoever asks then sees no guard.
     """
     try:
-        updater = scheduler.weight_updater
+        updater = updater_of(scheduler)
         if handlers.is_as_expected(updater):
             state = SchedulerState(
                 _name(scheduler),
@@ -222,7 +223,7 @@ def _restore(updater: Any, request: Any, tags: Sequence[str]) -> None:
     Tag by tag: where the release failed before it had done its part for one, that one has less to
     undo, and the others have it all the same.
     """
-    again = type(updater).resume_memory_occupation
+    again = resume_of(updater)
     stashed = handlers.stash_of(updater) is not None
     for tag in [tag for tag in RESUME_ORDER if tag in tags]:
         if tag == WEIGHTS and not stashed:

@@ -7,7 +7,7 @@ import re
 __all__ = ["doubt", "is_too_old"]
 
 TRIED = ("0.5.16",)  # its engine was run
-READ = ("0.5.23",)  # its source was followed
+READ = ("0.5.12", "0.5.23")  # its source was followed
 PLUGINS_SINCE = "0.5.11"
 
 

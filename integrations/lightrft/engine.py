@@ -1,0 +1,138 @@
+"""The sleep and the wake-up of a LightRFT strategy's SGLang engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.integrations.lightrft.ranks import on_every_rank
+from memsaver.integrations.sglang import SleepController
+from memsaver.integrations.sglang.protocol import GRAPH, KV_CACHE, WEIGHTS
+
+__all__ = ["WEIGHTS_POLICIES", "EngineMemory"]
+
+WEIGHTS_POLICIES = ("keep", "backup", "resend")
+_AGAIN = "other ranks' engines did it; the call may be made again, and leaves out what is done"
+
+
+class EngineMemory:
+    """The engines of all ranks, as one. Every rank makes the same calls, from one thread.
+
+    LightRFT has an engine in the process of rank 0 of each tensor-parallel group, as `_engine` of
+    the object that every rank has; the other ranks take part in what is agreed on.
+
+    Attributes:
+        weights: what happens to the weights in a sleep, one of `WEIGHTS_POLICIES`.
+    """
+
+    def __init__(self, strategy: Any, weights: str, timeout: float) -> None:
+        self.weights = weights
+        self._strategy = strategy
+        self._timeout = timeout
+        self._controller: SleepController | None = None
+        self._controlled: Any = None  # the engine that the controller is for
+        self._updating = False
+        # The engine's weights are the trainer's of the last update; alike on all ranks.
+        self._has_weights = True
+
+    def controller(self) -> SleepController | None:
+        """The controller of this rank's engine; None on a rank without one.
+
+        Raises:
+            EngineError: it cannot be reached.
+        """
+        rollout = self._strategy.inference_engine
+        if rollout is None or getattr(rollout, "_tp_rank", 0) != 0:
+            return None
+        if self._controller is None or self._controlled is not rollout._engine:
+            self._controller = SleepController(rollout._engine, timeout=self._timeout)
+            self._controlled = rollout._engine
+        return self._controller
+
+    def sleep(self) -> None:
+        """Give the memory back on every rank. What is given back already is left out.
+
+        Raises:
+            RankError, or where there are no other ranks EngineBusyError, EngineTimeoutError,
+                EngineError, MemsaverError: as from `SleepController.sleep`.
+            ConfigError: likewise; the weights are to come from a backup that the engine has not.
+        """
+        tags: Sequence[str] = (KV_CACHE, GRAPH)
+        if self.weights != "keep":
+            tags = (KV_CACHE, WEIGHTS, GRAPH)
+
+        def work() -> None:
+            controller = self.controller()
+            if controller is None:
+                return
+            if self.weights == "backup":
+                _check_backup(self._controlled)
+            controller.sleep(tags, wait_idle=True, timeout=self._timeout)
+
+        if self.weights == "resend":
+            self._has_weights = False  # on some rank maybe, also where another one fails
+        on_every_rank("the engine's sleep", work, _AGAIN)
+
+    def wake_up(self) -> bool:
+        """Have the memory again on every rank; in an update of the weights, that of the weights.
+
+        Returns:
+            Whether the engine is awake then: not in an update.
+
+        Raises:
+            InvalidStateError: the weights were given back without a backup, and LightRFT has no
+                actor to send them from; nothing is done.
+            RankError, or where there are no other ranks OutOfDeviceMemoryError, EngineTimeoutError,
+                EngineError, MemsaverError: as from `SleepController.wake_up`.
+        """
+        if self._updating:
+            self._wake([WEIGHTS])
+            return False
+        if not self._has_weights:
+            self._resend()
+        self._wake(None)
+        return True
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        """In the block, a wake-up is one of the weights; after it, they are the trainer's."""
+        self._updating = True
+        try:
+            yield
+        finally:
+            self._updating = False
+        self._has_weights = True
+
+    def _resend(self) -> None:
+        sender = getattr(self._strategy, "broadcast_manager", None)
+        if sender is None:
+            raise InvalidStateError(
+                "the engine's weights were given back without a backup, and there is no actor to "
+                "send them from: call strategy.update_engine_weights(actor) before generating",
+                tag=WEIGHTS,
+            )
+        self._wake([WEIGHTS])
+        sender.broadcast_to_engine()
+        self._strategy.sync_and_clear_cache()
+        self._has_weights = True
+
+    def _wake(self, tags: Sequence[str] | None) -> None:
+        def work() -> None:
+            controller = self.controller()
+            if controller is not None:
+                controller.wake_up(tags, timeout=self._timeout)
+
+        on_every_rank("the engine's wake-up", work, _AGAIN)
+
+
+def _check_backup(engine: Any) -> None:
+    """Raise `ConfigError` where SGLang was not told to keep a backup of the weights."""
+    arguments = getattr(engine, "server_args", None)
+    if not getattr(arguments, "enable_weights_cpu_backup", False):
+        raise ConfigError(
+            "the engine was started without enable_weights_cpu_backup, so that its weights would "
+            'be lost in a sleep: start it with that, or choose weights="resend" or "keep"',
+            tag=WEIGHTS,
+        )

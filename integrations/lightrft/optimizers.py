@@ -1,0 +1,115 @@
+"""The memory of a LightRFT strategy's optimizers, given back between steps."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import memsaver
+import memsaver.distributed
+from memsaver.integrations.lightrft.ranks import has_other_ranks, on_every_rank
+from memsaver.integrations.trainer import Offloaded, offload
+
+__all__ = ["OptimizerMemory"]
+
+
+class OptimizerMemory:
+    """Optimizers, each in a tag of its own. Every rank makes the same calls, from one thread."""
+
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+        # By optimizer: its tag, from when it is first seen; its handle, on this rank; and those
+        # that have one on all ranks. Tags and the last are the same everywhere.
+        self._tags: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._handles: weakref.WeakKeyDictionary[Any, Offloaded] = weakref.WeakKeyDictionary()
+        self._settled: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._seen = 0
+
+    def pause(self, optimizer: Any) -> None:
+        """Give an optimizer's memory back, on every rank or on none. A second time does nothing.
+
+        Raises:
+            RankError: it failed on a rank; the memory is there, on all ranks.
+            ConfigError, MemsaverError: as from `offload` and `memsaver.pause`, likewise.
+        """
+        inner, is_wrapped = _inner(optimizer)
+        if inner not in self._tags:
+            self._seen += 1
+            self._tags[inner] = self._tag if self._seen == 1 else f"{self._tag} {self._seen}"
+        if inner not in self._settled:
+            on_every_rank(
+                "putting the optimizer into a tag",
+                lambda: self._put(inner, is_wrapped),
+                "on the others it is in the tag, which changes nothing; call it again",
+            )
+            self._settled.add(inner)
+        _pause([self._tags[inner]])
+
+    def resume(self, optimizer: Any) -> None:
+        """Have an optimizer's memory again, on every rank or on none. Nothing where it is there.
+
+        Raises:
+            RankError: it failed on a rank (for want of memory, say), and is paused on all.
+            MemsaverError: as from `memsaver.resume`, likewise.
+        """
+        inner, _ = _inner(optimizer)
+        if inner in self._settled:
+            _resume([self._tags[inner]])
+
+    @contextlib.contextmanager
+    def there(self) -> Iterator[None]:
+        """For the block, the memory of all of them is there. Errors as of `resume` and `pause`."""
+        tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
+        if tags:
+            _resume(tags)
+        try:
+            yield
+        finally:
+            if tags:
+                _pause(tags)
+
+    def close(self) -> None:
+        """Resume all of them, and look for nothing new any more. Errors as of `resume`."""
+        tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
+        if tags:
+            _resume(tags)
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+        self._settled.clear()
+
+    def _put(self, inner: Any, is_wrapped: bool) -> None:
+        if inner not in self._handles:
+            self._handles[inner] = offload(inner, tag=self._tags[inner], parameters=is_wrapped)
+
+
+def _inner(optimizer: Any) -> tuple[Any, bool]:
+    """The optimizer that has the states, and whether a wrapper is around it.
+
+    LightRFT's wrapper for mixed precision has it as `optim`, and gives it master weights of its own
+    in place of the model's parameters. Its own hooks, as an optimizer's, are never called.
+    """
+    inner = optimizer
+    while hasattr(getattr(inner, "optim", None), "param_groups"):
+        inner = inner.optim
+    return inner, inner is not optimizer
+
+
+def _is_paused(handle: Offloaded) -> bool:
+    return handle.state is memsaver.State.PAUSED
+
+
+def _pause(tags: list[str]) -> None:
+    if has_other_ranks():
+        memsaver.distributed.pause(*tags)
+    else:
+        memsaver.pause(*tags)
+
+
+def _resume(tags: list[str]) -> None:
+    if has_other_ranks():
+        memsaver.distributed.resume(*tags)
+    else:
+        memsaver.resume(*tags)

@@ -1,0 +1,61 @@
+"""The object that has SGLang's handlers of release and resume, and their state.
+
+It is the scheduler's weight updater, or before SGLang had that (0.5.12, say) the scheduler itself,
+by a mixin. memsaver's hooks are written for an updater, and see such a scheduler as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["SchedulerAsUpdater", "of_scheduler", "resume_of", "updater_of"]
+
+_HANDLER = "release_memory_occupation"
+
+
+class SchedulerAsUpdater:
+    """A scheduler with the handlers, as a weight updater: what is set here is set there.
+
+    Attributes:
+        scheduler: the scheduler.
+    """
+
+    scheduler: Any
+
+    def __init__(self, scheduler: Any) -> None:
+        object.__setattr__(self, "scheduler", scheduler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.scheduler, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.scheduler, name)
+
+
+def updater_of(scheduler: Any) -> Any:
+    """The updater of a scheduler. AttributeError where it has neither one nor the handlers."""
+    if hasattr(scheduler, "weight_updater") or not hasattr(scheduler, _HANDLER):
+        return scheduler.weight_updater
+    return SchedulerAsUpdater(scheduler)
+
+
+def resume_of(updater: Any) -> Callable[..., Any]:
+    """The handler of a resume, as a function of the updater."""
+    owner = updater.scheduler if isinstance(updater, SchedulerAsUpdater) else updater
+    handler: Callable[..., Any] = type(owner).resume_memory_occupation
+    return handler
+
+
+def of_scheduler(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook around an updater's handler, for the same handler of a scheduler."""
+
+    def call(original: Callable[..., Any], owner: Any, request: Any) -> Any:
+        # The handlers are called with the updater that memsaver has made already, too.
+        known = isinstance(owner, SchedulerAsUpdater)
+        return hook(original, owner if known else SchedulerAsUpdater(owner), request)
+
+    return call

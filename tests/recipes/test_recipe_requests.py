@@ -1,0 +1,74 @@
+"""SGLang's server asked as each framework asks it, twice over, by the requests that its source has.
+
+The frameworks themselves are in the other files, where they are installed.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+
+import pytest
+
+import memsaver
+from memsaver.integrations.sglang import SleepController, Status
+
+pytestmark = pytest.mark.recipes
+
+# By framework, in order: a path, and the tags in its body, or None where the body names none.
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+SEQUENCES = {
+    "verl": [(RELEASE, ["kv_cache", "weights"]), (RESUME, ["weights"]), (RESUME, ["kv_cache"])],
+    "verl_adapters": [(RELEASE, ["kv_cache"]), (RESUME, ["kv_cache"])],
+    "slime": [(RELEASE, None), (RESUME, ["weights"]), (RESUME, ["kv_cache", "cuda_graph"])],
+    "xtuner": [(RELEASE, None), (RESUME, ["weights"]), (RESUME, ["kv_cache"])],
+    "lightrft": [(RELEASE, ["kv_cache", "cuda_graph"]), (RESUME, ["kv_cache", "cuda_graph"])],
+}
+
+
+def post(engine, path, tags):
+    body = {} if tags is None else {"tags": tags}
+    request = urllib.request.Request(
+        engine.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.loads(response.read() or b"null")
+
+
+@pytest.mark.parametrize("framework", SEQUENCES)
+def test_what_is_released_is_free_and_comes_back(engine, sim, framework):
+    scheduler, full = engine.scheduler, sim.tag_bytes()
+    for _ in range(2):
+        scheduler.kv_cache.fill(2)
+        for path, tags in SEQUENCES[framework]:
+            before = sim.tag_bytes()
+            post(engine, path, tags)
+            named = tags or ["weights", "kv_cache", "cuda_graph"]
+            wanted = "paused" if path == RELEASE else "mapped"
+            states = {name: memsaver.state(name).value for name in ("weights", "kv_cache")}
+            assert {states[name] for name in named if name in states} <= {wanted}
+            assert (sim.tag_bytes() < before) == (path == RELEASE)
+        assert sim.tag_bytes() == full
+        assert scheduler.weights.is_intact() and scheduler.kv_cache.is_zero()
+
+
+def test_xtuner_resets_the_prefix_cache_by_releasing_once_more(engine):
+    """SGLang alone would go and copy the model's buffers, which have no memory then."""
+    post(engine, RELEASE, None)
+    flushes = engine.scheduler.flushes
+    post(engine, RELEASE, None)
+    assert memsaver.state("kv_cache").value == "paused" and engine.scheduler.flushes == flushes
+    for tags in (["weights"], ["kv_cache"]):
+        post(engine, RESUME, tags)
+    assert engine.scheduler.weights.is_intact()
+
+
+def test_a_controller_sees_what_a_framework_did(engine):
+    controller = SleepController(engine.url)
+    assert controller.guarded and controller.status is Status.AWAKE
+    post(engine, *SEQUENCES["xtuner"][0])
+    assert controller.refresh() is Status.ASLEEP
+    post(engine, RESUME, ["weights"])
+    assert controller.refresh() is Status.WEIGHTS_ONLY
+    controller.wake_up()
+    assert controller.status is Status.AWAKE and controller.released == frozenset()

@@ -1,0 +1,95 @@
+"""slime's own engine actor and trainer group, where slime is installed, on memsaver."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+from installed import SGLANG, needs
+
+import memsaver
+
+pytestmark = pytest.mark.recipes
+
+NOT_ON_PYPI = "it is installed from its repository; slime on PyPI is another project"
+
+
+def states():
+    return {tag: memsaver.state(tag).value for tag in ("kv_cache", "weights")}
+
+
+@pytest.fixture
+def actor(engine):
+    """slime's actor of an engine whose server is there already."""
+    from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+
+    actor = object.__new__(SGLangEngine)
+    actor.node_rank, actor.server_host, actor.server_port = 0, engine.host, engine.port
+    return actor
+
+
+@pytest.fixture
+def installed():
+    needs("slime.backends.sglang_utils.sglang_engine", NOT_ON_PYPI)
+    needs(SGLANG, "it needs SGLang 0.5.11 or newer")
+
+
+def test_an_engine_gives_memory_back_and_takes_it_in_stages(installed, actor, engine, sim):
+    full = sim.tag_bytes()
+    for _ in range(2):
+        engine.scheduler.kv_cache.fill(7)
+        actor.release_memory_occupation()
+        assert sim.tag_bytes() == 0
+        actor.resume_memory_occupation(tags=["weights"])
+        assert states() == {"kv_cache": "paused", "weights": "mapped"}
+        assert engine.scheduler.weights.is_intact()
+        actor.resume_memory_occupation(tags=["kv_cache", "cuda_graph"])
+        assert sim.tag_bytes() == full and engine.scheduler.kv_cache.is_zero()
+
+
+def test_what_is_done_already_is_no_error(installed, actor, engine):
+    actor.resume_memory_occupation()
+    actor.release_memory_occupation()
+    actor.release_memory_occupation()
+    actor.resume_memory_occupation(tags=["weights"])
+    actor.resume_memory_occupation()
+    assert states() == {"kv_cache": "mapped", "weights": "mapped"}
+    assert engine.scheduler.weights.is_intact()
+
+
+def test_its_trainers_are_preloaded_with_memsaver(request, monkeypatch):
+    """The environment that slime gives its training actors, in a child that has it."""
+    needs("slime.ray.actor_group", NOT_ON_PYPI)
+    ray = pytest.importorskip("ray")
+    dropin_site, run_dropin = map(request.getfixturevalue, ("dropin_site", "run_dropin"))
+    from slime.ray import actor_group
+
+    monkeypatch.syspath_prepend(str(dropin_site))
+    given = {}
+
+    def remote(**options):
+        given.update(options["runtime_env"]["env_vars"])
+        raise InterruptedError
+
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(actor_group, "_TRAIN_ACTOR_CLS", object)
+    args = SimpleNamespace(
+        train_env_vars={}, offload_train=True, train_backend="megatron", use_routing_replay=False
+    )
+    with pytest.raises(InterruptedError):
+        actor_group.RayTrainGroup(args, 1, 1, (None, [0], [0]))
+    assert os.path.dirname(given["LD_PRELOAD"]) == str(dropin_site)
+    wanted = ("LD_PRELOAD", "TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP")
+    run_dropin(
+        """
+        assert memsaver.is_preloaded()
+        saver.memory_margin_bytes = 1 << 30
+        assert os.environ["MEMSAVER_TAG"] == "default"
+        saver.pause()
+        with saver.disable():
+            pass
+        saver.resume()
+        """,
+        **{name: given[name] for name in wanted},
+    )

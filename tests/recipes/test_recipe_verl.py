@@ -1,0 +1,234 @@
+"""verl's own code, unmodified, on an SGLang whose memory is memsaver's.
+
+What it does to an engine runs as it is: the client in its trainer's workers, the server's methods
+in its Ray actor, the arguments it starts SGLang with. What needs a GPU or Ray is stood in for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from installed import SGLANG, needs
+
+import memsaver
+
+pytestmark = pytest.mark.recipes
+
+BOTH = ["kv_cache", "weights"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def verl():
+    needs("verl.workers.rollout.sglang_rollout", "pip install verl")
+    needs(SGLANG, "it needs SGLang 0.5.11 or newer")
+    import verl
+
+    if [int(part) for part in verl.__version__.split(".")[:2]] < [0, 9]:
+        pytest.skip(f"verl {verl.__version__} is older than 0.9")
+    return verl
+
+
+class Remote:
+    """A method of a Ray actor, whose call is awaited."""
+
+    def __init__(self, method) -> None:
+        self._method = method
+
+    async def remote(self, *args):
+        return self._method(*args)
+
+
+def rollout_config(**options):
+    from verl.workers.config import RolloutConfig
+
+    return RolloutConfig(name="sglang", tensor_model_parallel_size=1, **options)
+
+
+def model_config():
+    return SimpleNamespace(
+        local_path="none",
+        trust_remote_code=False,
+        lora={},
+        lora_rank=0,
+        hf_config=SimpleNamespace(max_position_embeddings=4096),
+        get=lambda name, default=None: default,
+    )
+
+
+@pytest.fixture
+def rollout(engine, monkeypatch):
+    """verl's client of an engine, as a worker of the trainer has it."""
+    import ray
+    from torch.distributed.device_mesh import init_device_mesh
+    from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
+    engine.steps = []
+    actor = SimpleNamespace(
+        get_server_address=Remote(lambda: (engine.host, engine.port)),
+        set_global_steps=Remote(engine.steps.append),
+    )
+    monkeypatch.setattr(ray, "get_actor", lambda name: actor)
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "infer_tp", "infer_pp"))
+    return ServerAdapter(rollout_config(), model_config(), mesh)
+
+
+def states():
+    return {tag: memsaver.state(tag).value for tag in BOTH}
+
+
+def test_the_client_gives_memory_back_and_takes_it_in_stages(rollout, engine, sim):
+    full = sim.tag_bytes()
+    for _ in range(2):
+        engine.scheduler.kv_cache.fill(7)
+        asyncio.run(rollout.release())
+        assert sim.tag_bytes() == 0
+        asyncio.run(rollout.resume(["weights"]))
+        assert states() == {"kv_cache": "paused", "weights": "mapped"}
+        assert engine.scheduler.weights.is_intact()
+        asyncio.run(rollout.resume(["kv_cache"]))
+        assert sim.tag_bytes() == full and engine.scheduler.kv_cache.is_zero()
+
+
+def test_what_is_done_already_is_no_error(rollout, engine):
+    asyncio.run(rollout.resume(BOTH))
+    asyncio.run(rollout.release())
+    asyncio.run(rollout.release())
+    for tags in (["weights"], ["weights"], BOTH, ["kv_cache"]):
+        asyncio.run(rollout.resume(tags))
+    assert states() == {"kv_cache": "mapped", "weights": "mapped"}
+    assert engine.scheduler.weights.is_intact()
+
+
+def test_a_resume_without_room_is_an_error_and_can_be_repeated(rollout, engine, sim):
+    aiohttp = pytest.importorskip("aiohttp")
+    asyncio.run(rollout.release())
+    sim.occupy(memsaver.device_memory(0)[0] - (6 << 20))  # the trainer's
+    asyncio.run(rollout.resume(["weights"]))
+    with pytest.raises(aiohttp.ClientResponseError, match="400"):
+        asyncio.run(rollout.resume(["kv_cache"]))
+    assert states() == {"kv_cache": "paused", "weights": "mapped"}
+    sim.occupy(0)
+    asyncio.run(rollout.resume(["kv_cache"]))
+    assert engine.scheduler.weights.is_intact() and engine.scheduler.kv_cache.is_zero()
+
+
+def test_a_busy_engine_keeps_its_memory(rollout, engine):
+    aiohttp = pytest.importorskip("aiohttp")
+    engine.scheduler.running = 1
+    with pytest.raises(aiohttp.ClientResponseError, match="400"):
+        asyncio.run(rollout.release())
+    assert states() == {"kv_cache": "mapped", "weights": "mapped"}
+    engine.scheduler.running = 0
+    asyncio.run(rollout.release())
+    asyncio.run(rollout.resume(BOTH))
+
+
+def test_a_step_of_the_trainer_updates_weights_before_the_cache_is_back(
+    rollout, engine, monkeypatch
+):
+    """`ActorRolloutRefWorker.update_weights`, colocated: all of its order, without the tensors."""
+    from verl.workers import engine_workers
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    seen = []
+
+    def weights():
+        seen.append(states())
+        yield from ()
+
+    device = SimpleNamespace(empty_cache=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(engine_workers, "get_torch_device", lambda: device)
+    monkeypatch.setattr(engine_workers, "set_expandable_segments", lambda enable: None)
+    monkeypatch.setattr(engine_workers, "log_gpu_memory_usage", lambda *_, **__: None)
+    worker = object.__new__(ActorRolloutRefWorker)
+    worker.config = SimpleNamespace(rollout=rollout.config)
+    worker.rollout, worker.layered_summon, worker.peft_merge = rollout, False, False
+    worker.actor = SimpleNamespace(
+        engine=SimpleNamespace(
+            is_param_offload_enabled=True,
+            get_per_tensor_param=lambda **_: (weights(), None),
+            to=lambda *_, **__: seen.append(states()),
+        )
+    )
+    asyncio.run(rollout.release())
+    asyncio.run(worker.update_weights(global_steps=3, mode="naive"))
+    # When the weights are sent, and when the trainer's copy goes.
+    assert seen == [{"kv_cache": "paused", "weights": "mapped"}] * 2
+    assert states() == {"kv_cache": "mapped", "weights": "mapped"} and engine.steps == [3]
+
+
+@pytest.fixture
+def server(engine):
+    """The methods of verl's Ray actor, on the engine's tokenizer manager."""
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+    server = object.__new__(SGLangHttpServer)
+    server.config, server.model_config = rollout_config(), model_config()
+    server.node_rank, server.tokenizer_manager = 0, engine.tokenizer
+    return server
+
+
+@pytest.mark.parametrize("mode", ["HYBRID", "COLOCATED", "STANDALONE"])
+def test_the_server_sleeps_and_wakes_in_every_mode(server, engine, sim, mode):
+    from verl.workers.rollout.replica import RolloutMode
+
+    server.rollout_mode = RolloutMode[mode]
+    kept = "mapped" if mode == "STANDALONE" else "paused"
+    for _ in range(2):
+        engine.run(server.sleep())
+        assert states() == {"kv_cache": "paused", "weights": kept}
+        if mode == "HYBRID":  # the trainer's workers wake it
+            with pytest.raises(ValueError, match="HYBRID"):
+                engine.run(server.wake_up())
+            engine.run(engine.tokenizer.resume_memory_occupation(request_for(BOTH)))
+        else:
+            engine.run(server.wake_up())
+        assert engine.scheduler.weights.is_intact() and engine.scheduler.kv_cache.is_zero()
+
+
+def test_the_server_gives_back_the_cache_alone(server, engine):
+    engine.run(server.release_kv_cache())
+    assert states() == {"kv_cache": "paused", "weights": "mapped"}
+    engine.run(server.resume_kv_cache())
+    assert engine.scheduler.kv_cache.is_zero()
+
+
+def request_for(tags):
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+    return ResumeMemoryOccupationReqInput(tags=tags)
+
+
+@pytest.mark.parametrize("mode, backup", [("HYBRID", True), ("STANDALONE", False)])
+def test_it_starts_sglang_with_a_memory_saver(engine, server, monkeypatch, mode, backup):
+    """verl's own start and SGLang's, up to the scheduler's process."""
+    import sglang.srt.entrypoints.engine as sglang_engine
+    from sglang.srt.entrypoints.http_server import Engine
+    from sglang.srt.server_args import ServerArgs
+    from verl.workers.rollout.replica import RolloutMode
+    from verl.workers.rollout.sglang_rollout import async_sglang_server
+
+    loaded, given = [], {}
+
+    def launch(server_args, ports, run_scheduler):
+        given.update(vars(server_args), run=run_scheduler)
+        raise InterruptedError
+
+    load = sglang_engine.load_plugins
+    monkeypatch.setattr(sglang_engine, "load_plugins", lambda: loaded.append(load()))
+    monkeypatch.setattr(Engine, "_launch_scheduler_processes", launch)
+    monkeypatch.setattr(ServerArgs, "check_server_args", lambda args: None)  # it wants a model
+    monkeypatch.setattr(async_sglang_server, "_set_envs_and_config", lambda args: None)
+    monkeypatch.setenv("SGLANG_BLOCK_NONZERO_RANK_CHILDREN", "0")
+    server.rollout_mode, server.nnodes, server.base_gpu_id = RolloutMode[mode], 1, 0
+    server._disaggregation_role = "null"
+    with pytest.raises(InterruptedError):
+        engine.run(server.launch_server())
+    assert loaded  # which has put memsaver in place here, and does in the scheduler's process
+    assert given["run"].__module__ == "sglang.srt.managers.scheduler"
+    assert given["enable_memory_saver"] is True
+    assert given["enable_weights_cpu_backup"] is backup

@@ -1,0 +1,67 @@
+"""xtuner's own worker for SGLang, where xtuner's RL part is installed, on memsaver."""
+
+from __future__ import annotations
+
+import pytest
+from installed import SGLANG, needs
+
+import memsaver
+
+pytestmark = pytest.mark.recipes
+
+
+@pytest.fixture
+def worker(engine):
+    """A worker whose server is there already."""
+    from xtuner.v1.rl.rollout.sglang import SGLangWorker
+
+    worker = object.__new__(SGLangWorker)
+    worker.server_url = engine.url
+    return worker
+
+
+@pytest.fixture(scope="module", autouse=True)
+def xtuner():
+    needs("xtuner.v1.rl.rollout.sglang", "xtuner's RL part is in its repository, not on PyPI")
+    needs(SGLANG, "it needs SGLang 0.5.11 or newer")
+
+
+def states():
+    return {tag: memsaver.state(tag).value for tag in ("kv_cache", "weights")}
+
+
+def test_a_worker_gives_memory_back_and_takes_it_in_stages(worker, engine, sim):
+    full = sim.tag_bytes()
+    for _ in range(2):
+        engine.scheduler.kv_cache.fill(7)
+        worker.offload()
+        assert sim.tag_bytes() == 0
+        worker.onload_weights()
+        assert states() == {"kv_cache": "paused", "weights": "mapped"}
+        assert engine.scheduler.weights.is_intact()
+        worker.onload_kvcache()
+        assert sim.tag_bytes() == full and engine.scheduler.kv_cache.is_zero()
+
+
+def test_what_is_done_already_is_no_error(worker, engine):
+    worker.onload_weights()
+    worker.offload()
+    worker.reset_prefix_cache()  # releases once more
+    worker.onload_kvcache()
+    worker.onload_weights()
+    worker.onload_weights()
+    assert states() == {"kv_cache": "mapped", "weights": "mapped"}
+    assert engine.scheduler.weights.is_intact()
+
+
+def test_a_resume_without_room_is_an_error_and_can_be_repeated(worker, engine, sim):
+    requests = pytest.importorskip("requests")
+    worker.offload()
+    sim.occupy(memsaver.device_memory(0)[0])
+    with pytest.raises(requests.HTTPError, match="400"):
+        worker.onload_weights()
+    assert states() == {"kv_cache": "paused", "weights": "paused"}
+    sim.occupy(0)
+    worker.onload_weights()
+    worker.onload_kvcache()
+    assert engine.scheduler.weights.is_intact()
