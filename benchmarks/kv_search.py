@@ -67,6 +67,8 @@ class Search:
             assert failing is not None
             return int(failing.tokens * (1 - min(back, 0.5))) or None
         assert best.spare is not None
+        if sum(one.tokens == best.tokens for one in self.trials) > 1:
+            return None  # engines do not take more, whatever is asked for
         wanted = best.tokens + (best.spare - KEEP) // self.cell
         if wanted - best.tokens <= RESOLUTION * best.tokens:
             return None

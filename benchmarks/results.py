@@ -25,9 +25,9 @@ class Measurement(TypedDict):
     """What a benchmark found out about one metric against one peer."""
 
     bench: str  # the benchmark's name
-    metric: (
-        str  # its unit is the end of the name: _ms, _ns, _MiB, _GBps, _s, or percent without one
-    )
+    # Its unit is the end of the name: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps; a fraction where it
+    # is called so; percent without one.
+    metric: str
     memsaver: float  # the median
     peer: str  # what it is compared with
     peer_value: float | None  # the peer's median, in the same unit; None: it did not get there

@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--bucket-mib", type=at_least(1), default=512, help="MiB of weights sent together")
     add("--engine-backup", action=argparse.BooleanOptionalAction, default=True)
-    add("--kv-seconds", type=float, default=390, help="after which kv starts no other engine")
+    add("--kv-seconds", type=float, default=360, help="after which kv starts no other engine")
     add("--wait", type=float, default=0.5, help="seconds before an engine sleeps")
     add("--touch-gib", type=float, default=72, help="GiB of host memory to touch first; 0: none")
     add("--small", action="store_true", help="a model of 4 layers, to try this out")

@@ -195,6 +195,7 @@ class Loop(EngineWorker):
             if not done:
                 raise RuntimeError(f"the weights were not updated: {message}")
             del bucket
+            self._collect()
         let_go(self._device, before)
 
     def _make(self) -> None:
@@ -244,6 +245,13 @@ class Loop(EngineWorker):
         if self._sent and self._sent == old:
             raise RuntimeError("the update did not change the weights")
         return {"lost": self._lost, "unchecked": unchecked, "weights": self._sent}
+
+    def _collect(self) -> None:
+        """Lets torch use the memory of buckets again that the engine has let go of."""
+        import torch
+
+        if self._device == "cuda":
+            torch.cuda.ipc_collect()
 
     def _allocated(self) -> int:
         import torch

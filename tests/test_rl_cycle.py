@@ -101,12 +101,12 @@ def test_the_rows_of_steps(run, capsys):
     assert set(by_metric) == {
         "rl_transition_seconds",
         "rl_peak_GiB",
-        *(f"rl_{stage}_seconds" for stage in stages),
+        *(f"rl_{stage}_ms" for stage in stages),
     }
     for who in ("memsaver", "peer"):
-        each = [by_metric[f"rl_{stage}_seconds"]["detail"][who] for stage in TRANSITIONS]
+        each = [by_metric[f"rl_{stage}_ms"]["detail"][who] for stage in TRANSITIONS]
         total = by_metric["rl_transition_seconds"]["detail"][who]
-        assert total == pytest.approx([sum(step) for step in zip(*each, strict=True)])
+        assert total == pytest.approx([sum(s) / 1e3 for s in zip(*each, strict=True)], abs=1e-3)
         assert len(total) == 2 and min(total) > 0
 
     # By the stand-in's figures: generating has all of the engine, the update the trainer's copy.
@@ -125,7 +125,7 @@ def test_a_peer_that_ends_has_what_it_did_before_and_the_row_says_so(run, ends, 
     """Each step pauses twice; the first step, which makes the trainer, is not told."""
     status, rows, _ = run("--only=step", peer=f"ends {ends}")
     assert status == 1
-    for metric in ("rl_transition_seconds", "rl_peak_GiB", "rl_kv_wake_seconds"):
+    for metric in ("rl_transition_seconds", "rl_peak_GiB", "rl_kv_wake_ms"):
         row = rows[metric, "torch_memory_saver"]
         assert len(row["detail"]["memsaver"]) == 2
         assert len(row["detail"]["peer"]) == steps
@@ -210,6 +210,7 @@ def test_a_peer_that_never_wakes_up_has_a_row_that_says_so(run):
     assert status == 0 and engines.count("theirs") == 3  # less was tried, too
 
 
+@pytest.mark.long
 def test_without_time_there_are_no_rows_but_reasons(run, capsys):
     status, rows, engines = run("--only=kv", "--kv-seconds=0")
     assert (status, rows, engines) == (1, {}, ["ours"])
@@ -248,6 +249,15 @@ def test_the_search_comes_back_from_what_does_not_fit(search):
     assert found.is_settled and len(found.trials) <= 8
     assert 0.99 * 100_000 < found.best.tokens <= 100_000 < found.failing.tokens
     assert found.failing.tokens - found.best.tokens <= 0.004 * found.best.tokens
+
+
+def test_the_search_ends_where_engines_take_no_more(benchmark_module):
+    kv_search = benchmark_module("kv_search")
+    trials = [kv_search.Trial(700, spare=9 << 40), kv_search.Trial(800, spare=8 << 40)]
+    found = kv_search.Search(1 << 20, trials)
+    assert found.proposal() > 800
+    trials.append(kv_search.Trial(800, spare=8 << 40))
+    assert found.is_settled
 
 
 def test_the_search_goes_down_until_something_fits(search):

@@ -109,13 +109,16 @@ def engine(
 
 
 def ask(child: Child, way: Way) -> dict[str, Any]:
-    """What a running engine says of one way, or that it ended."""
+    """What a running engine says of one way, or that it ended. Raises Failed for lost contents."""
     try:
         if way.name == ALONE:
             return child.ask("alone", within=STEP_SECONDS)
-        return child.ask("fit", within=STEP_SECONDS, at_once=way.name == AT_ONCE)
+        reply = child.ask("fit", within=STEP_SECONDS, at_once=way.name == AT_ONCE)
     except Ended as error:
         return {"refused": str(error)}
+    if reply.get("lost"):
+        raise Failed(f"{way.name}: lost {reply['lost']}")
+    return reply
 
 
 def note(way: Way, reply: Mapping[str, Any], tokens: int) -> None:

@@ -110,8 +110,8 @@ def rows(ours: Found, theirs: Found | None) -> Iterator[dict[str, Any]]:
         PEAK: (ours.highest, theirs.highest if theirs else []),
     }
     for stage in (*TRANSITIONS, *WORK):
-        mine = ours.seconds.get(stage, [])
-        values[f"rl_{stage}_seconds"] = mine, theirs.seconds.get(stage, []) if theirs else []
+        mine, others = (milliseconds(one, stage) for one in (ours, theirs))
+        values[f"rl_{stage}_ms"] = mine, others
     for metric, (mine, others) in values.items():
         if theirs is None:
             comparison.tell(metric, mine)
@@ -120,6 +120,11 @@ def rows(ours: Found, theirs: Found | None) -> Iterator[dict[str, Any]]:
         if metric == PEAK:
             row["detail"] |= {"memsaver_stages": ours.peaks, "peer_stages": theirs.peaks}
         yield row
+
+
+def milliseconds(found: Found | None, stage: str) -> list[float]:
+    """Of a stage, in each step."""
+    return [round(spent * 1e3, 1) for spent in found.seconds.get(stage, [])] if found else []
 
 
 def compared(
