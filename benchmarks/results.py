@@ -25,8 +25,8 @@ class Measurement(TypedDict):
     """What a benchmark found out about one metric against one peer."""
 
     bench: str  # the benchmark's name
-    # Its unit is the end of the name: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps; a fraction where it
-    # is called so; percent without one.
+    # Its unit is the end of the name: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps; a fraction where
+    # it is called so; percent without one.
     metric: str
     memsaver: float  # the median
     peer: str  # what it is compared with

@@ -13,7 +13,7 @@ What is measured
     kv      the largest KV cache with which a step completes: waking in stages, waking all at once,
             and the engine alone on the GPU; the peer's waking in stages. About 6 minutes
     step    seconds of each transition of a step, and the most memory in use in each stage, of
-            memsaver and torch_memory_saver. About 5 minutes
+            memsaver and torch_memory_saver. About 5 minutes, two thirds of them the peer's
 
 Each library's engine and trainer live in processes of their own, and have the GPU for themselves.
 A peer that ends is no end of the run: its rows say so, or have what it did before. Memory in use is
@@ -108,7 +108,12 @@ def parser() -> argparse.ArgumentParser:
         help="mem_fraction_static of the engines of step",
     )
     add("--bucket-mib", type=at_least(1), default=512, help="MiB of weights sent together")
-    add("--engine-backup", action=argparse.BooleanOptionalAction, default=True)
+    add(
+        "--engine-backup",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="of the engine's weights, in step; in kv the update brings them",
+    )
     add("--kv-seconds", type=float, default=360, help="after which kv starts no other engine")
     add("--wait", type=float, default=0.5, help="seconds before an engine sleeps")
     add("--touch-gib", type=float, default=72, help="GiB of host memory to touch first; 0: none")

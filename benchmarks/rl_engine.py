@@ -100,18 +100,11 @@ class Loop(EngineWorker):
         return self._found()
 
     def fit(self, at_once: bool) -> dict[str, Any]:
-        """The first step of the engine, or another; "refused" tells of memory that did not do."""
-        import torch
-
+        """A step; "refused" tells of memory that did not do. Other errors are errors."""
         try:
             return self.step(seed=1, at_once=at_once)
         except Exception as error:
-            kinds: tuple[type[BaseException], ...] = (torch.OutOfMemoryError,)
-            if self._name == OURS:
-                import memsaver
-
-                kinds += (memsaver.OutOfDeviceMemoryError,)
-            if isinstance(error, kinds):
+            if self._is_want_of_memory(error):
                 return {"refused": str(error)}
             raise
 
@@ -197,6 +190,17 @@ class Loop(EngineWorker):
             del bucket
             self._collect()
         let_go(self._device, before)
+
+    def _is_want_of_memory(self, error: Exception) -> bool:
+        """Whether it was too much, for the trainer, a saver, or by what the engine says."""
+        import torch
+
+        if self._name == OURS:
+            import memsaver
+
+            if isinstance(error, memsaver.OutOfDeviceMemoryError):
+                return True
+        return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
     def _make(self) -> None:
         from rl_trainer import Trainer

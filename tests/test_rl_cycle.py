@@ -217,6 +217,20 @@ def test_without_time_there_are_no_rows_but_reasons(run, capsys):
     assert "was not settled; more --kv-seconds" in capsys.readouterr().err
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("full", "staged: 11,840 tokens: the weights were not updated: CUDA out of memory"),
+        ("refuses", "failed: memsaver, fit False: RuntimeError: the weights were not updated"),
+    ],
+)
+def test_a_want_of_memory_is_an_answer_and_other_errors_are_failures(run, capsys, fault, message):
+    status, rows, _ = run("--only=kv", "--kv-seconds=0", fault=fault)
+    told = capsys.readouterr().err
+    assert (status, rows) == (1, {}) and message in told
+
+
 @pytest.fixture
 def search(benchmark_module):
     """Searches with what fits being so many tokens, from a first trial; the trials."""
