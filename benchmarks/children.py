@@ -31,6 +31,10 @@ class Failed(Exception):
     """Something could not be measured."""
 
 
+class Ended(Failed):
+    """A child ended early, or hung and was ended."""
+
+
 @contextlib.contextmanager
 def attempt(failures: list[str]) -> Iterator[None]:
     """What fails inside is taken note of, and the rest goes on."""
@@ -87,7 +91,7 @@ class Child:
         try:
             self._process.stdin.write(request.encode() + b"\n")
         except BrokenPipeError:
-            raise Failed(f"{self.name} ended early, status {self._process.wait()}") from None
+            raise Ended(f"{self.name} ended early, status {self._process.wait()}") from None
         line = self._line(what, within)
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
@@ -103,11 +107,11 @@ class Child:
             left = max(0.0, end - time.monotonic())
             if not select.select([stream], [], [], left)[0]:
                 self._kill()
-                raise Failed(f"{self.name} did not answer {what} in {within:.0f} s")
+                raise Ended(f"{self.name} did not answer {what} in {within:.0f} s")
             read = os.read(stream, 1 << 16)
             if not read:
                 status = self._process.wait()
-                raise Failed(f"{self.name} ended in {what}, status {status}")
+                raise Ended(f"{self.name} ended in {what}, status {status}")
             self._buffer += read
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line

@@ -26,10 +26,11 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Backed up to disk", ("disk_",)),
     ("Host memory", ("host_",)),
     ("SGLang, an 8B model", ("sglang_",)),
+    ("A step of RL, an 8B model", ("rl_",)),
     ("What a region costs while it is there", ("region_", "malloc_")),
     ("Others", ("",)),
 )
-ORDER = (1, 2, 0, 3, 4, 5, 6, 7)
+ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8)
 
 # Those that the README's table leaves out, or names in fewer words.
 WORDS = {
@@ -62,9 +63,20 @@ WORDS = {
     "host_machine_trimmed_MiB": "host memory left by what the machine has less, MiB",
     "sglang_release_weights_first_ms": "first release of 16 GB of weights, backed up, ms",
     "sglang_start_s": "start of the engine, s",
+    "rl_kv_tokens_fraction_at_once": "the same waking all at once",
+    "rl_peak_GiB": "most memory in use in a step, GiB",
+    "rl_engine_sleep_ms": "the engine's KV cache, weights and graphs go, ms",
+    "rl_trainer_wake_ms": "the trainer's weights and optimizer come back, ms",
+    "rl_optimizer_sleep_ms": "the optimizer goes, ms",
+    "rl_weights_wake_ms": "the engine's weights and graphs come back, ms",
+    "rl_copy_goes_ms": "the trainer's copy of the weights goes, ms",
+    "rl_kv_wake_ms": "the KV cache comes back, ms",
+    "rl_train_ms": "kernels over the trainer's memory, ms",
+    "rl_update_ms": "the engine gets the new weights, ms",
+    "rl_generate_ms": "generates 8 x 64 tokens from 1024 each, ms",
 }
 for _metric, _peer, _words in LINES:
-    WORDS.setdefault(_metric, _words.removeprefix("SGLang, 8B: "))
+    WORDS.setdefault(_metric, _words.removeprefix("SGLang, 8B: ").removeprefix("RL step, 8B: "))
 
 HEAD = """\
 ---
@@ -80,11 +92,11 @@ Everything that `benchmarks/results/h200.json` holds, on {gpu}, {dates}
 
 How to read it: memsaver and the peer of a row took turns in one run, on the same tensors (SGLang
 engines: one after the other). Values are medians, with the least and the greatest of the cycles in
-parentheses. `limit` is what the driver's bare calls, a plain pinned copy, or direct I/O of the same
-bytes cost in that run. `ratio` is how many times better memsaver is; memory counts as 1 MiB at
-least. An absolute time is the figure of one machine. Without a backup, half a second lies between a
-pause and its resume, but for "right after": memory that was freed a moment ago is cleared by the
-driver first.
+parentheses; `ended`: the peer did not get there. `limit` is what the driver's bare calls, a plain
+pinned copy, or direct I/O of the same bytes cost in that run. `ratio` is how many times better
+memsaver is; memory counts as 1 MiB at least. An absolute time is the figure of one machine. Without
+a backup, half a second lies between a pause and its resume, but for "right after": memory that was
+freed a moment ago is cleared by the driver first.
 """
 
 
@@ -109,9 +121,9 @@ def table(rows: list[Mapping[str, Any]]) -> list[str]:
             words if words != last else "",
             median(row["memsaver"], detail.get("memsaver")) if words != last else "",
             row["peer"],
-            median(row["peer_value"], detail.get("peer")),
+            "ended" if row["peer_value"] is None else median(row["peer_value"], detail.get("peer")),
             "" if row["limit"] is None else f"{row['limit']:,.1f}",
-            f"{row['ratio']:.2f}",
+            "" if row["ratio"] is None else f"{row['ratio']:.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
         last = words

@@ -19,6 +19,8 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 DEFAULT = "torch_memory_saver"
 RETAINED = "torch_memory_saver, retained backup"
 
+ALONE = "memsaver, the engine alone on the GPU"
+
 # Metric, peer (None: the first in the file), and what it is, in the order of the table. What the
 # file does not have is left out; what is left out here is in docs/measured.md.
 LINES: tuple[tuple[str, str | None, str], ...] = (
@@ -30,6 +32,8 @@ LINES: tuple[tuple[str, str | None, str], ...] = (
     ("sglang_decode_tokens_per_s", None, "SGLang, 8B: decoding before and after, tokens/s"),
     ("sglang_resident_MiB", None, "SGLang, 8B: memory in use when all is released, MiB"),
     ("sglang_max_mem_fraction", None, "SGLang, 8B: largest mem_fraction_static beside a trainer"),
+    ("rl_transition_seconds", None, "RL step, 8B: all transitions of engine and trainer, s"),
+    ("rl_kv_tokens_fraction", ALONE, "RL step, 8B: KV tokens beside a trainer, of those alone"),
     ("kv_64GiB_pause_ms", None, "pause 64 GiB, no backup, ms"),
     ("kv_64GiB_resume_ms", None, "resume 64 GiB, no backup, ms"),
     ("many_10k_pause_ms", None, "pause 10,000 allocations of 2 MiB, ms"),
@@ -72,9 +76,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|",
     ]
     for words, row in shown:
+        ended = row["peer_value"] is None
+        theirs, ratio = (
+            ("ended", "") if ended else (figure(row["peer_value"]), f"{row['ratio']:.2f}")
+        )
         lines.append(
-            f"| {words} | {figure(row['memsaver'])} | {row['peer']} "
-            f"| {figure(row['peer_value'])} | {row['ratio']:.2f} |"
+            f"| {words} | {figure(row['memsaver'])} | {row['peer']} | {theirs} | {ratio} |"
         )
     return "\n".join(lines)
 

@@ -74,6 +74,8 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("sglang_decode_tokens_per_s", Goal(0.99)),
     ("sglang_resident_MiB", Goal(1.0)),
     ("sglang_max_mem_fraction", Goal(alone=0.9)),
+    ("rl_kv_tokens_fraction", Goal(0.97, peer="memsaver, the engine alone on the GPU")),
+    ("rl_transition_seconds", Goal(5.0)),
 )
 
 
@@ -84,10 +86,12 @@ def goal(metric: str, peer: str) -> Goal | None:
 
 
 def verdict(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Whether a row of these reaches its goal: "", "yes", "by METRIC" or "not met"."""
+    """Whether a row of these reaches its goal: "", "yes", "by METRIC", "not met" or "no peer"."""
     wanted = goal(row["metric"], row["peer"])
     if wanted is None:
         return ""
+    if row["ratio"] is None and wanted.at_most is None:
+        return "no peer"
     if wanted.is_met(row):
         return "yes"
     for other in rows:
@@ -112,9 +116,9 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
             row["metric"],
             f"{row['memsaver']:.2f}",
             row["peer"],
-            f"{row['peer_value']:.2f}",
+            "ended" if row["peer_value"] is None else f"{row['peer_value']:.2f}",
             "" if row["limit"] is None else f"{row['limit']:.2f}",
-            f"{row['ratio']:.3f}",
+            "" if row["ratio"] is None else f"{row['ratio']:.3f}",
             str(goal(row["metric"], row["peer"]) or ""),
             f"[bold red]{met}" if met == "not met" else met,
         )

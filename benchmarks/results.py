@@ -25,15 +25,15 @@ class Measurement(TypedDict):
     """What a benchmark found out about one metric against one peer."""
 
     bench: str  # the benchmark's name
-    metric: (
-        str  # its unit is the end of the name: _ms, _ns, _MiB, _GBps, _s, or percent without one
-    )
+    # Its unit is the end of the name: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps; a fraction where
+    # it is called so; percent without one.
+    metric: str
     memsaver: float  # the median
     peer: str  # what it is compared with
-    peer_value: float  # the peer's median, in the same unit
-    ratio: (
-        float  # how many times better memsaver is: above 1 is better, whichever way the unit goes
-    )
+    peer_value: float | None  # the peer's median, in the same unit; None: it did not get there
+    # How many times better memsaver is: above 1 is better, whichever way the unit goes. None
+    # without a value of the peer's.
+    ratio: float | None
     limit: float | None  # what the driver itself takes for the same, measured in the same run
 
 
@@ -83,6 +83,22 @@ def measurement(
         "ratio": ratio(max(ours, least), max(others, least), higher_is_better=higher_is_better),
         "limit": None if limit is None else round(statistics.median(limit), 3),
         "detail": detail,
+    }
+
+
+def unanswered(
+    metric: str, memsaver: Sequence[float], peer: str, why: str, *, bench: str
+) -> dict[str, Any]:
+    """The row of a metric that the peer has no value of, which says why."""
+    return {
+        "bench": bench,
+        "metric": metric,
+        "memsaver": round(statistics.median(memsaver), 3),
+        "peer": peer,
+        "peer_value": None,
+        "ratio": None,
+        "limit": None,
+        "detail": {"memsaver": list(memsaver), "peer": [], "peer_failed": why},
     }
 
 

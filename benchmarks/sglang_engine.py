@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from children import Child, Failed
+from device_memory import first_gpu
 from libraries import OURS
 from serve import Worker
 from sglang_model import BIG, SMALL, Trainer
@@ -56,8 +57,13 @@ def say(text: str) -> None:
 
 def used_mib() -> float:
     """MiB of the first GPU that is visible in use, as the driver says. Starts no CUDA context."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
-    query = ("nvidia-smi", "-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    query = (
+        "nvidia-smi",
+        "-i",
+        first_gpu(),
+        "--query-gpu=memory.used",
+        "--format=csv,noheader,nounits",
+    )
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
         return float(done.stdout.split()[0])
@@ -100,10 +106,13 @@ def running(
     """An engine for the block, and what its `start` said. When this ends, its memory is free."""
     wait_until_free(options.idle_mib)
     say(f"{name}: starting an engine")
+    variables = environment(name)
+    if options.device == "cpu":  # an engine that stands in, with a trainer whose tensors do
+        variables["MEMSAVER_DRIVER"] = "sim"
     with Child(
         worker,
         name,
-        environment=environment(name),
+        environment=variables,
         cwd=str(options.model),
         tree=True,
         model=str(options.model),
@@ -153,6 +162,7 @@ class EngineWorker(Worker):
         wait: seconds of rest, in which the driver clears what was released.
         trainer_bytes: what the trainer holds, where that is more than the weights.
         device: the trainer's torch device.
+        tokens: the most that the KV cache is to hold; 0: as many as the fraction leaves room for.
     """
 
     imports: ClassVar[tuple[str, ...]] = ("torch", "sglang")
@@ -167,8 +177,10 @@ class EngineWorker(Worker):
         wait: float,
         device: str,
         trainer_bytes: int = 0,
+        tokens: int = 0,
     ) -> None:
         self._name = name
+        self._limits = {"max_total_tokens": tokens} if tokens else {}
         self._model, self._fraction, self._backup = model, fraction, backup
         self._wait = wait
         self.trainer = Trainer(SMALL if small else BIG, trainer_bytes, device)
@@ -191,6 +203,7 @@ class EngineWorker(Worker):
             disable_prefill_cuda_graph=True,
             random_seed=1,
             log_level="warning",
+            **self._limits,
         )
         seconds = round(time.perf_counter() - begin, 3)
         self.generate([[5, 6, 7, 8]], 16)
@@ -235,9 +248,23 @@ class EngineWorker(Worker):
         if not done:
             raise RuntimeError(f"the weights were not updated: {message}")
 
-    def _check_saver(self) -> None:
+    def checksum(self) -> tuple[str, str]:
+        """Of the bytes of all weights, by the engine; or "" and why there is none."""
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        ask = self.engine.tokenizer_manager.check_weights
+        request = CheckWeightsReqInput(action="checksum")
+        done, message, _, checksum = self.engine.loop.run_until_complete(ask(request, None))
+        return (checksum, "") if done and checksum else ("", message or "no checksum")
+
+    def states(self) -> list[dict[str, Any]]:
+        """What each scheduler says of itself."""
         ask = self.engine.tokenizer_manager.get_internal_state
-        states = self.engine.loop.run_until_complete(ask())
+        found: list[dict[str, Any]] = self.engine.loop.run_until_complete(ask())
+        return found
+
+    def _check_saver(self) -> None:
+        states = self.states()
         ours = bool(states) and all("memsaver" in state for state in states)
         theirs = mapped(PEER_LIBRARY)
         if (ours, theirs) != ((True, False) if self._name == OURS else (False, True)):

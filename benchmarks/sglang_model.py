@@ -55,6 +55,11 @@ def write_config(shape: Shape, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
+def kv_bytes(shape: Shape) -> int:
+    """Bytes of the KV cache for each token, in bfloat16."""
+    return 2 * shape.layers * KV_HEADS * HEAD * 2
+
+
 def checkpoint(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the weights, as checkpoints have them."""
     hidden, inter = shape.hidden, shape.inter
@@ -109,20 +114,28 @@ class Trainer:
 
     def drop(self) -> None:
         """Gives all of it back to the driver. RuntimeError where an engine does not let go."""
-        import torch
-
         self.weights.clear()
         self._rest = None
-        gc.collect()
-        if self._device != "cuda":
+        let_go(self._device, self._others)
+
+
+def let_go(device: str, at_most: int) -> None:
+    """Gives back what torch keeps, once engines have let go of the tensors that they were sent.
+
+    RuntimeError where more than so many bytes are still in tensors of this process then.
+    """
+    import torch
+
+    gc.collect()
+    if device != "cuda":
+        return
+    end = time.monotonic() + DROP_SECONDS
+    while True:  # torch keeps what another process has a handle of
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+        left = torch.cuda.memory_allocated() - at_most
+        if left <= 0:
             return
-        end = time.monotonic() + DROP_SECONDS
-        while True:  # torch keeps what another process has a handle of
-            torch.cuda.ipc_collect()
-            torch.cuda.empty_cache()
-            left = torch.cuda.memory_allocated() - self._others
-            if left <= 0:
-                return
-            if time.monotonic() > end:
-                raise RuntimeError(f"the engine holds {left} bytes of the trainer's")
-            time.sleep(0.05)
+        if time.monotonic() > end:
+            raise RuntimeError(f"the engine holds {left} bytes of the trainer's")
+        time.sleep(0.02)

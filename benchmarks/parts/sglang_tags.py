@@ -52,13 +52,13 @@ class Cycling(EngineWorker):
         "lost" tells of weights that are others than before, "unchecked" why that is not known.
         """
         self.rest()
-        before, problem = self._checksum()
+        before, problem = self.checksum()
         if seed is not None:
             old = before
             self.trainer.take(seed)
             self.update()
             self.trainer.drop()
-            before, problem = self._checksum()
+            before, problem = self.checksum()
             if before and before == old:
                 raise RuntimeError("the update did not change the weights")
             self.rest()
@@ -72,18 +72,9 @@ class Cycling(EngineWorker):
         found["resume_weights"] = self.resume_ms(WEIGHTS)
         self.rest()
         found["resume_kv"] = self.resume_ms(KV_CACHE)
-        after, problem = self._checksum() if before else (before, problem)
+        after, problem = self.checksum() if before else (before, problem)
         lost = "" if before == after else f"the weights are not what they were: {problem or after}"
         return {"times": found, "lost": lost, "unchecked": problem}
-
-    def _checksum(self) -> tuple[str, str]:
-        """Of the bytes of all weights, by the engine; or "" and why there is none."""
-        from sglang.srt.managers.io_struct import CheckWeightsReqInput
-
-        ask = self.engine.tokenizer_manager.check_weights
-        request = CheckWeightsReqInput(action="checksum")
-        done, message, _, checksum = self.engine.loop.run_until_complete(ask(request, None))
-        return (checksum, "") if done and checksum else ("", message or "no checksum")
 
 
 def kinds(cycles: int) -> Iterator[tuple[str, int | None]]:

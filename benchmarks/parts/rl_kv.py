@@ -1,0 +1,237 @@
+"""The largest KV cache of an engine: alone on the GPU, and beside a trainer that shares it.
+
+Beside the trainer, the engine goes through a whole step (see rl_engine.py), in which the trainer
+holds a copy of the weights until the engine has them. Waking in stages, the KV cache comes back
+when that copy is gone; waking at once, while it is there. A KV cache fits where the engine starts,
+the step completes and the engine generates. Tokens are what the engine says that it has room for.
+
+The first engine, with less than fits, is measured in all three ways; what was left over says where
+the search for each goes on (kv_search.py), with an engine for each trial. The peer's waking in
+stages is tried at the number of tokens that memsaver's completed with, and less if need be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import results
+from children import Child, Ended, Failed, attempt
+from host_memory import MIB
+from kv_search import Search, Trial
+from libraries import DEFAULT, OURS, PEERS
+from sglang_engine import running, say, wait_until_free
+from sglang_model import BIG, SMALL, kv_bytes
+
+BENCH = "rl_cycle"
+WORKER = "rl_engine:Loop"
+METRIC, AT_ONCE_METRIC = "rl_kv_tokens_fraction", "rl_kv_tokens_fraction_at_once"
+ALONE_PEER = "memsaver, the engine alone on the GPU"
+
+ALONE, STAGED, AT_ONCE, PEER_STAGED = "alone", "staged", "at once", "peer, staged"
+
+PROBE = 0.75  # mem_fraction_static of the first engine: all ways fit
+FULL = 0.995  # of the others: what is asked for in tokens is the limit
+PEER_TRIES = 3  # engines of the peer's: it may never complete
+STATES = 1  # of the optimizer, which is away where memory is tight
+STEP_SECONDS = 150  # that a step may take; the peer's takes a minute
+
+
+@dataclass
+class Way:
+    """A way to use the GPU's memory, and what was found about it.
+
+    Attributes:
+        name: of the way.
+        library: whose saver the engines have.
+        search: its trials.
+        given_up: why there are no more of them; "" where there may be.
+    """
+
+    name: str
+    library: str
+    search: Search
+    given_up: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """The most that fit; 0 where none did."""
+        return self.search.best.tokens if self.search.best else 0
+
+
+def probe(ways: Sequence[Way], options: argparse.Namespace) -> None:
+    """One engine of memsaver's, in each of the ways; alone first, while there is no trainer."""
+    own = [way for way in ways if way.library == OURS]
+    with engine(OURS, options, PROBE, 0) as (child, started):
+        for way in sorted(own, key=lambda way: way.name != ALONE):
+            reply = ask(child, way)
+            note(way, reply, started["tokens"])
+            if reply["refused"]:
+                break  # it is in no state to go on
+
+
+def try_one(way: Way, tokens: int, options: argparse.Namespace) -> None:
+    """An engine with room for so many tokens, in one way. That it ends is an answer too.
+
+    Raises Failed where something else went wrong than a want of memory.
+    """
+    say(f"{way.name}: trying {tokens:,} tokens")
+    wait_until_free(options.idle_mib)
+    started: dict[str, Any] = {}
+    try:
+        with engine(way.library, options, FULL, tokens) as (child, started):
+            reply = ask(child, way)
+    except Failed as error:
+        if started:
+            raise
+        reply = {"refused": str(error)}
+    note(way, reply, int(started.get("tokens", tokens)))
+
+
+def engine(
+    library: str, options: argparse.Namespace, fraction: float, tokens: int
+) -> contextlib.AbstractContextManager[tuple[Child, dict[str, Any]]]:
+    """A running engine whose weights need no backup: the update brings them."""
+    return running(
+        WORKER,
+        library,
+        options,
+        fraction=fraction,
+        tokens=tokens,
+        backup=False,
+        states=STATES,
+        bucket_bytes=options.bucket_mib << 20,
+    )
+
+
+def ask(child: Child, way: Way) -> dict[str, Any]:
+    """What a running engine says of one way, or that it ended. Raises Failed for lost contents."""
+    try:
+        if way.name == ALONE:
+            return child.ask("alone", within=STEP_SECONDS)
+        reply = child.ask("fit", within=STEP_SECONDS, at_once=way.name == AT_ONCE)
+    except Ended as error:
+        return {"refused": str(error)}
+    if reply.get("lost"):
+        raise Failed(f"{way.name}: lost {reply['lost']}")
+    return reply
+
+
+def note(way: Way, reply: Mapping[str, Any], tokens: int) -> None:
+    """Takes note of an answer."""
+    if reply["refused"]:
+        trial = Trial(tokens, why=reply["refused"])
+    else:
+        trial = Trial(tokens, spare=int(reply["spare"]))
+    way.search.trials.append(trial)
+    told = trial.why or f"fits, {int(reply['spare']) / MIB:,.0f} MiB left"
+    say(f"{way.name}: {tokens:,} tokens: {told}")
+
+
+def proposal(way: Way, ways: Sequence[Way]) -> int | None:
+    """How many tokens a way should try next; None where it should not."""
+    if way.given_up or (way.library != OURS and len(way.search.trials) >= PEER_TRIES):
+        return None
+    if way.search.trials:
+        return way.search.proposal()
+    return next((other.tokens for other in ways if other.name == STAGED), 0) or None
+
+
+def look(ways: Sequence[Way], options: argparse.Namespace, failures: list[str]) -> None:
+    """Trials, in turns of the ways, until all are settled or there is no time for another."""
+    end = time.monotonic() + options.kv_seconds
+    with attempt(failures):
+        probe(ways, options)
+    while any([one_more(way, ways, options, failures, end) for way in ways]):
+        pass
+    for way in ways:
+        if (tokens := proposal(way, ways)) is not None:
+            say(f"{way.name}: no time to try {tokens:,} tokens")
+
+
+def one_more(
+    way: Way,
+    ways: Sequence[Way],
+    options: argparse.Namespace,
+    failures: list[str],
+    end: float,
+) -> bool:
+    """Another trial of a way, if one is worth it and there is time; whether there was one."""
+    tokens = proposal(way, ways)
+    if tokens is None or time.monotonic() > end:
+        return False
+    try:
+        try_one(way, tokens, options)
+    except Failed as error:
+        way.given_up = str(error)
+        failures.append(f"{way.name}: {error}")
+    return True
+
+
+def rows(found: Mapping[str, Way], failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of fractions of the tokens that the engine has alone."""
+    alone = found[ALONE]
+    if not alone.search.is_settled:
+        failures.append(f"{METRIC}: the engine alone was not settled; more --kv-seconds may do")
+        return
+    fractions = {name: way.tokens / alone.tokens for name, way in found.items()}
+    trials = {"trials": {name: told(way) for name, way in found.items()}}
+
+    def is_known(name: str, metric: str) -> bool:
+        if found[name].search.is_settled:
+            return True
+        failures.append(f"{metric}: {name} was not settled; more --kv-seconds may do")
+        return False
+
+    def with_trials(row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"detail": row["detail"] | trials}
+
+    if is_known(STAGED, METRIC):
+        yield with_trials(measured(METRIC, fractions[STAGED], ALONE_PEER, 1.0))
+        if PEER_STAGED in found:
+            yield from map(with_trials, peer_row(found[PEER_STAGED], fractions, failures))
+    if is_known(AT_ONCE, AT_ONCE_METRIC):
+        yield with_trials(measured(AT_ONCE_METRIC, fractions[AT_ONCE], ALONE_PEER, 1.0))
+
+
+def peer_row(
+    peer: Way, fractions: Mapping[str, float], failures: list[str]
+) -> Iterator[dict[str, Any]]:
+    """The row of waking in stages with the peer: the most that it completed with, or why never."""
+    ended = next((one.why for one in peer.search.trials if one.why), "") or peer.given_up
+    if peer.tokens:
+        yield measured(METRIC, fractions[STAGED], PEERS[DEFAULT], fractions[PEER_STAGED])
+    elif ended:
+        ours = [round(fractions[STAGED], 4)]
+        yield results.unanswered(METRIC, ours, PEERS[DEFAULT], ended, bench=BENCH)
+    else:
+        failures.append(f"{METRIC}: no time to try the peer; more --kv-seconds may do")
+
+
+def measured(metric: str, ours: float, peer: str, theirs: float) -> dict[str, Any]:
+    """A row of two fractions."""
+    values = [round(ours, 4)], peer, [round(theirs, 4)]
+    return results.measurement(metric, *values, bench=BENCH, higher_is_better=True)
+
+
+def told(way: Way) -> list[dict[str, Any]]:
+    """The trials of a way, in their order."""
+    return [
+        {"tokens": one.tokens}
+        | ({"refused": one.why} if one.why else {"spare_MiB": (one.spare or 0) // MIB})
+        for one in way.search.trials
+    ]
+
+
+def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of rl_kv_tokens_*."""
+    cell = kv_bytes(SMALL if options.small else BIG)
+    names = [(STAGED, OURS), (ALONE, OURS), (AT_ONCE, OURS)]
+    names += [(PEER_STAGED, DEFAULT)] if options.peer else []
+    found = {name: Way(name, library, Search(cell)) for name, library in names}
+    look(list(found.values()), options, failures)
+    yield from rows(found, failures)

@@ -1,0 +1,152 @@
+"""Steps of RL in which an engine and a trainer share a GPU: seconds and memory of each stage.
+
+What a step is, is in rl_engine.py. One library after the other has the GPU, with an engine whose
+weights are backed up and a trainer whose weights and optimizer states are. The first step of each
+makes the trainer, and does not count; in the others, both libraries have had their first backups.
+Stages follow each other at once, as in a trainer, but for a rest before the engine sleeps.
+
+Contents are compared: all of the trainer's after each wake-up, the engine's weights by its own
+checksum; and, since the seeds are the same, the engine's weights after each update between the
+libraries. A library that loses contents has no figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import comparison
+import host_memory
+import results
+from children import Failed
+from libraries import DEFAULT, OURS, PEERS
+from rl_engine import TRANSITIONS, WORK
+from sglang_engine import running, say
+
+BENCH = "rl_cycle"
+WORKER = "rl_engine:Loop"
+STEP_SECONDS = 300  # that a step may take; the peer's takes a minute
+GIB = 1 << 30
+
+TOTAL, PEAK = "rl_transition_seconds", "rl_peak_GiB"
+
+
+@dataclass
+class Found:
+    """What was measured of one library.
+
+    Attributes:
+        seconds: of each stage, a value for each step.
+        peaks: likewise, in GiB of the GPU's memory in use.
+        weights: the checksum of the engine's weights after each update.
+        failed: why there is no more, or nothing.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    peaks: dict[str, list[float]] = field(default_factory=dict)
+    weights: list[str] = field(default_factory=list)
+    failed: str = ""
+
+    def add(self, reply: Mapping[str, Any]) -> None:
+        """Another step."""
+        for stage, spent in reply["seconds"].items():
+            self.seconds.setdefault(stage, []).append(spent)
+        for stage, most in reply["peaks"].items():
+            self.peaks.setdefault(stage, []).append(round(most / GIB, 3))
+        self.weights.append(reply["weights"])
+
+    @property
+    def totals(self) -> list[float]:
+        """Seconds of the transitions of each step."""
+        each = [self.seconds.get(name, []) for name in TRANSITIONS]
+        return [round(sum(step), 4) for step in zip(*each, strict=True)]
+
+    @property
+    def highest(self) -> list[float]:
+        """GiB of the stage with most in use, of each step."""
+        return [max(step) for step in zip(*self.peaks.values(), strict=True)]
+
+
+def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> Found:
+    """The steps of one library, up to a failure; none where it lost contents."""
+    found = Found()
+    try:
+        with running(
+            WORKER,
+            name,
+            options,
+            fraction=options.fraction,
+            backup=options.engine_backup,
+            states=options.states,
+            bucket_bytes=options.bucket_mib << 20,
+        ) as (child, _):
+            for seed in range(options.steps + 1):
+                reply = child.ask("step", within=STEP_SECONDS, seed=seed)
+                stages = ", ".join(f"{key} {value:.2f}" for key, value in reply["seconds"].items())
+                say(f"{name}: step {seed}: {stages}")
+                if reply["lost"]:
+                    found = Found()
+                    raise Failed(f"{name}, step {seed}: lost {reply['lost']}")
+                if reply["unchecked"] and not seed:
+                    failures.append(
+                        f"{name}: the engine's contents were not compared: {reply['unchecked']}"
+                    )
+                if seed:
+                    found.add(reply)
+    except Failed as error:
+        failures.append(str(error))
+        found.failed = str(error)
+    return found
+
+
+def rows(ours: Found, theirs: Found | None) -> Iterator[dict[str, Any]]:
+    """The rows of whole steps, then one for each stage that takes time."""
+    if not ours.totals:
+        return
+    values = {
+        TOTAL: (ours.totals, theirs.totals if theirs else []),
+        PEAK: (ours.highest, theirs.highest if theirs else []),
+    }
+    for stage in (*TRANSITIONS, *WORK):
+        mine, others = (milliseconds(one, stage) for one in (ours, theirs))
+        values[f"rl_{stage}_ms"] = mine, others
+    for metric, (mine, others) in values.items():
+        if theirs is None:
+            comparison.tell(metric, mine)
+            continue
+        row = compared(metric, mine, others, theirs.failed)
+        if metric == PEAK:
+            row["detail"] |= {"memsaver_stages": ours.peaks, "peer_stages": theirs.peaks}
+        yield row
+
+
+def milliseconds(found: Found | None, stage: str) -> list[float]:
+    """Of a stage, in each step."""
+    return [round(spent * 1e3, 1) for spent in found.seconds.get(stage, [])] if found else []
+
+
+def compared(
+    metric: str, ours: Sequence[float], theirs: Sequence[float], why: str
+) -> dict[str, Any]:
+    """A row; where the peer ended, one that says so."""
+    if not theirs:
+        return results.unanswered(metric, ours, PEERS[DEFAULT], why, bench=BENCH)
+    row = results.measurement(metric, ours, PEERS[DEFAULT], theirs, bench=BENCH)
+    if why:
+        row["detail"]["peer_failed"] = why
+    return row
+
+
+def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of rl_*, but for the KV cache."""
+    if options.touch_gib:
+        say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))
+    ours = measure_one(OURS, options, failures)
+    theirs = measure_one(DEFAULT, options, failures) if options.peer else None
+    if theirs:
+        pairs = zip(ours.weights, theirs.weights, strict=False)
+        if any(mine and other and mine != other for mine, other in pairs):
+            failures.append("the engines' weights differ after the same steps of training")
+    yield from rows(ours, theirs)

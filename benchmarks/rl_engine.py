@@ -1,0 +1,277 @@
+"""An engine and a trainer on one GPU through a step of RL, stage by stage.
+
+A step begins with the engine awake and the trainer asleep:
+
+    engine_sleep     KV cache, weights and graphs of the engine go                    transition
+    trainer_wake     the trainer's weights and optimizer states come back             transition
+    train            gradients, and kernels over all of the trainer's memory
+    optimizer_sleep  the optimizer's states go, and what torch kept of the gradients  transition
+    weights_wake     the engine's weights and graphs come back                        transition
+    update           the trainer's weights go to the engine in buckets
+    copy_goes        the trainer's weights go                                         transition
+    kv_wake          the KV cache comes back                                          transition
+    generate
+
+Waking all at once, weights_wake brings the KV cache too, and there is no kv_wake. The first step of
+an engine has no trainer_wake: the trainer takes its memory then ("make").
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from device_memory import DeviceMemory, Peaks
+from libraries import OURS
+from sglang_engine import GRAPH, KV_CACHE, TAGS, WEIGHTS, EngineWorker
+from sglang_model import BIG, SMALL, let_go
+
+if TYPE_CHECKING:
+    from rl_trainer import Trainer as RlTrainer
+
+TRANSITIONS = (
+    "engine_sleep",
+    "trainer_wake",
+    "optimizer_sleep",
+    "weights_wake",
+    "copy_goes",
+    "kv_wake",
+)
+WORK = ("train", "update", "generate")
+# What is in use in these does not depend on the engine's KV cache.
+ENGINE_AWAY = ("make", "trainer_wake", "train", "optimizer_sleep")
+
+# Of what is generated: a prefill as large as SGLang's pieces of one on this GPU, and some decoding.
+REQUESTS, PROMPT, TOKENS = 8, 1024, 64
+
+
+class Loop(EngineWorker):
+    """Takes an engine, and a trainer in the process of the engine's caller, through steps.
+
+    Args:
+        name: whose saver both have.
+        model: the model's directory.
+        small: whether the model there is the small one.
+        fraction: mem_fraction_static.
+        backup: whether the engine's weights keep their contents.
+        wait: seconds of rest before the engine sleeps.
+        device: the trainer's torch device.
+        states: of the optimizer, for each weight.
+        bucket_bytes: how many of the weights go to the engine together, unless one is larger.
+        tokens: the most that the KV cache is to hold; 0: as many as the fraction leaves room for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        small: bool,
+        fraction: float,
+        backup: bool,
+        wait: float,
+        device: str,
+        states: int,
+        bucket_bytes: int,
+        tokens: int = 0,
+    ) -> None:
+        super().__init__(name, model, small, fraction, backup, wait, device, tokens=tokens)
+        self._shape = SMALL if small else BIG
+        self._device = device
+        self._states, self._bucket_bytes = states, bucket_bytes
+        self._memory = DeviceMemory()
+        self._peaks = Peaks(self._memory.used)
+        self._seconds: dict[str, float] = {}
+        self._held: RlTrainer | None = None  # the trainer with all its memory, once it is made
+        self._sent = ""  # the checksum of the engine's weights
+
+    def start(self) -> dict[str, Any]:
+        """Starts the engine; how many tokens its KV cache holds, as it says itself."""
+        with self._peaks.stage("start"):
+            found = super().start()
+        self._start_peak = self._peaks.stages.pop("start")
+        capacities = {int(state["memory_usage"]["token_capacity"]) for state in self.states()}
+        return found | {"tokens": min(capacities), "total": self._memory.total}
+
+    def alone(self) -> dict[str, Any]:
+        """Generates, before there is a trainer."""
+        self._begin()
+        self._stage("generate", self.rollout)
+        return self._found()
+
+    def fit(self, at_once: bool) -> dict[str, Any]:
+        """A step; "refused" tells of memory that did not do. Other errors are errors."""
+        try:
+            return self.step(seed=1, at_once=at_once)
+        except Exception as error:
+            if self._is_want_of_memory(error):
+                return {"refused": str(error)}
+            raise
+
+    def step(self, seed: int, at_once: bool = False) -> dict[str, Any]:
+        """A step: seconds and bytes in use of each stage.
+
+        "lost" tells of contents that are others than before, "unchecked" why the engine's are not
+        known; "weights" is the checksum of the engine's after the update.
+        """
+        self._begin()
+        if self._backup and not self._sent:
+            self._sent, _ = self.checksum()
+        self.rest()
+        self._stage("engine_sleep", lambda: self.release(TAGS))
+        if self._held is None:
+            self._stage("make", self._make)
+        else:
+            self._stage("trainer_wake", self._held.wake)
+            self._lost = self._held.lost()
+        trainer = self._held
+        assert trainer is not None
+        self._stage("train", lambda: trainer.train(seed))
+        trainer.remember()
+        self._stage("optimizer_sleep", trainer.sleep_optimizer)
+        self._stage("weights_wake", lambda: self.resume(TAGS if at_once else (GRAPH, WEIGHTS)))
+        self._check_weights()
+        self._stage("update", self.update_in_buckets)
+        self._stage("copy_goes", trainer.sleep_weights)
+        if not at_once:
+            self._stage("kv_wake", lambda: self.resume((KV_CACHE,)))
+        self._stage("generate", self.rollout)
+        return self._found() | self._checked()
+
+    def release(self, tags: Sequence[str]) -> None:
+        """Tags of the engine go, with one call."""
+        answers = self.engine.release_memory_occupation(tags=list(tags))
+        for tag in tags:
+            self._check_answers(tag, answers)
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """Tags of the engine come back, with one call."""
+        answers = self.engine.resume_memory_occupation(tags=list(tags))
+        for tag in tags:
+            self._check_answers(tag, answers)
+
+    def rollout(self) -> None:
+        """Generates, and checks that all of it came."""
+        prompts = [
+            [10 + (37 * number + at) % 8000 for at in range(PROMPT)] for number in range(REQUESTS)
+        ]
+        tokens = self.generate(prompts, TOKENS)
+        if tokens != REQUESTS * TOKENS:
+            raise RuntimeError(f"the engine generated {tokens} of {REQUESTS * TOKENS} tokens")
+
+    def update_in_buckets(self) -> None:
+        """The trainer's weights go to the engine, in buckets that lie outside any region.
+
+        When this ends, the engine has let go of them, and their memory is the driver's again.
+        """
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        assert self._held is not None
+        before = self._allocated()
+        parts = list(buckets(self._held.weights, self._bucket_bytes))
+        for number, part in enumerate(parts):
+            bucket = FlattenedTensorBucket(named_tensors=part)
+            self._held.synchronise()
+            payload = MultiprocessingSerializer.serialize(
+                {
+                    "flattened_tensor": bucket.get_flattened_tensor(),
+                    "metadata": bucket.get_metadata(),
+                },
+                output_str=True,
+            )
+            done, message = self.engine.update_weights_from_tensor(
+                [payload],
+                load_format="flattened_bucket",
+                flush_cache=number == len(parts) - 1,
+            )
+            if not done:
+                raise RuntimeError(f"the weights were not updated: {message}")
+            del bucket
+            self._collect()
+        let_go(self._device, before)
+
+    def _is_want_of_memory(self, error: Exception) -> bool:
+        """Whether it was too much, for the trainer, a saver, or by what the engine says."""
+        import torch
+
+        if self._name == OURS:
+            import memsaver
+
+            if isinstance(error, memsaver.OutOfDeviceMemoryError):
+                return True
+        return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+    def _make(self) -> None:
+        from rl_trainer import Trainer
+
+        self._held = Trainer(self._name, self._shape, self._states, self._device)
+
+    def _begin(self) -> None:
+        self._seconds, self._lost = {}, ""
+        self._peaks.stages.clear()
+
+    def _stage(self, name: str, call: Callable[[], object]) -> None:
+        """Times a call, with the trainer's device idle before and after, and watches memory."""
+        self._synchronise()
+        with self._peaks.stage(name):
+            begin = time.perf_counter()
+            call()
+            self._synchronise()
+            self._seconds[name] = round(time.perf_counter() - begin, 4)
+
+    def _synchronise(self) -> None:
+        if self._held is not None:
+            self._held.synchronise()
+
+    def _found(self) -> dict[str, Any]:
+        stages = self._peaks.stages
+        tight = [peak for name, peak in stages.items() if name not in ENGINE_AWAY]
+        return {
+            "seconds": dict(self._seconds),
+            "peaks": dict(stages),
+            "spare": self._memory.total - max(self._start_peak, *tight),
+            "refused": "",
+        }
+
+    def _check_weights(self) -> None:
+        """That a resume brought the engine's weights back, if they have a backup."""
+        if self._backup and self._sent and not self._lost:
+            found, problem = self.checksum()
+            if found != self._sent:
+                self._lost = f"the engine's weights: {problem or found}"
+
+    def _checked(self) -> dict[str, Any]:
+        """What `step` says of contents, after its update."""
+        if not self._backup:
+            return {"lost": self._lost, "unchecked": "", "weights": ""}
+        old, (self._sent, unchecked) = self._sent, self.checksum()
+        if self._sent and self._sent == old:
+            raise RuntimeError("the update did not change the weights")
+        return {"lost": self._lost, "unchecked": unchecked, "weights": self._sent}
+
+    def _collect(self) -> None:
+        """Lets torch use the memory of buckets again that the engine has let go of."""
+        import torch
+
+        if self._device == "cuda":
+            torch.cuda.ipc_collect()
+
+    def _allocated(self) -> int:
+        import torch
+
+        return int(torch.cuda.memory_allocated()) if self._device == "cuda" else 0
+
+
+def buckets(weights: Iterable[tuple[str, Any]], at_most: int) -> Iterator[list[tuple[str, Any]]]:
+    """Weights in order, as many together as have so many bytes; a larger one alone."""
+    part: list[tuple[str, Any]] = []
+    size = 0
+    for name, tensor in weights:
+        if part and size + tensor.nbytes > at_most:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    if part:
+        yield part

@@ -1,0 +1,201 @@
+"""A trainer beside an engine: weights and optimizer states in two tags of a memory saver.
+
+Both tags have a backup in host memory. With memsaver, `offload` puts them there; with
+torch_memory_saver, they are made in regions, as its users make them. Gradients live for a step.
+Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import libraries
+import torch
+import workloads
+from sglang_model import Shape, checkpoint
+
+WEIGHTS, OPTIMIZER = "trainer_weights", "trainer_optimizer"
+
+
+class Averages(torch.optim.Optimizer):
+    """As many running averages of the gradients as asked for, each as large as the parameters.
+
+    Two are what Adam has. All kernels work in place.
+    """
+
+    def __init__(self, parameters: Iterable[Any], count: int) -> None:
+        super().__init__(parameters, {"count": count})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                averages = self.state[parameter]
+                for number in range(group["count"]):
+                    key = f"average_{number}"
+                    if key not in averages:
+                        averages[key] = torch.zeros_like(parameter)
+                    averages[key].lerp_(parameter.grad, 1 / (number + 2))
+                    parameter.add_(averages[key], alpha=-0.1)
+
+
+class Saver(Protocol):
+    """How a library holds a trainer's memory."""
+
+    def hold_weights(self, make: Callable[[], Any]) -> Any:
+        """A module that is made by this call, its parameters in the tag WEIGHTS."""
+
+    def hold_states(self, optimizer: Any, first_step: Callable[[], None]) -> None:
+        """Takes the first step; the states that it makes go into the tag OPTIMIZER."""
+
+    def pause(self, tag: str) -> None:
+        """Gives the tag's memory back."""
+
+    def resume(self, *tags: str) -> None:
+        """Takes memory for the tags again."""
+
+
+class Offloads:
+    """memsaver.integrations.trainer."""
+
+    def __init__(self) -> None:
+        import memsaver
+        from memsaver.integrations.trainer import offload
+
+        self._memsaver = memsaver
+        self._offload = offload
+
+    def hold_weights(self, make: Callable[[], Any]) -> Any:
+        module = make()
+        self._offload(module, tag=WEIGHTS)
+        return module
+
+    def hold_states(self, optimizer: Any, first_step: Callable[[], None]) -> None:
+        self._offload(optimizer, tag=OPTIMIZER)
+        first_step()
+
+    def pause(self, tag: str) -> None:
+        self._memsaver.pause(tag)
+
+    def resume(self, *tags: str) -> None:
+        self._memsaver.resume(*tags)
+
+
+class Regions:
+    """torch_memory_saver: whatever is made inside a region is in its tag."""
+
+    def __init__(self, name: str) -> None:
+        self._library = libraries.open_library(name)
+
+    def hold_weights(self, make: Callable[[], Any]) -> Any:
+        with self._library.region(WEIGHTS, "host"):
+            return make()
+
+    def hold_states(self, optimizer: Any, first_step: Callable[[], None]) -> None:
+        with self._library.region(OPTIMIZER, "host"):
+            first_step()
+
+    def pause(self, tag: str) -> None:
+        self._library.pause(tag)
+
+    def resume(self, *tags: str) -> None:
+        for tag in tags:
+            self._library.resume(tag)
+
+
+class Trainer:
+    """A copy of a model's weights in bfloat16, and an optimizer of them. Made awake.
+
+    Args:
+        name: whose memory saver it has.
+        states: how many states the optimizer has for each weight.
+        device: the torch device; "cpu" with memsaver's simulated driver.
+        seed: of the first weights.
+    """
+
+    def __init__(self, name: str, shape: Shape, states: int, device: str, seed: int = 0) -> None:
+        self._device = device
+        saver: Saver = Offloads() if name == libraries.OURS else Regions(name)
+        self._saver = saver
+        self._names = [key for key, _ in checkpoint(shape)]
+        torch.manual_seed(seed)
+        self._model = saver.hold_weights(lambda: _module(shape, device))
+        self._optimizer = Averages(self._model.parameters(), states)
+        self._make_gradients(seed + 1)
+        saver.hold_states(self._optimizer, self._optimizer.step)
+        self._let_gradients_go()
+        self._sums: Any = None
+        self.remember()
+
+    @property
+    def weights(self) -> list[tuple[str, Any]]:
+        """Names, as checkpoints have them, and the weights themselves."""
+        return [
+            (name, parameter.detach())
+            for name, parameter in zip(self._names, self._model.parameters(), strict=True)
+        ]
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights and the optimizer's states."""
+        return sum(int(tensor.nbytes) for tensor in self._tensors())
+
+    def train(self, seed: int) -> None:
+        """A step with gradients that the seed determines."""
+        self._make_gradients(seed)
+        self._optimizer.step()
+        self._let_gradients_go()
+
+    def sleep_optimizer(self) -> None:
+        """The optimizer's memory goes, and what torch keeps of the gradients'."""
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+        self._saver.pause(OPTIMIZER)
+
+    def sleep_weights(self) -> None:
+        """The weights' memory goes."""
+        self._saver.pause(WEIGHTS)
+
+    def wake(self) -> None:
+        """Both come back."""
+        self._saver.resume(WEIGHTS, OPTIMIZER)
+
+    def remember(self) -> None:
+        """Takes note of all contents, for `lost`."""
+        self._sums = workloads.sums(self._tensors())
+
+    def lost(self) -> str:
+        """What of the contents is not as it was noted; "" where all is."""
+        wrong = int((workloads.sums(self._tensors()) != self._sums).sum())
+        return f"{wrong} of {len(self._sums)} pieces of the trainer's memory" if wrong else ""
+
+    def synchronise(self) -> None:
+        """Waits until the device has done what this process asked of it."""
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def _make_gradients(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        for parameter in self._model.parameters():
+            parameter.grad = torch.empty_like(parameter).normal_(0.0, 0.01)
+
+    def _let_gradients_go(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self.synchronise()
+
+    def _tensors(self) -> list[Any]:
+        found = [tensor for _, tensor in self.weights]
+        for averages in self._optimizer.state.values():
+            found += averages.values()
+        return found
+
+
+def _module(shape: Shape, device: str) -> Any:
+    """The weights as parameters, in the order of `checkpoint`: small random numbers."""
+    module = torch.nn.Module()
+    for number, (_, size) in enumerate(checkpoint(shape)):
+        tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
+        tensor.normal_(1.0 if len(size) == 1 else 0.0, 0.02)
+        module.register_parameter(f"weight_{number}", torch.nn.Parameter(tensor))
+    return module
