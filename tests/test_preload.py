@@ -700,7 +700,7 @@ def test_version_and_help(run):
     assert done.returncode == 0 and "--backup" in done.stdout
 
 
-# --- what the command imports  ----------------------------------------------------------------------
+# --- what the command imports ---------------------------------------------------------------------
 
 
 def test_importing_preload_is_cheap(run):
