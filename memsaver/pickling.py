@@ -92,7 +92,7 @@ class _Sending:
             raise ConfigError(
                 f"a tensor of tag {tag!r} cannot be sent to another process: its memory can be "
                 f"paused, and CUDA IPC has no handle for such memory; {first}send a copy: "
-                f"{_copy()}",
+                + _copy(),
                 tag=tag,
             )
         return self._otherwise(tensor)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -38,3 +39,27 @@ def run_code(
     if status is not None:
         assert done.returncode == status, done.stdout + done.stderr
     return done
+
+
+def run_together(
+    commands: Sequence[tuple[Sequence[str], dict[str, str]]], *, timeout: float = 60
+) -> list[str]:
+    """What processes that run at once print, each a command and its environment.
+
+    An AssertionError with all of it where one does not exit with 0. None outlives the call.
+    """
+    processes = [
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for command, environment in commands
+    ]
+    said = []
+    try:
+        said = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
+    return said

@@ -34,6 +34,23 @@ def leave_free(sim):
     sim.occupy(0)
 
 
+@pytest.fixture
+def half_moved(sim, tag, leave_free):
+    """`trainer, name = half_moved()`: one whose states had room in part, and the tag of that."""
+
+    def make():
+        trainer = Trainer(model=wide_model)
+        trainer.step()
+        leave_free(10 * MIB)
+        name = tag()
+        with pytest.raises(memsaver.OutOfDeviceMemoryError):
+            offload(trainer.optimizer, tag=name)
+        sim.occupy(0)
+        return trainer, name
+
+    return make
+
+
 def test_a_resume_without_room_can_be_made_again(sim, tag, leave_free):
     trainer, expected = Trainer(model=wide_model), Trainer(model=wide_model)
     offloaded = offload(trainer.optimizer, tag=tag())
@@ -83,14 +100,8 @@ def test_an_offload_without_room_can_be_made_again(sim, tag, leave_free):
     assert trainer.contents() == expected.contents()
 
 
-def test_what_an_offload_without_room_has_moved_is_guarded(sim, tag, leave_free):
-    trainer = Trainer(model=wide_model)
-    trainer.step()
-    leave_free(10 * MIB)
-    name = tag()
-    with pytest.raises(memsaver.OutOfDeviceMemoryError):
-        offload(trainer.optimizer, tag=name)
-    sim.occupy(0)
+def test_what_an_offload_without_room_has_moved_is_guarded(half_moved):
+    trainer, name = half_moved()
     assert sum(lies_in(state, name) for state in states_of(trainer.optimizer)) > 0
     contents = trainer.contents()
     with memsaver.paused(name), pytest.raises(memsaver.InvalidStateError):
@@ -99,14 +110,8 @@ def test_what_an_offload_without_room_has_moved_is_guarded(sim, tag, leave_free)
     trainer.step()
 
 
-def test_an_offload_that_is_made_again_takes_over(sim, tag, leave_free):
-    trainer = Trainer(model=wide_model)
-    trainer.step()
-    leave_free(10 * MIB)
-    name = tag()
-    with pytest.raises(memsaver.OutOfDeviceMemoryError):
-        offload(trainer.optimizer, tag=name)
-    sim.occupy(0)
+def test_an_offload_that_is_made_again_takes_over(half_moved):
+    trainer, name = half_moved()
     states = copy.deepcopy(trainer.optimizer.state_dict())
     offload(trainer.optimizer, tag=name).close()
     with memsaver.paused(name):

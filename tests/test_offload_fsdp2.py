@@ -1,12 +1,11 @@
 """FSDP2 trainers in tags, on one rank and on two that share nothing but gloo."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from child_process import environment_without
+from child_process import environment_without, run_together
 
 pytest.importorskip("torch")
 
@@ -22,21 +21,7 @@ def test_steps_between_pauses_are_bit_equal(tmp_path, ranks):
             [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         ),
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(tmp_path / "store"), str(rank), str(ranks)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said = [process.communicate(timeout=100)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
+    command = [sys.executable, str(RANK), str(tmp_path / "store")]
+    each = [[*command, str(rank), str(ranks)] for rank in range(ranks)]
+    said = run_together([(words, environment) for words in each], timeout=100)
     assert all("held" in text for text in said)

@@ -21,7 +21,13 @@ from build_support.variants import ASAN, FUZZ
 SOURCES = ROOT / "tests" / "native" / "fuzz"
 LIBFUZZER = "libclang_rt.fuzzer_no_main.a"
 # Of a target that takes parts of the core in whole: the rest that it needs.
-MORE_SOURCES = {"options": [SOURCES / "coverage.cpp", ROOT / "csrc" / "core" / "text.cpp"]}
+MORE_SOURCES = {
+    "options": [
+        SOURCES / "coverage.cpp",
+        ROOT / "csrc" / "core" / "text.cpp",
+        ROOT / "csrc" / "sim" / "faults.cpp",
+    ]
+}
 LIBRARIES = {"abi": ["libmemsaver.so", "libmemsaver_sim.so"], "options": []}
 TARGETS = tuple(LIBRARIES)
 

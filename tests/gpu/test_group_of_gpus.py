@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from child_process import run_together
 
 import memsaver
 
@@ -129,22 +129,7 @@ def test_all_ranks_or_none(backend: str, tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), backend],
-            env={**env, "RANK": str(rank), "WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = []
-    try:
-        said = [rank.communicate(timeout=200)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    command = [sys.executable, str(script), backend]
+    each = [{**env, "RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    said = run_together([(command, environment) for environment in each], timeout=200)
     assert all("held" in text for text in said), "\n".join(said)

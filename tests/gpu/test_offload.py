@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from child_process import run_together
 from torch_environment import torch_environment
 
 CASES = Path(__file__).with_name("offload_cases.py")
@@ -26,24 +26,9 @@ def run(name: str, ranks: int = 1, expandable: bool = False) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(CASES), name],
-            env={**env, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    said = []
-    try:
-        said = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
+    command = [sys.executable, str(CASES), name]
+    each = [{**env, "RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
+    said = run_together([(command, environment) for environment in each], timeout=200)
     assert all(text.splitlines()[-1] == "held" for text in said), "\n".join(said)
 
 

@@ -54,7 +54,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t count) {
                   "what cannot be understood is a bad configuration");
   }
   memsaver::sim::Settings settings;
-  if (memsaver::sim::read_settings(&settings)) {
+  if (memsaver::sim::read_settings(&settings).empty()) {
     fuzz::require(settings.devices >= 0 && settings.devices <= SIM_MAX_DEVICES &&
                       settings.memory_bytes > 0 && settings.memory_bytes % (2 << 20) == 0,
                   "the simulated machine makes sense");
