@@ -26,6 +26,7 @@ UNPICKLES = re.compile(
     r"broadcast_object_list|send_object_list|recv_object_list|torch\.load|yaml\.(unsafe_)?load|"
     r"os\.system|os\.popen|shell=True)\b"
 )
+RANKS_OF_A_JOB = ROOT / "integrations" / "rollout" / "pickles.py"  # as SECURITY.md says
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -39,7 +40,8 @@ def test_no_data_is_executed_or_unpickled(path):
     }
     assert not called & EXECUTES
     code = ast.unparse(_without_docstrings(tree))
-    assert not UNPICKLES.search(code), UNPICKLES.search(code)
+    found = UNPICKLES.search(code)
+    assert bool(found) == (path == RANKS_OF_A_JOB), found
 
 
 def _without_docstrings(tree):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memsaver.distributed.errors import RankError, RankFailure, ranks_text
 from memsaver.errors import MemsaverError
+from memsaver.integrations.rollout.pickles import pack, travels, unpack
 
 __all__ = ["Told", "error_of"]
 
@@ -44,19 +44,16 @@ class Told:
 
     def packed(self) -> bytes:
         """For `parse` on all ranks."""
-        try:
-            error = pickle.dumps(self.error)
-            pickle.loads(error)
-        except Exception:  # its attributes or arguments do not travel
-            error = pickle.dumps(None)
-        return pickle.dumps((self.failure, error))
+        error = self.error if travels(self.error) else None
+        packed: bytes = pack((self.failure, pack(error)))
+        return packed
 
     @staticmethod
     def parse(data: bytes) -> Told:
         """What a rank packed."""
-        failure, pickled = pickle.loads(data)
+        failure, packed = unpack(data)
         try:
-            error = pickle.loads(pickled)
+            error = unpack(packed)
         except Exception:  # of a kind that this rank does not have
             error = None
         return Told(failure, error)

@@ -134,8 +134,9 @@ def launch(
     """Start an engine.
 
     This process's environment, its start method for processes and its signal handlers are as before
-    when this returns. What SGLang does where one of its processes dies, ending this one, is left
-    out; calls raise an `EngineError` then.
+    when this returns, but for variables that SGLang sets when it is imported, and its own
+    (SGLANG_*, PROMETHEUS_*), which it reads again. What SGLang does where one of its processes
+    dies, ending this one, is left out; calls raise an `EngineError` then.
 
     Args:
         placement: where.

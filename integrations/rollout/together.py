@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import pickle
 import struct
 import threading
 import weakref
@@ -17,6 +16,7 @@ from memsaver.distributed.errors import GroupError, RankError, RankFailure
 from memsaver.distributed.interrupts import interrupts_deferred
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.rollout.failures import Told, error_of
+from memsaver.integrations.rollout.pickles import pack, unpack
 
 __all__ = ["GRACE_SECONDS", "Together", "check_timeout"]
 
@@ -43,7 +43,7 @@ class Together:
     Nobody waits for ever: a rank that is dead or hangs is a `GroupError` on the others. The group
     is of no more use to them then; other users of the same process group are not concerned.
 
-    Results and errors travel as pickles between the ranks of one job, which trust each other.
+    Results and errors travel as pickles between the ranks of one job (see pickles.py).
     Calls may run beside each other in several threads where each has its own `Together`; calls of
     one take turns. They use the CPU alone.
 
@@ -148,7 +148,7 @@ class Together:
         body, error = _attempt(work)
         with interrupts_deferred():
             bodies = self._exchange(what, body, error, timeout)
-        return [pickle.loads(one) for one in bodies]
+        return [unpack(one) for one in bodies]
 
     def _exchange(
         self, what: str, body: bytes, error: BaseException | None, timeout: float
@@ -187,7 +187,7 @@ class Together:
                 raise _worse(lost, error) from lost.__cause__
         if failed:
             self._raise(what, [Told.parse(body)], error)
-        result: Result = pickle.loads(body)
+        result: Result = unpack(body)
         return result
 
     def _all_gather(
@@ -247,9 +247,9 @@ def check_timeout(timeout: object) -> None:
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
-    """The pickled result of some work, or what it raised."""
+    """The packed result of some work, or what it raised."""
     try:
-        return pickle.dumps(work(), protocol=pickle.HIGHEST_PROTOCOL), None
+        return pack(work()), None
     except BaseException as error:
         return b"", error
 

@@ -173,16 +173,23 @@ def check_death(engine: Any) -> None:
 
 def alone(folder: Path) -> None:
     """One process with an engine of its own."""
+    import sglang  # sets variables of its own, as `launch` says
     import torch
 
     from memsaver.integrations.rollout import RolloutEngine
 
+    assert sglang.__version__
+
+    def environment() -> dict[str, str]:
+        kept = ("SGLANG_", "PROMETHEUS_")
+        return {name: text for name, text in os.environ.items() if not name.startswith(kept)}
+
     torch.cuda.set_device(0)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
+    named = arguments(folder)
+    before = environment()
     handler = signal.getsignal(signal.SIGTERM)
-    with RolloutEngine.launch(**arguments(folder), timeout=240) as engine:
-        now = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
-        assert now == environment and signal.getsignal(signal.SIGTERM) == handler
+    with RolloutEngine.launch(**named, timeout=240) as engine:
+        assert environment() == before and signal.getsignal(signal.SIGTERM) == handler
         check_against_sglang(engine)
         check_sampling(engine)
         check_sleep(engine)

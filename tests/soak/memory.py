@@ -138,6 +138,10 @@ class SimulatedMemory:
     def violations(self) -> list[str]:
         return self._sim.violations()
 
+    def kept(self) -> str:
+        """What holds memory, as far as the allocator above the tags knows."""
+        return f"{self._sim.counts()}"
+
 
 _FAULTS = [
     ("cuMemCreate", OUT_OF_MEMORY),
@@ -244,6 +248,20 @@ class TorchMemory:
 
     def violations(self) -> list[str]:
         return []  # the driver would have ended the context
+
+    def kept(self) -> str:
+        """Torch's segments of pools: the pool, MiB, and the states of their blocks."""
+        return str(
+            [
+                (
+                    one["segment_pool_id"],
+                    one["total_size"] / MIB,
+                    {b["state"] for b in one["blocks"]},
+                )
+                for one in self._torch.cuda.memory_snapshot()
+                if tuple(one["segment_pool_id"]) != (0, 0)
+            ]
+        )
 
     def capture(self, tag: str, backup: str) -> Graph:
         return Graph(self, self._torch, tag, backup, self._random.randrange(1, 1000))

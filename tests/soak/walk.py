@@ -108,7 +108,7 @@ class Walk:
         if memsaver.stats().resident_bytes != 0:
             raise Wrong(
                 f"memory is held when all is deleted: {memsaver.stats().tags}; "
-                f"warned before: {dict(self.warned)}"
+                f"warned before: {dict(self.warned)}; kept by: {self._memory.kept()}"
             )
 
     # The steps.
