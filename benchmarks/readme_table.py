@@ -32,7 +32,7 @@ LINES: tuple[tuple[str, str | None, str], ...] = (
     ("sglang_decode_tokens_per_s", None, "SGLang, 8B: decoding before and after, tokens/s"),
     ("sglang_resident_MiB", None, "SGLang, 8B: memory in use when all is released, MiB"),
     ("sglang_max_mem_fraction", None, "SGLang, 8B: largest mem_fraction_static beside a trainer"),
-    ("rl_transition_seconds", None, "RL step, 8B: all transitions of engine and trainer, s"),
+    ("rl_transition_seconds", DEFAULT, "RL step, 8B: all transitions of engine and trainer, s"),
     ("rl_kv_tokens_fraction", ALONE, "RL step, 8B: KV tokens beside a trainer, of those alone"),
     ("kv_64GiB_pause_ms", None, "pause 64 GiB, no backup, ms"),
     ("kv_64GiB_resume_ms", None, "resume 64 GiB, no backup, ms"),

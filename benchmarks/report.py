@@ -75,7 +75,7 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("sglang_resident_MiB", Goal(1.0)),
     ("sglang_max_mem_fraction", Goal(alone=0.9)),
     ("rl_kv_tokens_fraction", Goal(0.97, peer="memsaver, the engine alone on the GPU")),
-    ("rl_transition_seconds", Goal(5.0)),
+    ("rl_transition_seconds", Goal(5.0, peer=PEERS[DEFAULT])),
 )
 
 

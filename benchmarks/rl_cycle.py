@@ -13,7 +13,8 @@ What is measured
     kv      the largest KV cache with which a step completes: waking in stages, waking all at once,
             and the engine alone on the GPU; the peer's waking in stages. About 6 minutes
     step    seconds of each transition of a step, and the most memory in use in each stage, of
-            memsaver and torch_memory_saver. About 5 minutes, two thirds of them the peer's
+            memsaver and torch_memory_saver, and with its option to retain host memory the
+            seconds. About 6 minutes, most of them the peer's
 
 Each library's engine and trainer live in processes of their own, and have the GPU for themselves.
 A peer that ends is no end of the run: its rows say so, or have what it did before. Memory in use is
@@ -115,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
         help="of the engine's weights, in step; in kv the update brings them",
     )
     add("--kv-seconds", type=float, default=360, help="after which kv starts no other engine")
+    add("--step-seconds", type=float, default=330, help="after which step starts no other engine")
     add("--wait", type=float, default=0.5, help="seconds before an engine sleeps")
     add("--touch-gib", type=float, default=72, help="GiB of host memory to touch first; 0: none")
     add("--small", action="store_true", help="a model of 4 layers, to try this out")

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from children import Child, Failed
 from device_memory import first_gpu
-from libraries import OURS
+from libraries import OURS, RETAINED
 from serve import Worker
 from sglang_model import BIG, SMALL, Trainer
 
@@ -91,6 +91,8 @@ def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[st
     if places:
         found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(place) for place in places)
     found["MEMSAVER_SGLANG"] = "1" if name == OURS else "0"
+    if name == RETAINED:
+        found["TMS_RETAIN_CPU_BACKUP"] = "1"
     found["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     found.setdefault("NCCL_GRAPH_REGISTER", "0")
     found.setdefault("SGLANG_IS_FLASHINFER_AVAILABLE", "false")  # its kernels are not asked for

@@ -16,11 +16,16 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 SERVER = """
 import http.server, sys
 
+asked = []
+
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        asked.append(self.path)  # as SGLang: its health is 503 until it has warmed up
+        is_ready = asked.count("/health") >= 3
+        self.send_response(503 if self.path == "/health" and not is_ready else 200)
         self.end_headers()
-        self.wfile.write(" ".join(sys.argv[1:]).encode())
+        words = [*sys.argv[1:], "ready" if is_ready else "not ready"]
+        self.wfile.write(" ".join(words).encode())
 
 port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("0.0.0.0", port), Handler).serve_forever()
@@ -78,6 +83,7 @@ def test_a_server_starts_answers_and_ends(workers, tmp_path):
     with urllib.request.urlopen(url, timeout=10) as response:
         said = response.read().decode()
     assert said.startswith("--tp-size 2 --enable-memory-saver --port ")
+    assert said.endswith(" ready") and not said.endswith("not ready")
     ray.get(worker.stop.remote())
     ray.get(worker.stop.remote())
     with pytest.raises(OSError):

@@ -94,7 +94,10 @@ def run(benchmark_module, memory, tmp_path, monkeypatch):
 @pytest.mark.long
 def test_the_rows_of_steps(run, capsys):
     status, rows, engines = run("--only=step")
-    assert (status, engines) == (0, ["ours", "theirs"])
+    assert (status, engines) == (0, ["ours", "theirs", "theirs-retained"])
+    retained = rows.pop(("rl_transition_seconds", "torch_memory_saver, retained backup"))
+    assert len(retained["detail"]["peer"]) == 2 and retained["ratio"] > 0
+    assert set(retained["detail"]["peer_stages"]) == {*TRANSITIONS, "train", "update", "generate"}
     assert {peer for _, peer in rows} == {"torch_memory_saver"}
     by_metric = {metric: row for (metric, _), row in rows.items()}
     stages = [*TRANSITIONS, "train", "update", "generate"]
@@ -149,7 +152,16 @@ def test_contents_that_are_lost_give_no_figures(run, capsys, faults, message):
     if "peer" not in faults:
         assert rows == {}
     for row in rows.values():
-        assert row["peer_value"] is None and message in row["detail"]["peer_failed"]
+        failed = row["detail"]["peer_failed"].replace("tms-retained", "tms")
+        assert row["peer_value"] is None and message in failed
+
+
+@pytest.mark.long
+def test_a_run_that_took_long_leaves_the_second_way_of_the_peer_out(run, capsys):
+    status, rows, engines = run("--only=step", "--steps=1", "--step-seconds=0")
+    assert (status, engines) == (1, ["ours", "theirs"])
+    assert ("rl_transition_seconds", "torch_memory_saver") in rows
+    assert "more --step-seconds may do" in capsys.readouterr().err
 
 
 def test_without_a_peer_values_are_printed(run, capsys):
@@ -371,6 +383,7 @@ def test_memsavers_trainer_gives_all_its_memory_back(benchmark_module, sim):
         ("rl_kv_tokens_fraction_at_once", ALONE, 0.8, 0.8, ""),
         ("rl_transition_seconds", "torch_memory_saver", 2.0, 5.0, "yes"),
         ("rl_transition_seconds", "torch_memory_saver", 2.0, 4.9, "not met"),
+        ("rl_transition_seconds", "torch_memory_saver, retained backup", 2.0, 1.0, ""),
         ("rl_transition_seconds", "torch_memory_saver", 2.0, None, "no peer"),
         ("rl_peak_GiB", "torch_memory_saver", 2.0, 1.0, ""),
     ],

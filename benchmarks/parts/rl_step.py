@@ -8,11 +8,15 @@ Stages follow each other at once, as in a trainer, but for a rest before the eng
 Contents are compared: all of the trainer's after each wake-up, the engine's weights by its own
 checksum; and, since the seeds are the same, the engine's weights after each update between the
 libraries. A library that loses contents has no figures.
+
+The peer is measured as SGLang's users have it, and once more with its option to retain its host
+memory, of which only the whole step has a row.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +25,7 @@ import comparison
 import host_memory
 import results
 from children import Failed
-from libraries import DEFAULT, OURS, PEERS
+from libraries import DEFAULT, OURS, PEERS, RETAINED
 from rl_engine import TRANSITIONS, WORK
 from sglang_engine import running, say
 
@@ -116,7 +120,7 @@ def rows(ours: Found, theirs: Found | None) -> Iterator[dict[str, Any]]:
         if theirs is None:
             comparison.tell(metric, mine)
             continue
-        row = compared(metric, mine, others, theirs.failed)
+        row = compared(metric, mine, DEFAULT, others, theirs.failed)
         if metric == PEAK:
             row["detail"] |= {"memsaver_stages": ours.peaks, "peer_stages": theirs.peaks}
         yield row
@@ -127,13 +131,20 @@ def milliseconds(found: Found | None, stage: str) -> list[float]:
     return [round(spent * 1e3, 1) for spent in found.seconds.get(stage, [])] if found else []
 
 
+def retained_row(ours: Found, theirs: Found) -> dict[str, Any]:
+    """The row of whole steps against the peer that retains its host memory."""
+    row = compared(TOTAL, ours.totals, RETAINED, theirs.totals, theirs.failed)
+    row["detail"]["peer_stages"] = theirs.seconds
+    return row
+
+
 def compared(
-    metric: str, ours: Sequence[float], theirs: Sequence[float], why: str
+    metric: str, ours: Sequence[float], peer: str, theirs: Sequence[float], why: str
 ) -> dict[str, Any]:
     """A row; where the peer ended, one that says so."""
     if not theirs:
-        return results.unanswered(metric, ours, PEERS[DEFAULT], why, bench=BENCH)
-    row = results.measurement(metric, ours, PEERS[DEFAULT], theirs, bench=BENCH)
+        return results.unanswered(metric, ours, PEERS[peer], why, bench=BENCH)
+    row = results.measurement(metric, ours, PEERS[peer], theirs, bench=BENCH)
     if why:
         row["detail"]["peer_failed"] = why
     return row
@@ -141,12 +152,24 @@ def compared(
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
     """Rows of rl_*, but for the KV cache."""
+    end = time.monotonic() + options.step_seconds
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))
     ours = measure_one(OURS, options, failures)
-    theirs = measure_one(DEFAULT, options, failures) if options.peer else None
-    if theirs:
-        pairs = zip(ours.weights, theirs.weights, strict=False)
-        if any(mine and other and mine != other for mine, other in pairs):
-            failures.append("the engines' weights differ after the same steps of training")
+    theirs = peer_of(ours, DEFAULT, options, failures) if options.peer else None
     yield from rows(ours, theirs)
+    if theirs is None or not ours.totals:
+        return
+    if time.monotonic() > end:
+        failures.append(f"{PEERS[RETAINED]}: no time to try it; more --step-seconds may do")
+        return
+    yield retained_row(ours, peer_of(ours, RETAINED, options, failures))
+
+
+def peer_of(ours: Found, name: str, options: argparse.Namespace, failures: list[str]) -> Found:
+    """The steps of a peer, whose engine must have the weights that memsaver's had."""
+    theirs = measure_one(name, options, failures)
+    pairs = zip(ours.weights, theirs.weights, strict=False)
+    if any(mine and other and mine != other for mine, other in pairs):
+        failures.append(f"the engine's weights of {name} differ after the same steps of training")
+    return theirs

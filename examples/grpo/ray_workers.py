@@ -77,7 +77,11 @@ class EngineWorker:
     def serve(
         self, program: Sequence[str], arguments: Mapping[str, Any], environment: Mapping[str, str]
     ) -> str:
-        """Run a server of Python's that has `/model_info`; its URL, when it answers."""
+        """Run a server of Python's that has `/health`; its URL, when it is ready.
+
+        SGLang's has done its own first generation then. Before, that may meet an engine that sleeps
+        already, which it does not survive.
+        """
         address, port = ray.util.get_node_ip_address(), _free_port()
         words = command_line({**arguments, "port": port})
         atexit.register(self.stop)
@@ -92,7 +96,7 @@ class EngineWorker:
             )
         url = f"http://{address}:{port}"
         deadline = time.monotonic() + START_SECONDS
-        while not _answers(f"{url}/model_info"):
+        while not _answers(f"{url}/health"):
             ended = self._server.poll()
             if ended is not None or time.monotonic() > deadline:
                 self.stop()
