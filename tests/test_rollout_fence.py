@@ -10,7 +10,6 @@ import rank_processes
 
 from memsaver.errors import InvalidStateError
 from memsaver.integrations.rollout import RolloutEngine
-from memsaver.integrations.sglang.errors import EngineTimeoutError
 from memsaver.integrations.sglang.status import Status, status_of
 
 pytest.importorskip("torch")
@@ -81,6 +80,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from memsaver.distributed import RankError
 from memsaver.integrations.rollout.ranks import layout_of
+from memsaver.integrations.sglang.errors import EngineTimeoutError
 from test_rollout_fence import *
 
 RANK = int(os.environ["RANK"])

@@ -31,7 +31,7 @@ class Fence:
                 fence's own. An engine that fails at the end of them is waited for still.
 
         Raises:
-            error: where there is one engine alone, or it is an interrupt, which is for its own rank.
+            error: where there is one engine alone; or it is an interrupt, for this rank alone.
             MemsaverError: what the engines' ranks brought, as of `Together`.
             GroupError: not all ranks came.
         """
