@@ -52,10 +52,10 @@ class ColocatedSession:
     the engine has already are not sent again.
 
     **Ranks.** On several ranks all calls are collectives of `group`, and so is making a session:
-    every rank enters and leaves the same blocks. Stages end on all ranks together. Where one fails on a rank, every rank raises
-    an error of the same kind (a `RankError`, where ranks fail differently), which names the ranks
-    and says why. So does an exception that leaves a block on some ranks, at the end of the block;
-    those ranks raise their own.
+    every rank enters and leaves the same blocks. Stages end on all ranks together. Where one fails
+    on a rank, every rank raises an error of the same kind (a `RankError`, where ranks fail
+    differently), which names the ranks and says why. So does an exception that leaves a block on
+    some ranks, at the end of the block; those ranks raise their own.
 
     **Errors.** Nothing is lost. A stage that failed ends the call in front of it, the session is
     idle, and either block can be entered again: it does what has not been done. After a failed
