@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import memsaver
 from memsaver.distributed import GroupError, RankError
 from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
+from memsaver.integrations.sglang.errors import EngineTimeoutError
 from colocated_engine import TagEngine, stages_of
 from simulated_driver import Simulator
 from trainers import Trainer, plain_model
@@ -207,6 +208,29 @@ def test_what_fails_on_a_rank_is_heard_by_all(run_ranks):
         rollout(lambda engine: engine.generate(X))
         training()
         assert trainer.contents() == before
+
+        # An engine that takes all of its time, and fails then.
+        def hangs(*_, **named):
+            time.sleep(named["timeout"] + 1)
+            raise EngineTimeoutError("no answer")
+
+        session._timeout = 2
+        works = engine.sleep
+        if RANK == 1:
+            engine.sleep = hangs
+        error = raised(EngineTimeoutError, rollout)
+        assert list(error.failures) == [1] and "no answer" in str(error)
+        session._timeout, engine.sleep = 20, works
+        training()
+
+        # A session that cannot begin on one rank: on none, and no hooks are left.
+        hooks = len(trainer.model._forward_pre_hooks)
+        optimizer = None if RANK == 0 else object()
+        error = raised(
+            memsaver.ConfigError, lambda: ColocatedSession(engine, trainer.model, optimizer)
+        )
+        assert list(error.failures) == [1] and "not object" in str(error)
+        assert len(trainer.model._forward_pre_hooks) == hooks
         """,
         2,
     )

@@ -459,3 +459,16 @@ def test_a_trainer_without_a_backup_is_refused(sim, tag):
     model = offload(trainer.model, tag=tag("model"), backup="none")
     with pytest.raises(memsaver.ConfigError, match="no backup"):
         ColocatedSession(engine, model, state=trainer.model.state_dict)
+
+
+def test_a_session_that_cannot_begin_leaves_no_hooks(sim, tag):
+    trainer = Trainer()
+    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
+    with pytest.raises(memsaver.ConfigError, match="not object"):
+        ColocatedSession(engine, trainer.model, object())
+    assert not trainer.model._forward_pre_hooks
+    given = offload(trainer.model, tag="model")
+    hooks = len(trainer.model._forward_pre_hooks)
+    with pytest.raises(memsaver.ConfigError, match="not object"):
+        ColocatedSession(engine, given, object(), state=trainer.model.state_dict)
+    assert hooks and len(trainer.model._forward_pre_hooks) == hooks

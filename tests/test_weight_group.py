@@ -2,11 +2,93 @@
 
 from __future__ import annotations
 
+import socket
+import time
+
 import pytest
 
 pytest.importorskip("torch")
 
+from torch.distributed import distributed_c10d
+from weight_engine import Backend
 from weight_ranks import run
+
+from memsaver.errors import ConfigError
+from memsaver.integrations.rollout import RolloutEngine, WeightGroup
+from memsaver.integrations.rollout.weights import disaggregated
+from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
+
+
+class Nobody(Backend):
+    """An engine without ranks, whose groups are made of the trainer's leader alone."""
+
+    def __init__(self):
+        super().__init__(size=0)
+
+    def join_group(self, *_, **named):
+        self.joining(**named)
+
+    def joining(self, **_):
+        pass
+
+    def leave_group(self, *_):
+        raise EngineError("it is gone")
+
+
+@pytest.fixture
+def backend():
+    return Nobody()
+
+
+@pytest.fixture
+def group_of(backend):
+    """Makes a group with the engine; none of them is left at the end."""
+    before = set(distributed_c10d._world.pg_map)
+
+    def make(**options):
+        return WeightGroup(RolloutEngine(backend, timeout=20), backend="gloo", **options)
+
+    yield make
+    assert set(distributed_c10d._world.pg_map) == before
+
+
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_a_group_that_the_engine_does_not_join_is_not_left_behind(backend, group_of, seconds):
+    def joining(**_):
+        time.sleep(seconds)  # this side's part of it is made later, or before
+        raise EngineError("no such host")
+
+    backend.joining = joining
+    with pytest.raises(EngineError, match="no such host"):
+        group_of(timeout=20)
+    time.sleep(1 - seconds)
+
+
+def test_an_address_that_cannot_be_had(group_of):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="no group can be made at 127.0.0.1:"):
+            group_of(port=taken.getsockname()[1], timeout=5)
+
+
+def test_what_failed_is_told_and_not_that_the_group_cannot_be_left(group_of):
+    with pytest.raises(ZeroDivisionError), group_of():
+        raise ZeroDivisionError
+    with pytest.raises(EngineError, match="it is gone"), group_of():
+        pass
+
+
+def test_a_broadcast_takes_its_time_once(group_of, monkeypatch):
+    monkeypatch.setattr(disaggregated, "_END_SECONDS", 0.2)
+    group = group_of()
+    monkeypatch.setattr(group, "_send", lambda *_: time.sleep(4))
+    began = time.monotonic()
+    with pytest.raises(EngineTimeoutError, match="did not take all weights"):
+        group.broadcast([], lambda: time.sleep(1.4), 1.5)
+    assert time.monotonic() - began < 2.4
+    with pytest.raises(EngineError, match="it is gone"):
+        group.leave()
 
 
 @pytest.mark.timeout(200)

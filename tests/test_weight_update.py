@@ -160,6 +160,9 @@ def test_shards_in_the_engines_layout(engine, backend):
         ({"a": torch.ones(2)}, {"verify": "some"}, "off, sampled, full"),
         ({"a": torch.ones(2)}, {"layout": "megatron"}, "'whole' or 'engine'"),
         ({"a": torch.ones(2)}, {"bucket_bytes": 0}, "positive number of bytes"),
+        ({"a": torch.ones(2)}, {"version": 7}, "version is text or None"),
+        ({"a": torch.ones(2)}, {"timeout": "soon"}, "positive number of seconds"),
+        ({"a": torch.ones(2)}, {"timeout": -1}, "positive number of seconds"),
         ({"a": torch.ones(2)}, {"pause": "in_place", "flush_cache": True}, "paused in place"),
     ],
 )
@@ -168,6 +171,13 @@ def test_what_makes_no_sense_is_refused_before_the_engine_is_asked(
 ):
     with pytest.raises(ConfigError, match=text):
         update(engine, state, **options)
+    assert backend.calls == []
+
+
+def test_an_engine_that_was_closed_gets_nothing(engine, backend):
+    engine.close()
+    with pytest.raises(InvalidStateError, match="closed"):
+        update(engine, checkpoint())
     assert backend.calls == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memsaver.integrations.rollout.failures import Told, error_of
 from memsaver.integrations.rollout.ranks import Layout
-from memsaver.integrations.rollout.together import Together
+from memsaver.integrations.rollout.together import GRACE_SECONDS, Together
 
 __all__ = ["Fence"]
 
@@ -28,15 +28,26 @@ class Fence:
             what: the call in words, the same on all ranks.
             error: what failed with this rank's engine, the same on all ranks of it, or None.
             timeout: seconds that the others' engines may take, where that is longer than this
-                fence's own.
+                fence's own. An engine that fails at the end of them is waited for still.
+
+        Raises:
+            error: where there is one engine alone; or it is an interrupt, for this rank alone.
+            MemsaverError: what the engines' ranks brought, as of `Together`.
+            GroupError: not all ranks came.
         """
-        limit = max(self._timeout, timeout or 0.0)
+        if self._layout.dp_size == 1:
+            if error is not None:
+                raise error
+            return
+        limit = max(self._timeout, timeout or 0.0) + GRACE_SECONDS
         told = _told(self._layout.leader, error)
         for together in self._along:
             mine = list(told)
             rows = together.gather(what, mine.copy, limit)
             told = [one for row in rows for one in row]
         each = {one.failure.rank: one for one in told}
+        if error is not None and not isinstance(error, Exception):
+            raise error
         if each:
             size = self._layout.tp_size * self._layout.dp_size
             raise error_of(what, list(each.values()), size) from error

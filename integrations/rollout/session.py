@@ -16,7 +16,7 @@ from memsaver.integrations.rollout.fence import Fence
 from memsaver.integrations.rollout.low_water import LowWater
 from memsaver.integrations.rollout.ranks import ALONE, Layout
 from memsaver.integrations.rollout.stages import RankStage, Stage, StageReport
-from memsaver.integrations.rollout.together import Together
+from memsaver.integrations.rollout.together import GRACE_SECONDS, Together
 from memsaver.integrations.rollout.trainer_memory import TrainerMemory
 from memsaver.statistics import stats
 
@@ -51,11 +51,11 @@ class ColocatedSession:
     training, the trainer's memory is resumed. What is as a stage wants it is left out: weights that
     the engine has already are not sent again.
 
-    **Ranks.** On several ranks all calls are collectives of `group`: every rank enters and leaves
-    the same blocks. Stages end on all ranks together. Where one fails on a rank, every rank raises
-    an error of the same kind (a `RankError`, where ranks fail differently), which names the ranks
-    and says why. So does an exception that leaves a block on some ranks, at the end of the block;
-    those ranks raise their own.
+    **Ranks.** On several ranks all calls are collectives of `group`, and so is making a session:
+    every rank enters and leaves the same blocks. Stages end on all ranks together. Where one fails
+    on a rank, every rank raises an error of the same kind (a `RankError`, where ranks fail
+    differently), which names the ranks and says why. So does an exception that leaves a block on
+    some ranks, at the end of the block; those ranks raise their own.
 
     **Errors.** Nothing is lost. A stage that failed ends the call in front of it, the session is
     idle, and either block can be entered again: it does what has not been done. After a failed
@@ -94,13 +94,14 @@ class ColocatedSession:
             `enable_weights_cpu_backup`), so that they are sent after a training only.
         update_options: for `RolloutEngine.update_weights`; or what gives them for each update, such
             as the version that the weights are to be called.
-        timeout: seconds that a stage may take on each rank, and that others are waited for then.
+        timeout: seconds that a stage may take on each rank. One that fails at the end of them is
+            waited for.
         block_timeout: seconds to wait for the other ranks at the beginning and the end of a block.
         on_stage: is told of each stage when it is over, failed ones included; must not raise.
 
     Raises:
         ConfigError: what cannot be offloaded, or a bad option.
-        MemsaverError: what `offload` and `memsaver.distributed` raise.
+        MemsaverError: what `offload` and `memsaver.distributed` raise, on all ranks.
     """
 
     def __init__(
@@ -143,19 +144,23 @@ class ColocatedSession:
         self._owner = threading.Lock()  # held by whoever is in a block
         self._is_current = False  # whether the engine has the trainer's weights
         layout = _layout_of(group)
-        self._rank, self._ranks = layout.rank, layout.dp_size
+        self._rank = layout.rank
         everyone = layout.dp_groups[0] if layout.dp_groups else None
         self._together = Together(everyone, timeout, "session")
         self._fence = Fence(layout, timeout)
-        self._trainer = TrainerMemory(
-            model,
-            optimizer,
-            group=everyone,
-            tags=tags,
-            backup=backup,
-            timeout=timeout,
-            offloading=sleep,
-        )
+        made: list[TrainerMemory] = []
+        options = {"tags": tags, "backup": backup, "timeout": timeout, "offloading": sleep}
+
+        def begin() -> None:
+            made.append(TrainerMemory(model, optimizer, group=everyone, **options))
+
+        try:
+            self._together.gather("the beginning of a session", begin, timeout)
+        except BaseException:
+            for memory in made:  # it failed on another rank
+                memory.undo()
+            raise
+        (self._trainer,) = made
 
     def __repr__(self) -> str:
         return f"<memsaver ColocatedSession: {self._phase.value}>"
@@ -309,7 +314,8 @@ class ColocatedSession:
             except BaseException as raised:
                 error = raised
             seconds = time.perf_counter() - started
-        self._conclude(stage, started, seconds, water, result, error, self._timeout)
+        limit = self._timeout + GRACE_SECONDS
+        self._conclude(stage, started, seconds, water, result, error, limit)
         if afterwards is not None:
             afterwards()
 
@@ -361,10 +367,6 @@ class ColocatedSession:
         self, what: str, mine: RankStage | None, error: BaseException | None, timeout: float
     ) -> tuple[Any, ...]:
         """What all ranks bring, if none brings an error."""
-        if self._ranks == 1:
-            if error is not None:
-                raise error
-            return (mine,)
         try:
             everyones = self._together.gather(what, lambda: (mine, error is not None), timeout)
             if any(failed for _, failed in everyones):
@@ -372,8 +374,7 @@ class ColocatedSession:
         except Exception:
             if error is None or isinstance(error, Exception):
                 raise
-        if error is not None:  # an interrupt, or the process's exit, is for this rank alone
-            raise error
+            raise error from None  # an interrupt, or the process's exit, is for this rank alone
         return tuple(theirs for theirs, _ in everyones)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memsaver.distributed.errors import GroupError, RankError
-from memsaver.errors import InvalidStateError, MemsaverError
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.backend import Backend
 from memsaver.integrations.rollout.fence import Fence
 from memsaver.integrations.rollout.together import Together, check_timeout
@@ -58,7 +58,7 @@ class SharedSleep:
 
     def refresh(self) -> Status:
         """Ask the engine for its state: others may have changed it. A collective."""
-        self._change("refresh", lambda control, _: control.refresh(), None, fence=False)
+        self._change("refresh", lambda control, _: control.refresh(), None, "")
         return self.status
 
     def check(self, operation: str) -> None:
@@ -105,11 +105,12 @@ class SharedSleep:
             timeout: seconds for all of it.
         """
         options = {"wait_idle": wait_idle, "abort": abort, "flush": flush}
+        what = f"sleep({_words(tags)})"
         return self._change(
-            f"sleep({_words(tags)})",
+            what,
             lambda control, limit: control.sleep(tags, timeout=limit, **options),
             timeout,
-            fence,
+            what if fence else "",
         )
 
     def wake_up(
@@ -129,12 +130,8 @@ class SharedSleep:
             fence: as of `sleep`.
             timeout: seconds for all of it.
         """
-        return self._change(
-            f"wake_up({_words(tags)})",
-            lambda control, limit: control.wake_up(tags, timeout=limit),
-            timeout,
-            fence,
-        )
+        what = f"wake_up({_words(tags)})"
+        return self._wake_up(what, tags, timeout, what if fence else "")
 
     @contextlib.contextmanager
     def asleep(
@@ -145,14 +142,18 @@ class SharedSleep:
         Args and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`. Where the
         block fails on one rank, the engine wakes on all, and only that one raises.
         """
+        timeout = options.get("timeout")
         report = self.sleep(tags, fence=fence, **options)
         try:
             yield report
         finally:
+            # Engines that were not awake before have less to wake than others, which they meet.
+            end = "the end of asleep" if fence else ""
             if report.changed:
-                self.wake_up(report.changed, fence=fence)
+                what = f"wake_up({_words(report.changed)})"
+                self._wake_up(what, report.changed, timeout, end)
             elif fence:
-                self._fence.meet("the end of asleep", None)
+                self._fence.meet(end, None, self._limit(timeout))
 
     @contextlib.contextmanager
     def staged_wake(
@@ -178,8 +179,8 @@ class SharedSleep:
 
     # --- on all ranks -----------------------------------------------------------------------------
 
-    def _check_call(self, limit: float) -> None:
-        """Raise where the call cannot be made here, for all ranks to hear."""
+    def check_call(self, limit: float) -> None:
+        """Raise where a call of so many seconds cannot be made here, for all ranks to hear."""
         self._check_open()
         check_timeout(limit)
 
@@ -188,18 +189,33 @@ class SharedSleep:
 
     def _do(self, what: str, action: Callable[[], Result], limit: float) -> Result:
         result: Result = self.together.gathered(
-            what, lambda: self._check_call(limit), lambda _: action(), limit
+            what, lambda: self.check_call(limit), lambda _: action(), limit
         )
         return result
+
+    def _wake_up(
+        self, what: str, tags: str | Sequence[str] | None, timeout: float | None, fence: str
+    ) -> Any:
+        """`wake_up`, in words for this engine's ranks and for those of all."""
+        return self._change(
+            what, lambda control, limit: control.wake_up(tags, timeout=limit), timeout, fence
+        )
 
     def _change(
         self,
         what: str,
         action: Callable[[Any, float], Any],
         timeout: float | None,
-        fence: bool,
+        fence: str,
     ) -> Any:
-        """A transition of the leader's engine, of which all ranks know what came of it."""
+        """A transition of the leader's engine, of which all ranks know what came of it.
+
+        Args:
+            what: the call in words, the same on all ranks of the engine.
+            action: does it on the leader, within the seconds that it is given.
+            timeout: seconds; None is the engine's.
+            fence: the call in words that are the same on all ranks of the mesh; "" is no fence.
+        """
         limit = self._limit(timeout)
 
         def work() -> tuple[Any, frozenset[str] | None]:
@@ -210,19 +226,20 @@ class SharedSleep:
                 vars(error)["released"] = known_released(engine)  # for the other ranks
                 raise
 
-        report, failure = None, None
+        report: Any = None
+        failure: BaseException | None = None
         try:
             report, self._released = self._do(what, work, limit)
-        except Exception as error:
+        except BaseException as error:  # where it is an interrupt, the others wait all the same
             failure = error
             self._released = self._after(error)
-        if fence:
-            self._fence.meet(what, failure, limit if failure is None else None)
+        if fence:  # the limit may be what is wrong with the call
+            self._fence.meet(fence, failure, None if isinstance(failure, ConfigError) else limit)
         if failure is not None:
             raise failure
         return report
 
-    def _after(self, error: Exception) -> frozenset[str] | None:
+    def _after(self, error: BaseException) -> frozenset[str] | None:
         """What is released after a failure, None where it is not known."""
         if isinstance(error, RankError | GroupError) or not isinstance(error, MemsaverError):
             return None

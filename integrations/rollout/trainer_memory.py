@@ -43,26 +43,38 @@ class TrainerMemory:
         self._group = group
         self._timeout = timeout
         self._handles: list[Offloaded] = []
+        self._made: list[Offloaded] = []  # those that the caller did not give
         self.device = _current_device()
         self.model = ""
         if isinstance(tags, str):
             raise ConfigError(f"tags is a sequence of tags, not {tags!r} alone")
         others = [check_tag(tag) for tag in tags]
+        self.others: tuple[str, ...] = ()
         if offloading:
-            handle = self._offloaded(model, backup)
-            self.model = handle.tag
-            if optimizer is not None:
-                others.insert(0, self._offloaded(optimizer, backup).tag)
+            try:
+                self._offload(model, optimizer, others, backup)
+            except BaseException:
+                self.undo()
+                raise
+
+    def _offload(self, model: Any, optimizer: Any, others: list[str], backup: str) -> None:
+        self.model = self._offloaded(model, backup).tag
+        if optimizer is not None:
+            others.insert(0, self._offloaded(optimizer, backup).tag)
         if self.model in others:
             raise ConfigError(
                 f"the model is in tag {self.model!r} together with others, and is needed longer "
                 "than they are: give it a tag of its own",
                 tag=self.model,
             )
-        self.others: tuple[str, ...] = tuple(dict.fromkeys(others)) if offloading else ()
+        self.others = tuple(dict.fromkeys(others))
 
     def _offloaded(self, target: Any, backup: str) -> Offloaded:
-        handle = target if isinstance(target, Offloaded) else offload(target, backup=backup)
+        if isinstance(target, Offloaded):
+            handle = target
+        else:
+            handle = offload(target, backup=backup)
+            self._made.append(handle)
         if any(row.backup is Backup.NONE for row in stats()[handle.tag]):
             raise ConfigError(
                 f"tag {handle.tag!r} has no backup, and the contents of a trainer are needed: "
@@ -104,6 +116,11 @@ class TrainerMemory:
         torch = _torch_with_cuda()
         if torch is not None:
             torch.cuda.empty_cache()
+
+    def undo(self) -> None:
+        """Take away the hooks that this has made, and leave those of the caller's handles."""
+        for handle in self._made:
+            handle.close()
 
     def close(self) -> None:
         """Take the hooks away. As of `Offloaded.close`."""

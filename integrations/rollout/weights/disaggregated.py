@@ -11,11 +11,13 @@ import contextlib
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from memsaver.errors import InvalidStateError
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ __all__ = ["WeightGroup"]
 
 Result = TypeVar("Result")
 
-_END_SECONDS = 10.0  # for a broadcast that was given up to notice it
+_END_SECONDS = 10.0  # for what the engine has answered already, or has given up, to end here
 _numbers = itertools.count()
 
 
@@ -47,7 +49,8 @@ class WeightGroup:
         timeout: seconds to wait for the engine's ranks, and for each of their broadcasts.
 
     Raises:
-        EngineError: the engine cannot join, or not in time.
+        EngineError: the engine cannot join, or not in time. Nothing is left of the group here.
+        ConfigError: there can be no store at this address.
     """
 
     def __init__(
@@ -60,8 +63,9 @@ class WeightGroup:
         timeout: float = 120.0,
     ) -> None:
         self._engine, self._backend, self._timeout = engine, backend, timeout
+        self._lock = threading.Lock()  # of the two that follow, while the group is made
         self._group: Any = None
-        self._store: Any = None
+        self._abandoned = False
         self._broken = ""
         self.name = f"memsaver-{os.getpid()}-{next(_numbers)}"
         self.joined = False
@@ -73,8 +77,15 @@ class WeightGroup:
     def __enter__(self) -> WeightGroup:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.leave()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # What has failed is why it cannot be left, too, and says more.
+        with contextlib.suppress(*() if error is None else (MemsaverError,)):
+            self.leave()
 
     @property
     def device(self) -> str:
@@ -105,6 +116,7 @@ class WeightGroup:
             EngineTimeoutError: the engine said that it was done, and did not take all of it.
             EngineError: sending failed. What `load` raises passes through.
         """
+        deadline = time.monotonic() + timeout
         sending = _Aside(lambda: self._send(tensors, timeout))
         try:
             result = load()
@@ -113,7 +125,7 @@ class WeightGroup:
             self._give_up(f"{type(error).__name__}: {error}")
             sending.wait(_END_SECONDS)
             raise
-        if not sending.wait(timeout):
+        if not sending.wait(max(_END_SECONDS, deadline - time.monotonic())):
             self._give_up("the engine did not take all of it")
             raise EngineTimeoutError(f"the engine did not take all weights within {timeout:g} s")
         if sending.error is not None:
@@ -138,22 +150,26 @@ class WeightGroup:
         backend = self._engine.backend
         assert backend is not None
         size = 1 + self._engine.tp_size
+        deadline = time.monotonic() + self._timeout
         wait = timedelta(seconds=self._timeout)
-        self._store = TCPStore(
-            address, port, size, True, wait, wait_for_workers=False, multi_tenant=True
-        )
-        making = _Aside(lambda: self._make(size, wait))
+        try:
+            store = TCPStore(
+                address, port, size, True, wait, wait_for_workers=False, multi_tenant=True
+            )
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"no group can be made at {address}:{port}: {error}") from error
+        making = _Aside(lambda: self._make(store, size, wait))
         try:
             backend.join_group(
                 address,
-                self._store.port,
+                store.port,
                 rank_offset=1,
                 world_size=size,
                 group_name=self.name,
                 backend=self._backend,
                 timeout=self._timeout,
             )
-            if not making.wait(self._timeout):
+            if not making.wait(max(_END_SECONDS, deadline - time.monotonic())):
                 raise EngineTimeoutError(
                     f"the engine's ranks did not come to the group within {self._timeout:g} s"
                 )
@@ -162,10 +178,10 @@ class WeightGroup:
                     f"the group could not be made here: {making.error}"
                 ) from making.error
         except BaseException:
-            self._store = None
+            self._end()
             raise
 
-    def _make(self, size: int, wait: timedelta) -> None:
+    def _make(self, store: Any, size: int, wait: timedelta) -> None:
         from torch.distributed import PrefixStore, distributed_c10d
 
         made, _ = distributed_c10d._new_process_group_helper(
@@ -173,11 +189,26 @@ class WeightGroup:
             0,
             [],
             distributed_c10d.Backend(self._backend),
-            PrefixStore(self.name, self._store),
+            PrefixStore(self.name, store),
             group_name=self.name,
             timeout=wait,
         )
-        self._group = made
+        with self._lock:
+            self._group = made
+            late = self._abandoned
+        if late:
+            self._end()
+
+    def _end(self) -> None:
+        """End the group on this side: now, or when it is made."""
+        from torch.distributed import destroy_process_group
+
+        with self._lock:
+            self._abandoned = True
+            group, self._group = self._group, None
+        if group is not None:  # None would be the world
+            with contextlib.suppress(Exception):  # it is broken
+                destroy_process_group(group)
 
     def _send(self, tensors: Sequence[Any], timeout: float) -> None:
         from torch.distributed import BroadcastOptions
@@ -202,15 +233,10 @@ class WeightGroup:
     def _leave(self) -> None:
         backend = self._engine.backend
         assert backend is not None
-        group, self._group = self._group, None
         try:
             backend.leave_group(self.name, self._timeout)
         finally:
-            from torch.distributed import destroy_process_group
-
-            with contextlib.suppress(Exception):  # it is broken
-                destroy_process_group(group)
-            self._store = None
+            self._end()
 
 
 class _Aside:

@@ -34,6 +34,8 @@ class Options:
     def check(self, engine: RolloutEngine) -> None:
         """Raise `ConfigError` or `InvalidStateError` where they do not fit the engine."""
         check_policy(self.verify)
+        if self.version is not None and not isinstance(self.version, str):
+            raise ConfigError(f"version is text or None, not {self.version!r}")
         if self.layout not in ("whole", "engine"):
             raise ConfigError(f"layout is 'whole' or 'engine', not {self.layout!r}")
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:

@@ -153,8 +153,9 @@ class _Update:
 
     def _agree(self) -> list[Spec]:
         """What all ranks send, in its order. Changes nothing, and asks the engine for its state."""
+        # The engine's own time: that of the update may be what is wrong with it.
+        everyones = self._meetings.gather(f"{_WHAT}: its plan", self._plan, self._engine.timeout)
         timeout = self._options.timeout
-        everyones = self._meetings.gather(f"{_WHAT}: its plan", self._plan, timeout)
         ranks = self._engine.layout.tp_ranks
         with self._meetings.step(f"{_WHAT}: its tensors", timeout):
             for rank, theirs in zip(ranks, everyones, strict=True):
@@ -173,6 +174,7 @@ class _Update:
         return specs
 
     def _plan(self) -> list[Spec]:
+        self._engine.check_call(self._options.timeout)
         self._options.check(self._engine)
         if self._engine.backend is not None:
             self._engine.backend.control.check("update_weights")
