@@ -66,7 +66,7 @@ def check_against_sglang(engine: Any) -> None:
 
     long = directly(engine, PROMPTS[0], greedy())[0]
     cases = [(prompt, greedy()) for prompt in PROMPTS]
-    cases.append((PROMPTS[0], greedy(stop_token_ids=[long[9]])))
+    cases.append((PROMPTS[0], greedy(stop_token_ids=[long[9]], ignore_eos=False)))
     lengths = set()
     for prompt, params in cases:
         flushed(engine)

@@ -186,20 +186,21 @@ def group(folder: Path) -> None:
     own = {"device": "cuda:1"} if backend == "nccl" else {"device": "cpu"}
     with RolloutEngine.launch(**arguments(folder), timeout=240) as engine:
         first = outputs(engine)
+        states = {seed: state(seed, **own) for seed in (1, 2)}  # takes longer than a generation
         with WeightGroup(engine, backend=backend, timeout=60) as sending:
             for mode in ("abort", "retract", "in_place"):
                 for seed in (2, 1):
                     results: list[Any] = []
                     work = threading.Thread(
                         target=lambda: results.append(  # noqa: B023
-                            engine.generate([PROMPTS[0]], greedy(512))
+                            engine.generate([PROMPTS[0]], greedy(3000))
                         ),
                         daemon=True,
                     )
                     work.start()
                     time.sleep(0.3)
                     report = engine.update_weights(
-                        state(seed, **own), group=sending, pause=mode, verify="full", version=mode
+                        states[seed], group=sending, pause=mode, verify="full", version=mode
                     )
                     assert report.held == report.tensors == report.received, report
                     work.join(60)
@@ -207,7 +208,7 @@ def group(folder: Path) -> None:
                     ended = "abort" if mode == "abort" else "length"
                     assert output.finish_reasons == (ended,), (mode, output.finish_reasons)
                     if mode == "in_place":  # its prefix cache is of several weights
-                        engine.update_weights(state(seed, **own), group=sending)
+                        engine.update_weights(states[seed], group=sending)
                     assert (outputs(engine) == first) == (seed == 1), (mode, seed)
 
 

@@ -96,6 +96,12 @@ class SoakedTag:
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
 
+    def drop_graph(self) -> None:
+        """Its memory is torch's again."""
+        if self.graph is not None:
+            self.graph.close()
+        self.graph = None
+
     @property
     def state(self) -> memsaver.State:
         return memsaver.state(self.name)

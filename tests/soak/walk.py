@@ -98,7 +98,7 @@ class Walk:
                 tag.check_mapped()
                 self._check_graph(tag)
                 tag.pieces.clear()
-                tag.graph = None
+                tag.drop_graph()
                 left.remove(tag)
             self._make_room()
             if time.monotonic() > deadline:
@@ -293,7 +293,7 @@ class Walk:
         if memsaver.device_memory(0)[0] < 2 * GIB:
             return
         tag.backup = self._random.choice(["none", "host"])
-        tag.graph = None
+        tag.drop_graph()
         self._memory.tidy()
         tag.graph = self._memory.capture(tag.name, tag.backup)  # type: ignore[union-attr]
         tag.known = True
@@ -304,7 +304,7 @@ class Walk:
             self._check_graph(tag)
 
     def drop_graph(self) -> None:
-        self._tags[-1].graph = None
+        self._tags[-1].drop_graph()
 
     # Transitions, and what must be true after them.
 
