@@ -68,7 +68,7 @@ def test_an_address_that_cannot_be_had(group_of):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match="no group can be made at 127.0.0.1:"):
+        with pytest.raises(ConfigError, match=r"no group can be made at 127\.0\.0\.1:"):
             group_of(port=taken.getsockname()[1], timeout=5)
 
 
