@@ -229,7 +229,7 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
         mine: list[Prompts] = []
 
         def prepare() -> Prompts:
-            self.check_call(limit)
+            self._check_call(limit)
             prompts = prompts_of(input_ids, sampling_params, attention_mask, multimodal)
             mine.append(prompts)
             return prompts

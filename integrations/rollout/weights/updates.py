@@ -174,7 +174,7 @@ class _Update:
         return specs
 
     def _plan(self) -> list[Spec]:
-        self._engine.check_call(self._options.timeout)
+        self._engine._check_call(self._options.timeout)
         self._options.check(self._engine)
         if self._engine.backend is not None:
             self._engine.backend.control.check("update_weights")
