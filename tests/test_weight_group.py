@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,6 +78,18 @@ def test_what_failed_is_told_and_not_that_the_group_cannot_be_left(group_of):
         raise ZeroDivisionError
     with pytest.raises(EngineError, match="it is gone"), group_of():
         pass
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_group_is_not_split_off_the_trainers(is_wrapped):
+    options = SimpleNamespace(split_from=object())
+    backend = SimpleNamespace(options=options)
+    if is_wrapped:
+        backend = SimpleNamespace(wrapped_pg=backend)
+    others = {"cuda": backend, "cpu": SimpleNamespace()}
+    group = SimpleNamespace(_device_types=list(others), _get_backend=others.get)
+    disaggregated._keep_unsplit(group)
+    assert options.split_from is None
 
 
 def test_a_broadcast_takes_its_time_once(group_of, monkeypatch):

@@ -193,6 +193,7 @@ class WeightGroup:
             group_name=self.name,
             timeout=wait,
         )
+        _keep_unsplit(made)
         with self._lock:
             self._group = made
             late = self._abandoned
@@ -237,6 +238,20 @@ class WeightGroup:
             backend.leave_group(self.name, self._timeout)
         finally:
             self._end()
+
+
+def _keep_unsplit(group: Any) -> None:
+    """Have the group make a communicator of its own, before it makes one.
+
+    Where the default group is bound to a device (`init_process_group(device_id=...)`), torch has
+    NCCL split the default group's instead, in which all ranks of the trainer would have to join.
+    """
+    for backend in group._device_types:
+        made = group._get_backend(backend)
+        made = getattr(made, "wrapped_pg", made)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        options = getattr(made, "options", None)
+        if getattr(options, "split_from", None) is not None:
+            options.split_from = None
 
 
 class _Aside:
