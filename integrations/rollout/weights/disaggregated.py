@@ -28,6 +28,8 @@ __all__ = ["WeightGroup"]
 Result = TypeVar("Result")
 
 _END_SECONDS = 10.0  # for what the engine has answered already, or has given up, to end here
+# NCCL's watchdog ends the process where an operation takes longer; `broadcast` sees to it before.
+_NEVER = timedelta(days=365)
 _numbers = itertools.count()
 
 
@@ -46,7 +48,8 @@ class WeightGroup:
         address: this machine's, as the engine's ranks reach it.
         port: a free one there; 0 takes any.
         backend: of torch.distributed; "gloo" where one of the two sides has no GPU.
-        timeout: seconds to wait for the engine's ranks, and for each of their broadcasts.
+        timeout: seconds to wait for the engine's ranks to join, and to leave. How long a broadcast
+            may take, the update says.
 
     Raises:
         EngineError: the engine cannot join, or not in time. Nothing is left of the group here.
@@ -191,7 +194,7 @@ class WeightGroup:
             distributed_c10d.Backend(self._backend),
             PrefixStore(self.name, store),
             group_name=self.name,
-            timeout=wait,
+            timeout=wait if self.device == "cpu" else _NEVER,
         )
         _keep_unsplit(made)
         with self._lock:
@@ -216,7 +219,8 @@ class WeightGroup:
 
         options = BroadcastOptions()
         options.rootRank = 0
-        options.timeout = timedelta(seconds=timeout)
+        if self.device == "cpu":
+            options.timeout = timedelta(seconds=timeout)
         with _current_device(tensors):
             works = [self._group.broadcast([tensor], options) for tensor in tensors]
             for work in works:
@@ -249,7 +253,7 @@ def _keep_unsplit(group: Any) -> None:
     for backend in group._device_types:
         made = group._get_backend(backend)
         made = getattr(made, "wrapped_pg", made)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-        options = getattr(made, "options", None)
+        options: Any = getattr(made, "options", None)
         if getattr(options, "split_from", None) is not None:
             options.split_from = None
 
