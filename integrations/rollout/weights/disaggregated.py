@@ -210,9 +210,8 @@ class WeightGroup:
         with self._lock:
             self._abandoned = True
             group, self._group = self._group, None
-        if group is not None:  # None would be the world
-            with contextlib.suppress(Exception):  # it is broken
-                destroy_process_group(group)
+        if group is not None:  # None would be the world; and this may hang as an abort may
+            _Aside(lambda: destroy_process_group(group)).wait(_END_SECONDS)
 
     def _send(self, tensors: Sequence[Any], timeout: float) -> None:
         from torch.distributed import BroadcastOptions
@@ -232,8 +231,8 @@ class WeightGroup:
 
     def _give_up(self, why: str) -> None:
         self._broken = why
-        with contextlib.suppress(Exception):  # a backend that cannot: its timeout ends it
-            self._group.abort()
+        # What a backend cannot abort, its timeout ends. NCCL may hang in an abort, for that long.
+        _Aside(lambda: self._group.abort()).wait(_END_SECONDS)
 
     def _leave(self) -> None:
         backend = self._engine.backend
