@@ -108,6 +108,7 @@ def test_prompts_of_any_kind(make_engine):
         (([[1]], [TWO, TWO]), "one for each of 1"),
         (([[1]], {"n": 0}), "not 0"),
         (([[1]], ["n"]), "sampling_params"),
+        (([[1]], 5), "sampling_params"),
     ],
 )
 def test_prompts_that_are_none(make_engine, arguments, match):
@@ -118,8 +119,11 @@ def test_prompts_that_are_none(make_engine, arguments, match):
         engine.generate(torch.ones(2, 3, dtype=int), attention_mask=torch.ones(2, 2))
     with pytest.raises(ConfigError, match="padded tensor"):
         engine.generate([[1]], attention_mask=torch.ones(1, 1))
-    with pytest.raises(ConfigError, match="multimodal"):
-        engine.generate([[1]], multimodal=[None, None])
+    with pytest.raises(ConfigError, match="not list"):
+        engine.generate(torch.ones(1, 2, dtype=int), attention_mask=[[1, 0]])
+    for multimodal in ([None, None], [5], 5):
+        with pytest.raises(ConfigError, match="multimodal"):
+            engine.generate([[1]], multimodal=multimodal)
     assert manager.schedulers[0].generated == 0
 
 
@@ -193,6 +197,15 @@ def test_a_version_that_changes_among_samples_is_none(make_engine):
     ]
     output = engine.generate([[1], [2]], TWO)
     assert output.weight_version is None and output.logprobs is None
+
+
+def test_an_engine_that_gives_other_samples_than_asked_for(make_engine, monkeypatch):
+    engine, _ = make_engine()
+    given = engine.backend.generate
+    for change in (lambda samples: samples[1:], lambda samples: samples * 2):
+        monkeypatch.setattr(engine.backend, "generate", lambda *args, do=change: do(given(*args)))
+        with pytest.raises(EngineError, match=r"gave [14] samples for 2 requests"):
+            engine.generate([[1], [2]], TWO)
 
 
 def test_a_closed_engine(make_engine):

@@ -126,6 +126,17 @@ def test_three_ranks(tmp_path):
             results["mine"] = together.gather("fast", lambda: RANK)
         thread.join(20)
         assert results == {"mine": order, "other": order}
+        # Their connections and threads end with them.
+        def held():
+            return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
+        counts = []
+        for _ in range(3):
+            short = Together(group, 20, "short")
+            assert short.gather("once", lambda: RANK) == order
+            del short
+            dist.barrier()
+            counts.append(held())
+        assert counts[2][0] < counts[0][0] + 4 and counts[2][1] < counts[0][1] + 2, counts
         """
     )
     rank_processes.run(code, 3, tmp_path, timeout=80)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_an_address_that_cannot_be_had(group_of):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match="no group can be made at 127.0.0.1:"):
+        with pytest.raises(ConfigError, match=r"no group can be made at 127\.0\.0\.1:"):
             group_of(port=taken.getsockname()[1], timeout=5)
 
 
@@ -79,14 +80,29 @@ def test_what_failed_is_told_and_not_that_the_group_cannot_be_left(group_of):
         pass
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_group_is_not_split_off_the_trainers(is_wrapped):
+    options = SimpleNamespace(split_from=object())
+    backend = SimpleNamespace(options=options)
+    if is_wrapped:
+        backend = SimpleNamespace(wrapped_pg=backend)
+    others = {"cuda": backend, "cpu": SimpleNamespace()}
+    group = SimpleNamespace(_device_types=list(others), _get_backend=others.get)
+    disaggregated._keep_unsplit(group)
+    assert options.split_from is None
+
+
 def test_a_broadcast_takes_its_time_once(group_of, monkeypatch):
     monkeypatch.setattr(disaggregated, "_END_SECONDS", 0.2)
     group = group_of()
     monkeypatch.setattr(group, "_send", lambda *_: time.sleep(4))
+    real = group._group
+    group._group = SimpleNamespace(abort=lambda: time.sleep(4))
     began = time.monotonic()
     with pytest.raises(EngineTimeoutError, match="did not take all weights"):
         group.broadcast([], lambda: time.sleep(1.4), 1.5)
     assert time.monotonic() - began < 2.4
+    group._group = real
     with pytest.raises(EngineError, match="it is gone"):
         group.leave()
 

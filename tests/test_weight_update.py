@@ -12,6 +12,7 @@ from weight_engine import Backend, Model, checkpoint  # noqa: E402
 from memsaver.errors import ConfigError, InvalidStateError  # noqa: E402
 from memsaver.integrations.rollout import WeightMismatchError  # noqa: E402
 from memsaver.integrations.rollout.engine import RolloutEngine  # noqa: E402
+from memsaver.integrations.rollout.together import GRACE_SECONDS  # noqa: E402
 from memsaver.integrations.rollout.weights import update  # noqa: E402
 from memsaver.integrations.rollout.weights.buckets import ALIGNMENT, buckets_of  # noqa: E402
 from memsaver.integrations.rollout.weights.sources import sources_of  # noqa: E402
@@ -214,6 +215,16 @@ def test_a_shape_that_the_engine_does_not_have(engine, backend):
     assert backend.version is None and torch.equal(weights["embed.weight"], kept)
     update(engine, weights, version="good")
     assert holds(backend) and backend.version == "good"
+
+
+def test_after_a_failure_a_hanging_engine_is_waited_for_briefly(engine, backend, monkeypatch):
+    limits = []
+    monkeypatch.setattr(backend, "end_update", limits.append)
+    update(engine, checkpoint(), timeout=900)
+    monkeypatch.setattr(backend, "damage", lambda number: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        update(engine, checkpoint(), timeout=900)
+    assert limits[0] == 900 and limits[1] <= GRACE_SECONDS
 
 
 def test_a_bucket_that_changes_on_the_way(engine, backend, monkeypatch):

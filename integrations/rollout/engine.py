@@ -14,6 +14,7 @@ from memsaver.integrations.rollout.prompts import Prompts, prompts_of
 from memsaver.integrations.rollout.ranks import ALONE, Layout, layout_of
 from memsaver.integrations.rollout.shared_sleep import SharedSleep, known_released
 from memsaver.integrations.rollout.together import Together
+from memsaver.integrations.sglang.errors import EngineError
 from memsaver.integrations.sglang.rollout_backend import backend_of
 
 __all__ = ["RolloutEngine"]
@@ -228,15 +229,20 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
         mine: list[Prompts] = []
 
         def prepare() -> Prompts:
-            self.check_call(limit)
+            self._check_call(limit)
             prompts = prompts_of(input_ids, sampling_params, attention_mask, multimodal)
             mine.append(prompts)
             return prompts
 
         def work(everyones: list[Prompts]) -> list[list[Sample]]:
             requests = [request for prompts in everyones for request in prompts.requests]
-            samples = iter(self._engine.generate(requests, limit))
-            return [[next(samples) for _ in prompts.requests] for prompts in everyones]
+            samples = self._engine.generate(requests, limit)
+            if len(samples) != len(requests):
+                raise EngineError(
+                    f"the engine gave {len(samples)} samples for {len(requests)} requests"
+                )
+            each = iter(samples)
+            return [[next(each) for _ in prompts.requests] for prompts in everyones]
 
         samples = self._generating.gathered("generate", prepare, work, limit)
         place = self.layout.tp_rank

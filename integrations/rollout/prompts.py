@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,8 @@ def prompts_of(
             entry for each prompt.
     """
     prompts = _token_lists(input_ids, attention_mask)
-    each_params = _for_each(sampling_params or {}, len(prompts), "sampling_params")
-    extras = [None] * len(prompts) if multimodal is None else list(multimodal)
-    if len(extras) != len(prompts):
-        raise ConfigError(f"multimodal has {len(extras)} entries for {len(prompts)} prompts")
+    each_params = _for_each(sampling_params or {}, len(prompts))
+    extras = _extras(multimodal, len(prompts))
     requests: list[Request] = []
     index: list[int] = []
     for number, (tokens, params, extra) in enumerate(
@@ -68,15 +66,28 @@ def prompts_of(
     return Prompts(requests, index)
 
 
-def _for_each(
-    params: Mapping[str, Any] | Sequence[Mapping[str, Any]], count: int, name: str
-) -> list[Mapping[str, Any]]:
+def _for_each(params: Any, count: int) -> list[Mapping[str, Any]]:
     if isinstance(params, Mapping):
         return [params] * count
-    several = list(params)
-    if len(several) != count or not all(isinstance(one, Mapping) for one in several):
-        raise ConfigError(f"{name} is a mapping, or a list of one for each of {count} prompts")
+    several = list(params) if isinstance(params, Iterable) else None
+    if several is None or not _are_for(several, count, Mapping):
+        raise ConfigError(
+            f"sampling_params is a mapping, or a list of one for each of {count} prompts"
+        )
     return several
+
+
+def _extras(multimodal: Any, count: int) -> list[Mapping[str, Any] | None]:
+    if multimodal is None:
+        return [None] * count
+    several = list(multimodal) if isinstance(multimodal, Iterable) else None
+    if several is None or not _are_for(several, count, (Mapping, type(None))):
+        raise ConfigError(f"multimodal is a list of a mapping or None for each of {count} prompts")
+    return several
+
+
+def _are_for(several: list[Any], count: int, kinds: Any) -> bool:
+    return len(several) == count and all(isinstance(one, kinds) for one in several)
 
 
 def _token_lists(input_ids: Any, attention_mask: Any) -> list[list[int]]:
@@ -108,6 +119,10 @@ def _rows_of(input_ids: Any, attention_mask: Any) -> list[list[int]]:
         raise ConfigError(f"a tensor of input_ids has 2 dimensions, not {input_ids.dim()}")
     if attention_mask is None:
         return [row.tolist() for row in input_ids]
+    if not hasattr(attention_mask, "dim"):
+        raise ConfigError(
+            f"the attention_mask of a tensor is a tensor, not {type(attention_mask).__name__}"
+        )
     if attention_mask.shape != input_ids.shape:
         raise ConfigError(
             f"the attention_mask's shape is {tuple(attention_mask.shape)}, and that of input_ids "

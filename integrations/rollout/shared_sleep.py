@@ -179,7 +179,7 @@ class SharedSleep:
 
     # --- on all ranks -----------------------------------------------------------------------------
 
-    def check_call(self, limit: float) -> None:
+    def _check_call(self, limit: float) -> None:
         """Raise where a call of so many seconds cannot be made here, for all ranks to hear."""
         self._check_open()
         check_timeout(limit)
@@ -189,7 +189,7 @@ class SharedSleep:
 
     def _do(self, what: str, action: Callable[[], Result], limit: float) -> Result:
         result: Result = self.together.gathered(
-            what, lambda: self.check_call(limit), lambda _: action(), limit
+            what, lambda: self._check_call(limit), lambda _: action(), limit
         )
         return result
 

@@ -76,10 +76,6 @@ class _Backend(WeightCalls):  # type: ignore[misc]  # its base is Any to mypy
                 with contextlib.suppress(EngineError):
                     self._abort(payload["rid"], _ABORT_SECONDS)
                 raise
-        if len(outputs) != len(requests):
-            raise EngineError(
-                f"the engine gave {len(outputs)} samples for {len(requests)} requests"
-            )
         return [sample_of(output) for output in outputs]
 
     def pause_generation(self, mode: PauseMode, timeout: float) -> None:

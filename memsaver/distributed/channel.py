@@ -23,12 +23,16 @@ _GRACE_SECONDS = 5.0  # for a backend that does not keep an operation's own time
 
 
 class Channel:
-    """The ranks of a `torch.distributed` group, for one call. Used by one thread.
+    """The ranks of a `torch.distributed` group. Used by one thread.
+
+    One for each call will do: what its group's calls have in common is kept as long as the group.
+    With a lane, one for all of its calls: its connections, and their threads, end with it.
 
     Args:
         group: the group; None is the world.
         lane: calls that go on beside others, say in another thread, have a lane of another name,
-            with connections of its own, which the group's other users do not see.
+            with connections of its own, which the group's other users do not see. A name is used
+            once.
 
     Attributes:
         ranks: the group's ranks in the world, in the group's order.
@@ -65,7 +69,11 @@ class Channel:
             )
         self._lane = lane
         with _lock:
-            self._link = _links.setdefault(self._group, {}).setdefault(lane, _Link())
+            if lane:
+                self._link = _Link()
+                _lanes.add(self._link)
+            else:
+                self._link = _links.setdefault(self._group, _Link())
 
     def _place_in_group(self) -> int:
         if self._group == self._dist.GroupMember.NON_GROUP_MEMBER:
@@ -272,17 +280,16 @@ def _modules() -> tuple[Any, Any]:
 
 
 _lock = threading.Lock()
-# By group, and by lane.
-_links: weakref.WeakKeyDictionary[Any, dict[str, _Link]] = weakref.WeakKeyDictionary()
+_links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()  # by group
+_lanes: weakref.WeakSet[_Link] = weakref.WeakSet()  # of the channels that have one
 
 
 @atexit.register
 def _disconnect() -> None:
     """End our groups while the interpreter still runs: their threads do not survive its end."""
     with _lock:
-        for lanes in _links.values():
-            for link in lanes.values():
-                link.gloo = None
+        for link in (*_links.values(), *_lanes):
+            link.gloo = None
 
 
 def _bytes_of(tensor: Any) -> bytes:

@@ -177,6 +177,7 @@ def group(folder: Path) -> None:
     import threading
 
     import torch
+    import torch.distributed as dist
 
     from memsaver.integrations.rollout import RolloutEngine
     from memsaver.integrations.rollout.weights import WeightGroup
@@ -184,6 +185,14 @@ def group(folder: Path) -> None:
     torch.cuda.set_device(0)
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
     own = {"device": "cuda:1"} if backend == "nccl" else {"device": "cpu"}
+    if backend == "nccl":  # as a trainer may have it: torch splits others off its communicator
+        dist.init_process_group(
+            "nccl",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            device_id=torch.device(own["device"]),
+        )
     with RolloutEngine.launch(**arguments(folder), timeout=240) as engine:
         first = outputs(engine)
         states = {seed: state(seed, **own) for seed in (1, 2)}  # takes longer than a generation

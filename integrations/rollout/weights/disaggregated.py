@@ -28,6 +28,8 @@ __all__ = ["WeightGroup"]
 Result = TypeVar("Result")
 
 _END_SECONDS = 10.0  # for what the engine has answered already, or has given up, to end here
+# NCCL's watchdog ends the process where an operation takes longer; `broadcast` sees to it before.
+_NEVER = timedelta(days=365)
 _numbers = itertools.count()
 
 
@@ -46,7 +48,8 @@ class WeightGroup:
         address: this machine's, as the engine's ranks reach it.
         port: a free one there; 0 takes any.
         backend: of torch.distributed; "gloo" where one of the two sides has no GPU.
-        timeout: seconds to wait for the engine's ranks, and for each of their broadcasts.
+        timeout: seconds to wait for the engine's ranks to join, and to leave. How long a broadcast
+            may take, the update says.
 
     Raises:
         EngineError: the engine cannot join, or not in time. Nothing is left of the group here.
@@ -191,8 +194,9 @@ class WeightGroup:
             distributed_c10d.Backend(self._backend),
             PrefixStore(self.name, store),
             group_name=self.name,
-            timeout=wait,
+            timeout=wait if self.device == "cpu" else _NEVER,
         )
+        _keep_unsplit(made)
         with self._lock:
             self._group = made
             late = self._abandoned
@@ -206,16 +210,16 @@ class WeightGroup:
         with self._lock:
             self._abandoned = True
             group, self._group = self._group, None
-        if group is not None:  # None would be the world
-            with contextlib.suppress(Exception):  # it is broken
-                destroy_process_group(group)
+        if group is not None:  # None would be the world; and this may hang as an abort may
+            _Aside(lambda: destroy_process_group(group)).wait(_END_SECONDS)
 
     def _send(self, tensors: Sequence[Any], timeout: float) -> None:
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
         options.rootRank = 0
-        options.timeout = timedelta(seconds=timeout)
+        if self.device == "cpu":
+            options.timeout = timedelta(seconds=timeout)
         with _current_device(tensors):
             works = [self._group.broadcast([tensor], options) for tensor in tensors]
             for work in works:
@@ -227,8 +231,8 @@ class WeightGroup:
 
     def _give_up(self, why: str) -> None:
         self._broken = why
-        with contextlib.suppress(Exception):  # a backend that cannot: its timeout ends it
-            self._group.abort()
+        # What a backend cannot abort, its timeout ends. NCCL may hang in an abort, for that long.
+        _Aside(lambda: self._group.abort()).wait(_END_SECONDS)
 
     def _leave(self) -> None:
         backend = self._engine.backend
@@ -237,6 +241,20 @@ class WeightGroup:
             backend.leave_group(self.name, self._timeout)
         finally:
             self._end()
+
+
+def _keep_unsplit(group: Any) -> None:
+    """Have the group make a communicator of its own, before it makes one.
+
+    Where the default group is bound to a device (`init_process_group(device_id=...)`), torch has
+    NCCL split the default group's instead, in which all ranks of the trainer would have to join.
+    """
+    for backend in group._device_types:
+        made = group._get_backend(backend)
+        made = getattr(made, "wrapped_pg", made)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        options: Any = getattr(made, "options", None)
+        if getattr(options, "split_from", None) is not None:
+            options.split_from = None
 
 
 class _Aside:

@@ -57,16 +57,17 @@ class Source:
     def write(self, out: Any) -> None:
         """Copy the tensor. Collective over the ranks that have a part of it.
 
-        Queues its work on the device's current stream. A shard along the first dimension is
-        gathered in place, others take the memory of one tensor meanwhile.
+        Queues its work on the current stream of the bucket's device; into a bucket on the host, it
+        is done when this returns. Even shards along the first dimension are gathered in place,
+        others take the memory of the whole tensor meanwhile, once or twice.
 
         Args:
             out: see `view_of`.
         """
         if not self.distributed:
-            out.copy_(self._tensor, non_blocking=True)
+            out.copy_(self._tensor, non_blocking=out.is_cuda)
         elif not _gather_in_place(self._tensor, out):
-            out.copy_(self._tensor.full_tensor(), non_blocking=True)
+            out.copy_(self._tensor.full_tensor(), non_blocking=out.is_cuda)
 
     def check(self) -> None:
         """Raise `InvalidStateError` where its memory is paused: reading it would be fatal."""
@@ -174,7 +175,7 @@ def _gather_in_place(tensor: Any, out: Any) -> bool:
     shards = [(at, p) for at, p in enumerate(tensor.placements) if not p.is_replicate()]
     local = tensor.to_local()
     if not shards:
-        out.copy_(local, non_blocking=True)
+        out.copy_(local, non_blocking=out.is_cuda)
         return True
     (at, place), more = shards[0], shards[1:]
     even = tensor.dim() > 0 and tensor.size(0) % tensor.device_mesh.size(at) == 0

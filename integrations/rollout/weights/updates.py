@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memsaver.errors import ConfigError, MemsaverError
 from memsaver.integrations.rollout.errors import WeightMismatchError
+from memsaver.integrations.rollout.together import GRACE_SECONDS
 from memsaver.integrations.rollout.weights.buckets import Bucket, buckets_of
 from memsaver.integrations.rollout.weights.colocated import BucketMemory
 from memsaver.integrations.rollout.weights.disaggregated import WeightGroup
@@ -174,7 +175,7 @@ class _Update:
         return specs
 
     def _plan(self) -> list[Spec]:
-        self._engine.check_call(self._options.timeout)
+        self._engine._check_call(self._options.timeout)
         self._options.check(self._engine)
         if self._engine.backend is not None:
             self._engine.backend.control.check("update_weights")
@@ -248,17 +249,17 @@ class _Update:
             assert backend is not None
             backend.begin_update(timeout)
 
-        def end() -> None:
+        def end(limit: float = timeout) -> None:
             assert backend is not None
-            backend.end_update(timeout)
+            backend.end_update(limit)
 
         self._meetings.on_leader(f"{_WHAT}: its beginning", begin, timeout)
         try:
             yield
         except Exception:
-            if backend is not None:  # so that it can be made again
+            if backend is not None:  # so that it can be made again; the other ranks do not wait
                 with contextlib.suppress(MemsaverError):
-                    end()
+                    end(min(timeout, GRACE_SECONDS))
             raise
         self._meetings.on_leader(f"{_WHAT}: its end", end, timeout)
 
