@@ -334,6 +334,21 @@ def test_tables_and_picture(example, tmp_path):
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_results_are_kept_without_matplotlib(example, tmp_path, monkeypatch, capsys):
+    results, train = example("results"), example("train")
+    stages = {"train": {"seconds": 0.25, "peak_bytes": 2 << 30}}
+    steps = [results.Step(0.5, 0.25, 0.01, 1.0, 0.001, "ab", stages)]
+    made = results.Results({"sleep": True}, "H200", 1, 140 << 30, steps, "cd")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "picture", raising=False)
+    train.publish(made, tmp_path / "run")
+    assert results.Results.load(tmp_path / "run.json") == made
+    told = capsys.readouterr()
+    assert "25.0 %" in told.out and "pip install matplotlib" in told.err
+    assert not (tmp_path / "run.png").exists()
+
+
 # --- the model's copy as an engine ----------------------------------------------------------------
 
 
