@@ -222,6 +222,28 @@ def test_a_peer_that_never_wakes_up_has_a_row_that_says_so(run):
     assert status == 0 and engines.count("theirs") == 3  # less was tried, too
 
 
+def test_a_peer_that_failed_once_and_had_no_time_for_less_has_no_row(benchmark_module):
+    kv, search = benchmark_module("parts.rl_kv"), benchmark_module("kv_search")
+
+    def row(*trials):
+        failures = []
+        way = kv.Way(kv.PEER_STAGED, "tms", search.Search(1 << 20, list(trials)))
+        return [*kv.peer_row(way, {kv.STAGED: 0.98, kv.PEER_STAGED: 0.5}, failures)], failures
+
+    failed = search.Trial(700, why="it ended")
+    assert row(failed) == (
+        [],
+        [
+            "rl_kv_tokens_fraction: no time to try the peer with less; more --kv-seconds may do: "
+            "it ended"
+        ],
+    )
+    ((found,), failures) = row(failed, failed, failed)
+    assert found["peer_value"] is None and failures == []
+    ((found,), failures) = row(failed, search.Trial(600, spare=0))
+    assert found["peer_value"] == 0.5 and failures == []
+
+
 @pytest.mark.long
 def test_without_time_there_are_no_rows_but_reasons(run, capsys):
     status, rows, engines = run("--only=kv", "--kv-seconds=0")

@@ -121,7 +121,7 @@ def engine_dtype(settings: Settings) -> torch.dtype:
 
 
 def weights_for(dtype: torch.dtype, model: Any) -> dict[str, Any]:
-    """The weights to send: FSDP2's are shards still. What is tied stays one tensor, and goes once."""
+    """The weights to send: FSDP2's are shards still. Tied ones stay one tensor, and go once."""
     state = model.state_dict(keep_vars=True)
     cast = {id(tensor): tensor.detach().to(dtype) for tensor in state.values()}
     return {name: cast[id(tensor)] for name, tensor in state.items()}
