@@ -205,7 +205,7 @@ def test_the_largest_kv_caches(run, benchmark_module, capsys):
     assert staged - near - 1 <= found["staged"] <= staged
     assert 0.74 * alone < found["at once"] < alone - copy // 16384
     row = rows[metric, ALONE]
-    assert row["memsaver"] == row["ratio"] == round(found["staged"] / found["alone"], 3) > 0.98
+    assert row["memsaver"] == row["ratio"] == round(found["staged"] / found["alone"], 4) > 0.98
     assert row["peer_value"] == 1.0
     assert rows[f"{metric}_at_once", ALONE]["memsaver"] < 0.85
     assert rows[metric, "torch_memory_saver"]["ratio"] == pytest.approx(1.0, abs=0.005)
@@ -413,6 +413,12 @@ def test_memsavers_trainer_gives_all_its_memory_back(benchmark_module, sim):
 def test_goals(benchmark_module, metric, peer, memsaver, ratio, met):
     row = {"metric": metric, "memsaver": memsaver, "peer": peer, "ratio": ratio}
     assert benchmark_module("report").verdict(row, [row]) == met
+
+
+def test_a_fraction_is_not_rounded_up_to_its_goal(benchmark_module):
+    row = benchmark_module("parts.rl_kv").measured("rl_kv_tokens_fraction", 0.96961, ALONE, 1.0)
+    assert (row["memsaver"], row["ratio"]) == (0.9696, 0.9696)
+    assert benchmark_module("report").verdict(row, [row]) == "not met"
 
 
 def test_a_row_without_a_peers_value_is_shown_everywhere(benchmark_module, capsys):
