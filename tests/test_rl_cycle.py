@@ -7,6 +7,7 @@ import subprocess
 import sysconfig
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -413,6 +414,18 @@ def test_memsavers_trainer_gives_all_its_memory_back(benchmark_module, sim):
 def test_goals(benchmark_module, metric, peer, memsaver, ratio, met):
     row = {"metric": metric, "memsaver": memsaver, "peer": peer, "ratio": ratio}
     assert benchmark_module("report").verdict(row, [row]) == met
+
+
+def test_rows_are_kept_when_a_run_is_ended_from_outside(benchmark_module, tmp_path):
+    runs, results = benchmark_module("runs"), benchmark_module("results")
+
+    def measure(options, failures):
+        yield results.measurement("first_ms", [1.0], "peer", [2.0])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.run([measure], SimpleNamespace(output=tmp_path / "out.json"))
+    assert [row["metric"] for row in results.read(tmp_path / "out.json")] == ["first_ms"]
 
 
 def test_a_fraction_is_not_rounded_up_to_its_goal(benchmark_module):
