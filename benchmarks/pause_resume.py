@@ -34,7 +34,7 @@ host memory and end, over and over until it is fast: for every library alike.
 What has a backup is full of random bits. In every cycle the sums of each MiB before the pause are
 compared with those after the resume; a library that loses bytes is a failure, and no row.
 
-Prints a table and merges its rows into --output (see results.py), after each part.
+Prints a table and merges its rows into --output (see results.py), each when it is there.
 """
 
 from __future__ import annotations

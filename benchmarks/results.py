@@ -69,7 +69,8 @@ def measurement(
 
     Amounts of memory may be nothing or, by noise, less: for the ratio they are a MiB at least.
     """
-    ours, others = round(statistics.median(memsaver), 3), round(statistics.median(theirs), 3)
+    digits = 4 if "fraction" in metric else 3
+    ours, others = (round(statistics.median(values), digits) for values in (memsaver, theirs))
     least = 1.0 if metric.endswith("_MiB") else 0.0
     detail = {"memsaver": list(memsaver), "peer": list(theirs)}
     if limit is not None:

@@ -20,7 +20,7 @@ Each library's engine and trainer live in processes of their own, and have the G
 A peer that ends is no end of the run: its rows say so, or have what it did before. Memory in use is
 what NVML says. Host memory is touched before (--touch-gib), for the reason that pause_resume.py
 has. Progress goes to the error output. Prints a table and merges its rows into --output (see
-results.py), after each part.
+results.py), each when it is there.
 """
 
 from __future__ import annotations

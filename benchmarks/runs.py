@@ -18,16 +18,20 @@ Measure = Callable[[argparse.Namespace, list[str]], Iterator[dict[str, Any]]]
 
 
 def run(measures: Iterable[Measure], options: argparse.Namespace) -> int:
-    """Measures, merges the rows into `options.output` after each part, prints; an exit status."""
+    """Measures, merges each row into `options.output` when it is there, prints; an exit status.
+
+    So what was found is kept where the run is ended from outside.
+    """
     circumstances = results.stamp()
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     count = 0
     for measure in measures:
-        before, start = len(rows), time.monotonic()
+        start = time.monotonic()
         try:
             for row in measure(options, failures):
                 rows.append(row)
+                count = results.write(options.output, [row], circumstances)
         except Failed as error:
             failures.append(str(error))
         except Exception as error:  # one part's mistake does not cost the others their results
@@ -35,8 +39,6 @@ def run(measures: Iterable[Measure], options: argparse.Namespace) -> int:
             failures.append(f"{measure.__module__}: {type(error).__name__}: {error}")
         name = measure.__module__.removeprefix("parts.")
         print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
-        if rows[before:]:
-            count = results.write(options.output, rows[before:], circumstances)
     if rows:
         report.show(rows)
         print(f"{options.output}: {count} rows, {len(rows)} of them from this run")

@@ -334,6 +334,40 @@ def test_tables_and_picture(example, tmp_path):
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_tied_weights_go_to_the_engine_once(example):
+    from memsaver.integrations.rollout.weights.sources import sources_of
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(8, 4)
+            self.head = torch.nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("table", torch.ones(3))
+
+    sent = example("loop").weights_for(torch.bfloat16, Tied())
+    assert {name: tensor.dtype for name, tensor in sent.items()} == dict.fromkeys(
+        ("embed.weight", "head.weight", "table"), torch.bfloat16
+    )
+    same = {s.spec.name: s.spec.same for s in sources_of(sent, rename=None)}
+    assert same["head.weight"] == "embed.weight" and not same["embed.weight"]
+
+
+def test_results_are_kept_without_matplotlib(example, tmp_path, monkeypatch, capsys):
+    results, train = example("results"), example("train")
+    stages = {"train": {"seconds": 0.25, "peak_bytes": 2 << 30}}
+    steps = [results.Step(0.5, 0.25, 0.01, 1.0, 0.001, "ab", stages)]
+    made = results.Results({"sleep": True}, "H200", 1, 140 << 30, steps, "cd")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "picture", raising=False)
+    train.publish(made, tmp_path / "run")
+    assert results.Results.load(tmp_path / "run.json") == made
+    told = capsys.readouterr()
+    assert "25.0 %" in told.out and "pip install matplotlib" in told.err
+    assert not (tmp_path / "run.png").exists()
+
+
 # --- the model's copy as an engine ----------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sysconfig
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -205,7 +206,7 @@ def test_the_largest_kv_caches(run, benchmark_module, capsys):
     assert staged - near - 1 <= found["staged"] <= staged
     assert 0.74 * alone < found["at once"] < alone - copy // 16384
     row = rows[metric, ALONE]
-    assert row["memsaver"] == row["ratio"] == round(found["staged"] / found["alone"], 3) > 0.98
+    assert row["memsaver"] == row["ratio"] == round(found["staged"] / found["alone"], 4) > 0.98
     assert row["peer_value"] == 1.0
     assert rows[f"{metric}_at_once", ALONE]["memsaver"] < 0.85
     assert rows[metric, "torch_memory_saver"]["ratio"] == pytest.approx(1.0, abs=0.005)
@@ -220,6 +221,28 @@ def test_a_peer_that_never_wakes_up_has_a_row_that_says_so(run):
     assert row["peer_value"] is None and row["memsaver"] > 0.98
     assert "tms ended in fit" in row["detail"]["peer_failed"]
     assert status == 0 and engines.count("theirs") == 3  # less was tried, too
+
+
+def test_a_peer_that_failed_once_and_had_no_time_for_less_has_no_row(benchmark_module):
+    kv, search = benchmark_module("parts.rl_kv"), benchmark_module("kv_search")
+
+    def row(*trials):
+        failures = []
+        way = kv.Way(kv.PEER_STAGED, "tms", search.Search(1 << 20, list(trials)))
+        return [*kv.peer_row(way, {kv.STAGED: 0.98, kv.PEER_STAGED: 0.5}, failures)], failures
+
+    failed = search.Trial(700, why="it ended")
+    assert row(failed) == (
+        [],
+        [
+            "rl_kv_tokens_fraction: no time to try the peer with less; more --kv-seconds may do: "
+            "it ended"
+        ],
+    )
+    ((found,), failures) = row(failed, failed, failed)
+    assert found["peer_value"] is None and failures == []
+    ((found,), failures) = row(failed, search.Trial(600, spare=0))
+    assert found["peer_value"] == 0.5 and failures == []
 
 
 @pytest.mark.long
@@ -391,6 +414,24 @@ def test_memsavers_trainer_gives_all_its_memory_back(benchmark_module, sim):
 def test_goals(benchmark_module, metric, peer, memsaver, ratio, met):
     row = {"metric": metric, "memsaver": memsaver, "peer": peer, "ratio": ratio}
     assert benchmark_module("report").verdict(row, [row]) == met
+
+
+def test_rows_are_kept_when_a_run_is_ended_from_outside(benchmark_module, tmp_path):
+    runs, results = benchmark_module("runs"), benchmark_module("results")
+
+    def measure(options, failures):
+        yield results.measurement("first_ms", [1.0], "peer", [2.0])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.run([measure], SimpleNamespace(output=tmp_path / "out.json"))
+    assert [row["metric"] for row in results.read(tmp_path / "out.json")] == ["first_ms"]
+
+
+def test_a_fraction_is_not_rounded_up_to_its_goal(benchmark_module):
+    row = benchmark_module("parts.rl_kv").measured("rl_kv_tokens_fraction", 0.96961, ALONE, 1.0)
+    assert (row["memsaver"], row["ratio"]) == (0.9696, 0.9696)
+    assert benchmark_module("report").verdict(row, [row]) == "not met"
 
 
 def test_a_row_without_a_peers_value_is_shown_everywhere(benchmark_module, capsys):

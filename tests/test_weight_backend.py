@@ -96,6 +96,13 @@ def test_what_differs_is_an_answer_however_long(world, call):
 
 
 @pytest.mark.parametrize("call", [load, broadcast])
+def test_a_failure_beside_good_answers_is_one(world, call):
+    answering(world, False, f"{answer_text(GOOD)} | another scheduler's loader failed")
+    with pytest.raises(EngineError, match="another scheduler's loader failed"):
+        call(world.backend)
+
+
+@pytest.mark.parametrize("call", [load, broadcast])
 def test_what_fails_is_the_ranks_own_error(world, call):
     failed = RankCheck(1, "there", 1, failure=Failure("InvalidStateError", "asleep", "weights"))
     answering(world, False, answer_text([GOOD[0], failed]))

@@ -203,13 +203,18 @@ def peer_row(
 ) -> Iterator[dict[str, Any]]:
     """The row of waking in stages with the peer: the most that it completed with, or why never."""
     ended = next((one.why for one in peer.search.trials if one.why), "") or peer.given_up
+    is_over = peer.given_up or len(peer.search.trials) >= PEER_TRIES
     if peer.tokens:
         yield measured(METRIC, fractions[STAGED], PEERS[DEFAULT], fractions[PEER_STAGED])
-    elif ended:
+    elif ended and is_over:
         ours = [round(fractions[STAGED], 4)]
         yield results.unanswered(METRIC, ours, PEERS[DEFAULT], ended, bench=BENCH)
     else:
-        failures.append(f"{METRIC}: no time to try the peer; more --kv-seconds may do")
+        failures.append(
+            f"{METRIC}: no time to try the peer with less; more --kv-seconds may do: {ended}"
+            if ended
+            else f"{METRIC}: no time to try the peer; more --kv-seconds may do"
+        )
 
 
 def measured(metric: str, ours: float, peer: str, theirs: float) -> dict[str, Any]:

@@ -121,8 +121,10 @@ def engine_dtype(settings: Settings) -> torch.dtype:
 
 
 def weights_for(dtype: torch.dtype, model: Any) -> dict[str, Any]:
-    """The weights to send: FSDP2's are shards still."""
-    return {name: tensor.detach().to(dtype) for name, tensor in model.state_dict().items()}
+    """The weights to send: FSDP2's are shards still. Tied ones stay one tensor, and go once."""
+    state = model.state_dict(keep_vars=True)
+    cast = {id(tensor): tensor.detach().to(dtype) for tensor in state.values()}
+    return {name: cast[id(tensor)] for name, tensor in state.items()}
 
 
 def update_options(settings: Settings, number: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ python train.py --no-sleep --out plain               the same without sleeping, 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
@@ -109,14 +110,18 @@ def start(settings: Settings, servers: Sequence[str] = ()) -> Results | None:
 
 
 def publish(results: Results, out: Path) -> None:
-    """Write the results and the picture, and show the tables."""
-    from picture import save_picture
+    """Write the results, show the tables, and write the picture, for which matplotlib is needed."""
     from rich.console import Console
     from tables import draw
 
     results.save(out.with_suffix(".json"))
-    save_picture(results, out.with_suffix(".png"))
     draw(Console(highlight=False), results)
+    try:
+        from picture import save_picture
+    except ImportError as error:
+        print(f"there is no picture: {error} (pip install matplotlib)", file=sys.stderr)
+    else:
+        save_picture(results, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ The memsaver under test is the one that is installed, with its entry points, for
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -64,7 +65,8 @@ def run(folder: Path, name: str, ranks: int, *options: str) -> dict[str, Any]:
             process.wait()
     tail = "\n".join(line[:500] for line in log.read_text(errors="replace").splitlines()[-60:])
     assert status == 0, tail
-    assert (folder / f"{name}.png").stat().st_size > 0
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (folder / f"{name}.png").stat().st_size > 0
     found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     return found
 
