@@ -387,8 +387,12 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
         error = refused(EngineTimeoutError, engine.generate, [[1]], TWO, timeout=0.5)
         assert 0.5 <= time.monotonic() - start < 8 and isinstance(error, TimeoutError)
         # A pause by a second thread of each rank ends a generation of the first.
+        before = set(manager.schedulers[0].running) if RANK == 0 else None
         generation = Task(engine.generate, [[RANK]], {"max_new_tokens": 6})
-        time.sleep(0.5)
+        while RANK == 0 and len(manager.schedulers[0].running - before) < 2:
+            assert generation.is_alive()
+            time.sleep(0.01)
+        dist.barrier()
         engine.pause_generation("abort")
         output = generation.result(10)
         assert output.finish_reasons == ("abort",) and rows(output) == [[RANK, RANK + 1, RANK + 2]]
@@ -440,11 +444,15 @@ def test_ranks_that_die_or_hang(run_ranks):
             return RolloutEngine.connect(target, mesh, timeout=timeout)
 
         # One that does not come: an error on the others when the engine's time is over.
-        engine = connected(2)
+        engine = connected(20)
+        engine.together._timeout = 2
+        store = dist.distributed_c10d._get_default_store()
+        dist.barrier()
         if RANK == 2:
-            time.sleep(5)
+            store.wait(["missed0", "missed1"], datetime.timedelta(seconds=60))
         else:
             error = lost(engine.sleep)
+            store.set(f"missed{RANK}", "")
             assert error.missing == (2,) and 2 <= error.took < 12 and "sleep()" in str(error)
             assert engine.status is Status.UNKNOWN
         dist.barrier()
@@ -469,6 +477,7 @@ def test_ranks_that_die_or_hang(run_ranks):
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_leader_that_dies_at_work(run_ranks):
     run_ranks(
@@ -507,11 +516,12 @@ def test_two_groups_of_two(run_ranks):
             engine.sleep("kv_cache")
             engine.wake_up()
         dist.barrier()
+        store = dist.distributed_c10d._get_default_store()
         if RANK >= 2:
-            time.sleep(1)
-        start = time.monotonic()
+            time.sleep(0.5)
+            store.set(f"comes{RANK}", "")
         engine.sleep(fence=True)
-        assert RANK >= 2 or time.monotonic() - start > 0.8
+        assert store.check(["comes2", "comes3"])
         engine.wake_up(fence=True)
 
         # What fails with one engine is heard of by the ranks of all.
