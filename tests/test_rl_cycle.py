@@ -91,7 +91,6 @@ def run(benchmark_module, memory, tmp_path, monkeypatch):
 # --- seconds and memory ---------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_the_rows_of_steps(run, capsys):
     status, rows, engines = run("--only=step")
     assert (status, engines) == (0, ["ours", "theirs"])
@@ -152,6 +151,7 @@ def test_contents_that_are_lost_give_no_figures(run, capsys, faults, message):
         assert row["peer_value"] is None and message in row["detail"]["peer_failed"]
 
 
+@pytest.mark.long
 def test_without_a_peer_values_are_printed(run, capsys):
     status, rows, engines = run("--only=step", "--no-peer", "--steps=1", "--no-engine-backup")
     assert (status, rows, engines) == (0, {}, ["ours"])
