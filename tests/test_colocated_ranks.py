@@ -244,7 +244,7 @@ def test_a_rank_that_dies_or_stays_away_ends_the_wait(run_ranks):
         """
         training()
         before = trainer.contents()
-        session._timeout = session._block_timeout = session._trainer._timeout = 3
+        session._timeout = session._block_timeout = session._trainer._timeout = 10
         if RANK == 1:
             def fall(*_):
                 os._exit(7)

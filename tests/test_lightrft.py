@@ -139,12 +139,14 @@ def test_a_wake_up_without_room_can_be_repeated(make_strategy, sim):
 
 
 def test_a_busy_engine_keeps_its_memory_and_can_go_on(make_strategy):
-    strategy = make_strategy(timeout=0.3)
+    strategy = make_strategy(timeout=30)
     strategy.setup_inference_engine(strategy.rollout)
     strategy.wakeup_inference_engine()
     strategy.scheduler.begin("somebody else's")
+    strategy.memory._engine._timeout = 2
     with pytest.raises(EngineBusyError):
         strategy.maybe_sleep_inference_engine()
+    strategy.memory._engine._timeout = 30
     assert states() == all_of("mapped")
     strategy.scheduler.end("somebody else's")
     assert strategy.gather_and_generate("a") == "a!" and states()["kv_cache"] == "paused"
@@ -373,7 +375,7 @@ with pytest.MonkeyPatch.context() as patch, engines.modules(patch) as classes:
     strategy.wakeup_inference_engine()
     if rank == 0:
         scheduler.begin("somebody else's")
-    memory._engine._timeout = 0.3
+    memory._engine._timeout = 2
     error = raises(strategy.maybe_sleep_inference_engine)
     assert set(error.failures) == {0} and error.failures[0].kind == "EngineBusyError"
     memory._engine._timeout = 30
