@@ -314,6 +314,7 @@ class TokenizerManager:
         self.schedulers = schedulers
         self.answer_seconds = 0.0
         self.generate_seconds = 0.0
+        self.finishes = False  # what is being generated, whatever its time
         self.aborted = 0
         self.server_args = types.SimpleNamespace(
             tp_size=1, skip_tokenizer_init=True, weight_version="default"
@@ -397,7 +398,7 @@ class TokenizerManager:
             await asyncio.Event().wait()
         aborted = self.aborted
         end = asyncio.get_running_loop().time() + self.generate_seconds
-        while asyncio.get_running_loop().time() < end:
+        while asyncio.get_running_loop().time() < end and not self.finishes:
             if self.aborted != aborted or rid in self.aborted_rids:
                 break
             await asyncio.sleep(0.005)

@@ -1,18 +1,14 @@
 """A colocated session on several ranks: FSDP2 trainers, and faults on some of them."""
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-from child_process import environment_without
+import rank_processes
 
 pytest.importorskip("torch")
 
 PRELUDE = """
-import sys, time
+import os, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
@@ -26,10 +22,10 @@ from colocated_engine import TagEngine, stages_of
 from simulated_driver import Simulator
 from trainers import Trainer, plain_model
 
-path, RANK, SIZE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group(
     "gloo",
-    store=dist.FileStore(path, SIZE),
+    store=dist.FileStore("store", SIZE),
     rank=RANK,
     world_size=SIZE,
     timeout=timedelta(seconds=30),
@@ -89,34 +85,8 @@ def run_ranks(tmp_path):
     """Runs code in as many processes as a group has ranks; all must end with a status of theirs."""
 
     def run(code, size, statuses=None):
-        environment = {
-            **environment_without("MEMSAVER_"),
-            "MEMSAVER_DRIVER": "sim",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",
-            "PYTHONPATH": os.pathsep.join(
-                [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-            ),
-        }
         text = PRELUDE + textwrap.dedent(code) + "\ndist.destroy_process_group()\n"
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", text, str(tmp_path / "store"), str(rank), str(size)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(size)
-        ]
-        try:
-            said = [process.communicate(timeout=100)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        expected = [(statuses or {}).get(rank, 0) for rank in range(size)]
-        assert [process.returncode for process in processes] == expected, "\n".join(said)
+        rank_processes.run(text, size, tmp_path, statuses=statuses, timeout=100)
 
     return run
 
@@ -296,11 +266,9 @@ def test_ranks_that_call_different_things_are_refused_before_anything_is_done(ru
 def test_a_rank_that_dies_or_stays_away_ends_the_wait(run_ranks):
     run_ranks(
         """
-        import os
-
         training()
         before = trainer.contents()
-        session._timeout = session._block_timeout = session._trainer._timeout = 3
+        session._timeout = session._block_timeout = session._trainer._timeout = 10
         if RANK == 1:
             def fall(*_):
                 os._exit(7)

@@ -230,7 +230,7 @@ def test_steps_are_bit_equal_to_those_of_a_trainer_alone(scene):
 # --- reports --------------------------------------------------------------------------------------
 
 
-def test_peaks_are_the_drivers(scene, sim):
+def test_peaks_are_the_drivers(scene, sim, wait_until):
     heard = []
     session = ColocatedSession(
         scene.engine, None, None, state=dict, sleep=False, on_stage=heard.append
@@ -239,7 +239,9 @@ def test_peaks_are_the_drivers(scene, sim):
     idle = total - memsaver.device_memory(0)[0]
     with session.rollout():
         sim.occupy(3 * GIB)
+        looks = sim.calls("cuMemGetInfo")
         time.sleep(0.1)
+        wait_until(lambda: sim.calls("cuMemGetInfo") > looks + 1)
         sim.occupy(0)
     by_stage = {report.stage: report for report in heard}
     assert heard == session.stages

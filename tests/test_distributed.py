@@ -108,7 +108,7 @@ def run_ranks(tmp_path):
 
     def run(code, size, statuses=None, timeout=60):
         text = PRELUDE + textwrap.dedent(code) + "\nassert sim.violations() == []\n"
-        rank_processes.run(text, size, tmp_path, statuses=statuses, timeout=timeout)
+        rank_processes.run(text, size, tmp_path, statuses=statuses, timeout=timeout, fresh=True)
 
     return run
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rank_processes
 from child_process import environment_without
 
 torch = pytest.importorskip("torch")
@@ -170,7 +171,7 @@ def test_batches_have_each_answer_behind_its_prompt(example):
 
 # A run of the example with a policy of torch's alone: a token's prediction from the two before it.
 RUN = """
-import os, sys
+import sys
 from pathlib import Path
 from collections import namedtuple
 import torch
@@ -217,50 +218,21 @@ if place.shard_mesh is not None:
 
     model = fully_shard(model, mesh=place.shard_mesh)
 results = run(settings, vocabulary, place, engine, model)
-results.save(Path(sys.argv[1]) / f"{{place.rank}}.json")
+results.save(Path(f"{{place.rank}}.json"))
 leave_place()
 """
 
 
 def run_ranks(tmp_path, name, ranks, **options):
     """The folder of the results of each rank."""
-    import socket
-
     folder = tmp_path / name
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     code = RUN.format(example=str(EXAMPLE), options=options)
-    environment = {
-        **environment_without("MEMSAVER_"),
-        "MEMSAVER_DRIVER": "sim",
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(folder)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said = [process.communicate(timeout=110)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
+    rank_processes.run(code, ranks, folder, timeout=110)
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_learns_and_is_the_same_with_and_without_sleep(example, tmp_path, ranks):
     results, compare = example("results"), example("compare")
     steps = {"steps": 40, "prompts": 16, "samples": 16}

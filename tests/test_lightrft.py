@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rank_processes
 import sglang_stand_in as engines
-from child_process import environment_without
 from lightrft_stand_in import EngineStatus, Rollout, Sender, Strategy
 
 import memsaver
@@ -143,12 +139,14 @@ def test_a_wake_up_without_room_can_be_repeated(make_strategy, sim):
 
 
 def test_a_busy_engine_keeps_its_memory_and_can_go_on(make_strategy):
-    strategy = make_strategy(timeout=0.3)
+    strategy = make_strategy(timeout=30)
     strategy.setup_inference_engine(strategy.rollout)
     strategy.wakeup_inference_engine()
     strategy.scheduler.begin("somebody else's")
+    strategy.memory._engine._timeout = 2
     with pytest.raises(EngineBusyError):
         strategy.maybe_sleep_inference_engine()
+    strategy.memory._engine._timeout = 30
     assert states() == all_of("mapped")
     strategy.scheduler.end("somebody else's")
     assert strategy.gather_and_generate("a") == "a!" and states()["kv_cache"] == "paused"
@@ -316,7 +314,7 @@ assert not {"torch", "lightrft", "sglang"} & set(sys.modules)
 # --- several ranks --------------------------------------------------------------------------------
 
 RANK = """
-import contextlib, sys
+import contextlib, os
 import torch.distributed as dist
 import pytest
 import sglang_stand_in as engines
@@ -328,8 +326,8 @@ from memsaver.distributed import RankError
 from memsaver.integrations.lightrft import adapt
 from memsaver.integrations.sglang import hooks
 
-path, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", store=dist.FileStore("store", size), rank=rank, world_size=size)
 sim = Simulator()
 sim.start()
 MIB = 1 << 20
@@ -359,7 +357,7 @@ with pytest.MonkeyPatch.context() as patch, engines.modules(patch) as classes:
             scheduler.graph = Block(sim, 2 * MIB, 3)
         engine = engines.Engine(classes.Tokenizer([scheduler]))
     strategy = Strategy()
-    memory = adapt(strategy, timeout=5)
+    memory = adapt(strategy, timeout=30)
     strategy.setup_inference_engine(Rollout(engine, tp_rank), actor=Sender(strategy, scheduler))
     assert strategy.inference_engine_status is EngineStatus.SLEEPED
     assert memory.status == ("weights_only" if tp_rank == 0 else None)
@@ -377,10 +375,10 @@ with pytest.MonkeyPatch.context() as patch, engines.modules(patch) as classes:
     strategy.wakeup_inference_engine()
     if rank == 0:
         scheduler.begin("somebody else's")
-    memory._engine._timeout = 0.3
+    memory._engine._timeout = 2
     error = raises(strategy.maybe_sleep_inference_engine)
     assert set(error.failures) == {0} and error.failures[0].kind == "EngineBusyError"
-    memory._engine._timeout = 5
+    memory._engine._timeout = 30
     if rank == 0:
         scheduler.end("somebody else's")
     assert strategy.gather_and_generate("b") == ("b!" if tp_rank == 0 else None)
@@ -418,27 +416,4 @@ dist.destroy_process_group()
 
 
 def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path):
-    from memsaver.native import LIBRARY_DIR
-
-    environment = environment_without("MEMSAVER_")
-    paths = [str(Path(__file__).parent), str(LIBRARY_DIR.parent)]
-    environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
-    environment.update(MEMSAVER_DRIVER="sim", OMP_NUM_THREADS="1")
-    size, store = 4, tmp_path / "store"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(store), str(rank), str(size)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [rank.communicate(timeout=100)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
+    rank_processes.run(RANK, 4, tmp_path, timeout=100)

@@ -92,7 +92,6 @@ def run(benchmark_module, memory, tmp_path, monkeypatch):
 # --- seconds and memory ---------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_the_rows_of_steps(run, capsys):
     status, rows, engines = run("--only=step")
     assert (status, engines) == (0, ["ours", "theirs", "theirs-retained"])
@@ -165,6 +164,7 @@ def test_a_run_that_took_long_leaves_the_second_way_of_the_peer_out(run, capsys)
     assert "more --step-seconds may do" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_without_a_peer_values_are_printed(run, capsys):
     status, rows, engines = run("--only=step", "--no-peer", "--steps=1", "--no-engine-backup")
     assert (status, rows, engines) == (0, {}, ["ours"])

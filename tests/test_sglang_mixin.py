@@ -120,7 +120,7 @@ def test_a_failure_of_sglangs_own_part_is_undone(scheduler):
 def test_a_controller_is_told_the_state(scheduler, sglang):
     engine = stand_in.Engine(sglang.Tokenizer([scheduler]))
     try:
-        controller = SleepController(engine, timeout=5)
+        controller = SleepController(engine, timeout=30)
         assert controller.guarded and controller.status is Status.AWAKE
         ask(scheduler, "release", ["kv_cache"])
         assert controller.refresh() is Status.WEIGHTS_ONLY

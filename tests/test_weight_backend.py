@@ -33,7 +33,7 @@ def world(request, monkeypatch):
         messages = sys.modules["sglang.srt.managers.io_struct"]
         for name in ("BeginWeightUpdate", "EndWeightUpdate", "CheckWeights"):
             monkeypatch.setattr(messages, f"{name}ReqInput", Empty, raising=False)
-        backend = backend_of(engine if local else engine.url, timeout=5)
+        backend = backend_of(engine if local else engine.url, timeout=30)
         yield types.SimpleNamespace(manager=manager, backend=backend, monkeypatch=monkeypatch)
         engine.shutdown()
 
@@ -58,7 +58,7 @@ def load(backend, order=ORDER):
         flush_cache=False,
         weight_version="7",
         order=order,
-        timeout=5,
+        timeout=30,
     )
 
 
@@ -72,7 +72,7 @@ def broadcast(backend, order=ORDER):
         flush_cache=True,
         weight_version=None,
         order=order,
-        timeout=5,
+        timeout=30,
     )
 
 

@@ -186,6 +186,7 @@ else:
             from memsaver.integrations.sglang.weight_checks import checks_of
             return checks_of(done, message)
     from memsaver.integrations.rollout.ranks import Layout
+    from memsaver.integrations.rollout.weights import disaggregated
     layout = Layout(rank=RANK, tp_group=own, tp_ranks=(0, 1), tp_rank=RANK)
     backend = Remote() if RANK == 0 else None
     engine = RolloutEngine(backend, layout, timeout=20)
@@ -203,6 +204,7 @@ else:
         # What the engine refuses is told on both, and the group is of no more use.
         if backend is not None:
             backend.refuses = True
+        patch.setattr(disaggregated, "_END_SECONDS", 1)
         error = refused(EngineError, update, engine, shards, group=group)
         assert "the engine refused" in str(error)
         error = refused(InvalidStateError, update, engine, shards, group=group)

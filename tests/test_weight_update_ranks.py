@@ -159,12 +159,13 @@ assert "on rank 0 (" in str(error), error  # of the stand-in's ranks, which are 
 
 # A rank that comes no more.
 start = time.monotonic()
-engine.together._timeout = 5
+store = dist.distributed_c10d._get_default_store()
 if RANK == 0:
-    error = refused(GroupError, update, engine, weights)
+    error = refused(GroupError, update, engine, weights, timeout=3)
     assert error.missing == (1,) and time.monotonic() - start < 30, error
+    store.set("missed", "")
 else:
-    time.sleep(12)
+    store.wait(["missed"], datetime.timedelta(seconds=60))
 assert intact(weights, checkpoint(1))
 """,
         2,

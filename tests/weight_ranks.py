@@ -22,7 +22,7 @@ from memsaver.integrations.rollout.weights import WeightGroup, update  # noqa: E
 from memsaver.integrations.sglang.errors import EngineError  # noqa: E402
 
 torch.multiprocessing.set_sharing_strategy("file_system")
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 patch = pytest.MonkeyPatch()
 hooked = weight_engine.hooked(patch)

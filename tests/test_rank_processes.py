@@ -1,0 +1,72 @@
+"""Ranks of tests are as fresh processes are, and none is left."""
+
+import os
+import time
+
+import pytest
+import rank_processes
+
+pytest.importorskip("torch")
+
+# Each rank: what it is given, and another end for each.
+CODE = """
+import os, signal, sys, threading, time
+rank = int(os.environ["RANK"])
+assert __name__ == "__main__" and sys.argv == [__file__] and os.getcwd() in __file__
+assert not [name for name in sys.modules if name.split(".")[0] == "memsaver"]
+assert threading.active_count() == 1 and not sys.stdin.read()
+assert not [name for name in os.environ if name.startswith("MEMSAVER_") and name[9:] != "DRIVER"]
+print("rank", rank, "of", os.environ["WORLD_SIZE"], os.getpid(), flush=True)
+if rank == 1:
+    sys.exit(7)
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 3:
+    raise OSError("of rank 3")
+"""
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_each_has_its_own_end_and_output(tmp_path, monkeypatch, fresh):
+    monkeypatch.setenv("MEMSAVER_SHARE_BYTES", "2MiB")
+    ends = {1: 7, 2: -9, 3: 1}
+    said = rank_processes.run(CODE, 4, tmp_path, statuses=ends, fresh=fresh)
+    assert [text.split()[:4] for text in said] == [f"rank {n} of 4".split() for n in range(4)]
+    assert "OSError: of rank 3" in said[3]
+    assert len({text.split()[4] for text in said}) == 4
+    with pytest.raises(AssertionError, match="of rank 3"):
+        rank_processes.run(CODE, 4, tmp_path, fresh=fresh)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_none_outlives_its_time(tmp_path, fresh):
+    code = """
+import os, time
+print(os.getpid(), flush=True)
+if os.environ["RANK"] == "1":
+    time.sleep(60)
+"""
+    start = time.monotonic()
+    with pytest.raises(AssertionError):
+        rank_processes.run(code, 2, tmp_path, timeout=3, fresh=fresh)
+    assert time.monotonic() - start < 30
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / str(rank)).read_text()), 0)
+    assert rank_processes.run("print(5)", 1, tmp_path, fresh=fresh) == ["5\n"]
+
+
+@pytest.mark.long
+def test_what_interrupts_the_wait_ends_the_ranks(tmp_path, monkeypatch):
+    def interrupted(text):
+        raise KeyboardInterrupt
+
+    rank_processes.run("pass", 1, tmp_path)
+    server = rank_processes._server.pid
+    monkeypatch.setattr(rank_processes.json, "loads", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rank_processes.run("pass", 1, tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
+    assert rank_processes.run("print(5)", 1, tmp_path) == ["5\n"]
