@@ -227,6 +227,18 @@ def test_after_a_failure_a_hanging_engine_is_waited_for_briefly(engine, backend,
     assert limits[0] == 900 and limits[1] <= GRACE_SECONDS
 
 
+@pytest.mark.parametrize("kind", [EngineError, KeyboardInterrupt])
+def test_what_began_too_late_ends(engine, backend, monkeypatch, kind):
+    def begins_late(timeout, begin=backend.begin_update):
+        begin(timeout)
+        raise kind("too late")
+
+    monkeypatch.setattr(backend, "begin_update", begins_late)
+    with pytest.raises(kind, match="too late"):
+        update(engine, checkpoint())
+    assert backend.calls == ["begin", "end"]
+
+
 def test_a_bucket_that_changes_on_the_way(engine, backend, monkeypatch):
     from memsaver.integrations.rollout.weights import updates
 

@@ -207,6 +207,13 @@ assert error.tensors == ("layers.0.norm.weight",), error.tensors
 update(engine, shards, verify="full", bucket_bytes=700)
 assert holds(backend, weights)
 
+# Only the second engine does not begin: with the first one the update ends, too.
+if RANK == 2:
+    backend.begin_update = lambda timeout: (_ for _ in ()).throw(EngineError("not now"))
+error = refused(EngineError, update, engine, shards)
+assert "rank 2 of 4" in str(error) and "not now" in str(error), error
+assert backend is None or backend.calls[-1] == "end"
+
 # Engines without the plugin: they say what they hold, and must say the same.
 hooked.__exit__(None, None, None)
 patch.undo()

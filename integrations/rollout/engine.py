@@ -127,7 +127,8 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
                 several GPUs (`tp_size=`).
             tp: the mesh's dimension whose ranks share an engine.
             dp: its other dimensions, one name or several.
-            timeout: seconds that the start may take, and any call that does not say otherwise.
+            timeout: seconds that the start of the engine's processes may take, and any call that
+                does not say otherwise. Download the model before: that has no bound.
             pad_token_id: what `generate` pads with.
             server_args: of `sglang.Engine`, such as `model_path`.
 

@@ -142,7 +142,8 @@ def launch(
         placement: where.
         tp_size: its tensor-parallel ranks; None leaves it to `arguments`.
         arguments: of `sglang.Engine`. They win over the placement, and over what rollouts need.
-        timeout: seconds until it must be up.
+        timeout: seconds until it must be up; then its processes are ended. What SGLang does in this
+            process before it starts them, such as a download of the model, has no bound.
 
     Raises:
         NotLoadedError: SGLang is not installed.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import memsaver
 import memsaver.distributed
-from memsaver.errors import ConfigError
+from memsaver.errors import ConfigError, MemsaverError
 from memsaver.integrations.trainer import Offloaded, offload
 from memsaver.native import Backup, check_tag
 from memsaver.statistics import stats
@@ -120,7 +121,8 @@ class TrainerMemory:
     def undo(self) -> None:
         """Take away the hooks that this has made, and leave those of the caller's handles."""
         for handle in self._made:
-            handle.close()
+            with contextlib.suppress(MemsaverError):  # what led here says more
+                handle.close()
 
     def close(self) -> None:
         """Take the hooks away. As of `Offloaded.close`."""

@@ -87,7 +87,8 @@ class WeightGroup:
         traceback: TracebackType | None,
     ) -> None:
         # What has failed is why it cannot be left, too, and says more.
-        with contextlib.suppress(*() if error is None else (MemsaverError,)):
+        hidden = () if error is None else (MemsaverError,)
+        with contextlib.suppress(*hidden):
             self.leave()
 
     @property

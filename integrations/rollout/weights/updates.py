@@ -253,10 +253,11 @@ class _Update:
             assert backend is not None
             backend.end_update(limit)
 
-        self._meetings.on_leader(f"{_WHAT}: its beginning", begin, timeout)
         try:
+            # It may have begun also where this fails: with this engine too late, or with others.
+            self._meetings.on_leader(f"{_WHAT}: its beginning", begin, timeout)
             yield
-        except Exception:
+        except BaseException:
             if backend is not None:  # so that it can be made again; the other ranks do not wait
                 with contextlib.suppress(MemsaverError):
                     end(min(timeout, GRACE_SECONDS))
