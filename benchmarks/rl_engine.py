@@ -94,8 +94,14 @@ class Loop(EngineWorker):
         return found | {"tokens": min(capacities), "total": self._memory.total}
 
     def alone(self) -> dict[str, Any]:
-        """Generates, before there is a trainer."""
+        """Generates, before there is a trainer.
+
+        Without what torch has kept since the start: a release lets that go, too.
+        """
         self._begin()
+        self.rest()
+        if not self.engine.flush_cache().success:
+            raise RuntimeError("the engine did not flush its cache: it is not idle")
         self._stage("generate", self.rollout)
         return self._found()
 

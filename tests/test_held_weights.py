@@ -89,6 +89,18 @@ def test_what_is_written_twice_counts_as_it_is_written_last():
     assert differing(model, given(), model.load_weights) == ("embed.weight",)
 
 
+def test_a_difference_is_not_forgotten_where_there_is_no_room_for_a_closer_look(monkeypatch):
+    def no_room(*_):
+        raise MemoryError("no room for a mask")
+
+    monkeypatch.setattr(held_weights._Masks, "add", no_room)
+    model = loaded()
+    assert differing(model, given(), model.load_weights) == ()
+    model.qkv_0.data[0, 0] += 1
+    with pytest.raises(RuntimeError, match=r"^layers.0.q.weight may differ.*no room for a mask"):
+        differing(model, given(), model.load_weights)
+
+
 def test_comparing_in_pieces(monkeypatch):
     monkeypatch.setattr(held_weights, "_PIECE_BYTES", 3 * HIDDEN * 2)
     model = loaded()

@@ -57,18 +57,28 @@ def differing(model: Any, named: Named, load: Load) -> tuple[str, ...]:
         model: as of `watched`, likewise the rest.
         named: see there.
         load: see there.
+
+    Raises:
+        RuntimeError: some seem to differ, which it names, and it could not be made sure.
     """
     quick = _Flags()
     source = _Source(named)
     _run(load, source, _Comparison(model, source, quick))
-    if not quick.names():
+    suspects = set(quick.names())
+    if not suspects:
         return ()
     # What was written twice differs from the first of the two: only the last write of each place
     # counts, which takes a mask of the parameters.
     exact = _Masks()
     source = _Source(named)
-    _run(load, source, _Comparison(model, source, exact))
-    names = set(exact.names())
+    try:
+        _run(load, source, _Comparison(model, source, exact))
+        names = set(exact.names())
+    except Exception as error:
+        raise RuntimeError(
+            f"{', '.join(sorted(suspects))} may differ, and a closer look failed "
+            f"({type(error).__name__}: {error})"
+        ) from error
     # Where it is not known which one it is of, it may be of any.
     return tuple(name for name, _ in named if name in names or names == {_SOME})
 
