@@ -218,3 +218,23 @@ else:
         4,
         tmp_path,
     )
+
+
+@pytest.mark.parametrize(("value", "told"), [(None, "not set"), ("1", "is 1"), ("0", "")])
+def test_a_failure_of_nccl_says_what_both_sides_need(backend, group_of, monkeypatch, value, told):
+    if value is None:
+        monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    else:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", value)
+
+    def refuse():
+        raise EngineError("Cuda failure 'invalid argument'")
+
+    monkeypatch.setattr(backend, "leave_group", lambda *_: None)
+    with group_of(timeout=20) as group:
+        monkeypatch.setattr(group, "_backend", "nccl")  # NCCL itself needs GPUs
+        with pytest.raises(EngineError, match="invalid argument") as caught:
+            group.broadcast([], refuse, 5)
+        monkeypatch.setattr(group, "_backend", "gloo")
+    assert ("NCCL_CUMEM_ENABLE" in str(caught.value)) == bool(told)
+    assert told in str(caught.value)

@@ -182,6 +182,7 @@ def group(folder: Path) -> None:
     from memsaver.integrations.rollout import RolloutEngine
     from memsaver.integrations.rollout.weights import WeightGroup
 
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang has it: NCCL's ranks on a host must agree
     torch.cuda.set_device(0)
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
     own = {"device": "cuda:1"} if backend == "nccl" else {"device": "cpu"}

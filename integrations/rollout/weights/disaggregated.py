@@ -47,7 +47,9 @@ class WeightGroup:
         engine: a `RolloutEngine`.
         address: this machine's, as the engine's ranks reach it.
         port: a free one there; 0 takes any.
-        backend: of torch.distributed; "gloo" where one of the two sides has no GPU.
+        backend: of torch.distributed; "gloo" where one of the two sides has no GPU. With "nccl" on
+            one host, start the trainer with NCCL_CUMEM_ENABLE=0, which SGLang sets in its own
+            processes: NCCL cannot share buffers where the two differ.
         timeout: seconds to wait for the engine's ranks to join, and to leave. How long a broadcast
             may take, the update says.
 
@@ -128,13 +130,18 @@ class WeightGroup:
             # The engine's ranks may not come to the broadcasts at all.
             self._give_up(f"{type(error).__name__}: {error}")
             sending.wait(_END_SECONDS)
+            if self._backend == "nccl" and isinstance(error, EngineError):
+                error.message += _advice_for_nccl()
             raise
         if not sending.wait(max(_END_SECONDS, deadline - time.monotonic())):
             self._give_up("the engine did not take all of it")
             raise EngineTimeoutError(f"the engine did not take all weights within {timeout:g} s")
         if sending.error is not None:
             self._give_up(str(sending.error))
-            raise EngineError(f"weights could not be sent: {sending.error}") from sending.error
+            advice = _advice_for_nccl() if self._backend == "nccl" else ""
+            raise EngineError(
+                f"weights could not be sent: {sending.error}{advice}"
+            ) from sending.error
         return result
 
     def leave(self) -> None:
@@ -256,6 +263,21 @@ def _keep_unsplit(group: Any) -> None:
         options: Any = getattr(made, "options", None)
         if getattr(options, "split_from", None) is not None:
             options.split_from = None
+
+
+def _advice_for_nccl() -> str:
+    """What to look at where NCCL failed between this process and an engine's.
+
+    Ranks on one host fail with "invalid argument" where one of them has virtual memory for NCCL's
+    buffers and the other has not; SGLang and vLLM turn it off in their processes.
+    """
+    here = os.environ.get("NCCL_CUMEM_ENABLE")
+    if here == "0":
+        return ""
+    return (
+        f"; NCCL_CUMEM_ENABLE is {here or 'not set'} here, and SGLang sets 0 in its processes "
+        "where it is not set: on one host both sides need the same, from their start"
+    )
 
 
 class _Aside:

@@ -42,7 +42,8 @@ def check_nccl() -> list[Finding]:
 _OTHERS = {
     LOCAL_REGISTER: "whether buffers that a program registers itself are used directly; "
     "deregister those of regions in memsaver.on_pause",
-    "NCCL_CUMEM_ENABLE": "whether NCCL's own buffers are virtual memory; no pause touches them",
+    "NCCL_CUMEM_ENABLE": "whether NCCL's own buffers are virtual memory; no pause touches them. "
+    "All ranks on a host need the same, an engine's that gets weights by NCCL too",
     "NCCL_NVLS_ENABLE": "whether NVLink SHARP is used, whose buffers no pause gives back",
     "NCCL_WIN_ENABLE": "whether memory may be registered as windows; deregister those of regions "
     "in memsaver.on_pause",
