@@ -86,6 +86,7 @@ pages: build  ## Write what is generated: tables of measured figures, the comman
 	$(BIN)/python benchmarks/readme_table.py
 	$(BIN)/python benchmarks/readme_picture.py
 	$(BIN)/python benchmarks/measured_page.py
+	$(BIN)/memsaver trace benchmarks/results/shared_gpu.json --picture docs/assets/shared_gpu.png
 	$(BIN)/typer memsaver.cli utils docs --name memsaver --title "Command line" --output docs/reference/cli.md
 
 .PHONY: docs

@@ -33,7 +33,8 @@ LINES: tuple[tuple[str, str | None, str], ...] = (
     ("sglang_resident_MiB", None, "SGLang, 8B: memory in use when all is released, MiB"),
     ("sglang_max_mem_fraction", None, "SGLang, 8B: largest mem_fraction_static beside a trainer"),
     ("rl_transition_seconds", DEFAULT, "RL step, 8B: all transitions of engine and trainer, s"),
-    ("rl_kv_tokens_fraction", ALONE, "RL step, 8B: KV tokens beside a trainer, of those alone"),
+    ("rl_kv_tokens_fraction", ALONE, "RL step, 8B: KV tokens, waking in stages beside a trainer"),
+    ("rl_kv_tokens_fraction_at_once", ALONE, "RL step, 8B: the same, waking all at once"),
     ("kv_64GiB_pause_ms", None, "pause 64 GiB, no backup, ms"),
     ("kv_64GiB_resume_ms", None, "resume 64 GiB, no backup, ms"),
     ("many_10k_pause_ms", None, "pause 10,000 allocations of 2 MiB, ms"),
@@ -54,7 +55,7 @@ LINES: tuple[tuple[str, str | None, str], ...] = (
 
 def figure(value: float) -> str:
     """A value of a row, as the tables show it."""
-    return f"{value:,.1f}" if abs(value) >= 1 else f"{value:.2f}"
+    return f"{value:,.1f}" if abs(value) > 1 else f"{value:.3g}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:

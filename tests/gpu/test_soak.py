@@ -9,8 +9,9 @@ with what it held at the start. The figures go into a JSON file, under "soak". S
     SOAK_SEED       of the steps, 1 by default
     SOAK_GIB        device memory a process may use; by default both want 60 % of what is free
     SOAK_UNDER      a command to run the processes under, such as
-                    "compute-sanitizer --error-exitcode 9 --report-api-errors no"; it is slow, so
-                    for a short run with a small SOAK_GIB
+                    "compute-sanitizer --error-exitcode 9 --report-api-errors no --show-backtrace
+                    no" (with backtraces, which are of Python too, deleted tensors were seen to
+                    stay); it is slow, so for a short run with a small SOAK_GIB
     RELIABILITY     the file, build/reliability.json by default
 """
 
