@@ -29,6 +29,7 @@ from tags import Tags, leftovers
 from tasks import Task
 
 BENCHMARKS = ROOT / "benchmarks"
+PEER = ROOT / "tests" / "fixtures" / "peer"
 
 
 # --- which driver ---------------------------------------------------------------------------------
@@ -392,10 +393,11 @@ def run_dropin(dropin_site, tmp_path):
 
 @pytest.fixture
 def benchmark_module(monkeypatch):
-    """Imports one of the benchmarks' modules, for this test alone."""
+    """Imports one of the benchmarks' modules, and what stands in for a peer, for this test alone."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     before = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - before:
-        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
+        file = str(getattr(sys.modules[name], "__file__", ""))
+        if file.startswith((str(BENCHMARKS), str(PEER))):
             del sys.modules[name]

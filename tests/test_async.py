@@ -101,7 +101,9 @@ def test_a_region_and_paused_wait_for_it(sim, tag, make_blocks, make_paused):
     sim.stream_delay(0.05)
     resume = memsaver.resume(name, wait=False)
     blocks += make_blocks(name, [MIB])
-    assert resume.done()
+    # The region waits for the memory, not for the thread that brought it back to say so.
+    assert memsaver.state(name) == "mapped" and intact(blocks)
+    assert resume.wait().changed == (name,)
     memsaver.pause(name, wait=False)
     with memsaver.paused(name) as report:
         assert report.changed == ()
