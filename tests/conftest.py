@@ -393,7 +393,7 @@ def run_dropin(dropin_site, tmp_path):
 
 @pytest.fixture
 def benchmark_module(monkeypatch):
-    """Imports one of the benchmarks' modules, and what stands in for a peer, for this test alone."""
+    """Imports one of the benchmarks' modules, and what stands in for a peer, for this test."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     before = set(sys.modules)
     yield importlib.import_module
