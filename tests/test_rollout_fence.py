@@ -74,7 +74,7 @@ def test_what_an_interrupted_transition_came_to_is_unknown():
 
 
 CODE = """
-import datetime, os, time
+import datetime, os, threading, time
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -111,6 +111,14 @@ with pytest.raises(EngineTimeoutError) as caught:
     engine.wake_up(fence=True, timeout=4)
 assert list(caught.value.failures) == [0, 1]
 backend.slow = 0.0
+
+# An error that holds what cannot travel.
+if RANK == 1:
+    backend.fail = InvalidStateError("it holds a lock")
+    backend.fail.lock = threading.Lock()
+with pytest.raises(RankError, match="rank 1 of 2 .*it holds a lock") as caught:
+    engine.wake_up(fence=True)
+assert list(caught.value.failures) == [1]
 
 # An interrupt is for its own rank.
 if RANK == 0:

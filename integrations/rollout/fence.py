@@ -40,12 +40,11 @@ class Fence:
                 raise error
             return
         limit = max(self._timeout, timeout or 0.0) + GRACE_SECONDS
-        told = _told(self._layout.leader, error)
+        packed = [one.packed() for one in _told(self._layout.leader, error)]
         for together in self._along:
-            mine = list(told)
-            rows = together.gather(what, mine.copy, limit)
-            told = [one for row in rows for one in row]
-        each = {one.failure.rank: one for one in told}
+            rows = together.gather(what, packed.copy, limit)
+            packed = [one for row in rows for one in row]
+        each = {one.failure.rank: one for one in map(Told.parse, packed)}
         if error is not None and not isinstance(error, Exception):
             raise error
         if each:
