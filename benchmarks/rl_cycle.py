@@ -26,52 +26,22 @@ results.py), each when it is there.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import device_memory
 import results
 import runs
+import sglang_benchmark
 from parts import rl_kv, rl_step
-from sglang_engine import used_mib, why_no_peer
-from sglang_model import BIG, SMALL, write_config
 
 PARTS: dict[str, runs.Measure] = {"kv": rl_kv.measure, "step": rl_step.measure}
 
 
 def run(options: argparse.Namespace) -> int:
     """Measures what was asked for; an exit status."""
-    wrong = why_not(options)
-    if wrong:
-        print(wrong, file=sys.stderr)
-        return 2
-    options.compiled = False
-    options.output = options.output.resolve()
-    with tempfile.TemporaryDirectory(prefix="memsaver-bench-") as folder:
-        options.model = Path(folder)
-        write_config(SMALL if options.small else BIG, options.model)
-        return runs.run([PARTS[name] for name in PARTS if name in options.only], options)
-
-
-def why_not(options: argparse.Namespace) -> str:
-    """What is missing; "" where all is there. Notes how much memory is in use already."""
-    if importlib.util.find_spec("sglang") is None:
-        return "SGLang is not installed"
-    missing = why_no_peer() if options.peer else ""
-    if missing:
-        return (
-            f"{missing}: put its wheel (0.0.10), unpacked, into PYTHONPATH, or measure memsaver "
-            "alone with --no-peer"
-        )
-    try:
-        device_memory.DeviceMemory()
-        options.idle_mib = used_mib()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return sglang_benchmark.run(PARTS, options, options.peer, device_memory.DeviceMemory)
 
 
 def at_least(least: int) -> Callable[[str], int]:

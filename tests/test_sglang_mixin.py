@@ -7,11 +7,13 @@ versions, in test_sglang_scheduler.py.
 from __future__ import annotations
 
 import pytest
+import scheduler_calls
 import sglang_stand_in as stand_in
+from scheduler_calls import ask, states
 
 import memsaver
 from memsaver.integrations.sglang import EngineBusyError, SleepController, Status, hooks
-from memsaver.integrations.sglang.protocol import answers_of, error_of
+from memsaver.integrations.sglang.protocol import error_of
 
 MIB = 1 << 20
 
@@ -28,27 +30,9 @@ def scheduler(sglang, sim, tag, make_blocks):
     tag.names.extend(stand_in.TAGS)
     scheduler = sglang.Scheduler()
     assert not hasattr(scheduler, "weight_updater")
-    scheduler.model = make_blocks("weights", [4 * MIB], backup="host")[0]
-    scheduler.kv = make_blocks("kv_cache", [8 * MIB], backup="none")[0]
-    scheduler.graph = make_blocks("cuda_graph", [2 * MIB], backup="host")[0]
+    scheduler_calls.hold(scheduler, make_blocks)
     yield scheduler
-    assert scheduler.death is None
-    del scheduler.model, scheduler.kv, scheduler.graph
-
-
-def ask(scheduler, operation, tags=None):
-    kind = {
-        "release": stand_in.ReleaseMemoryOccupationReqInput,
-        "resume": stand_in.ResumeMemoryOccupationReqInput,
-    }[operation]
-    output = scheduler.handle(f"{operation}_memory_occupation", kind(tags=tags))
-    assert scheduler.death is None, repr(scheduler.death)
-    (answer,) = answers_of([output])
-    return answer
-
-
-def states():
-    return {tag: memsaver.state(tag).value for tag in stand_in.TAGS}
+    scheduler_calls.let_go(scheduler)
 
 
 def test_release_and_resume(scheduler, sim):

@@ -9,7 +9,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import scheduler_calls
 import sglang_stand_in as stand_in
+from scheduler_calls import ask, states
 
 import memsaver
 from memsaver.integrations.sglang import hooks, moves
@@ -31,28 +33,9 @@ def engine(sglang, sim, tag, make_blocks):
     """A scheduler whose weights (with a backup), KV cache and graphs are memsaver's."""
     tag.names.extend(stand_in.TAGS)
     scheduler = sglang.Scheduler(sglang.Updater)
-    scheduler.model = make_blocks("weights", [4 * MIB], backup="host")[0]
-    scheduler.kv = make_blocks("kv_cache", [8 * MIB], backup="none")[0]
-    scheduler.graph = make_blocks("cuda_graph", [2 * MIB], backup="host")[0]
+    scheduler_calls.hold(scheduler, make_blocks)
     yield scheduler
-    assert scheduler.death is None
-    del scheduler.model, scheduler.kv, scheduler.graph
-
-
-def ask(scheduler, operation, tags=None):
-    """The answer to one message, as it arrives in the tokenizer manager."""
-    kind = {
-        "release": stand_in.ReleaseMemoryOccupationReqInput,
-        "resume": stand_in.ResumeMemoryOccupationReqInput,
-    }[operation]
-    output = scheduler.handle(f"{operation}_memory_occupation", kind(tags=tags))
-    assert scheduler.death is None, repr(scheduler.death)
-    (answer,) = answers_of([output])
-    return answer
-
-
-def states():
-    return {tag: memsaver.state(tag).value for tag in stand_in.TAGS}
+    scheduler_calls.let_go(scheduler)
 
 
 def test_release_and_resume_tell_bytes_of_each_tag(engine, sim):

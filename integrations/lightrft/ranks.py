@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 
 from memsaver.distributed import RankError
 from memsaver.distributed.channel import Channel
 from memsaver.distributed.errors import ranks_text
 from memsaver.distributed.messages import Account
-from memsaver.errors import MemsaverError
 
 __all__ = ["has_other_ranks", "on_every_rank"]
 
@@ -43,7 +41,8 @@ def on_every_rank(what: str, work: Callable[[], object], after: str) -> None:
         work()
     except Exception as error:
         mine = error
-    accounts = [Account.parse(data) for data in channel.all_gather(_told(what, mine), None, what)]
+    told = Account.of(mine, what).packed()
+    accounts = [Account.parse(data) for data in channel.all_gather(told, None, what)]
     failures = {
         rank: account.failure(rank)
         for rank, account in zip(channel.ranks, accounts, strict=True)
@@ -58,16 +57,3 @@ def on_every_rank(what: str, work: Callable[[], object], after: str) -> None:
     )
     failed.failures, failed.stuck = failures, {}
     raise failed from mine
-
-
-def _told(what: str, error: Exception | None) -> bytes:
-    known = error if isinstance(error, MemsaverError) else None
-    return Account(
-        socket.gethostname(),
-        type(error).__name__ if error is not None else "",
-        known.status if known is not None else "",
-        known.tag if known is not None else "",
-        what,
-        "",
-        str(error) if error is not None else "",
-    ).packed()

@@ -6,7 +6,6 @@ decide alike. What failed is told in a second meeting, when one did.
 
 from __future__ import annotations
 
-import socket
 import time
 import warnings
 from collections.abc import Callable
@@ -225,7 +224,7 @@ class _Attempt:
         # Steps differ only where several threads use the group at once.
         plain = step == _CHECKED or any(record.failed for record in records)
         what = self._what if plain else f"{self._what}, to be {step}"
-        answers = self._all_gather(self._account(what, stuck))
+        answers = self._all_gather(Account.of(self._error, what, stuck).packed())
         told = {
             rank: Account.parse(answer)
             for rank, answer in zip(self._channel.ranks, answers, strict=True)
@@ -238,19 +237,6 @@ class _Attempt:
             asked += [one.what for one in told.values()]
             raise failed(asked[0], len(records), guilty, barred) from self._error
         raise disagreed({rank: one.call(rank) for rank, one in told.items()}, barred)
-
-    def _account(self, what: str, stuck: str) -> bytes:
-        error = self._error
-        known = error if isinstance(error, MemsaverError) else None
-        return Account(
-            socket.gethostname(),
-            type(error).__name__ if error is not None else "",
-            known.status if known is not None else "",
-            known.tag if known is not None else "",
-            what,
-            stuck,
-            str(error) if error is not None else "",
-        ).packed()
 
     def _other_versions(self, protocols: dict[int, int]) -> RankError:
         from memsaver import __version__

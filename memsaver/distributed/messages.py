@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import struct
 from dataclasses import dataclass
 
 from memsaver.distributed.errors import RankFailure
+from memsaver.errors import MemsaverError
 
 __all__ = ["PROTOCOL", "Account", "Record"]
 
@@ -84,6 +86,20 @@ class Account:
     what: str
     stuck: str
     message: str
+
+    @classmethod
+    def of(cls, error: BaseException | None, what: str, stuck: str = "") -> Account:
+        """This rank's, of the call that it made and what that raised."""
+        known = error if isinstance(error, MemsaverError) else None
+        return cls(
+            socket.gethostname(),
+            type(error).__name__ if error is not None else "",
+            known.status if known is not None else "",
+            known.tag if known is not None else "",
+            what,
+            stuck,
+            str(error) if error is not None else "",
+        )
 
     def packed(self) -> bytes:
         """For `parse` on all ranks."""

@@ -1,0 +1,58 @@
+"""What the benchmarks of SGLang engines do around their parts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import runs
+from sglang_engine import used_mib, why_no_peer
+from sglang_model import BIG, SMALL, write_config
+
+
+def run(
+    parts: Mapping[str, runs.Measure],
+    options: argparse.Namespace,
+    needs_peer: bool,
+    check: Callable[[], object] = lambda: None,
+) -> int:
+    """Measures the parts that were asked for, of a model that is written for it; an exit status.
+
+    Args:
+        parts: by their names, in the order of measuring.
+        options: of the command line. Notes there where the model is, and what is in use already.
+        needs_peer: whether torch_memory_saver must be installed.
+        check: raises RuntimeError where something else is missing.
+    """
+    wrong = _why_not(options, needs_peer, check)
+    if wrong:
+        print(wrong, file=sys.stderr)
+        return 2
+    options.compiled = False
+    options.output = options.output.resolve()
+    with tempfile.TemporaryDirectory(prefix="memsaver-bench-") as folder:
+        options.model = Path(folder)
+        write_config(SMALL if options.small else BIG, options.model)
+        return runs.run([parts[name] for name in parts if name in options.only], options)
+
+
+def _why_not(options: argparse.Namespace, needs_peer: bool, check: Callable[[], object]) -> str:
+    """What is missing; "" where all is there."""
+    if importlib.util.find_spec("sglang") is None:
+        return "SGLang is not installed"
+    missing = why_no_peer() if needs_peer else ""
+    if missing:
+        return (
+            f"{missing}: put its wheel (0.0.10), unpacked, into PYTHONPATH, or measure memsaver "
+            "alone with --no-peer"
+        )
+    try:
+        check()
+        options.idle_mib = used_mib()
+    except RuntimeError as error:
+        return str(error)
+    return ""
