@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from readme_table import LINES, RESULTS, ROOT, figure
+from readme_table import LINES, RESULTS, ROOT, dates, figure
 
 PAGE = ROOT / "docs" / "measured.md"
 LIMITS = RESULTS.with_name("limits.json")
@@ -179,10 +179,8 @@ def page() -> str:
     """The page, from the result files as they are."""
     rows = json.loads(RESULTS.read_text())
     versions = ", ".join(f"{name} {text}" for name, text in rows[0]["versions"].items())
-    dates = sorted({row["date"] for row in rows})
-    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
-    lines = [HEAD.format(gpu=gpus, versions=versions, dates=when)]
+    lines = [HEAD.format(gpu=gpus, versions=versions, dates=dates(rows))]
     sections: list[list[Mapping[str, Any]]] = [[] for _ in SECTIONS]
     for row in rows:
         fits = (

@@ -58,6 +58,12 @@ def figure(value: float) -> str:
     return f"{value:,.1f}" if abs(value) > 1 else f"{value:.3g}"
 
 
+def dates(rows: list[dict[str, Any]]) -> str:
+    """When the rows were measured."""
+    found = sorted({row["date"] for row in rows})
+    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown, as LINES says."""
     shown = []
@@ -69,7 +75,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     first = shown[0][1]
     versions = ", ".join(f"{name} {text}" for name, text in first["versions"].items())
     lines = [
-        f"On one {first['gpu']}, or two where it says so, {first['date']} ({versions}), medians;",
+        f"On one {first['gpu']}, or two where it says so, {dates([row for _, row in shown])}",
+        f"({versions}), medians;",
         "the two of a row took turns in one run (SGLang engines: one after the other); `ratio` is",
         "how many times better memsaver is. All rows: [measured](docs/measured.md).",
         "",
