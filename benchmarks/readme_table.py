@@ -33,6 +33,7 @@ LINES: tuple[tuple[str, str | None, str], ...] = (
     ("sglang_resident_MiB", None, "SGLang, 8B: memory in use when all is released, MiB"),
     ("sglang_max_mem_fraction", None, "SGLang, 8B: largest mem_fraction_static beside a trainer"),
     ("rl_transition_seconds", DEFAULT, "RL step, 8B: all transitions of engine and trainer, s"),
+    ("rl_transition_seconds", RETAINED, "RL step, 8B: all transitions of engine and trainer, s"),
     ("rl_kv_tokens_fraction", ALONE, "RL step, 8B: KV tokens, waking in stages beside a trainer"),
     ("rl_kv_tokens_fraction_at_once", ALONE, "RL step, 8B: the same, waking all at once"),
     ("kv_64GiB_pause_ms", None, "pause 64 GiB, no backup, ms"),
