@@ -16,7 +16,7 @@ from typing import Any
 from memsaver.integrations.sglang.errors import EngineError
 from memsaver.integrations.sglang.protocol import Failure, kind_of
 
-__all__ = ["Order", "RankCheck", "answer_text", "checks_of"]
+__all__ = ["Order", "RankCheck", "answer_text", "checks_of", "is_good", "unknown_to_all"]
 
 _PREFIX = "memsaver:"
 
@@ -105,6 +105,18 @@ class RankCheck:
         )
 
 
+def unknown_to_all(checks: Sequence[RankCheck]) -> set[str]:
+    """The names that none of the ranks took anything of."""
+    return set.intersection(*(set(check.unused) for check in checks)) if checks else set()
+
+
+def is_good(checks: Sequence[RankCheck]) -> bool:
+    """Whether the bucket is where it belongs, as far as it was looked at: then it was done."""
+    return not unknown_to_all(checks) and not any(
+        check.failure or check.damaged or check.differing for check in checks
+    )
+
+
 def answer_text(checks: Sequence[RankCheck]) -> str:
     """The checks of a scheduler's ranks as a string, for `checks_of`."""
     return _PREFIX + json.dumps([asdict(check) for check in checks])
@@ -128,7 +140,7 @@ def checks_of(done: bool, message: str) -> list[RankCheck]:
         if check.failure is not None:
             text = f"the load failed on rank {check.rank} ({check.host}): {check.failure.message}"
             raise kind_of(check.failure)(text, tag=check.failure.tag)
-    if not done and not any(check.damaged or check.differing for check in checks):
+    if not done and is_good(checks):
         raise EngineError(f"the engine did not load the weights: {message}")
     return checks
 

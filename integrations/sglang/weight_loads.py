@@ -29,7 +29,7 @@ from memsaver.integrations.sglang.digests import digest
 from memsaver.integrations.sglang.held_weights import Load, Named, differing, watched
 from memsaver.integrations.sglang.protocol import Failure
 from memsaver.integrations.sglang.ranks import Group
-from memsaver.integrations.sglang.weight_checks import Order, RankCheck, answer_text
+from memsaver.integrations.sglang.weight_checks import Order, RankCheck, answer_text, is_good
 
 __all__ = ["load_broadcast", "load_given", "load_tensors", "load_through"]
 
@@ -109,8 +109,7 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, meets: bo
         check.failure = check.failure or Failure("EngineError", message)
     _synchronize(check)
     checks = [RankCheck.from_fields(fields) for fields in group.gather(asdict(check.found()))]
-    good = not any(c.failure or c.damaged or c.differing for c in checks)
-    return _output_of(meets)(success=good, message=answer_text(checks))
+    return _output_of(meets)(success=is_good(checks), message=answer_text(checks))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from memsaver.errors import ConfigError
 from memsaver.integrations.rollout.errors import WeightMismatchError
 from memsaver.integrations.rollout.weights.buckets import Bucket
 from memsaver.integrations.sglang.digests import digest
-from memsaver.integrations.sglang.weight_checks import Order, RankCheck
+from memsaver.integrations.sglang.weight_checks import Order, RankCheck, unknown_to_all
 
 __all__ = ["Tally", "Verify", "check_policy", "digests_of", "looked_at", "order_of"]
 
@@ -86,11 +86,11 @@ class Tally:
             return
         _raise_differing(bucket, checks, "damaged", "they came otherwise than sent")
         _raise_differing(bucket, checks, "differing", "the engine holds something else")
-        unused = set(bucket.names).intersection(*(check.unused for check in checks))
-        if unused:
+        unknown = unknown_to_all(checks).intersection(bucket.names)
+        if unknown:
             raise _mismatch(
                 bucket,
-                unused,
+                unknown,
                 "the engine's model takes nothing of them, and may call them otherwise (`rename`)",
                 [],
             )
