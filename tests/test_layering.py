@@ -142,11 +142,7 @@ PACKAGES = {
     "memsaver": ("memsaver", set()),
     "memsaver.cli": ("memsaver/cli", {"memsaver", "memsaver.integrations.sglang"}),
     "memsaver.distributed": ("memsaver/distributed", {"memsaver"}),
-    # Its rollout backend implements what memsaver.integrations.rollout.backend asks of an engine.
-    "memsaver.integrations.sglang": (
-        "integrations/sglang",
-        {"memsaver", "memsaver.integrations.rollout"},
-    ),
+    "memsaver.integrations.sglang": ("integrations/sglang", {"memsaver"}),
     "memsaver.integrations.rollout": (
         "integrations/rollout",
         {
@@ -174,6 +170,15 @@ PACKAGES = {
 # What may be missing: imported where it is needed, never when a module of ours is.
 OPTIONAL = {"numpy", "prometheus_client", "pynvml", "sglang", "torch", "vllm"}
 WITH_TORCH = {"memsaver/readonly.py"}  # which is imported where torch is there only
+
+
+def test_no_packages_of_ours_need_each_other():
+    left = {name: set(others) for name, (_, others) in PACKAGES.items()}
+    while left:
+        ready = [name for name, needs in left.items() if not needs & set(left)]
+        assert ready, f"a cycle among {sorted(left)}"
+        for name in ready:
+            del left[name]
 
 
 def modules():

@@ -14,9 +14,9 @@ from tasks import Task
 
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.rollout import Request, Sample
+from memsaver.integrations.rollout.sglang.backend import backend_of
+from memsaver.integrations.rollout.sglang.samples import sample_of
 from memsaver.integrations.sglang.errors import EngineBusyError, EngineError, EngineTimeoutError
-from memsaver.integrations.sglang.rollout_backend import backend_of
-from memsaver.integrations.sglang.rollout_samples import sample_of
 
 FOUR = {"max_new_tokens": 4}
 

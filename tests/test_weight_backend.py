@@ -10,9 +10,9 @@ import pytest
 import sglang_stand_in as stand_in
 
 from memsaver.errors import InvalidStateError
+from memsaver.integrations.rollout.sglang.backend import backend_of
 from memsaver.integrations.sglang.errors import EngineError
 from memsaver.integrations.sglang.protocol import Failure
-from memsaver.integrations.sglang.rollout_backend import backend_of
 from memsaver.integrations.sglang.weight_checks import Order, RankCheck, answer_text
 
 ORDER = Order(("a", "b"), (0,), (("digest",),))

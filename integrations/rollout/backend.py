@@ -1,7 +1,7 @@
 """What an inference engine must offer for rollouts, whichever engine it is.
 
 A backend is used in one process of each tensor-parallel group, its leader; `RolloutEngine` brings
-the other ranks together with it. `memsaver.integrations.sglang.rollout_backend` is the one that
+the other ranks together with it. `memsaver.integrations.rollout.sglang.backend` is the one that
 there is.
 """
 

@@ -12,10 +12,10 @@ from memsaver.integrations.rollout.launch import gpu_of_this_process, launch, pl
 from memsaver.integrations.rollout.output import RolloutOutput
 from memsaver.integrations.rollout.prompts import Prompts, prompts_of
 from memsaver.integrations.rollout.ranks import ALONE, Layout, layout_of
+from memsaver.integrations.rollout.sglang.backend import backend_of
 from memsaver.integrations.rollout.shared_sleep import SharedSleep, known_released
 from memsaver.integrations.rollout.together import Together
 from memsaver.integrations.sglang.errors import EngineError
-from memsaver.integrations.sglang.rollout_backend import backend_of
 
 __all__ = ["RolloutEngine"]
 

@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any
 
 from memsaver.errors import ConfigError, NotLoadedError
+from memsaver.integrations.rollout.sglang.backend import LocalBackend
 from memsaver.integrations.sglang.engines import LocalEngine
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
-from memsaver.integrations.sglang.rollout_backend import LocalBackend
 
 __all__ = ["Gpu", "Placement", "gpu_of_this_process", "launch", "place"]
 

@@ -29,8 +29,8 @@ class RolloutOutput:
         lengths: int64 [n]: how many tokens each sample has.
         prompt_index: int64 [n]: which of this rank's prompts each sample is of, from 0.
         finish_reasons: of each sample: "stop", "length", or "abort" where it was ended early.
-        weight_version: the version of the weights that they were generated with; None where the
-            engine says none, or where it changed among these samples.
+        weight_version: what the weights were called when they were finished; None where the engine
+            says none, or where it changed among these samples.
         pad_token_id: what stands where there is no token.
     """
 

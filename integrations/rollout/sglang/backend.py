@@ -15,12 +15,12 @@ from typing import Any
 
 from memsaver.errors import ConfigError
 from memsaver.integrations.rollout.backend import PauseMode, Request, Sample
+from memsaver.integrations.rollout.sglang.samples import payload_of, sample_of
+from memsaver.integrations.rollout.sglang.weights import WeightCalls
 from memsaver.integrations.sglang import versions
 from memsaver.integrations.sglang.engines import LocalEngine, ServedEngine
 from memsaver.integrations.sglang.engines import connect as link_to
 from memsaver.integrations.sglang.errors import EngineError
-from memsaver.integrations.sglang.rollout_samples import payload_of, sample_of
-from memsaver.integrations.sglang.rollout_weights import WeightCalls
 from memsaver.integrations.sglang.sleep import SleepController
 
 __all__ = ["LocalBackend", "ServedBackend", "backend_of"]

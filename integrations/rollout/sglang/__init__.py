@@ -1,0 +1,1 @@
+"""SGLang as the engine of a rollout."""
