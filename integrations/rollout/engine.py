@@ -9,13 +9,12 @@ from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.rollout.backend import Backend, PauseMode, Sample
 from memsaver.integrations.rollout.fence import Fence
 from memsaver.integrations.rollout.launch import gpu_of_this_process, launch, place
-from memsaver.integrations.rollout.output import RolloutOutput
+from memsaver.integrations.rollout.output import RolloutOutput, check_samples
 from memsaver.integrations.rollout.prompts import Prompts, prompts_of
 from memsaver.integrations.rollout.ranks import ALONE, Layout, layout_of
 from memsaver.integrations.rollout.sglang.backend import backend_of
 from memsaver.integrations.rollout.shared_sleep import SharedSleep, known_released
 from memsaver.integrations.rollout.together import Together
-from memsaver.integrations.sglang.errors import EngineError
 
 __all__ = ["RolloutEngine"]
 
@@ -53,23 +52,24 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
 
     Args:
         backend: the engine, on the leader; None elsewhere.
-        layout: where this rank stands.
+        layout: where this rank stands; or the ranks, as the mesh of `launch`.
         timeout: see there.
         pad_token_id: likewise.
 
     Raises:
-        ConfigError: the leader has no engine.
+        ConfigError: the leader has no engine, or what it has is none; an argument is not as above.
         GroupError: not all ranks came in time.
     """
 
     def __init__(
         self,
         backend: Backend | None,
-        layout: Layout = ALONE,
+        layout: Layout | Any = ALONE,
         *,
         timeout: float = 600.0,
         pad_token_id: int = 0,
     ) -> None:
+        layout = layout if isinstance(layout, Layout) else layout_of(layout)
         group = layout.tp_group
         self._begin(
             layout, timeout, pad_token_id, Together(group, timeout, "rollout"), lambda: backend
@@ -91,16 +91,25 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
         self._fence = Fence(layout, timeout)
         self._closed = False
 
-        def begin() -> tuple[int, frozenset[str] | None]:
+        def check() -> None:
+            if type(pad_token_id) is not int:
+                raise ConfigError(f"pad_token_id is a number, not {pad_token_id!r}")
+
+        def begin(_: object) -> tuple[int, frozenset[str] | None]:
             made = make()
             if made is None:
                 raise ConfigError("the leader of the group has no engine")
+            if not all(hasattr(made, name) for name in ("tp_size", "control", "close")):
+                raise ConfigError(
+                    f"a {type(made).__name__} is no `Backend`; a server's URL, or an "
+                    "sglang.Engine, is for RolloutEngine.connect"
+                )
             self.backend = made
             return made.tp_size, known_released(made)
 
         try:
-            self.tp_size, self._released = together.on_leader(
-                "the start of the engine", begin, timeout
+            self.tp_size, self._released = together.gathered(
+                "the start of the engine", check, begin, timeout
             )
         except BaseException:
             self.close()
@@ -237,12 +246,7 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
 
         def work(everyones: list[Prompts]) -> list[list[Sample]]:
             requests = [request for prompts in everyones for request in prompts.requests]
-            samples = self._engine.generate(requests, limit)
-            if len(samples) != len(requests):
-                raise EngineError(
-                    f"the engine gave {len(samples)} samples for {len(requests)} requests"
-                )
-            each = iter(samples)
+            each = iter(check_samples(self._engine.generate(requests, limit), len(requests)))
             return [[next(each) for _ in prompts.requests] for prompts in everyones]
 
         samples = self._generating.gathered("generate", prepare, work, limit)

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memsaver.integrations.rollout.backend import Sample
+from memsaver.integrations.sglang.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RolloutOutput"]
+__all__ = ["RolloutOutput", "check_samples"]
+
+
+def check_samples(samples: Any, count: int) -> list[Sample]:
+    """What an engine gave for so many requests. Raises `EngineError` where it is no such thing."""
+    several = list(samples) if isinstance(samples, Iterable) else None
+    if several is None or not all(isinstance(one, Sample) for one in several):
+        raise EngineError(f"the engine gave no list of samples, but a {type(samples).__name__}")
+    if len(several) != count:
+        raise EngineError(f"the engine gave {len(several)} samples for {count} requests")
+    for number, one in enumerate(several):
+        if one.logprobs is not None and len(one.logprobs) != len(one.token_ids):
+            raise EngineError(
+                f"the engine gave {len(one.logprobs)} log-probabilities for the "
+                f"{len(one.token_ids)} tokens of sample {number}"
+            )
+    return several
 
 
 @dataclass(frozen=True, eq=False)

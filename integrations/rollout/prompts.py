@@ -38,8 +38,8 @@ def prompts_of(
         sampling_params: one mapping for all prompts, or one for each. "n" is how many samples are
             wanted of a prompt, 1 where it is missing; where there is a "sampling_seed", the k-th
             sample has that seed plus k, since they would be the same otherwise.
-        attention_mask: of a padded tensor: where it is not 0 there is a token, on whatever side the
-            padding is.
+        attention_mask: of a padded tensor: 1 for a token and 0 for the padding, on whatever side of
+            the tokens that is.
         multimodal: for each prompt, what belongs to it beside its tokens, or None.
 
     Raises:
@@ -59,6 +59,8 @@ def prompts_of(
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"sampling_params: n is a number of samples, not {count!r}")
         seed = named.get("sampling_seed")
+        if seed is not None and not isinstance(seed, int):
+            raise ConfigError(f"sampling_params: sampling_seed is a number, not {seed!r}")
         for sample in range(count):
             own = named if seed is None or not sample else {**named, "sampling_seed": seed + sample}
             requests.append(Request(tokens, own, extra))
@@ -129,6 +131,13 @@ def _rows_of(input_ids: Any, attention_mask: Any) -> list[list[int]]:
             f"{tuple(input_ids.shape)}"
         )
     tokens, masks = input_ids.tolist(), attention_mask.tolist()
+    for number, mask in enumerate(masks):
+        told = "".join("1" if one == 1 else "0" if one == 0 else "?" for one in mask)
+        if "?" in told or "0" in told.strip("0"):
+            raise ConfigError(
+                f"prompt {number}: an attention_mask has 1 for the tokens, which stand together, "
+                "and 0 for the padding beside them"
+            )
     return [
         [token for token, mask in zip(row, kept, strict=True) if mask]
         for row, kept in zip(tokens, masks, strict=True)

@@ -16,7 +16,7 @@ from memsaver.integrations.rollout.fence import Fence
 from memsaver.integrations.rollout.low_water import LowWater
 from memsaver.integrations.rollout.ranks import ALONE, Layout
 from memsaver.integrations.rollout.stages import RankStage, Stage, StageReport
-from memsaver.integrations.rollout.together import GRACE_SECONDS, Together
+from memsaver.integrations.rollout.together import GRACE_SECONDS, Together, check_timeout
 from memsaver.integrations.rollout.trainer_memory import TrainerMemory
 from memsaver.statistics import stats
 
@@ -128,9 +128,13 @@ class ColocatedSession:
                 f"which weights are to be sent is unknown: a {type(model).__name__} has no "
                 "state_dict(); give state=, which returns them"
             )
-        for name, seconds in (("timeout", timeout), ("block_timeout", block_timeout)):
-            if not seconds > 0:
-                raise ConfigError(f"{name} is a positive number of seconds, not {seconds!r}")
+        check_timeout(timeout)
+        check_timeout(block_timeout, "block_timeout")
+        for name, given in (("state", state), ("on_stage", on_stage)):
+            if given is not None and not callable(given):
+                raise ConfigError(f"{name} is a function, not a {type(given).__name__}")
+        if not callable(getattr(engine, "update_weights", None)):
+            raise ConfigError(f"engine is a RolloutEngine, not a {type(engine).__name__}")
         self.engine = engine
         self.stages: list[StageReport] = []
         self._state = state if state is not None else model.state_dict

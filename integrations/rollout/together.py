@@ -239,11 +239,11 @@ class _Turn:
         self.lock.release()
 
 
-def check_timeout(timeout: object) -> None:
+def check_timeout(timeout: object, name: str = "timeout") -> None:
     """Raise `ConfigError` where it is no positive number of seconds, which a wait may take."""
     number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not number or not 0 < float(timeout) <= _LONGEST_SECONDS:  # type: ignore[arg-type]
-        raise ConfigError(f"timeout is a positive number of seconds, not {timeout!r}")
+        raise ConfigError(f"{name} is a positive number of seconds, not {timeout!r}")
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[bytes, BaseException | None]:

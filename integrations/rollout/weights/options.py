@@ -42,6 +42,14 @@ class Options:
             raise ConfigError(
                 f"bucket_bytes is a positive number of bytes, not {self.bucket_bytes!r}"
             )
+        if self.rename is not None and not callable(self.rename):
+            raise ConfigError(f"rename is a function of a name, not {self.rename!r}")
+        if self.pause not in (None, "abort", "retract", "in_place"):
+            raise ConfigError(
+                f"pause is 'abort', 'retract', 'in_place' or None, not {self.pause!r}"
+            )
+        if self.group is not None and not isinstance(self.group, WeightGroup):
+            raise ConfigError(f"group is a WeightGroup or None, not {self.group!r}")
         if self.flush_cache and self.pause == "in_place":
             raise ConfigError(
                 "the prefix cache cannot be flushed under requests that are paused in place: they "
