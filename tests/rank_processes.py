@@ -120,7 +120,9 @@ def _forked(processes: Sequence[Process], timeout: float) -> list[int | None]:
     try:
         request = json.dumps({"processes": processes, "timeout": timeout})
         print(request, file=_server.stdin, flush=True)
-        answer: list[int | None] = json.loads(_server.stdout.readline())
+        line = _server.stdout.readline()
+        assert line, f"fork_server.py ended with status {_server.wait(10)}; its stderr says why"
+        answer: list[int | None] = json.loads(line)
         return answer
     except BaseException:  # a test's time is over, say: none of its ranks stays
         with contextlib.suppress(ProcessLookupError):

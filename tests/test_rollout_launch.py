@@ -151,10 +151,11 @@ def surroundings():
 
     before = now()
     yield now
+    left = now()
     for number, handler in before[1].items():
         signal.signal(number, handler)
     os.environ.pop("SGLANG_RUN_ID", None)
-    assert now()[1:] == before[1:]
+    assert left[1:] == before[1:]  # the environment has what a test set itself
 
 
 def test_a_launch_leaves_this_process_as_it_was(sglang, surroundings, monkeypatch):
@@ -216,6 +217,7 @@ def test_an_engine_that_does_not_start_in_time(sglang, surroundings):
 
 
 def test_an_engine_that_makes_text_is_ended(sglang, surroundings):
+    before = surroundings()
     original = sglang.classes.Tokenizer.__init__
 
     def init(manager, schedulers):
@@ -225,6 +227,7 @@ def test_an_engine_that_makes_text_is_ended(sglang, surroundings):
     sglang.classes.Tokenizer.__init__ = init
     with pytest.raises(ConfigError, match="skip_tokenizer_init"):
         launch(place([None], 0), None, {"skip_tokenizer_init": False}, 30)
+    assert surroundings() == before
 
 
 def test_a_rollout_engine_that_starts_its_own(sglang, surroundings):
@@ -263,6 +266,7 @@ def starts_another(file):
     child.wait()
 
 
-def test_without_sglang():
+def test_without_sglang(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(NotLoadedError, match="SGLang"):
         RolloutEngine.launch(model_path="m")

@@ -42,11 +42,17 @@ def gathered(value):
 def holds(backend, weights=None):
     return backend is None or all(m.holds(weights or checkpoint()) for m in backend.models)
 
-def refused(kind, call, *args, **named):
-    # The error, whose text must be the same on all ranks of an engine.
+def refused(kind, call, engine, *args, alone=False, **named):
+    # The error, of this very kind; its text is the same on all ranks of the engine, or on none.
     try:
-        call(*args, **named)
+        call(engine, *args, **named)
     except kind as error:
+        assert type(error) is kind, repr(error)
+        if not alone:
+            layout = engine.layout
+            rows = [None] * len(layout.tp_ranks)
+            dist.all_gather_object(rows, str(error), group=layout.tp_group)
+            assert len(set(rows)) == 1, rows
         return error
     raise AssertionError("nothing was refused")
 

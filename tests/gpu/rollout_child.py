@@ -122,14 +122,41 @@ def check_sleep(engine: Any, devices: int = 1) -> None:
     assert engine.status is Status.AWAKE and outputs() == before
 
 
-def check_pause(engine: Any) -> None:
-    """Of a generation by another thread, which gives what it has."""
+def in_background(engine: Any, tokens: int) -> tuple[threading.Thread, list[Any]]:
+    """A generation by another thread, and where its output is put."""
     results: list[Any] = []
     work = threading.Thread(
-        target=lambda: results.append(engine.generate([PROMPTS[0]], greedy(4000))), daemon=True
+        target=lambda: results.append(engine.generate([PROMPTS[0]], greedy(tokens))), daemon=True
     )
     work.start()
-    time.sleep(1.0)
+    return work, results
+
+
+def wait_until_generating(engine: Any, work: threading.Thread) -> None:
+    """Until the engine, which is this process's own, has given tokens of what `work` asks for.
+
+    SGLang's scheduler tells of each 50 tokens, also where nothing is streamed.
+    """
+    requests = engine.backend._link.engine.tokenizer_manager.rid_to_state
+    deadline = time.monotonic() + 20
+    while not any(request.output_ids for request in list(requests.values())):
+        assert work.is_alive(), "the generation ended before it was seen"
+        assert time.monotonic() < deadline, "the engine does not generate"
+        time.sleep(0.005)
+    assert work.is_alive(), "the generation is over"
+
+
+def check_pause(engine: Any, *, is_seen: bool) -> None:
+    """Of a generation by another thread, which gives what it has.
+
+    `is_seen`: the engine is this process's own, which sees what it has generated.
+    """
+    work, results = in_background(engine, 4000)
+    if is_seen:
+        wait_until_generating(engine, work)
+    else:
+        time.sleep(1.0)
+        assert work.is_alive(), "the generation is over"
     engine.pause_generation("abort")
     work.join(30)
     (output,) = results
@@ -193,7 +220,7 @@ def alone(folder: Path) -> None:
         check_against_sglang(engine)
         check_sampling(engine)
         check_sleep(engine)
-        check_pause(engine)
+        check_pause(engine, is_seen=True)
         check_timeout(engine)
         check_death(engine)
     assert float(torch.ones(8, device="cuda").sum()) == 8
@@ -211,7 +238,7 @@ def served(folder: Path) -> None:
             check_against_sglang(engine)
             check_sampling(engine)
             check_sleep(engine)
-            check_pause(engine)
+            check_pause(engine, is_seen=False)
             check_timeout(engine)
         assert session.outputs() == session.expected
     finally:
@@ -258,7 +285,7 @@ def two(folder: Path) -> None:
         output = engine.generate(mine, {**greedy(), "max_new_tokens": 8 + RANK})
         assert output.lengths.tolist() == [8 + RANK] * 2
         check_sleep(engine, devices=SIZE)
-        check_pause(engine)
+        check_pause(engine, is_seen=engine.layout.is_leader)
         check_timeout(engine)
         check_death(engine)
     total = torch.full((8,), RANK + 1.0, device="cuda")

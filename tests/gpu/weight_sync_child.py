@@ -6,13 +6,24 @@ usage: weight_sync_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from rollout_child import PROMPTS, RANK, SIZE, STUCK_SECONDS, arguments, flushed, greedy, rows
+from rollout_child import (
+    PROMPTS,
+    RANK,
+    SIZE,
+    STUCK_SECONDS,
+    arguments,
+    flushed,
+    greedy,
+    in_background,
+    rows,
+    wait_until_generating,
+)
 
 MIB = 1 << 20
 BUCKET = 24 * MIB
@@ -172,10 +183,8 @@ def alone(folder: Path) -> None:
         check_bad(engine, first, folder)
 
 
-def group(folder: Path) -> None:
+def group(folder: Path, backend: str = "gloo") -> None:
     """An engine that gets its weights by a process group: gloo, or NCCL from another GPU."""
-    import threading
-
     import torch
     import torch.distributed as dist
 
@@ -184,7 +193,6 @@ def group(folder: Path) -> None:
 
     os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang has it: NCCL's ranks on a host must agree
     torch.cuda.set_device(0)
-    backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
     own = {"device": "cuda:1"} if backend == "nccl" else {"device": "cpu"}
     if backend == "nccl":  # as a trainer may have it: torch splits others off its communicator
         dist.init_process_group(
@@ -200,23 +208,19 @@ def group(folder: Path) -> None:
         with WeightGroup(engine, backend=backend, timeout=60) as sending:
             for mode in ("abort", "retract", "in_place"):
                 for seed in (2, 1):
-                    results: list[Any] = []
-                    work = threading.Thread(
-                        target=lambda: results.append(  # noqa: B023
-                            engine.generate([PROMPTS[0]], greedy(3000))
-                        ),
-                        daemon=True,
-                    )
-                    work.start()
-                    time.sleep(0.3)
+                    version = f"{mode} {seed}"
+                    work, results = in_background(engine, 3000)
+                    wait_until_generating(engine, work)
                     report = engine.update_weights(
-                        states[seed], group=sending, pause=mode, verify="full", version=mode
+                        states[seed], group=sending, pause=mode, verify="full", version=version
                     )
                     assert report.held == report.tensors == report.received, report
                     work.join(60)
                     (output,) = results
                     ended = "abort" if mode == "abort" else "length"
                     assert output.finish_reasons == (ended,), (mode, output.finish_reasons)
+                    if mode != "abort":  # it was in flight during the update, and ended after it
+                        assert output.weight_version == version, output.weight_version
                     if mode == "in_place":  # its prefix cache is of several weights
                         engine.update_weights(states[seed], group=sending)
                     assert (outputs(engine) == first) == (seed == 1), (mode, seed)
@@ -264,7 +268,12 @@ def two(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-SCENES = {"alone": alone, "group": group, "two": two}
+SCENES = {
+    "alone": alone,
+    "group": group,
+    "group_nccl": functools.partial(group, backend="nccl"),
+    "two": two,
+}
 
 
 if __name__ == "__main__":
