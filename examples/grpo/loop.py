@@ -14,7 +14,7 @@ from arithmetic import RIGHT, problems, reward
 from batches import batch_of
 from learner import Learner
 from places import Place
-from results import Results, Step, digest_of, figures_of
+from results import Results, Step, digest_of, digest_over_ranks, figures_of
 from settings import Settings
 from vocabulary import Vocabulary
 
@@ -57,7 +57,8 @@ def run(
         results.steps.append(step)
         told(number, step)
     with session.training():
-        results.weights = digest_of(model.state_dict())
+        mine = digest_of(model.state_dict())
+    results.weights = digest_over_ranks(mine)
     session.close()
     results.total_bytes = memsaver.device_memory(place.device.index or 0)[1]
     return results
@@ -94,7 +95,7 @@ def take_step(
         learned.loss,
         learned.gradient,
         learned.gap,
-        digest_of([output.token_ids]),
+        digest_over_ranks(digest_of([output.token_ids])),
         figures_of(session.stages),
     )
 
