@@ -39,7 +39,11 @@ def run(
         engine: a `RolloutEngine`, or what is used here of one.
         model: the policy; on several ranks, FSDP2's.
         told: called after each step.
+
+    Raises:
+        ValueError: the problems of a step cannot be shared out to the ranks.
     """
+    settings.check(place.ranks)
     learner = Learner(model, settings, place.device)
     updates = count(1)
     session = ColocatedSession(
@@ -75,8 +79,6 @@ def take_step(
     """One rollout, and what is learned from it."""
     asked = problems(settings.prompts, settings.largest, settings.seed, number)
     mine = asked[place.rank :: place.ranks]
-    if len(mine) * place.ranks != len(asked):
-        raise ValueError(f"{len(asked)} problems cannot be shared out to {place.ranks} ranks")
     each = [problem for problem in mine for _ in range(settings.samples)]
     prompts = [vocabulary.encode(problem.text) for problem in each]
     with session.rollout() as engine:
