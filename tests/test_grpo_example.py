@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,6 +107,14 @@ def test_log_probabilities_are_those_of_the_next_token(example):
         for at in range(4):
             expected = logits[row, at].log_softmax(-1)[tokens[row, at + 1]]
             assert found[row, at] == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_log_probabilities_are_those_of_the_temperature(example):
+    token_logprobs = example("policy_loss").token_logprobs
+    logits, tokens = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
+    halved = token_logprobs(logits, tokens, 0.5)
+    assert torch.equal(halved, token_logprobs(2 * logits, tokens))
+    assert not torch.allclose(halved, token_logprobs(logits, tokens))
 
 
 def test_the_gradient_on_policy_is_the_policy_gradient(example):
@@ -241,6 +250,9 @@ def test_a_run_learns_and_is_the_same_with_and_without_sleep(example, tmp_path, 
     for rank in range(ranks):
         paths = [str(folder / f"{rank}.json") for folder in (sleeping, plain)]
         assert compare.main(paths) == 0
+    # Each rank has its own answers and shards, and all of them are in every rank's digests.
+    of_ranks = [results.Results.load(sleeping / f"{rank}.json") for rank in range(ranks)]
+    assert compare.differences(of_ranks[0], of_ranks[-1]) == []
     first = results.Results.load(sleeping / "0.json")
     assert first.steps[-1].reward > first.steps[0].reward + 0.1
     assert len({step.answers for step in first.steps}) == 40
@@ -255,6 +267,74 @@ def test_a_run_learns_and_is_the_same_with_and_without_sleep(example, tmp_path, 
     }
 
 
+def test_the_learner_has_the_policy_that_sampled(example, tmp_path):
+    options = {"steps": 3, "prompts": 4, "samples": 4, "temperature": 0.5}
+    folder = run_ranks(tmp_path, "cooler", 1, **options)
+    steps = example("results").Results.load(folder / "0.json").steps
+    assert len(steps) == 3 and all(0 < step.gap < 1e-5 for step in steps)
+
+
+class Ranks:
+    """Two ranks' `torch.distributed`, as rank 0 sees it: the other one's part is given."""
+
+    def __init__(self, monkeypatch, others):
+        self.others = others
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+        monkeypatch.setattr(torch.distributed, "all_gather_object", self.gather)
+
+    def gather(self, found, mine):
+        found[:] = [mine, self.others]
+
+
+def test_a_digest_is_of_all_ranks(example, monkeypatch):
+    digest = example("results").digest_over_ranks
+    assert digest("ab") == "ab"  # of one process
+    ranks = Ranks(monkeypatch, "cd")
+    both = digest("ab")
+    assert digest("ab") == both and digest("ac") != both
+    ranks.others = "ce"
+    assert digest("ab") != both
+
+
+def test_answers_of_another_rank_that_differ_are_seen(example, monkeypatch):
+    from memsaver.integrations.rollout import RolloutOutput, Sample
+
+    loop, learner, places = example("loop"), example("learner"), example("places")
+    settings = example("settings").Settings(engine="model", prompts=2, samples=2)
+    vocabulary = example("vocabulary").Vocabulary.own()
+    samples = [Sample([vocabulary.end], [-1.0], "stop", None)] * 2
+    output = RolloutOutput.of(samples, [0, 1], pad_token_id=vocabulary.pad)
+    session = SimpleNamespace(
+        rollout=lambda: nullcontext(SimpleNamespace(generate=lambda *_: output)),
+        training=nullcontext,
+        stages=(),
+    )
+    learning = SimpleNamespace(learn=lambda batch: learner.Learned(0.0, 0.0, 0.0))
+    place = places.Place(0, 2, torch.device("cpu"))
+    ranks = Ranks(monkeypatch, "cd")
+    steps = []
+    for ranks.others in ("cd", "ce", "cd"):
+        steps.append(loop.take_step(0, settings, vocabulary, place, session, learning))
+    assert steps[0] == steps[2] and steps[0].answers != steps[1].answers
+
+
+def test_problems_that_cannot_be_shared_out_are_refused_before_anything_starts(
+    example, monkeypatch
+):
+    train, places = example("train"), example("places")
+    engines, determinism = example("engines"), example("determinism")
+    started = []
+    monkeypatch.setattr(places, "take_place", lambda tp: places.Place(0, 3, torch.device("cpu")))
+    monkeypatch.setattr(engines, "make_engine", lambda *_: started.append("engine"))
+    monkeypatch.setattr(determinism, "make_deterministic", lambda seed: None)
+    monkeypatch.setenv("MEMSAVER_DRIVER", "sim")
+    with pytest.raises(ValueError, match="64 problems cannot be shared out to 3 ranks"):
+        train.start(example("settings").Settings(engine="model", model="tiny"))
+    assert not started
+
+
 def test_runs_that_differ_are_told_apart(example, tmp_path, capsys):
     results, compare = example("results"), example("compare")
     step = results.Step(0.5, 0.25, 0.1, 1.0, 1e-7, "ab", {})
@@ -264,6 +344,7 @@ def test_runs_that_differ_are_told_apart(example, tmp_path, capsys):
         ({"settings": {"sleep": False, "seed": 1}}, "settings"),
         ({"steps": [results.Step(0.5, 0.25, 0.1 + 2**-56, 1.0, 1e-7, "ab", {})]}, "loss"),
         ({"steps": []}, "0 steps"),
+        ({"ranks": 2}, "1 and 2 ranks"),
     ):
         second = results.Results(
             **{**vars(first), "settings": {"sleep": False, "seed": 0}, **change}

@@ -1,7 +1,9 @@
 """examples/grpo/ray_workers.py on a local Ray: actors, their environment, and their servers."""
 
 import os
+import signal
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -28,7 +30,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(" ".join(words).encode())
 
 port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.HTTPServer(("0.0.0.0", port), Handler).serve_forever()
+host = sys.argv[sys.argv.index("--host") + 1]
+http.server.HTTPServer((host, port), Handler).serve_forever()
 """
 
 
@@ -82,12 +85,33 @@ def test_a_server_starts_answers_and_ends(workers, tmp_path):
     url = ray.get(worker.serve.remote([str(program)], arguments, {"SOME": "THING"}))
     with urllib.request.urlopen(url, timeout=10) as response:
         said = response.read().decode()
-    assert said.startswith("--tp-size 2 --enable-memory-saver --port ")
+    assert said.startswith("--tp-size 2 --enable-memory-saver --host 127.0.0.1 --port ")
     assert said.endswith(" ready") and not said.endswith("not ready")
     ray.get(worker.stop.remote())
     ray.get(worker.stop.remote())
     with pytest.raises(OSError):
         urllib.request.urlopen(url, timeout=10)
+
+
+def test_a_server_ends_with_an_actor_that_is_killed(workers, tmp_path):
+    program = tmp_path / "server.py"
+    program.write_text(SERVER)
+
+    @ray.remote
+    class Known(workers.EngineWorker):
+        def process(self):
+            return os.getpid()
+
+    worker = Known.remote()
+    url = ray.get(worker.serve.remote([str(program)], {}, {}))
+    urllib.request.urlopen(url, timeout=10).close()
+    # As the kernel does without memory: neither Ray nor the actor can do anything more.
+    os.kill(ray.get(worker.process.remote()), signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    with pytest.raises(OSError):
+        while time.monotonic() < deadline:
+            urllib.request.urlopen(url, timeout=10).close()
+            time.sleep(0.1)
 
 
 def test_a_server_that_does_not_start_says_why(workers, tmp_path):
@@ -102,7 +126,20 @@ def test_ranks_that_cannot_be_shared_out_are_refused(workers):
     from settings import Settings
 
     with pytest.raises(ValueError, match="3 ranks"):
+        workers.run_on_ray(Settings(tp=2, prompts=6), 3, preload=False)
+    with pytest.raises(ValueError, match="64 problems cannot be shared out to 3 ranks"):
         workers.run_on_ray(Settings(tp=2), 3, preload=False)
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks", "missing"),
+    [("sglang", 2, "2 GPUs, and Ray has 0"), ("model", 8, "8 CPUs, and Ray has 4")],
+)
+def test_more_ranks_than_ray_has_devices_for_are_refused_at_once(workers, engine, ranks, missing):
+    from settings import Settings
+
+    with pytest.raises(ValueError, match=missing):
+        workers.run_on_ray(Settings(engine=engine), ranks, preload=False)
 
 
 def test_a_run_of_two_ranks_is_the_same_with_and_without_sleep(workers):

@@ -24,6 +24,8 @@ def differences(first: Results, second: Results) -> list[str]:
     }
     if settings:
         return [f"they were given other settings: {settings}"]
+    if first.ranks != second.ranks:
+        found.append(f"{first.ranks} and {second.ranks} ranks")
     if len(first.steps) != len(second.steps):
         found.append(f"{len(first.steps)} and {len(second.steps)} steps")
     for number, (a, b) in enumerate(zip(first.steps, second.steps, strict=False)):

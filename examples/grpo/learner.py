@@ -84,7 +84,7 @@ class Learner:
         on_gpu = self._device.type == "cuda"
         with torch.autocast(self._device.type, torch.bfloat16, enabled=on_gpu):
             logits = self.model(input_ids=rows.tokens, use_cache=False).logits
-        return token_logprobs(logits, rows.tokens)
+        return token_logprobs(logits, rows.tokens, self._settings.temperature)
 
     def _parts(self, batch: Batch) -> list[tuple[int, Batch]]:
         """As many rows as one forward takes."""

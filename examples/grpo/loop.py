@@ -14,7 +14,7 @@ from arithmetic import RIGHT, problems, reward
 from batches import batch_of
 from learner import Learner
 from places import Place
-from results import Results, Step, digest_of, figures_of
+from results import Results, Step, digest_of, digest_over_ranks, figures_of
 from settings import Settings
 from vocabulary import Vocabulary
 
@@ -39,7 +39,11 @@ def run(
         engine: a `RolloutEngine`, or what is used here of one.
         model: the policy; on several ranks, FSDP2's.
         told: called after each step.
+
+    Raises:
+        ValueError: the problems of a step cannot be shared out to the ranks.
     """
+    settings.check(place.ranks)
     learner = Learner(model, settings, place.device)
     updates = count(1)
     session = ColocatedSession(
@@ -57,7 +61,8 @@ def run(
         results.steps.append(step)
         told(number, step)
     with session.training():
-        results.weights = digest_of(model.state_dict())
+        mine = digest_of(model.state_dict())
+    results.weights = digest_over_ranks(mine)
     session.close()
     results.total_bytes = memsaver.device_memory(place.device.index or 0)[1]
     return results
@@ -74,8 +79,6 @@ def take_step(
     """One rollout, and what is learned from it."""
     asked = problems(settings.prompts, settings.largest, settings.seed, number)
     mine = asked[place.rank :: place.ranks]
-    if len(mine) * place.ranks != len(asked):
-        raise ValueError(f"{len(asked)} problems cannot be shared out to {place.ranks} ranks")
     each = [problem for problem in mine for _ in range(settings.samples)]
     prompts = [vocabulary.encode(problem.text) for problem in each]
     with session.rollout() as engine:
@@ -94,7 +97,7 @@ def take_step(
         learned.loss,
         learned.gradient,
         learned.gap,
-        digest_of([output.token_ids]),
+        digest_over_ranks(digest_of([output.token_ids])),
         figures_of(session.stages),
     )
 

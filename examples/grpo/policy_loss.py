@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
     """The log-probability of each token but the first, float32 [rows, length - 1].
 
     Args:
         logits: [rows, length, vocabulary], of which those before a token predict it.
         tokens: [rows, length].
+        temperature: of the sampling, which belongs to the policy that answers.
     """
-    predictions = torch.log_softmax(logits[:, :-1].float(), -1)
+    predictions = torch.log_softmax(logits[:, :-1].float() / temperature, -1)
     return predictions.gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 

@@ -38,12 +38,15 @@ from settings import Settings
 
 START_SECONDS = 300
 END_SECONDS = 15
+# Servers ask for no key, and take pickles: nobody but their own machine's ranks reaches them.
+HOST = "127.0.0.1"
 
 
 class EngineWorker:
     """An actor that has an SGLang server in processes of its own.
 
-    They end with it, or with `stop`.
+    They end with `stop`, and with the actor's process, whatever ends that: the kernel kills the
+    server then, and SGLang's processes end with their server.
     """
 
     def __init__(self) -> None:
@@ -63,7 +66,7 @@ class EngineWorker:
         own = settings.model in SHAPES
         vocabulary = Vocabulary.own() if own else Vocabulary.of_model(Path(settings.model))
         arguments = sglang_arguments(settings, vocabulary, Path(self._folder.name))
-        arguments |= {"tp_size": tp, "skip_tokenizer_init": True, "host": "0.0.0.0"}
+        arguments |= {"tp_size": tp, "skip_tokenizer_init": True}
         environment = {
             **ENVIRONMENT,
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
@@ -82,19 +85,21 @@ class EngineWorker:
         SGLang's has done its own first generation then. Before, that may meet an engine that sleeps
         already, which it does not survive.
         """
-        address, port = ray.util.get_node_ip_address(), _free_port()
-        words = command_line({**arguments, "port": port})
+        import with_parent
+
+        port = _free_port()
+        words = command_line({**arguments, "host": HOST, "port": port})
         atexit.register(self.stop)
         log = Path(self._folder.name) / "log"
         with log.open("wb") as output:
             self._server = subprocess.Popen(
-                [sys.executable, *program, *words],
+                [sys.executable, with_parent.__file__, str(os.getpid()), *program, *words],
                 env={**os.environ, **environment},
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
-        url = f"http://{address}:{port}"
+        url = f"http://{HOST}:{port}"
         deadline = time.monotonic() + START_SECONDS
         while not _answers(f"{url}/health"):
             ended = self._server.poll()
@@ -155,7 +160,11 @@ def run_on_ray(settings: Settings, ranks: int, preload: bool) -> Any:
         settings: of the run.
         ranks: of the trainer, each with a GPU; without SGLang, without one.
         preload: give the engines' actors the environment of `memsaver.preload_env`.
+
+    Raises:
+        ValueError: the ranks cannot share the run, or are more than Ray has GPUs or CPUs for.
     """
+    settings.check(ranks)
     tp = settings.tp or ranks
     if ranks % tp:
         raise ValueError(f"{ranks} ranks cannot be shared out in engines of {tp}")
@@ -163,6 +172,13 @@ def run_on_ray(settings: Settings, ranks: int, preload: bool) -> Any:
     served = settings.engine == "sglang"
     # A bundle is on one machine: a group of ranks, and its engine.
     bundle = {"CPU": tp + int(served), **({"GPU": tp} if served else {})}
+    has = ray.cluster_resources()
+    for kind, each in bundle.items():
+        if each * (ranks // tp) > has.get(kind, 0):
+            raise ValueError(
+                f"{ranks} ranks in engines of {tp} need {each * (ranks // tp)} {kind}s,"
+                f" and Ray has {has.get(kind, 0):g}"
+            )
     bundles = placement_group([bundle] * (ranks // tp), strategy="PACK")
     ray.get(bundles.ready(), timeout=START_SECONDS)
 
@@ -182,7 +198,7 @@ def run_on_ray(settings: Settings, ranks: int, preload: bool) -> Any:
                 worker.start.remote(settings, tp, [*chain(*gpus[n * tp : (n + 1) * tp])])
                 for n, worker in enumerate(workers)
             ]
-            urls = ray.get(starts, timeout=START_SECONDS + END_SECONDS)
+            urls = ray.get(starts, timeout=START_SECONDS + 4 * END_SECONDS)
         master = ray.get(trainers[0].meeting_place.remote())
         runs = [t.run.remote(settings, n, ranks, master, urls) for n, t in enumerate(trainers)]
         return ray.get(runs)[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from memsaver.integrations.rollout import StageReport
 
@@ -24,7 +25,7 @@ class Step:
         loss: of the last pass.
         gradient: its norm.
         gap: as of `Learned`.
-        answers: a digest of all tokens of this rank's answers.
+        answers: a digest of all tokens of all ranks' answers.
         stages: of each stage that the step had: seconds, and the highest of all ranks' peaks.
     """
 
@@ -47,7 +48,7 @@ class Results:
         ranks: how many.
         total_bytes: the memory of a device.
         steps: in order.
-        weights: a digest of the trainer's weights on this rank at the end.
+        weights: a digest of the trainer's weights on all ranks at the end.
     """
 
     settings: dict[str, Any]
@@ -97,3 +98,12 @@ def digest_of(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> s
         flat = local.detach().cpu().contiguous().reshape(-1)
         total.update(flat.view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
+
+
+def digest_over_ranks(mine: str) -> str:
+    """One digest of those of all ranks, the same on each. A collective, over the CPU."""
+    if not dist.is_initialized():
+        return mine
+    all_digests = [""] * dist.get_world_size()
+    dist.all_gather_object(all_digests, mine)
+    return hashlib.sha256("".join(all_digests).encode()).hexdigest()

@@ -51,3 +51,12 @@ class Settings:
     attention: str = "triton"
     bucket_mib: int = 256
     verify: str = "sampled"
+
+    def check(self, ranks: int) -> None:
+        """See to it that so many ranks can share this run.
+
+        Raises:
+            ValueError: the problems of a step cannot be shared out to them.
+        """
+        if self.prompts % ranks:
+            raise ValueError(f"{self.prompts} problems cannot be shared out to {ranks} ranks")

@@ -69,6 +69,9 @@ def start(settings: Settings, servers: Sequence[str] = ()) -> Results | None:
     Args:
         settings: of the run.
         servers: URLs of engines that run already; else they are started here.
+
+    Raises:
+        ValueError: the ranks cannot share the run.
     """
     if settings.engine == "model" and not os.path.exists("/dev/nvidiactl"):
         os.environ.setdefault("MEMSAVER_DRIVER", "sim")
@@ -83,6 +86,7 @@ def start(settings: Settings, servers: Sequence[str] = ()) -> Results | None:
     from vocabulary import Vocabulary
 
     place = take_place(settings.tp)
+    settings.check(place.ranks)  # an engine takes minutes to start
 
     def tell(number: int, step: Step) -> None:
         if place.rank == 0:
