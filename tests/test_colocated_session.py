@@ -439,6 +439,9 @@ def test_generating_during_training_is_refused(scene):
         ({"timeout": 0}, "timeout"),
         ({"tags": "reference"}, "tags"),
         ({"state": None}, "state"),
+        ({"state": {}}, "state is a function"),
+        ({"timeout": "5"}, "timeout"),
+        ({"on_stage": 3}, "on_stage"),
     ],
 )
 def test_bad_options_are_refused(sim, tag, options, what):

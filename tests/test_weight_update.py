@@ -164,6 +164,9 @@ def test_shards_in_the_engines_layout(engine, backend):
         ({"a": torch.ones(2)}, {"version": 7}, "version is text or None"),
         ({"a": torch.ones(2)}, {"timeout": "soon"}, "positive number of seconds"),
         ({"a": torch.ones(2)}, {"timeout": -1}, "positive number of seconds"),
+        ({"a": torch.ones(2)}, {"pause": "stop"}, "pause is 'abort'"),
+        ({"a": torch.ones(2)}, {"rename": {"a": "b"}}, "rename is a function"),
+        ({"a": torch.ones(2)}, {"group": "g"}, "group is a WeightGroup"),
         ({"a": torch.ones(2)}, {"pause": "in_place", "flush_cache": True}, "paused in place"),
     ],
 )
