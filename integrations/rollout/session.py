@@ -214,8 +214,7 @@ class ColocatedSession:
     def training(self) -> Iterator[None]:
         """The trainer has the GPU for the block, with its weights and states.
 
-        Raises:
-            As of `rollout`.
+        Raises what `rollout` does.
         """
         with self._turn("training"):
             self._sleep()
