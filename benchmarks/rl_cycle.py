@@ -28,10 +28,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import device_memory
-import results
 import runs
 import sglang_benchmark
 from parts import rl_kv, rl_step
@@ -66,9 +64,7 @@ def fraction_of(text: str) -> float:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = sglang_benchmark.parser(__doc__, PARTS, wait=0.5, touch_gib=72)
     add = made.add_argument
     add("--steps", type=at_least(1), default=3, help="of each library, after one that is not told")
     add("--states", type=at_least(1), default=2, help="of the optimizer, each as the weights")
@@ -87,13 +83,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--kv-seconds", type=float, default=360, help="after which kv starts no other engine")
     add("--step-seconds", type=float, default=330, help="after which step starts no other engine")
-    add("--wait", type=float, default=0.5, help="seconds before an engine sleeps")
-    add("--touch-gib", type=float, default=72, help="GiB of host memory to touch first; 0: none")
-    add("--small", action="store_true", help="a model of 4 layers, to try this out")
-    add("--only", type=runs.part_names(PARTS), default=",".join(PARTS), help=",".join(PARTS))
-    add("--output", type=Path, default=results.DEFAULT_PATH)
-    add("--peer", action=argparse.BooleanOptionalAction, default=True)
-    made.set_defaults(device="cuda")
     return made
 
 

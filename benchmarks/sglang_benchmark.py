@@ -9,9 +9,36 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import results
 import runs
 from sglang_engine import used_mib, why_no_peer
 from sglang_model import BIG, SMALL, write_config
+
+
+def parser(
+    description: str | None, parts: Mapping[str, runs.Measure], wait: float, touch_gib: float
+) -> argparse.ArgumentParser:
+    """A command line with what all of these benchmarks take.
+
+    Args:
+        description: the benchmark's docstring.
+        parts: by their names.
+        wait: seconds of rest, the default; likewise
+        touch_gib: GiB.
+    """
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("--wait", type=float, default=wait, help="seconds of rest before memory is released")
+    help_touch = "GiB of host memory to touch first; 0: none"
+    add("--touch-gib", type=float, default=touch_gib, help=help_touch)
+    add("--small", action="store_true", help="a model of 4 layers, to try this out")
+    add("--only", type=runs.part_names(parts), default=",".join(parts), help=",".join(parts))
+    add("--output", type=Path, default=results.DEFAULT_PATH)
+    add("--peer", action=argparse.BooleanOptionalAction, default=True)
+    made.set_defaults(device="cuda")
+    return made
 
 
 def run(

@@ -30,9 +30,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-import results
 import runs
 import sglang_benchmark
 from parts import sglang_fraction, sglang_tags
@@ -62,21 +60,12 @@ def fractions_of(text: str) -> list[float]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = sglang_benchmark.parser(__doc__, PARTS, wait=1.0, touch_gib=24)
     add = made.add_argument
     add("--cycles", type=int, default=3, help="cycles with new weights, and as many without")
     add("--decodes", type=int, default=5, help="batches of 8 x 256 tokens, before and after")
-    add("--wait", type=float, default=1.0, help="seconds before each step")
     add("--fractions", type=fractions_of, default="0.86,0.90,0.94", help="of fraction, to be tried")
     add("--trainer-gb", type=float, default=16.4, help="GB that its trainer holds, at least")
-    add("--touch-gib", type=float, default=24, help="GiB of host memory to touch first; 0: none")
-    add("--small", action="store_true", help="a model of 4 layers, to try this out")
-    add("--only", type=runs.part_names(PARTS), default=",".join(PARTS), help=",".join(PARTS))
-    add("--output", type=Path, default=results.DEFAULT_PATH)
-    add("--peer", action=argparse.BooleanOptionalAction, default=True)
-    made.set_defaults(device="cuda")
     return made
 
 

@@ -44,6 +44,11 @@ def work(tensors: list[torch.Tensor], seconds: float, add: int = 0) -> None:
     torch.cuda.synchronize()
 
 
+def without_root(saved: str) -> str:
+    """A saved timeline, its callers named from the source tree on: not where that lies."""
+    return saved.replace(f"{ROOT.resolve()}/", "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=2)
@@ -87,6 +92,7 @@ def main() -> None:
     for kept in (*trainer, *weights):
         assert int(kept.min()) == int(kept.max()) == options.steps + 2
     recorded.save(options.out)
+    options.out.write_text(without_root(options.out.read_text()))
     print(f"{(WEIGHTS + TRAINER + cache) / GIB:.0f} GiB of tensors, none of them lost")
 
 

@@ -29,6 +29,7 @@ from tags import Tags, leftovers
 from tasks import Task
 
 BENCHMARKS = ROOT / "benchmarks"
+EXAMPLE = ROOT / "examples" / "grpo"
 PEER = ROOT / "tests" / "fixtures" / "peer"
 
 
@@ -394,10 +395,21 @@ def run_dropin(dropin_site, tmp_path):
 @pytest.fixture
 def benchmark_module(monkeypatch):
     """Imports one of the benchmarks' modules, and what stands in for a peer, for this test."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
+    yield from _modules_of(monkeypatch, BENCHMARKS, PEER)
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Imports one of the modules of examples/grpo, for this test alone."""
+    yield from _modules_of(monkeypatch, EXAMPLE)
+
+
+def _modules_of(monkeypatch, folder, *others):
+    """`import_module` with the folder on its path; forgets what came from there, or the others."""
+    monkeypatch.syspath_prepend(folder)
     before = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - before:
         file = str(getattr(sys.modules[name], "__file__", ""))
-        if file.startswith((str(BENCHMARKS), str(PEER))):
+        if file.startswith((str(folder), *map(str, others))):
             del sys.modules[name]

@@ -240,3 +240,11 @@ def test_the_readme_table_shows_the_peer_that_a_line_names(benchmark_module):
     table = readme_table.table(json.loads(json.dumps(rows)))
     assert f"| pauses of 16 GB, nothing changed, ms | 15.0 | {retained} | 300.0 | 20.00 |" in table
     assert "4,700" not in table
+
+
+def test_a_recorded_timeline_does_not_say_where_the_tree_lies(benchmark_module):
+    pytest.importorskip("torch")
+    root = Path(__file__).parent.parent
+    saved = f'{{"caller": "{root}/benchmarks/shared_gpu.py:73 in step"}}'
+    plain = benchmark_module("shared_gpu").without_root(saved)
+    assert plain == '{"caller": "benchmarks/shared_gpu.py:73 in step"}'

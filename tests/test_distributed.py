@@ -18,6 +18,7 @@ import memsaver
 import memsaver.distributed as md
 from simulated_driver import Block, Simulator
 assert "torch" not in sys.modules
+from rank_calls import gathered, lost
 
 import torch.distributed as dist
 
@@ -42,11 +43,6 @@ def intact(several):
 def held(*tags):
     return sum(row.resident_bytes for row in memsaver.stats().tags if row.tag in tags)
 
-def gathered(value, group=None):
-    everyones = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, value, group=group)
-    return everyones
-
 def refused(call, *arguments, **named):
     # The error, which must be the same on all ranks.
     try:
@@ -56,15 +52,6 @@ def refused(call, *arguments, **named):
         assert all(other == same[0] for other in same), same
         return error
     raise AssertionError("no rank failed")
-
-def lost(call, *arguments, **named):
-    start = time.monotonic()
-    try:
-        call(*arguments, **named)
-    except md.GroupError as error:
-        error.took = time.monotonic() - start
-        return error
-    raise AssertionError("the group was not lost")
 
 def raises(kind, call, *arguments, **named):
     try:

@@ -25,6 +25,7 @@ import sglang_stand_in as stand_in
 from memsaver.errors import *
 from memsaver.integrations.rollout import RolloutEngine
 from memsaver.integrations.sglang import EngineBusyError, EngineError, EngineTimeoutError, Status
+from rank_calls import gathered, lost
 from tasks import Task
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -39,11 +40,6 @@ def stand_in_engine():
 def rows(output):
     return [row[:length].tolist() for row, length in zip(output.token_ids, output.lengths)]
 
-def gathered(value):
-    everyones = [None] * SIZE
-    dist.all_gather_object(everyones, value)
-    return everyones
-
 def refused(kind, call, *arguments, **named):
     # The error, which must be the same on all ranks.
     try:
@@ -54,15 +50,6 @@ def refused(kind, call, *arguments, **named):
         assert all(other == same[0] for other in same), same
         return error
     raise AssertionError("nothing failed")
-
-def lost(call, *arguments, **named):
-    start = time.monotonic()
-    try:
-        call(*arguments, **named)
-    except md.GroupError as error:
-        error.took = time.monotonic() - start
-        return error
-    raise AssertionError("the group was not lost")
 """
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 import weight_engine  # noqa: E402
+from rank_calls import gathered  # noqa: E402
 from weight_engine import Backend, checkpoint  # noqa: E402
 from memsaver.distributed import GroupError, RankError  # noqa: E402
 from memsaver.errors import ConfigError, InvalidStateError  # noqa: E402
@@ -33,11 +34,6 @@ def engine_of(tp, timeout=20, **model):
     layout = layout_of(mesh)
     backend = Backend(Manager, tp, **model) if layout.is_leader else None
     return RolloutEngine(backend, layout, timeout=timeout), backend
-
-def gathered(value):
-    rows = [None] * SIZE
-    dist.all_gather_object(rows, value)
-    return rows
 
 def holds(backend, weights=None):
     return backend is None or all(m.holds(weights or checkpoint()) for m in backend.models)

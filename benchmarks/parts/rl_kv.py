@@ -47,13 +47,13 @@ class Way:
 
     Attributes:
         name: of the way.
-        library: whose saver the engines have.
+        saver: whose the engines have.
         search: its trials.
         given_up: why there are no more of them; "" where there may be.
     """
 
     name: str
-    library: str
+    saver: str
     search: Search
     given_up: str = ""
 
@@ -65,7 +65,7 @@ class Way:
 
 def probe(ways: Sequence[Way], options: argparse.Namespace) -> None:
     """One engine of memsaver's, in each of the ways; alone first, while there is no trainer."""
-    own = [way for way in ways if way.library == OURS]
+    own = [way for way in ways if way.saver == OURS]
     with engine(OURS, options, PROBE, 0) as (child, started):
         for way in sorted(own, key=lambda way: way.name != ALONE):
             reply = ask(child, way)
@@ -83,7 +83,7 @@ def try_one(way: Way, tokens: int, options: argparse.Namespace) -> None:
     wait_until_free(options.idle_mib)
     started: dict[str, Any] = {}
     try:
-        with engine(way.library, options, FULL, tokens) as (child, started):
+        with engine(way.saver, options, FULL, tokens) as (child, started):
             reply = ask(child, way)
     except Failed as error:
         if started:
@@ -134,7 +134,7 @@ def note(way: Way, reply: Mapping[str, Any], tokens: int) -> None:
 
 def proposal(way: Way, ways: Sequence[Way]) -> int | None:
     """How many tokens a way should try next; None where it should not."""
-    if way.given_up or (way.library != OURS and len(way.search.trials) >= PEER_TRIES):
+    if way.given_up or (way.saver != OURS and len(way.search.trials) >= PEER_TRIES):
         return None
     if way.search.trials:
         return way.search.proposal()
