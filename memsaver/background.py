@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from memsaver.errors import InvalidStateError, MemsaverWarning
+from memsaver.interrupts import interrupts_deferred
+from memsaver.latches import Latch
 from memsaver.native import emit_warnings
 
 __all__ = ["Job"]
@@ -22,13 +24,21 @@ class Outcome(Generic[Result]):
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self.over = threading.Event()
+        self.over = Latch()
         self.result: Result | None = None
-        self.error: BaseException | None = None
-        self.collected = False
+        self.failure: Failure | None = None
+
+
+class Failure:
+    """An error that somebody must hear of: goes with the outcome, and warns if nobody has."""
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        self.what = what
+        self.error = error
+        self.is_heard = False
 
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
-        if self.error is not None and not self.collected:
+        if not self.is_heard:
             warn(
                 f"{self.what} failed in the background, and nobody asked for its result: "
                 f"{self.error!s}",
@@ -47,8 +57,9 @@ def _fill(places: list[Outcome[Result]], work: Callable[[], Result]) -> None:
     # An error keeps this frame and those below it: none of them may keep the outcome, which must go
     # with its last user.
     outcome = places.pop()
-    outcome.result, outcome.error = result, error
-    outcome.over.set()
+    outcome.result = result
+    outcome.failure = Failure(outcome.what, error) if error is not None else None
+    outcome.over.open()
     del outcome, error
 
 
@@ -67,7 +78,8 @@ class Job(Generic[Result]):
             name: of the thread, after "memsaver-".
             what: the work in words, for messages.
             work: the work. Done on the calling thread where no thread can be had.
-            abandon: called if the work will not be done, because of an interrupt.
+            abandon: called if the work will not be done, because of an exception out of a signal's
+                handler. (An interrupt waits until the thread has begun.)
         """
         self._outcome: Outcome[Result] = Outcome(what)
         self._process = os.getpid()
@@ -80,18 +92,19 @@ class Job(Generic[Result]):
 
         # A daemon's threads are daemons, unless they are told.
         thread = threading.Thread(target=run, name=f"memsaver-{name}", daemon=False)
-        try:
-            thread.start()
-        except RuntimeError:  # as many threads as there may be, or the interpreter is ending
-            run()
-        except BaseException:
-            if claim.acquire(blocking=False):
-                abandon()
-            raise
+        with interrupts_deferred():
+            try:
+                thread.start()
+            except RuntimeError:  # as many threads as there may be, or the interpreter is ending
+                run()
+            except BaseException:
+                if claim.acquire(blocking=False):
+                    abandon()
+                raise
 
     def done(self) -> bool:
         """Whether it is over, well or not. Does not wait."""
-        return self._outcome.over.is_set()
+        return self._outcome.over.is_open()
 
     def wait(self, timeout: float | None = None) -> Result:
         """Wait until it is over; its result. May be called more than once.
@@ -117,7 +130,7 @@ class Job(Generic[Result]):
             raise InvalidStateError(
                 f"{self._outcome.what} is the parent process's: a forked child cannot wait for it"
             )
-        return self._outcome.over.wait(None if seconds is None else max(seconds, 0))
+        return self._outcome.over.wait(seconds)
 
     def _too_late(self, timeout: float | None) -> TimeoutError:
         return TimeoutError(
@@ -126,7 +139,7 @@ class Job(Generic[Result]):
 
     def _collected(self) -> Result:
         outcome = self._outcome
-        outcome.collected = True
-        if outcome.error is not None:
-            raise outcome.error
+        if outcome.failure is not None:
+            outcome.failure.is_heard = True
+            raise outcome.failure.error
         return outcome.result  # type: ignore[return-value]  # filled where there is no error

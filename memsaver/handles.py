@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from memsaver import costs, observers
@@ -18,7 +19,7 @@ from memsaver.native import _C, STATES, State, check_tag
 from memsaver.progress import Callback, callback_of
 from memsaver.reports import Change, Report
 from memsaver.torch_mode import torch_pools
-from memsaver.turns import Turn, waiting_for
+from memsaver.turns import Turn, wait_for
 
 __all__ = ["Call", "Progress", "Transition", "state"]
 
@@ -186,15 +187,17 @@ class Transition(Job[Report]):
         try:
             self._call.native.wait_stream(address)
         except InvalidStateError:
-            with waiting_for(self._turn):
-                super()._wait(None, None)
+            wait_for(self._turn, partial(super()._wait, None, None))
             self._collected()  # raises, if that is the reason
             raise
 
     def _wait(self, deadline: float | None, timeout: float | None) -> None:
         if self.done() and (self._told_end or not callable(self._progress)):
             return
-        with waiting_for(self._turn), callback_of(self._progress, str(self._call)) as callback:
+        wait_for(self._turn, partial(self._follow, deadline, timeout))
+
+    def _follow(self, deadline: float | None, timeout: float | None) -> None:
+        with callback_of(self._progress, str(self._call)) as callback:
             if callback is None:
                 super()._wait(deadline, timeout)
                 return
@@ -205,7 +208,7 @@ class Transition(Job[Report]):
                 if left <= 0:
                     raise self._too_late(timeout)
                 self._tell(callback, *self.progress)
-            if self._outcome.error is None:
+            if self._outcome.failure is None:
                 self._told_end = True
                 total = self.progress[1]
                 self._tell(callback, total, total)
@@ -215,7 +218,7 @@ class Transition(Job[Report]):
             callback(done, total)
         except Exception:
             super()._wait(None, None)
-            if self._outcome.error is not None:
+            if self._outcome.failure is not None:
                 self._collected()  # raises what matters more
             raise
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from memsaver.errors import ConfigError
+from memsaver.interrupts import interrupts_deferred
 from memsaver.native import check_tag
 
 __all__ = ["Registration", "on_pause", "on_resume"]
@@ -49,11 +50,12 @@ class Registration:
         """Call it no more. Doing so twice is allowed, and so is a finalizer."""
         self.is_removed = True
         # A finalizer may run while its own thread has the lock: who has it next drops this then.
-        if _lock.acquire(blocking=False):
-            try:
-                _drop_removed(self._callbacks)
-            finally:
-                _lock.release()
+        with interrupts_deferred():
+            if _lock.acquire(blocking=False):
+                try:
+                    _drop_removed(self._callbacks)
+                finally:
+                    _lock.release()
 
 
 _lock = threading.Lock()

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 from memsaver.blocks import check_decorated
 from memsaver.devices import Devices, indices_of
 from memsaver.errors import InvalidStateError
+from memsaver.interrupts import interrupts_deferred
 from memsaver.native import _C, backup_code, check_tag, emit_warnings
 from memsaver.torch_mode import Route, torch_pools
 
 __all__ = ["disabled", "named_devices", "region"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Section = TypeVar("Section", bound="_Section")
 
 
 class _Section(contextlib.ContextDecorator):
@@ -34,9 +36,23 @@ class _Section(contextlib.ContextDecorator):
         check_decorated(function, self._what)
         return super().__call__(function)
 
-    def _begin(self, route: Route | None, devices: Sequence[int] = ()) -> None:
-        """The native side is entered, and so is the route."""
-        _entered.stack.append((self, route, _C.region_depth(), devices))
+    def _begin(self) -> tuple[Route | None, Sequence[int]]:
+        """Enter both sides or, after an error, neither.
+
+        Returns:
+            The route, and the devices that this is limited to.
+        """
+        raise NotImplementedError
+
+    def __enter__(self: Section) -> Section:
+        depth = len(_entered.stack)
+        try:
+            self._enter()
+        except KeyboardInterrupt as error:
+            if len(_entered.stack) > depth:
+                self._end(error)
+            raise
+        return self
 
     def __exit__(
         self,
@@ -49,6 +65,25 @@ class _Section(contextlib.ContextDecorator):
         Raises:
             InvalidStateError: it is not the innermost of this thread; nothing is left.
         """
+        begun: list[bool] = []
+        try:
+            self._leave(error, begun)
+        except KeyboardInterrupt:
+            if not begun:
+                self._leave(error, begun)
+            raise
+
+    def _enter(self) -> None:
+        with interrupts_deferred():
+            route, devices = self._begin()
+            _entered.stack.append((self, route, _C.region_depth(), devices))
+
+    def _leave(self, error: BaseException | None, begun: list[bool]) -> None:
+        with interrupts_deferred():
+            begun.append(True)
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         innermost, route, depth, _ = _entered.stack[-1] if _entered.stack else (None, None, 0, ())
         if innermost is not self or depth != _C.region_depth():
             raise InvalidStateError(
@@ -102,18 +137,17 @@ class region(_Section):
         self._backup_code = backup_code(backup)
         self._what = f"a region of tag {self.tag!r}"
 
-    def __enter__(self) -> region:
+    def _begin(self) -> tuple[Route | None, Sequence[int]]:
         pools = torch_pools()
         devices = pools.prepare(self.device) if pools else indices_of(self.device)
         _C.region_enter(self.tag, self._backup_code)
         try:
             if devices:
                 _C.region_limit(sum(1 << device for device in devices))
-            self._begin(pools.route(self.tag, devices) if pools else None, devices)
+            return (pools.route(self.tag, devices) if pools else None), devices
         except BaseException:
             _C.region_exit()
             raise
-        return self
 
 
 class disabled(_Section):
@@ -125,11 +159,11 @@ class disabled(_Section):
 
     _what = "a disabled section"
 
-    def __enter__(self) -> None:
+    def _begin(self) -> tuple[Route | None, Sequence[int]]:
         pools = torch_pools(required=False)
         _C.disable_enter()
         try:
-            self._begin(pools.unrouted() if pools else None)
+            return (pools.unrouted() if pools else None), ()
         except BaseException:
             _C.region_exit()
             raise

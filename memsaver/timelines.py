@@ -14,6 +14,7 @@ from memsaver.errors import (
     MemsaverError,
     OutOfHostMemoryError,
 )
+from memsaver.interrupts import interrupts_deferred
 from memsaver.native import _C
 from memsaver.traces.trace import DeviceSample, TagSample, TagTransition, Trace, trace_of
 
@@ -52,11 +53,21 @@ class Timeline:
         self._trace: Trace | None = None
 
     def __enter__(self) -> Timeline:
-        self.start()
+        recording = self._clock is not None
+        try:
+            self.start()
+        except KeyboardInterrupt:
+            if not recording:
+                self.stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        try:
+            self.stop()
+        except KeyboardInterrupt:
+            self.stop()  # nothing, if that is done
+            raise
 
     def __repr__(self) -> str:
         state = "recording" if self._clock is not None else "over" if self._trace else "not begun"
@@ -70,7 +81,7 @@ class Timeline:
             OutOfHostMemoryError: there is no room for so many events, or no thread to be had for
                 the interval. Then nothing is recorded.
         """
-        with self._lock:
+        with interrupts_deferred(), self._lock:
             clock, started = time.clock_gettime(time.CLOCK_MONOTONIC), time.time()
             _C.timeline_start(self._events)
             self._clock, self._started, self._trace = clock, started, None
@@ -102,17 +113,18 @@ class Timeline:
         Raises:
             OutOfHostMemoryError: for want of host memory it goes on; call again.
         """
-        with self._lock:
-            if self._clock is None:
-                return
-            if os.getpid() == self._process:
-                _C.timeline_sample()
-                self._trace = self._read(self._clock)
-                _C.timeline_stop()
-            else:
-                _stop_in_child()
-            self._clock = None
-        self._end_sampling()
+        with interrupts_deferred():
+            with self._lock:
+                if self._clock is None:
+                    return
+                if os.getpid() == self._process:
+                    _C.timeline_sample()
+                    self._trace = self._read(self._clock)
+                    _C.timeline_stop()
+                else:
+                    _stop_in_child()
+                self._clock = None
+            self._end_sampling()
 
     def _end_sampling(self) -> None:
         sampler, self._sampler = self._sampler, None

@@ -9,6 +9,7 @@ from typing import Literal, overload
 from memsaver.blocks import block
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.handles import Call, Progress, Transition, state
+from memsaver.interrupts import interrupts_deferred
 from memsaver.mempools import check_unused
 from memsaver.native import _C, State, backup_code, check_tag, emit_warnings
 from memsaver.reports import Change, Report
@@ -57,7 +58,8 @@ def pause(
 
     Only blocks that a tensor owns are saved. Contents that are not saved read as zero after the
     resume (under the option `poison`, as NaN). A call that wants a tag of a transition under way
-    waits for it.
+    waits for it. An interrupt (Ctrl-C) ends that waiting; later, it is raised when the transition
+    and its callbacks are over, and takes nothing back.
 
     Raises:
         UnknownTagError: no region ever named it.
@@ -187,11 +189,20 @@ def paused(*tags: str, backup: str | None = None) -> Iterator[Report]:
             try:
                 report = pause(*tags, backup=backup)
             finally:
-                # By what happened: an interrupt may come when all is done.
+                # By what happened: a warning that is an error may come when all is done.
                 going = tuple(name for name in mapped if state(name) is State.PAUSED)
         yield report
     finally:
-        still = [name for name in going if state(name) is State.PAUSED]
+        try:
+            _resume_paused(going)
+        except KeyboardInterrupt:
+            _resume_paused(going)  # nothing, if that is done
+            raise
+
+
+def _resume_paused(tags: Sequence[str]) -> None:
+    with interrupts_deferred():
+        still = [name for name in tags if state(name) is State.PAUSED]
         if still:
             resume(*still)
 

@@ -6,14 +6,16 @@ lasts until the transition and its callbacks are over, on whichever thread that 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 from memsaver.errors import InvalidStateError
+from memsaver.interrupts import interrupts_deferred
+from memsaver.latches import Latch
 
-__all__ = ["Turn", "waiting_for"]
+__all__ = ["Turn", "wait_for"]
 
 
 class Turn:
@@ -24,6 +26,8 @@ class Turn:
     `take_over`, and `release` at the end. The thread that runs a turn may take further ones, of the
     same tags too: a callback may pause and resume.
 
+    An interrupt ends the waiting. One that comes in the block is raised when the block is over.
+
     Raises:
         InvalidStateError: on entering, where waiting would be for ever, because those who have the
             tags wait for this thread.
@@ -33,21 +37,18 @@ class Turn:
         self.names = list(dict.fromkeys(names))
         self._runner: int | None = None  # the thread; None: on its way to another, or over
         self.handed_over = False
+        self._uninterrupted = interrupts_deferred()
 
     def __enter__(self) -> Turn:
         me = threading.get_ident()
-        with _lock:
-            if self._others(me):
-                with _waiting(lambda: self._others(me), self.names):
-                    _free.wait_for(lambda: not self._others(me))
-            self._runner = me
-            for name in self.names:
-                _turns.setdefault(name, weakref.WeakSet()).add(self)
+        if (freed := self._take(me)) is not None:
+            _wait(lambda: self._others(me), self.names, partial(self._wait_and_take, me, freed))
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self.handed_over:
             self.release()
+        self._uninterrupted.__exit__()
 
     def hand_over(self) -> None:
         """Another thread goes on with it: this one waits for it like any other."""
@@ -62,19 +63,32 @@ class Turn:
 
     def release(self) -> None:
         """It is over."""
+        global _freed
         with _lock:
-            self._runner = None
             for name in self.names:
                 if name in _turns:
                     _turns[name].discard(self)
-            _free.notify_all()
+            self._runner = None
+            freed, _freed = _freed, Latch()
+        freed.open()
 
-    def __del__(self) -> None:
-        try:
-            with _lock:
-                _free.notify_all()
-        except TypeError:
-            pass  # the interpreter is going, and the names above with it
+    def _take(self, me: int) -> Latch | None:
+        """Take it where it is free, and no interrupt any more. Else what opens at a turn's end."""
+        self._uninterrupted.__enter__()
+        with _lock:
+            freed = _freed if self._others(me) else None
+            if freed is None:
+                self._runner = me
+                for name in self.names:
+                    _turns.setdefault(name, weakref.WeakSet()).add(self)
+        if freed is not None:
+            self._uninterrupted.__exit__()
+        return freed
+
+    def _wait_and_take(self, me: int, freed: Latch | None) -> None:
+        while freed is not None:
+            freed.wait(_LOOK_SECONDS)
+            freed = self._take(me)
 
     def _others(self, me: int) -> list[Turn]:
         """The turns that stand in the way of a thread; its own do not."""
@@ -82,49 +96,53 @@ class Turn:
         return [turn for turn in held if turn._runner != me]
 
 
-@contextlib.contextmanager
-def waiting_for(turn: Turn) -> Iterator[None]:
-    """This thread waits inside until the turn is over, by means of its own.
+def wait_for(turn: Turn, wait: Callable[[], None]) -> None:
+    """Wait until the turn is over, by the given means.
 
     Raises:
         InvalidStateError: the turn's thread waits for this one, or is this one.
     """
-    with _lock:
-        waits = _waiting(lambda: [turn], turn.names)
-        waits.__enter__()
-    try:
-        yield
-    finally:
-        with _lock:
-            waits.__exit__(None, None, None)
+    _wait(lambda: [turn], turn.names, wait)
 
 
-# Under the lock, which is let go while a thread waits.
+_LOOK_SECONDS = 0.5  # between two looks whether a turn is gone that nobody released
+
 _lock = threading.RLock()  # entered directly: an interrupt cannot come between taking and holding
-_free = threading.Condition(_lock)
+# What follows is read and changed under the lock.
+_freed = Latch()  # opened and replaced when a turn is over
 # By tag: more than one where a callback took a further one. Weakly: a turn ends with whoever has
-# it, also when an interrupt came before it could be released.
+# it, also when an exception out of a signal's handler came before it could be released.
 _turns: dict[str, weakref.WeakSet[Turn]] = {}
 _waits: dict[int, list[Callable[[], list[Turn]]]] = {}  # by thread: which turns it waits for, now
 
 
-@contextlib.contextmanager
-def _waiting(wanted: Callable[[], list[Turn]], names: list[str]) -> Iterator[None]:
-    """This thread waits inside. Who waits last sees the circle, if there is one, and does not."""
+def _wait(wanted: Callable[[], list[Turn]], names: list[str], wait: Callable[[], None]) -> None:
+    """Wait, for turns. Who waits last sees the circle, if there is one, and does not."""
     me = threading.get_ident()
-    if _leads_to(me, wanted()):
-        raise InvalidStateError(
-            f"the transition of {', '.join(map(repr, names))} that is under way waits for this "
-            "thread, which is in the middle of a transition itself (a callback?) and cannot wait "
-            "for it: do this after the callback"
-        )
-    _waits.setdefault(me, []).append(wanted)
+
+    def forget() -> None:
+        with interrupts_deferred(), _lock:
+            if wanted in _waits.get(me, ()):
+                _waits[me].remove(wanted)
+                if not _waits[me]:
+                    del _waits[me]
+
     try:
-        yield
+        with interrupts_deferred(), _lock:
+            if _leads_to(me, wanted()):
+                raise InvalidStateError(
+                    f"the transition of {', '.join(map(repr, names))} that is under way waits for "
+                    "this thread, which is in the middle of a transition itself (a callback?) and "
+                    "cannot wait for it: do this after the callback"
+                )
+            _waits.setdefault(me, []).append(wanted)
+        wait()
     finally:
-        _waits[me].remove(wanted)
-        if not _waits[me]:
-            del _waits[me]
+        try:
+            forget()
+        except KeyboardInterrupt:
+            forget()  # nothing, if that is done
+            raise
 
 
 def _leads_to(me: int, turns: list[Turn]) -> bool:

@@ -72,3 +72,124 @@ def test_an_interrupted_paused_resumes(run_python):
     assert told[-1] == "mapped" and block.is_intact()
     """
     )
+
+
+# At every place where the interpreter looks for signals.
+
+EVERYWHERE = """
+    import threading
+    import memsaver
+    from interrupter import Interrupter
+    from memsaver.native import _C
+    from simulated_driver import Block, Simulator
+
+    def block_in(tag, seed):
+        with memsaver.region(tag, backup="host"):
+            return Block(sim, 4796, seed)
+
+    sim = Simulator()
+    blocks = {tag: block_in(tag, seed) for seed, tag in enumerate("abc", 1)}
+    interrupter = Interrupter(".")
+    calls, told = [], dict.fromkeys("abc", "mapped")
+
+    @memsaver.on_pause
+    def before(tag):
+        calls.append(("pause", tag))
+        told[tag] = "paused"
+
+    @memsaver.on_resume
+    def after(tag):
+        calls.append(("resume", tag))
+        told[tag] = "mapped"
+
+    def in_thread(call):
+        results = []
+        thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert results, "held by nobody"
+        return results[0]
+
+    def settled():
+        for thread in threading.enumerate():
+            if thread.name.startswith("memsaver-"):
+                thread.join()
+        return {tag: str(memsaver.state(tag)) for tag in "abc"}
+
+    def start():
+        in_thread(memsaver.resume)  # another thread: a turn that was left would be in its way
+        if PAUSED:
+            memsaver.pause(*PAUSED)
+        calls.clear()
+
+    def both():
+        with memsaver.paused("a", "b"):
+            pass
+"""
+
+TRANSITIONS = {
+    "pause": ("", "memsaver.pause('a', 'b')"),
+    "resume": ("ab", "memsaver.resume('a', 'b')"),
+    "swap": ("c", "memsaver.swap(out=['a', 'b'], into='c')"),
+    "paused": ("", "both()"),
+    "waiting": ("", "(memsaver.pause('a', 'b', wait=False), memsaver.resume('a', 'b'))"),
+    "background": ("", "memsaver.pause('a', 'b', wait=False).wait()"),
+    "progress": ("ab", "memsaver.resume('a', 'b', progress=lambda done, total: None)"),
+}
+
+
+@pytest.mark.parametrize("case", TRANSITIONS)
+def test_transitions_interrupted_everywhere(run_python, case):
+    paused, call = TRANSITIONS[case]
+    done = run_python(
+        EVERYWHERE
+        + f"""
+    PAUSED = {paused!r}
+    start()
+    for place in interrupter.places(lambda: {call}):
+        now = settled()
+        assert told == now and now["a"] == now["b"], (place, told, now)
+        assert len(set(calls)) == len(calls), (place, calls)
+        assert {case!r} != "paused" or now["a"] == "mapped", place
+        in_thread(memsaver.resume)
+        assert all(block.is_intact() for block in blocks.values()), place
+        start()
+    assert place > 200 and sim.violations() == [], place
+    """
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+SECTIONS = {
+    "region": "region('d')",
+    "region of devices": "region('d', device=[0])",
+    "disabled": "disabled()",
+    "timeline": "timeline(events=16, interval=0.001)",
+}
+
+
+@pytest.mark.parametrize("case", SECTIONS)
+def test_sections_interrupted_everywhere(run_python, case):
+    # Left when the interrupt arrives, whether that was on the way in, inside or on the way out: but
+    # for the first instant of `__exit__`, before any of it has run.
+    run_python(
+        EVERYWHERE
+        + f"""
+    section = memsaver.{SECTIONS[case]}
+
+    def entered():
+        with section:
+            pass
+
+    missed = []
+    for place in interrupter.places(entered):
+        if _C.region_depth() or "recording" in repr(section):
+            missed.append(place)
+            assert interrupter.where == "__exit__", (place, interrupter.where)
+            section.__exit__(None, None, None)
+        with memsaver.timeline():  # there is one at a time
+            pass
+    # The body's end, the call and its first instruction are one place to the interpreter.
+    assert place > 50 and all(late - missed[0] < 3 for late in missed), (place, missed)
+    """
+    )

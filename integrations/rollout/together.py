@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from memsaver.distributed.channel import Channel
 from memsaver.distributed.errors import GroupError, RankError, RankFailure
-from memsaver.distributed.interrupts import interrupts_deferred
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.rollout.failures import Told, error_of
 from memsaver.integrations.rollout.pickles import pack, unpack
+from memsaver.interrupts import interrupts_deferred
 
 __all__ = ["GRACE_SECONDS", "Together", "check_timeout"]
 

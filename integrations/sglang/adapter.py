@@ -67,7 +67,7 @@ class MemsaverAdapter:
             capture_error_mode=capture_error_mode,
         )
 
-    def disable(self) -> AbstractContextManager[None]:
+    def disable(self) -> AbstractContextManager[object]:
         """Tensors made inside belong to no tag."""
         return memsaver.disabled()
 

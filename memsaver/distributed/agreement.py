@@ -22,12 +22,12 @@ from memsaver.distributed.errors import (
     disagreed,
     failed,
 )
-from memsaver.distributed.interrupts import interrupts_deferred
 from memsaver.distributed.messages import Account, Record
 from memsaver.distributed.reports import GroupReport, RankFigures
 from memsaver.distributed.rollback import Rollback
 from memsaver.errors import ConfigError, MemsaverError, MemsaverWarning
 from memsaver.handles import Call
+from memsaver.interrupts import interrupts_deferred
 from memsaver.native import emit_warnings
 from memsaver.reports import Report
 from memsaver.turns import Turn

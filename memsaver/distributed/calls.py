@@ -7,9 +7,9 @@ from typing import Any
 
 from memsaver.blocks import block
 from memsaver.distributed.agreement import together
-from memsaver.distributed.interrupts import interrupts_deferred
 from memsaver.distributed.reports import GroupReport
 from memsaver.handles import Call, state
+from memsaver.interrupts import interrupts_deferred
 from memsaver.native import State
 from memsaver.transitions import pause_call, resume_call, swap_call
 
@@ -119,13 +119,27 @@ def paused(
         yield report
     finally:
         if going is not None:
-            names = going
-            together(
-                f"resume(what paused({_listed(tags) or 'every tag'}) paused)",
-                lambda: Call("resume", [], [n for n in names if state(n) is State.PAUSED], -1),
-                group,
-                timeout,
-            )
+            what = f"resume(what paused({_listed(tags) or 'every tag'}) paused)"
+            begun: list[bool] = []
+            try:
+                _resume_paused(what, going, group, timeout, begun)
+            except KeyboardInterrupt:
+                if not begun:  # the others wait for it
+                    _resume_paused(what, going, group, timeout, begun)
+                raise
+
+
+def _resume_paused(
+    what: str, tags: Sequence[str], group: Any, timeout: float | None, begun: list[bool]
+) -> None:
+    with interrupts_deferred():
+        begun.append(True)
+        together(
+            what,
+            lambda: Call("resume", [], [tag for tag in tags if state(tag) is State.PAUSED], -1),
+            group,
+            timeout,
+        )
 
 
 def _listed(tags: Sequence[object]) -> str:

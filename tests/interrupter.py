@@ -1,0 +1,66 @@
+"""SIGINT at every place of a call where the interpreter can take it, one after the other."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "fixtures" / "interrupts" / "at_event.c"
+CC = (sysconfig.get_config_var("CC") or "cc").split()
+
+
+class Interrupter:
+    """Interrupts calls on the main thread. Sets SIGINT's handler to Python's own.
+
+    Attributes:
+        where: the name of the function that the last interrupt was raised in.
+
+    Args:
+        folder: where its library is built.
+    """
+
+    def __init__(self, folder: str) -> None:
+        built = Path(folder).resolve() / "at_event.so"
+        command = [*CC, "-O1", "-Wall", "-fPIC", "-shared", str(SOURCE), "-o", str(built)]
+        subprocess.run(command, check=True)
+        library = ctypes.CDLL(str(built))
+        self._seen = ctypes.c_long.in_dll(library, "seen")
+        self._at = ctypes.c_long.in_dll(library, "at")
+        self._function = ctypes.cast(library.at_event, ctypes.c_void_p)
+        self._set_profile = ctypes.pythonapi.PyEval_SetProfile
+        self._set_profile.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._set_profile.restype = None
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.where = ""
+
+    def places(self, call: Callable[[], object]) -> Iterator[int]:
+        """Make the call again and again, interrupted a place later each time; which one it was.
+
+        Ends after the call that was over before its interrupt. Raises what the call raises but for
+        the KeyboardInterrupt; AssertionError where that did not come.
+        """
+        place = 0
+        while True:
+            place += 1
+            if not self._interrupted(place, call):
+                return
+            yield place
+
+    def _interrupted(self, place: int, call: Callable[[], object]) -> bool:
+        self._seen.value, self._at.value = 0, place
+        try:
+            self._set_profile(self._function, None)
+            try:
+                call()
+            finally:
+                self._set_profile(None, None)
+        except KeyboardInterrupt as error:
+            self.where = traceback.extract_tb(error.__traceback__)[-1].name
+            return True
+        assert self._seen.value < place, f"the interrupt at place {place} was lost"
+        return False
