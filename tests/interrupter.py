@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import signal
 import subprocess
 import sysconfig
@@ -38,15 +39,13 @@ class Interrupter:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.where = ""
 
-    def places(self, call: Callable[[], object]) -> Iterator[int]:
-        """Make the call again and again, interrupted a place later each time; which one it was.
+    def places(self, call: Callable[[], object], every: int = 1) -> Iterator[int]:
+        """Make the call again and again, interrupted `every` places later; which place it was.
 
         Ends after the call that was over before its interrupt. Raises what the call raises but for
         the KeyboardInterrupt; AssertionError where that did not come.
         """
-        place = 0
-        while True:
-            place += 1
+        for place in itertools.count(1, every):
             if not self._interrupted(place, call):
                 return
             yield place

@@ -249,3 +249,37 @@ def test_a_dead_trainer_stops_no_pause(sim, tag):
     gc.collect()
     with memsaver.paused(name):
         assert sim.tag_bytes() == 0
+
+
+@pytest.mark.long
+def test_interrupted_everywhere(run_python):
+    # Contents and hooks are as before, or all is done; the same call then gives the handle.
+    run_python(
+        """
+    import gc
+    import torch
+    import memsaver
+    from interrupter import Interrupter
+    from memsaver.integrations.trainer import collection, offload
+
+    interrupter = Interrupter(".")
+    gc.freeze()  # the simulated driver looks for tensors among all objects
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.ones(8, 8)
+    optimizer.step()
+    states = optimizer.state[weight]
+    right = {name: state.clone() for name, state in states.items()}
+    handles = []
+    for place in interrupter.places(lambda: handles.append(offload(optimizer)), every=7):
+        assert all(torch.equal(states[name], right[name]) for name in right), place
+        handle = handles.pop() if handles else offload(optimizer)
+        with handle.paused():
+            pass
+        assert all(torch.equal(states[name], right[name]) for name in right), place
+        handle.close()
+        assert not collection._watching[optimizer], place
+        states.update({name: state.clone() for name, state in states.items()})
+    assert place > 1000, place
+    """
+    )

@@ -10,6 +10,7 @@ import memsaver
 from memsaver.blocks import Block
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 from memsaver.integrations.trainer.collection import Collection
+from memsaver.interrupts import interrupts_deferred
 from memsaver.reports import Report
 
 __all__ = ["Offloaded", "offload"]
@@ -160,7 +161,8 @@ def offload(
 
     Call it, and make a first step, before CUDA graphs are captured that use the memory; also a
     first pause with gradients, where those live across the capture and `gradients` is on. Let no
-    other thread use the memory meanwhile.
+    other thread use the memory meanwhile. An interrupt is raised when all is moved; the same call
+    then gives the handle.
 
     Raises:
         ConfigError: a target that is none of these or takes no hooks, an unknown backup, or memory
@@ -185,24 +187,27 @@ def offload(
     collection = Collection(found, tag, parameters=parameters, gradients=gradients)
     region = memsaver.region(tag, backup=backup, device=collection.devices() or None)
     collection.check()
-    collection.watch()
     before = collection.bytes()[0]
     try:
-        # Makes the tag, and says its backup, also where the first step has yet to make the states.
-        with region:
-            pass
-        collection.gather(gradients=False)
+        with interrupts_deferred():
+            collection.watch()
+            # Makes the tag, and says its backup, also where the first step has yet to make the
+            # states.
+            with region:
+                pass
+            collection.gather(gradients=False)
+            for other in list(_unfinished):
+                if other.tag == tag and set(map(id, other.targets)) <= set(map(id, found)):
+                    other.unwatch()
+                    _unfinished.discard(other)
+        return Offloaded(collection)
     except BaseException:
-        if collection.bytes()[0] == before:
-            collection.unwatch()
-        else:  # the tag can be paused under the targets
-            _unfinished.add(collection)
+        with interrupts_deferred():
+            if collection.bytes()[0] == before:
+                collection.unwatch()
+            else:  # the tag can be paused under the targets
+                _unfinished.add(collection)
         raise
-    for other in list(_unfinished):
-        if other.tag == tag and set(map(id, other.targets)) <= set(map(id, found)):
-            other.unwatch()
-            _unfinished.discard(other)
-    return Offloaded(collection)
 
 
 def _flat(targets: Any) -> Iterator[Any]:
