@@ -42,16 +42,26 @@ class Interrupter:
     def places(self, call: Callable[[], object], every: int = 1) -> Iterator[int]:
         """Make the call again and again, interrupted `every` places later; which place it was.
 
-        Ends after the call that was over before its interrupt. Raises what the call raises but for
-        the KeyboardInterrupt; AssertionError where that did not come.
+        Ends after the call that was over before its interrupt. Raises as `interrupted` does.
         """
         for place in itertools.count(1, every):
-            if not self._interrupted(place, call):
+            if not self.interrupted(place, call):
                 return
             yield place
 
-    def _interrupted(self, place: int, call: Callable[[], object]) -> bool:
+    def start(self, place: int) -> None:
+        """Interrupt at that place, counted from here on. Called by the interrupted call itself."""
         self._seen.value, self._at.value = 0, place
+
+    def interrupted(self, place: int, call: Callable[[], object]) -> bool:
+        """Make the call; whether it came to that place, where it was interrupted.
+
+        With the place 0 the call itself says where: see `start`.
+
+        Raises what the call raises but for the KeyboardInterrupt; AssertionError where that did not
+        come.
+        """
+        self.start(place)
         try:
             self._set_profile(self._function, None)
             try:
@@ -61,5 +71,6 @@ class Interrupter:
         except KeyboardInterrupt as error:
             self.where = traceback.extract_tb(error.__traceback__)[-1].name
             return True
-        assert self._seen.value < place, f"the interrupt at place {place} was lost"
+        at = self._at.value
+        assert not 0 < at <= self._seen.value, f"the interrupt at place {at} was lost"
         return False

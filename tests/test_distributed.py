@@ -406,6 +406,41 @@ def test_what_is_refused_before_anything_changes(run_ranks):
 
 
 @pytest.mark.long
+def test_a_block_that_is_interrupted_everywhere_on_its_way_out(run_ranks):
+    # It resumes on all ranks, whichever of them is interrupted.
+    run_ranks(
+        """
+        import itertools, torch
+        from interrupter import Interrupter
+
+        begin("gloo")
+        (weight,) = blocks("w", [4796], "host")
+        interrupter = Interrupter(".") if RANK == 0 else None
+
+        def leave(place):
+            with md.paused("w"):
+                if interrupter:
+                    interrupter.start(place)
+
+        came = torch.ones(1)
+        for place in itertools.count(1, 3):
+            if interrupter:
+                came[0] = interrupter.interrupted(0, lambda: leave(place))
+            else:
+                leave(place)
+            assert states("w") == ["mapped"] and weight.is_intact(), place
+            dist.broadcast(came, 0)
+            if not came:
+                break
+        assert place > 300, place
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+        2,
+    )
+
+
+@pytest.mark.long
 def test_ranks_that_die_or_hang(run_ranks):
     run_ranks(
         """

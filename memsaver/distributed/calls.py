@@ -119,24 +119,27 @@ def paused(
         yield report
     finally:
         if going is not None:
-            what = f"resume(what paused({_listed(tags) or 'every tag'}) paused)"
             begun: list[bool] = []
             try:
-                _resume_paused(what, going, group, timeout, begun)
+                _resume_paused(tags, going, group, timeout, begun)
             except KeyboardInterrupt:
                 if not begun:  # the others wait for it
-                    _resume_paused(what, going, group, timeout, begun)
+                    _resume_paused(tags, going, group, timeout, begun)
                 raise
 
 
 def _resume_paused(
-    what: str, tags: Sequence[str], group: Any, timeout: float | None, begun: list[bool]
+    tags: Sequence[str],
+    going: Sequence[str],
+    group: Any,
+    timeout: float | None,
+    begun: list[bool],
 ) -> None:
     with interrupts_deferred():
         begun.append(True)
         together(
-            what,
-            lambda: Call("resume", [], [tag for tag in tags if state(tag) is State.PAUSED], -1),
+            f"resume(what paused({_listed(tags) or 'every tag'}) paused)",
+            lambda: Call("resume", [], [tag for tag in going if state(tag) is State.PAUSED], -1),
             group,
             timeout,
         )
