@@ -15,6 +15,7 @@ from memsaver.errors import (
     OutOfHostMemoryError,
 )
 from memsaver.interrupts import interrupts_deferred
+from memsaver.latches import Latch
 from memsaver.native import _C
 from memsaver.traces.trace import DeviceSample, TagSample, TagTransition, Trace, trace_of
 
@@ -48,7 +49,7 @@ class Timeline:
         self._clock: float | None = None  # while it records: when that began
         self._started = 0.0
         self._process = 0
-        self._over = threading.Event()
+        self._over = Latch()
         self._sampler: threading.Thread | None = None
         self._trace: Trace | None = None
 
@@ -88,7 +89,7 @@ class Timeline:
             self._process = os.getpid()
             if self._interval is None:
                 return
-            self._over.clear()
+            self._over = Latch()
             sampler = threading.Thread(
                 target=_sample,
                 args=(self._interval, self._over),
@@ -130,7 +131,7 @@ class Timeline:
         sampler, self._sampler = self._sampler, None
         if sampler is None:
             return
-        self._over.set()
+        self._over.open()
         sampler.join()
         atexit.unregister(self._end_sampling)
 
@@ -238,7 +239,7 @@ def _stop_in_child() -> None:
         pass  # the library is inert there
 
 
-def _sample(interval: float, over: threading.Event) -> None:
+def _sample(interval: float, over: Latch) -> None:
     while not over.wait(interval):
         try:
             _C.timeline_sample()

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import signal
 import subprocess
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
@@ -38,6 +39,9 @@ class Interrupter:
         self._set_profile.restype = None
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.where = ""
+        self._swallowed = False
+        self._tell = sys.unraisablehook
+        sys.unraisablehook = self._unraisable
 
     def places(self, call: Callable[[], object], every: int = 1) -> Iterator[int]:
         """Make the call again and again, interrupted `every` places later; which place it was.
@@ -56,12 +60,14 @@ class Interrupter:
     def interrupted(self, place: int, call: Callable[[], object]) -> bool:
         """Make the call; whether it came to that place, where it was interrupted.
 
-        With the place 0 the call itself says where: see `start`.
+        With the place 0 the call itself says where: see `start`. One in a finalizer of Python's own
+        (of `threading`'s list of threads) goes no further.
 
         Raises what the call raises but for the KeyboardInterrupt; AssertionError where that did not
         come.
         """
         self.start(place)
+        self._swallowed = False
         try:
             self._set_profile(self._function, None)
             try:
@@ -71,6 +77,15 @@ class Interrupter:
         except KeyboardInterrupt as error:
             self.where = traceback.extract_tb(error.__traceback__)[-1].name
             return True
+        if self._swallowed:
+            return True
         at = self._at.value
         assert not 0 < at <= self._seen.value, f"the interrupt at place {at} was lost"
         return False
+
+    def _unraisable(self, what: sys.UnraisableHookArgs) -> None:
+        python = getattr(what.object, "__module__", None) in ("_weakrefset", "weakref")
+        if python and issubclass(what.exc_type, KeyboardInterrupt):
+            self._swallowed = True
+        else:
+            self._tell(what)

@@ -483,3 +483,40 @@ def test_a_session_that_cannot_begin_leaves_no_hooks(sim, tag):
         ColocatedSession(engine, given, object(), state=other.model.state_dict)
     assert hooks and len(other.model._forward_pre_hooks) == hooks
     given.close()
+
+
+@pytest.mark.long
+def test_a_step_that_is_interrupted_everywhere_can_be_made_again(run_python):
+    run_python(
+        """
+    import gc, threading
+    import memsaver
+    from interrupter import Interrupter
+    from simulated_driver import Simulator
+
+    sim = Simulator()
+    import test_colocated_session as tests
+
+    gc.freeze()  # the simulated driver looks for tensors among all objects
+    scene = tests.Scene(lambda name: name)
+    session = scene.session
+    interrupter = Interrupter(".")
+
+    def step():
+        with session.rollout() as engine:
+            engine.generate(tests.X)
+        with session.training():
+            pass
+
+    step()
+    right = scene.trainer.contents()
+    for place in interrupter.places(step, every=17):
+        assert session.phase is tests.Phase.IDLE, place
+        step()
+        assert scene.trainer.contents() == right, place
+    assert place > 5000, place
+    threads = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in threads if name.startswith("memsaver")], threads
+    """,
+        timeout=110,
+    )

@@ -193,3 +193,31 @@ def test_sections_interrupted_everywhere(run_python, case):
     assert place > 50 and all(late - missed[0] < 3 for late in missed), (place, missed)
     """
     )
+
+
+def test_requests_interrupted_everywhere(run_python):
+    # Neither is one counted for ever, nor are all kept out.
+    run_python(
+        """
+    from interrupter import Interrupter
+    from memsaver.integrations.sglang.requests import Requests
+
+    requests = Requests()
+    interrupter = Interrupter(".")
+
+    def one():
+        with requests.one(lambda: None):
+            assert not requests.closed
+
+    def none():
+        with requests.none(True, lambda: None, lambda: 5.0):
+            assert requests.closed
+
+    for call in (one, none):
+        for place in interrupter.places(call):
+            assert not requests.closed, place
+            with requests.none(False, lambda: None, lambda: 0.0):  # refuses where there are some
+                pass
+        assert place > 40, place
+    """
+    )

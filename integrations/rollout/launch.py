@@ -23,6 +23,8 @@ from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.integrations.rollout.sglang.backend import LocalBackend
 from memsaver.integrations.sglang.engines import LocalEngine
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
+from memsaver.interrupts import interrupts_deferred
+from memsaver.latches import Latch
 
 __all__ = ["Gpu", "Placement", "gpu_of_this_process", "launch", "place"]
 
@@ -190,7 +192,7 @@ def _started(start: Callable[[], Any], deadline: float) -> Any:
     """What `start` returns. The processes that it started are ended where it fails, or is late."""
     before = set(multiprocessing.active_children())
     timeout = _left(deadline)
-    done = threading.Event()
+    done = Latch()
 
     def end_new() -> None:
         _kill([child for child in multiprocessing.active_children() if child not in before])
@@ -199,11 +201,12 @@ def _started(start: Callable[[], Any], deadline: float) -> Any:
         if not done.wait(timeout):
             end_new()  # which SGLang waits for, and sees
 
-    threading.Thread(target=watch, name="memsaver-engine-start", daemon=True).start()
     try:
+        with interrupts_deferred():
+            threading.Thread(target=watch, name="memsaver-engine-start", daemon=True).start()
         return start()
     except BaseException as error:
-        done.set()
+        done.open()
         end_new()
         if not isinstance(error, Exception):
             raise
@@ -218,7 +221,7 @@ def _started(start: Callable[[], Any], deadline: float) -> Any:
             '(log_level="info")'
         ) from error
     finally:
-        done.set()
+        done.open()
 
 
 def _left(deadline: float) -> float:

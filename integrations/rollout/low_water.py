@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from types import TracebackType
 
 from memsaver.errors import MemsaverError
+from memsaver.interrupts import interrupts_deferred
+from memsaver.latches import Latch
 from memsaver.statistics import device_memory
 
 __all__ = ["LowWater"]
@@ -27,7 +30,7 @@ class LowWater:
     def __init__(self, device: int) -> None:
         self.free = self.total = 0
         self._device = device
-        self._over = threading.Event()
+        self._over = Latch()
         self._thread: threading.Thread | None = None
 
     @property
@@ -36,15 +39,11 @@ class LowWater:
         return self.total - self.free
 
     def __enter__(self) -> LowWater:
-        self.look()
-        if self.total:
-            self._thread = threading.Thread(
-                target=self._keep_looking, name="memsaver-low-water", daemon=True
-            )
-            try:
-                self._thread.start()
-            except RuntimeError:  # no thread to be had: the beginning and the end remain
-                self._thread = None
+        try:
+            self._begin()
+        except KeyboardInterrupt:
+            self._end()
+            raise
         return self
 
     def __exit__(
@@ -53,10 +52,11 @@ class LowWater:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
-        self.look()
+        try:
+            self._end()
+        except KeyboardInterrupt:
+            self._end()  # nothing, if that is done
+            raise
 
     def look(self) -> None:
         """Take the present into account. Raises nothing."""
@@ -67,6 +67,35 @@ class LowWater:
         self.free = min(self.free, free) if self.total else free
         self.total = total
 
-    def _keep_looking(self) -> None:
-        while not self._over.wait(_SECONDS):
+    def _begin(self) -> None:
+        with interrupts_deferred():
             self.look()
+            if not self.total:
+                return
+            self._thread = threading.Thread(
+                target=_keep_looking,
+                args=(weakref.ref(self), self._over),
+                name="memsaver-low-water",
+                daemon=True,
+            )
+            try:
+                self._thread.start()
+            except RuntimeError:  # no thread to be had: the beginning and the end remain
+                self._thread = None
+
+    def _end(self) -> None:
+        with interrupts_deferred():
+            self._over.open()
+            if self._thread is not None:
+                self._thread.join()
+            self.look()
+
+
+def _keep_looking(water: weakref.ref[LowWater], over: Latch) -> None:
+    """Until it is over, or nobody has it any more."""
+    while not over.wait(_SECONDS):
+        kept = water()
+        if kept is None:
+            return
+        kept.look()
+        del kept

@@ -18,6 +18,7 @@ from memsaver.integrations.rollout.ranks import ALONE, Layout
 from memsaver.integrations.rollout.stages import RankStage, Stage, StageReport
 from memsaver.integrations.rollout.together import GRACE_SECONDS, Together, check_timeout
 from memsaver.integrations.rollout.trainer_memory import TrainerMemory
+from memsaver.interrupts import interrupts_deferred
 from memsaver.statistics import stats
 
 __all__ = ["ColocatedSession", "Phase"]
@@ -276,18 +277,21 @@ class ColocatedSession:
     @contextlib.contextmanager
     def _turn(self, name: str) -> Iterator[None]:
         """For the block nobody else enters one; the ranks are known to have entered the same."""
-        mine = self._owner.acquire(blocking=False)
-        error = None
-        if not mine:
-            error = InvalidStateError(
-                f"{name}() inside a {self._phase.value}: leave that block first; nothing has "
-                "changed"
-            )
-        # What this rank is about to do follows from what is in these words.
-        what = f"{name}() of a session whose engine is {'' if self._is_current else 'not '}current"
-        if not mine:
-            what = f"{name}() inside another block"
+        mine = False
         try:
+            with interrupts_deferred():
+                mine = self._owner.acquire(blocking=False)
+            error = None
+            # What this rank is about to do follows from what is in these words.
+            what = (
+                f"{name}() of a session whose engine is {'' if self._is_current else 'not '}current"
+            )
+            if not mine:
+                what = f"{name}() inside another block"
+                error = InvalidStateError(
+                    f"{name}() inside a {self._phase.value}: leave that block first; nothing has "
+                    "changed"
+                )
             self._meet(what, None, error, self._block_timeout)
             self._phase = Phase.MOVING
             yield

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 from memsaver.integrations.sglang.errors import EngineBusyError
+from memsaver.interrupts import interrupts_deferred
+from memsaver.latches import Latch
 
 __all__ = ["Requests", "busy"]
 
@@ -15,9 +17,10 @@ class Requests:
     """Counts requests, and lets none begin while it is closed. Any thread."""
 
     def __init__(self) -> None:
-        self._change = threading.Condition()  # of what follows; nothing waits for an engine in it
+        self._lock = threading.RLock()  # of what follows; nothing waits in it
         self._under_way = 0
         self._closed = False
+        self._ended = Latch()  # opened and replaced when a request is over
 
     @property
     def closed(self) -> bool:
@@ -27,15 +30,27 @@ class Requests:
     @contextlib.contextmanager
     def one(self, check: Callable[[], None]) -> Iterator[None]:
         """For the block, a request is under way. What `check` raises keeps it from beginning."""
-        with self._change:
-            check()
-            self._under_way += 1
+        counted: list[bool] = []
         try:
+            with interrupts_deferred(), self._lock:
+                check()
+                self._under_way += 1
+                counted.append(True)
             yield
         finally:
-            with self._change:
+            try:
+                self._count_down(counted)
+            except KeyboardInterrupt:
+                self._count_down(counted)  # nothing, if that is done
+                raise
+
+    def _count_down(self, counted: list[bool]) -> None:
+        with interrupts_deferred(), self._lock:
+            if counted:
+                counted.pop()
                 self._under_way -= 1
-                self._change.notify_all()
+                ended, self._ended = self._ended, Latch()
+                ended.open()
 
     @contextlib.contextmanager
     def none(
@@ -51,19 +66,38 @@ class Requests:
         Raises:
             EngineBusyError: requests are under way, at the end of the time where it waits.
         """
-        with self._change:
-            if self._under_way and not wait:
-                raise busy()
-            self._closed = True
+        closed: list[bool] = []
         try:
+            with interrupts_deferred(), self._lock:
+                if self._under_way and not wait:
+                    raise busy()
+                self._closed = True
+                closed.append(True)
             hurry()
-            with self._change:
-                done = self._change.wait_for(lambda: not self._under_way, left())
-            if not done:
-                raise busy()
+            self._wait(left)
             yield
         finally:
-            with self._change:
+            try:
+                self._open(closed)
+            except KeyboardInterrupt:
+                self._open(closed)  # nothing, if that is done
+                raise
+
+    def _wait(self, left: Callable[[], float]) -> None:
+        in_time = True
+        while True:
+            with self._lock:
+                if not self._under_way:
+                    return
+                ended = self._ended
+            if not in_time:
+                raise busy()
+            in_time = ended.wait(left())
+
+    def _open(self, closed: list[bool]) -> None:
+        with interrupts_deferred():
+            if closed:
+                closed.pop()
                 self._closed = False
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from memsaver.distributed.errors import GroupError, ranks_text
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
+from memsaver.latches import Latch
 
 __all__ = ["Channel"]
 
@@ -253,17 +254,17 @@ def _behind(store: Any, ranks: list[int], meetings: int) -> tuple[int, ...]:
 
 def _done_in_time(look: Callable[[], None]) -> bool:
     """Whether it could be done within the time for a diagnosis."""
-    done = threading.Event()
+    done = Latch()
 
     def run() -> None:
         with contextlib.suppress(Exception):
             look()
-            done.set()
+            done.open()
 
     with contextlib.suppress(RuntimeError):  # no thread to be had: no diagnosis
         threading.Thread(target=run, name="memsaver-missing-ranks", daemon=True).start()
         done.wait(_DIAGNOSIS_SECONDS)
-    return done.is_set()
+    return done.is_open()
 
 
 def _modules() -> tuple[Any, Any]:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
+from memsaver.interrupts import interrupts_deferred
+from memsaver.latches import Latch
 
 if TYPE_CHECKING:
     from memsaver.integrations.rollout.engine import RolloutEngine
@@ -289,9 +291,10 @@ class _Aside:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.error: Exception | None = None
-        self._done = threading.Event()
+        self._done = Latch()
         self._work = work
-        threading.Thread(target=self._run, name="memsaver-weights", daemon=True).start()
+        with interrupts_deferred():
+            threading.Thread(target=self._run, name="memsaver-weights", daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -299,7 +302,7 @@ class _Aside:
         except Exception as error:
             self.error = error
         finally:
-            self._done.set()
+            self._done.open()
 
     def wait(self, seconds: float) -> bool:
         """Whether it ended within so many seconds."""
