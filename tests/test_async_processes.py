@@ -52,14 +52,14 @@ def test_an_interrupt_leaves_the_transition_running(run_python):
         lambda: memsaver.pause("t", wait=False, progress=nothing).wait(),
     ):
         block.fill(block.seed + 1)
-        sim.stream_delay(0.4)
-        timer = threading.Timer(0.08, os.kill, (os.getpid(), signal.SIGINT))
+        sim.stream_delay(1)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         start = time.monotonic()
         try:
             call()
         except KeyboardInterrupt:
-            assert time.monotonic() - start < 0.35
+            assert time.monotonic() - start < 0.8
         else:
             raise AssertionError("no interrupt")
         assert memsaver.state("t") == "saving"

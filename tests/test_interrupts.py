@@ -20,8 +20,8 @@ INTERRUPTED = """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test run inherited
 
     def interrupted(call):
-        sim.stream_delay(0.2)
-        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        sim.stream_delay(0.4)
+        timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         try:
             call("t")

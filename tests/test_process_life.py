@@ -112,18 +112,18 @@ def test_an_interrupt_during_a_pause_comes_after_it(run_python, tmp_path, kind):
             STORM
             + f"""
 block = block_in("t", {kind!r}, 1)
-sim.stream_delay(0.3)
+sim.stream_delay(0.6)
 start = time.monotonic()
-assert interrupted(lambda: memsaver.pause("t"), 0.05)
-assert time.monotonic() - start > 0.25 and memsaver.state("t") == "paused"
+assert interrupted(lambda: memsaver.pause("t"), 0.2)
+assert time.monotonic() - start > 0.5 and memsaver.state("t") == "paused"
 assert not sim.accessible(block.address)
-assert interrupted(lambda: memsaver.resume("t"), 0.05)
+assert interrupted(lambda: memsaver.resume("t"), 0.2)
 sim.stream_delay(0)
 assert memsaver.state("t") == "mapped" and block.is_intact()
 block.fill(2)
-sim.stream_delay(0.3)
+sim.stream_delay(0.6)
 sim.fail("cuMemUnmap", 1)
-assert interrupted(lambda: memsaver.pause("t"), 0.05)  # a failure and an interrupt
+assert interrupted(lambda: memsaver.pause("t"), 0.2)  # a failure and an interrupt
 assert memsaver.state("t") == "mapped" and block.is_intact()
 assert sim.violations() == []
 os.kill(os.getpid(), signal.SIGINT)
@@ -224,8 +224,9 @@ def test_a_handler_that_exits(run_python):
             block.fill(2)
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(5))
             memsaver.on_resume(lambda tag: print("resumed", block.is_intact(), flush=True))
-            sim.stream_delay(0.3)
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            sim.stream_delay(1)
+            kill = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+            memsaver.on_pause(lambda tag: kill.start())  # when the pause has begun
             with memsaver.paused("t"):
                 print("not reached")
             """
