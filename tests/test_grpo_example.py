@@ -306,6 +306,48 @@ def test_the_models_copy_samples_by_its_probabilities(example, sim):
     del engine
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--engine", "vllm"], "'vllm' is none of sglang, model"),
+        (["--verify", "all"], "'all' is none of off"),
+        (["--out", "nowhere/run"], "there is no folder nowhere"),
+        (["--engine", "model", "--model", "huge"], "or a Qwen3's folder, not 'huge'"),
+        (["--engine", "model", "--tp", "2"], "1 ranks cannot be shared out in engines of 2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_are_refused_before_anything_starts(tmp_path, options, said):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE / "train.py"), *options],
+        env={**environment_without("MEMSAVER_"), "COLUMNS": "200", "NO_COLOR": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert said in done.stderr and "Traceback" not in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_results_keep_their_whole_name(example, tmp_path):
+    results, train = example("results"), example("train")
+    step = results.Step(0.5, 0.25, 0.1, 1.0, 1e-7, "ab", {})
+    run = results.Results({"sleep": True, "seed": 0}, "CPU", 1, 0, [step], "cd")
+    train.publish(run, tmp_path / "run.v1")
+    assert results.Results.load(tmp_path / "run.v1.json") == run
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"steps": 3}', '{"steps": [{}]}'])
+def test_what_has_no_results_cannot_be_compared(example, tmp_path, capsys, text):
+    path = tmp_path / "run.json"
+    if text is not None:
+        path.write_text(text)
+    assert example("compare").main([str(path)] * 2) == 2
+    assert "cannot compare" in capsys.readouterr().err
+
+
 # --- with transformers ----------------------------------------------------------------------------
 
 

@@ -42,7 +42,11 @@ def main(paths: list[str]) -> int:
     if len(paths) != 2:
         print("usage: python compare.py FIRST.json SECOND.json", file=sys.stderr)
         return 2
-    first, second = (Results.load(Path(path)) for path in paths)
+    try:
+        first, second = (Results.load(Path(path)) for path in paths)
+    except (OSError, ValueError) as error:
+        print(f"cannot compare: {error}", file=sys.stderr)
+        return 2
     found = differences(first, second)
     if not found:
         print(f"the same, bit for bit: {len(first.steps)} steps, weights {first.weights[:12]}")

@@ -41,7 +41,7 @@ def run(
         told: called after each step.
 
     Raises:
-        ValueError: the problems of a step cannot be shared out to the ranks.
+        SettingsError: the problems of a step cannot be shared out to the ranks.
     """
     settings.check(place.ranks)
     learner = Learner(model, settings, place.device)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from settings import SettingsError
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -37,7 +38,7 @@ def take_place(tp: int) -> Place:
         tp: the ranks that share an engine; 0 is all of them.
 
     Raises:
-        ValueError: the ranks cannot be shared out so.
+        SettingsError: the ranks cannot be shared out so.
     """
     on_gpu = torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_RANK", 0))
@@ -47,7 +48,7 @@ def take_place(tp: int) -> Place:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     tp = tp or ranks
     if ranks % tp:
-        raise ValueError(f"{ranks} ranks cannot be shared out in engines of {tp}")
+        raise SettingsError(f"{ranks} ranks cannot be shared out in engines of {tp}")
     if ranks == 1:
         return Place(0, 1, device)
     dist.init_process_group(

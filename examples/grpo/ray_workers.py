@@ -34,7 +34,8 @@ import ray
 import typer
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from settings import Settings
+from settings import ENGINES, Settings
+from train import one_of, publish, results_name
 
 START_SECONDS = 300
 END_SECONDS = 15
@@ -248,15 +249,17 @@ def main(
     tp: Annotated[int, typer.Option(min=0, help="Of an engine; 0: all ranks.")] = 0,
     address: Annotated[str, typer.Option(help="A cluster's, or local.")] = "local",
     preload: Annotated[bool, typer.Option("--preload", help="Preload the engines.")] = False,
-    engine: Annotated[str, typer.Option(help="sglang or model.")] = "sglang",
+    engine: Annotated[
+        str, typer.Option(callback=one_of(*ENGINES), help="As of train.py.")
+    ] = "sglang",
     model: Annotated[str, typer.Option(help="As of train.py.")] = "small",
     steps: Annotated[int, typer.Option(min=1)] = Settings.steps,
     sleep: Annotated[bool, typer.Option("--sleep/--no-sleep")] = True,
-    out: Annotated[Path, typer.Option(help="As of train.py.")] = Path("grpo-ray"),
+    out: Annotated[Path, typer.Option(callback=results_name, help="As of train.py.")] = Path(
+        "grpo-ray"
+    ),
 ) -> None:
     """Train by GRPO with Ray's actors."""
-    from train import publish
-
     # The actors' processes import this folder's modules.
     here = {"working_dir": str(Path(__file__).parent)}
     ray.init(address=address, runtime_env=here)
@@ -268,4 +271,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

@@ -64,10 +64,18 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """What `save` has written."""
-        fields = json.loads(path.read_text())
-        steps = [Step(**step) for step in fields.pop("steps")]
-        return cls(steps=steps, **fields)
+        """What `save` has written.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it has no results of this version.
+        """
+        try:
+            fields = json.loads(path.read_text())
+            steps = [Step(**step) for step in fields.pop("steps")]
+            return cls(steps=steps, **fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} has no results of a run: {error}") from error
 
     def stages(self) -> dict[str, list[dict[str, float]]]:
         """What each stage took in each step, in the order in which they come."""

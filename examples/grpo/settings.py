@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ENGINES = ("sglang", "model")
+VERIFY = ("off", "sampled", "full")
+
+
+class SettingsError(ValueError):
+    """Settings that no run can be made with: what does not fit."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -56,7 +63,7 @@ class Settings:
         """See to it that so many ranks can share this run.
 
         Raises:
-            ValueError: the problems of a step cannot be shared out to them.
+            SettingsError: the problems of a step cannot be shared out to them.
         """
         if self.prompts % ranks:
-            raise ValueError(f"{self.prompts} problems cannot be shared out to {ranks} ranks")
+            raise SettingsError(f"{self.prompts} problems cannot be shared out to {ranks} ranks")

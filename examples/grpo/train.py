@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from settings import Settings
+from settings import ENGINES, VERIFY, Settings, SettingsError
 
 if TYPE_CHECKING:
     from results import Results, Step
@@ -25,8 +25,35 @@ if TYPE_CHECKING:
 DEFAULT = Settings()
 
 
+def one_of(*names: str) -> Callable[[str], str]:
+    """A check of an option's value."""
+
+    def check(value: str) -> str:
+        if value not in names:
+            raise typer.BadParameter(f"{value!r} is none of {', '.join(names)}")
+        return value
+
+    return check
+
+
+def results_name(name: Path) -> Path:
+    """The name itself, where results can be written under it: a run takes minutes.
+
+    Raises:
+        typer.BadParameter: they cannot.
+    """
+    folder = name.parent
+    if not folder.is_dir():
+        raise typer.BadParameter(f"there is no folder {folder}")
+    if not name.name or not os.access(folder, os.W_OK):
+        raise typer.BadParameter(f"no file can be made in {folder}")
+    return name
+
+
 def main(
-    engine: Annotated[str, typer.Option(help="sglang, or model: a copy of it.")] = DEFAULT.engine,
+    engine: Annotated[
+        str, typer.Option(callback=one_of(*ENGINES), help="sglang, or model: a copy of it.")
+    ] = DEFAULT.engine,
     sleep: Annotated[
         bool, typer.Option("--sleep/--no-sleep", help="Give each other the memory.")
     ] = DEFAULT.sleep,
@@ -50,15 +77,23 @@ def main(
     ] = DEFAULT.memory_fraction,
     attention: Annotated[str, typer.Option(help="The engine's backend.")] = DEFAULT.attention,
     bucket_mib: Annotated[int, typer.Option(min=1)] = DEFAULT.bucket_mib,
-    verify: Annotated[str, typer.Option(help="off, sampled, full.")] = DEFAULT.verify,
+    verify: Annotated[
+        str, typer.Option(callback=one_of(*VERIFY), help="off, sampled, full.")
+    ] = DEFAULT.verify,
     out: Annotated[
-        Path, typer.Option(help="Where the results go: this name with .json and .png.")
+        Path,
+        typer.Option(
+            callback=results_name, help="Where the results go: this name with .json and .png."
+        ),
     ] = Path("grpo"),
 ) -> None:
     """Train a small Qwen3 to add, by GRPO with a reward that is checked."""
     given = locals()
     settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
-    results = start(settings)
+    try:
+        results = start(settings)
+    except SettingsError as error:
+        raise typer.BadParameter(str(error)) from None
     if results is not None:
         publish(results, out)
 
@@ -71,7 +106,7 @@ def start(settings: Settings, servers: Sequence[str] = ()) -> Results | None:
         servers: URLs of engines that run already; else they are started here.
 
     Raises:
-        ValueError: the ranks cannot share the run.
+        SettingsError: the ranks cannot share the run, or there is no such model.
     """
     if settings.engine == "model" and not os.path.exists("/dev/nvidiactl"):
         os.environ.setdefault("MEMSAVER_DRIVER", "sim")
@@ -96,6 +131,10 @@ def start(settings: Settings, servers: Sequence[str] = ()) -> Results | None:
             )
 
     own = settings.model in SHAPES
+    if not own and not Path(settings.model).is_dir():
+        raise SettingsError(
+            f"the model is one of {', '.join(SHAPES)}, or a Qwen3's folder, not {settings.model!r}"
+        )
     vocabulary = Vocabulary.own() if own else Vocabulary.of_model(Path(settings.model))
     with tempfile.TemporaryDirectory(prefix="grpo-") as folder:
         # The engine first: what it takes of the GPU, it measures while nobody else is there.
@@ -118,15 +157,18 @@ def publish(results: Results, out: Path) -> None:
     from rich.console import Console
     from tables import draw
 
-    results.save(out.with_suffix(".json"))
+    results.save(Path(f"{out}.json"))
     draw(Console(highlight=False), results)
     try:
         from picture import save_picture
     except ImportError as error:
         print(f"there is no picture: {error} (pip install matplotlib)", file=sys.stderr)
     else:
-        save_picture(results, out.with_suffix(".png"))
+        save_picture(results, Path(f"{out}.png"))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    # An error of a run is shown as Python shows it, once for each rank.
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

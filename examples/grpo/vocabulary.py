@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from settings import SettingsError
+
 SYMBOLS = tuple("0123456789+-*=")
 
 
@@ -38,13 +40,13 @@ class Vocabulary:
         """That of a checkpoint, whose tokenizer has the symbols as tokens of their own.
 
         Raises:
-            ValueError: it has not.
+            SettingsError: it has not.
         """
         config = json.loads((folder / "config.json").read_text())
         known = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
         missing = [symbol for symbol in SYMBOLS if symbol not in known]
         if missing:
-            raise ValueError(f"{folder}: its tokenizer has no tokens for {' '.join(missing)}")
+            raise SettingsError(f"{folder}: its tokenizer has no tokens for {' '.join(missing)}")
         end = config["eos_token_id"]
         end = end[0] if isinstance(end, list) else end
         pad, start = config.get("pad_token_id"), config.get("bos_token_id")
