@@ -234,6 +234,26 @@ def test_an_engine_that_makes_text(make_world):
         backend_of(engine)
 
 
+@pytest.mark.parametrize("given", ["dp_size=2", "pp_size=4"])
+def test_ranks_that_would_get_no_weights(make_world, kind, given):
+    manager, target = make_world(kind)
+    name, number = given.split("=")
+    setattr(manager.server_args, name, int(number))
+    backend = backend_of(target)
+    backend.generate([Request([1], FOUR)], 30)
+    for call in (
+        lambda: backend.begin_update(30),
+        lambda: backend.join_group(
+            "127.0.0.1", 9, rank_offset=1, world_size=2, group_name="g", backend="gloo", timeout=30
+        ),
+    ):
+        with pytest.raises(ConfigError, match=given):
+            call()
+    manager.server_args.enable_dp_attention = True
+    if name == "dp_size":
+        backend_of(target).begin_update(30)
+
+
 def test_what_is_no_engine(make_world):
     with pytest.raises(ConfigError, match="neither an"):
         backend_of(object())

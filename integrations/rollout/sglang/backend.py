@@ -61,6 +61,7 @@ class _Backend(WeightCalls):  # type: ignore[misc]  # its base is Any to mypy
     def __init__(self, link: LocalEngine | ServedEngine, timeout: float) -> None:
         server_args = self._server_args(timeout)
         self.tp_size: int = int(server_args.get("tp_size") or 1)
+        self.other_ranks = _other_ranks(server_args)
         _check_version(server_args.get("version"))
         self.control = SleepController(link, timeout=timeout)
 
@@ -138,7 +139,7 @@ class LocalBackend(_Backend):
             from sglang.version import __version__ as version
         except ImportError:
             version = None
-        return {"tp_size": getattr(args, "tp_size", 1), "version": version}
+        return {**vars(args), "version": version}
 
     def _generate(self, payload: Mapping[str, Any], timeout: float) -> list[Mapping[str, Any]]:
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -285,6 +286,16 @@ _REQUESTS = {
     "begin_weight_update": "BeginWeightUpdateReqInput",
     "end_weight_update": "EndWeightUpdateReqInput",
 }
+
+
+def _other_ranks(server_args: Mapping[str, Any]) -> str:
+    """See `WeightCalls`."""
+    if int(server_args.get("pp_size") or 1) > 1:
+        return f"pp_size={server_args['pp_size']}"
+    # With its attention the ranks are those of the tensor-parallel group.
+    if int(server_args.get("dp_size") or 1) > 1 and not server_args.get("enable_dp_attention"):
+        return f"dp_size={server_args['dp_size']}"
+    return ""
 
 
 def _check_version(version: str | None) -> None:

@@ -18,10 +18,13 @@ class WeightCalls:
 
     Attributes:
         tp_size: see `Backend`.
+        other_ranks: the argument of the engine by which it has ranks beside those, which could get
+            no weights; or "".
         control: see there.
     """
 
     tp_size: int
+    other_ranks: str
     control: SleepController
 
     def load_tensors(
@@ -48,6 +51,7 @@ class WeightCalls:
 
     def begin_update(self, timeout: float) -> None:
         """See `Backend`."""
+        self._check_ranks()
         self._ask_if_known("begin_weight_update", timeout)
 
     def end_update(self, timeout: float) -> None:
@@ -71,6 +75,7 @@ class WeightCalls:
         timeout: float,
     ) -> None:
         """See `Backend`."""
+        self._check_ranks()
         fields = {
             "master_address": address,
             "master_port": port,
@@ -107,6 +112,13 @@ class WeightCalls:
     def leave_group(self, group_name: str, timeout: float) -> None:
         """See `Backend`."""
         self._ask("destroy_weights_update_group", {"group_name": group_name}, timeout)
+
+    def _check_ranks(self) -> None:
+        if self.other_ranks:
+            raise ConfigError(
+                f"an engine with {self.other_ranks} has ranks that would get no weights: start one "
+                "engine for each of them, or use tensor parallelism (tp_size)"
+            )
 
     def _load(
         self, name: str, fields: Mapping[str, Any], order: Order | None, timeout: float
