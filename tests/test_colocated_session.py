@@ -1,6 +1,7 @@
 """A trainer and an engine on one device: the order of their steps, and what holds after errors."""
 
 import time
+import types
 
 import pytest
 
@@ -467,6 +468,15 @@ def test_a_trainer_without_a_backup_is_refused(sim, tag):
     model = offload(trainer.model, tag=tag("model"), backup="none")
     with pytest.raises(memsaver.ConfigError, match="no backup"):
         ColocatedSession(engine, model, state=trainer.model.state_dict)
+
+
+@pytest.mark.parametrize("missing", ["update_weights", "sleep", "wake_up"])
+def test_what_is_no_engine_is_refused(sim, missing):
+    methods = {name: print for name in ("update_weights", "sleep", "wake_up") if name != missing}
+    trainer = Trainer()
+    with pytest.raises(memsaver.ConfigError, match=rf"has no {missing}\(\)"):
+        ColocatedSession(types.SimpleNamespace(**methods), trainer.model)
+    assert not trainer.model._forward_pre_hooks
 
 
 def test_a_session_that_cannot_begin_leaves_no_hooks(sim, tag):

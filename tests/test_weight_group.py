@@ -69,6 +69,27 @@ def test_a_group_that_the_engine_does_not_join_is_not_left_behind(backend, group
         group_of(timeout=20)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"address": 3}, "not 3"),
+        ({"port": "80"}, "'80'"),
+        ({"port": 1 << 16}, "65536"),
+        ({"timeout": 0}, "timeout"),
+    ],
+)
+def test_bad_options_are_refused(group_of, options, said):
+    with pytest.raises(ConfigError, match=said):
+        group_of(**options)
+
+
+def test_what_is_no_engine_or_no_backend_is_refused(backend):
+    with pytest.raises(ConfigError, match="not a str"):
+        WeightGroup("http://127.0.0.1:30000")
+    with pytest.raises(ConfigError, match="nccl, gloo"):
+        WeightGroup(RolloutEngine(backend, timeout=20), backend="mpi")
+
+
 def test_an_address_that_cannot_be_had(group_of):
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -134,8 +134,12 @@ class ColocatedSession:
         for name, given in (("state", state), ("on_stage", on_stage)):
             if given is not None and not callable(given):
                 raise ConfigError(f"{name} is a function, not a {type(given).__name__}")
-        if not callable(getattr(engine, "update_weights", None)):
-            raise ConfigError(f"engine is a RolloutEngine, not a {type(engine).__name__}")
+        for name in ("update_weights", *(("sleep", "wake_up") if sleep else ())):
+            if not callable(getattr(engine, name, None)):
+                raise ConfigError(
+                    f"engine is a RolloutEngine, or has its methods: a {type(engine).__name__} has "
+                    f"no {name}()"
+                )
         self.engine = engine
         self.stages: list[StageReport] = []
         self._state = state if state is not None else model.state_dict

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+from memsaver.integrations.rollout.together import check_timeout
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
 from memsaver.interrupts import interrupts_deferred
 from memsaver.latches import Latch
@@ -29,6 +30,7 @@ __all__ = ["WeightGroup"]
 
 Result = TypeVar("Result")
 
+_BACKENDS = ("nccl", "gloo")
 _END_SECONDS = 10.0  # for what the engine has answered already, or has given up, to end here
 # NCCL's watchdog ends the process where an operation takes longer; `broadcast` sees to it before.
 _NEVER = timedelta(days=365)
@@ -57,7 +59,7 @@ class WeightGroup:
 
     Raises:
         EngineError: the engine cannot join, or not in time. Nothing is left of the group here.
-        ConfigError: there can be no store at this address.
+        ConfigError: there can be no store at this address, or an argument is not as above.
     """
 
     def __init__(
@@ -69,6 +71,11 @@ class WeightGroup:
         backend: str = "nccl",
         timeout: float = 120.0,
     ) -> None:
+        if not hasattr(engine, "together"):
+            raise ConfigError(f"engine is a RolloutEngine, not a {type(engine).__name__}")
+        if backend not in _BACKENDS:
+            raise ConfigError(f"backend is one of {', '.join(_BACKENDS)}, not {backend!r}")
+        check_timeout(timeout)
         self._engine, self._backend, self._timeout = engine, backend, timeout
         self._lock = threading.Lock()  # of the two that follow, while the group is made
         self._group: Any = None
@@ -160,6 +167,11 @@ class WeightGroup:
     def _join(self, address: str, port: int) -> None:
         from torch.distributed import TCPStore
 
+        if not isinstance(address, str) or type(port) is not int:
+            raise ConfigError(
+                f"address is a name or a number of this machine and port a number, not {address!r} "
+                f"and {port!r}"
+            )
         backend = self._engine.backend
         assert backend is not None
         size = 1 + self._engine.tp_size
@@ -169,7 +181,7 @@ class WeightGroup:
             store = TCPStore(
                 address, port, size, True, wait, wait_for_workers=False, multi_tenant=True
             )
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             raise ConfigError(f"no group can be made at {address}:{port}: {error}") from error
         making = _Aside(lambda: self._make(store, size, wait))
         try:
