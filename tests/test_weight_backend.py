@@ -143,5 +143,5 @@ def test_checksums_where_the_version_has_them(world):
         return True, "Success.", rows, "both"
 
     world.monkeypatch.setattr(world.manager, "check_weights", check_weights, raising=False)
-    world.monkeypatch.setattr(stand_in, "CHECKER", "/weights_checker")
+    world.monkeypatch.setattr(stand_in.server, "CHECKER", "/weights_checker")
     assert list(world.backend.checksums(5)) == ["x", "y"]
