@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from memsaver.errors import ConfigError
+from memsaver.interrupts import interrupts_deferred, once
 
 __all__ = ["Block", "block", "check_decorated"]
 
@@ -40,13 +41,31 @@ class Block(Generic[Value]):
         self._open: list[contextlib.AbstractContextManager[Value]] = []
 
     def __enter__(self) -> Value:
-        manager = self._make()
-        value = manager.__enter__()
-        self._open.append(manager)
+        manager = None
+        try:
+            manager = self._make()
+            value = manager.__enter__()
+            self._open.append(manager)
+        except BaseException as error:
+            with interrupts_deferred():
+                if manager is not None:
+                    if manager in self._open:
+                        self._open.remove(manager)
+                    # Nothing, if it was not entered: what it raises then is this error.
+                    manager.__exit__(type(error), error, error.__traceback__)
+            raise
         return value
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._open.pop().__exit__(*error)
+    def __exit__(self, *error: Any) -> None:
+        begun: list[bool] = []
+        try:
+            once(begun, self._leave, error)
+        finally:
+            once(begun, self._leave, error)
+
+    def _leave(self, error: tuple[Any, ...]) -> None:
+        if self._open:
+            self._open.pop().__exit__(*error)
 
     def __call__(self, function: Function) -> Function:
         """The function, with the block around each of its calls.
@@ -58,7 +77,7 @@ class Block(Generic[Value]):
 
             @functools.wraps(function)
             async def awaited(*args: Any, **kwargs: Any) -> Any:
-                with self._make():
+                with Block(self._name, self._make, True):
                     return await function(*args, **kwargs)
 
             return awaited  # type: ignore[return-value]
@@ -66,7 +85,7 @@ class Block(Generic[Value]):
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            with self._make():
+            with Block(self._name, self._make, self._asynchronous):
                 return function(*args, **kwargs)
 
         return called  # type: ignore[return-value]

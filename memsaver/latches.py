@@ -1,11 +1,15 @@
-"""Waiting for what happens once, in a way that an interrupt can end without harm to others."""
+"""Waiting for other threads in a way that an interrupt can end without harm to them."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections.abc import Callable, Iterator
 
-__all__ = ["Latch"]
+from memsaver.interrupts import interrupts_deferred, once
+
+__all__ = ["Gate", "Latch"]
 
 
 class Latch:
@@ -24,11 +28,11 @@ class Latch:
         return self._is_open
 
     def open(self) -> None:
-        """Let all go on that wait, and will. Doing so twice is allowed."""
+        """Let all go on that wait, and will. May be done again, as where an interrupt ended it."""
         self._is_open = True
-        with contextlib.suppress(IndexError):
-            while True:
-                self._waiters.pop().release()
+        for waiter in tuple(self._waiters):  # each leaves the list when it wakes
+            with contextlib.suppress(RuntimeError):  # released already
+                waiter.release()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Whether it opened within so many seconds; None waits without end. Can be interrupted."""
@@ -38,6 +42,56 @@ class Latch:
             self._waiters.append(waiter)
             if not self._is_open:  # it opens before it looks for waiters
                 waiter.acquire(timeout=-1 if seconds is None else max(seconds, 0))
-            with contextlib.suppress(ValueError):  # it has opened
-                self._waiters.remove(waiter)
+            self._waiters.remove(waiter)
         return self._is_open
+
+
+class Gate:
+    """Lets one block in at a time, of whichever thread.
+
+    As `threading.Lock` with a timeout, of which an interrupt can come when it is taken, and before
+    anybody knows.
+
+    Args:
+        reentrant: the thread that is in a block may enter further ones.
+    """
+
+    def __init__(self, reentrant: bool = False) -> None:
+        self._reentrant = reentrant
+        self._lock = threading.RLock()  # of what follows; nothing waits in it
+        self._inside: list[int] = []  # the thread that is in a block, once for each block
+        self._left = Latch()  # opened and replaced when a block is left
+
+    @contextlib.contextmanager
+    def passed(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
+        """For the block, no other is in one. After so many seconds, what `late` gives is raised."""
+        taken: list[bool] = []
+        given: list[bool] = []
+        try:
+            if not self._take(time.monotonic() + seconds, taken):
+                raise late()
+            yield
+        finally:
+            try:
+                once(given, self._give, taken)
+            finally:
+                once(given, self._give, taken)
+
+    def _take(self, deadline: float, taken: list[bool]) -> bool:
+        while True:
+            with interrupts_deferred(), self._lock:
+                me = threading.get_ident()
+                if not self._inside or (self._reentrant and self._inside[0] == me):
+                    self._inside.append(me)
+                    taken.append(True)
+                    return True
+                left = self._left
+            if not left.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                return False
+
+    def _give(self, taken: list[bool]) -> None:
+        with self._lock:
+            if taken:
+                self._inside.pop()
+                left, self._left = self._left, Latch()
+                left.open()

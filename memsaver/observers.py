@@ -6,11 +6,10 @@ a pause, make them again after a resume. `memsaver.ranges(tag)` says which addre
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Callable
 
 from memsaver.errors import ConfigError
-from memsaver.interrupts import interrupts_deferred
 from memsaver.native import check_tag
 
 __all__ = ["Registration", "on_pause", "on_resume"]
@@ -34,9 +33,7 @@ class Registration:
         self._function = function
         self._tag = tag
         self.is_removed = False
-        with _lock:
-            _drop_removed(callbacks)
-            callbacks.append(self)
+        callbacks.append(self)
 
     def __call__(self, tag: str) -> object:
         """Call the function itself."""
@@ -49,16 +46,11 @@ class Registration:
     def remove(self) -> None:
         """Call it no more. Doing so twice is allowed, and so is a finalizer."""
         self.is_removed = True
-        # A finalizer may run while its own thread has the lock: who has it next drops this then.
-        with interrupts_deferred():
-            if _lock.acquire(blocking=False):
-                try:
-                    _drop_removed(self._callbacks)
-                finally:
-                    _lock.release()
+        with contextlib.suppress(ValueError):
+            self._callbacks.remove(self)
 
 
-_lock = threading.Lock()
+# Changed by single calls only, each of which is whole: a finalizer may come at any moment.
 _before_pause: list[Registration] = []
 _after_resume: list[Registration] = []
 
@@ -71,7 +63,8 @@ def on_pause(function: Callback, tag: str | None = None) -> Registration:
             the error is the caller's; tags already announced are announced as resumed.
         tag: the tag it is for; None is every tag.
 
-    Tags that are paused already are not announced. May be used as a decorator.
+    Tags that are paused already are not announced. May be used as a decorator. On the main thread,
+    an interrupt (Ctrl-C) waits for the callbacks: see to it that they end.
 
     Raises:
         ConfigError: `function` cannot be called, or `tag` can be none.
@@ -108,9 +101,7 @@ def announce_resume(tag: str) -> None:
 
 
 def _call(callbacks: list[Registration], tag: str, keep_going: bool = False) -> None:
-    with _lock:
-        _drop_removed(callbacks)
-        concerned = [callback for callback in callbacks if callback.concerns(tag)]
+    concerned = [callback for callback in tuple(callbacks) if callback.concerns(tag)]
     first: BaseException | None = None
     for callback in concerned:
         try:
@@ -121,8 +112,3 @@ def _call(callbacks: list[Registration], tag: str, keep_going: bool = False) -> 
             first = first or error
     if first is not None:
         raise first
-
-
-def _drop_removed(callbacks: list[Registration]) -> None:
-    """With the lock."""
-    callbacks[:] = [callback for callback in callbacks if not callback.is_removed]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from memsaver.blocks import check_decorated
 from memsaver.devices import Devices, indices_of
 from memsaver.errors import InvalidStateError
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import interrupts_deferred, once
 from memsaver.native import _C, backup_code, check_tag, emit_warnings
 from memsaver.torch_mode import Route, torch_pools
 
@@ -48,9 +48,10 @@ class _Section(contextlib.ContextDecorator):
         depth = len(_entered.stack)
         try:
             self._enter()
-        except KeyboardInterrupt as error:
-            if len(_entered.stack) > depth:
-                self._end(error)
+        except BaseException as error:
+            with interrupts_deferred():
+                if len(_entered.stack) > depth:
+                    self._end(error)
             raise
         return self
 
@@ -67,21 +68,15 @@ class _Section(contextlib.ContextDecorator):
         """
         begun: list[bool] = []
         try:
-            self._leave(error, begun)
-        except KeyboardInterrupt:
-            if not begun:
-                self._leave(error, begun)
-            raise
+            once(begun, self._end, error)
+        finally:
+            once(begun, self._end, error)
+        emit_warnings()
 
     def _enter(self) -> None:
         with interrupts_deferred():
             route, devices = self._begin()
             _entered.stack.append((self, route, _C.region_depth(), devices))
-
-    def _leave(self, error: BaseException | None, begun: list[bool]) -> None:
-        with interrupts_deferred():
-            begun.append(True)
-            self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         innermost, route, depth, _ = _entered.stack[-1] if _entered.stack else (None, None, 0, ())
@@ -98,7 +93,6 @@ class _Section(contextlib.ContextDecorator):
                 route.explain_shortage(error)
         finally:
             _C.region_exit()
-            emit_warnings()
 
 
 class region(_Section):

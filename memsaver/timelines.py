@@ -14,7 +14,7 @@ from memsaver.errors import (
     MemsaverError,
     OutOfHostMemoryError,
 )
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import interrupts_deferred, once
 from memsaver.latches import Latch
 from memsaver.native import _C
 from memsaver.traces.trace import DeviceSample, TagSample, TagTransition, Trace, trace_of
@@ -49,26 +49,26 @@ class Timeline:
         self._clock: float | None = None  # while it records: when that began
         self._started = 0.0
         self._process = 0
-        self._over = Latch()
-        self._sampler: threading.Thread | None = None
+        self._sampling: tuple[threading.Thread, Latch] | None = None
         self._trace: Trace | None = None
 
     def __enter__(self) -> Timeline:
         recording = self._clock is not None
         try:
             self.start()
-        except KeyboardInterrupt:
-            if not recording:
-                self.stop()
+        except BaseException:
+            with interrupts_deferred():
+                if not recording:
+                    self.stop()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        begun: list[bool] = []
         try:
-            self.stop()
-        except KeyboardInterrupt:
-            self.stop()  # nothing, if that is done
-            raise
+            once(begun, self.stop)
+        finally:
+            once(begun, self.stop)
 
     def __repr__(self) -> str:
         state = "recording" if self._clock is not None else "over" if self._trace else "not begun"
@@ -89,10 +89,10 @@ class Timeline:
             self._process = os.getpid()
             if self._interval is None:
                 return
-            self._over = Latch()
+            over = Latch()
             sampler = threading.Thread(
                 target=_sample,
-                args=(self._interval, self._over),
+                args=(self._interval, over),
                 name="memsaver-timeline",
                 daemon=True,
             )
@@ -105,7 +105,7 @@ class Timeline:
                     f"the thread that an interval needs cannot be started ({error}): record "
                     f"without one"
                 ) from None
-            self._sampler = sampler
+            self._sampling = sampler, over
             atexit.register(self._end_sampling)  # no driver call while the process is torn down
 
     def stop(self) -> None:
@@ -128,10 +128,12 @@ class Timeline:
             self._end_sampling()
 
     def _end_sampling(self) -> None:
-        sampler, self._sampler = self._sampler, None
-        if sampler is None:
+        with self._lock:
+            sampling, self._sampling = self._sampling, None
+        if sampling is None:
             return
-        self._over.open()
+        sampler, over = sampling
+        over.open()
         sampler.join()
         atexit.unregister(self._end_sampling)
 

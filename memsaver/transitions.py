@@ -9,7 +9,7 @@ from typing import Literal, overload
 from memsaver.blocks import block
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.handles import Call, Progress, Transition, state
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import once
 from memsaver.mempools import check_unused
 from memsaver.native import _C, State, backup_code, check_tag, emit_warnings
 from memsaver.reports import Change, Report
@@ -58,8 +58,9 @@ def pause(
 
     Only blocks that a tensor owns are saved. Contents that are not saved read as zero after the
     resume (under the option `poison`, as NaN). A call that wants a tag of a transition under way
-    waits for it. An interrupt (Ctrl-C) ends that waiting; later, it is raised when the transition
-    and its callbacks are over, and takes nothing back.
+    waits for it. An interrupt (Ctrl-C) ends that waiting. One that comes later leaves the pause as
+    it is, and is raised when it and its callbacks are over; with `progress` or `wait=False` at
+    once, and it goes on. So it is with `resume` and `swap`.
 
     Raises:
         UnknownTagError: no region ever named it.
@@ -179,9 +180,12 @@ def paused(*tags: str, backup: str | None = None) -> Iterator[Report]:
     """Pause `tags` for the block and resume those that it paused, also after an exception.
 
     Yields the pause's report. Errors are those of `pause` and `resume`. A decorator too, of
-    coroutine functions as well: both transitions keep their event loop waiting.
+    coroutine functions as well: both transitions keep their event loop waiting. An interrupt is
+    raised when the tags are resumed; what that waits for, such as another thread's transition, is
+    waited for.
     """
     going: tuple[str, ...] = ()
+    resumed: list[bool] = []
     selected = _selected([check_tag(tag) for tag in tags])
     try:
         with Turn(selected):
@@ -194,17 +198,15 @@ def paused(*tags: str, backup: str | None = None) -> Iterator[Report]:
         yield report
     finally:
         try:
-            _resume_paused(going)
-        except KeyboardInterrupt:
-            _resume_paused(going)  # nothing, if that is done
-            raise
+            once(resumed, _resume_paused, going)
+        finally:
+            once(resumed, _resume_paused, going)
 
 
 def _resume_paused(tags: Sequence[str]) -> None:
-    with interrupts_deferred():
-        still = [name for name in tags if state(name) is State.PAUSED]
-        if still:
-            resume(*still)
+    still = [name for name in tags if state(name) is State.PAUSED]
+    if still:
+        resume(*still)
 
 
 def pause_call(tags: Sequence[str], backup: str | None) -> Call:

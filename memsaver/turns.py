@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from memsaver.errors import InvalidStateError
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import interrupts_deferred, once
 from memsaver.latches import Latch
 
 __all__ = ["Turn", "wait_for"]
@@ -46,9 +46,11 @@ class Turn:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.handed_over:
-            self.release()
-        self._uninterrupted.__exit__()
+        try:
+            if not self.handed_over:
+                self.release()
+        finally:
+            self._uninterrupted.__exit__()
 
     def hand_over(self) -> None:
         """Another thread goes on with it: this one waits for it like any other."""
@@ -105,7 +107,10 @@ def wait_for(turn: Turn, wait: Callable[[], None]) -> None:
     _wait(lambda: [turn], turn.names, wait)
 
 
-_LOOK_SECONDS = 0.5  # between two looks whether a turn is gone that nobody released
+# Between two looks whether a turn is gone that nobody released: an exception out of a signal's
+# handler can come anywhere. (A finalizer that tells would run at the end of every turn, and swallow
+# an interrupt that comes in it.)
+_LOOK_SECONDS = 0.5
 
 _lock = threading.RLock()  # entered directly: an interrupt cannot come between taking and holding
 # What follows is read and changed under the lock.
@@ -121,12 +126,13 @@ def _wait(wanted: Callable[[], list[Turn]], names: list[str], wait: Callable[[],
     me = threading.get_ident()
 
     def forget() -> None:
-        with interrupts_deferred(), _lock:
+        with _lock:
             if wanted in _waits.get(me, ()):
                 _waits[me].remove(wanted)
                 if not _waits[me]:
                     del _waits[me]
 
+    forgotten: list[bool] = []
     try:
         with interrupts_deferred(), _lock:
             if _leads_to(me, wanted()):
@@ -139,10 +145,9 @@ def _wait(wanted: Callable[[], list[Turn]], names: list[str], wait: Callable[[],
         wait()
     finally:
         try:
-            forget()
-        except KeyboardInterrupt:
-            forget()  # nothing, if that is done
-            raise
+            once(forgotten, forget)
+        finally:
+            once(forgotten, forget)
 
 
 def _leads_to(me: int, turns: list[Turn]) -> bool:

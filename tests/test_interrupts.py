@@ -125,6 +125,12 @@ EVERYWHERE = """
     def both():
         with memsaver.paused("a", "b"):
             pass
+
+    block = memsaver.paused("a", "b")
+
+    def again():
+        with block:
+            pass
 """
 
 TRANSITIONS = {
@@ -132,6 +138,7 @@ TRANSITIONS = {
     "resume": ("ab", "memsaver.resume('a', 'b')"),
     "swap": ("c", "memsaver.swap(out=['a', 'b'], into='c')"),
     "paused": ("", "both()"),
+    "paused block": ("", "again()"),
     "waiting": ("", "(memsaver.pause('a', 'b', wait=False), memsaver.resume('a', 'b'))"),
     "background": ("", "memsaver.pause('a', 'b', wait=False).wait()"),
     "progress": ("ab", "memsaver.resume('a', 'b', progress=lambda done, total: None)"),
@@ -146,15 +153,25 @@ def test_transitions_interrupted_everywhere(run_python, case):
         + f"""
     PAUSED = {paused!r}
     start()
-    for place in interrupter.places(lambda: {call}):
+    left = []
+
+    def raised():
+        if {case!r}.startswith("paused") and memsaver.state("a") == "paused":
+            left.append(interrupter.where)
+            assert interrupter.where in ("__enter__", "__exit__"), interrupter.where
+            if "block" in {case!r}:
+                block.__exit__(None, None, None)
+
+    for place in interrupter.places(lambda: {call}, raised=raised):
         now = settled()
         assert told == now and now["a"] == now["b"], (place, told, now)
         assert len(set(calls)) == len(calls), (place, calls)
-        assert {case!r} != "paused" or now["a"] == "mapped", place
+        assert "paused" not in {case!r} or now["a"] == "mapped", place
         in_thread(memsaver.resume)
         assert all(block.is_intact() for block in blocks.values()), place
         start()
     assert place > 200 and sim.violations() == [], place
+    assert len(left) <= 4, left  # the instants before a block is its own, and after
     """
     )
     assert (done.stdout, done.stderr) == ("", "")
@@ -168,13 +185,15 @@ SECTIONS = {
 }
 
 
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit"])
 @pytest.mark.parametrize("case", SECTIONS)
-def test_sections_interrupted_everywhere(run_python, case):
+def test_sections_interrupted_everywhere(run_python, case, error):
     # Left when the interrupt arrives, whether that was on the way in, inside or on the way out: but
     # for the first instant of `__exit__`, before any of it has run.
     run_python(
         EVERYWHERE
         + f"""
+    interrupter = Interrupter(".", error={error})
     section = memsaver.{SECTIONS[case]}
 
     def entered():
@@ -191,6 +210,42 @@ def test_sections_interrupted_everywhere(run_python, case):
             pass
     # The body's end, the call and its first instruction are one place to the interpreter.
     assert place > 50 and all(late - missed[0] < 3 for late in missed), (place, missed)
+    """
+    )
+
+
+def test_a_gate_interrupted_everywhere(run_python):
+    run_python(
+        """
+    import threading
+    from interrupter import Interrupter
+    from memsaver.latches import Gate
+
+    gate = Gate()
+    interrupter = Interrupter(".")
+
+    def pass_it(seconds=5.0):
+        with gate.passed(seconds, TimeoutError):
+            pass
+
+    for place in interrupter.places(pass_it):
+        thread = threading.Thread(target=pass_it)
+        thread.start()
+        thread.join(3)
+        assert not thread.is_alive(), place
+    assert place > 50, place
+    with gate.passed(1, TimeoutError):
+        try:
+            pass_it(0.01)
+        except TimeoutError:
+            pass
+        else:
+            raise AssertionError("two at a time")
+    reentrant = Gate(reentrant=True)
+    with reentrant.passed(1, TimeoutError), reentrant.passed(1, TimeoutError):
+        pass
+    with reentrant.passed(0.01, TimeoutError):
+        pass
     """
     )
 
@@ -219,5 +274,121 @@ def test_requests_interrupted_everywhere(run_python):
             with requests.none(False, lambda: None, lambda: 0.0):  # refuses where there are some
                 pass
         assert place > 40, place
+    """
+    )
+
+
+# Handlers of other kinds.
+
+HANDLERS = """
+    import os, signal, threading, time
+    import memsaver
+    from simulated_driver import Block, Simulator
+
+    sim = Simulator()
+    with memsaver.region("t", backup="host"):
+        block = Block(sim, 4796, 1)
+    came = []
+"""
+
+
+def test_a_handler_that_returns_hears_of_every_signal_once(run_python):
+    run_python(
+        HANDLERS
+        + """
+    def handler(number, frame):
+        came.append(str(memsaver.state("t")))
+
+    @memsaver.on_pause
+    def before(tag):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert not came
+
+    signal.signal(signal.SIGINT, handler)
+    memsaver.pause("t")
+    assert came == ["paused"] * 3 and signal.getsignal(signal.SIGINT) is handler
+    memsaver.resume("t")
+    assert len(came) == 3
+    """
+    )
+
+
+def test_a_handler_that_is_set_in_a_callback_stays(run_python):
+    run_python(
+        HANDLERS
+        + """
+    def handler(number, frame):
+        came.append(number)
+
+    @memsaver.on_pause
+    def before(tag):
+        signal.raise_signal(signal.SIGINT)  # is for whoever handles it at the end
+        signal.signal(signal.SIGINT, handler)
+        with memsaver.region("u"):
+            pass
+
+    memsaver.pause("t")
+    assert came == [signal.SIGINT] and signal.getsignal(signal.SIGINT) is handler
+    """
+    )
+
+
+def test_a_child_that_is_forked_meanwhile_can_be_interrupted(run_python):
+    # By another thread: the block of the main thread never ends in the child.
+    run_python(
+        HANDLERS
+        + """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    status = []
+
+    def fork():
+        child = os.fork()
+        if child == 0:
+            try:
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                os._exit(7)
+            os._exit(1)
+        status.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    @memsaver.on_pause
+    def before(tag):
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+
+    memsaver.pause("t")
+    assert status == [7], status
+    """
+    )
+
+
+@pytest.mark.parametrize("call", ["pause('t')", "region('u').__enter__()"])
+def test_another_signals_exception_leaves_interrupts_as_they_were(run_python, call):
+    # Wherever it comes from: Ctrl-C works afterwards.
+    run_python(
+        HANDLERS
+        + f"""
+    from interrupter import Interrupter
+
+    class Alarm(BaseException):
+        pass
+
+    interrupter = Interrupter(".", signal.SIGALRM, Alarm)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts = 0
+    for place in interrupter.places(lambda: memsaver.{call}):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert interrupts == place + 1, place
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, place
+        while memsaver.native._C.region_depth():
+            memsaver.native._C.region_exit()
+        memsaver.resume()
+    assert place > 50, place
     """
     )

@@ -34,7 +34,7 @@ import ray
 import typer
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from settings import ENGINES, Settings
+from settings import ENGINES, Settings, SettingsError
 from train import one_of, publish, results_name
 
 START_SECONDS = 300
@@ -163,12 +163,12 @@ def run_on_ray(settings: Settings, ranks: int, preload: bool) -> Any:
         preload: give the engines' actors the environment of `memsaver.preload_env`.
 
     Raises:
-        ValueError: the ranks cannot share the run, or are more than Ray has GPUs or CPUs for.
+        SettingsError: the ranks cannot share the run, or are more than Ray has GPUs or CPUs for.
     """
     settings.check(ranks)
     tp = settings.tp or ranks
     if ranks % tp:
-        raise ValueError(f"{ranks} ranks cannot be shared out in engines of {tp}")
+        raise SettingsError(f"{ranks} ranks cannot be shared out in engines of {tp}")
     settings = dataclasses.replace(settings, tp=tp)
     served = settings.engine == "sglang"
     # A bundle is on one machine: a group of ranks, and its engine.
@@ -176,7 +176,7 @@ def run_on_ray(settings: Settings, ranks: int, preload: bool) -> Any:
     has = ray.cluster_resources()
     for kind, each in bundle.items():
         if each * (ranks // tp) > has.get(kind, 0):
-            raise ValueError(
+            raise SettingsError(
                 f"{ranks} ranks in engines of {tp} need {each * (ranks // tp)} {kind}s,"
                 f" and Ray has {has.get(kind, 0):g}"
             )
@@ -266,6 +266,8 @@ def main(
     try:
         settings = Settings(engine=engine, model=model, steps=steps, sleep=sleep, tp=tp)
         publish(run_on_ray(settings, ranks, preload), out)
+    except SettingsError as error:
+        raise typer.BadParameter(str(error)) from None
     finally:
         ray.shutdown()
 

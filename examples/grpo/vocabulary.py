@@ -40,10 +40,13 @@ class Vocabulary:
         """That of a checkpoint, whose tokenizer has the symbols as tokens of their own.
 
         Raises:
-            SettingsError: it has not.
+            SettingsError: it has not, or there is none.
         """
-        config = json.loads((folder / "config.json").read_text())
-        known = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            known = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+        except (OSError, ValueError, LookupError) as error:
+            raise SettingsError(f"{folder} has no checkpoint with a tokenizer: {error}") from error
         missing = [symbol for symbol in SYMBOLS if symbol not in known]
         if missing:
             raise SettingsError(f"{folder}: its tokenizer has no tokens for {' '.join(missing)}")

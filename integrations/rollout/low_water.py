@@ -7,7 +7,7 @@ import weakref
 from types import TracebackType
 
 from memsaver.errors import MemsaverError
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import interrupts_deferred, once
 from memsaver.latches import Latch
 from memsaver.statistics import device_memory
 
@@ -41,8 +41,9 @@ class LowWater:
     def __enter__(self) -> LowWater:
         try:
             self._begin()
-        except KeyboardInterrupt:
-            self._end()
+        except BaseException:
+            with interrupts_deferred():
+                self._end()
             raise
         return self
 
@@ -52,11 +53,11 @@ class LowWater:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        ended: list[bool] = []
         try:
-            self._end()
-        except KeyboardInterrupt:
-            self._end()  # nothing, if that is done
-            raise
+            once(ended, self._end)
+        finally:
+            once(ended, self._end)
 
     def look(self) -> None:
         """Take the present into account. Raises nothing."""
@@ -84,11 +85,10 @@ class LowWater:
                 self._thread = None
 
     def _end(self) -> None:
-        with interrupts_deferred():
-            self._over.open()
-            if self._thread is not None:
-                self._thread.join()
-            self.look()
+        self._over.open()
+        if self._thread is not None:
+            self._thread.join()
+        self.look()
 
 
 def _keep_looking(water: weakref.ref[LowWater], over: Latch) -> None:

@@ -8,7 +8,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from memsaver.distributed.channel import Channel
@@ -17,6 +17,7 @@ from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.rollout.failures import Told, error_of
 from memsaver.integrations.rollout.pickles import pack, unpack
 from memsaver.interrupts import interrupts_deferred
+from memsaver.latches import Gate
 
 __all__ = ["GRACE_SECONDS", "Together", "check_timeout"]
 
@@ -63,7 +64,7 @@ class Together:
     def __init__(self, group: Any = None, timeout: float = 600.0, lane: str = "rollout") -> None:
         check_timeout(timeout)
         self._timeout = timeout
-        self._turn = threading.Lock()
+        self._turn = Gate()
         self._channel: Channel | None = None
         if group is not None:
             channel = Channel(group, f"{lane}/{_number_of(group, lane)}")
@@ -141,8 +142,14 @@ class Together:
 
     # --- meetings ---------------------------------------------------------------------------------
 
-    def _one_at_a_time(self, what: str) -> _Turn:
-        return _Turn(self._turn, self._timeout, what)
+    def _one_at_a_time(self, what: str) -> AbstractContextManager[None]:
+        return self._turn.passed(
+            self._timeout,
+            lambda: InvalidStateError(
+                f"{what} waited {self._timeout:g} s for another thread's call on the same group; "
+                "nothing was done"
+            ),
+        )
 
     def _gather(self, what: str, work: Callable[[], Given], timeout: float) -> list[Given]:
         body, error = _attempt(work)
@@ -218,25 +225,6 @@ class Together:
         made = RankError(f"the ranks of a group must make the same call: {each}; nothing was done")
         made.failures, made.stuck = failures, {}
         return made
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """For the block, no other thread is in a call of the same group."""
-
-    lock: threading.Lock
-    timeout: float
-    what: str
-
-    def __enter__(self) -> None:
-        if not self.lock.acquire(timeout=self.timeout):
-            raise InvalidStateError(
-                f"{self.what} waited {self.timeout:g} s for another thread's call on the same "
-                "group; nothing was done"
-            )
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
 
 
 def check_timeout(timeout: object, name: str = "timeout") -> None:

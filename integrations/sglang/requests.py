@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from memsaver.integrations.sglang.errors import EngineBusyError
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import interrupts_deferred, once
 from memsaver.latches import Latch
 
 __all__ = ["Requests", "busy"]
@@ -38,16 +38,15 @@ class Requests:
                 counted.append(True)
             yield
         finally:
+            begun: list[bool] = []
             try:
-                self._count_down(counted)
-            except KeyboardInterrupt:
-                self._count_down(counted)  # nothing, if that is done
-                raise
+                once(begun, self._count_down, counted)
+            finally:
+                once(begun, self._count_down, counted)
 
     def _count_down(self, counted: list[bool]) -> None:
-        with interrupts_deferred(), self._lock:
+        with self._lock:
             if counted:
-                counted.pop()
                 self._under_way -= 1
                 ended, self._ended = self._ended, Latch()
                 ended.open()
@@ -77,11 +76,11 @@ class Requests:
             self._wait(left)
             yield
         finally:
+            begun: list[bool] = []
             try:
-                self._open(closed)
-            except KeyboardInterrupt:
-                self._open(closed)  # nothing, if that is done
-                raise
+                once(begun, self._open, closed)
+            finally:
+                once(begun, self._open, closed)
 
     def _wait(self, left: Callable[[], float]) -> None:
         in_time = True
@@ -95,10 +94,8 @@ class Requests:
             in_time = ended.wait(left())
 
     def _open(self, closed: list[bool]) -> None:
-        with interrupts_deferred():
-            if closed:
-                closed.pop()
-                self._closed = False
+        if closed:
+            self._closed = False
 
 
 def busy() -> EngineBusyError:

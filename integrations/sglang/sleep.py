@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from memsaver.integrations.sglang.protocol import (
 from memsaver.integrations.sglang.reports import SleepReport, Step, rank_reports
 from memsaver.integrations.sglang.requests import Requests, busy
 from memsaver.integrations.sglang.status import Status, needs_of, selected, status_of
+from memsaver.latches import Gate
 
 __all__ = ["SleepController", "Status"]
 
@@ -77,7 +77,7 @@ class SleepController:
     ) -> None:
         self._engine: Engine = connect(engine, api_key)
         self._timeout = timeout
-        self._turn = threading.RLock()  # held by whoever changes the state
+        self._turn = Gate(reentrant=True)  # passed by whoever changes the state
         self._requests = Requests()
         at_first = frozenset(selected(released, RELEASE_ORDER)) if released else frozenset()
         self._knowledge = Knowledge(at_first)
@@ -299,18 +299,15 @@ class SleepController:
 
     # --- the engine -------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _turn_before(self, deadline: float) -> Iterator[None]:
+    def _turn_before(self, deadline: float) -> contextlib.AbstractContextManager[None]:
         """For the block, no other thread changes the state."""
-        if not self._turn.acquire(timeout=_left(deadline)):
-            raise EngineTimeoutError(
+        return self._turn.passed(
+            _left(deadline),
+            lambda: EngineTimeoutError(
                 "another thread's sleep or wake-up by this controller did not end in time; "
                 "nothing was done"
-            )
-        try:
-            yield
-        finally:
-            self._turn.release()
+            ),
+        )
 
     def _states(self, deadline: float) -> list[SchedulerState]:
         """How the schedulers are. SGLang counts replies, and late ones to an earlier question too.

@@ -9,7 +9,7 @@ from memsaver.blocks import block
 from memsaver.distributed.agreement import together
 from memsaver.distributed.reports import GroupReport
 from memsaver.handles import Call, state
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import interrupts_deferred, once
 from memsaver.native import State
 from memsaver.transitions import pause_call, resume_call, swap_call
 
@@ -121,11 +121,9 @@ def paused(
         if going is not None:
             begun: list[bool] = []
             try:
-                _resume_paused(tags, going, group, timeout, begun)
-            except KeyboardInterrupt:
-                if not begun:  # the others wait for it
-                    _resume_paused(tags, going, group, timeout, begun)
-                raise
+                once(begun, _resume_paused, tags, going, group, timeout)
+            finally:
+                once(begun, _resume_paused, tags, going, group, timeout)
 
 
 def _resume_paused(
@@ -133,16 +131,13 @@ def _resume_paused(
     going: Sequence[str],
     group: Any,
     timeout: float | None,
-    begun: list[bool],
 ) -> None:
-    with interrupts_deferred():
-        begun.append(True)
-        together(
-            f"resume(what paused({_listed(tags) or 'every tag'}) paused)",
-            lambda: Call("resume", [], [tag for tag in going if state(tag) is State.PAUSED], -1),
-            group,
-            timeout,
-        )
+    together(
+        f"resume(what paused({_listed(tags) or 'every tag'}) paused)",
+        lambda: Call("resume", [], [tag for tag in going if state(tag) is State.PAUSED], -1),
+        group,
+        timeout,
+    )
 
 
 def _listed(tags: Sequence[object]) -> str:

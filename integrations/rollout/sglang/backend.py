@@ -139,7 +139,8 @@ class LocalBackend(_Backend):
             from sglang.version import __version__ as version
         except ImportError:
             version = None
-        return {**vars(args), "version": version}
+        names = ("tp_size", "pp_size", "dp_size", "enable_dp_attention")
+        return {**{name: getattr(args, name, None) for name in names}, "version": version}
 
     def _generate(self, payload: Mapping[str, Any], timeout: float) -> list[Mapping[str, Any]]:
         from sglang.srt.managers.io_struct import GenerateReqInput
