@@ -10,7 +10,7 @@ from region_memory import buffer_in, owned
 import memsaver
 from memsaver import simulator
 from memsaver.errors import ConfigError, InvalidStateError, OutOfDeviceMemoryError
-from memsaver.native import _C
+from memsaver.native import _C, note
 
 MIB = 1 << 20
 
@@ -437,3 +437,10 @@ def test_functions_that_run_later_are_refused(sim, tag):
     for function in (coroutine, asynchronous, generator):
         with pytest.raises(ConfigError, match=function.__name__):
             memsaver.region(tag(function.__name__))(function)
+
+
+def test_a_warning_at_a_regions_end_is_of_the_line_that_leaves_it(sim, tag):
+    with pytest.warns(memsaver.PerformanceWarning) as caught:
+        with memsaver.region(tag()):
+            note("slow")
+    assert [warning.filename for warning in caught] == [__file__]

@@ -5,7 +5,7 @@ import os
 import sys
 
 import pytest
-from test_preload import LIBRARY
+from preloading import LIBRARY
 
 import memsaver
 from memsaver.errors import ConfigError, NotLoadedError

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from test_preload import built, run  # noqa: F401 - fixtures
 
 import memsaver
 from memsaver.preload import preload_env
@@ -79,7 +78,7 @@ def test_a_preloaded_library_of_the_same_version(run_python, other, library):
     assert done.stderr == ""
 
 
-def test_hooks_stay_out_where_the_library_is_another_versions(run, other):  # noqa: F811
+def test_hooks_stay_out_where_the_library_is_another_versions(run, other):
     # What the program allocates is then the runtime's own, as without them.
     env = {"MEMSAVER_DRIVER": "sim", "MEMSAVER_TAG": "t"}
     ours = run(["./program"], env)

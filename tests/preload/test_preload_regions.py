@@ -1,0 +1,219 @@
+"""Memory of the preloaded library: regions, pauses, streams and handles."""
+
+import pytest
+from preloading import SIM, program_lines
+
+# --- regions --------------------------------------------------------------------------------------
+
+
+def test_a_region_is_served_by_the_core(python):
+    out = python(
+        """
+        runtime, caller, core = Runtime("libcudart.so.13"), Caller("caller_1.so"), Core()
+        before = caller.malloc(MIB)
+        core.enter("weights", 1)
+        small, large = caller.malloc(512), caller.malloc(4 * MIB)
+        assert caller.status == 0 and core.owns(small) and core.owns(large)
+        assert large % (2 * MIB) == 0 and small % 512 == 0
+        runtime.calls()
+        assert caller.free(before) == 0 and runtime.live == 0
+        print(*runtime.calls())
+        core.leave()
+        after = caller.malloc(MIB)
+        assert runtime_of(after) == 1 and not core.owns(after)
+        assert caller.free(small) == 0 and caller.free(large) == 0
+        assert caller.free(large) == 1, "a second free is the caller's mistake"
+        assert caller.free(after) == 0
+        print(*runtime.calls())
+        """,
+        SIM,
+    )
+    assert out == ["cudaFree", "cudaMalloc", "cudaFree"]
+
+
+def test_the_device_is_the_callers_runtimes(python):
+    out = python(
+        """
+        runtime, caller, core = Runtime("libcudart.so.13"), Caller("caller_1.so"), Core()
+        core.enter("t")
+        caller.malloc(MIB)
+        print(caller.status, *runtime.calls())
+        """,
+        SIM,
+    )
+    assert out == ["0", "cudaGetDevice"]
+
+
+def test_out_of_memory_is_an_error_code_and_passes(python):
+    out = python(
+        """
+        caller, core = Caller("caller_1.so"), Core()
+        core.enter("t")
+        caller.malloc(1 << 45)
+        print(caller.status)
+        pointer = caller.malloc(MIB)
+        print(caller.status, core.owns(pointer), caller.free(pointer))
+        """,
+        SIM,
+    )
+    assert out == ["2", "0", "True", "0"]
+
+
+def test_pause_and_resume(python):
+    out = python(
+        """
+        caller, core = Caller("caller_1.so"), Core()
+        core.enter("kv")
+        kept, dropped = caller.malloc(4 * MIB), caller.malloc(4 * MIB)
+        core.leave()
+        core.pause("kv")
+        print(core.state("kv"), caller.free(dropped), caller.malloc(64) > 0, caller.status)
+        core.resume("kv")
+        print(core.state("kv"), core.owns(kept), caller.free(kept))
+        """,
+        SIM,
+    )
+    assert out == ["2", "0", "True", "0", "0", "True", "0"]
+
+
+@pytest.mark.parametrize(
+    ("backup", "policy"), [("none", "0"), ("host", "1"), ("pageable", "2"), ("disk", "3")]
+)
+def test_the_environment_makes_the_process_a_region(python, backup, policy):
+    out = python(
+        """
+        runtime, caller, core = Runtime("libcudart.so.13"), Caller("caller_1.so"), Core()
+        pointer = caller.malloc(4 * MIB)
+        assert core.owns(pointer)
+        print(core.lib.ms_region_tag().decode(), core.backup("trainer"))
+        core.pause()
+        foreign = caller.malloc(64)
+        print(runtime_of(foreign), caller.free(foreign))
+        core.resume()
+        print(caller.free(pointer), core.owns(caller.malloc(64)))
+        """,
+        {**SIM, "MEMSAVER_TAG": "trainer", "MEMSAVER_BACKUP": backup},
+    )
+    assert out == ["trainer", policy, "1", "0", "0", "True"]
+
+
+def test_a_linked_program_in_a_whole_process_region(run, built):
+    done = run([built / "program", "leak"], {**SIM, "MEMSAVER_TAG": "all"})
+    lines = program_lines("ours")
+    assert done.stdout.splitlines() == [*lines[:3], "leak 0", *lines[3:]]
+    assert (done.returncode, done.stderr) == (42, "")
+
+
+def test_a_forked_child_is_inert(python):
+    out = python(
+        """
+        runtime, caller, core = Runtime("libcudart.so.13"), Caller("caller_1.so"), Core()
+        core.enter("t")
+        ours = caller.malloc(4 * MIB)
+        child = os.fork()
+        if child == 0:
+            try:
+                pointer = caller.malloc(MIB)
+                foreign = caller.status == 0 and runtime_of(pointer) == 1
+                foreign = foreign and caller.free(pointer) == 0
+                caller.free(ours)
+                os._exit(0 if foreign else 1)
+            finally:
+                os._exit(2)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        again = caller.malloc(4 * MIB)
+        print(core.owns(again), caller.free(again), caller.free(ours))
+        """,
+        SIM,
+    )
+    assert out == ["0", "True", "0", "0"]
+
+
+# --- streams and handles --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("suffix", "stream", "meant"), [("", 7, 7), ("", 0, 0), ("_ptsz", 7, 7), ("_ptsz", 0, 2)]
+)
+def test_a_free_on_a_stream_waits_for_it(python, suffix, stream, meant):
+    out = python(
+        f"""
+        runtime, caller, core = Runtime("libcudart.so.13"), Caller("caller_1.so"), Core()
+        core.enter("t")
+        pointer = caller.malloc_async{suffix}(MIB, {stream})
+        assert caller.status == 0 and core.owns(pointer)
+        runtime.calls()
+        print(caller.free_async{suffix}(pointer, {stream}), *runtime.calls())
+        print(caller.free(pointer))
+        """,
+        SIM,
+    )
+    relaxed = 2
+    assert out == [
+        "0",
+        f"cudaStreamIsCapturing({meant})",
+        f"cudaStreamSynchronize({meant},mode={relaxed})",
+        "1",
+    ]
+
+
+def test_memory_may_cross_between_the_two_kinds(python):
+    out = python(
+        """
+        caller, core = Caller("caller_1.so"), Core()
+        core.enter("t")
+        plain, ordered = caller.malloc(MIB), caller.malloc_async(MIB, 3)
+        assert core.owns(plain) and core.owns(ordered)
+        print(caller.free_async(plain, 3), caller.free(ordered))
+        """,
+        SIM,
+    )
+    assert out == ["0", "0"]
+
+
+@pytest.mark.parametrize("suffix", ["", "_ptsz"])
+def test_a_capture_keeps_its_own_nodes(python, suffix):
+    out = python(
+        f"""
+        runtime, caller, core = Runtime("libcudart.so.13"), Caller("caller_1.so"), Core()
+        core.enter("t")
+        ours = caller.malloc(MIB)
+        runtime.capture(True)
+        node = caller.malloc_async{suffix}(MIB, 3)
+        print(runtime_of(node), caller.free_async{suffix}(node, 3))
+        runtime.calls()
+        print(caller.free_async{suffix}(ours, 3), *runtime.calls())
+        runtime.capture(False)
+        print(caller.free_async{suffix}(ours, 3), caller.free(ours))
+        """,
+        SIM,
+    )
+    assert out == ["1", "0", "900", "cudaStreamIsCapturing(3)", "0", "1"]
+
+
+def test_plain_memory_is_ours_while_capturing(python):
+    out = python(
+        """
+        runtime, caller, core = Runtime("libcudart.so.13"), Caller("caller_1.so"), Core()
+        core.enter("graph")
+        runtime.capture(True)
+        pointer = caller.malloc(4 * MIB)
+        print(core.owns(pointer), *runtime.calls())
+        """,
+        SIM,
+    )
+    assert out == ["True", "cudaGetDevice"]
+
+
+def test_an_ipc_handle_of_ours_never_reaches_the_runtime(python):
+    out = python(
+        """
+        runtime, caller, core = Runtime("libcudart.so.13"), Caller("caller_1.so"), Core()
+        core.enter("t")
+        pointer = caller.malloc(4 * MIB)
+        runtime.calls()
+        print(caller.ipc(pointer), caller.ipc(pointer + MIB), len(runtime.calls()))
+        """,
+        SIM,
+    )
+    assert out == ["801", "801", "0"]

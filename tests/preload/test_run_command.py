@@ -1,0 +1,130 @@
+"""`memsaver run`, and what the command imports."""
+
+import re
+import signal
+import sys
+import textwrap
+
+import pytest
+from preloading import SIM, program_lines
+
+# --- memsaver run ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cli(run):
+    def go(*arguments, env=None):
+        command = [sys.executable, "-m", "memsaver", "run", *map(str, arguments)]
+        return run(command, env, preloaded=())
+
+    return go
+
+
+def test_run_end_to_end(cli, built):
+    done = cli("--tag", "all", "--backup", "host", "--", built / "program", "leak", env=SIM)
+    assert "main 0 ours 0" in done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (42, "")
+
+
+@pytest.mark.parametrize("backup", ["none", "host", "pageable", "disk"])
+def test_run_keeps_contents_where_it_is_told_to(cli, backup):
+    code = """
+        import ctypes
+        import memsaver
+        from child import MIB, Caller
+
+        pointer = Caller("caller_1.so").malloc(4 * MIB)
+        ctypes.memset(pointer, 7, 4 * MIB)
+        memsaver.pause()
+        (row,) = memsaver.stats().tags
+        memsaver.resume()
+        contents = set(ctypes.string_at(pointer, 4 * MIB))
+        print(row.tag, row.backup, row.host_bytes > 0, row.disk_bytes > 0, contents)
+        """
+    code = textwrap.dedent(code)
+    done = cli("--tag", "all", "--backup", backup, "--", sys.executable, "-c", code, env=SIM)
+    assert (done.returncode, done.stderr) == (0, "")
+    on_host, on_disk = backup in ("host", "pageable"), backup == "disk"
+    contents = {7} if on_host or on_disk else {0}
+    assert done.stdout == f"all {backup} {on_host} {on_disk} {contents}\n"
+
+
+def test_run_without_a_tag_leaves_regions_to_the_command(cli, built):
+    done = cli("--", built / "program", env=SIM)
+    assert done.stdout.splitlines() == program_lines("theirs")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--", "sh", "-c", 'echo "$@"', "sh", "--tag", "x", "--", "-y"],
+        ["sh", "-c", 'echo "$@"', "sh", "--tag", "x", "--", "-y"],
+    ],
+)
+def test_run_leaves_the_commands_options_to_it(cli, arguments):
+    assert cli(*arguments).stdout == "--tag x -- -y\n"
+
+
+def test_run_hands_over_signals(cli):
+    done = cli("--", "sh", "-c", "kill -TERM $$")
+    assert done.returncode == -signal.SIGTERM
+    ignored = cli("--", "grep", "SigIgn", "/proc/self/status").stdout.split()[1]
+    assert not int(ignored, 16) & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        ([], 2, "put it after `--`"),
+        (["--"], 2, "put it after `--`"),
+        (["--tag", "t"], 2, "put it after `--`"),
+        (["--", ""], 2, "put it after `--`"),
+        (["--tag", "", "--", "true"], 2, "the tag is empty"),
+        (["--tag", "t", "--backup", "tape", "--", "true"], 2, "'pageable', 'disk'"),
+        (["--backup", "host", "--", "true"], 2, "needs a tag"),
+        (["--", "no-such-command-here", "-x"], 127, "not found: no-such-command-here"),
+        (["--", "/no/such/file"], 127, "not found: /no/such/file"),
+        (["--", "/etc/passwd"], 126, "/etc/passwd"),
+        (["--frob", "--", "true"], 2, "--frob"),
+    ],
+)
+def test_run_says_what_is_wrong(cli, arguments, status, says):
+    done = cli(*arguments)
+    assert done.returncode == status
+    assert says in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_run_tells_a_missing_interpreter_from_a_missing_command(cli, tmp_path):
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    done = cli("--", script)
+    assert done.returncode == 127 and "interpreter" in done.stderr
+    script.write_text("echo without a first line\n")
+    done = cli("--", script)
+    assert done.returncode == 126 and f"memsaver run -- sh {script}" in done.stderr
+
+
+def test_version_and_help(run):
+    done = run([sys.executable, "-m", "memsaver", "--version"], preloaded=())
+    assert done.returncode == 0 and re.match(r"memsaver \d", done.stdout)
+    done = run([sys.executable, "-m", "memsaver", "run", "--help"], preloaded=())
+    assert done.returncode == 0 and "--backup" in done.stdout
+
+
+# --- what the command imports ---------------------------------------------------------------------
+
+
+def test_importing_preload_is_cheap(run):
+    code = "import sys, memsaver.preload; print({'torch', 'numpy', 'typer'} & set(sys.modules))"
+    assert run([sys.executable, "-c", code], preloaded=()).stdout == "set()\n"
+
+
+def test_running_a_command_takes_no_other_commands_parts(run):
+    words = [sys.executable, "-X", "importtime", "-m", "memsaver", "run", "--", "true"]
+    imported = {line.split("|")[-1].strip() for line in run(words, SIM, ()).stderr.splitlines()}
+    assert "memsaver.cli.run" in imported
+    of_others = ("memsaver.cli.checks", "memsaver.cli.measurements", "memsaver.integrations")
+    of_others += ("memsaver.traces.files", "memsaver.traces.summary", "memsaver.bare_driver")
+    assert imported & set(of_others) == set()
