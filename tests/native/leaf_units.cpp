@@ -1,5 +1,5 @@
 // Runs units of the core that the C ABI cannot reach one by one. `leaf_units CASE [ARGUMENT...]`
-// prints what happened, for tests/test_leaf_units.py to judge.
+// prints what happened, for tests/leaf_units to judge.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>

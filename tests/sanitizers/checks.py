@@ -47,7 +47,7 @@ SUITE = [
     "test_timeline.py",
 ]
 # Programs of tests/native, which these compile with the compiler that CXX names.
-UNITS = ["test_leaf_units.py", "test_fingerprint.py::test_the_unit"]
+UNITS = ["leaf_units", "test_fingerprint.py::test_the_unit"]
 
 OPTIONS = {
     "ASAN_OPTIONS": "halt_on_error=1:detect_stack_use_after_return=1:strict_string_checks=1",

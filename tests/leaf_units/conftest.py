@@ -1,0 +1,78 @@
+"""Units of the core that the C ABI reaches only through others: workers, host memory, files.
+
+tests/native is linked with the objects of the build; each test runs a case of it in
+a process of its own. What the system says is faked below MEMSAVER_TEST_SYSTEM_ROOT.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+UNITS = ["backup_file", "host_budget", "log", "numa", "options", "system_files", "text", "workers"]
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory):
+    """The path of the test program."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if not compiler:
+        pytest.skip("no C++ compiler")
+    built = ROOT / "build" / f"native-{sys.implementation.cache_tag}" / "libmemsaver"
+    parts = []
+    for unit in UNITS:
+        source = ROOT / "csrc" / "core" / f"{unit}.cpp"
+        made = built / f"csrc/core/{unit}.cpp.o"
+        fresh = made.is_file() and made.stat().st_mtime >= source.stat().st_mtime
+        fresh = fresh and "CXX" not in os.environ  # another compiler, or with other flags
+        parts.append(str(made if fresh else source))
+    out = tmp_path_factory.mktemp("native") / "leaf_units"
+    parts += map(str, sorted((ROOT / "tests" / "native").glob("leaf_*.cpp")))
+    command = [*compiler.split(), "-std=c++17", "-pthread", "-Wall", "-Wextra", "-fPIC"]
+    command += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}", "-o", str(out), *parts, "-ldl"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return out
+
+
+@pytest.fixture
+def leaf(program, tmp_path):
+    """Runs a case: `leaf("workers_order", 2)` gives the lines it said."""
+
+    def run(case: str, *arguments, shell: str = "", **env) -> list[str]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
+        environment.update({name: str(value) for name, value in env.items()})
+        command = [str(program), case, *map(str, arguments)]
+        if shell:
+            command = ["bash", "-c", f'{shell} && exec "$@"', "bash", *command]
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0 and not done.stderr, (done.returncode, done.stderr)
+        return done.stdout.splitlines()
+
+    return run
+
+
+@pytest.fixture
+def system(tmp_path, leaf):
+    """A faked /proc and /sys: `system({"/proc/meminfo": ...})("available")` runs a case on it."""
+
+    def fake(files: dict[str, str]):
+        root = tmp_path / "system"
+        shutil.rmtree(root, ignore_errors=True)
+        for name, text in files.items():
+            path = root / name.lstrip("/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+        def run(case: str, *arguments, **env):
+            return leaf(case, *arguments, MEMSAVER_TEST_SYSTEM_ROOT=root, **env)
+
+        return run
+
+    return fake
