@@ -23,7 +23,7 @@ from memsaver.integrations.rollout import WeightMismatchError  # noqa: E402
 ALL = frozenset(RELEASE_ORDER)
 
 
-class Control:
+class Control(weight_engine.Control):
     """An engine's sleep; weights that went to sleep are NaNs when they wake."""
 
     def __init__(self, models) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import sglang_stand_in as stand_in
@@ -91,6 +91,13 @@ def test_orders_go_and_answers_come(world, call):
 def test_what_differs_is_an_answer_however_long(world, call):
     names = tuple(f"model.layers.{number}.weight" for number in range(400))
     checks = [RankCheck(0, "h", 1, damaged=names), *GOOD[1:]]
+    answering(world, False, answer_text(checks))
+    assert call(world.backend) == checks
+
+
+@pytest.mark.parametrize("call", [load, broadcast])
+def test_names_that_no_rank_knows_are_an_answer(world, call):
+    checks = [replace(check, unused=("a",)) for check in GOOD]
     answering(world, False, answer_text(checks))
     assert call(world.backend) == checks
 

@@ -201,16 +201,16 @@ else:
             self.ask("join", address, port, rank_offset, world_size, group_name, backend)
         def leave_group(self, group_name, timeout):
             self.ask("leave", group_name)
-        def load_broadcast(self, names, dtypes, shapes, *, group_name, load_format, flush_cache,
-                           weight_version, order=None, timeout):
+        def _ask(self, name, fields, timeout):
             if self.refuses:
                 raise EngineError("the engine refused")
             self.calls.append("load")
             done, message = self.ask(
-                "load", list(names), list(dtypes), [tuple(s) for s in shapes], group_name,
-                order.text())
-            from memsaver.integrations.sglang.weight_checks import checks_of
-            return checks_of(done, message)
+                "load", fields["names"], fields["dtypes"], fields["shapes"],
+                fields["group_name"], fields["rid"])
+            if not done:
+                raise EngineError(message)
+            return message
     from memsaver.integrations.rollout.ranks import Layout
     from memsaver.integrations.rollout.weights import disaggregated
     layout = Layout(rank=RANK, tp_group=own, tp_ranks=(0, 1), tp_rank=RANK)

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from memsaver.errors import InvalidStateError
+from memsaver.integrations.rollout.sglang.weights import WeightCalls
 from memsaver.integrations.sglang import hooks
 from memsaver.integrations.sglang.errors import EngineError
 from memsaver.integrations.sglang.status import Status
-from memsaver.integrations.sglang.weight_checks import Order, checks_of
+from memsaver.integrations.sglang.weight_checks import Order
 
 VOCAB, HIDDEN, HEADS, LAYERS = 14, 8, 4, 2
 PADDED = 16
@@ -264,13 +265,20 @@ class Control:
     status = Status.AWAKE
     released: frozenset[str] = frozenset()
 
+    @contextlib.contextmanager
+    def request(self, operation: str):
+        self.check(operation)
+        yield
+
     def check(self, operation: str) -> None:
         if self.released:
             raise InvalidStateError(f"the engine cannot {operation} while weights is released")
 
 
-class Backend:
-    """A `rollout.backend.Backend` over ranks in this process."""
+class Backend(WeightCalls):
+    """A `rollout.backend.Backend` over ranks in this process, which get SGLang's requests."""
+
+    other_ranks = ""
 
     def __init__(self, make_manager=SchedulerWeightUpdaterManager, size=1, **model) -> None:
         self.tp_size, self.control = size, Control()
@@ -288,67 +296,27 @@ class Backend:
     def continue_generation(self, timeout: float) -> None:
         self.calls.append("continue")
 
-    def begin_update(self, timeout: float) -> None:
-        self.calls.append("begin")
+    def close(self) -> None:
+        pass
 
-    def end_update(self, timeout: float) -> None:
-        self.calls.append("end")
-
-    def checksums(self, timeout: float) -> list[str]:
+    def _checksums(self, timeout: float):
         rows = [[float(p.float().nansum()) for p in model.parameters()] for model in self.models]
-        return [repr(row) for row in rows]
+        return [{"per_gpu_checksum": repr(row)} for row in rows]
 
-    def load_tensors(
-        self, payloads, *, load_format, flush_cache, weight_version, order=None, timeout
-    ):
-        assert len(payloads) == self.tp_size
-        request = Request(
-            order.text() if order else None,
-            list(payloads),
-            load_format=load_format,
-            flush_cache=flush_cache,
-            weight_version=weight_version,
-        )
-        return self._answer("update_weights_from_tensor", request)
+    def _ask_if_known(self, name: str, timeout: float) -> None:
+        self.calls.append(name.removesuffix("_weight_update"))
 
-    def load_broadcast(
-        self,
-        names,
-        dtypes,
-        shapes,
-        *,
-        group_name,
-        load_format,
-        flush_cache,
-        weight_version,
-        order=None,
-        timeout,
-    ):
-        request = Request(
-            order.text() if order else None,
-            tensors=self.receive(names, dtypes, shapes),
-            flush_cache=flush_cache,
-            weight_version=weight_version,
-        )
-        return self._answer("update_weights_from_distributed", request)
-
-    def receive(self, names, dtypes, shapes):
-        raise NotImplementedError
-
-    def _answer(self, name: str, request: Request):
+    def _ask(self, name: str, fields, timeout: float) -> str:
+        request = Request(**fields)
         self.damage(len(self.requests))
         self.requests.append(request)
         self.calls.append("load")
         outputs = [
             getattr(one, name)(_for_rank(request, rank)) for rank, one in enumerate(self.ranks)
         ]
-        done = all(output.success for output in outputs)
         message = " | ".join(output.message for output in outputs)
-        if done and request.weight_version is not None:
+        if not all(output.success for output in outputs):
+            raise EngineError(f"the engine refused {name}: {message}")
+        if request.weight_version is not None:
             self.version = request.weight_version
-        if not done and "memsaver:" not in message:
-            raise EngineError(message)
-        return checks_of(True, message)
-
-    def close(self) -> None:
-        pass
+        return message

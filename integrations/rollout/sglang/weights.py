@@ -8,7 +8,7 @@ from typing import Any
 from memsaver.errors import ConfigError
 from memsaver.integrations.sglang.errors import EngineError
 from memsaver.integrations.sglang.sleep import SleepController
-from memsaver.integrations.sglang.weight_checks import Order, RankCheck, checks_of
+from memsaver.integrations.sglang.weight_checks import Order, RankCheck, checks_of, is_good
 
 __all__ = ["WeightCalls"]
 
@@ -129,9 +129,9 @@ class WeightCalls:
             try:
                 checks: list[RankCheck] = checks_of(True, self._ask(name, named, timeout))
             except EngineError as error:
-                # Where it was not what was sent, SGLang tells of an update that failed.
+                # Where a rank found something wrong, SGLang tells of an update that failed.
                 checks = checks_of(True, error.message)
-                if not any(check.damaged or check.differing for check in checks):
+                if is_good(checks):
                     raise
             return checks
 
