@@ -48,6 +48,8 @@ class Simulator:
             function = getattr(self.opened, name)
             function.restype, function.argtypes = result, arguments
         self.opened.cuMemsetD8Async.argtypes = [u64, ctypes.c_ubyte, ctypes.c_size_t, pointer]
+        self.opened.cuMemcpyHtoDAsync_v2.argtypes = [u64, u64, ctypes.c_size_t, pointer]
+        self.opened.cuMemcpyDtoHAsync_v2.argtypes = [u64, u64, ctypes.c_size_t, pointer]
         self.opened.cuStreamSynchronize.argtypes = [pointer]
         self.opened.cuStreamDestroy_v2.argtypes = [pointer]
         self.opened.cuCtxPushCurrent_v2.argtypes = [pointer]
@@ -191,6 +193,14 @@ class Simulator:
     def memset(self, address: int, value: int, nbytes: int, stream) -> None:
         """Queue a fill on a stream."""
         assert self.opened.cuMemsetD8Async(address, value, nbytes, stream) == 0
+
+    def to_device(self, address: int, host: int, nbytes: int, stream) -> int:
+        """Queue a copy from host memory; the driver's code."""
+        return self.opened.cuMemcpyHtoDAsync_v2(address, host, nbytes, stream)
+
+    def to_host(self, host: int, address: int, nbytes: int, stream) -> int:
+        """Queue a copy to host memory; the driver's code."""
+        return self.opened.cuMemcpyDtoHAsync_v2(host, address, nbytes, stream)
 
 
 class Block:

@@ -10,7 +10,8 @@ import textwrap
 import pytest
 
 import memsaver
-from memsaver.errors import BackupError, OutOfHostMemoryError
+from memsaver.errors import BackupError, DriverError, OutOfHostMemoryError
+from memsaver.native import _C
 
 pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 
@@ -212,6 +213,24 @@ def test_pinning_ends_in_the_middle(sim, tag, make_blocks):
     with memsaver.paused(name):
         pass
     assert intact(blocks)
+
+
+def test_a_backup_that_cannot_be_cut_in_two(sim, tag, make_blocks):
+    # It is pinned in one piece, and two large parts want one each.
+    (block,) = make_blocks(name := tag(), [140 * MIB], backup="host")
+    with memsaver.paused(name):
+        pass
+    hole = (block.address + 66 * MIB, 3 * MIB)
+    with sim.fault("cuMemHostUnregister"), pytest.raises(DriverError) as caught:
+        _C.pause([name], -1, [hole])
+    assert caught.value.call == "cuMemHostUnregister" and caught.value.tag == name
+    assert memsaver.state(name) == "mapped" and block.is_intact()
+    assert memsaver.stats().host_bytes >= sim.counts().registered_bytes
+    _C.pause([name], -1, [hole])
+    assert memsaver.stats()[name][0].backup_bytes == 137 * MIB
+    memsaver.resume(name)
+    sim.write(hole[0], block.expected()[66 * MIB :][: hole[1]])
+    assert block.is_intact()
 
 
 # --- disk -----------------------------------------------------------------------------------------

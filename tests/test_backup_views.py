@@ -1,5 +1,7 @@
 """Backups as they are looked at, and as trim gives them back."""
 
+import ctypes
+
 import pytest
 from looks import row_of
 
@@ -18,6 +20,26 @@ def test_a_backup_view_is_the_contents(sim, tag, make_blocks):
     for b in blocks:
         assert bytes(_C.backup_view(b.address, b.nbytes)) == b.expected()
         assert bytes(_C.backup_view(b.address + 7, b.nbytes - 7)) == b.expected()[7:]
+
+
+@pytest.mark.parametrize("kind", ["host", "pageable"])
+def test_a_backup_can_be_copied_to_a_device_in_one_call(sim, tag, make_blocks, kind):
+    name, elsewhere = tag(), tag("elsewhere")
+    blocks = make_blocks(name, [30 * MIB, 70 * MIB, 100, 5000, 40 * MIB], backup=kind)
+    (other,) = make_blocks(elsewhere, [70 * MIB])
+    memsaver.pause(name)
+    with sim.stream() as stream:
+        for b in blocks:
+            view = ctypes.c_char.from_buffer(_C.backup_view(b.address, b.nbytes, True))
+            host = ctypes.addressof(view)
+            assert sim.to_device(other.address, host, b.nbytes, stream) == 0
+            assert sim.opened.cuStreamSynchronize(stream) == 0
+            assert sim.read(other.address, b.nbytes) == b.expected()
+            ctypes.memset(host, 0, b.nbytes)
+            assert sim.to_host(host, other.address, b.nbytes, stream) == 0
+            assert sim.opened.cuStreamSynchronize(stream) == 0
+    memsaver.resume(name)
+    assert all(b.is_intact() for b in blocks)
 
 
 def test_a_backup_view_of_a_tensor(sim, tag):

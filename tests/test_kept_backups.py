@@ -120,6 +120,17 @@ def test_a_block_larger_than_a_cell(sim, tag, make, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_large_backup_stays_when_its_neighbours_change(sim, tag, make, kind):
+    blocks = make(name := tag(), [3 * MIB, 70 * MIB, 2 * MIB], kind)
+    cycle(name)
+    del blocks[2], blocks[0]
+    assert cycle(name) == 0
+    blocks += make(name, [MIB], kind, 9)
+    assert cycle(name) == MIB
+    assert all_intact(blocks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_blocks_come_and_go_between_cycles(sim, tag, make, kind):
     dice = random.Random(kind)
     name = tag()

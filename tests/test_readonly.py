@@ -169,9 +169,11 @@ def test_a_backup_on_disk_has_no_view(sim, tag, tmp_path):
 
 
 @pytest.mark.gpu
-def test_to_a_gpu():
+@pytest.mark.parametrize("mib", [4, 300])
+def test_to_a_gpu(mib):
     with memsaver.region("readonly.gpu", backup="host"):
-        tensor = torch.randn(1 << 20, device="cuda")
+        beside = torch.ones(50 << 18, device="cuda")  # so that it begins anywhere
+        tensor = torch.randn(mib << 18, device="cuda")
     before = tensor.clone()
     memsaver.pause("readonly.gpu")
     view = memsaver.backup_view(tensor)
@@ -180,4 +182,6 @@ def test_to_a_gpu():
     other.copy_(view, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(other, before)
+    memsaver.backup_view(tensor, writable=True).copy_(other.neg_())
     memsaver.resume("readonly.gpu")
+    assert torch.equal(tensor, before.neg()) and beside.all()

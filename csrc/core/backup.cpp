@@ -29,7 +29,29 @@ Retired& retired() {
   return *instance;
 }
 
-uint64_t grid(uint64_t address) { return address / kCellBytes * kCellBytes; }
+// The cells for some ranges (see backup.h), in address order. Ranges that have a page in common are
+// as one.
+std::vector<Range> cells_for(const std::vector<Range>& ranges) {
+  const uint64_t unit = cell_unit();
+  std::vector<Range> cells;
+  uint64_t strip = 0;          // where the last of them begins
+  bool may_have_more = false;  // it has no large range
+  for (const Range& range : ranges) {
+    const uint64_t begin = range.address / unit * unit;
+    const uint64_t end = (range.end() + unit - 1) / unit * unit;
+    const bool is_large = range.bytes >= kStripBytes;
+    const bool shares = !cells.empty() && begin < cells.back().end();
+    if (shares || (may_have_more && !is_large && begin / kStripBytes == strip)) {
+      cells.back().bytes = std::max(end, cells.back().end()) - cells.back().address;
+      may_have_more = may_have_more && !is_large;
+    } else {
+      cells.push_back({begin, end - begin});
+      strip = begin / kStripBytes;
+      may_have_more = !is_large;
+    }
+  }
+  return cells;
+}
 
 }  // namespace
 
@@ -123,30 +145,29 @@ void BackupStore::try_drop(Cells::iterator cell) noexcept try {
 std::vector<BackupStore::Room> BackupStore::prepare(const std::vector<VaReservation>& spans,
                                                     const std::vector<Range>& ranges) {
   medium_->cover(spans);
-  std::map<uint64_t, Range> wanted;
-  for (const Range& part : cut(widened(ranges, cell_unit()), kCellBytes)) {
-    Range& bounds = wanted.try_emplace(grid(part.address), part).first->second;
-    bounds.bytes = part.end() - bounds.address;
-  }
+  const std::vector<Range> wanted = cells_for(ranges);
   // What others held, or in other bounds, goes first: the host never holds both.
+  auto need = wanted.begin();
   for (auto cell = cells_.begin(); cell != cells_.end();) {
     const auto next = std::next(cell);
-    const auto need = wanted.find(cell->first);
     const Range held = cell->second.bounds;
-    if (need == wanted.end()) {
+    while (need != wanted.end() && need->end() <= held.address) ++need;
+    if (need == wanted.end() || held.end() <= need->address) {
       try_drop(cell);
-    } else if (need->second.address < held.address || held.end() < need->second.end()) {
+    } else if (need->address < held.address || held.end() < need->end()) {
       drop(cell);
-    } else if (need->second.bytes < held.bytes) {
+    } else if (std::next(need) != wanted.end() && std::next(need)->address < held.end()) {
+      drop(cell);
+    } else if (need->bytes < held.bytes) {
       try_drop(cell);  // too much; it will do, if it cannot be changed
     }
     cell = next;
   }
   std::vector<Room> room;
   uint64_t missing = 0;
-  for (const auto& [key, bounds] : wanted) {
-    const auto held = cells_.find(key);
-    const bool fresh = held == cells_.end();
+  for (const Range& bounds : wanted) {
+    const auto held = around(bounds.address);
+    const bool fresh = held == cells_.end() || held->second.bounds.address > bounds.address;
     room.push_back({fresh ? bounds : held->second.bounds, fresh});
     if (fresh) missing += bounds.bytes;
   }
@@ -154,21 +175,44 @@ std::vector<BackupStore::Room> BackupStore::prepare(const std::vector<VaReservat
   return room;
 }
 
+BackupStore::Cells::const_iterator BackupStore::around(uint64_t address) const {
+  const auto behind = cells_.upper_bound(address);
+  if (behind == cells_.begin()) return behind;
+  const auto before = std::prev(behind);
+  return address < before->second.bounds.end() ? before : behind;
+}
+
+std::vector<Range> BackupStore::cut_for_copies(const std::vector<Range>& ranges) const {
+  std::vector<Range> parts;
+  for (const Range& range : ranges) {
+    for (auto cell = around(range.address);
+         cell != cells_.end() && cell->second.bounds.address < range.end(); ++cell) {
+      const Range& bounds = cell->second.bounds;
+      const uint64_t begin = std::max(bounds.address, range.address);
+      parts.push_back({begin, std::min(bounds.end(), range.end()) - begin});
+    }
+  }
+  if (total(parts) != total(ranges)) {
+    throw Error(Status::kInternal, "there is no room that holds the backup of some saved memory");
+  }
+  return cut(parts, kStripBytes);
+}
+
 void BackupStore::attach(const Range& cell) {
-  Cell& added = cells_[grid(cell.address)];
+  Cell& added = cells_[cell.address];
+  added.bounds = cell;
   try {
     medium_->attach(cell);
   } catch (...) {
-    cells_.erase(grid(cell.address));
+    cells_.erase(cell.address);
     throw;
   }
-  added.bounds = cell;
   cell_bytes_ += cell.bytes;
   count();
 }
 
 void BackupStore::abandon(const Range& cell) noexcept {
-  const auto attached = cells_.find(grid(cell.address));
+  const auto attached = cells_.find(cell.address);
   if (attached != cells_.end()) return try_drop(attached);
   try {
     medium_->drop(cell);
@@ -178,20 +222,31 @@ void BackupStore::abandon(const Range& cell) noexcept {
   count();
 }
 
-const std::vector<BackupStore::Kept>& BackupStore::kept(uint64_t address) const {
-  static const std::vector<Kept> nothing;
-  const auto cell = cells_.find(grid(address));
-  return cell == cells_.end() ? nothing : cell->second.kept;
+std::vector<BackupStore::Kept> BackupStore::kept(const Range& range) const {
+  const auto begins_before = [](const Kept& piece, uint64_t address) {
+    return piece.piece.address < address;
+  };
+  std::vector<Kept> found;
+  for (auto cell = around(range.address);
+       cell != cells_.end() && cell->second.bounds.address < range.end(); ++cell) {
+    const std::vector<Kept>& all = cell->second.kept;
+    const auto first = std::lower_bound(all.begin(), all.end(), range.address, begins_before);
+    found.insert(found.end(), first,
+                 std::lower_bound(first, all.end(), range.end(), begins_before));
+  }
+  return found;
 }
 
 void BackupStore::remember(uint64_t address, std::vector<Kept> kept) {
-  const auto cell = cells_.find(grid(address));
+  const auto cell = cells_.find(address);
   if (cell != cells_.end()) cell->second.kept = std::move(kept);
 }
 
 void BackupStore::forget(const Range& range) noexcept {
-  for (auto cell = cells_.lower_bound(grid(range.address));
-       cell != cells_.end() && cell->first < range.end(); ++cell) {
+  const auto first = around(range.address);
+  if (first == cells_.end()) return;
+  for (auto cell = cells_.find(first->first); cell != cells_.end() && cell->first < range.end();
+       ++cell) {
     // Left in their places: a save forgets range by range, and a cell may have 100,000 pieces.
     std::vector<Kept>& kept = cell->second.kept;
     auto at = std::upper_bound(
@@ -202,12 +257,10 @@ void BackupStore::forget(const Range& range) noexcept {
 }
 
 uint64_t BackupStore::release(const std::vector<Range>& needed) {
-  std::set<uint64_t> cells;
-  for (const Range& part : cut(needed, kCellBytes)) cells.insert(grid(part.address));
   const uint64_t held = held_bytes_;
   for (auto cell = cells_.begin(); cell != cells_.end();) {
     const auto next = std::next(cell);
-    if (!cells.count(cell->first)) try_drop(cell);
+    if (within(needed, cell->second.bounds).empty()) try_drop(cell);
     cell = next;
   }
   return held - held_bytes_;

@@ -1,9 +1,11 @@
 // backup: the saved bytes of one tag on one device: what is kept, in which cells of a medium, and
 // with which fingerprints. It knows nothing of tags, states or streams.
 //
-// Room is held in cells of a fixed grid of 64 MiB, each exactly as large as the ranges in it need.
-// Cells stay, contents and all, until other ranges are prepared or release() is called: so what has
-// not changed since need not be saved again.
+// Room is held in cells. A cell is exactly as large as the ranges in it need: a large one, or those
+// that begin in the same 64 MiB. It has whole ranges, because one copy of a device goes to or from
+// memory that is pinned in one piece, and whoever copies a tensor, which is in one range, does it
+// in one call. Cells stay, contents and all, until other ranges are prepared or release() is
+// called: so what has not changed since need not be saved again.
 #pragma once
 
 #include <atomic>
@@ -51,19 +53,22 @@ class BackupStore {
     Range cell;
     bool fresh;  // to be populated, then attached
   };
-  // Makes room for exactly these ranges (sorted, inside `spans`), in address order: drops the cells
-  // that others needed, claims what is missing. Throws kOutOfHostMemory before any of it is
-  // touched; what backed other ranges may be gone, so the caller prepares only when it needs no
-  // earlier backup any more.
+  // Makes room for exactly these ranges (sorted, inside `spans`; each in one cell, though it may
+  // touch the next), in address order: drops the cells that others needed, claims what is missing.
+  // Throws kOutOfHostMemory before any of it is touched; what backed other ranges may be gone, so
+  // the caller prepares only when it needs no earlier backup any more.
   std::vector<Room> prepare(const std::vector<VaReservation>& spans,
                             const std::vector<Range>& ranges);
-  // The two steps of a fresh cell: the first on any thread, the second inside a DeviceScope. Throw
-  // kOutOfHostMemory, kBackupFailed.
-  void populate(const Range& cell) { medium_->populate(cell); }
+  // The two steps of a fresh cell: the first for each of its strips, on any thread, the second when
+  // that is done, inside a DeviceScope. Throw kOutOfHostMemory, kBackupFailed.
+  void populate(const Range& strip) { medium_->populate(strip); }
   void attach(const Range& cell);
   // Gives up a cell of a failed save, attached or not, and its claim.
   void abandon(const Range& cell) noexcept;
 
+  // `ranges` (sorted, of attached cells) as they are copied: strip by strip, and never from one
+  // cell into the next. Throws kInternal where there is no cell.
+  std::vector<Range> cut_for_copies(const std::vector<Range>& ranges) const;
   // Where the bytes go (backup_medium.h). Of attached cells.
   bool is_direct() const { return kind_ == Backup::kHost; }
   void* direct(uint64_t address) const { return medium_->direct(address); }
@@ -80,8 +85,8 @@ class BackupStore {
     Range piece;
     Digest digest;
   };
-  // Of the cell around an address, in address order. Empty where nothing is known.
-  const std::vector<Kept>& kept(uint64_t address) const;
+  // Those that begin in a range, in address order. Empty where nothing is known.
+  std::vector<Kept> kept(const Range& range) const;
   // From now on these are what is known of the cell around an address.
   void remember(uint64_t address, std::vector<Kept> kept);
   // Nothing is known of what lies in the range any more: it is about to be written to.
@@ -100,8 +105,9 @@ class BackupStore {
     Range bounds;
     std::vector<Kept> kept;
   };
-  using Cells = std::map<uint64_t, Cell>;  // by their address on the grid
-  void drop(Cells::iterator cell);         // on a throw it is as before
+  using Cells = std::map<uint64_t, Cell>;                // by their address
+  Cells::const_iterator around(uint64_t address) const;  // the first that ends behind it
+  void drop(Cells::iterator cell);                       // on a throw it is as before
   void try_drop(Cells::iterator cell) noexcept;
   void count();  // after a change of the cells
 
@@ -112,8 +118,8 @@ class BackupStore {
   std::atomic<uint64_t> held_bytes_{0};  // and what a medium could not give back
 };
 
-// The grid of the cells: copies of 64 MiB run at the bus's full rate (FACTS), and a cell is pinned
-// in the time that copying one takes.
-constexpr uint64_t kCellBytes = 64ull << 20;
+// Cells are filled and copied in strips, cut at multiples of this: copies of 64 MiB run at the
+// bus's full rate (FACTS), and so much is pinned in the time that copying it takes.
+constexpr uint64_t kStripBytes = 64ull << 20;
 
 }  // namespace memsaver

@@ -32,9 +32,10 @@ class BackupMedium {
   // The steps by which a cell comes to be, each for its own bytes only:
   // claims room for `bytes` before any of it is touched. Throws kOutOfHostMemory.
   virtual void claim(uint64_t bytes) = 0;
-  // makes a cell's room real: pages have memory, a file its blocks. Any thread, several at once.
-  // Throws kOutOfHostMemory, kBackupFailed; then the cell is to be dropped as well.
-  virtual void populate(const Range& cell) = 0;
+  // makes the room of a part of a cell real, once for each: pages have memory, a file its blocks.
+  // Any thread, several at once. Throws kOutOfHostMemory, kBackupFailed; then the cell is to be
+  // dropped as well.
+  virtual void populate(const Range& part) = 0;
   // makes it ready for copies; the calling thread is in a DeviceScope. Throws kOutOfHostMemory.
   virtual void attach(const Range& cell) = 0;
   // gives everything of it back, attached or not, and its claim. Throws kDriverFailed where the

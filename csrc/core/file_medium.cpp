@@ -10,20 +10,23 @@ void FileMedium::cover(const std::vector<VaReservation>& spans) {
   }
 }
 
-void FileMedium::populate(const Range& cell) {
+void FileMedium::populate(const Range& part) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    populated_.insert(cell.address);  // also where only a part gets its blocks
+    populated_.insert(part.address);  // also where only some of it gets its blocks
   }
-  file_.reserve(place(cell.address), cell.bytes);
+  file_.reserve(place(part.address), part.bytes);
   std::lock_guard<std::mutex> lock(mutex_);
-  unreturned_ = subtract(std::move(unreturned_), {cell});
+  unreturned_ = subtract(std::move(unreturned_), {part});
 }
 
 void FileMedium::drop(const Range& cell) {
   const bool punched = file_.punch(place(cell.address), cell.bytes);
   std::lock_guard<std::mutex> lock(mutex_);
-  const bool held = populated_.erase(cell.address) > 0;
+  const auto first = populated_.lower_bound(cell.address);
+  const auto last = populated_.lower_bound(cell.end());
+  const bool held = first != last;
+  populated_.erase(first, last);
   if (populated_.empty()) {
     if (!punched || !unreturned_.empty()) file_.clear();
     unreturned_.clear();

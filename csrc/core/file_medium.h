@@ -20,7 +20,7 @@ class FileMedium : public BackupMedium {
 
   void cover(const std::vector<VaReservation>& spans) override;
   void claim(uint64_t) override {}  // by populate(): only the file system can promise its blocks
-  void populate(const Range& cell) override;
+  void populate(const Range& part) override;
   void attach(const Range&) override {}
   void drop(const Range& cell) override;
   uint64_t unreturned_bytes() const override;
@@ -40,7 +40,7 @@ class FileMedium : public BackupMedium {
   std::map<uint64_t, uint64_t> starts_;  // address of a span -> its offset in the file
   uint64_t end_ = 0;
   mutable std::mutex mutex_;       // over the next two
-  std::set<uint64_t> populated_;   // addresses of cells
+  std::set<uint64_t> populated_;   // addresses of parts of cells
   std::vector<Range> unreturned_;  // what had been cells and could not be punched; disjoint
 };
 

@@ -110,11 +110,11 @@ char* HostMedium::place(uint64_t address) const {
 
 void HostMedium::claim(uint64_t bytes) { claim_.grow(bytes, "a backup"); }
 
-void HostMedium::populate(const Range& cell) {
-  touch(place(cell.address), cell.bytes);
-  claim_.touched(cell.bytes);
+void HostMedium::populate(const Range& part) {
+  touch(place(part.address), part.bytes);
+  claim_.touched(part.bytes);
   std::lock_guard<std::mutex> lock(mutex_);
-  populated_.insert(cell.address);
+  populated_.emplace(part.address, part.bytes);
 }
 
 void HostMedium::attach(const Range& cell) {
@@ -131,11 +131,13 @@ void HostMedium::drop(const Range& cell) {
   }
   give_back(place(cell.address), cell.bytes);
   std::lock_guard<std::mutex> lock(mutex_);
-  if (populated_.erase(cell.address) > 0) {
-    claim_.shrink(cell.bytes);
-  } else {
-    claim_.shrink_untouched(cell.bytes);
+  uint64_t touched = 0;
+  for (auto part = populated_.lower_bound(cell.address);
+       part != populated_.end() && part->first < cell.end(); part = populated_.erase(part)) {
+    touched += part->second;
   }
+  claim_.shrink(touched);
+  claim_.shrink_untouched(cell.bytes - touched);
 }
 
 void* HostMedium::direct(uint64_t address) const {

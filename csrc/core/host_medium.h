@@ -4,7 +4,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include "core/backup_medium.h"
@@ -25,7 +24,7 @@ class HostMedium : public BackupMedium {
 
   void cover(const std::vector<VaReservation>& spans) override;
   void claim(uint64_t bytes) override;
-  void populate(const Range& cell) override;
+  void populate(const Range& part) override;
   void attach(const Range& cell) override;
   void drop(const Range& cell) override;
   void* direct(uint64_t address) const override;
@@ -57,7 +56,7 @@ class HostMedium : public BackupMedium {
   std::vector<std::unique_ptr<Mirror>> mirrors_;
   HostClaim claim_;
   std::mutex mutex_;                        // over the next
-  std::set<uint64_t> populated_;            // addresses of cells that have their pages
+  std::map<uint64_t, uint64_t> populated_;  // parts of cells that have pages: address -> bytes
   std::map<uint64_t, PinnedRange> pinned_;  // by the cell's address
 };
 

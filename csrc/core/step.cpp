@@ -16,6 +16,22 @@ namespace {
 // times as much.
 constexpr uint64_t kDiscardedShares = 6;
 
+// `blocks` (sorted) without `holes`: block by block, not joined, as a backup wants them.
+std::vector<Range> less(std::vector<Range> blocks, const std::vector<Range>& holes) {
+  if (holes.empty()) return blocks;
+  const std::vector<Range> left = subtract(blocks, holes);
+  std::vector<Range> parts;
+  auto at = left.begin();
+  for (const Range& block : blocks) {
+    for (; at != left.end() && at->address < block.end(); ++at) {
+      const uint64_t begin = std::max(at->address, block.address);
+      parts.push_back({begin, std::min(at->end(), block.end()) - begin});
+      if (at->end() > block.end()) break;
+    }
+  }
+  return parts;
+}
+
 // A NaN in float64, float32, bfloat16, float16 and both common formats of 8 bits (e4m3fn, e5m2);
 // -1 in integers.
 constexpr unsigned char kPoison = 0xFF;
@@ -77,7 +93,7 @@ std::vector<Step> plan_pause(const std::vector<Tag*>& tags, std::optional<Backup
       Step step(pool);
       step.kind = policy.value_or(tag->policy);
       if (step.kind != Backup::kNone) {
-        step.ranges = trust_dead ? subtract(pool.heap.live(), dead) : pool.heap.live();
+        step.ranges = trust_dead ? less(pool.heap.live(), dead) : pool.heap.live();
       }
       step.device_bytes = pool.heap.resident_bytes();
       steps.push_back(std::move(step));

@@ -57,11 +57,9 @@ Save::Save(Device& device, BackupStore& store, const std::vector<VaReservation>&
     std::vector<Range> fresh;
     size_t piece = 0;
     for (const BackupStore::Room& room : rooms) {
-      Cell cell{room, within(ranges_, room.cell), piece, 0};
-      while (piece < pieces_.size() && pieces_[piece].address < room.cell.end()) ++piece;
-      cell.piece_count = piece - cell.first_piece;
-      cells_.push_back(std::move(cell));
-      if (room.fresh) fresh.push_back(room.cell);
+      add_cell(room, &piece);
+      if (!room.fresh) continue;
+      for (const Range& strip : cut({room.cell}, kStripBytes)) fresh.push_back(strip);
     }
     if (hashing) {
       hasher_ = std::make_unique<Fingerprinter>(device_);
@@ -90,18 +88,39 @@ Save::~Save() {
   }
 }
 
-// The ranges of a cell that are not in the store as they are.
-std::vector<Range> Save::changed(const Cell& cell) {
-  const std::vector<BackupStore::Kept>& kept = store_.kept(cell.room.cell.address);
-  if (!hasher_ || kept.empty()) return cell.ranges;
+void Save::add_cell(const BackupStore::Room& room, size_t* next_piece) {
+  Cell cell{room, strips_.size(), 0};
+  for (const Range& bounds : cut({room.cell}, kStripBytes)) {
+    Strip strip{bounds, within(ranges_, bounds), *next_piece, 0};
+    while (*next_piece < pieces_.size() && pieces_[*next_piece].address < bounds.end()) {
+      ++*next_piece;
+    }
+    strip.piece_count = *next_piece - strip.first_piece;
+    strips_.push_back(std::move(strip));
+  }
+  cell.strip_count = strips_.size() - cell.first_strip;
+  cells_.push_back(cell);
+}
+
+// Makes a fresh cell ready for its first copy.
+void Save::attach(const Cell& cell) {
+  for (size_t i = 0; i < cell.strip_count; ++i) populating_->wait_for(next_fresh_++);
+  store_.attach(cell.room.cell);
+}
+
+// The ranges of a strip that are not in the store as they are.
+std::vector<Range> Save::changed(const Strip& strip) {
+  if (!hasher_) return strip.ranges;
+  const std::vector<BackupStore::Kept> kept = store_.kept(strip.bounds);
+  if (kept.empty()) return strip.ranges;
   std::vector<Range> different;
   auto known = kept.begin();
-  for (size_t i = 0; i < cell.piece_count; ++i) {
-    const Range& piece = pieces_[cell.first_piece + i];
+  for (size_t i = 0; i < strip.piece_count; ++i) {
+    const Range& piece = pieces_[strip.first_piece + i];
     while (known != kept.end() && known->piece.address < piece.address) ++known;
     const bool same = known != kept.end() && known->piece.address == piece.address &&
                       known->piece.bytes == piece.bytes &&
-                      known->digest == hasher_->wait(cell.first_piece + i);
+                      known->digest == hasher_->wait(strip.first_piece + i);
     if (!same) {
       append(different, piece.address, piece.end());
       continue;
@@ -129,15 +148,16 @@ void Save::mark(uint64_t end) {
 }
 
 void Save::queue(uint64_t end) {
-  for (; next_cell_ < cells_.size() && cells_[next_cell_].room.cell.address < end; ++next_cell_) {
-    const Cell& cell = cells_[next_cell_];
-    if (cell.room.fresh) {
-      populating_->wait_for(next_fresh_++);
-      store_.attach(cell.room.cell);
+  for (; next_strip_ < strips_.size() && strips_[next_strip_].bounds.address < end; ++next_strip_) {
+    const Strip& strip = strips_[next_strip_];
+    if (next_cell_ < cells_.size() && cells_[next_cell_].first_strip == next_strip_) {
+      const Cell& cell = cells_[next_cell_];
+      if (cell.room.fresh) attach(cell);
+      ++next_cell_;
     }
-    const std::vector<Range> different = changed(cell);
+    const std::vector<Range> different = changed(strip);
     const uint64_t bytes = total(different);
-    progress_.total_bytes -= total(cell.ranges) - bytes;
+    progress_.total_bytes -= total(strip.ranges) - bytes;
     copied_bytes_ += bytes;
     if (!store_.is_direct()) {
       staged_.insert(staged_.end(), different.begin(), different.end());
@@ -145,8 +165,8 @@ void Save::queue(uint64_t end) {
     }
     copy(different);
     const bool last =
-        next_cell_ + 1 == cells_.size() || cells_[next_cell_ + 1].room.cell.address >= end;
-    if (last || marked_bytes_ >= kMarkBytes) mark(cell.room.cell.end());
+        next_strip_ + 1 == strips_.size() || strips_[next_strip_ + 1].bounds.address >= end;
+    if (last || marked_bytes_ >= kMarkBytes) mark(strip.bounds.end());
   }
 }
 
@@ -159,7 +179,7 @@ void Save::wait(uint64_t end) {
         [](const Range& piece, uint64_t address) { return piece.address < address; });
     if (behind != pieces_.begin()) hasher_->wait(static_cast<size_t>(behind - pieces_.begin()) - 1);
   }
-  // A cell is queued whole, so the marks reach `end` where anything below it was queued.
+  // A strip is queued whole, so the marks reach `end` where anything below it was queued.
   for (; next_mark_ < marks_.size(); ++next_mark_) {
     const bool enough = next_mark_ > 0 && marks_[next_mark_ - 1].end >= end;
     if (enough) return;
@@ -196,8 +216,11 @@ uint64_t Save::finish() {
   wait(UINT64_MAX);
   for (const Cell& cell : cells_) {
     std::vector<BackupStore::Kept> kept;
-    for (size_t i = cell.first_piece; i < cell.first_piece + cell.piece_count; ++i) {
-      kept.push_back({pieces_[i], digest(i)});
+    for (size_t at = cell.first_strip; at < cell.first_strip + cell.strip_count; ++at) {
+      const Strip& strip = strips_[at];
+      for (size_t i = strip.first_piece; i < strip.first_piece + strip.piece_count; ++i) {
+        kept.push_back({pieces_[i], digest(i)});
+      }
     }
     store_.remember(cell.room.cell.address, std::move(kept));
   }
@@ -249,7 +272,7 @@ void Restore::queue(const Range& mapped) {
     return;
   }
   CUstream stream = device_.copy_stream(Device::Direction::kToDevice);
-  for (const Range& part : cut(parts, kCellBytes)) {
+  for (const Range& part : store_.cut_for_copies(parts)) {
     queued_ = true;
     CU_CHECK(cuMemcpyHtoDAsync, part.address, store_.direct(part.address), part.bytes, stream);
     queued_bytes_ += part.bytes;
@@ -268,9 +291,8 @@ void Restore::run_staged() {
     const Range& piece = pieces[i];
     store_.read(piece.address, buffer.data(), piece.bytes);
     if (store_.kind() == Backup::kDisk) {
-      for (const BackupStore::Kept& kept : store_.kept(piece.address)) {
-        if (kept.piece.bytes == 0) continue;
-        if (kept.piece.address < piece.address || kept.piece.end() > piece.end()) continue;
+      for (const BackupStore::Kept& kept : store_.kept(piece)) {
+        if (kept.piece.bytes == 0 || kept.piece.end() > piece.end()) continue;
         const char* const bytes = buffer.data() + (kept.piece.address - piece.address);
         if (fingerprint_of(bytes, kept.piece.bytes) != kept.digest) {
           throw Error(

@@ -33,8 +33,8 @@ void settle(Device& device, Device::Direction direction) noexcept;
 // The bytes of the largest buffer through which any part of these ranges (sorted) is staged.
 uint64_t staged_bytes(const std::vector<Range>& ranges);
 
-// Brings `ranges` (sorted, mapped, not written to meanwhile) into the store. Pieces whose
-// fingerprint is that of what the store keeps are left where they are.
+// Brings `ranges` (as BackupStore::prepare wants them, mapped, not written to meanwhile) into the
+// store. Pieces whose fingerprint is that of what the store keeps are left where they are.
 class Save {
  public:
   // Makes room, and begins to fill it with pages and to hash. What is staged goes through
@@ -62,10 +62,14 @@ class Save {
   void keep() noexcept;
 
  private:
-  struct Cell {
-    BackupStore::Room room;
+  struct Strip {  // of a cell, see kStripBytes
+    Range bounds;
     std::vector<Range> ranges;
     size_t first_piece = 0, piece_count = 0;
+  };
+  struct Cell {
+    BackupStore::Room room;
+    size_t first_strip = 0, strip_count = 0;
   };
   struct Mark {  // copies of what lies below `end` are done when the event is
     uint64_t end, bytes;
@@ -73,7 +77,9 @@ class Save {
   };
 
   const Digest& digest(size_t piece) { return hasher_ ? hasher_->wait(piece) : digests_[piece]; }
-  std::vector<Range> changed(const Cell& cell);
+  void add_cell(const BackupStore::Room& room, size_t* next_piece);
+  void attach(const Cell& cell);
+  std::vector<Range> changed(const Strip& strip);
   void copy(const std::vector<Range>& ranges);
   void mark(uint64_t end);
   void run_staged();
@@ -84,11 +90,12 @@ class Save {
   StagingBuffer* const reserve_;
   const std::vector<Range> ranges_;
   std::vector<Cell> cells_;
+  std::vector<Strip> strips_;    // of the cells, in order
   std::vector<Range> pieces_;    // of the fingerprints
   std::vector<Digest> digests_;  // of the pieces, where the host computes them
   std::unique_ptr<Fingerprinter> hasher_;
-  std::unique_ptr<Workers> populating_;  // of the fresh cells, in order
-  size_t next_cell_ = 0, next_fresh_ = 0, next_mark_ = 0;
+  std::unique_ptr<Workers> populating_;  // the fresh cells, strip by strip
+  size_t next_cell_ = 0, next_strip_ = 0, next_fresh_ = 0, next_mark_ = 0;
   std::vector<Mark> marks_;
   std::vector<Range> staged_;  // what run_staged() is to copy
   uint64_t marked_bytes_ = 0, copied_bytes_ = 0;

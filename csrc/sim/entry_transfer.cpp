@@ -1,10 +1,11 @@
 // Entry points: copies and sets.
 //
 // A device range must be mapped and accessible when the call is made (CUDA_ERROR_INVALID_VALUE)
-// and still be so when it runs (an illegal access). Copies to or from pageable host memory are
-// complete when the call returns, on whatever stream; those of pinned memory are not, unless the
-// call is a synchronous one that involves the host. cuMemcpyDtoD and cuMemsetD* go to the legacy
-// stream and do not wait.
+// and still be so when it runs (an illegal access). A host range that begins in pinned memory must
+// end there (CUDA_ERROR_INVALID_VALUE). Copies to or from pageable host memory are complete when
+// the call returns, on whatever stream; those of pinned memory are not, unless the call is a
+// synchronous one that involves the host. cuMemcpyDtoD and cuMemsetD* go to the legacy stream and
+// do not wait.
 #include <cuda.h>
 
 #include <vector>
@@ -19,7 +20,7 @@ enum class Side { kHost, kDevice };
 
 bool usable(const Range& range, Side side, int device, bool write) {
   if (range.end() < range.address) return false;
-  if (side == Side::kHost) return range.address != 0;
+  if (side == Side::kHost) return range.address != 0 && !state().host.leaves(range);
   std::vector<Piece> pieces;
   return state().space.pieces(range, device, write, &pieces);
 }

@@ -113,4 +113,9 @@ bool HostMemory::contains(Range range) const {
   return entry != nullptr && entry->range.contains(range);
 }
 
+bool HostMemory::leaves(Range range) const {
+  const Entry* entry = find(range.address);
+  return entry != nullptr && !entry->range.contains(range);
+}
+
 }  // namespace memsaver::sim

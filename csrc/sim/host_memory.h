@@ -35,6 +35,8 @@ class HostMemory {
   const Entry* find(uint64_t address) const;
   // True when one entry holds the whole range.
   bool contains(Range range) const;
+  // True when the range begins in an entry and ends outside of it.
+  bool leaves(Range range) const;
 
   void set_limit(uint64_t bytes) { limit_ = bytes; }
   uint64_t pinned_bytes() const { return pinned_bytes_; }

@@ -100,6 +100,16 @@ ANSWERS = {
         "nothing there": INVALID_VALUE,
     },
     "register device memory": {"reserved": INVALID_VALUE, "mapped": INVALID_VALUE},
+    # HtoD, DtoH, and both without a wait.
+    "copy across registrations": {
+        "of one": 4 * [SUCCESS],
+        "of two": 4 * [INVALID_VALUE],
+        "of one and what follows": 4 * [INVALID_VALUE],
+        "of one and what precedes": 4 * [SUCCESS],
+        "of two and what is around": 4 * [SUCCESS],
+        "of a part of a page and the rest": 4 * [SUCCESS],
+        "of the rest of that page": 4 * [SUCCESS],
+    },
     "plain block": {"unmap": INVALID_VALUE, "retain handle": INVALID_VALUE},
     "two forbidden calls in a capture; end": [
         CAPTURE_UNSUPPORTED,

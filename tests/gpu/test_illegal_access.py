@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -41,6 +42,29 @@ os._exit(0)
 """
 
 
+# Ends as it should but for the touch, if there is one.
+UNDER = """
+import os
+import torch
+import memsaver
+
+with memsaver.region("weights", backup="host"):
+    weights = torch.ones(1 << 20, device="cuda")
+memsaver.pause("weights")
+if {touches}:
+    try:
+        weights.add_(1)
+        torch.cuda.synchronize()
+    except RuntimeError:
+        pass
+else:
+    memsaver.resume("weights")
+    assert weights.all()
+print("through", flush=True)
+os._exit(0)
+"""
+
+
 COPY = """
 import os
 import torch
@@ -58,18 +82,27 @@ os._exit(0)
 """
 
 
-def lines_of(program: str) -> list[str]:
-    """What a program prints."""
+# As the soak is run under it: see test_soak.py.
+SANITIZER = "compute-sanitizer --error-exitcode 9 --report-api-errors no --show-backtrace no"
+
+
+def run(program: str, *under: str) -> subprocess.CompletedProcess[str]:
+    """Run a program, or a tool that runs it."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MEMSAVER_")}
     root = str(Path(memsaver.__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
+    return subprocess.run(
+        [*under, sys.executable, "-c", textwrap.dedent(program)],
         env=env,
         capture_output=True,
         text=True,
         timeout=100,
     )
+
+
+def lines_of(program: str) -> list[str]:
+    """What a program prints."""
+    done = run(program)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()
 
@@ -84,3 +117,14 @@ def test_a_paused_tensor_that_was_copied_is_explained() -> None:
     """Torch's own error is seen: safetensors and checkpoints copy like this."""
     (said,) = lines_of(COPY)
     assert "has been paused" in said and "nothing that saves or sends it" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="compute-sanitizer is not here")
+@pytest.mark.parametrize("touches", [True, False])
+def test_the_sanitizer_sees_what_touches_paused_memory(touches: bool) -> None:
+    """What the soak under the same tool proves: an access outside of what is mapped is found."""
+    done = run(UNDER.format(touches=touches), *SANITIZER.split())
+    said = done.stdout + done.stderr
+    assert done.returncode == (9 if touches else 0), said[-4000:]
+    assert ("Invalid __global__" in said) == touches and "through" in said, said[-4000:]

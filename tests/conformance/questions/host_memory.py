@@ -50,7 +50,42 @@ def register_device_memory(drv):
     return {"reserved": reserved, "mapped": drv.cuMemHostRegister(address, 4096, 0)}
 
 
+def copy_across_registrations(drv):
+    drv.start()
+    import mmap
+
+    page = 4096
+    memory = mmap.mmap(-1, 8 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for first, pages in ((1, 2), (3, 2)):  # pages 0 and 5 to 7 are not registered
+        drv.check("cuMemHostRegister", address + first * page, pages * page, 0)
+    drv.check("cuMemHostRegister", address + 6 * page + 1024, 1024, 0)
+    device, _ = drv.mapped(2 << 20)
+    stream = drv.stream()
+    parts = {
+        "of one": (1, 2),
+        "of two": (2, 2),
+        "of one and what follows": (4, 2),
+        "of one and what precedes": (0, 2),
+        "of two and what is around": (0, 6),
+        "of a part of a page and the rest": (6, 1),
+        "of the rest of that page": (6, 0.25),
+    }
+    codes = {}
+    for name, (first, pages) in parts.items():
+        host, size = address + first * page, int(pages * page)
+        codes[name] = [
+            drv.cuMemcpyHtoD(device, host, size),
+            drv.cuMemcpyDtoH(host, device, size),
+            drv.cuMemcpyHtoDAsync(device, host, size, stream),
+            drv.cuMemcpyDtoHAsync(host, device, size, stream),
+        ]
+    drv.check("cuStreamSynchronize", stream)
+    return codes
+
+
 QUESTIONS = {
+    "copy across registrations": copy_across_registrations,
     "register pinned memory": register_what_is_pinned,
     "register pages": register_pages,
     "register device memory": register_device_memory,
