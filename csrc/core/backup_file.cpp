@@ -121,10 +121,10 @@ void require_aligned(uint64_t offset, uint64_t bytes, const void* buffer = nullp
 }  // namespace
 
 BackupFile BackupFile::create(const std::string& directory) {
-  const std::string chosen = directory.empty() ? default_directory() : directory;
+  std::string chosen = directory.empty() ? default_directory() : directory;
   const int file = open_unnamed(chosen);
   if (file < 0) fail_in(chosen, "making a file for a backup", 0, errno, "");
-  return BackupFile(file, chosen);
+  return BackupFile(file, std::move(chosen));  // no allocation may fail while the file is nobody's
 }
 
 BackupFile::BackupFile(int file, std::string directory)
