@@ -402,10 +402,11 @@ MS_API ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t*
 MS_API ms_status ms_locate(const void* pointer, ms_location* location, ms_error* error);
 
 /* Where the backup of [address, address + bytes) lies in host memory: valid until the tag's next
- * change; if it is pinned, in one piece, which a device may copy at once. What a caller writes
- * there comes back with the resume, if it said that it is going to (`writable`); else it must not
- * write. MS_INVALID_STATE: the tag is not paused, or was paused without a backup or with one on
- * disk, or a part of the range is dead. MS_NOT_OURS. */
+ * change. If that is pinned, then in one piece, from and to which a device copies it by one call
+ * (a block of less than 1 MiB may be in two pieces). What a caller writes there comes back with the
+ * resume, if it said that it is going to (`writable`); else it must not write. MS_INVALID_STATE:
+ * the tag is not paused, or was paused without a backup or with one on disk, or a part of the range
+ * is dead. MS_NOT_OURS. */
 MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                 ms_error* error);
 

@@ -24,7 +24,7 @@ MIB = 1 << 20
 PAGE = 2 * MIB
 SLAB = 64 * MIB  # the default of slab_bytes
 
-# Around every boundary that matters: a block's unit, a page, a slab, a cell of the backup.
+# Around every boundary that matters: a block's unit, a page, a slab, a strip of the backup.
 EDGES = [512, PAGE, 4 * MIB, SLAB, 128 * MIB, 300 * MIB]
 sizes = st.one_of(
     st.integers(1, 5000),

@@ -110,10 +110,10 @@ def test_contents_over_cycles_with_changes_between(sim, tag, make, options, kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_larger_than_a_cell(sim, tag, make, kind):
+def test_a_block_larger_than_a_strip(sim, tag, make, kind):
     blocks = make(name := tag(), [70 * MIB, 1], kind)
     cycle(name)
-    for at in (0, 64 * MIB - 3, 70 * MIB - 6):  # the second in two cells
+    for at in (0, 64 * MIB - 3, 70 * MIB - 6):  # the second in two strips
         blocks[0].write(at, b"change")
         assert cycle(name) == (2 * MIB if at % MIB > MIB - 6 and at < 65 * MIB else MIB)
     assert all_intact(blocks)
@@ -337,7 +337,7 @@ def test_after_a_trim_everything_is_copied(sim, tag, make, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_of_several_cells_fails(sim, tag, make, kind):
+def test_a_copy_of_several_strips_fails(sim, tag, make, kind):
     blocks = make(name := tag(), [66 * MIB, 2 * MIB], kind)
     for nth in (1, 2, 3):
         with sim.fault("cuMemcpyDtoHAsync", 719 if nth == 2 else 1, nth):

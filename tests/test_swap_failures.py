@@ -1,5 +1,6 @@
 """Every driver call of a swap fails: what goes out stays mapped, what comes in paused."""
 
+import contextlib
 import itertools
 from itertools import chain
 
@@ -10,6 +11,7 @@ import memsaver
 
 pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 
+MIB = 1 << 20
 # Pages of 2 and 4 MiB: some of one side fit under the other, some do not.
 OUT = [4096, PAGE + 512, 100_000]
 INTO = [PAGE, 512, PAGE + 512]
@@ -164,3 +166,26 @@ def test_a_shortage_on_one_device_that_cannot_be_undone_on_another_says_so(
         """,
         MEMSAVER_SIM_DEVICES=2,
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemcpyDtoHAsync", "cuMemHostRegister"])
+@pytest.mark.parametrize("times", [1, 0], ids=["once", "forever"])
+def test_a_swap_of_large_blocks_that_fails_on_its_way(sim, tag, make_blocks, call, times):
+    # Each has a part of the backup to itself, which is saved strip by strip; some are there already
+    # when it fails, and where it cannot be undone what was handed over comes back from them.
+    going, coming = tag("out"), tag("into")
+    out = Fixed(sim, make_blocks(going, [66 * MIB, 65 * MIB], backup="host"))
+    into = Fixed(sim, make_blocks(coming, [65 * MIB, 66 * MIB], backup="host"))
+    memsaver.pause(coming)
+    for nth in range(1, 5):
+        with sim.fault(call, nth=nth, times=times), contextlib.suppress(memsaver.MemsaverError):
+            memsaver.swap(out=going, into=coming)
+        assert reported() == sim.tag_bytes(), nth
+        for name, blocks in ((coming, into), (going, out)):
+            memsaver.resume(name)
+            assert blocks.are_intact(), nth
+        memsaver.pause(coming)
+        memsaver.trim(wait=True)
+    memsaver.resume(coming)
+    assert into.are_intact() and out.are_intact()

@@ -100,8 +100,8 @@ def test_an_interior_pointer_keeps_working(sim, tag, make_blocks):
     assert block.bytes()[7 * MIB + 123 :][:14] == b"written inside"
 
 
-def test_contents_that_span_pieces_and_cells(sim, tag, make_blocks, options):
-    # Larger than a cell of the host backup (64 MiB), larger than a shared piece.
+def test_contents_that_span_pieces_and_strips(sim, tag, make_blocks, options):
+    # Larger than a strip of the host backup (64 MiB), larger than a shared piece.
     options(share_bytes="2MiB", slab_bytes="2MiB")
     name = tag()
     blocks = make_blocks(name, [70 * MIB, 512, 65 * MIB + 512], backup="host")

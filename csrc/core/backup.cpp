@@ -6,7 +6,6 @@
 #include <iterator>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <utility>
 
 #include "core/file_medium.h"
@@ -29,29 +28,42 @@ Retired& retired() {
   return *instance;
 }
 
-// The cells for some ranges (see backup.h), in address order. Ranges that have a page in common are
-// as one.
+// Blocks of less than the device's granularity may hang together by shared pages without end. Where
+// they do for this long, one that is small is cut.
+constexpr uint64_t kLongBytes = 2 * kStripBytes;
+constexpr uint64_t kSmallBytes = 1ull << 20;
+
+// The cells for some ranges (see backup.h), in address order.
 std::vector<Range> cells_for(const std::vector<Range>& ranges) {
   const uint64_t unit = cell_unit();
   std::vector<Range> cells;
-  uint64_t strip = 0;          // where the last of them begins
-  bool may_have_more = false;  // it has no large range
+  bool is_open = false;  // the last one takes more ranges
   for (const Range& range : ranges) {
-    const uint64_t begin = range.address / unit * unit;
+    uint64_t begin = range.address / unit * unit;
     const uint64_t end = (range.end() + unit - 1) / unit * unit;
     const bool is_large = range.bytes >= kStripBytes;
-    const bool shares = !cells.empty() && begin < cells.back().end();
-    if (shares || (may_have_more && !is_large && begin / kStripBytes == strip)) {
-      cells.back().bytes = std::max(end, cells.back().end()) - cells.back().address;
-      may_have_more = may_have_more && !is_large;
-    } else {
-      cells.push_back({begin, end - begin});
-      strip = begin / kStripBytes;
-      may_have_more = !is_large;
+    if (!cells.empty()) {
+      Range& last = cells.back();
+      const bool may_be_cut = range.bytes < kSmallBytes && last.bytes >= kLongBytes;
+      const bool shares_a_page = begin < last.end() && !may_be_cut;
+      const bool begins_near = begin / kStripBytes == last.address / kStripBytes;
+      if (shares_a_page || (is_open && begins_near && !is_large)) {
+        last.bytes = std::max(end, last.end()) - last.address;
+        is_open = is_open && !is_large;
+        continue;
+      }
+      begin = std::max(begin, last.end());
     }
+    if (begin == end) continue;
+    cells.push_back({begin, end - begin});
+    is_open = !is_large;
   }
   return cells;
 }
+
+// What a cell may have more than is needed, before it is made anew: otherwise a tensor that comes
+// or goes beside or inside a large range would have all of it pinned and copied again.
+uint64_t slack_of(const Range& cell) { return cell.bytes > kStripBytes ? cell.bytes / 16 : 0; }
 
 }  // namespace
 
@@ -152,13 +164,15 @@ std::vector<BackupStore::Room> BackupStore::prepare(const std::vector<VaReservat
     const auto next = std::next(cell);
     const Range held = cell->second.bounds;
     while (need != wanted.end() && need->end() <= held.address) ++need;
-    if (need == wanted.end() || held.end() <= need->address) {
-      try_drop(cell);
-    } else if (need->address < held.address || held.end() < need->end()) {
+    bool reaches_beyond = false;
+    uint64_t bytes = 0;
+    for (auto inside = need; inside != wanted.end() && inside->address < held.end(); ++inside) {
+      reaches_beyond |= inside->address < held.address || held.end() < inside->end();
+      bytes += inside->bytes;
+    }
+    if (reaches_beyond) {
       drop(cell);
-    } else if (std::next(need) != wanted.end() && std::next(need)->address < held.end()) {
-      drop(cell);
-    } else if (need->bytes < held.bytes) {
+    } else if (bytes == 0 || held.bytes - bytes > slack_of(held)) {
       try_drop(cell);  // too much; it will do, if it cannot be changed
     }
     cell = next;
@@ -167,9 +181,12 @@ std::vector<BackupStore::Room> BackupStore::prepare(const std::vector<VaReservat
   uint64_t missing = 0;
   for (const Range& bounds : wanted) {
     const auto held = around(bounds.address);
-    const bool fresh = held == cells_.end() || held->second.bounds.address > bounds.address;
-    room.push_back({fresh ? bounds : held->second.bounds, fresh});
-    if (fresh) missing += bounds.bytes;
+    if (held == cells_.end() || held->first > bounds.address) {
+      room.push_back({bounds, true});
+      missing += bounds.bytes;
+    } else if (room.empty() || room.back().cell.address != held->first) {
+      room.push_back({held->second.bounds, false});
+    }
   }
   medium_->claim(missing);
   return room;
@@ -237,16 +254,14 @@ std::vector<BackupStore::Kept> BackupStore::kept(const Range& range) const {
   return found;
 }
 
-void BackupStore::remember(uint64_t address, std::vector<Kept> kept) {
-  const auto cell = cells_.find(address);
-  if (cell != cells_.end()) cell->second.kept = std::move(kept);
+void BackupStore::remember(const Range& cell, std::vector<Kept> kept) {
+  cells_.at(cell.address).kept = std::move(kept);
 }
 
 void BackupStore::forget(const Range& range) noexcept {
-  const auto first = around(range.address);
-  if (first == cells_.end()) return;
-  for (auto cell = cells_.find(first->first); cell != cells_.end() && cell->first < range.end();
-       ++cell) {
+  auto cell = cells_.upper_bound(range.address);
+  if (cell != cells_.begin()) --cell;
+  for (; cell != cells_.end() && cell->first < range.end(); ++cell) {
     // Left in their places: a save forgets range by range, and a cell may have 100,000 pieces.
     std::vector<Kept>& kept = cell->second.kept;
     auto at = std::upper_bound(

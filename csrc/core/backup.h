@@ -1,11 +1,12 @@
 // backup: the saved bytes of one tag on one device: what is kept, in which cells of a medium, and
 // with which fingerprints. It knows nothing of tags, states or streams.
 //
-// Room is held in cells. A cell is exactly as large as the ranges in it need: a large one, or those
-// that begin in the same 64 MiB. It has whole ranges, because one copy of a device goes to or from
-// memory that is pinned in one piece, and whoever copies a tensor, which is in one range, does it
-// in one call. Cells stay, contents and all, until other ranges are prepared or release() is
-// called: so what has not changed since need not be saved again.
+// Room is held in cells, as large as the ranges in it need: a large range, or those that begin in
+// the same 64 MiB, and what shares pages with them. A cell has whole ranges, because one copy of a
+// device goes to or from memory that is pinned in one piece, and whoever copies a tensor, which is
+// in one range, does it in one call. (A range of less than 1 MiB may be in two, where many such
+// share pages: never one that torch has.) Cells stay, contents and all, until other ranges are
+// prepared or release() is called: so what has not changed since need not be saved again.
 #pragma once
 
 #include <atomic>
@@ -53,8 +54,8 @@ class BackupStore {
     Range cell;
     bool fresh;  // to be populated, then attached
   };
-  // Makes room for exactly these ranges (sorted, inside `spans`; each in one cell, though it may
-  // touch the next), in address order: drops the cells that others needed, claims what is missing.
+  // Makes room for these ranges (sorted, disjoint, inside `spans`; what must be in one cell is one
+  // range), in address order: drops the cells that others needed, claims what is missing.
   // Throws kOutOfHostMemory before any of it is touched; what backed other ranges may be gone, so
   // the caller prepares only when it needs no earlier backup any more.
   std::vector<Room> prepare(const std::vector<VaReservation>& spans,
@@ -87,8 +88,8 @@ class BackupStore {
   };
   // Those that begin in a range, in address order. Empty where nothing is known.
   std::vector<Kept> kept(const Range& range) const;
-  // From now on these are what is known of the cell around an address.
-  void remember(uint64_t address, std::vector<Kept> kept);
+  // From now on these (in address order) are what is known of a cell that prepare() gave.
+  void remember(const Range& cell, std::vector<Kept> kept);
   // Nothing is known of what lies in the range any more: it is about to be written to.
   void forget(const Range& range) noexcept;
 
@@ -106,7 +107,7 @@ class BackupStore {
     std::vector<Kept> kept;
   };
   using Cells = std::map<uint64_t, Cell>;                // by their address
-  Cells::const_iterator around(uint64_t address) const;  // the first that ends behind it
+  Cells::const_iterator around(uint64_t address) const;  // or behind it, else end()
   void drop(Cells::iterator cell);                       // on a throw it is as before
   void try_drop(Cells::iterator cell) noexcept;
   void count();  // after a change of the cells
@@ -119,7 +120,7 @@ class BackupStore {
 };
 
 // Cells are filled and copied in strips, cut at multiples of this: copies of 64 MiB run at the
-// bus's full rate (FACTS), and so much is pinned in the time that copying it takes.
+// bus's full rate (FACTS).
 constexpr uint64_t kStripBytes = 64ull << 20;
 
 }  // namespace memsaver

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -111,10 +112,12 @@ char* HostMedium::place(uint64_t address) const {
 void HostMedium::claim(uint64_t bytes) { claim_.grow(bytes, "a backup"); }
 
 void HostMedium::populate(const Range& part) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    populated_[part.address] = part.bytes;
+  }
   touch(place(part.address), part.bytes);
   claim_.touched(part.bytes);
-  std::lock_guard<std::mutex> lock(mutex_);
-  populated_.emplace(part.address, part.bytes);
 }
 
 void HostMedium::attach(const Range& cell) {
@@ -136,8 +139,8 @@ void HostMedium::drop(const Range& cell) {
        part != populated_.end() && part->first < cell.end(); part = populated_.erase(part)) {
     touched += part->second;
   }
-  claim_.shrink(touched);
-  claim_.shrink_untouched(cell.bytes - touched);
+  claim_.shrink(touched);  // and what a part that could not be given back has left here
+  claim_.shrink_untouched(cell.bytes - std::min(cell.bytes, touched));
 }
 
 void* HostMedium::direct(uint64_t address) const {

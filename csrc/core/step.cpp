@@ -17,8 +17,7 @@ namespace {
 constexpr uint64_t kDiscardedShares = 6;
 
 // `blocks` (sorted) without `holes`: block by block, not joined, as a backup wants them.
-std::vector<Range> less(std::vector<Range> blocks, const std::vector<Range>& holes) {
-  if (holes.empty()) return blocks;
+std::vector<Range> less(const std::vector<Range>& blocks, const std::vector<Range>& holes) {
   const std::vector<Range> left = subtract(blocks, holes);
   std::vector<Range> parts;
   auto at = left.begin();

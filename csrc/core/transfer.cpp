@@ -20,6 +20,13 @@ unsigned populating_threads() {
   return cpus - std::max(cpus * 3 / 8, std::min(cpus - 1, 1u));
 }
 
+// Adds a cell's ranges, joined where they touch, to those of the cells before it.
+void join(const std::vector<Range>& cell, std::vector<Range>* ranges) {
+  std::vector<Range> joined;
+  for (const Range& range : cell) append(joined, range.address, range.end());
+  ranges->insert(ranges->end(), joined.begin(), joined.end());
+}
+
 uint64_t largest(const std::vector<Range>& pieces) {
   uint64_t bytes = 0;
   for (const Range& piece : pieces) bytes = std::max(bytes, piece.bytes);
@@ -43,13 +50,10 @@ uint64_t staged_bytes(const std::vector<Range>& ranges) {
 
 Save::Save(Device& device, BackupStore& store, const std::vector<VaReservation>& spans,
            std::vector<Range> ranges, Progress& progress, StagingBuffer* reserve)
-    : device_(device),
-      store_(store),
-      progress_(progress),
-      reserve_(reserve),
-      ranges_(std::move(ranges)) {
-  std::vector<BackupStore::Room> rooms = store_.prepare(spans, ranges_);
+    : device_(device), store_(store), progress_(progress), reserve_(reserve) {
+  std::vector<BackupStore::Room> rooms = store_.prepare(spans, ranges);
   try {
+    for (const BackupStore::Room& room : rooms) join(within(ranges, room.cell), &ranges_);
     const bool hashing = flag(Option::fingerprints) && Fingerprinter::available(device_);
     // What a disk gives back is checked, so there the host hashes where the device does not.
     if (hashing || store_.kind() == Backup::kDisk) pieces_ = cut(ranges_, kFingerprintBytes);
@@ -222,7 +226,7 @@ uint64_t Save::finish() {
         kept.push_back({pieces_[i], digest(i)});
       }
     }
-    store_.remember(cell.room.cell.address, std::move(kept));
+    store_.remember(cell.room.cell, std::move(kept));
   }
   populating_.reset();
   hasher_.reset();

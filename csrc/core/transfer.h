@@ -88,7 +88,7 @@ class Save {
   BackupStore& store_;
   Progress& progress_;
   StagingBuffer* const reserve_;
-  const std::vector<Range> ranges_;
+  std::vector<Range> ranges_;  // joined within a cell
   std::vector<Cell> cells_;
   std::vector<Strip> strips_;    // of the cells, in order
   std::vector<Range> pieces_;    // of the fingerprints

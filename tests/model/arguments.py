@@ -8,7 +8,7 @@ from model.apparatus import THREADS
 from model.expected import PAGE
 from model.place import DEVICES, MIB, NAMES
 
-LARGE = 66 * MIB  # more than a cell of a backup and a slab
+LARGE = 66 * MIB  # more than a strip of a backup and a slab
 SMALL = [1, 512, 4096, 10_000, 70_000, 300_000]  # what is touched is what the test costs
 SIZES = [
     *(MIB - 512, MIB, MIB + 512, PAGE - 512, PAGE, PAGE + 1, 3 * MIB + 4096, 5 * MIB),
