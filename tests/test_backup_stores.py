@@ -10,8 +10,7 @@ import textwrap
 import pytest
 
 import memsaver
-from memsaver.errors import BackupError, DriverError, OutOfHostMemoryError
-from memsaver.native import _C
+from memsaver.errors import BackupError, OutOfHostMemoryError
 
 pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 
@@ -215,93 +214,6 @@ def test_pinning_ends_in_the_middle(sim, tag, make_blocks):
     with memsaver.paused(name):
         pass
     assert intact(blocks)
-
-
-def pause_but(name, *holes):
-    """Pauses, with holes that no tensor owns; the bytes copied."""
-    return sum(one[4] for one in _C.pause([name], -1, list(holes)))
-
-
-def fill(sim, block, hole):
-    """What was in a hole is put there again."""
-    address, nbytes = hole
-    at = address - block.address
-    sim.write(address, contents(block.seed, block.nbytes)[at : at + nbytes])
-
-
-@pytest.mark.parametrize("kind", ["host", "pageable", "disk"])
-def test_a_small_hole_in_a_large_range(sim, tag, make_blocks, kind):
-    # Its parts share a page, or one of them is small; the room for them stays as it is.
-    (block,) = make_blocks(name := tag(), [140 * MIB], backup=kind)
-    holes = [(block.address + 70 * MIB + 512, 512), (block.address + MIB, 2 * MIB)]
-    assert pause_but(name) == 140 * MIB
-    memsaver.resume(name)
-    pinned = sim.calls("cuMemHostUnregister")
-    for hole in holes:
-        assert pause_but(name, hole) <= MIB  # the pieces beside it
-        assert row(name).backup_bytes == 140 * MIB - hole[1]
-        memsaver.resume(name)
-        fill(sim, block, hole)
-        assert intact([block])
-        assert pause_but(name) <= 3 * MIB
-        memsaver.resume(name)
-        assert intact([block])
-    assert kind != "host" or sim.calls("cuMemHostUnregister") == pinned
-
-
-@pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
-def test_a_large_hole_in_what_cannot_be_unpinned(sim, tag, make_blocks):
-    (block,) = make_blocks(name := tag(), [210 * MIB], backup="host")
-    hole = (block.address + 70 * MIB, 70 * MIB)
-    with memsaver.paused(name):
-        pass
-    with sim.fault("cuMemHostUnregister"):
-        pause_but(name, hole)
-    assert row(name).backup_bytes == 140 * MIB and row(name).host_bytes == 210 * MIB
-    memsaver.resume(name)
-    pause_but(name, hole)
-    assert row(name).host_bytes == 140 * MIB
-    assert memsaver.stats().host_bytes >= sim.counts().registered_bytes
-    memsaver.resume(name)
-    fill(sim, block, hole)
-    assert intact([block])
-    with sim.fault("cuMemHostUnregister"), pytest.raises(DriverError) as caught:
-        memsaver.pause(name)  # it wants one piece where two are
-    assert caught.value.call == "cuMemHostUnregister" and caught.value.tag == name
-    assert memsaver.state(name) == "mapped" and intact([block])
-    with memsaver.paused(name):
-        pass
-    assert intact([block])
-
-
-def test_small_neighbours_are_copied_together(sim, tag):
-    with memsaver.region(name := tag(), backup="host"):
-        blocks = [_C.malloc(512) for _ in range(4000)]
-    for address in blocks:
-        sim.write(address, address.to_bytes(8, "little"))
-    before = {call: sim.calls(call) for call in ("cuMemcpyDtoHAsync", "cuLaunchKernel")}
-    for _ in range(2):
-        memsaver.pause(name)
-        memsaver.resume(name)
-    assert all(sim.calls(call) - before[call] <= 4 for call in before)
-    for address in blocks:
-        assert sim.read(address, 8) == address.to_bytes(8, "little")
-        _C.free(address)
-
-
-def test_blocks_that_hang_together_by_their_pages(sim, tag):
-    # None begins on a page: they are not one piece for ever.
-    with memsaver.region(name := tag(), backup="host"):
-        blocks = [_C.malloc(512)] + [_C.malloc(64 << 10) for _ in range(2500)]
-    for address in blocks:
-        sim.write(address, address.to_bytes(8, "little"))
-    pinned = sim.calls("cuMemHostRegister")
-    memsaver.pause(name)
-    assert sim.calls("cuMemHostRegister") - pinned >= 2
-    memsaver.resume(name)
-    for address in blocks:
-        assert sim.read(address, 8) == address.to_bytes(8, "little")
-        _C.free(address)
 
 
 # --- disk -----------------------------------------------------------------------------------------
