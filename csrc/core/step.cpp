@@ -20,13 +20,8 @@ constexpr uint64_t kDiscardedShares = 6;
 std::vector<Range> less(const std::vector<Range>& blocks, const std::vector<Range>& holes) {
   const std::vector<Range> left = subtract(blocks, holes);
   std::vector<Range> parts;
-  auto at = left.begin();
   for (const Range& block : blocks) {
-    for (; at != left.end() && at->address < block.end(); ++at) {
-      const uint64_t begin = std::max(at->address, block.address);
-      parts.push_back({begin, std::min(at->end(), block.end()) - begin});
-      if (at->end() > block.end()) break;
-    }
+    for (const Range& part : within(left, block)) parts.push_back(part);
   }
   return parts;
 }

@@ -20,13 +20,6 @@ unsigned populating_threads() {
   return cpus - std::max(cpus * 3 / 8, std::min(cpus - 1, 1u));
 }
 
-// Adds a cell's ranges, joined where they touch, to those of the cells before it.
-void join(const std::vector<Range>& cell, std::vector<Range>* ranges) {
-  std::vector<Range> joined;
-  for (const Range& range : cell) append(joined, range.address, range.end());
-  ranges->insert(ranges->end(), joined.begin(), joined.end());
-}
-
 uint64_t largest(const std::vector<Range>& pieces) {
   uint64_t bytes = 0;
   for (const Range& piece : pieces) bytes = std::max(bytes, piece.bytes);
@@ -53,7 +46,10 @@ Save::Save(Device& device, BackupStore& store, const std::vector<VaReservation>&
     : device_(device), store_(store), progress_(progress), reserve_(reserve) {
   std::vector<BackupStore::Room> rooms = store_.prepare(spans, ranges);
   try {
-    for (const BackupStore::Room& room : rooms) join(within(ranges, room.cell), &ranges_);
+    for (const BackupStore::Room& room : rooms) {
+      const std::vector<Range> joined = subtract(within(ranges, room.cell), {});
+      ranges_.insert(ranges_.end(), joined.begin(), joined.end());
+    }
     const bool hashing = flag(Option::fingerprints) && Fingerprinter::available(device_);
     // What a disk gives back is checked, so there the host hashes where the device does not.
     if (hashing || store_.kind() == Backup::kDisk) pieces_ = cut(ranges_, kFingerprintBytes);
@@ -62,8 +58,9 @@ Save::Save(Device& device, BackupStore& store, const std::vector<VaReservation>&
     size_t piece = 0;
     for (const BackupStore::Room& room : rooms) {
       add_cell(room, &piece);
-      if (!room.fresh) continue;
-      for (const Range& strip : cut({room.cell}, kStripBytes)) fresh.push_back(strip);
+      for (size_t i = cells_.back().first_strip; room.fresh && i < strips_.size(); ++i) {
+        fresh.push_back(strips_[i].bounds);
+      }
     }
     if (hashing) {
       hasher_ = std::make_unique<Fingerprinter>(device_);
