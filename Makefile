@@ -50,6 +50,10 @@ faults: $(VENV)/.installed-test build  ## Fail the calls to the driver and the s
 model: $(VENV)/.installed-test build  ## Do random calls beside a model (ARGS to choose)
 	@PYTHONPATH=tests $(BIN)/python -m model $(ARGS)
 
+.PHONY: walks
+walks: $(VENV)/.installed-test build  ## Walk at random through threads, damaged backups and ranks (ARGS to choose)
+	@PYTHONPATH=tests $(BIN)/python -m walks $(ARGS)
+
 .PHONY: sanitize
 sanitize: $(VENV)/.installed-test  ## Run the native code under sanitizers (ARGS to choose)
 	@PYTHONPATH=tests $(BIN)/python -m sanitizers $(ARGS)
