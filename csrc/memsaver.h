@@ -90,28 +90,53 @@ typedef struct ms_change {
   uint64_t copied_bytes; /* bytes moved to or from the backup */
 } ms_change;
 
+/* The figures of one tag on one device: X(type, name, meaning). This list is the only place that
+ * names them: ms_usage, the JSON of `memsaver top`, Python's rows and the fields of TagStats
+ * (build_support/usage_fields.py) are made from it. Counters and durations are those of the tag,
+ * the same in its rows of all devices; bytes are those of the device. A failed transition counts in
+ * `failures` alone. */
+#define MS_USAGE_FIELDS(X)                                                                   \
+  X(uint64_t, allocations,                                                                   \
+    "live allocations: torch's segments, not its tensors; a freed one counts until its "     \
+    "memory could be released")                                                              \
+  X(uint64_t, allocated_bytes, "bytes of the live allocations, each rounded up to 512")      \
+  X(uint64_t, resident_bytes, "device memory held, as the driver counts it")                 \
+  X(uint64_t, backup_bytes, "bytes that the next resume restores")                           \
+  X(uint64_t, host_bytes,                                                                    \
+    "host memory held for backups, kept for the next pause until it is trimmed")             \
+  X(uint64_t, disk_bytes,                                                                    \
+    "file space held for backups, kept for the next pause until it is trimmed")              \
+  X(uint64_t, pauses, "pauses of the tag that succeeded, including swaps that paused it")    \
+  X(uint64_t, resumes, "resumes of the tag that succeeded, including swaps that resumed it") \
+  X(double, last_pause_seconds, "duration of the last pause, for all tags of its call")      \
+  X(double, last_resume_seconds, "duration of the last resume, for all tags of its call")    \
+  X(uint64_t, failures, "pauses, resumes and swaps of the tag that failed")                  \
+  X(double, pause_seconds, "total duration of the pauses")                                   \
+  X(double, resume_seconds, "total duration of the resumes")                                 \
+  X(uint64_t, last_paused_bytes, "device memory that the last pause released")               \
+  X(uint64_t, last_saved_bytes, "bytes that the last pause copied to the backup")            \
+  X(uint64_t, last_resumed_bytes, "device memory that the last resume mapped")               \
+  X(uint64_t, last_restored_bytes, "bytes that the last resume copied from the backup")      \
+  X(uint64_t, paused_bytes, "device memory that all pauses released")                        \
+  X(uint64_t, saved_bytes, "bytes that all pauses copied to the backup")                     \
+  X(uint64_t, resumed_bytes, "device memory that all resumes mapped")                        \
+  X(uint64_t, restored_bytes, "bytes that all resumes copied from the backup")               \
+  X(uint64_t, last_unchanged_pieces,                                                         \
+    "pieces of at most 1 MiB that the last pause did not copy, because their fingerprints "  \
+    "matched the backup")                                                                    \
+  X(uint64_t, last_unchanged_bytes, "bytes of these pieces")                                 \
+  X(uint64_t, unchanged_pieces, "unchanged pieces of all pauses")                            \
+  X(uint64_t, unchanged_bytes, "bytes of the unchanged pieces of all pauses")
+
 /* One tag on one device, now. */
 typedef struct ms_usage {
   const char* tag;
-  int32_t device;
-  int32_t state;            /* an ms_state */
-  int32_t backup;           /* an ms_backup: the tag's policy */
-  uint64_t allocations;     /* live pointers */
-  uint64_t allocated_bytes; /* their bytes, each rounded up to 512 */
-  uint64_t resident_bytes;  /* device memory held, as the driver counts it */
-  uint64_t backup_bytes;    /* bytes that the next resume brings back */
-  uint64_t host_bytes;      /* host memory held for backups */
-  uint64_t disk_bytes;      /* disk space held for backups */
-  uint64_t pauses, resumes; /* transitions of the tag done */
-  double last_pause_seconds, last_resume_seconds;
-  uint64_t failures;                    /* pauses, resumes and swaps of the tag that failed */
-  double pause_seconds, resume_seconds; /* of all that were done */
-  /* What they did with this device's memory, the last one and all: device memory given back or
-   * taken, and bytes moved to the backup or from it. */
-  uint64_t last_paused_bytes, last_saved_bytes, last_resumed_bytes, last_restored_bytes;
-  uint64_t paused_bytes, saved_bytes, resumed_bytes, restored_bytes;
-  /* What pauses found in the backup already, by its fingerprint: pieces of at most 1 MiB. */
-  uint64_t last_unchanged_pieces, last_unchanged_bytes, unchanged_pieces, unchanged_bytes;
+  int32_t device; /* -1: the tag has no memory */
+  int32_t state;  /* an ms_state */
+  int32_t backup; /* an ms_backup: the tag's policy */
+#define MS_USAGE_MEMBER(type, name, meaning) type name;
+  MS_USAGE_FIELDS(MS_USAGE_MEMBER)
+#undef MS_USAGE_MEMBER
 } ms_usage;
 
 /* What an event of a timeline is. */

@@ -37,33 +37,33 @@ class TagStats:
         device: the device's index; -1 for a tag without memory.
         state: the tag's state.
         backup: the tag's policy.
-        allocations: live allocations: torch's segments, not its tensors. A freed one counts until
-            its memory could be given back; `ranges()` does not list it any more.
-        allocated_bytes: their bytes.
+        allocations: live allocations: torch's segments, not its tensors; a freed one counts until
+            its memory could be released.
+        allocated_bytes: bytes of the live allocations, each rounded up to 512.
         resident_bytes: device memory held, as the driver counts it.
-        backup_bytes: bytes that the next resume brings back.
-        host_bytes: host memory held for backups, kept for the next pause until `trim()`.
-        disk_bytes: file space held for backups, likewise.
-        pauses: pauses of the tag done, swaps that it left by included.
-        resumes: resumes of the tag done, swaps that it came by included.
+        backup_bytes: bytes that the next resume restores.
+        host_bytes: host memory held for backups, kept for the next pause until it is trimmed.
+        disk_bytes: file space held for backups, kept for the next pause until it is trimmed.
+        pauses: pauses of the tag that succeeded, including swaps that paused it.
+        resumes: resumes of the tag that succeeded, including swaps that resumed it.
+        last_pause_seconds: duration of the last pause, for all tags of its call.
+        last_resume_seconds: duration of the last resume, for all tags of its call.
         failures: pauses, resumes and swaps of the tag that failed.
-        last_pause_seconds: how long the last pause took, for all tags of its call.
-        last_resume_seconds: the same of the last resume.
-        pause_seconds: the sum for all pauses.
-        resume_seconds: the sum for all resumes.
-        last_paused_bytes: device memory that the last pause gave back.
-        last_saved_bytes: bytes that it copied to the backup.
-        last_resumed_bytes: device memory that the last resume took.
-        last_restored_bytes: bytes that it copied from the backup.
-        paused_bytes: the sum of `last_paused_bytes` for all pauses.
-        saved_bytes: the sum of `last_saved_bytes`.
-        resumed_bytes: the sum of `last_resumed_bytes` for all resumes.
-        restored_bytes: the sum of `last_restored_bytes`.
+        pause_seconds: total duration of the pauses.
+        resume_seconds: total duration of the resumes.
+        last_paused_bytes: device memory that the last pause released.
+        last_saved_bytes: bytes that the last pause copied to the backup.
+        last_resumed_bytes: device memory that the last resume mapped.
+        last_restored_bytes: bytes that the last resume copied from the backup.
+        paused_bytes: device memory that all pauses released.
+        saved_bytes: bytes that all pauses copied to the backup.
+        resumed_bytes: device memory that all resumes mapped.
+        restored_bytes: bytes that all resumes copied from the backup.
         last_unchanged_pieces: pieces of at most 1 MiB that the last pause did not copy, because
-            the backup had them already, by their fingerprints.
-        last_unchanged_bytes: their bytes.
-        unchanged_pieces: the sum for all pauses.
-        unchanged_bytes: the sum of their bytes.
+            their fingerprints matched the backup.
+        last_unchanged_bytes: bytes of these pieces.
+        unchanged_pieces: unchanged pieces of all pauses.
+        unchanged_bytes: bytes of the unchanged pieces of all pauses.
 
     The counters, seconds and states are the tag's, the same in its rows of all devices; bytes are
     those of the device. Nothing that failed counts but in `failures`.

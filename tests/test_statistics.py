@@ -3,6 +3,7 @@
 import pytest
 
 import memsaver
+from build_support import usage_fields
 
 MIB = 1 << 20
 
@@ -191,3 +192,9 @@ def test_bytes_are_of_the_device_and_counters_of_the_tag(run_python):
         """,
         MEMSAVER_SIM_DEVICES=2,
     )
+
+
+def test_tag_stats_has_the_fields_of_the_c_header():
+    module = usage_fields.MODULE.read_text()
+    assert len(usage_fields.fields(usage_fields.HEADER.read_text())) > 20
+    assert module == usage_fields.written(module, usage_fields.HEADER.read_text())

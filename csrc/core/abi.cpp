@@ -372,7 +372,7 @@ ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error) {
 ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error) {
   return guarded(error, [&] {
     require_tags();
-    hand_out(usage(), usage_row, rows, row_count);
+    hand_out(usage(), [](const Usage& row) -> ms_usage { return row; }, rows, row_count);
   });
 }
 

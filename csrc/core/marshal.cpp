@@ -41,40 +41,6 @@ static_assert(MS_DONE == static_cast<int>(Outcome::kDone) &&
               MS_FAILED == static_cast<int>(Outcome::kFailed) &&
               MS_GIVEN_UP == static_cast<int>(Outcome::kGivenUp));
 
-ms_usage usage_row(const Usage& usage) {
-  ms_usage row{};
-  row.tag = usage.tag->name.c_str();
-  row.device = usage.device;
-  row.state = static_cast<int32_t>(usage.state);
-  row.backup = static_cast<int32_t>(usage.policy);
-  row.allocations = usage.allocations;
-  row.allocated_bytes = usage.allocated_bytes;
-  row.resident_bytes = usage.resident_bytes;
-  row.backup_bytes = usage.backup_bytes;
-  row.host_bytes = usage.host_bytes;
-  row.disk_bytes = usage.disk_bytes;
-  row.pauses = usage.pauses;
-  row.resumes = usage.resumes;
-  row.last_pause_seconds = usage.last_pause_seconds;
-  row.last_resume_seconds = usage.last_resume_seconds;
-  row.failures = usage.failures;
-  row.pause_seconds = usage.pause_seconds;
-  row.resume_seconds = usage.resume_seconds;
-  row.last_paused_bytes = usage.paused.last_device_bytes;
-  row.last_saved_bytes = usage.paused.last_copied_bytes;
-  row.last_resumed_bytes = usage.resumed.last_device_bytes;
-  row.last_restored_bytes = usage.resumed.last_copied_bytes;
-  row.paused_bytes = usage.paused.device_bytes;
-  row.saved_bytes = usage.paused.copied_bytes;
-  row.resumed_bytes = usage.resumed.device_bytes;
-  row.restored_bytes = usage.resumed.copied_bytes;
-  row.last_unchanged_pieces = usage.last_unchanged.pieces;
-  row.last_unchanged_bytes = usage.last_unchanged.bytes;
-  row.unchanged_pieces = usage.unchanged.pieces;
-  row.unchanged_bytes = usage.unchanged.bytes;
-  return row;
-}
-
 ms_event event_row(const Record& record) {
   ms_event row{};
   row.time_seconds = static_cast<double>(record.time_ns) * 1e-9;

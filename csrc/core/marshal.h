@@ -33,7 +33,6 @@ void require_place(const void* place);
 
 // --- out
 
-ms_usage usage_row(const Usage& usage);
 ms_event event_row(const Record& record);
 
 // Copies text into a fixed field, cut at a UTF-8 boundary.

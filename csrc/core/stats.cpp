@@ -15,10 +15,10 @@ std::vector<Usage> usage() {
   std::vector<Usage> rows;
   for (const auto& tag : registry.tags()) {
     Usage row{};
-    row.tag = tag.get();
+    row.tag = tag->name.c_str();
     row.device = -1;
-    row.state = tag->state;
-    row.policy = tag->policy;
+    row.state = static_cast<int32_t>(tag->state);
+    row.backup = static_cast<int32_t>(tag->policy);
     row.pauses = tag->pauses;
     row.resumes = tag->resumes;
     row.failures = tag->failures;
@@ -39,10 +39,18 @@ std::vector<Usage> usage() {
       row.backup_bytes = total(intersect(pool.saved, pool.heap.live()));
       row.host_bytes = pool.backup ? pool.backup->host_bytes() : 0;
       row.disk_bytes = pool.backup ? pool.backup->disk_bytes() : 0;
-      row.paused = pool.paused;
-      row.resumed = pool.resumed;
-      row.last_unchanged = pool.last_unchanged;
-      row.unchanged = pool.unchanged;
+      row.last_paused_bytes = pool.paused.last_device_bytes;
+      row.last_saved_bytes = pool.paused.last_copied_bytes;
+      row.last_resumed_bytes = pool.resumed.last_device_bytes;
+      row.last_restored_bytes = pool.resumed.last_copied_bytes;
+      row.paused_bytes = pool.paused.device_bytes;
+      row.saved_bytes = pool.paused.copied_bytes;
+      row.resumed_bytes = pool.resumed.device_bytes;
+      row.restored_bytes = pool.resumed.copied_bytes;
+      row.last_unchanged_pieces = pool.last_unchanged.pieces;
+      row.last_unchanged_bytes = pool.last_unchanged.bytes;
+      row.unchanged_pieces = pool.unchanged.pieces;
+      row.unchanged_bytes = pool.unchanged.bytes;
       rows.push_back(row);
     }
   }

@@ -7,24 +7,17 @@
 #include <vector>
 
 #include "core/registry.h"
+#include "memsaver.h"
 
 namespace memsaver {
 
-struct Usage {
-  const Tag* tag;
-  int device;  // -1: the tag has no memory anywhere
-  State state;
-  Backup policy;
-  uint64_t allocations, allocated_bytes, resident_bytes, backup_bytes, host_bytes, disk_bytes;
-  uint64_t pauses, resumes, failures;
-  double last_pause_seconds, last_resume_seconds, pause_seconds, resume_seconds;
-  Tally paused, resumed;
-  Unchanged last_unchanged, unchanged;
-  double since_seconds;                       // when it came into its state, since 1970
-  std::shared_ptr<const std::string> caller;  // who brought it there, by its own words, or null
+// One tag on one device: the row that the ABI returns, and the tag's last-transition record.
+struct Usage : ms_usage {
+  double since_seconds;                       // when the tag came into its state, since 1970
+  std::shared_ptr<const std::string> caller;  // the caller of that transition, or null
 };
 
-// One moment's figures for all tags, in the order of their making. Takes the registry's lock.
+// Returns the figures of all tags at one moment, oldest tag first. Takes the registry's lock.
 std::vector<Usage> usage();
 
 // The devices that tags have memory of, by ordinal. Takes the registry's lock.

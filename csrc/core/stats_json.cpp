@@ -89,39 +89,17 @@ std::string list_of(const Rows& rows, Describe describe) {
 }
 
 std::string tag_object(const Usage& usage) {
-  return Object()
-      .add("tag", usage.tag->name)
+  Object row;
+  row.add("tag", usage.tag)
       .add("device", usage.device)
-      .add("state", name_of(usage.state))
-      .add("backup", name_of(usage.policy))
+      .add("state", name_of(static_cast<State>(usage.state)))
+      .add("backup", name_of(static_cast<Backup>(usage.backup)))
       .add("since_seconds", usage.since_seconds)
-      .add_json("caller", usage.caller ? quoted_json(*usage.caller) : "null")
-      .add("allocations", usage.allocations)
-      .add("allocated_bytes", usage.allocated_bytes)
-      .add("resident_bytes", usage.resident_bytes)
-      .add("backup_bytes", usage.backup_bytes)
-      .add("host_bytes", usage.host_bytes)
-      .add("disk_bytes", usage.disk_bytes)
-      .add("pauses", usage.pauses)
-      .add("resumes", usage.resumes)
-      .add("failures", usage.failures)
-      .add("last_pause_seconds", usage.last_pause_seconds)
-      .add("last_resume_seconds", usage.last_resume_seconds)
-      .add("pause_seconds", usage.pause_seconds)
-      .add("resume_seconds", usage.resume_seconds)
-      .add("last_paused_bytes", usage.paused.last_device_bytes)
-      .add("last_saved_bytes", usage.paused.last_copied_bytes)
-      .add("last_resumed_bytes", usage.resumed.last_device_bytes)
-      .add("last_restored_bytes", usage.resumed.last_copied_bytes)
-      .add("paused_bytes", usage.paused.device_bytes)
-      .add("saved_bytes", usage.paused.copied_bytes)
-      .add("resumed_bytes", usage.resumed.device_bytes)
-      .add("restored_bytes", usage.resumed.copied_bytes)
-      .add("last_unchanged_pieces", usage.last_unchanged.pieces)
-      .add("last_unchanged_bytes", usage.last_unchanged.bytes)
-      .add("unchanged_pieces", usage.unchanged.pieces)
-      .add("unchanged_bytes", usage.unchanged.bytes)
-      .text();
+      .add_json("caller", usage.caller ? quoted_json(*usage.caller) : "null");
+#define MS_ADD_FIELD(type, name, meaning) row.add(#name, usage.name);
+  MS_USAGE_FIELDS(MS_ADD_FIELD)
+#undef MS_ADD_FIELD
+  return row.text();
 }
 
 std::string device_object(const Device* device) {

@@ -233,31 +233,9 @@ PYBIND11_MODULE(_C, m) {
       row["device"] = u.device;
       row["state"] = u.state;
       row["backup"] = u.backup;
-      row["allocations"] = u.allocations;
-      row["allocated_bytes"] = u.allocated_bytes;
-      row["resident_bytes"] = u.resident_bytes;
-      row["backup_bytes"] = u.backup_bytes;
-      row["host_bytes"] = u.host_bytes;
-      row["disk_bytes"] = u.disk_bytes;
-      row["pauses"] = u.pauses;
-      row["resumes"] = u.resumes;
-      row["last_pause_seconds"] = u.last_pause_seconds;
-      row["last_resume_seconds"] = u.last_resume_seconds;
-      row["failures"] = u.failures;
-      row["pause_seconds"] = u.pause_seconds;
-      row["resume_seconds"] = u.resume_seconds;
-      row["last_paused_bytes"] = u.last_paused_bytes;
-      row["last_saved_bytes"] = u.last_saved_bytes;
-      row["last_resumed_bytes"] = u.last_resumed_bytes;
-      row["last_restored_bytes"] = u.last_restored_bytes;
-      row["paused_bytes"] = u.paused_bytes;
-      row["saved_bytes"] = u.saved_bytes;
-      row["resumed_bytes"] = u.resumed_bytes;
-      row["restored_bytes"] = u.restored_bytes;
-      row["last_unchanged_pieces"] = u.last_unchanged_pieces;
-      row["last_unchanged_bytes"] = u.last_unchanged_bytes;
-      row["unchanged_pieces"] = u.unchanged_pieces;
-      row["unchanged_bytes"] = u.unchanged_bytes;
+#define MS_ADD_FIELD(type, name, meaning) row[#name] = u.name;
+      MS_USAGE_FIELDS(MS_ADD_FIELD)
+#undef MS_ADD_FIELD
       return row;
     });
   });

@@ -1,0 +1,62 @@
+"""Writes the figures of MS_USAGE_FIELDS into TagStats: `python build_support/usage_fields.py`.
+
+Needed after a change of that list in csrc/memsaver.h: the attributes of TagStats in
+memsaver/statistics.py, their types and their documentation, are made from it. A test compares them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADER = ROOT / "csrc" / "memsaver.h"
+MODULE = ROOT / "memsaver" / "statistics.py"
+
+PYTHON_TYPES = {"uint64_t": "int", "double": "float"}
+FIELD = re.compile(r'X\((\w+), (\w+),((?:\s*"[^"]*")+)\)')
+# The attributes and fields of TagStats that the list does not have end with these lines.
+LAST_ATTRIBUTE = "        backup: the tag's policy.\n"
+LAST_FIELD = "    backup: Backup\n"
+
+
+def fields(header: str) -> list[tuple[str, str, str]]:
+    """Return the C type, the name and the meaning of each figure, in the list's order."""
+    start = header.index("#define MS_USAGE_FIELDS(X)")
+    text = header[start : header.index("\n\n", start)].replace("\\\n", "\n")
+    found = FIELD.findall(text)
+    return [(kind, name, "".join(re.findall(r'"([^"]*)"', said))) for kind, name, said in found]
+
+
+def written(module: str, header: str) -> str:
+    """Return the module's text with the attributes and fields that the header's list asks for."""
+    attributes, members = "", ""
+    for kind, name, meaning in fields(header):
+        attributes += textwrap.fill(
+            f"{name}: {meaning}.",
+            width=100,
+            initial_indent=" " * 8,
+            subsequent_indent=" " * 12,
+        )
+        attributes += "\n"
+        members += f"    {name}: {PYTHON_TYPES[kind]}\n"
+    module = _replaced(module, LAST_ATTRIBUTE, attributes)
+    return _replaced(module, LAST_FIELD, members)
+
+
+def _replaced(text: str, before: str, made: str) -> str:
+    """Return the text with `made` between the line `before` and the next empty line."""
+    start = text.index(before) + len(before)
+    return text[:start] + made + text[text.index("\n\n", start) + 1 :]
+
+
+def main() -> int:
+    """Write the module."""
+    MODULE.write_text(written(MODULE.read_text(), HEADER.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
