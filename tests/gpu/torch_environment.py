@@ -9,7 +9,7 @@ import memsaver
 
 
 def torch_environment(expandable: bool) -> dict[str, str]:
-    """This environment without settings of torch's allocator and ours, with this memsaver and tests/.
+    """This environment without settings of torch's allocator and ours; with memsaver and tests/.
 
     With `expandable`, torch is told to make expandable segments.
     """
