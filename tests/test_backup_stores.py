@@ -1,6 +1,5 @@
 """Where backups lie: how much host memory and disk they take, and what happens for want of it."""
 
-import contextlib
 import errno
 import functools
 import os
@@ -8,6 +7,7 @@ import random
 import textwrap
 
 import pytest
+from backup_files import deleted_files
 
 import memsaver
 from memsaver.errors import BackupError, OutOfHostMemoryError
@@ -219,17 +219,6 @@ def test_pinning_ends_in_the_middle(sim, tag, make_blocks):
 # --- disk -----------------------------------------------------------------------------------------
 
 
-def deleted_files(folder):
-    """The descriptors of this process whose files lie in a folder without a name."""
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            where = os.readlink(f"/proc/self/fd/{number}")
-            if where.startswith(f"{folder}/") and where.endswith(" (deleted)"):
-                found.append(int(number))
-    return found
-
-
 @pytest.fixture
 def on_disk(sim, tag, make_blocks, options, tmp_path):
     """A tag with two blocks that was paused to disk: name, blocks, its file's descriptor."""
@@ -242,19 +231,6 @@ def on_disk(sim, tag, make_blocks, options, tmp_path):
         return name, blocks, file
 
     return make
-
-
-def flip(file, at):
-    """Flips a bit of a byte of a file that has no name."""
-    with open(f"/proc/self/fd/{file}", "r+b", buffering=0) as again:
-        again.seek(at)
-        byte = again.read(1)
-        again.seek(at)
-        again.write(bytes([byte[0] ^ 1]))
-
-
-def first_data(file):
-    return os.lseek(file, 0, os.SEEK_DATA)
 
 
 def test_a_file_is_private_and_without_a_name(sim, on_disk, tmp_path):
@@ -276,43 +252,6 @@ def test_disk_space_comes_back_when_less_is_saved(sim, tag, on_disk, tmp_path):
     del blocks[0]
     memsaver.pause(name)
     assert os.fstat(file).st_blocks * 512 < 3 * MIB and row(name).disk_bytes == 2 * MIB
-    memsaver.resume(name)
-    assert intact(blocks)
-
-
-@pytest.mark.parametrize("at", [0, 17 * MIB + 5])
-@pytest.mark.parametrize("fingerprints", [True, False], ids=["device", "host"])
-def test_a_corrupted_byte(sim, options, on_disk, fingerprints, at):
-    options(fingerprints=fingerprints)
-    name, blocks, file = on_disk()
-    where = first_data(file) + at
-    flip(file, where)
-    for _ in range(2):
-        with pytest.raises(BackupError, match="not what was written") as caught:
-            memsaver.resume(name)
-        assert caught.value.tag == name and "stays paused" in str(caught.value)
-        assert memsaver.state(name) == "paused" and sim.tag_bytes() == 0
-        assert not sim.accessible(blocks[0].address)
-    flip(file, where)
-    memsaver.resume(name)
-    assert intact(blocks)
-
-
-def test_a_truncated_file(sim, on_disk):
-    name, blocks, file = on_disk()
-    start, size = first_data(file), os.fstat(file).st_size
-    with open(f"/proc/self/fd/{file}", "r+b", buffering=0) as again:
-        again.seek(start + 7 * MIB + 100)
-        lost = again.read()
-        os.truncate(again.fileno(), start + 7 * MIB + 100)
-        with pytest.raises(BackupError, match="ends after") as caught:
-            memsaver.resume(name)
-        assert caught.value.errno == errno.EIO and caught.value.tag == name
-        assert "disk_dir" in str(caught.value)
-        assert memsaver.state(name) == "paused" and sim.tag_bytes() == 0
-        again.seek(start + 7 * MIB + 100)
-        again.write(lost)
-    assert os.fstat(file).st_size == size
     memsaver.resume(name)
     assert intact(blocks)
 

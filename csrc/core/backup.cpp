@@ -13,6 +13,7 @@
 #include "core/log.h"
 #include "core/options.h"
 #include "core/status.h"
+#include "core/text.h"
 
 namespace memsaver {
 namespace {
@@ -64,6 +65,12 @@ std::vector<Range> cells_for(const std::vector<Range>& ranges) {
 // What a cell may have more than is needed, before it is made anew: otherwise a tensor that comes
 // or goes beside or inside a large range would have all of it pinned and copied again.
 uint64_t slack_of(const Range& cell) { return cell.bytes > kStripBytes ? cell.bytes / 16 : 0; }
+
+// What to do when a backup cannot be read back whole.
+constexpr const char* kLost =
+    "; the tag stays paused. If resuming it again fails too, free its tensors (with torch, call "
+    "torch.cuda.empty_cache() afterwards), resume it, and load its contents from where they came "
+    "from; the next pause writes a new file";
 
 }  // namespace
 
@@ -135,10 +142,53 @@ uint64_t BackupStore::collect_retired() noexcept {
   return released;
 }
 
+template <typename Call>
+void BackupStore::watch(Call call) try {
+  call();
+} catch (const Error& error) {
+  if (error.status == Status::kBackupFailed) sound_ = false;
+  throw;
+}
+
+void BackupStore::populate(const Range& strip) {
+  watch([&] { medium_->populate(strip); });
+}
+
+void BackupStore::write(uint64_t address, const void* source, uint64_t bytes) {
+  watch([&] { medium_->write(address, source, bytes); });
+}
+
+void BackupStore::read(uint64_t address, void* target, uint64_t bytes) {
+  watch([&] {
+    try {
+      medium_->read(address, target, bytes);
+      if (kind_ == Backup::kDisk) check({address, bytes}, static_cast<const char*>(target));
+    } catch (Error& error) {
+      error.addition = kLost;
+      throw;
+    }
+  });
+}
+
+void BackupStore::check(const Range& range, const char* bytes) const {
+  for (const Kept& each : kept(range)) {
+    if (each.piece.bytes == 0 || each.piece.end() > range.end()) continue;
+    if (fingerprint_of(bytes + (each.piece.address - range.address), each.piece.bytes) ==
+        each.digest) {
+      continue;
+    }
+    Error error(Status::kBackupFailed,
+                "the backup on disk is not what was written: " + format_bytes(each.piece.bytes) +
+                    " that were read back have another fingerprint");
+    error.needed_bytes = each.piece.bytes;
+    throw error;
+  }
+}
+
 void BackupStore::drop(Cells::iterator cell) {
   const Range bounds = cell->second.bounds;
   cell->second.kept.clear();  // a drop that fails may have taken a part
-  medium_->drop(bounds);
+  watch([&] { medium_->drop(bounds); });
   cells_.erase(cell);
   cell_bytes_ -= bounds.bytes;
   count();

@@ -7,6 +7,10 @@
 // in one range, does it in one call. (A range of less than 1 MiB may be in two, where many such
 // share pages: never one that torch has.) Cells stay, contents and all, until other ranges are
 // prepared or release() is called: so what has not changed since need not be saved again.
+//
+// After a failed read, check, write or reservation of its medium a store is not sound: its contents
+// can still be read, and are checked as before, but the next save uses a new store. So damage that
+// was found is never taken for a backup, and a new file is made where option disk_dir now says.
 #pragma once
 
 #include <atomic>
@@ -48,6 +52,8 @@ class BackupStore {
       : kind_(kind), medium_(std::move(medium)) {}
 
   Backup kind() const { return kind_; }
+  // Whether another save may use it, see above. Any thread.
+  bool is_sound() const { return sound_; }
 
   // What a cell needs to be ready for copies.
   struct Room {
@@ -62,7 +68,7 @@ class BackupStore {
                             const std::vector<Range>& ranges);
   // The two steps of a fresh cell: the first for each of its strips, on any thread, the second when
   // that is done, inside a DeviceScope. Throw kOutOfHostMemory, kBackupFailed.
-  void populate(const Range& strip) { medium_->populate(strip); }
+  void populate(const Range& strip);
   void attach(const Range& cell);
   // Gives up a cell of a failed save, attached or not, and its claim.
   void abandon(const Range& cell) noexcept;
@@ -74,12 +80,10 @@ class BackupStore {
   bool is_direct() const { return kind_ == Backup::kHost; }
   void* direct(uint64_t address) const { return medium_->direct(address); }
   void* view(uint64_t address) const { return medium_->view(address); }
-  void write(uint64_t address, const void* source, uint64_t bytes) {
-    medium_->write(address, source, bytes);
-  }
-  void read(uint64_t address, void* target, uint64_t bytes) {
-    medium_->read(address, target, bytes);
-  }
+  void write(uint64_t address, const void* source, uint64_t bytes);
+  // Also throws kBackupFailed if a piece of a disk backup that lies in the range has another
+  // fingerprint than the one kept with it. A range has whole pieces, as they were saved.
+  void read(uint64_t address, void* target, uint64_t bytes);
 
   // A piece whose bytes in the store have this fingerprint. One of no bytes has been forgotten.
   struct Kept {
@@ -111,12 +115,16 @@ class BackupStore {
   void drop(Cells::iterator cell);                       // on a throw it is as before
   void try_drop(Cells::iterator cell) noexcept;
   void count();  // after a change of the cells
+  void check(const Range& range, const char* bytes) const;
+  template <typename Call>
+  void watch(Call call);  // calls the medium; the store is not sound if that fails
 
   const Backup kind_;
   const std::unique_ptr<BackupMedium> medium_;
   Cells cells_;  // attached
   uint64_t cell_bytes_ = 0;
   std::atomic<uint64_t> held_bytes_{0};  // and what a medium could not give back
+  std::atomic<bool> sound_{true};
 };
 
 // Cells are filled and copied in strips, cut at multiples of this: copies of 64 MiB run at the

@@ -160,7 +160,8 @@ void collect_all_strays(const std::vector<Step>& steps) {
 void prepare_stores(Hold& hold, std::vector<Step>& steps) {
   for (Step& step : steps) {
     if (step.ranges.empty()) continue;
-    if (step.pool->backup && step.pool->backup->kind() == step.kind) continue;
+    const BackupStore* const kept = step.pool->backup.get();
+    if (kept && kept->kind() == step.kind && kept->is_sound()) continue;
     std::unique_ptr<BackupStore> store;
     try {
       store = BackupStore::make(step.kind, step.device());

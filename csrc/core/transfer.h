@@ -83,6 +83,7 @@ class Save {
   void copy(const std::vector<Range>& ranges);
   void mark(uint64_t end);
   void run_staged();
+  void remember();  // the fingerprints, when all bytes are in the store; once
 
   Device& device_;
   BackupStore& store_;
@@ -100,7 +101,7 @@ class Save {
   std::vector<Range> staged_;  // what run_staged() is to copy
   uint64_t marked_bytes_ = 0, copied_bytes_ = 0;
   Unchanged unchanged_;
-  bool finished_ = false, stopped_ = false;
+  bool remembered_ = false, finished_ = false, stopped_ = false;
 };
 
 // Brings bytes back from a store.
@@ -116,9 +117,8 @@ class Restore {
 
   // Queues the copies of what lies in a range, which is mapped now. Throws kDriverFailed.
   void queue(const Range& mapped);
-  // Staged backups: copies what was queued, and returns when that is done; checks the
-  // fingerprints of what a disk gives back. Nothing for others. Throws kBackupFailed,
-  // kOutOfHostMemory, kDriverFailed.
+  // Staged backups: copies what was queued, and returns when that is done. Nothing for others.
+  // Throws as BackupStore::read, and kOutOfHostMemory, kDriverFailed.
   void run_staged();
   // Returns when everything is there. The bytes copied.
   uint64_t finish();

@@ -2,7 +2,10 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
+
+#include <cerrno>
 
 namespace memsaver::sim {
 namespace {
@@ -30,7 +33,14 @@ DeviceMemory::~DeviceMemory() {
 
 bool DeviceMemory::open() {
   fd_ = memfd_create("memsaver-sim-device", MFD_CLOEXEC);
-  return fd_ >= 0 && ftruncate(fd_, kFileBytes) == 0;
+  if (fd_ < 0) return false;
+  // The process's limit of file sizes counts here, and would end the process by a signal.
+  rlimit limit;
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < static_cast<rlim_t>(kFileBytes)) {
+    errno = EFBIG;
+    return false;
+  }
+  return ftruncate(fd_, kFileBytes) == 0;
 }
 
 std::shared_ptr<PhysicalMemory> DeviceMemory::create(uint64_t size, uint64_t id,

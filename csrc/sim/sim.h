@@ -58,7 +58,8 @@ struct sim_totals {
   uint64_t physical_bytes[SIM_MAX_DEVICES];  // of each device, as cuMemGetInfo counts it
 };
 
-// Which variable of the environment kept cuInit from succeeding, and what it takes. Copies the text
+// What kept cuInit from succeeding: a variable of the environment and what it takes, or a limit of
+// the process. Copies the text
 // into buffer (cut to size, zero-terminated) and returns the length of the whole, 0 where it was
 // none.
 int sim_settings_problem(char* buffer, size_t size);

@@ -4,6 +4,9 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <string>
 
 #include "settings.h"
 
@@ -16,6 +19,12 @@ Settings* g_settings = nullptr;
 
 void after_fork_in_child() {
   if (g_initialized.load()) g_forked.store(true);
+}
+
+const char* why_refused(int reason) {
+  if (reason == EFBIG) return "; lift the limit of file sizes (ulimit -f) until it has started";
+  if (reason == EMFILE) return "; close files or raise the limit of open files (ulimit -n)";
+  return "";
 }
 
 // Threads of this library may run at any time from now on.
@@ -68,12 +77,17 @@ CUresult initialize() {
   std::vector<std::unique_ptr<Device>> devices;
   for (int ordinal = 0; ordinal < g_settings->devices; ++ordinal) {
     devices.push_back(std::make_unique<Device>(ordinal, g_settings->memory_bytes));
-    if (!devices.back()->memory.open()) return CUDA_ERROR_OPERATING_SYSTEM;
+    if (!devices.back()->memory.open()) {
+      shared.settings_problem = std::string("no file for the memory of a device can be made: ") +
+                                std::strerror(errno) + why_refused(errno);
+      return CUDA_ERROR_OPERATING_SYSTEM;
+    }
   }
   if (pthread_atfork(nullptr, nullptr, &after_fork_in_child) != 0) return CUDA_ERROR_OUT_OF_MEMORY;
   stay_loaded();
   shared.devices = std::move(devices);
   shared.initialized = true;
+  shared.settings_problem.clear();
   g_initialized.store(true);
   return CUDA_SUCCESS;
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <new>
 
 #include "contexts.h"
 #include "kernels.h"
@@ -231,10 +232,16 @@ void Streams::execute(Lock* lock, const Stream& stream, const Operation& operati
   if (stream.context->broken != CUDA_SUCCESS) return;
   const int device = stream.context->device;
   Range culprit = operation.destination;
-  const bool fine = operation.kind == Operation::Kind::kLaunch
-                        ? run_launch(lock, operation, device, &culprit)
-                        : run_transfer(lock, operation, device);
-  if (fine) return;
+  try {
+    const bool fine = operation.kind == Operation::Kind::kLaunch
+                          ? run_launch(lock, operation, device, &culprit)
+                          : run_transfer(lock, operation, device);
+    if (fine) return;
+  } catch (const std::bad_alloc&) {
+    if (!lock->owns_lock()) lock->lock();
+    stream.context->broken = CUDA_ERROR_OUT_OF_MEMORY;
+    return;
+  }
   state().diagnostics.illegal_access(describe(operation.call, culprit));
   stream.context->broken = CUDA_ERROR_ILLEGAL_ADDRESS;
 }

@@ -1,7 +1,8 @@
 // Moving bytes for the simulated device.
 //
 // Device memory is reached through the device's file, never through its mapping, and host memory
-// by read and write: whatever a caller unmaps meanwhile, nothing here faults.
+// by system calls: whatever a caller unmaps meanwhile, nothing here faults. Nothing needs another
+// descriptor, and the process's limit of file sizes does not apply.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,7 @@ import memsaver
 
 
 def torch_environment(expandable: bool) -> dict[str, str]:
-    """This environment without settings of torch's allocator and ours, with this memsaver.
+    """This environment without settings of torch's allocator and ours; with memsaver and tests/.
 
     With `expandable`, torch is told to make expandable segments.
     """
@@ -20,7 +20,8 @@ def torch_environment(expandable: bool) -> dict[str, str]:
         and name not in ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     }
     root = str(Path(memsaver.__file__).resolve().parent.parent)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    paths = [root, str(Path(__file__).resolve().parent.parent), env.get("PYTHONPATH")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     env["PYTHONFAULTHANDLER"] = "1"
     if expandable:
         env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -32,6 +32,7 @@ SUITE = [
     "test_swap.py",
     "test_swap_failures.py",
     "test_backup_stores.py",
+    "test_damaged_backups.py",
     "test_kept_backups.py",
     "test_regions.py",
     "test_async.py",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
+from backup_files import deleted_files, first_data, flip, truncate
 from expected_errors import raises
 
 import memsaver
-from torch_cases.tensors import GIB, MIB, is_numbered, numbered, tidy
+from memsaver.native import _C
+from torch_cases.tensors import GIB, MIB, held, is_numbered, numbered, tidy
 
 
 def case_backup_view(tag: str) -> None:
@@ -84,6 +88,35 @@ def case_poison(tag: str) -> None:
     memsaver.pause(tag)
     memsaver.resume(tag)
     assert not any(bool(t.any()) for t in (*lost, whole))
+
+
+def case_damaged_disk_backup(tag: str) -> None:
+    """Contents that are loaded again after damage to their file are saved again."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = _C.option("disk_dir")
+        memsaver.configure(disk_dir=folder)
+        try:
+            with memsaver.region(tag, backup="disk"):
+                tensor = numbered(64)
+            for damage in (flip, truncate):
+                memsaver.pause(tag)
+                (file,) = deleted_files(folder)
+                damage(file, first_data(file) + 40 * MIB)
+                for _ in range(2):
+                    with raises(memsaver.BackupError):
+                        memsaver.resume(tag)
+                    assert memsaver.state(tag) == "paused" and held(tag) == 0
+                del tensor
+                tidy()
+                memsaver.resume(tag)
+                with memsaver.region(tag):
+                    tensor = numbered(64)
+                assert memsaver.pause(tag).copied_bytes >= 64 * MIB
+                memsaver.resume(tag)
+                assert is_numbered(tensor)
+                del file
+        finally:
+            memsaver.configure(disk_dir=before)
 
 
 def case_work_in_flight_is_awaited(tag: str) -> None:
