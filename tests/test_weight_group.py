@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
-from torch.distributed import distributed_c10d
+import torch.distributed as dist
+from descriptors import open_descriptors
+from process_sockets import eventually, listening, threads
 from weight_engine import Backend
 from weight_ranks import run
 
 from memsaver.errors import ConfigError
 from memsaver.integrations.rollout import RolloutEngine, WeightGroup
-from memsaver.integrations.rollout.weights import disaggregated
+from memsaver.integrations.rollout.weights import disaggregated, sender
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
 
 
@@ -44,18 +49,88 @@ def backend():
 
 @pytest.fixture
 def group_of(backend):
-    """Makes a group with the engine; none of them is left at the end, nor a thread for one."""
-    before = set(distributed_c10d._world.pg_map)
+    """Makes a group with the engine; nothing of any is open at the end, but what torch keeps."""
 
     def make(**options):
         return WeightGroup(RolloutEngine(backend, timeout=20), backend="gloo", **options)
 
+    warm = make()  # torch opens some things once
+    with pytest.raises(EngineError, match="it is gone"):
+        warm.leave()
+    eventually(lambda: [one for one in threading.enumerate() if one.name == "memsaver-weights"], [])
+    before = set(open_descriptors())
     yield make
-    deadline = time.monotonic() + 30
-    while aside := [one for one in threading.enumerate() if one.name == "memsaver-weights"]:
-        assert time.monotonic() < deadline, aside
-        aside[0].join(1)
-    assert set(distributed_c10d._world.pg_map) == before
+    eventually(lambda: [one for one in threading.enumerate() if one.name == "memsaver-weights"], [])
+    assert set(open_descriptors()) == before
+    assert listening() == [] and not dist.distributed_c10d._world.pg_map
+
+
+def test_leaving_closes_every_socket_descriptor_and_thread(backend, group_of, monkeypatch):
+    monkeypatch.setattr(backend, "leave_group", lambda *_: None)
+    before, running = set(open_descriptors()), len(threads())
+    for _ in range(3):
+        group = group_of()
+        assert listening() and len(threads()) > running
+        group.leave()
+        assert listening() == [] and set(open_descriptors()) == before
+        eventually(lambda: len(threads()), running)
+    # Also if the engine cannot leave; the engine, its error and the group are still referred to.
+    monkeypatch.undo()
+    group = group_of()
+    with pytest.raises(EngineError, match="it is gone") as caught:
+        group.leave()
+    assert listening() == [] and set(open_descriptors()) == before, caught.value
+    group.leave()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_a_loopback_address_is_all_that_a_group_listens_on(backend, group_of, address):
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
+            one.bind((address, 0))
+    except OSError:
+        pytest.skip(f"this machine has no {address}")
+    group = group_of(address=address)
+    assert set(listening()) <= {"127.0.0.1", "::1"} and len(listening()) == 2
+    with pytest.raises(EngineError, match="it is gone"):
+        group.leave()
+
+
+def test_an_address_of_another_machine_is_refused(group_of):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0.*one of this machine's own"):
+        group_of(address="192.0.2.1")
+
+
+def test_a_fixed_port_can_be_used_again(group_of):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for _ in range(2):
+        with pytest.raises(EngineError, match="it is gone"), group_of(port=port):
+            pass
+
+
+def test_names_do_not_repeat_in_another_process_with_the_same_pid(tmp_path):
+    """What a killed trainer called its group, the engine still knows."""
+    code = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+os.getpid = lambda: 4711
+from test_weight_group import Nobody
+from memsaver.integrations.rollout import RolloutEngine, WeightGroup
+backend = Nobody()
+backend.leave_group = lambda *_: None
+names = []
+for _ in range(2):
+    with WeightGroup(RolloutEngine(backend, timeout=20), backend="gloo") as group:
+        names.append(group.name)
+print(*names)
+"""
+    names = []
+    for _ in range(2):
+        command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+        names += subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert len(set(names)) == 4
 
 
 @pytest.mark.parametrize("seconds", [0, 1])
@@ -65,8 +140,10 @@ def test_a_group_that_the_engine_does_not_join_is_not_left_behind(backend, group
         raise EngineError("no such host")
 
     backend.joining = joining
-    with pytest.raises(EngineError, match="no such host"):
+    before = set(open_descriptors())
+    with pytest.raises(EngineError, match="no such host") as caught:
         group_of(timeout=20)
+    assert listening() == [] and set(open_descriptors()) == before, caught.value
 
 
 @pytest.mark.parametrize(
@@ -105,30 +182,20 @@ def test_what_failed_is_told_and_not_that_the_group_cannot_be_left(group_of):
         pass
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_a_group_is_not_split_off_the_trainers(is_wrapped):
-    options = SimpleNamespace(split_from=object())
-    backend = SimpleNamespace(options=options)
-    if is_wrapped:
-        backend = SimpleNamespace(wrapped_pg=backend)
-    others = {"cuda": backend, "cpu": SimpleNamespace()}
-    group = SimpleNamespace(_device_types=list(others), _get_backend=others.get)
-    disaggregated._keep_unsplit(group)
-    assert options.split_from is None
-
-
 def test_a_broadcast_takes_its_time_once(group_of, monkeypatch):
-    monkeypatch.setattr(disaggregated, "_END_SECONDS", 0.2)
     group, over = group_of(), threading.Event()
-    monkeypatch.setattr(group, "_send", lambda *_: over.wait(60))
-    real = group._group
-    group._group = SimpleNamespace(abort=lambda: over.wait(60))
+    for module in (disaggregated, sender):
+        monkeypatch.setattr(module, "END_SECONDS", 0.2)
+    monkeypatch.setattr(group._sender, "send", lambda *_: over.wait(60))
+    real = group._sender._group
+    group._sender._group = SimpleNamespace(abort=lambda: over.wait(60))
     began = time.monotonic()
     with pytest.raises(EngineTimeoutError, match="did not take all weights"):
         group.broadcast([], lambda: time.sleep(3.7), 4)
     assert time.monotonic() - began < 6  # 4.2, and 7.9 if the load's time were not counted
     over.set()
-    group._group = real
+    monkeypatch.undo()
+    group._sender._group = real
     with pytest.raises(EngineError, match="it is gone"):
         group.leave()
 
@@ -212,7 +279,7 @@ else:
                 raise EngineError(message)
             return message
     from memsaver.integrations.rollout.ranks import Layout
-    from memsaver.integrations.rollout.weights import disaggregated
+    from memsaver.integrations.rollout.weights import disaggregated, sender
     layout = Layout(rank=RANK, tp_group=own, tp_ranks=(0, 1), tp_rank=RANK)
     backend = Remote() if RANK == 0 else None
     engine = RolloutEngine(backend, layout, timeout=20)
@@ -230,7 +297,7 @@ else:
         # What the engine refuses is told on both, and the group is of no more use.
         if backend is not None:
             backend.refuses = True
-        patch.setattr(disaggregated, "_END_SECONDS", 1)
+        patch.setattr(disaggregated, "END_SECONDS", 1)
         error = refused(EngineError, update, engine, shards, group=group)
         assert "the engine refused" in str(error)
         error = refused(InvalidStateError, update, engine, shards, group=group)

@@ -1,27 +1,23 @@
 """Weights to an engine on other GPUs: a process group of a trainer's leader and the engine's ranks.
 
 The leader is its rank 0, and broadcasts each tensor of a bucket; the engine's ranks receive it into
-memory of their own. SGLang's side is `init_custom_process_group`, and this one does what that does:
-a store on the leader, with the group's name as a prefix, and torch's own helper on top.
+memory of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import threading
+import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.together import check_timeout
+from memsaver.integrations.rollout.weights.sender import END_SECONDS, Aside, Sender
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
-from memsaver.interrupts import interrupts_deferred
-from memsaver.latches import Latch
 
 if TYPE_CHECKING:
     from memsaver.integrations.rollout.engine import RolloutEngine
@@ -31,10 +27,6 @@ __all__ = ["WeightGroup"]
 Result = TypeVar("Result")
 
 _BACKENDS = ("nccl", "gloo")
-_END_SECONDS = 10.0  # for what the engine has answered already, or has given up, to end here
-# NCCL's watchdog ends the process where an operation takes longer; `broadcast` sees to it before.
-_NEVER = timedelta(days=365)
-_numbers = itertools.count()
 
 
 class WeightGroup:
@@ -49,7 +41,9 @@ class WeightGroup:
 
     Args:
         engine: a `RolloutEngine`.
-        address: this machine's, as the engine's ranks reach it.
+        address: one of this machine's own, by which the engine's ranks reach it. The group's store
+            listens there and nowhere else, and so does gloo, unless GLOO_SOCKET_IFNAME names an
+            interface; NCCL's sockets are on the interfaces that NCCL_SOCKET_IFNAME names.
         port: a free one there; 0 takes any.
         backend: of torch.distributed; "gloo" where one of the two sides has no GPU. With "nccl" on
             one host, start the trainer with NCCL_CUMEM_ENABLE=0, which SGLang sets in its own
@@ -58,8 +52,10 @@ class WeightGroup:
             may take, the update says.
 
     Raises:
-        EngineError: the engine cannot join, or not in time. Nothing is left of the group here.
-        ConfigError: there can be no store at this address, or an argument is not as above.
+        EngineError: the engine cannot join, or not in time. Nothing of the group is left here, and
+            nothing listens.
+        ConfigError: the address is not this machine's, the port is taken, or an argument is not as
+            above.
     """
 
     def __init__(
@@ -77,11 +73,10 @@ class WeightGroup:
             raise ConfigError(f"backend is one of {', '.join(_BACKENDS)}, not {backend!r}")
         check_timeout(timeout)
         self._engine, self._backend, self._timeout = engine, backend, timeout
-        self._lock = threading.Lock()  # of the two that follow, while the group is made
-        self._group: Any = None
-        self._abandoned = False
         self._broken = ""
-        self.name = f"memsaver-{os.getpid()}-{next(_numbers)}"
+        # An engine knows the names of groups also after their trainer was killed.
+        self.name = f"memsaver-{secrets.token_hex(16)}"
+        self._sender = Sender(self.name, backend, 1 + engine.tp_size, timeout)
         self.joined = False
         engine.together.on_leader(
             "joining a group for weights", lambda: self._join(address, port), timeout
@@ -132,17 +127,17 @@ class WeightGroup:
             EngineError: sending failed. What `load` raises passes through.
         """
         deadline = time.monotonic() + timeout
-        sending = _Aside(lambda: self._send(tensors, timeout))
+        sending = Aside(lambda: self._sender.send(tensors, timeout))
         try:
             result = load()
         except BaseException as error:
             # The engine's ranks may not come to the broadcasts at all.
             self._give_up(f"{type(error).__name__}: {error}")
-            sending.wait(_END_SECONDS)
+            sending.wait(END_SECONDS)
             if self._backend == "nccl" and isinstance(error, EngineError):
                 error.message += _advice_for_nccl()
             raise
-        if not sending.wait(max(_END_SECONDS, deadline - time.monotonic())):
+        if not sending.wait(max(END_SECONDS, deadline - time.monotonic())):
             self._give_up("the engine did not take all of it")
             raise EngineTimeoutError(f"the engine did not take all weights within {timeout:g} s")
         if sending.error is not None:
@@ -156,45 +151,44 @@ class WeightGroup:
     def leave(self) -> None:
         """Leave the group, on both sides. Idempotent.
 
+        Nothing of it is left here afterwards: no socket, no descriptor and no thread. Only if a
+        broadcast hangs, these end with it.
+
         Raises:
-            EngineError: the engine cannot; it is left here all the same.
+            EngineError: the engine cannot leave it. This side has left all the same.
         """
         if not self.joined:
             return
         self.joined = False
-        self._engine.together.on_leader("leaving a group for weights", self._leave, self._timeout)
+        try:
+            self._engine.together.on_leader(
+                "leaving a group for weights", self._leave, self._timeout
+            )
+        finally:
+            self._sender.close()
 
     def _join(self, address: str, port: int) -> None:
-        from torch.distributed import TCPStore
-
-        if not isinstance(address, str) or type(port) is not int:
+        if not isinstance(address, str) or type(port) is not int or not 0 <= port < 1 << 16:
             raise ConfigError(
-                f"address is a name or a number of this machine and port a number, not {address!r} "
-                f"and {port!r}"
+                "address is a name or a number of this machine and port a number from 0 to 65535, "
+                f"not {address!r} and {port!r}"
             )
         backend = self._engine.backend
         assert backend is not None
-        size = 1 + self._engine.tp_size
         deadline = time.monotonic() + self._timeout
-        wait = timedelta(seconds=self._timeout)
-        try:
-            store = TCPStore(
-                address, port, size, True, wait, wait_for_workers=False, multi_tenant=True
-            )
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise ConfigError(f"no group can be made at {address}:{port}: {error}") from error
-        making = _Aside(lambda: self._make(store, size, wait))
+        taken = self._sender.listen(address, port)
+        making = Aside(self._sender.connect)
         try:
             backend.join_group(
                 address,
-                store.port,
+                taken,
                 rank_offset=1,
-                world_size=size,
+                world_size=1 + self._engine.tp_size,
                 group_name=self.name,
                 backend=self._backend,
                 timeout=self._timeout,
             )
-            if not making.wait(max(_END_SECONDS, deadline - time.monotonic())):
+            if not making.wait(max(END_SECONDS, deadline - time.monotonic())):
                 raise EngineTimeoutError(
                     f"the engine's ranks did not come to the group within {self._timeout:g} s"
                 )
@@ -203,80 +197,18 @@ class WeightGroup:
                     f"the group could not be made here: {making.error}"
                 ) from making.error
         except BaseException:
-            self._end()
+            self._sender.close()
+            making.wait(END_SECONDS)
             raise
-
-    def _make(self, store: Any, size: int, wait: timedelta) -> None:
-        from torch.distributed import PrefixStore, distributed_c10d
-
-        made, _ = distributed_c10d._new_process_group_helper(
-            size,
-            0,
-            [],
-            distributed_c10d.Backend(self._backend),
-            PrefixStore(self.name, store),
-            group_name=self.name,
-            timeout=wait if self.device == "cpu" else _NEVER,
-        )
-        _keep_unsplit(made)
-        with self._lock:
-            self._group = made
-            late = self._abandoned
-        if late:
-            self._end()
-
-    def _end(self) -> None:
-        """End the group on this side: now, or when it is made."""
-        from torch.distributed import destroy_process_group
-
-        with self._lock:
-            self._abandoned = True
-            group, self._group = self._group, None
-        if group is not None:  # None would be the world; and this may hang as an abort may
-            _Aside(lambda: destroy_process_group(group)).wait(_END_SECONDS)
-
-    def _send(self, tensors: Sequence[Any], timeout: float) -> None:
-        from torch.distributed import BroadcastOptions
-
-        options = BroadcastOptions()
-        options.rootRank = 0
-        if self.device == "cpu":
-            options.timeout = timedelta(seconds=timeout)
-        with _current_device(tensors):
-            works = [self._group.broadcast([tensor], options) for tensor in tensors]
-            for work in works:
-                work.wait()
-            if tensors and tensors[0].is_cuda:
-                import torch
-
-                torch.cuda.synchronize(tensors[0].device)
 
     def _give_up(self, why: str) -> None:
         self._broken = why
-        # What a backend cannot abort, its timeout ends. NCCL may hang in an abort, for that long.
-        _Aside(lambda: self._group.abort()).wait(_END_SECONDS)
+        self._sender.abort()
 
     def _leave(self) -> None:
         backend = self._engine.backend
         assert backend is not None
-        try:
-            backend.leave_group(self.name, self._timeout)
-        finally:
-            self._end()
-
-
-def _keep_unsplit(group: Any) -> None:
-    """Have the group make a communicator of its own, before it makes one.
-
-    Where the default group is bound to a device (`init_process_group(device_id=...)`), torch has
-    NCCL split the default group's instead, in which all ranks of the trainer would have to join.
-    """
-    for backend in group._device_types:
-        made = group._get_backend(backend)
-        made = getattr(made, "wrapped_pg", made)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-        options: Any = getattr(made, "options", None)
-        if getattr(options, "split_from", None) is not None:
-            options.split_from = None
+        backend.leave_group(self.name, self._timeout)
 
 
 def _advice_for_nccl() -> str:
@@ -292,42 +224,3 @@ def _advice_for_nccl() -> str:
         f"; NCCL_CUMEM_ENABLE is {here or 'not set'} here, and SGLang sets 0 in its processes "
         "where it is not set: on one host both sides need the same, from their start"
     )
-
-
-class _Aside:
-    """Work on a thread of its own.
-
-    Attributes:
-        error: what it raised, or None.
-    """
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.error: Exception | None = None
-        self._done = Latch()
-        self._work = work
-        with interrupts_deferred():
-            threading.Thread(target=self._run, name="memsaver-weights", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:
-            self.error = error
-        finally:
-            self._done.open()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it ended within so many seconds."""
-        return self._done.wait(seconds)
-
-
-@contextlib.contextmanager
-def _current_device(tensors: Sequence[Any]) -> Iterator[None]:
-    """For the block, the tensors' device is this thread's."""
-    if not tensors or not tensors[0].is_cuda:
-        yield
-        return
-    import torch
-
-    with torch.cuda.device(tensors[0].device):
-        yield

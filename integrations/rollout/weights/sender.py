@@ -1,0 +1,266 @@
+"""A trainer's end of a process group with an engine's ranks: its store, its sockets, its group.
+
+SGLang's side is `init_custom_process_group`, which has torch make the group over a store with the
+group's name as a prefix. This side makes the same group over the same prefixes, but does not enter
+it in torch's table of groups: nothing else in the trainer sees it, and it ends when it is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from memsaver.errors import ConfigError
+from memsaver.interrupts import interrupts_deferred
+from memsaver.latches import Latch
+
+__all__ = ["END_SECONDS", "Aside", "Sender"]
+
+END_SECONDS = 10.0  # for what the engine has answered already, or has given up, to end here
+# NCCL's watchdog ends the process if an operation takes longer; `WeightGroup.broadcast` bounds it.
+_NEVER = timedelta(days=365)
+
+
+class Sender:
+    """Rank 0 of a process group, the others being an engine's ranks.
+
+    Owns the group and the store that its ranks find each other by. `close` ends both, with their
+    sockets, descriptors and threads.
+
+    Threads: `connect` may run in one thread while another closes; else one at a time.
+
+    Args:
+        name: the group's name, which no other group of the engine has had.
+        backend: "nccl" or "gloo".
+        size: ranks of the group, this one included.
+        timeout: seconds to wait for the other ranks.
+    """
+
+    def __init__(self, name: str, backend: str, size: int, timeout: float) -> None:
+        self._name, self._backend, self._size = name, backend, size
+        self._wait = timedelta(seconds=timeout)
+        self._lock = threading.Lock()  # of what follows, once ranks may come
+        self._closed = False
+        self._store: Any = None
+        self._client: Any = None
+        self._group: Any = None
+        self._address = ""
+
+    def listen(self, address: str, port: int) -> int:
+        """Make the store, which listens on this address alone.
+
+        Args:
+            address: a name or a number of this machine.
+            port: a free port; 0 takes any.
+
+        Returns:
+            The port.
+
+        Raises:
+            ConfigError: the address is not this machine's, or the port is taken.
+        """
+        from torch.distributed import TCPStore
+
+        try:
+            with _listening(address, port) as listener:
+                self._address, port = listener.getsockname()[:2]
+                self._store = TCPStore(
+                    self._address,
+                    port,
+                    self._size,
+                    True,
+                    self._wait,
+                    wait_for_workers=False,
+                    master_listen_fd=os.dup(listener.fileno()),
+                )
+            # A connection of its own, which fails at once when the store is closed.
+            self._client = TCPStore(
+                self._address, port, self._size, False, self._wait, wait_for_workers=False
+            )
+        except (OSError, RuntimeError, OverflowError, UnicodeError) as error:
+            self.close()
+            raise ConfigError(
+                f"no group can be made at {address}:{port}: {error}; address is one of this "
+                "machine's own, by which the engine's ranks reach it"
+            ) from error
+        return port
+
+    def connect(self) -> None:
+        """Make the group. With gloo, wait until all ranks have come."""
+        made = self._make(self._client)
+        with self._lock:
+            if not self._closed:
+                self._group = made
+                return
+        # The join was given up meanwhile.
+        made.shutdown()
+
+    def _make(self, store: Any) -> Any:
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
+
+        config = c10d.BackendConfig(c10d.Backend(self._backend))
+        first = next(iter(config.get_device_backend_map()))
+        for prefix in (self._name, f"{self._name}/", f"{first}/"):  # as torch and SGLang have them
+            store = dist.PrefixStore(prefix, store)
+        made: Any
+        if self._backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = self._wait
+            options._devices = [_gloo_device(self._address)]
+            made = dist.ProcessGroupGloo(store, 0, self._size, options)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _NEVER
+            options.global_ranks_in_group, options.group_name = [], self._name
+            made = dist.ProcessGroupNCCL(store, 0, self._size, options)
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # the engine's ranks wrap theirs, too
+            made = c10d._create_process_group_wrapper(
+                wrapped_pg=made,
+                store_prefix=self._name,
+                store=store,
+                rank=0,
+                world_size=self._size,
+                timeout=self._wait,
+            )
+        return made
+
+    def send(self, tensors: Sequence[Any], timeout: float) -> None:
+        """Broadcast tensors, and wait until they are sent.
+
+        Args:
+            tensors: contiguous, on the backend's device, and ready: nothing is waited for.
+            timeout: seconds that gloo has for each of them. NCCL has no bound but `abort`.
+        """
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = 0
+        if self._backend == "gloo":
+            options.timeout = timedelta(seconds=timeout)
+        with _current_device(tensors):
+            works = [self._group.broadcast([tensor], options) for tensor in tensors]
+            for work in works:
+                work.wait()
+            if tensors and tensors[0].is_cuda:
+                import torch
+
+                torch.cuda.synchronize(tensors[0].device)
+
+    def abort(self) -> None:
+        """Have broadcasts fail; waits at most `END_SECONDS`.
+
+        What a backend cannot abort, its timeout ends. NCCL may hang in an abort, for that long.
+        """
+        Aside(lambda: self._group.abort()).wait(END_SECONDS)
+
+    def close(self) -> None:
+        """End the group and the store. Idempotent; waits at most `END_SECONDS`.
+
+        A `connect` that waits for ranks fails. If a broadcast hangs, the group ends after it.
+        """
+        with self._lock:
+            self._closed = True
+            groups = [self._group] if self._group is not None else []
+            self._group = None
+        if groups:
+            Aside(lambda: _shut_down(groups)).wait(END_SECONDS)
+        self._store = self._client = None
+
+
+def _shut_down(groups: list[Any]) -> None:
+    """Shut a group down and drop it here, as both may wait."""
+    group = groups.pop()
+    group.shutdown()
+
+
+@contextlib.contextmanager
+def _listening(address: str, port: int) -> Iterator[socket.socket]:
+    """For the block, a socket that listens at an address of this machine."""
+    family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        # The connections of a group that was left do not keep its port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen()
+        yield listener
+
+
+def _gloo_device(address: str) -> Any:
+    """Return gloo's device, which listens at an address of this machine.
+
+    gloo connects only addresses of one family. The engine's ranks have that of their host's name;
+    if this host's name has another family than `address`, that one's loopback address is taken for
+    a loopback address, and for any other the one that torch takes.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interface:
+        return ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    version = _version_of_this_host()
+    if wanted.is_loopback:
+        same = address if wanted.version == version else {4: "127.0.0.1", 6: "::1"}[version]
+        return ProcessGroupGloo.create_device(hostname=same)
+    if wanted.is_unspecified or wanted.version != version:
+        return ProcessGroupGloo.create_default_device()
+    return ProcessGroupGloo.create_device(hostname=address)
+
+
+def _version_of_this_host() -> int:
+    """Return 4 or 6, the version of the first address of this host's name that can be bound."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, place in found:
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as one:
+                one.bind(place)
+                return 6 if family == socket.AF_INET6 else 4
+    return 4
+
+
+class Aside:
+    """Work on a thread of its own.
+
+    Attributes:
+        error: what it raised, or None. Without its traceback, whose frames own sockets.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.error: Exception | None = None
+        self._done = Latch()
+        thread = threading.Thread(
+            target=self._run, args=([work],), name="memsaver-weights", daemon=True
+        )
+        with interrupts_deferred():
+            thread.start()
+
+    def _run(self, work: list[Callable[[], None]]) -> None:
+        try:
+            work.pop()()
+        except Exception as error:
+            self.error = error.with_traceback(None)
+        finally:
+            self._done.open()
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether it ended within so many seconds."""
+        return self._done.wait(seconds)
+
+
+@contextlib.contextmanager
+def _current_device(tensors: Sequence[Any]) -> Iterator[None]:
+    """For the block, the tensors' device is this thread's."""
+    if not tensors or not tensors[0].is_cuda:
+        yield
+        return
+    import torch
+
+    with torch.cuda.device(tensors[0].device):
+        yield

@@ -1,0 +1,46 @@
+"""The sockets at which this process listens, and its threads, out of /proc/self."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from descriptors import open_descriptors
+
+_LISTENS = "0A"
+
+
+def threads() -> set[str]:
+    """The threads of this process."""
+    return set(os.listdir("/proc/self/task"))
+
+
+def listening() -> list[str]:
+    """The addresses at which sockets of this process listen."""
+    own = {text[len("socket:[") : -1] for text in open_descriptors().values() if "socket" in text}
+    return sorted(address for address, inode in _listeners() if inode in own)
+
+
+def eventually(what: Callable[[], object], like: object, seconds: float = 30.0) -> None:
+    """Wait until a function returns this: a thread that was told to end may need a moment."""
+    deadline = time.monotonic() + seconds
+    while (found := what()) != like:
+        assert time.monotonic() < deadline, (found, like)
+        time.sleep(0.05)
+
+
+def _listeners() -> Iterator[tuple[str, str]]:
+    for name, words in (("tcp", 1), ("tcp6", 4)):
+        path = Path("/proc/self/net", name)
+        for row in path.read_text().splitlines()[1:] if path.exists() else ():
+            fields = row.split()
+            if fields[3] == _LISTENS:
+                # Words of 32 bits, in the byte order of the machine.
+                text = fields[1].partition(":")[0]
+                parts = [int(text[8 * at : 8 * at + 8], 16) for at in range(words)]
+                packed = b"".join(socket.htonl(part).to_bytes(4, "big") for part in parts)
+                yield str(ipaddress.ip_address(packed)), fields[9]
