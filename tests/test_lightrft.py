@@ -12,6 +12,7 @@ from lightrft_stand_in import EngineStatus, Rollout, Sender, Strategy
 import memsaver
 from memsaver.integrations.lightrft import adapt
 from memsaver.integrations.sglang import EngineBusyError, Status, hooks
+from memsaver.integrations.sglang.protocol import Answer, SchedulerState
 
 torch = pytest.importorskip("torch")
 
@@ -124,6 +125,62 @@ def test_weights_without_a_backup_are_sent_again(make_strategy):
     assert strategy.gather_and_generate("b", sleep_engine=False) == "b!"
     assert sender.states[1:] == [all_of("paused", weights="mapped")]
     assert strategy.scheduler.model.is_intact()
+
+
+@pytest.mark.parametrize("with_sender", [False, True])
+def test_a_refused_sleep_keeps_the_weights_that_would_be_sent_again(make_strategy, with_sender):
+    strategy = make_strategy(backup="none", weights="resend", timeout=30)
+    sender = Sender(strategy, strategy.scheduler)
+    strategy.broadcast_manager = sender if with_sender else None
+    strategy.inference_engine, strategy.inference_engine_type = strategy.rollout, "sglang"
+    strategy.scheduler.begin("somebody else's")
+    strategy.memory._engine._timeout = 1
+    for _ in range(2):
+        with pytest.raises(EngineBusyError):
+            strategy.maybe_sleep_inference_engine()
+        strategy.wakeup_inference_engine()
+        assert strategy.inference_engine_status is EngineStatus.WAKEUP
+    strategy.memory._engine._timeout = 30
+    assert sender.states == [] and states() == all_of("mapped")
+    assert strategy.scheduler.model.is_intact()
+    strategy.scheduler.end("somebody else's")
+    strategy.maybe_sleep_inference_engine()  # which loses them
+    if with_sender:
+        strategy.wakeup_inference_engine()
+        assert len(sender.states) == 1 and strategy.scheduler.model.is_intact()
+    else:
+        with pytest.raises(memsaver.InvalidStateError, match="update_engine_weights"):
+            strategy.wakeup_inference_engine()
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_sleep_that_fails_half_way_keeps_the_weights(make_strategy, sim, nth):
+    strategy = make_strategy(backup="none", weights="resend", timeout=30)
+    strategy.inference_engine, strategy.inference_engine_type = strategy.rollout, "sglang"
+    with sim.fault("cuMemUnmap", nth=nth), pytest.raises(memsaver.DriverError):
+        strategy.maybe_sleep_inference_engine()
+    strategy.wakeup_inference_engine()
+    assert states() == all_of("mapped") and strategy.scheduler.model.is_intact()
+
+
+def test_weights_that_a_failed_sleep_lost_on_a_rank_are_sent_again(make_strategy):
+    # As where one rank of a group had released them when another one failed.
+    strategy = make_strategy(backup="none", weights="resend", timeout=30)
+    strategy.broadcast_manager = sender = Sender(strategy, strategy.scheduler)
+    strategy.inference_engine, strategy.inference_engine_type = strategy.rollout, "sglang"
+    controller = strategy.memory._engine.controller()
+
+    def sleep(*_, **__):
+        state = SchedulerState("one", (), True, Answer("one", "release", (), (), lost=("weights",)))
+        controller._knowledge.learn([state])
+        raise memsaver.DriverError("a rank failed")
+
+    controller.sleep = sleep
+    with pytest.raises(memsaver.DriverError):
+        strategy.maybe_sleep_inference_engine()
+    assert controller.lost == {"weights"} and controller.status is Status.AWAKE
+    strategy.wakeup_inference_engine()
+    assert len(sender.states) == 1
 
 
 def test_a_wake_up_without_room_can_be_repeated(make_strategy, sim):
@@ -382,6 +439,31 @@ with pytest.MonkeyPatch.context() as patch, engines.modules(patch) as classes:
     if rank == 0:
         scheduler.end("somebody else's")
     assert strategy.gather_and_generate("b") == ("b!" if tp_rank == 0 else None)
+
+    # Of engines that lose their weights in a sleep, one is busy: all get them again, once.
+    memory.close()
+    memory = adapt(strategy, timeout=30, weights="resend")
+    strategy.broadcast_manager = sender = Sender(strategy, scheduler)
+    strategy.wakeup_inference_engine()
+    assert sender.states == []
+    if tp_rank == 0:
+        scheduler.begin("somebody else's")
+    memory._engine._timeout = 2
+    raises(strategy.maybe_sleep_inference_engine)  # on both, and nothing is lost
+    memory._engine._timeout = 30
+    strategy.wakeup_inference_engine()
+    assert sender.states == []
+    if rank == 2:
+        scheduler.end("somebody else's")
+    memory._engine._timeout = 2
+    error = raises(strategy.maybe_sleep_inference_engine)
+    assert set(error.failures) == {0}
+    memory._engine._timeout = 30
+    strategy.wakeup_inference_engine()
+    assert len(sender.states) == (1 if tp_rank == 0 else 0)
+    if rank == 0:
+        scheduler.end("somebody else's")
+    assert strategy.gather_and_generate("c") == ("c!" if tp_rank == 0 else None)
 
     # Optimizers: all ranks or none.
     trainer, expected = Trainer("adamw"), Trainer("adamw")

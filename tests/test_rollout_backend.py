@@ -16,6 +16,7 @@ from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.rollout import Request, Sample
 from memsaver.integrations.rollout.sglang.backend import backend_of
 from memsaver.integrations.rollout.sglang.samples import sample_of
+from memsaver.integrations.sglang.engines import connect
 from memsaver.integrations.sglang.errors import EngineBusyError, EngineError, EngineTimeoutError
 
 FOUR = {"max_new_tokens": 4}
@@ -227,6 +228,28 @@ def test_a_server_of_another_version(make_world):
         backend_of(url)
 
 
+@pytest.mark.parametrize("name", ["tp_size", "pp_size", "dp_size"])
+@pytest.mark.parametrize("value", ["2", 2.5, -1, [], True, 1 << 70])
+def test_a_number_of_ranks_that_is_none(make_world, kind, name, value):
+    manager, target = make_world(kind)
+    setattr(manager.server_args, name, value)
+    with pytest.raises(EngineError, match=name):
+        backend_of(target)
+
+
+@pytest.mark.parametrize("version", [5, None, ["0.5.16"], {}])
+def test_a_server_without_a_version(make_world, version):
+    manager, url = make_world("server")
+    manager.version = version
+    with pytest.raises(EngineError, match="no version"):
+        backend_of(url)
+
+
+def test_a_link_is_used_as_it_is(make_world, kind):
+    _, target = make_world(kind)
+    assert backend_of(connect(target)).tp_size == 1
+
+
 def test_an_engine_that_makes_text(make_world):
     manager, engine = make_world("local")
     manager.server_args.skip_tokenizer_init = False
@@ -303,7 +326,25 @@ def test_outputs_that_are_not_sglangs():
         sample_of(short)
     aborted = {**short, "meta_info": {**good["meta_info"], "finish_reason": {"type": "abort"}}}
     assert sample_of(aborted).token_ids == [5, 6]
-    for bad in ({}, {"output_ids": [1]}, {"output_ids": "x", "meta_info": {}}, "text", None):
+    meta = good["meta_info"]
+    for bad in (
+        {},
+        {"output_ids": [1]},
+        {"output_ids": "x", "meta_info": {}},
+        {"output_ids": ["5", "6"], "meta_info": meta},
+        {"output_ids": [5.0, 6.5], "meta_info": meta},
+        {"output_ids": [True, False], "meta_info": meta},
+        {"output_ids": [1 << 70, 5], "meta_info": meta},
+        {"output_ids": [5, 6], "meta_info": {"output_token_logprobs": [["-1"], ["-2"]]}},
+        {"output_ids": [5, 6], "meta_info": {"output_token_logprobs": [[True], [False]]}},
+        {"output_ids": [5, 6], "meta_info": {"output_token_logprobs": 5}},
+        {"output_ids": [5, 6], "meta_info": "meta"},
+        {"output_ids": [5, 6], "meta_info": {"finish_reason": {"kind": "stop"}}},
+        "text",
+        None,
+        5,
+        [],
+    ):
         with pytest.raises(EngineError, match="not one of SGLang's"):
             sample_of(bad)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from watched_children import LOOP, Child, ask, socket_of, wait_until
 
+from memsaver.cli import watched
 from memsaver.cli.watched import Found, Process, Silent, find_processes
 
 
@@ -67,6 +68,24 @@ ANSWERS = {
         "no whole number",
     ),
     "deep": (b"[" * 100_000, "cannot be understood"),
+    "a number beyond any float": (
+        b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": 1'
+        + b"0" * 400
+        + b', "driver": null, "devices": [], "tags": [], "host_bytes": 0, '
+        b'"host_available_bytes": 0}',
+        "cannot be understood",
+    ),
+    "true for bytes": (
+        b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": 1, '
+        b'"driver": null, "devices": [], "tags": [], "host_bytes": true, '
+        b'"host_available_bytes": 0}',
+        "no whole number",
+    ),
+    "a terminal's commands": (
+        b'{"format": "\\u001b[2J\\ud800", "memsaver": "\\u001b]0;x\\u0007"}',
+        "memsaver ]0;x speaks format [2J, this",
+    ),
+    "a format of any length": (b'{"format": "' + b"9" * 100_000 + b'"}', "this one"),
 }
 
 
@@ -78,6 +97,7 @@ def test_what_is_no_answer(runtime, which):
     (silent,) = found.silent
     assert isinstance(silent, Silent) and found.processes == ()
     assert why in silent.why and silent.pid == os.getpid()
+    assert len(silent.why) < 400 and silent.why.isprintable()
 
 
 def test_an_answer_that_never_ends(runtime):
@@ -90,6 +110,18 @@ def test_an_answer_that_never_ends(runtime):
         start = time.monotonic()
         (silent,) = find_processes().silent
         assert time.monotonic() - start < 2 and "no answer within" in silent.why
+
+
+def test_an_answer_of_any_size_is_not_held(runtime, monkeypatch):
+    monkeypatch.setattr(watched, "_MOST_BYTES", 1 << 20)
+
+    def flood(client):
+        for _ in range(64):
+            client.sendall(b" " * (1 << 16))
+
+    with served(runtime, flood):
+        (silent,) = find_processes().silent
+        assert "more than 1 MiB" in silent.why
 
 
 def test_unknown_keys_are_left_out(runtime):

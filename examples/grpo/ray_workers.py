@@ -23,8 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -102,7 +100,7 @@ class EngineWorker:
             )
         url = f"http://{HOST}:{port}"
         deadline = time.monotonic() + START_SECONDS
-        while not _answers(f"{url}/health"):
+        while not _answers(url):
             ended = self._server.poll()
             if ended is not None or time.monotonic() > deadline:
                 self.stop()
@@ -237,11 +235,14 @@ def _free_port() -> int:
 
 
 def _answers(url: str) -> bool:
+    from memsaver.integrations.sglang import EngineError
+    from memsaver.integrations.sglang.engines import ServedEngine
+
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return bool(response.status == 200)
-    except (OSError, urllib.error.URLError):
+        ServedEngine(url).get("/health", timeout=5)
+    except EngineError:
         return False
+    return True
 
 
 def main(

@@ -9,6 +9,7 @@ from memsaver.errors import ConfigError
 from memsaver.integrations.lightrft.engine import WEIGHTS_POLICIES, EngineMemory
 from memsaver.integrations.lightrft.optimizers import OptimizerMemory
 from memsaver.integrations.sglang import Status
+from memsaver.integrations.sglang.arguments import check_timeout
 from memsaver.native import check_tag
 
 __all__ = ["Adapted", "adapt"]
@@ -195,7 +196,7 @@ def adapt(
 
     Raises:
         ConfigError: not a strategy with this interface, or one that is adapted already; an unknown
-            policy for the weights, or a tag that is none.
+            policy for the weights, a tag that is none, or an invalid timeout.
     """
     missing = [name for name in (*_METHODS, *_USED) if not hasattr(strategy, name)]
     if missing:
@@ -208,6 +209,7 @@ def adapt(
     if weights not in WEIGHTS_POLICIES:
         raise ConfigError(f"weights cannot be {weights!r}: it is one of {WEIGHTS_POLICIES}")
     check_tag(tag)
+    check_timeout(timeout)
     engine = EngineMemory(strategy, weights, timeout)
     adapted = Adapted(strategy, engine, OptimizerMemory(tag), offload_optimizer)
     for name in _METHODS:

@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from memsaver.distributed.channel import Channel
 from memsaver.errors import ConfigError, InvalidStateError
-from memsaver.integrations.lightrft.ranks import on_every_rank
-from memsaver.integrations.sglang import SleepController
+from memsaver.integrations.lightrft.ranks import has_other_ranks, on_every_rank
+from memsaver.integrations.sglang import SleepController, Status
 from memsaver.integrations.sglang.protocol import GRAPH, KV_CACHE, WEIGHTS
 
 __all__ = ["WEIGHTS_POLICIES", "EngineMemory"]
@@ -34,8 +35,8 @@ class EngineMemory:
         self._controller: SleepController | None = None
         self._controlled: Any = None  # the engine that the controller is for
         self._updating = False
-        # The engine's weights are the trainer's of the last update; alike on all ranks.
-        self._has_weights = True
+        # This rank's engine may lack the weights that it was sent last; other ranks may differ.
+        self._lost_weights = False
 
     def controller(self) -> SleepController | None:
         """The controller of this rank's engine; None on a rank without one.
@@ -69,10 +70,12 @@ class EngineMemory:
                 return
             if self.weights == "backup":
                 _check_backup(self._controlled)
-            controller.sleep(tags, wait_idle=True, timeout=self._timeout)
+            try:
+                controller.sleep(tags, wait_idle=True, timeout=self._timeout)
+            finally:  # a sleep that was refused leaves the weights as they were
+                if self.weights == "resend" and _is_without_weights(controller):
+                    self._lost_weights = True
 
-        if self.weights == "resend":
-            self._has_weights = False  # on some rank maybe, also where another one fails
         on_every_rank("the engine's sleep", work, _AGAIN)
 
     def wake_up(self) -> bool:
@@ -90,7 +93,7 @@ class EngineMemory:
         if self._updating:
             self._wake([WEIGHTS])
             return False
-        if not self._has_weights:
+        if self.weights == "resend" and _is_on_any_rank(self._lost_weights):
             self._resend()
         self._wake(None)
         return True
@@ -103,7 +106,7 @@ class EngineMemory:
             yield
         finally:
             self._updating = False
-        self._has_weights = True
+        self._lost_weights = False
 
     def _resend(self) -> None:
         sender = getattr(self._strategy, "broadcast_manager", None)
@@ -116,7 +119,7 @@ class EngineMemory:
         self._wake([WEIGHTS])
         sender.broadcast_to_engine()
         self._strategy.sync_and_clear_cache()
-        self._has_weights = True
+        self._lost_weights = False
 
     def _wake(self, tags: Sequence[str] | None) -> None:
         def work() -> None:
@@ -125,6 +128,24 @@ class EngineMemory:
                 controller.wake_up(tags, timeout=self._timeout)
 
         on_every_rank("the engine's wake-up", work, _AGAIN)
+
+
+def _is_without_weights(controller: SleepController) -> bool:
+    """Whether an engine whose weights have no backup may not have their contents."""
+    gone = controller.released | controller.lost
+    return controller.status is Status.UNKNOWN or WEIGHTS in gone
+
+
+def _is_on_any_rank(flag: bool) -> bool:
+    """Whether a flag is set on one rank at least. A collective over the world.
+
+    Raises:
+        GroupError: a rank is gone.
+    """
+    if not has_other_ranks():
+        return flag
+    flags = Channel().all_gather(bytes([flag]), None, "whether engines have their weights")
+    return any(map(any, flags))
 
 
 def _check_backup(engine: Any) -> None:

@@ -15,6 +15,7 @@ from memsaver.integrations.rollout.ranks import ALONE, Layout, layout_of
 from memsaver.integrations.rollout.sglang.backend import backend_of
 from memsaver.integrations.rollout.shared_sleep import SharedSleep, known_released
 from memsaver.integrations.rollout.together import Together
+from memsaver.integrations.sglang.fields import is_whole
 
 __all__ = ["RolloutEngine"]
 
@@ -92,7 +93,7 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
         self._closed = False
 
         def check() -> None:
-            if type(pad_token_id) is not int:
+            if not is_whole(pad_token_id):
                 raise ConfigError(f"pad_token_id is a number, not {pad_token_id!r}")
 
         def begin(_: object) -> tuple[int, frozenset[str] | None]:
@@ -183,7 +184,10 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
             api_key: what a server asks for, its admin key where it has one.
 
         Raises:
-            ConfigError: it is none of these, or of a version that cannot be used.
+            ConfigError: it is none of these, or of a version that cannot be used; or the URL or the
+                key is invalid, neither of which is in the message.
+            NotLoadedError: it is a URL, and httpx is not installed on the leader
+                (`pip install "memsaver[http]"`).
             EngineError, EngineTimeoutError: it cannot be reached, or not in time.
         """
         layout = layout_of(mesh, tp=tp, dp=dp)

@@ -21,6 +21,7 @@ from typing import Any
 
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.integrations.rollout.sglang.backend import LocalBackend
+from memsaver.integrations.sglang.arguments import check_timeout
 from memsaver.integrations.sglang.engines import LocalEngine
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
 from memsaver.interrupts import interrupts_deferred
@@ -149,9 +150,11 @@ def launch(
 
     Raises:
         NotLoadedError: SGLang is not installed.
-        ConfigError: arguments that contradict the ranks, or that SGLang does not know.
+        ConfigError: arguments that contradict the ranks, or that SGLang does not know; an invalid
+            timeout.
         EngineError, EngineTimeoutError: it did not start, or not in time. Its processes are ended.
     """
+    check_timeout(timeout)
     if tp_size is not None and arguments.get("tp_size", tp_size) != tp_size:
         raise ConfigError(
             f"tp_size={arguments['tp_size']}, and the mesh's tensor-parallel groups have "

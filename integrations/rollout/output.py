@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memsaver.integrations.rollout.backend import Sample
 from memsaver.integrations.sglang.errors import EngineError
+from memsaver.integrations.sglang.fields import is_whole
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +24,22 @@ def check_samples(samples: Any, count: int) -> list[Sample]:
     if len(several) != count:
         raise EngineError(f"the engine gave {len(several)} samples for {count} requests")
     for number, one in enumerate(several):
+        if not isinstance(one.token_ids, Sequence) or not all(map(is_whole, one.token_ids)):
+            raise EngineError(f"the engine gave tokens of sample {number} that are no numbers")
+        if one.logprobs is not None and not all(map(_is_real, one.logprobs)):
+            raise EngineError(
+                f"the engine gave log-probabilities of sample {number} that are no numbers"
+            )
         if one.logprobs is not None and len(one.logprobs) != len(one.token_ids):
             raise EngineError(
                 f"the engine gave {len(one.logprobs)} log-probabilities for the "
                 f"{len(one.token_ids)} tokens of sample {number}"
             )
     return several
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, float) or is_whole(value)  # NaN is the engine's word for unknown
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 from memsaver.errors import ConfigError
 from memsaver.integrations.rollout.backend import Request
+from memsaver.integrations.sglang.fields import is_whole
 
 __all__ = ["Prompts", "prompts_of"]
 
@@ -47,7 +48,7 @@ def prompts_of(
             entry for each prompt.
     """
     prompts = _token_lists(input_ids, attention_mask)
-    each_params = _for_each(sampling_params or {}, len(prompts))
+    each_params = _for_each({} if sampling_params is None else sampling_params, len(prompts))
     extras = _extras(multimodal, len(prompts))
     requests: list[Request] = []
     index: list[int] = []
@@ -56,10 +57,10 @@ def prompts_of(
     ):
         named = dict(params)
         count = named.pop("n", 1)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        if not is_whole(count) or count < 1:
             raise ConfigError(f"sampling_params: n is a number of samples, not {count!r}")
         seed = named.get("sampling_seed")
-        if seed is not None and not isinstance(seed, int):
+        if seed is not None and not is_whole(seed):
             raise ConfigError(f"sampling_params: sampling_seed is a number, not {seed!r}")
         for sample in range(count):
             own = named if seed is None or not sample else {**named, "sampling_seed": seed + sample}
@@ -108,7 +109,7 @@ def _token_lists(input_ids: Any, attention_mask: Any) -> list[list[int]]:
     for number, row in enumerate(rows):
         if not row:
             raise ConfigError(f"prompt {number} has no tokens")
-        wrong = next((t for t in row if type(t) is not int or t < 0), None)
+        wrong = next((t for t in row if not is_whole(t) or t < 0), None)
         if wrong is not None:
             raise ConfigError(
                 f"prompt {number}: a token is a whole number from 0 on, not {wrong!r}"

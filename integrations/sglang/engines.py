@@ -1,25 +1,23 @@
 """How to talk to an engine: an `sglang.Engine` of this process, or a server at a URL.
 
 Both ask for one thing at a time and know nothing of states; `sleep.SleepController` does. Every
-call but a generation is bounded by a timeout in seconds.
+call but a generation of this process's engine is bounded by a timeout in seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import http.client
-import json
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+from memsaver.integrations.sglang.arguments import check_timeout
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
-from memsaver.integrations.sglang.protocol import Answer, SchedulerState
+from memsaver.integrations.sglang.protocol import Answer, SchedulerState, states_of
+from memsaver.integrations.sglang.served import ServedEngine
 
 __all__ = ["Engine", "LocalEngine", "ServedEngine", "connect"]
 
@@ -49,7 +47,7 @@ class Engine(Protocol):
         """Abort all requests; they may take a moment to end."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate, as `sglang.Engine.generate`. Not bounded."""
+        """Generate, as `sglang.Engine.generate`; a server within a bound, see `ServedEngine`."""
 
 
 def connect(engine: Any, api_key: str | None = None) -> Engine:
@@ -60,14 +58,14 @@ def connect(engine: Any, api_key: str | None = None) -> Engine:
         api_key: what a server asks for (its admin key, where it has one).
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or the URL or the key is invalid; the message contains neither.
+        NotLoadedError: it is a URL, and httpx is not installed.
     """
-    if isinstance(engine, LocalEngine | ServedEngine):
-        return engine
     if isinstance(engine, str):
-        if not engine.startswith(("http://", "https://")):
-            raise ConfigError(f"a server's URL starts with http:// or https://, not {engine!r}")
-        return ServedEngine(engine, api_key)
+        engine = ServedEngine(engine, api_key)
+    if isinstance(engine, LocalEngine | ServedEngine):
+        link: Engine = engine
+        return link
     missing = [
         name for name in ("loop", "tokenizer_manager", "generate") if not hasattr(engine, name)
     ]
@@ -76,12 +74,6 @@ def connect(engine: Any, api_key: str | None = None) -> Engine:
             f"neither an sglang.Engine nor a URL: {type(engine).__name__} has no `{missing[0]}`"
         )
     return LocalEngine(engine)
-
-
-def _scheduler_states(internal_states: Sequence[Mapping[str, Any]]) -> list[SchedulerState]:
-    if not internal_states or any("memsaver" not in state for state in internal_states):
-        return []
-    return [SchedulerState.from_fields(state["memsaver"]) for state in internal_states]
 
 
 class LocalEngine:
@@ -119,7 +111,8 @@ class LocalEngine:
     def states(self, timeout: float) -> list[SchedulerState]:
         """See `Engine`."""
         ask = self._engine.tokenizer_manager.get_internal_state
-        return _scheduler_states(self.run("its state", ask, timeout))
+        states: list[SchedulerState] = states_of(self.run("its state", ask, timeout))
+        return states
 
     def flush(self, timeout: float) -> bool:
         """See `Engine`."""
@@ -158,10 +151,12 @@ class LocalEngine:
             timeout: seconds; then it is cancelled.
 
         Raises:
+            ConfigError: the timeout is no positive number.
             EngineTimeoutError: it did not return in time.
             EngineError: the engine's processes ended, or it raised; memsaver's errors stay theirs.
             InvalidStateError: this is an event loop's thread.
         """
+        check_timeout(timeout)
         loop: asyncio.AbstractEventLoop = self._engine.loop
         if _is_in_event_loop():
             raise InvalidStateError(
@@ -243,112 +238,3 @@ def _is_in_event_loop() -> bool:
 
 def _left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
-
-
-class ServedEngine:
-    """An SGLang server at a URL. Any thread. Goes there directly, past what proxies are set."""
-
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-
-    def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
-        """See `Engine`."""
-        self.post("/release_memory_occupation", {"tags": list(tags)}, timeout)
-        return []
-
-    def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
-        """See `Engine`."""
-        self.post("/resume_memory_occupation", {"tags": list(tags)}, timeout)
-        return []
-
-    def states(self, timeout: float) -> list[SchedulerState]:
-        """See `Engine`."""
-        text = self.get("/server_info", timeout)
-        try:
-            return _scheduler_states(json.loads(text)["internal_states"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise EngineError(
-                f"{self._url}/server_info is not what an SGLang server says: {text[:200]!r}"
-            ) from error
-
-    def flush(self, timeout: float) -> bool:
-        """See `Engine`."""
-        try:
-            self.post("/flush_cache", {}, timeout)
-        except EngineError as error:
-            if error.http_status == http.client.BAD_REQUEST:
-                return False
-            raise
-        return True
-
-    def abort(self, timeout: float) -> None:
-        """See `Engine`."""
-        self.post("/abort_request", {"abort_all": True}, timeout)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As `sglang.Engine.generate`, with JSON for what it takes and gives; no streams."""
-        if kwargs.get("stream"):
-            raise ConfigError("a controller over a URL does not stream: ask the server itself")
-        if len(args) > 1:
-            raise ConfigError("over a URL, pass what comes after the prompt by name")
-        payload = {name: value for name, value in kwargs.items() if value is not None}
-        prompt = payload.pop("prompt", args[0] if args else None)
-        if prompt is not None:
-            payload["text"] = prompt
-        return json.loads(self.post("/generate", payload, None))
-
-    def get(self, path: str, timeout: float | None) -> str:
-        """What the server answers to a GET; errors as of `post`."""
-        return self._request("GET", path, None, timeout)
-
-    def post(self, path: str, payload: Mapping[str, Any], timeout: float | None) -> str:
-        """What the server answers to a POST of JSON.
-
-        Raises:
-            EngineError: it refuses (`http_status`), or cannot be reached.
-            EngineTimeoutError: there was no answer for `timeout` seconds; None waits for ever.
-        """
-        return self._request("POST", path, json.dumps(payload).encode(), timeout)
-
-    def _request(self, method: str, path: str, body: bytes | None, timeout: float | None) -> str:
-        url = self._url + path
-        request = urllib.request.Request(url, body, self._headers, method=method)
-        try:
-            with self._open(request, timeout=timeout) as response:
-                return str(response.read().decode(errors="replace"))
-        except urllib.error.HTTPError as error:
-            failed = EngineError(f"{url} answered {error.code}: {_body(error)}")
-            failed.http_status = error.code
-            raise failed from error
-        except TimeoutError as error:
-            raise self._timeout(url, timeout) from error
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                raise self._timeout(url, timeout) from error
-            raise EngineError(f"{url} cannot be reached: {error.reason}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineError(
-                f"{url} ended the connection ({type(error).__name__}: {error}); "
-                "the server may be dead"
-            ) from error
-
-    def _timeout(self, url: str, timeout: float | None) -> EngineTimeoutError:
-        return EngineTimeoutError(f"{url} did not answer within {timeout or 0.0:g} s")
-
-
-def _body(error: urllib.error.HTTPError) -> str:
-    """What a server says of an error, SGLang's JSON or not."""
-    try:
-        text = error.read().decode(errors="replace")
-    except (OSError, http.client.HTTPException):
-        return str(error.reason)
-    try:
-        told = json.loads(text)
-        # Of an update that failed it says so, in full: it may have to be understood.
-        return str(told["message"] if "success" in told else told["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return text.strip()[:1000] or str(error.reason)

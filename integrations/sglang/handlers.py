@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from memsaver.errors import ConfigError
@@ -93,9 +93,11 @@ def asked_tags(request: Any, order: Sequence[str]) -> list[str]:
     """The tags of a request, in the order in which SGLang works on them.
 
     Raises:
-        ConfigError: SGLang has no such tag.
+        ConfigError: SGLang has no such tag, or the request has no list of tags.
     """
     tags = request.tags or order  # none at all, or an empty list, are all of them to SGLang
+    if isinstance(tags, str) or not isinstance(tags, Iterable):
+        raise ConfigError(f"tags are a list of names, and no {type(tags).__name__}")
     unknown = [tag for tag in tags if tag not in order]
     if unknown:
         raise ConfigError(f"SGLang has no memory called {unknown[0]!r}; it has {', '.join(order)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from memsaver.integrations.sglang.errors import EngineError
 from memsaver.integrations.sglang.protocol import Answer, SchedulerState
 
 __all__ = ["Knowledge"]
@@ -24,6 +25,7 @@ class Knowledge:
         self._lock = threading.RLock()
         self._anywhere = released
         self._everywhere = released  # data-parallel schedulers may differ after a failure
+        self._lost: frozenset[str] = frozenset()
         self._known = True
         self._guarded = False
         self._numbers: dict[str, int] = {}  # of each scheduler's last answer that is known
@@ -48,6 +50,11 @@ class Knowledge:
         """The tags that are released on all schedulers, and of which no rank has memory."""
         return self._everywhere
 
+    @property
+    def lost(self) -> frozenset[str]:
+        """The tags of which the last release, which failed, lost contents without a backup."""
+        return self._lost
+
     def current(self) -> frozenset[str] | None:
         """`anywhere`, or None where it is not known."""
         with self._lock:
@@ -64,13 +71,26 @@ class Knowledge:
             self._known = True
 
     def learn(self, states: Sequence[SchedulerState]) -> None:
-        """Take over what the schedulers say; nothing, where they say nothing."""
+        """Take over what the schedulers say; nothing, where they say nothing.
+
+        Raises:
+            EngineError: they say nothing and did before: this is another engine, without memsaver's
+                plugin. The state is unknown then, and stays so until a guarded engine says.
+        """
         if not states:
+            if self._guarded:
+                self.doubt()
+                raise EngineError(
+                    "the engine had memsaver's plugin, and now has not: it was replaced, and what "
+                    "it has released is unknown; make a new controller for it, or start it with "
+                    "the plugin"
+                )
             return
         sets = [frozenset(state.released) for state in states]
         with self._lock:
             self._anywhere = frozenset().union(*sets)
             self._everywhere = sets[0].intersection(*sets).difference(*(s.held for s in states))
+            self._lost = frozenset(tag for s in states if s.last for tag in s.last.lost)
             self._numbers = {s.scheduler: s.last.number if s.last else 0 for s in states}
             self._guarded = self._known = True
 

@@ -15,6 +15,7 @@ from typing import Any
 from memsaver import errors
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from memsaver.integrations.sglang.errors import EngineBusyError, EngineError
+from memsaver.integrations.sglang.fields import Fields, is_whole, parsed
 
 __all__ = [
     "GRAPH",
@@ -29,6 +30,7 @@ __all__ = [
     "answers_of",
     "error_of",
     "kind_of",
+    "states_of",
 ]
 
 KV_CACHE, WEIGHTS, GRAPH = "kv_cache", "weights", "cuda_graph"
@@ -80,12 +82,30 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """What travels of an exception."""
+        # Attributes of these names may be anything in exceptions that are not memsaver's.
+        tag: Any = getattr(error, "tag", "")
+        needed: Any = getattr(error, "needed", 0)
+        free: Any = getattr(error, "free", 0)
         return cls(
             type(error).__name__,
             str(error) or type(error).__name__,
-            getattr(error, "tag", ""),
-            getattr(error, "needed", 0),
-            getattr(error, "free", 0),
+            tag if isinstance(tag, str) else "",
+            needed if is_whole(needed) else 0,
+            free if is_whole(free) else 0,
+        )
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any] | None) -> Failure | None:
+        """The failure whose `asdict` this is; None for None. Raises `EngineError` otherwise."""
+        if fields is None:
+            return None
+        read = Fields(fields, "a failure")
+        return cls(
+            read.text("kind"),
+            read.text("message"),
+            read.text("tag", ""),
+            read.whole("needed", 0),
+            read.whole("free", 0),
         )
 
 
@@ -118,9 +138,17 @@ class RankReport:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> RankReport:
-        """The report whose `asdict` this is."""
-        failure = fields["failure"]
-        return cls(**{**fields, "failure": Failure(**failure) if failure else None})
+        """The report whose `asdict` this is. Raises `EngineError` for anything else."""
+        read = Fields(fields, "a rank's report")
+        return cls(
+            read.whole("rank"),
+            read.text("host"),
+            read.whole("pid"),
+            read.number("seconds", 0.0),
+            read.wholes("device_bytes"),
+            read.wholes("copied_bytes"),
+            Failure.from_fields(read.optional("failure")),
+        )
 
 
 @dataclass(frozen=True)
@@ -137,6 +165,8 @@ class Answer:
         ranks: the ranks of the scheduler's tensor-parallel group.
         failure: why it was not done, or None.
         number: counts the scheduler's answers, from 1.
+        lost: tags that are mapped again after a release that failed, without the contents of what
+            has no backup.
     """
 
     scheduler: str
@@ -147,6 +177,7 @@ class Answer:
     ranks: tuple[RankReport, ...] = ()
     failure: Failure | None = None
     number: int = 0
+    lost: tuple[str, ...] = ()
 
     def text(self) -> str:
         """The answer as a string, which `answers_of` understands."""
@@ -154,17 +185,21 @@ class Answer:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Answer:
-        """The answer whose `asdict` this is, lists in place of tuples or not."""
-        failure = fields["failure"]
+        """The answer whose `asdict` this is, lists in place of tuples or not.
+
+        Raises `EngineError` for anything else.
+        """
+        read = Fields(fields, "a scheduler's answer")
         return cls(
-            fields["scheduler"],
-            fields["operation"],
-            tuple(fields["tags"]),
-            tuple(fields["released"]),
-            tuple(fields["held"]),
-            tuple(RankReport.from_fields(rank) for rank in fields["ranks"]),
-            Failure(**failure) if failure else None,
-            fields["number"],
+            read.text("scheduler"),
+            read.text("operation"),
+            read.texts("tags"),
+            read.texts("released", RELEASE_ORDER),
+            read.texts("held", RELEASE_ORDER),
+            tuple(RankReport.from_fields(rank) for rank in read.each("ranks")),
+            Failure.from_fields(read.optional("failure")),
+            read.whole("number"),
+            read.texts("lost", RELEASE_ORDER),
         )
 
 
@@ -190,13 +225,14 @@ class SchedulerState:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SchedulerState:
-        """The state whose `fields` these are."""
-        last = fields["last"]
+        """The state whose `fields` these are. Raises `EngineError` for anything else."""
+        read = Fields(fields, "a scheduler's state")
+        last = read.optional("last")
         return cls(
-            fields["scheduler"],
-            tuple(fields["released"]),
-            fields["idle"],
-            Answer.from_fields(last) if last else None,
+            read.text("scheduler"),
+            read.texts("released", RELEASE_ORDER),
+            read.flag("idle"),
+            None if last is None else Answer.from_fields(last),
         )
 
     @property
@@ -205,13 +241,34 @@ class SchedulerState:
         return self.last.held if self.last is not None else ()
 
 
+def states_of(internal_states: object) -> list[SchedulerState]:
+    """Read the schedulers' states from SGLang's `internal_states`.
+
+    Returns:
+        The states; [] if a scheduler has not memsaver's hooks.
+
+    Raises:
+        EngineError: `internal_states` is not a list of objects, or a state is invalid.
+    """
+    if not isinstance(internal_states, list | tuple):
+        raise EngineError(f"an engine's internal states are no {type(internal_states).__name__}")
+    states = [Fields(state, "an internal state").optional("memsaver") for state in internal_states]
+    if any(state is None for state in states):
+        return []
+    return [SchedulerState.from_fields(state) for state in states]
+
+
 def answers_of(outputs: Iterable[object]) -> list[Answer]:
-    """The answers in SGLang's outputs; none of those of a scheduler without memsaver's hooks."""
-    texts = [getattr(output, "rid", None) or "" for output in outputs]
+    """The answers in SGLang's outputs; none of those of a scheduler without memsaver's hooks.
+
+    Raises:
+        EngineError: an answer is invalid.
+    """
+    texts = [getattr(output, "rid", None) for output in outputs]
     return [
-        Answer.from_fields(json.loads(text[len(_PREFIX) :]))
+        Answer.from_fields(parsed(text[len(_PREFIX) :], "a scheduler's answer"))
         for text in texts
-        if text.startswith(_PREFIX)
+        if isinstance(text, str) and text.startswith(_PREFIX)
     ]
 
 

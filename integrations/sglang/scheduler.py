@@ -126,7 +126,8 @@ def _release(
         )
         return answer.failed(tags, ranks, then, held=answer.held | set(tags))
     _restore(updater, request, tags)
-    return answer.failed(tags, ranks, _what_is_left(undone))
+    lost = _lost(undone)
+    return answer.failed(tags, ranks, _what_is_left(lost), lost=lost)
 
 
 def _prepare_release(
@@ -271,6 +272,7 @@ class _Answering:
         ranks: list[RankReport],
         then: str = "nothing has changed",
         held: Collection[str] | None = None,
+        lost: Collection[str] = (),
     ) -> Any:
         """The failure of the first rank that has one; `then` is how things are now."""
         rank = first_failure(ranks)
@@ -281,7 +283,7 @@ class _Answering:
                 f"{len(ranks)} ({rank.host}): {failure.message}; {then}"
             )
             failure = replace(failure, message=message)
-        return self._made(tags, ranks, failure, held)
+        return self._made(tags, ranks, failure, held, lost)
 
     def _made(
         self,
@@ -289,6 +291,7 @@ class _Answering:
         ranks: Sequence[RankReport],
         failure: Failure | None,
         held: Collection[str] | None = None,
+        lost: Collection[str] = (),
     ) -> Any:
         answer = Answer(
             _name(self._updater.scheduler),
@@ -299,6 +302,7 @@ class _Answering:
             tuple(ranks),
             failure,
             self._before.number + 1 if self._before is not None else 1,
+            tuple(sorted(lost)),
         )
         setattr(self._updater.scheduler, _LAST, answer)
         return handlers.output_of(self._operation, answer.text())
@@ -324,14 +328,17 @@ def _troubles(ranks: Sequence[RankReport]) -> str:
     )
 
 
-def _what_is_left(undone: Sequence[RankReport]) -> str:
-    """What a failed release left, by what its way back had to bring back."""
-    lost = {
+def _lost(undone: Sequence[RankReport]) -> set[str]:
+    """The tags of which a failed release lost contents, by what its way back had to bring back."""
+    return {
         tag
         for rank in undone
         for tag, taken in rank.device_bytes.items()
         if taken > rank.copied_bytes.get(tag, 0)
     }
+
+
+def _what_is_left(lost: Collection[str]) -> str:
     if not lost:
         return "every rank has its memory, with its contents"
     return (

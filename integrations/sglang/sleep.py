@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from memsaver.errors import InvalidStateError, MemsaverError
+from memsaver.integrations.sglang.arguments import check_timeout
 from memsaver.integrations.sglang.engines import Engine, connect
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.sglang.knowledge import Knowledge
@@ -29,7 +30,7 @@ _POLL_SECONDS = 0.02
 _ASKED_AT_MOST = 4  # for states that belong together
 
 # HTTP statuses by which a server says that it did not pass the call on to the engine.
-_NOT_ASKED = (401, 403, 404, 405, 422)
+_NOT_ASKED = (307, 308, 401, 403, 404, 405, 422)
 
 
 class SleepController:
@@ -63,7 +64,9 @@ class SleepController:
         timeout: seconds that finding out about the engine may take.
 
     Raises:
-        ConfigError: neither an engine nor a URL, or an unknown tag.
+        ConfigError: neither an engine nor a URL, an unknown tag, or an invalid timeout, address or
+            key. No message contains the key.
+        NotLoadedError: it is a URL, and httpx is not installed.
         EngineError: it cannot be reached.
     """
 
@@ -75,6 +78,7 @@ class SleepController:
         released: str | Sequence[str] = (),
         timeout: float = 60.0,
     ) -> None:
+        check_timeout(timeout)
         self._engine: Engine = connect(engine, api_key)
         self._timeout = timeout
         self._turn = Gate(reentrant=True)  # passed by whoever changes the state
@@ -96,6 +100,15 @@ class SleepController:
         return released
 
     @property
+    def lost(self) -> frozenset[str]:
+        """The tags that a failed sleep left mapped without the contents of what has no backup.
+
+        Empty again after the next sleep or wake-up that the engine does.
+        """
+        lost: frozenset[str] = self._knowledge.lost
+        return lost
+
+    @property
     def guarded(self) -> bool:
         """Whether memsaver's plugin is in the engine."""
         return bool(self._knowledge.guarded)
@@ -104,7 +117,8 @@ class SleepController:
         """Ask the engine for its state. Without the plugin it does not know, and nothing changes.
 
         Raises:
-            EngineError: it cannot be reached, or not within the controller's `timeout`.
+            EngineError: it cannot be reached, or not within the controller's `timeout`; or it had
+                the plugin and has not any more, as another engine in its place.
         """
         deadline = time.monotonic() + self._timeout
         with self._turn_before(deadline):
@@ -133,8 +147,9 @@ class SleepController:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`sglang.Engine.generate`, unless memory that it needs is released.
 
-        Over a URL, arguments and result are JSON, and there are no streams. A stream counts as a
-        request from its first item to its end.
+        Over a URL, arguments and result are JSON, there are no streams, and `timeout`, an hour
+        unless it is passed, is in seconds for all of it. A stream counts as a request from its
+        first item to its end.
 
         Raises:
             InvalidStateError: what it needs is released, or being released.
@@ -182,7 +197,7 @@ class SleepController:
                 the state is included.
 
         Raises:
-            ConfigError: an unknown tag, or an empty list of tags.
+            ConfigError: an unknown tag, an empty list of tags, or an invalid timeout.
             EngineBusyError: requests are in flight, at the end of `timeout` where it waits for
                 them. The engine is as it was.
             EngineTimeoutError: no answer, and then the status is unknown until the engine answers
@@ -191,6 +206,7 @@ class SleepController:
             MemsaverError: with the plugin, why memory could not be released; all is mapped.
         """
         wanted = selected(tags, RELEASE_ORDER)
+        check_timeout(timeout)
         deadline = time.monotonic() + timeout
         with self._turn_before(deadline):
             self._settle(deadline)
@@ -222,13 +238,14 @@ class SleepController:
             timeout: seconds for all of it, as of `sleep`.
 
         Raises:
-            ConfigError: an unknown tag, or an empty list of tags.
+            ConfigError: an unknown tag, an empty list of tags, or an invalid timeout.
             OutOfDeviceMemoryError: with the plugin, where the memory is not there on some rank, say
                 as a trainer still holds it. The tags are released as before, the engine is alive,
                 and the call can be made again.
             EngineTimeoutError, EngineError, MemsaverError: as of `sleep`.
         """
         wanted = selected(tags, RESUME_ORDER)
+        check_timeout(timeout)
         deadline = time.monotonic() + timeout
         with self._turn_before(deadline):
             self._settle(deadline)
@@ -318,6 +335,8 @@ class SleepController:
         """
         for _ in range(_ASKED_AT_MOST):
             states: list[SchedulerState] = self._engine.states(min(self._timeout, _left(deadline)))
+            if not states:
+                self._knowledge.learn(states)  # raises if they are those of another engine
             if self._knowledge.fits(states):
                 return states
         self._knowledge.doubt()
@@ -350,7 +369,20 @@ class SleepController:
             failed = error_of(answers)
             if failed is not None:  # which a server did not pass on
                 raise failed
+            self._check_done(operation, tags)
         return Step(operation, tuple(tags), seconds, rank_reports(answers))
+
+    def _check_done(self, operation: str, tags: Sequence[str]) -> None:
+        """Raise `EngineError` if the engine accepted a call, and says that it is not done."""
+        if operation == "release":
+            undone = set(tags).difference(self._knowledge.everywhere)
+        else:
+            undone = set(tags).intersection(self._knowledge.anywhere)
+        if undone:
+            raise EngineError(
+                f"the engine accepted the {operation} of {', '.join(sorted(undone))} and says that "
+                "it is not done: it may have been restarted, or others changed it meanwhile"
+            )
 
     def _after_failure(self, error: BaseException, deadline: float) -> None:
         """Find out what the state is. Raises what the engine says of a failure in its place."""
@@ -370,7 +402,7 @@ class SleepController:
 
     def _settle(self, deadline: float) -> None:
         """Know the state, or refuse."""
-        if self.guarded:
+        if self.guarded or self._knowledge.is_known:  # it may be another engine by now
             self._knowledge.learn(self._states(deadline))
         if not self._knowledge.is_known:
             raise InvalidStateError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from memsaver.errors import ConfigError
+from memsaver.integrations.sglang.errors import EngineError
 from memsaver.integrations.sglang.protocol import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS
 
 __all__ = ["Status", "needs_of", "selected", "status_of"]
@@ -42,13 +43,23 @@ _NEEDS = {
 
 
 def status_of(released: frozenset[str]) -> Status:
-    """The status of an engine whose `released` tags are released."""
+    """The status of an engine whose `released` tags are released.
+
+    Raises:
+        EngineError: an engine that this does not know reports an unknown tag.
+    """
+    if released not in _STATUS:
+        unknown = sorted(map(repr, released.difference(RELEASE_ORDER)))
+        raise EngineError(
+            f"the engine reports {', '.join(unknown)} as released; SGLang has "
+            f"{', '.join(RELEASE_ORDER)}"
+        )
     return _STATUS[released]
 
 
 def needs_of(operation: str) -> frozenset[str]:
     """The tags that must be there for an operation. ConfigError for one that is not known."""
-    if operation not in _NEEDS:
+    if not isinstance(operation, str) or operation not in _NEEDS:
         raise ConfigError(f"{operation!r} is none of {', '.join(_NEEDS)}")
     return _NEEDS[operation]
 
@@ -61,6 +72,8 @@ def selected(tags: str | Sequence[str] | None, order: Sequence[str]) -> list[str
     """
     if tags is None:
         return list(order)
+    if not isinstance(tags, Iterable):
+        raise ConfigError(f"tags are a name, several, or None, and no {type(tags).__name__}")
     names = [tags] if isinstance(tags, str) else list(tags)
     if not names:
         raise ConfigError("no tag is named; None means all of them")

@@ -141,7 +141,8 @@ class Found:
 def find_processes(pid: int | None = None) -> Found:
     """Ask every process of this user, or one of them; what killed processes left is removed.
 
-    Takes as long as the slowest answer, half a second at most where some give none.
+    Takes as long as the slowest answer: half a second at most for every 16 processes that give
+    none.
     """
     answers: list[Process | Silent] = []
     refused = []
@@ -194,6 +195,7 @@ def _ask(folder: int, name: str) -> Process | Silent | None:
     """The answer of the process with this socket; None where there is none any more."""
     pid, command = int(name.split("-")[0]), ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        end = time.monotonic() + _PATIENCE
         client.settimeout(_PATIENCE)
         try:
             # Through the descriptor: the address has room for a short path only.
@@ -203,7 +205,7 @@ def _ask(folder: int, name: str) -> Process | Silent | None:
                 pid, command = peer, _command_of(peer)
             if user != os.geteuid():
                 return Silent(pid, command, f"it belongs to user {user}")
-            return _process_of(pid, command, _read_all(client))
+            return _process_of(pid, command, _read_all(client, end))
         except ConnectionRefusedError:  # nobody has it open: its process was killed
             _remove(folder, name)
             return None
@@ -228,21 +230,20 @@ def _peer_of(client: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def _read_all(client: socket.socket) -> bytes:
-    """All that comes, within the time for all of it."""
-    end = time.monotonic() + _PATIENCE
-    parts: list[bytes] = []
-    size = 0
-    while part := client.recv(1 << 20):
-        parts.append(part)
-        size += len(part)
-        if size > _MOST_BYTES:
-            raise _NoAnswer(f"its answer has more than {_MOST_BYTES >> 20} MiB")
+def _read_all(client: socket.socket, end: float) -> bytes:
+    """All that comes until `end`, on the clock `time.monotonic()`. Raises `TimeoutError` then."""
+    answer = bytearray()
+    while True:
         left = end - time.monotonic()
         if left <= 0:
             raise TimeoutError
         client.settimeout(left)
-    return b"".join(parts)
+        part = client.recv(1 << 20)
+        if not part:
+            return bytes(answer)
+        answer += part
+        if len(answer) > _MOST_BYTES:
+            raise _NoAnswer(f"its answer has more than {_MOST_BYTES >> 20} MiB")
 
 
 def _process_of(pid: int, command: str, answer: bytes) -> Process:
@@ -251,10 +252,8 @@ def _process_of(pid: int, command: str, answer: bytes) -> Process:
     try:
         told = json.loads(answer.decode(errors="replace"))
         if told["format"] != FORMAT:
-            raise _NoAnswer(
-                f"its memsaver {told.get('memsaver')} speaks format {told['format']}, "
-                f"this one {FORMAT}"
-            )
+            version, spoken = (plain_text(str(told.get(n)))[:40] for n in ("memsaver", "format"))
+            raise _NoAnswer(f"its memsaver {version} speaks format {spoken}, this one {FORMAT}")
         now, driver = _number(told["time_seconds"]), told["driver"]
         return Process(
             pid,
@@ -266,8 +265,15 @@ def _process_of(pid: int, command: str, answer: bytes) -> Process:
             _whole(told["host_bytes"]),
             _whole(told["host_available_bytes"]),
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _NoAnswer(f"its answer cannot be understood: {error!r}") from None
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise _NoAnswer(f"its answer cannot be understood: {repr(error)[:200]}") from None
 
 
 def _driver_of(row: dict[str, Any]) -> Driver:
@@ -294,7 +300,7 @@ def _tag_of(row: dict[str, Any], now: float) -> WatchedTag:
 
 
 def _whole(value: Any) -> int:
-    if not isinstance(value, int):
+    if type(value) is not int:
         raise TypeError(f"{value!r} is no whole number")
     return value
 

@@ -7,10 +7,9 @@ SGLang 0.5.11 and newer.
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from memsaver.errors import ConfigError
@@ -18,9 +17,11 @@ from memsaver.integrations.rollout.backend import PauseMode, Request, Sample
 from memsaver.integrations.rollout.sglang.samples import payload_of, sample_of
 from memsaver.integrations.rollout.sglang.weights import WeightCalls
 from memsaver.integrations.sglang import versions
+from memsaver.integrations.sglang.arguments import check_timeout
 from memsaver.integrations.sglang.engines import LocalEngine, ServedEngine
 from memsaver.integrations.sglang.engines import connect as link_to
 from memsaver.integrations.sglang.errors import EngineError
+from memsaver.integrations.sglang.fields import Fields, is_whole
 from memsaver.integrations.sglang.sleep import SleepController
 
 __all__ = ["LocalBackend", "ServedBackend", "backend_of"]
@@ -41,13 +42,15 @@ def backend_of(
         timeout: seconds that finding out about the engine may take.
 
     Raises:
-        ConfigError: it is neither, it detokenises, or it is of a version that cannot be used.
+        ConfigError: it is neither, it detokenises, it is of a version that cannot be used, or the
+            address, the key or the timeout is invalid. No message contains the key.
+        NotLoadedError: it is a URL, and httpx is not installed (`pip install "memsaver[http]"`).
         EngineError: it cannot be reached, or not in time.
     """
     link = link_to(engine, api_key)
     if isinstance(link, ServedEngine):
         return ServedBackend(link, timeout)
-    return LocalBackend(LocalEngine(engine), timeout)
+    return LocalBackend(link, timeout)
 
 
 class _Backend(WeightCalls):  # type: ignore[misc]  # its base is Any to mypy
@@ -59,8 +62,9 @@ class _Backend(WeightCalls):  # type: ignore[misc]  # its base is Any to mypy
     """
 
     def __init__(self, link: LocalEngine | ServedEngine, timeout: float) -> None:
+        check_timeout(timeout)
         server_args = self._server_args(timeout)
-        self.tp_size: int = int(server_args.get("tp_size") or 1)
+        self.tp_size = _ranks(server_args, "tp_size")
         self.other_ranks = _other_ranks(server_args)
         _check_version(server_args.get("version"))
         self.control = SleepController(link, timeout=timeout)
@@ -211,19 +215,16 @@ class ServedBackend(_Backend):
         super().__init__(link, timeout)
 
     def _server_args(self, timeout: float) -> Mapping[str, Any]:
-        text = self._link.get("/server_info", timeout)
-        try:
-            info = json.loads(text)
-        except ValueError:
-            info = None
-        if not isinstance(info, dict) or "version" not in info:
-            raise EngineError(f"the server is no SGLang server: it says {text[:200]!r} of itself")
+        info: dict[str, Any] = self._link.info(timeout)
+        if not isinstance(info.get("version"), str):
+            raise EngineError("the server is not an SGLang server: it reports no version of SGLang")
         return info
 
     def _generate(self, payload: Mapping[str, Any], timeout: float) -> list[Mapping[str, Any]]:
-        outputs = self._parsed(self._post("/generate", payload, timeout))
+        outputs = self._link.generated(payload, timeout)
         if not isinstance(outputs, list):
-            raise EngineError(f"the server gave no list of samples: {str(outputs)[:200]}")
+            said = self._link.excerpt(outputs, 200)
+            raise EngineError(f"the server gave no list of samples: {said!r}")
         return outputs
 
     def _abort(self, rids: Sequence[str], timeout: float) -> None:
@@ -236,44 +237,25 @@ class ServedBackend(_Backend):
 
     def _checksums(self, timeout: float) -> Sequence[Mapping[str, Any]]:
         try:
-            text = self._post("/weights_checker", {"action": "checksum"}, timeout)
+            answer = self._link.asked("weights_checker", {"action": "checksum"}, timeout)
         except EngineError as error:
-            if error.http_status == http.client.NOT_FOUND:
+            if error.http_status == HTTPStatus.NOT_FOUND:
                 return ()
             raise
-        rows: Sequence[Mapping[str, Any]] = self._parsed(text).get("ranks") or ()
-        return rows
+        rows = answer.get("ranks") or []
+        for row in rows if isinstance(rows, list) else [rows]:
+            Fields(row, "a rank's checksum").text("per_gpu_checksum")
+        return list(rows)
 
     def _ask_if_known(self, name: str, timeout: float) -> None:
         try:
             self._ask(name, {}, timeout)
         except EngineError as error:
-            if error.http_status != http.client.NOT_FOUND:
+            if error.http_status != HTTPStatus.NOT_FOUND:
                 raise
 
     def _ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> str:
-        answer = self._parsed(self._post(f"/{name}", fields, timeout))
-        told = answer if isinstance(answer, dict) else {}
-        if told.get("success") is False:
-            raise EngineError(f"the server refused {name}: {told.get('message')}")
-        return str(told.get("message", ""))
-
-    def _post(self, path: str, payload: Mapping[str, Any], timeout: float) -> str:
-        try:
-            text: str = self._link.post(path, payload, timeout)
-            return text
-        except TypeError as error:
-            raise ConfigError(
-                f"a server gets JSON, and that cannot be said in it: {error}; give images and the "
-                "like as URLs, paths or base64"
-            ) from error
-
-    @staticmethod
-    def _parsed(text: str) -> Any:
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise EngineError(f"the server's answer is not JSON: {text[:200]!r}") from error
+        return str(self._link.asked(name, fields, timeout).get("message", ""))
 
 
 # The classes of SGLang's requests, by their methods.
@@ -289,13 +271,24 @@ _REQUESTS = {
 }
 
 
+def _ranks(server_args: Mapping[str, Any], name: str) -> int:
+    """A number of ranks among the engine's arguments, 1 if it is not given."""
+    value = server_args.get(name)
+    if value is None:
+        return 1
+    if not is_whole(value) or value < 0:
+        raise EngineError(f"the engine reports {name}={str(value)[:80]!r}, which is no number")
+    return int(value) or 1
+
+
 def _other_ranks(server_args: Mapping[str, Any]) -> str:
     """See `WeightCalls`."""
-    if int(server_args.get("pp_size") or 1) > 1:
-        return f"pp_size={server_args['pp_size']}"
+    if (stages := _ranks(server_args, "pp_size")) > 1:
+        return f"pp_size={stages}"
     # With its attention the ranks are those of the tensor-parallel group.
-    if int(server_args.get("dp_size") or 1) > 1 and not server_args.get("enable_dp_attention"):
-        return f"dp_size={server_args['dp_size']}"
+    replicas = _ranks(server_args, "dp_size")
+    if replicas > 1 and not server_args.get("enable_dp_attention"):
+        return f"dp_size={replicas}"
     return ""
 
 

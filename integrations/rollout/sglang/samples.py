@@ -10,6 +10,8 @@ from typing import Any
 from memsaver.errors import ConfigError
 from memsaver.integrations.rollout.backend import Request, Sample
 from memsaver.integrations.sglang.errors import EngineError
+from memsaver.integrations.sglang.fields import encodable, is_whole
+from memsaver.text import plain_text
 
 __all__ = ["payload_of", "sample_of"]
 
@@ -27,7 +29,7 @@ def payload_of(requests: Sequence[Request]) -> dict[str, Any]:
         "return_logprob": True,
     }
     named = {key for request in requests for key in request.multimodal or ()}
-    if unknown := sorted(named.difference(_MULTIMODAL)):
+    if unknown := sorted(named.difference(_MULTIMODAL), key=repr):
         raise ConfigError(
             f"SGLang knows no {unknown[0]!r} of a prompt; it takes {', '.join(_MULTIMODAL)}"
         )
@@ -46,7 +48,7 @@ def _as_list(value: Any) -> list[Any]:
 def sample_of(output: Mapping[str, Any]) -> Sample:
     """One of SGLang's outputs."""
     try:
-        tokens = [int(token) for token in output["output_ids"]]
+        tokens = list(output["output_ids"])
         meta = output["meta_info"]
         reason = meta.get("finish_reason") or {}
         finish = str(reason["type"]) if isinstance(reason, Mapping) and reason else str(reason)
@@ -55,10 +57,12 @@ def sample_of(output: Mapping[str, Any]) -> Sample:
             entries = []
         logprobs = None if entries is None else [_number(entry[0]) for entry in entries]
         version = meta.get("weight_version")
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        if not all(map(is_whole, tokens)):
+            raise TypeError("output_ids are no list of whole numbers")
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(
             f"the engine's output is not one of SGLang's ({type(error).__name__}: {error}): "
-            f"{str(output)[:200]}"
+            f"{plain_text(str(output))[:200]}"
         ) from error
     if logprobs is not None and len(logprobs) != len(tokens):
         if finish != "abort":
@@ -67,8 +71,14 @@ def sample_of(output: Mapping[str, Any]) -> Sample:
             )
         both = min(len(logprobs), len(tokens))  # it was ended between them
         tokens, logprobs = tokens[:both], logprobs[:both]
-    return Sample(tokens, logprobs, finish, None if version is None else str(version))
+    return Sample(
+        tokens, logprobs, encodable(finish), None if version is None else encodable(str(version))
+    )
 
 
 def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
+    if value is None:
+        return math.nan
+    if isinstance(value, float) or is_whole(value):
+        return float(value)
+    raise TypeError(f"a log-probability is a number, and no {type(value).__name__}")

@@ -1,0 +1,127 @@
+"""Reads what another process sent as JSON, field by field. Whatever is wrong is an `EngineError`.
+
+Text is made printable where JSON allows what no encoding has (a lone surrogate), so that messages
+with it can be shown and sent on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+from typing import Any
+
+from memsaver.integrations.sglang.errors import EngineError
+
+__all__ = ["Fields", "encodable", "is_number", "is_whole", "parsed"]
+
+_SHOWN_CHARACTERS = 200
+_MOST = 1 << 63
+
+
+def parsed(text: str, source: str) -> Any:
+    """Return what JSON text says.
+
+    Args:
+        text: the JSON.
+        source: what it is, for the error.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise EngineError(f"{source} is not JSON") from None
+    except RecursionError:
+        raise EngineError(f"{source} is JSON nested too deeply") from None
+
+
+def encodable(text: str) -> str:
+    """Return the text with lone surrogates escaped, which UTF-8 has not."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number that 64 bits can hold; True and False are none."""
+    return type(value) is int and -_MOST <= value < _MOST
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number; True and False are none."""
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+class Fields:
+    """A JSON object whose fields are checked as they are read.
+
+    Args:
+        value: the object.
+        source: what it is, for errors.
+    """
+
+    def __init__(self, value: Any, source: str) -> None:
+        self._source = source
+        if not isinstance(value, dict):
+            raise EngineError(f"{source} is a {type(value).__name__} and not an object")
+        self._fields: dict[str, Any] = value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Return a string."""
+        return encodable(self._read(name, str, "a string", default))
+
+    def flag(self, name: str) -> bool:
+        """Return a boolean."""
+        flag: bool = self._read(name, bool, "true or false")
+        return flag
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """Return a whole number of 64 bits."""
+        value = self._get(name, default)
+        whole: int = value if is_whole(value) else self._refuse(name, "a whole number", value)
+        return whole
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a finite number."""
+        value = self._get(name, default)
+        return float(value) if is_number(value) else self._refuse(name, "a number", value)
+
+    def texts(self, name: str, known: Collection[str] | None = None) -> tuple[str, ...]:
+        """Return a list of strings, each of them one of `known` if that is given. () if missing."""
+        values = self._read(name, (list, tuple), "a list", [])
+        for value in values:
+            if not isinstance(value, str):
+                self._refuse(name, "a list of strings", value)
+            if known is not None and value not in known:
+                self._refuse(name, f"a list of some of {', '.join(known)}", value)
+        return tuple(encodable(value) for value in values)
+
+    def wholes(self, name: str) -> dict[str, int]:
+        """Return an object of whole numbers; {} if missing."""
+        values = self._read(name, dict, "an object", {})
+        for value in values.values():
+            if not is_whole(value):
+                self._refuse(name, "an object of whole numbers", value)
+        return {encodable(key): value for key, value in values.items()}
+
+    def each(self, name: str) -> list[Any]:
+        """Return a list of whatever; [] if missing."""
+        return list(self._read(name, (list, tuple), "a list", []))
+
+    def optional(self, name: str) -> Any:
+        """Return anything; None if missing."""
+        return self._fields.get(name)
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self._fields.get(name, default)
+        if value is None:
+            raise EngineError(f"{self._source} has no {name!r}")
+        return value
+
+    def _read(self, name: str, kind: Any, words: str, default: Any = None) -> Any:
+        value = self._get(name, default)
+        return value if isinstance(value, kind) else self._refuse(name, words, value)
+
+    def _refuse(self, name: str, words: str, value: object) -> Any:
+        try:
+            shown = repr(value)[:_SHOWN_CHARACTERS]
+        except (ValueError, RecursionError):  # a number of thousands of digits
+            shown = f"a {type(value).__name__}"
+        raise EngineError(f"{self._source}: {name!r} is {words}, not {shown}")

@@ -1,0 +1,214 @@
+"""HTTP to one server, on httpx: bounded in time and size, without redirects, proxies or secrets.
+
+httpx is needed when an `HttpClient` is made, and not for importing this.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import ssl
+import time
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from memsaver.errors import ConfigError, NotLoadedError
+from memsaver.integrations.sglang.arguments import (
+    address_of,
+    check_timeout,
+    host_of,
+    secret_of,
+)
+from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
+from memsaver.integrations.sglang.fields import encodable, parsed
+from memsaver.text import plain_text, size_text
+
+__all__ = ["ANSWER_BYTES", "HttpClient"]
+
+ANSWER_BYTES = 64 << 20
+
+_SHOWN_CHARACTERS = 1000  # of an answer, in a message
+_AGENT = "memsaver"
+
+
+class HttpClient:
+    """Calls one server. Any thread; each call has a connection of its own.
+
+    No redirect is followed and no proxy is used, so that the key goes to the server and nowhere
+    else. No message contains the key, also if the server repeats it.
+
+    Attributes:
+        address: the server's, as messages name it.
+
+    Args:
+        url: the server's address.
+        api_key: sent as a bearer token; None sends none.
+
+    Raises:
+        ConfigError: the address or the key is invalid; the message contains neither.
+        NotLoadedError: httpx is not installed.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.address = address_of(url)
+        self._key = secret_of(api_key)
+        _import("httpx")
+        self._tls = ssl.create_default_context() if url.startswith("https:") else None
+
+    def __repr__(self) -> str:
+        return f"<memsaver HttpClient: {self.address}>"
+
+    def get(self, path: str, timeout: float, max_bytes: int = ANSWER_BYTES) -> str:
+        """Return the server's answer to a GET; see `post`."""
+        return self._answer("GET", path, b"", timeout, max_bytes)
+
+    def post(
+        self, path: str, payload: Mapping[str, Any], timeout: float, max_bytes: int = ANSWER_BYTES
+    ) -> str:
+        """Return the server's answer, of status 200, to a POST of JSON.
+
+        Args:
+            path: starts with a slash.
+            payload: what becomes JSON.
+            timeout: seconds for all of it, from looking up the host to the answer's last byte.
+            max_bytes: how large the answer may be.
+
+        Raises:
+            ConfigError: the timeout is no positive number; the payload cannot become JSON.
+            EngineTimeoutError: the answer was not complete in time.
+            EngineError: the server answered with another status (`http_status`), a redirect
+                included; it cannot be reached, or its answer is too large or is not HTTP.
+        """
+        return self._answer("POST", path, _json(payload), timeout, max_bytes)
+
+    def hidden_in(self, text: str) -> str:
+        """Return what a server said, in full and in UTF-8, without the key."""
+        hidden: str = encodable(self._key.hidden_in(text))
+        return hidden
+
+    def excerpt(self, text: object, characters: int = _SHOWN_CHARACTERS) -> str:
+        """Return the beginning of what a server said, for a message: without the key."""
+        shown: str = plain_text(self.hidden_in(str(text)))
+        return shown[:characters]
+
+    def _answer(self, method: str, path: str, body: bytes, timeout: float, max_bytes: int) -> str:
+        check_timeout(timeout)
+        got = self._exchange(method, path, body, timeout, max_bytes)
+        # Raised here, so that no exception of httpx, with the request and its key, is its context.
+        if isinstance(got, EngineError):
+            raise got
+        status, target, text = got
+        if status == HTTPStatus.OK:
+            return text
+        url = self.address + path
+        if 300 <= status < 400:
+            failed = EngineError(
+                f"{url} answered {status}, a redirect to {target}, which is not followed: use the "
+                "address of the server itself"
+            )
+        else:
+            why = self.hidden_in(_reason(text)) or self.excerpt(text) or _phrase(status)
+            failed = EngineError(f"{url} answered {status}: {why}")
+        failed.http_status = status
+        raise failed
+
+    def _exchange(
+        self, method: str, path: str, body: bytes, timeout: float, max_bytes: int
+    ) -> tuple[int, str, str] | EngineError:
+        """The status, the host of a redirect's target and the text; or why there is no answer."""
+        httpx, httpcore = _import("httpx"), _import("httpcore")
+        from memsaver.integrations.sglang.http_sockets import DeadlineTransport
+
+        url = self.address + path
+        headers = {"Accept-Encoding": "identity", "Connection": "close", "User-Agent": _AGENT}
+        if body:
+            headers["Content-Type"] = "application/json"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key.reveal()}"
+        try:
+            request = httpx.Request(method, url, headers=headers, content=body)
+        except httpx.InvalidURL:
+            return EngineError(f"{self.address} is not an address that httpx accepts")
+        # Not by `httpx.Client`: it logs each request, and whoever waits for a server makes many.
+        with DeadlineTransport(time.monotonic() + timeout, self._tls) as transport:
+            try:
+                response = transport.handle_request(request)
+                try:
+                    return self._read(url, response, max_bytes)
+                finally:
+                    response.close()
+            except httpcore.TimeoutException:
+                return EngineTimeoutError(f"{url} did not answer in full within {timeout:g} s")
+            except httpcore.ConnectError as error:
+                return EngineError(f"{url} cannot be reached: {error}")
+            except httpcore.NetworkError as error:
+                return EngineError(f"{url} ended the connection ({error}); the server may be dead")
+            except httpcore.ProtocolError:  # whose text is the server's
+                return EngineError(
+                    f"{url} ended the connection early, or its answer is not HTTP; the server may "
+                    "be dead"
+                )
+
+    def _read(self, url: str, response: Any, max_bytes: int) -> tuple[int, str, str] | EngineError:
+        status, headers = response.status_code, response.headers
+        if 300 <= status < 400:
+            return status, host_of(headers.get("Location", "")) or "another path", ""
+        too_large = EngineError(
+            f"{url} answers with more than {size_text(max_bytes)}, which is not read: ask for less "
+            "at once"
+        )
+        encoding = headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            return EngineError(f"{url} compressed its answer although it was asked not to")
+        if _length(headers.get("Content-Length", "")) > max_bytes:
+            return too_large
+        body = bytearray()
+        for part in response.iter_raw():
+            body += part
+            if len(body) > max_bytes:
+                return too_large
+        text = body.decode(errors="replace")
+        return status, "", text if status == HTTPStatus.OK else self.hidden_in(text)
+
+
+def _reason(text: str) -> str:
+    """What SGLang's JSON says of an error; "" if it is none."""
+    try:
+        told = parsed(text, "an error")
+        # Of an update that failed it says so, in full: it may have to be understood.
+        return str(told["message"] if "success" in told else told["error"]["message"])
+    except (EngineError, KeyError, TypeError):
+        return ""
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "no text"
+
+
+def _length(text: str) -> int:
+    """What a Content-Length says; 0 for anything but a number, which httpx does not take."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
+
+
+def _json(payload: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(payload, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"a server gets JSON, and that cannot be said in it: {error}; give images and the "
+            "like as URLs, paths or base64"
+        ) from error
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise NotLoadedError(
+            f"talking to a server needs {name}, which is not installed: "
+            '`pip install "memsaver[http]"`'
+        ) from None

@@ -1,0 +1,201 @@
+"""httpx's transport with one deadline for a whole call, whatever the server does.
+
+httpx's own timeouts are for each read: a server that sends a byte now and then is never late. Here
+every operation on the socket gets the time that is left until the deadline. Importing this needs
+httpx.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import httpcore
+import httpx
+
+from memsaver.interrupts import interrupts_deferred
+from memsaver.latches import Latch
+
+__all__ = ["DeadlineTransport"]
+
+
+class DeadlineTransport(httpx.BaseTransport):  # type: ignore[misc]  # its base is Any to mypy
+    """Sends one request on a connection of its own, and follows no redirect and no proxy.
+
+    Raises `httpcore`'s exceptions; `httpcore.TimeoutException` at the deadline.
+
+    Args:
+        deadline: on the clock `time.monotonic()`.
+        tls: for a server with https.
+    """
+
+    def __init__(self, deadline: float, tls: ssl.SSLContext | None) -> None:
+        self._pool = httpcore.ConnectionPool(
+            ssl_context=tls, max_keepalive_connections=0, network_backend=_Sockets(deadline)
+        )
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Return the response, whose body has yet to be read."""
+        url = request.url
+        sent = httpcore.Request(
+            request.method,
+            httpcore.URL(
+                scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
+            ),
+            headers=request.headers.raw,
+            content=request.stream,
+        )
+        got = self._pool.handle_request(sent)
+        return httpx.Response(got.status, headers=got.headers, stream=_Body(got.stream))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._pool.close()
+
+
+class _Body(httpx.SyncByteStream):  # type: ignore[misc]  # its base is Any to mypy
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._stream
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is Any to mypy
+    """Connects within the deadline; the timeouts that httpcore passes do not matter."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        """Connect to the first of the host's addresses that accepts."""
+        addresses = _addresses(host, port, self._deadline)
+        failure: OSError | None = None
+        for number, (family, kind, protocol, _, address) in enumerate(addresses):
+            connection = socket.socket(family, kind, protocol)
+            try:
+                # A share for each, so that one that does not answer leaves time for the others.
+                connection.settimeout(_left(self._deadline) / (len(addresses) - number))
+                connection.connect(address)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return _Stream(connection, self._deadline)
+            except OSError as error:
+                connection.close()
+                failure = error
+            except BaseException:
+                connection.close()
+                raise
+        if isinstance(failure, TimeoutError):
+            raise httpcore.ConnectTimeout
+        raise httpcore.ConnectError((failure and failure.strerror) or "it has no address")
+
+
+class _Stream(httpcore.NetworkStream):  # type: ignore[misc]  # its base is Any to mypy
+    """A connection whose every operation ends at the deadline."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._socket, self._deadline = connection, deadline
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """Read what comes first; b"" is the end."""
+        try:
+            self._socket.settimeout(_left(self._deadline))
+            return self._socket.recv(max_bytes)
+        except TimeoutError:
+            raise httpcore.ReadTimeout from None
+        except OSError as error:
+            raise httpcore.ReadError(error.strerror or type(error).__name__) from None
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Write all of `buffer`."""
+        unsent = memoryview(buffer)
+        try:
+            while unsent:
+                self._socket.settimeout(_left(self._deadline))
+                unsent = unsent[self._socket.send(unsent) :]
+        except TimeoutError:
+            raise httpcore.WriteTimeout from None
+        except OSError as error:
+            raise httpcore.WriteError(error.strerror or type(error).__name__) from None
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.NetworkStream:
+        """Shake hands; the socket's timeout is for all of it."""
+        try:
+            self._socket.settimeout(_left(self._deadline))
+            wrapped = ssl_context.wrap_socket(self._socket, server_hostname=server_hostname)
+        except TimeoutError:
+            raise httpcore.ConnectTimeout from None
+        except OSError as error:
+            why = getattr(error, "verify_message", "") or error.strerror or type(error).__name__
+            raise httpcore.ConnectError(why) from None
+        return _Stream(wrapped, self._deadline)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        """Return nothing that httpcore asks for: it then takes the defaults of HTTP/1.1."""
+        return None
+
+
+def _left(deadline: float) -> float:
+    """The seconds that are left. Raises `TimeoutError` if there are none."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _addresses(host: str, port: int, deadline: float) -> list[Any]:
+    """The addresses of a host, by its number or its name.
+
+    The system's resolver has a bound of its own and none that a caller sets, so it runs in another
+    thread, which outlives a call whose deadline comes first.
+    """
+    try:
+        return _resolved(host, port, socket.AI_NUMERICHOST)
+    except OSError:
+        pass
+    found: list[Any] = []
+    failures: list[str] = []
+    done = Latch()
+
+    def look_up() -> None:
+        try:
+            found.extend(_resolved(host, port))
+        except (OSError, UnicodeError) as error:
+            failures.append(getattr(error, "strerror", None) or "its name is not known")
+        finally:
+            done.open()
+
+    with interrupts_deferred():
+        threading.Thread(target=look_up, name="memsaver-resolve", daemon=True).start()
+    if not done.wait(deadline - time.monotonic()):
+        raise httpcore.ConnectTimeout
+    if failures:
+        raise httpcore.ConnectError(failures[0])
+    return found
+
+
+def _resolved(host: str, port: int, flags: int = 0) -> list[Any]:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
