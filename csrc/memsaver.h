@@ -13,7 +13,8 @@
  *   - A failure is its ms_status. Where an `ms_error* error` is taken it may be NULL; it is written
  * only on failure.
  *   - Tags are UTF-8, of any length above zero. A `const char* tag` handed out lives as long as the
- * process.
+ * process. U+001F in a tag is reserved for memsaver's adapters, which put it and the name of a
+ * backup behind a tag: TAG\x1fhost is the part of TAG whose contents are kept in host memory.
  *   - Sizes end in _bytes, times in _seconds; addresses are device addresses.
  *   - A list handed out (rows, count) is released by the caller with ms_list_free; NULL is allowed
  * there.
@@ -435,6 +436,15 @@ MS_API ms_status ms_locate(const void* pointer, ms_location* location, ms_error*
 MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                 ms_error* error);
 
+/* Where the copy of [address, address + bytes) that the last pause saved still lies in host memory,
+ * while its tag is mapped: as the pause saved it, at the address that ms_backup_view gave. Valid
+ * until the tag's next change or trim. A caller that writes there says so (`writable`): the next
+ * pause then saves the range in any case. MS_INVALID_STATE: the tag is not mapped; it was paused
+ * without a backup or with one on disk; the copy was trimmed, or is of an allocation that is gone.
+ * MS_NOT_OURS. */
+MS_API ms_status ms_retained_view(uint64_t address, uint64_t bytes, int writable, void** host,
+                                  ms_error* error);
+
 /* Host memory held for all backups and what they need meanwhile, and how much more they may take
  * now: by option host_bytes, and by what the system has. */
 MS_API ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes, ms_error* error);
@@ -452,6 +462,10 @@ MS_API ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest*
 /* Returns host memory and disk space that back no paused tag to the system, and what is kept to
  * find fingerprints. Takes a tenth of a second for 8 GiB, and waits for the work of the devices. */
 MS_API ms_status ms_trim(uint64_t* released_bytes, ms_error* error);
+
+/* The same for the backups of some tags alone; no tags at all means every tag. MS_UNKNOWN_TAG. */
+MS_API ms_status ms_trim_tags(const char* const* tags, size_t tag_count, uint64_t* released_bytes,
+                              ms_error* error);
 
 #ifdef __cplusplus
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from memsaver import costs
 from memsaver.background import Job
 from memsaver.errors import ConfigError, NotLoadedError
-from memsaver.native import _C, emit_warnings
+from memsaver.native import _C, check_tag, emit_warnings
 
 if TYPE_CHECKING:
     import torch
@@ -15,22 +17,26 @@ if TYPE_CHECKING:
 __all__ = ["Trim", "backup_view", "trim"]
 
 
-def backup_view(tensor: Any, writable: bool = False) -> torch.Tensor:
+def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> torch.Tensor:
     """A CPU tensor over the saved contents of a tensor whose tag is paused; no copy is made.
 
     The view has the tensor's shape, strides and dtype. Valid until the tag's next change: a resume,
-    a pause, the end of its tensors.
+    a pause, the end of its tensors; or, with `retained`, a trim.
 
     Args:
         tensor: a tensor of a paused tag, or a view of one.
         writable: False makes a view whose in-place operations raise InvalidStateError, and so do
             those of its views; what is computed from it is an ordinary tensor. True makes an
             ordinary tensor: what is written to it comes back with the resume.
+        retained: True views the copy that is left of a mapped tag's last pause, at the same host
+            address. It shows the contents of that pause, and nothing that is written to it comes
+            back.
 
     Raises:
         ConfigError: the tensor's memory is in no region.
         InvalidStateError: its tag is not paused, or was paused without a backup or with one on
-            disk, which is not in memory.
+            disk, which is not in memory. With `retained`: its tag is not mapped, or no copy of the
+            tensor is left.
         NotLoadedError: torch is not installed.
     """
     try:
@@ -45,7 +51,7 @@ def backup_view(tensor: Any, writable: bool = False) -> torch.Tensor:
         view = torch.empty_like(tensor, device="cpu")
     else:
         items = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        saved = _C.backup_view(tensor.data_ptr(), items * tensor.element_size(), writable)
+        saved = _C.backup_view(tensor.data_ptr(), items * tensor.element_size(), writable, retained)
         flat = torch.frombuffer(saved, dtype=tensor.dtype, count=items)
         view = flat.as_strided(tuple(tensor.shape), tensor.stride(), 0)
         costs.backup_seen(tensor.data_ptr())
@@ -62,19 +68,19 @@ class Trim(Job[int]):
     An error that no `wait` has delivered becomes a `MemsaverWarning` when this object is gone.
     """
 
-    def __init__(self) -> None:
-        super().__init__("trim", "the return of host memory", _C.trim, lambda: None)
+    def __init__(self, tags: Sequence[str] = ()) -> None:
+        super().__init__("trim", "the return of host memory", partial(_trim, tags), lambda: None)
 
 
 @overload
-def trim(wait: Literal[False] = False) -> Trim: ...
+def trim(wait: Literal[False] = False, tags: Sequence[str] = ()) -> Trim: ...
 
 
 @overload
-def trim(wait: Literal[True]) -> int: ...
+def trim(wait: Literal[True], tags: Sequence[str] = ()) -> int: ...
 
 
-def trim(wait: bool = False) -> Trim | int:
+def trim(wait: bool = False, tags: Sequence[str] = ()) -> Trim | int:
     """Return the host memory and file space that backs no paused tag; it is kept for the next one.
 
     Goes on in the background and takes a while, because unpinning waits for the devices' work; what
@@ -82,10 +88,20 @@ def trim(wait: bool = False) -> Trim | int:
 
     Args:
         wait: True waits and gives the bytes returned; False gives a handle whose `wait()` does.
+        tags: the tags whose backups are meant; none means all, and what backups share.
+
+    Raises:
+        ConfigError: a tag that cannot be one.
+        UnknownTagError: a tag that no region ever named (without `wait`, raised by the handle).
     """
+    names = [check_tag(tag) for tag in tags]
     if not wait:
-        return Trim()
+        return Trim(names)
     try:
-        return _C.trim()
+        return _trim(names)
     finally:
         emit_warnings()
+
+
+def _trim(tags: Sequence[str]) -> int:
+    return _C.trim_tags(list(tags)) if tags else _C.trim()

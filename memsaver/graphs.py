@@ -8,7 +8,7 @@ from typing import Any
 
 from memsaver.blocks import block
 from memsaver.errors import ConfigError, NotLoadedError
-from memsaver.native import _C, backup_code, check_tag, emit_warnings
+from memsaver.native import _C, backup_code, check_new_tag, emit_warnings
 from memsaver.torch_mode import suspended, torch_pools
 
 __all__ = ["graph"]
@@ -47,7 +47,7 @@ def graph(
         InvalidStateError: the tag is paused.
         NotLoadedError: no GPU, or no torch with CUDA: there is nothing to capture.
     """
-    check_tag(tag)
+    check_new_tag(tag)
     code = backup_code(backup)
     pools = torch_pools()
     if pools is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memsaver.devices import Device
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
-from memsaver.native import _C, backup_code, check_tag
+from memsaver.native import _C, backup_code, check_new_tag
 from memsaver.torch_mode import TorchPools, torch_pools
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def torch_pool(tag: str, backup: str | None = None, device: Device = None) -> to
         InvalidStateError: the tag is paused; or 256 tags have such pools already.
         NotLoadedError: no GPU, or no torch with CUDA.
     """
-    check_tag(tag)
+    check_new_tag(tag)
     code = backup_code(backup)
     if isinstance(device, Sequence) and not isinstance(device, str):
         raise ConfigError(f"a torch pool is on one device: make one for each of {device!r}")

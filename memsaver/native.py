@@ -22,11 +22,14 @@ except ImportError as error:  # pragma: no cover - an installation that is broke
 
 __all__ = [
     "LIBRARY_DIR",
+    "PART_MARK",
     "_C",
     "Backup",
+    "PartName",
     "State",
     "backup_code",
     "backup_of",
+    "check_new_tag",
     "check_tag",
     "emit_warnings",
     "note",
@@ -100,6 +103,30 @@ def check_tag(tag: object) -> str:
     except UnicodeEncodeError as error:
         raise ConfigError(f"a tag must be text that UTF-8 can express: {error}") from None
     return tag
+
+
+PART_MARK = "\x1f"
+"""Reserved in tags: it separates a tag from the backup of one of its parts (see `parts`)."""
+
+
+class PartName(str):
+    """The name of a part of a tag, which only `parts` makes."""
+
+    __slots__ = ()
+
+
+def check_new_tag(tag: object) -> str:
+    """Return the tag itself, if regions may be made of it.
+
+    Raises:
+        ConfigError: see `check_tag`; or the tag contains PART_MARK and is not a `PartName`.
+    """
+    checked = check_tag(tag)
+    if PART_MARK in checked and not isinstance(checked, PartName):
+        raise ConfigError(
+            "a tag cannot contain U+001F, which is reserved for parts of tags: choose another name"
+        )
+    return checked
 
 
 def emit_warnings(stacklevel: int = 3) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from memsaver.blocks import block
 from memsaver.errors import ConfigError, NotLoadedError
-from memsaver.native import backup_code
+from memsaver.native import backup_code, check_new_tag
 
 __all__ = ["is_preloaded", "preload", "preload_env"]
 
@@ -66,9 +66,7 @@ def preload_env(
     base = os.environ if env is None else env
     added: dict[str, str] = {}
     if tag is not None:
-        if not tag or "\0" in tag:
-            raise ConfigError("the tag is empty or has a null byte; give it a name such as trainer")
-        added["MEMSAVER_TAG"] = tag
+        added["MEMSAVER_TAG"] = check_new_tag(tag)
     whole_process = bool(tag or base.get("MEMSAVER_TAG"))
     if backup is not None:
         backup_code(backup)

@@ -12,7 +12,7 @@ from memsaver.blocks import check_decorated
 from memsaver.devices import Devices, indices_of
 from memsaver.errors import InvalidStateError
 from memsaver.interrupts import interrupts_deferred, once
-from memsaver.native import _C, backup_code, check_tag, emit_warnings
+from memsaver.native import _C, backup_code, check_new_tag, emit_warnings
 from memsaver.torch_mode import Route, torch_pools
 
 __all__ = ["disabled", "named_devices", "region"]
@@ -125,7 +125,7 @@ class region(_Section):
     """
 
     def __init__(self, tag: str, backup: str | None = None, device: Devices = None) -> None:
-        self.tag = check_tag(tag)
+        self.tag = check_new_tag(tag)
         self.backup = backup
         self.device = device
         self._backup_code = backup_code(backup)

@@ -133,28 +133,84 @@ def test_regions_of_a_tag_keep_what_each_asked_for(run_dropin):
                     1: True, 2: False, 3: True, 4: True}
                 assert reads(buffers[2], 0)
         backups = {row.tag: row.backup.value for row in memsaver.stats().tags}
-        assert backups["tag1"] == "host" and backups["tag1 (none)"] == "none"
-        assert backups["tag4"] == "disk" and backups["tag4 (pageable)"] == "pageable"
+        assert backups["tag1"] == "host" and backups["tag1\\x1fnone"] == "none"
+        assert backups["tag4"] == "disk" and backups["tag4\\x1fpageable"] == "pageable"
     """)
 
 
-def test_a_tag_named_like_a_member_of_another_is_a_tag_of_its_own(run_dropin):
+def test_parts_of_a_tag_take_no_tag_of_the_program(run_dropin):
+    """A tag of any name keeps its own backup, its tensors and its state."""
     run_dropin("""
-        with saver.region("a"):
-            first = block(1)
-        with saver.region("a", enable_cpu_backup=True):
-            second = block(2)
-        with saver.region("a (host)"):
-            third = block(3)
-        with saver.region("a (host)", enable_cpu_backup=True):
-            fourth = block(4)
-        saver.pause("a")
-        assert reads(third, 3) and reads(fourth, 4)
-        saver.resume("a")
-        saver.pause("a (host)")
-        assert reads(first, 0) and reads(second, 2)
-        saver.resume("a (host)")
-        assert reads(third, 0) and reads(fourth, 4)
+        makers = {"memsaver": memsaver.region, "saver": saver.region}
+        for maker, region in makers.items():
+            for other in ("{} (host)", "{}:host", "{} (none)", "{}:none", "{}'"):
+                tag = maker + other
+                other = other.format(tag)
+                with saver.region(tag):
+                    plain = block(1)
+                with saver.region(tag, enable_cpu_backup=True):
+                    kept = block(2)
+                keeps = {"backup": "disk"} if maker == "memsaver" else {"enable_disk_backup": True}
+                with region(other, **keeps):
+                    mine = block(3)
+                assert memsaver.stats()[other][0].backup == "disk"
+                saver.pause(tag)
+                assert memsaver.state(other) == "mapped" and reads(mine, 3)
+                saver.resume(tag)
+                saver.pause(other)
+                assert memsaver.state(tag) == "mapped" and reads(plain, 0) and reads(kept, 2)
+                with saver.region(tag, enable_cpu_backup=True):
+                    pass
+                saver.resume(other)
+                assert reads(mine, 3) and memsaver.stats()[other][0].backup == "disk"
+    """)
+
+
+def test_a_tag_of_the_program_keeps_its_backup(run_dropin):
+    """A region of another backup becomes a part of the tag, whoever made the tag."""
+    run_dropin("""
+        with memsaver.region("w", backup="disk"):
+            mine = block(1)
+        with saver.region("w", enable_cpu_backup=True):
+            kept = block(2)
+        with saver.region("w"):
+            plain = block(3)
+        assert memsaver.stats()["w"][0].backup == "disk"
+        saver.pause("w")
+        assert memsaver.state("w") == "paused"
+        saver.resume("w")
+        assert reads(mine, 1) and reads(kept, 2) and reads(plain, 0)
+    """)
+
+
+def test_a_program_cannot_enter_a_part_of_a_tag(run_dropin):
+    run_dropin("""
+        with saver.region("w"), saver.region("w", enable_cpu_backup=True):
+            block(1)
+        names = [row.tag for row in memsaver.stats().tags]
+        (part,) = [name for name in names if name != "w"]
+        for enter_part in (memsaver.region, saver.region):
+            assert "reserved" in raises(ValueError, lambda: enter(enter_part(part)))
+        memsaver.pause(part), memsaver.resume(part)  # as any tag that memsaver shows
+    """)
+
+
+def test_first_regions_of_a_tag_on_several_threads_agree(run_dropin):
+    run_dropin("""
+        import threading
+        for n in range(30):
+            tag, made, start = f"t{n}", {}, threading.Barrier(3)
+            def make(byte, **options):
+                start.wait(30)
+                with saver.region(tag, **options):
+                    made[byte] = block(byte)
+            asked = {1: {}, 2: {"enable_cpu_backup": True}, 3: {"enable_disk_backup": True}}
+            threads = [threading.Thread(target=make, args=[byte], kwargs=options)
+                       for byte, options in asked.items()]
+            [thread.start() for thread in threads], [thread.join(60) for thread in threads]
+            saver.pause(tag), saver.resume(tag)
+            assert reads(made[1], 0) and reads(made[2], 2) and reads(made[3], 3)
+            made.clear()
     """)
 
 

@@ -16,8 +16,8 @@ import pytest
 from simulated_driver import Block
 
 import memsaver
-from memsaver import ConfigError, InvalidStateError, NotLoadedError, State
-from memsaver.integrations.sglang import settings, tags, versions
+from memsaver import ConfigError, InvalidStateError, NotLoadedError, State, parts
+from memsaver.integrations.sglang import settings, versions
 from memsaver.integrations.sglang.adapter import MemsaverAdapter
 from memsaver.integrations.sglang.imports import when_imported
 
@@ -108,10 +108,10 @@ def test_two_policies_in_one_tag(sim, tag, kept_first):
         with saver.region(name, enable_cpu_backup=keep):
             blocks.setdefault(keep, []).append(Block(sim, 2 * MIB, len(blocks)))
     both = [*blocks[True], *blocks[False]]
-    assert tags.names_of(name)[0] == name and len(tags.names_of(name)) == 2
+    assert parts.names_of(name)[0] == name and len(parts.names_of(name)) == 2
     saver.pause(name)
     assert not any(sim.accessible(block.address) for block in both)
-    rows = [row for beside in tags.names_of(name) for row in memsaver.stats()[beside]]
+    rows = [row for beside in parts.names_of(name) for row in memsaver.stats()[beside]]
     saved = sum(row.backup_bytes for row in rows)
     assert saved == sum(block.nbytes for block in blocks[True])
     saver.resume(name)
@@ -120,6 +120,23 @@ def test_two_policies_in_one_tag(sim, tag, kept_first):
     both.clear()
     blocks.clear()
     memsaver.trim(wait=True)
+
+
+@pytest.mark.parametrize("other", ["{}:host", "{}:none", "{} (host)"])
+def test_parts_of_a_tag_take_no_tag_of_the_program(sim, tag, other):
+    saver, name = MemsaverAdapter(), tag("weights")
+    other = other.format(name)
+    tag.names.append(other)
+    with memsaver.region(other, backup="pageable"):
+        mine = Block(sim, 2 * MIB, 1)
+    for keep in (True, False):
+        with saver.region(name, enable_cpu_backup=keep):
+            blocks = Block(sim, 2 * MIB, 2)
+    assert memsaver.stats()[other][0].backup == "pageable"
+    saver.pause(name)
+    assert memsaver.state(other) is State.MAPPED and mine.is_intact()
+    saver.resume(name)
+    del mine, blocks
 
 
 def test_two_policies_are_resumed_together_or_not_at_all(sim, tag):
@@ -133,7 +150,7 @@ def test_two_policies_are_resumed_together_or_not_at_all(sim, tag):
     sim.occupy(free - 12 * MIB)
     with pytest.raises(memsaver.OutOfDeviceMemoryError):
         saver.resume(name)
-    assert [memsaver.state(beside) for beside in tags.names_of(name)] == [State.PAUSED] * 2
+    assert [memsaver.state(beside) for beside in parts.names_of(name)] == [State.PAUSED] * 2
     assert sim.tag_bytes() == 0
     sim.occupy(0)
     saver.resume(name)

@@ -454,6 +454,15 @@ ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** 
   });
 }
 
+ms_status ms_retained_view(uint64_t address, uint64_t bytes, int writable, void** host,
+                           ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    require_place(host);
+    *host = view_retained({address, bytes}, writable != 0);
+  });
+}
+
 ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes, ms_error* error) {
   return guarded(error, [&] {
     require_not_forked();
@@ -479,7 +488,16 @@ ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest** rows,
 ms_status ms_trim(uint64_t* released_bytes, ms_error* error) {
   return guarded(error, [&] {
     require_tags();
-    const uint64_t released = trim_backups() + trim_staging() + Fingerprinter::trim();
+    const uint64_t released = trim_backups({}) + trim_staging() + Fingerprinter::trim();
+    if (released_bytes) *released_bytes = released;
+  });
+}
+
+ms_status ms_trim_tags(const char* const* tags, size_t tag_count, uint64_t* released_bytes,
+                       ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    const uint64_t released = trim_backups(names_of(tags, tag_count));
     if (released_bytes) *released_bytes = released;
   });
 }

@@ -213,6 +213,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
     }
   }
   hold.lock();
+  cut_out(pool.retained, plan.block);  // what was saved there was not this block's
   pool.heap.commit_block(plan.block, mapped);
   timeline::note(Record::Kind::kAllocate, pool);
   ++registry.changes;

@@ -11,7 +11,9 @@
 
 namespace memsaver {
 
-void* view_backup(const Range& range, bool writable) {
+namespace {
+
+void* view(const Range& range, State wanted, bool writable) {
   Registry& registry = Registry::instance();
   Pool* const pool = Registry::owner(range.address);
   if (!pool) throw Error(Status::kNotOurs, "the tensor's memory is in no region of memsaver");
@@ -20,15 +22,18 @@ void* view_backup(const Range& range, bool writable) {
   const auto refuse = [&](const std::string& why) {
     return Error(Status::kInvalidState, why).with_tag(pool->tag.name);
   };
-  if (pool->tag.state != State::kPaused) {
+  const bool is_paused = wanted == State::kPaused;
+  if (pool->tag.state != wanted) {
     throw refuse("tag " + name + " is " + name_of(pool->tag.state) +
-                 ": there is a backup to look at only while it is paused");
+                 (is_paused ? ": there is a backup to look at only while it is paused"
+                            : ": there is a retained copy only while it is mapped"));
   }
   const std::optional<Range> block = pool->heap.block_around(range.address);
   if (!block || range.bytes > block->end() - range.address) {
     throw refuse("the tensor's memory is not inside one live allocation of tag " + name);
   }
-  if (total(within(pool->saved, range)) != range.bytes) {
+  if (total(within(is_paused ? pool->saved : pool->retained, range)) != range.bytes) {
+    if (!is_paused) throw refuse("tag " + name + " has no retained copy of all of the range");
     throw refuse("not all of the range was saved when tag " + name +
                  " was paused: it had no backup, or the memory belonged to no tensor");
   }
@@ -42,10 +47,20 @@ void* view_backup(const Range& range, bool writable) {
   return host;
 }
 
-uint64_t trim_backups() {
+}  // namespace
+
+void* view_backup(const Range& range, bool writable) {
+  return view(range, State::kPaused, writable);
+}
+
+void* view_retained(const Range& range, bool writable) {
+  return view(range, State::kMapped, writable);
+}
+
+uint64_t trim_backups(const std::vector<std::string>& names) {
   Registry& registry = Registry::instance();
   std::unique_lock<std::mutex> lock(registry.mutex);
-  const std::vector<Tag*> tags = registry.select({});
+  const std::vector<Tag*> tags = registry.select(names);
   lock.unlock();
   uint64_t released = 0;
   for (Tag* tag : tags) {
@@ -55,6 +70,7 @@ uint64_t trim_backups() {
       continue;
     }
     Hold hold(std::move(lock), {tag});
+    for (auto& [ordinal, pool] : tag->pools) pool.retained.clear();
     hold.unlock();  // the holder's alone until the end of the hold
     for (auto& [ordinal, pool] : tag->pools) {
       if (!pool.backup) continue;

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "core/range.h"
 
@@ -12,9 +14,14 @@ namespace memsaver {
 // kNotOurs; kInvalidState (the tag is not paused, the range was not saved, or not in host memory).
 void* view_backup(const Range& range, bool writable);
 
-// Returns host memory and disk space that back no paused tag to the system; the bytes. Tags that
-// are in a transition are left out.
-uint64_t trim_backups();
+// The same of a mapped tag: the copy that its last pause saved, until the tag's next change or
+// trim. `writable`: the caller writes there, which changes nothing else. Throws kInvalidState also
+// if the copy was not retained, or is of an earlier allocation.
+void* view_retained(const Range& range, bool writable);
+
+// Returns host memory and disk space of some tags (none: of all) that back no paused tag to the
+// system; the bytes. Tags that are in a transition are left out. Throws kUnknownTag.
+uint64_t trim_backups(const std::vector<std::string>& names);
 
 // Host memory held for all backups, and for what they need meanwhile.
 uint64_t held_host_bytes();

@@ -78,6 +78,26 @@ std::vector<Range> cut(const std::vector<Range>& ranges, uint64_t unit) {
   return pieces;
 }
 
+void cut_out(std::vector<Range>& ranges, const Range& hole) {
+  auto first = std::partition_point(ranges.begin(), ranges.end(), [&hole](const Range& range) {
+    return range.end() <= hole.address;
+  });
+  if (first == ranges.end() || hole.bytes == 0) return;
+  if (first->address < hole.address) {
+    const Range behind{hole.end(), first->end() - std::min(first->end(), hole.end())};
+    if (behind.bytes > 0) first = std::prev(ranges.insert(std::next(first), behind));
+    first->bytes = hole.address - first->address;
+    ++first;
+  }
+  const auto last = std::partition_point(
+      first, ranges.end(), [&hole](const Range& range) { return range.end() <= hole.end(); });
+  if (last != ranges.end() && last->address < hole.end()) {
+    last->bytes = last->end() - hole.end();
+    last->address = hole.end();
+  }
+  ranges.erase(first, last);
+}
+
 uint64_t total(const std::vector<Range>& ranges) {
   uint64_t bytes = 0;
   for (const Range& range : ranges) bytes += range.bytes;

@@ -1,6 +1,7 @@
 #include "core/region.h"
 
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <vector>
 
@@ -88,6 +89,10 @@ Tag* process_tag_from_environment() noexcept try {
   if (!name || !*name) return nullptr;
   if (!is_utf8(name)) {
     warn("MEMSAVER_TAG is no UTF-8, so it has no effect: a tag is text");
+    return nullptr;
+  }
+  if (std::strchr(name, '\x1f')) {
+    warn("MEMSAVER_TAG contains U+001F, which is reserved for parts of tags, so it has no effect");
     return nullptr;
   }
   const char* backup = std::getenv("MEMSAVER_BACKUP");

@@ -58,6 +58,9 @@ struct Pool {
   // The tag's holder alone uses it; the pointer changes under the registry's lock.
   std::unique_ptr<BackupStore> backup;
   std::vector<Range> saved;  // what of a paused heap lies in the backup, sorted
+  // What of a mapped heap still lies there, as the last pause saved it, sorted: without what has
+  // been allocated since. A save and a trim end it.
+  std::vector<Range> retained;
   // Pages that a transition which failed twice could not map again: unmapped, at these addresses,
   // with the contents of what is not in `saved`. The tag is paused then, and its resume maps them.
   std::vector<std::pair<uint64_t, PhysicalMemory>> parked;

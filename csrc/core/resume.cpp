@@ -157,6 +157,7 @@ std::vector<Change> Resume::execute() {
   for (Step& step : steps_) {
     step.pages.clear();  // places only: the memory is mapped
     step.pool->heap.commit_extents(step.mappings);
+    step.pool->retained.swap(step.pool->saved);
     step.pool->saved.clear();
   }
   state_.commit();

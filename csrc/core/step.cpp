@@ -158,6 +158,9 @@ void collect_all_strays(const std::vector<Step>& steps) {
 }
 
 void prepare_stores(Hold& hold, std::vector<Step>& steps) {
+  hold.lock();
+  for (Step& step : steps) step.pool->retained.clear();
+  hold.unlock();
   for (Step& step : steps) {
     if (step.ranges.empty()) continue;
     const BackupStore* const kept = step.pool->backup.get();

@@ -426,6 +426,7 @@ std::vector<Change> Swap::execute() {
   for (Step& step : into_) {
     step.pages.clear();  // places only: the memory is mapped
     step.pool->heap.commit_extents(step.mappings);
+    step.pool->retained.swap(step.pool->saved);
     step.pool->saved.clear();
     step.device_bytes = step.pool->heap.resident_bytes();  // may be more than the plan
   }

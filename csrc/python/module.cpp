@@ -291,14 +291,16 @@ PYBIND11_MODULE(_C, m) {
   // The memoryview is writable in any case: who asked for reading only must not write.
   m.def(
       "backup_view",
-      [](uint64_t address, uint64_t bytes, bool writable) {
+      [](uint64_t address, uint64_t bytes, bool writable, bool retained) {
         void* host = nullptr;
         without_gil([&](ms_error* error) {
-          return ms_backup_view(address, bytes, writable, &host, error);
+          return (retained ? ms_retained_view : ms_backup_view)(address, bytes, writable, &host,
+                                                                error);
         });
         return py::memoryview::from_memory(host, static_cast<py::ssize_t>(bytes));
       },
-      py::arg("address"), py::arg("bytes"), py::arg("writable") = false);
+      py::arg("address"), py::arg("bytes"), py::arg("writable") = false,
+      py::arg("retained") = false);
   m.def("host_memory", [] {
     uint64_t held_bytes = 0, available_bytes = 0;
     without_gil(
@@ -320,6 +322,14 @@ PYBIND11_MODULE(_C, m) {
   m.def("trim", [] {
     uint64_t released = 0;
     without_gil([&](ms_error* error) { return ms_trim(&released, error); });
+    return released;
+  });
+  m.def("trim_tags", [](const std::vector<std::string>& tags) {
+    const std::vector<const char*> names = pointers(tags);
+    uint64_t released = 0;
+    without_gil([&](ms_error* error) {
+      return ms_trim_tags(names.data(), names.size(), &released, error);
+    });
     return released;
   });
 }

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import memsaver
-from memsaver.integrations.sglang import settings, tags
+from memsaver import parts
+from memsaver.integrations.sglang import settings
 from memsaver.native import Backup
 from memsaver.reports import Report
 
@@ -42,10 +43,11 @@ class MemsaverAdapter:
     def region(self, tag: str, enable_cpu_backup: bool = False) -> memsaver.region:
         """Tensors made inside belong to `tag`; with `enable_cpu_backup` they keep their contents.
 
-        See `memsaver.region`. Two policies in one tag are kept apart.
+        See `memsaver.region`. Two policies in one tag are kept apart, as parts (`memsaver.parts`):
+        with a draft model whose weights are kept and a main model whose weights are not, say.
         """
         backup = _backup(enable_cpu_backup)
-        return memsaver.region(tags.name_of(tag, backup), backup=backup)
+        return memsaver.region(parts.name_of(tag, backup), backup=backup)
 
     def cuda_graph(
         self,
@@ -60,7 +62,7 @@ class MemsaverAdapter:
         backup = _backup(enable_cpu_backup)
         return memsaver.graph(
             cuda_graph,
-            tag=tags.name_of(tag, backup),
+            tag=parts.name_of(tag, backup),
             backup=backup,
             pool=pool,
             stream=stream,
@@ -73,7 +75,7 @@ class MemsaverAdapter:
 
     def pause(self, tag: str) -> Report | None:
         """Give the memory of `tag` back; None, and nothing done, where no region ever named it."""
-        names = tags.names_of(tag)
+        names = parts.names_of(tag)
         if not names:
             _logger.debug("nothing to pause: no region and no graph of tag %r was made", tag)
             return None
@@ -81,7 +83,7 @@ class MemsaverAdapter:
 
     def resume(self, tag: str) -> Report | None:
         """Bring the memory of `tag` back; None as in `pause`."""
-        names = tags.names_of(tag)
+        names = parts.names_of(tag)
         if not names:
             _logger.debug("nothing to resume: no region and no graph of tag %r was made", tag)
             return None

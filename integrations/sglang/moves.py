@@ -10,8 +10,8 @@ from memsaver.errors import MemsaverError, NotLoadedError
 from memsaver.handles import Call
 from memsaver.integrations.sglang.protocol import RankReport
 from memsaver.integrations.sglang.ranks import Figures, Group, first_failure
-from memsaver.integrations.sglang.tags import names_of
 from memsaver.native import State, emit_warnings
+from memsaver.parts import names_of
 from memsaver.reports import Report
 from memsaver.transitions import pause_call
 from memsaver.turns import Turn

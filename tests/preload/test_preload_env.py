@@ -55,8 +55,9 @@ def test_env_turns_expandable_segments_off_for_a_whole_process(name):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("",), "tag is empty"),
-        (("a\0b",), "null byte"),
+        (("",), "cannot be empty"),
+        (("a\0b",), "NUL"),
+        (("a\x1fhost",), "reserved"),
         (("t", "tape"), "no backup 'tape'; the backups are 'none', 'host', 'pageable', 'disk'"),
         ((None, "host"), "needs a tag"),
     ],

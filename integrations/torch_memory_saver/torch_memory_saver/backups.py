@@ -1,16 +1,20 @@
-"""What the options of a region mean to memsaver."""
+"""Backups: which one a region's options ask for, and what becomes of it after a resume."""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
-from memsaver.errors import ConfigError
+import memsaver
+from memsaver import parts
+from memsaver.errors import ConfigError, InvalidStateError, UnknownTagError
+from memsaver.native import _C, STATES, Backup, State
 
-__all__ = ["BACKENDS", "CpuBackupBackend", "backup_for"]
+__all__ = ["BACKENDS", "Backups", "CpuBackupBackend", "backup_for"]
 
 CpuBackupBackend: TypeAlias = Literal["mmap", "pinned"]
 
-BACKENDS = {"pinned": "host", "mmap": "pageable"}
+BACKENDS = {"pinned": Backup.HOST, "mmap": Backup.PAGEABLE}
 """memsaver's backup for each kind of host memory."""
 
 
@@ -19,8 +23,8 @@ def backup_for(
     enable_disk_backup: bool,
     cpu_backup_backend: str | None,
     default_backend: str,
-) -> str:
-    """The backup that a region asks for, by the name that memsaver has for it.
+) -> Backup:
+    """Return the backup that a region asks for.
 
     Raises:
         ConfigError: the options contradict each other, or there is no such kind of host memory.
@@ -30,10 +34,59 @@ def backup_for(
     if cpu_backup_backend is not None and not enable_cpu_backup:
         raise ConfigError("cpu_backup_backend needs enable_cpu_backup=True")
     if enable_disk_backup:
-        return "disk"
+        return Backup.DISK
     if not enable_cpu_backup:
-        return "none"
+        return Backup.NONE
     backend = default_backend if cpu_backup_backend is None else cpu_backup_backend
     if backend not in BACKENDS:
         raise ConfigError(f"cpu_backup_backend {backend!r} is not one of {', '.join(BACKENDS)}")
     return BACKENDS[backend]
+
+
+class Backups:
+    """Host memory of backups between a resume and the next pause. Any thread.
+
+    Attributes:
+        retain: whether it is kept with its contents; None if nobody has said.
+    """
+
+    def __init__(self, retain: bool | None) -> None:
+        self.retain = retain
+        # Names of tags whose last resume retained their backups. Not guarded: what a mapped tag has
+        # to show is memsaver's to say, this only whether the program asked for it.
+        self._retained: set[str] = set()
+
+    def resumed(self, names: Sequence[str]) -> None:
+        """Keep or release the backups of tags that were resumed."""
+        if self.retain:
+            self._retained.update(names)
+            return
+        self._retained.difference_update(names)
+        released = [name for name in names if self.retain is False or _is_pageable(name)]
+        if released:
+            memsaver.trim(wait=True, tags=released)
+
+    def view(self, tensor: Any, writable: bool) -> Any:
+        """Return a CPU tensor over the backup of a tensor, or None if there is none to show.
+
+        Raises:
+            InvalidStateError: its tag is paused, without a backup or with one on disk.
+        """
+        found = _C.locate(tensor.data_ptr()) if tensor.numel() > 0 else None
+        if tensor.numel() > 0 and found is None:  # in no region
+            return None
+        if found is None or STATES[found[2]] in (State.PAUSED, State.SAVING):
+            return memsaver.backup_view(tensor, writable=writable)
+        if found[0] not in self._retained:
+            return None
+        try:
+            return memsaver.backup_view(tensor, writable=writable, retained=True)
+        except InvalidStateError:  # nothing was saved of it, or the copy is gone
+            return None
+
+
+def _is_pageable(name: str) -> bool:
+    try:
+        return parts.split(name)[1] is Backup.PAGEABLE
+    except UnknownTagError:
+        return False

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterator
 
 import memsaver
-from memsaver.native import _C, backup_of
+from memsaver import parts
+from memsaver.native import _C, Backup
 from torch_memory_saver.backups import BACKENDS
-from torch_memory_saver.tags import Member, Tags
 
 __all__ = ["BinaryWrapper", "ThreadState"]
 
@@ -21,8 +21,7 @@ __all__ = ["BinaryWrapper", "ThreadState"]
 class ThreadState:
     """The calling thread's state, under the names that the library's functions have."""
 
-    def __init__(self, tags: Tags, backend: str) -> None:
-        self._tags = tags
+    def __init__(self, backend: str) -> None:
         self._backend = backend
         self._local = _Switch()
 
@@ -52,35 +51,30 @@ class ThreadState:
                 self._local.off = stack.pop_all()
 
     def tms_get_current_tag(self) -> bytes:
-        """The tag of what this thread allocates now."""
-        member = self._member()
-        return (member.tag if member else "default").encode()
+        """Return the tag of what this thread allocates now."""
+        return self._region()[0].encode()
 
     def tms_get_enable_cpu_backup(self) -> bool:
-        """Whether that has a backup in host memory."""
-        member = self._member()
-        return member is not None and member.backup in BACKENDS.values()
+        """Return whether that has a backup in host memory."""
+        return self._region()[1] in BACKENDS.values()
 
     def tms_get_enable_disk_backup(self) -> bool:
-        """Whether that has a backup on disk."""
-        member = self._member()
-        return member is not None and member.backup == "disk"
+        """Return whether that has a backup on disk."""
+        return self._region()[1] is Backup.DISK
 
     def tms_get_cpu_backup_backend(self) -> bytes:
-        """The kind of host memory of its backup, or of one that would be asked for."""
-        member = self._member()
+        """Return the kind of host memory of its backup, or of one that would be asked for."""
         named = {backup: kind for kind, backup in BACKENDS.items()}
-        return (named.get(member.backup, self._backend) if member else self._backend).encode()
+        return named.get(self._region()[1], self._backend).encode()
 
     def set_memory_margin_bytes(self, value: int) -> None:
         """`TorchMemorySaver.memory_margin_bytes`."""
         memsaver.configure(margin_bytes=int(value))
 
-    def _member(self) -> Member | None:
+    def _region(self) -> tuple[str, Backup]:
+        """The tag and the backup of what this thread allocates now."""
         name = _C.region_tag()
-        if name is None:
-            return None
-        return self._tags.find(name) or Member(name, name, backup_of(_C.tag_backup(name)))
+        return parts.split(name) if name is not None else ("default", Backup.NONE)
 
 
 class BinaryWrapper:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import memsaver
+from memsaver import parts
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
-from memsaver.native import _C
-from torch_memory_saver.backups import CpuBackupBackend, backup_for
+from memsaver.native import _C, Backup
+from torch_memory_saver.backups import Backups, CpuBackupBackend, backup_for
 from torch_memory_saver.binary_wrapper import BinaryWrapper, ThreadState
 from torch_memory_saver.environment import Environment, read_environment
 from torch_memory_saver.hooks.base import HookMode
-from torch_memory_saver.tags import Tags
 
 __all__ = ["TorchMemorySaver"]
 
@@ -61,9 +61,9 @@ class TorchMemorySaver:
         """
         impl = self._ensure_initialized()
         backup = impl.backup_for(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
-        member = impl.tags.open_member(tag, backup)
+        name = parts.name_of(tag, backup)
         devices = impl.devices() if self._hook_mode == "preload" else None
-        with memsaver.region(member.name, backup=backup, device=devices), impl.thread.scope():
+        with memsaver.region(name, backup=backup, device=devices), impl.thread.scope():
             yield
 
     @contextlib.contextmanager
@@ -93,10 +93,10 @@ class TorchMemorySaver:
         """
         impl = self._ensure_initialized()
         backup = impl.backup_for(enable_cpu_backup, False, cpu_backup_backend)
-        member = impl.tags.open_member(tag, backup)
+        name = parts.name_of(tag, backup)
         capture = memsaver.graph(
             cuda_graph,
-            member.name,
+            name,
             backup=backup,
             pool=pool,
             stream=stream,
@@ -118,14 +118,17 @@ class TorchMemorySaver:
         Raises:
             MemsaverError: what `memsaver.pause` raises; every tag is mapped with its contents then.
         """
-        impl = self._ensure_initialized()
+        self._ensure_initialized()
         if not tag:
             memsaver.pause()
-        elif names := impl.tags.known(tag):
+        elif names := parts.names_of(tag):
             memsaver.pause(*names)
 
     def resume(self, tag: str | None = None) -> None:
         """Map memory behind the addresses of a tag, or of all, and bring back what was saved.
+
+        Returns the host memory of "mmap" backups to the system, and with `retain_cpu_backup` set to
+        False that of all backups, before it returns itself. Starts no thread.
 
         Raises:
             MemsaverError: what `memsaver.resume` raises, such as `OutOfDeviceMemoryError`; every
@@ -134,10 +137,10 @@ class TorchMemorySaver:
         impl = self._ensure_initialized()
         if not tag:
             memsaver.resume()
-        elif names := impl.tags.known(tag):
+            impl.backups.resumed([row.tag for row in memsaver.stats().tags])
+        elif names := parts.names_of(tag):
             memsaver.resume(*names)
-        if impl.retain is False:
-            memsaver.trim()
+            impl.backups.resumed(names)
 
     @property
     def enabled(self) -> bool:
@@ -185,44 +188,42 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
-        """Whether host memory of backups is kept from a resume to the next pause.
+        """Whether backups are kept in host memory from a resume on, for `get_cpu_backup`.
 
-        Where nobody has set it, this is False and memsaver keeps the memory, so that the next pause
-        is fast. False, set here or by TMS_RETAIN_CPU_BACKUP, gives it back after each `resume`, in
-        the background.
+        True or False, set here or by TMS_RETAIN_CPU_BACKUP, concerns the resumes that follow: True
+        keeps the host memory of backups with its contents, False returns it to the system in each
+        `resume`. If nobody has set it, this is False, and memsaver keeps pinned memory, so that the
+        next pause is fast, and returns "mmap" memory.
         """
-        return self._ensure_initialized().retain or False
+        return self._ensure_initialized().backups.retain or False
 
     @retain_cpu_backup.setter
     def retain_cpu_backup(self, value: bool) -> None:
-        self._ensure_initialized().retain = bool(value)
+        self._ensure_initialized().backups.retain = bool(value)
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
-        """The saved contents of a tensor whose tag is paused, as a CPU tensor; else None.
+        """Return what the last pause saved of a tensor as a CPU tensor, or None.
+
+        That is a tensor whose tag is paused; or is mapped and was resumed under
+        `retain_cpu_backup`, and then this is the tensor as it was at that pause, at the same host
+        address from pause to pause. None for any other tensor.
 
         Args:
             x: a tensor.
-            zero_copy: False copies them. True makes a tensor over the backup itself, valid until
-                the tag's next change; what is written to it comes back with the resume.
+            zero_copy: False copies. True makes a tensor over the backup itself, valid until the
+                tag's next change; what is written to it comes back with the resume of a paused tag.
 
         Raises:
             ConfigError: not a tensor.
             InvalidStateError: its tag is paused, without a backup or with one on disk.
         """
-        self._ensure_initialized()
+        impl = self._ensure_initialized()
         import torch
 
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"get_cpu_backup takes a torch tensor, not {type(x).__name__}")
-        try:
-            view = memsaver.backup_view(x, writable=zero_copy)
-        except ConfigError:  # in no region
-            return None
-        except InvalidStateError as error:
-            if not error.tag or memsaver.state(error.tag) is memsaver.State.PAUSED:
-                raise
-            return None
-        return view if zero_copy else view.clone()
+        view = impl.backups.view(x, writable=zero_copy)
+        return view if view is None or zero_copy else view.clone()
 
     def set_disk_backup_dir(self, path: str) -> None:
         """The directory for backups on disk, made if it is not there. A paused tag's stays.
@@ -243,17 +244,13 @@ class _Process:
     """What all objects of a process share."""
 
     def __init__(self, environment: Environment) -> None:
-        self.tags = Tags()
-        self.thread = ThreadState(self.tags, environment.backend)
+        self.thread = ThreadState(environment.backend)
+        self.backups = Backups(environment.retain)
         self._binary_wrapper = BinaryWrapper(self.thread)
-        self.retain = environment.retain
         self._backend = environment.backend
-        tag = os.environ.get("MEMSAVER_TAG")
-        if tag and memsaver.is_preloaded():
-            self.tags.member(tag, os.environ.get("MEMSAVER_BACKUP") or "none")
 
-    def backup_for(self, cpu: bool, disk: bool, backend: str | None) -> str:
-        """The backup that a region's options ask for, by memsaver's name."""
+    def backup_for(self, cpu: bool, disk: bool, backend: str | None) -> Backup:
+        """The backup that a region's options ask for."""
         return backup_for(cpu, disk, backend, self._backend)
 
     def devices(self) -> list[int] | None:
