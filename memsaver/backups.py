@@ -63,7 +63,7 @@ class Trim(Job[int]):
     """
 
     def __init__(self) -> None:
-        super().__init__("trim", "the return of host memory", _C.trim, lambda: None)
+        super().__init__("trim", "the return of host memory", _C.trim)
 
 
 @overload

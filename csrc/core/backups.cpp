@@ -50,7 +50,7 @@ uint64_t trim_backups() {
   uint64_t released = 0;
   for (Tag* tag : tags) {
     lock.lock();
-    if (tag->held) {
+    if (tag->hold) {
       lock.unlock();
       continue;
     }
