@@ -315,26 +315,70 @@ MS_API ms_status ms_refresh_peers(ms_error* error);
 /* A number that every allocation, free and opened region raises. */
 MS_API uint64_t ms_changes(void);
 
-/* A pause, resume or swap under way. */
+/* Waiting for a tag.
+ *
+ * Calls that need a tag which a transition in progress, or another thread's reservation, has taken
+ * wait for its end. A wait that would never end is refused with MS_INVALID_STATE instead, and the
+ * call has changed nothing: the calling thread has begun a transition of the tag and has neither
+ * run it nor handed it over (a signal handler or a finalizer may run at that time), or the threads
+ * that have the tag wait for this one in turn. This concerns every function below that begins
+ * transitions, reserves or waits, and ms_region_enter, ms_stream_bind, ms_malloc, ms_malloc_any and
+ * ms_backup_view. ms_free is never refused: the memory is released with the end of the transition.
+ *
+ * ms_while_waiting: while a call of this thread waits for a tag, `look(data)` is called about every
+ * 50 ms on this thread, without a lock of this library; it may call this library. A result other
+ * than 0 ends the wait with MS_INVALID_STATE. NULL: nothing is called. */
+MS_API void ms_while_waiting(int (*look)(void* data), void* data);
+
+/* The right to begin transitions of some tags, for work that belongs around a transition.
+ *
+ * Only the thread that owns a reservation can begin transitions of its tags, or take further
+ * reservations of them, also nested. Other threads wait, but may allocate in the tags meanwhile. */
+typedef struct ms_reservation ms_reservation;
+
+/* Reserves `tags` for the calling thread; no tags at all means every tag. Waits until no other
+ * thread has one of them reserved or in a transition. MS_UNKNOWN_TAG; MS_INVALID_STATE. */
+MS_API ms_status ms_reserve(const char* const* tags, size_t tag_count, ms_reservation** reservation,
+                            ms_error* error);
+
+/* Leaves the reservation to another thread, which calls ms_reservation_take_over: this thread's
+ * calls wait for it from now on. */
+MS_API ms_status ms_reservation_hand_over(ms_reservation* reservation, ms_error* error);
+MS_API ms_status ms_reservation_take_over(ms_reservation* reservation, ms_error* error);
+
+/* Ends the reservation; further calls do nothing. Any thread. */
+MS_API ms_status ms_reservation_release(ms_reservation* reservation, ms_error* error);
+
+/* Waits at most `seconds` (below zero: without a bound) for the release; `is_over` is 1 if it was
+ * released. Any thread. MS_INVALID_STATE: this thread owns it, or its owner waits for this one. */
+MS_API ms_status ms_reservation_wait(ms_reservation* reservation, double seconds, int* is_over,
+                                     ms_error* error);
+
+/* Releases and frees it. Not while another thread uses it. NULL is allowed. */
+MS_API void ms_reservation_free(ms_reservation* reservation);
+
+/* A pause, resume or swap in progress. It belongs to the thread that began it, then to the thread
+ * that runs it. */
 typedef struct ms_transition ms_transition;
 
 /* Begins to give the device memory of `tags` back on every device, all or nothing; no tags at all
- * means every tag. From here on the transition holds the tags: what conflicts with it waits, so it
- * must be run or freed. `backup` overrides the tags' policy for this call. The bytes of `dead` are
- * neither saved nor restored (after the resume they read as zero, or poison); `changes` is what
- * ms_changes said before they were looked up, and where it differs by now everything is saved
- * (NULL: they are known to be dead).
- * MS_UNKNOWN_TAG; MS_INVALID_STATE: a region of a tag is open on a thread.
- * Running it waits for all work submitted to the devices before. MS_OUT_OF_HOST_MEMORY,
- * MS_BACKUP_FAILED, MS_DRIVER_FAILED: every selected allocation is mapped with its bytes; or, where
- * the driver refused even to map again what it had unmapped, the tags are paused with their pages
- * held and contents intact, the message says so, and a resume maps them. */
+ * means every tag. From here on the transition holds the tags: what conflicts with it waits (see
+ * "Waiting for a tag"), so it must be run or freed. `backup` overrides the tags' policy for this
+ * call. The bytes of `dead` are neither saved nor restored (after the resume they read as zero, or
+ * poison); `changes` is what ms_changes said before they were looked up, and where it differs by
+ * now everything is saved (NULL: they are known to be dead). MS_UNKNOWN_TAG; MS_INVALID_STATE: a
+ * region of a tag is open on a thread, or waiting for a tag would never end. Running it waits for
+ * all work submitted to the devices before. MS_OUT_OF_HOST_MEMORY, MS_BACKUP_FAILED,
+ * MS_DRIVER_FAILED: every selected allocation is mapped with its bytes; or, where the driver
+ * refused even to map again what it had unmapped, the tags are paused with their pages held and
+ * contents intact, the message says so, and a resume maps them. */
 MS_API ms_status ms_pause_begin(const char* const* tags, size_t tag_count, int backup,
                                 const ms_range* dead, size_t dead_count, const uint64_t* changes,
                                 ms_transition** transition, ms_error* error);
 
 /* Begins to map memory again behind the same addresses, and the saved bytes into it; what was not
- * saved reads as zero, with option `poison` as bytes 0xFF. MS_UNKNOWN_TAG.
+ * saved reads as zero, with option `poison` as bytes 0xFF. MS_UNKNOWN_TAG; MS_INVALID_STATE:
+ * waiting for a tag would never end.
  * Running it: MS_OUT_OF_DEVICE_MEMORY, MS_OUT_OF_HOST_MEMORY (for staging), MS_BACKUP_FAILED,
  * MS_DRIVER_FAILED. Then every selected tag is paused with its backup and holds no device memory;
  * the same call may be made again. */
@@ -358,6 +402,10 @@ MS_API ms_status ms_swap_begin(const char* const* out, size_t out_count, const c
 MS_API ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t* row_count,
                                    ms_error* error);
 
+/* Leaves the transition to another thread, which is to run it: the calls of the thread that began
+ * it wait for it from now on. MS_INVALID_STATE: it was run. */
+MS_API ms_status ms_transition_hand_over(ms_transition* transition, ms_error* error);
+
 /* Says in words who a transition is for (a place in a program, say), for ms_locate. After its begin
  * and before its run, on the thread of either. MS_INVALID_STATE: it was run. */
 MS_API ms_status ms_transition_set_caller(ms_transition* transition, const char* caller,
@@ -369,8 +417,9 @@ MS_API void ms_transition_progress(const ms_transition* transition, uint64_t* do
                                    uint64_t* total_bytes);
 
 /* Lets work that is submitted to `stream` (a CUstream) from now on run after the transition:
- * returns when all of a resume's copies are queued on the devices, else at the end. Any thread but
- * the one that is to run it. MS_INVALID_STATE: the transition failed. */
+ * returns when all of a resume's copies are queued on the devices, else at the end. Any thread.
+ * MS_INVALID_STATE: the transition failed, or the wait would never end: the transition belongs to
+ * this thread and was not run, or its thread waits for this one. */
 MS_API ms_status ms_transition_wait_stream(ms_transition* transition, void* stream,
                                            ms_error* error);
 

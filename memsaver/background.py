@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import time
 import warnings
@@ -10,13 +12,20 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from memsaver.errors import InvalidStateError, MemsaverWarning
-from memsaver.interrupts import interrupts_deferred
 from memsaver.latches import Latch
-from memsaver.native import emit_warnings
+from memsaver.native import _C, emit_warnings
 
-__all__ = ["Job"]
+__all__ = ["Job", "can_start_threads"]
 
 Result = TypeVar("Result")
+
+
+def can_start_threads() -> bool:
+    """Whether a thread that is started runs: not when the interpreter is ending.
+
+    Python 3.11 waits for ever for one that is started then.
+    """
+    return threading.main_thread().is_alive() and not sys.is_finalizing()
 
 
 class Outcome(Generic[Result]):
@@ -69,17 +78,14 @@ class Job(Generic[Result]):
     An error that no `wait` has delivered becomes a `MemsaverWarning` when this object is gone.
     """
 
-    def __init__(
-        self, name: str, what: str, work: Callable[[], Result], abandon: Callable[[], None]
-    ) -> None:
+    def __init__(self, name: str, what: str, work: Callable[[], Result]) -> None:
         """Start it.
 
         Args:
             name: of the thread, after "memsaver-".
             what: the work in words, for messages.
-            work: the work. Done on the calling thread where no thread can be had.
-            abandon: called if the work will not be done, because of an exception out of a signal's
-                handler. (An interrupt waits until the thread has begun.)
+            work: the work. Done on the calling thread if no thread can be had: as many run as may,
+                or the interpreter is ending.
         """
         self._outcome: Outcome[Result] = Outcome(what)
         self._process = os.getpid()
@@ -92,15 +98,16 @@ class Job(Generic[Result]):
 
         # A daemon's threads are daemons, unless they are told.
         thread = threading.Thread(target=run, name=f"memsaver-{name}", daemon=False)
-        with interrupts_deferred():
-            try:
-                thread.start()
-            except RuntimeError:  # as many threads as there may be, or the interpreter is ending
-                run()
-            except BaseException:
-                if claim.acquire(blocking=False):
-                    abandon()
-                raise
+
+        def start() -> None:
+            if can_start_threads():
+                # Also where the error is not that there is no thread: the work is done, once.
+                with contextlib.suppress(RuntimeError, MemoryError):
+                    thread.start()
+                    return
+            run()
+
+        _C.uninterrupted(start, True)
 
     def done(self) -> bool:
         """Whether it is over, well or not. Does not wait."""
@@ -126,11 +133,14 @@ class Job(Generic[Result]):
             raise self._too_late(timeout)
 
     def _over_within(self, seconds: float | None) -> bool:
+        self._check_process()
+        return self._outcome.over.wait(seconds)
+
+    def _check_process(self) -> None:
         if not self.done() and os.getpid() != self._process:
             raise InvalidStateError(
                 f"{self._outcome.what} is the parent process's: a forked child cannot wait for it"
             )
-        return self._outcome.over.wait(seconds)
 
     def _too_late(self, timeout: float | None) -> TimeoutError:
         return TimeoutError(

@@ -69,7 +69,7 @@ class Trim(Job[int]):
     """
 
     def __init__(self, tags: Sequence[str] = ()) -> None:
-        super().__init__("trim", "the return of host memory", partial(_trim, tags), lambda: None)
+        super().__init__("trim", "the return of host memory", partial(_trim, tags))
 
 
 @overload

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from memsaver.errors import ConfigError
-from memsaver.interrupts import interrupts_deferred, once
+from memsaver.native import _C
 
 __all__ = ["Block", "block", "check_decorated"]
 
@@ -40,30 +40,27 @@ class Block(Generic[Value]):
         self._asynchronous = asynchronous
         self._open: list[contextlib.AbstractContextManager[Value]] = []
 
-    def __enter__(self) -> Value:
-        manager = None
-        try:
-            manager = self._make()
-            value = manager.__enter__()
-            self._open.append(manager)
-        except BaseException as error:
-            with interrupts_deferred():
-                if manager is not None:
-                    if manager in self._open:
-                        self._open.remove(manager)
-                    # Nothing, if it was not entered: what it raises then is this error.
-                    manager.__exit__(type(error), error, error.__traceback__)
-            raise
+    # Entered or not, left or not: a signal's handler cannot come between.
+    __enter__ = _C.enter_interruptibly
+    __exit__ = _C.exit
+
+    def _enter(self, place: list[contextlib.AbstractContextManager[Value]]) -> Value:
+        manager = self._make()
+        place.append(manager)
+        value = manager.__enter__()
+        self._open.append(manager)
         return value
 
-    def __exit__(self, *error: Any) -> None:
-        begun: list[bool] = []
-        try:
-            once(begun, self._leave, error)
-        finally:
-            once(begun, self._leave, error)
+    def _undo(
+        self, place: list[contextlib.AbstractContextManager[Value]], error: BaseException
+    ) -> None:
+        for manager in place:
+            if manager in self._open:
+                self._open.remove(manager)
+            # Nothing, if it was not entered: what it raises is this error.
+            manager.__exit__(type(error), error, error.__traceback__)
 
-    def _leave(self, error: tuple[Any, ...]) -> None:
+    def _leave(self, *error: Any) -> None:
         if self._open:
             self._open.pop().__exit__(*error)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 from memsaver import costs, observers
@@ -19,7 +18,6 @@ from memsaver.native import _C, STATES, State, check_tag
 from memsaver.progress import Callback, callback_of
 from memsaver.reports import Change, Report
 from memsaver.torch_mode import torch_pools
-from memsaver.turns import Turn, wait_for
 
 __all__ = ["Call", "Progress", "Transition", "state"]
 
@@ -41,7 +39,11 @@ def state(tag: str) -> State:
 class Call:
     """A pause of `out`, a resume of `into`, or both at once: begun on one thread, run on any.
 
-    Whoever uses it has the turn of its tags, and calls `abandon` when `begin` or `run` raises.
+    `finish` does all of it. Code that calls `begin` and `run` itself has a reservation of `names`,
+    and calls `abandon` if one of them raises.
+
+    Attributes:
+        who: the place in the program that it is for, and the thread.
     """
 
     kind: str
@@ -49,12 +51,31 @@ class Call:
     into: list[str]
     backup: int
     start: float = field(default_factory=time.perf_counter)
+    who: str = field(default_factory=caller)
     native: _C.Transition | None = None
     _announced: list[str] = field(default_factory=list)
     _waiting: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"the {self.kind} of {', '.join(map(repr, [*self.out, *self.into])) or 'nothing'}"
+
+    @property
+    def names(self) -> list[str]:
+        """The tags of both sides."""
+        return [*self.out, *self.into]
+
+    def finish(self) -> Report:
+        """Reserve the tags, begin, run and release. Where that fails, what is undone is told.
+
+        Nothing of it must be cut by a signal's handler: see `_C.uninterrupted`.
+        """
+        with _C.Reservation(self.names):
+            try:
+                self.begin()
+                return self.run()
+            except BaseException as error:
+                self.abandon(error)
+                raise
 
     def begin(self) -> None:
         """Tell those who registered for a pause, and hold the tags. Copies nothing yet."""
@@ -67,7 +88,7 @@ class Call:
         changes = _C.changes()
         self.native = self._begin(self._dead_ranges(going), changes)
         if self.native is not None:
-            self.native.set_caller(caller().encode(errors="replace"))
+            self.native.set_caller(self.who.encode(errors="replace"))
 
     def run(self) -> Report:
         """Do it, and tell those who registered for a resume. Once."""
@@ -77,7 +98,7 @@ class Call:
                 rows = self.native.run()
                 costs.after_pause(self._announced, self.backup, rows)
         finally:
-            # By what happened, not by how it ended: an interrupt may come when all is done.
+            # By what happened, not by how it ended.
             _announce_all([name for name in self._waiting if state(name) is State.MAPPED])
         return Report(time.perf_counter() - self.start, tuple(Change(*row) for row in rows))
 
@@ -85,7 +106,7 @@ class Call:
         """It ended like this: give up what was not done, and tell whose tags stay mapped."""
         if self.native is not None:
             self.native.give_up()
-        # By what happened, not by the exception: an interrupt may come when all is done.
+        # By what happened, not by the exception.
         for name in self._announced:
             if state(name) is State.MAPPED:
                 _announce_after(error, name)
@@ -115,28 +136,39 @@ class Transition(Job[Report]):
     becomes a `MemsaverWarning` when this object is gone.
     """
 
-    def __init__(self, call: Call, turn: Turn, progress: Progress) -> None:
+    def __init__(self, call: Call, progress: Progress) -> None:
+        """Reserve the tags and begin here, and do the rest on a thread.
+
+        Nothing of it must be cut by a signal's handler: see `_C.uninterrupted`.
+        """
         self._call = call
-        self._turn = turn
         self._progress = progress
         self._told_end = False
+        self._reservation = reservation = _C.Reservation(call.names)
+        reservation.take()
+        try:
+            call.begin()
+            if call.native is not None:
+                call.native.hand_over()
+        except BaseException as error:
+            try:
+                call.abandon(error)
+            finally:
+                reservation.release()
+            raise
 
         def work() -> Report:
-            turn.take_over()
+            reservation.take_over()
             try:
                 return call.run()
             except BaseException as error:
                 call.abandon(error)
                 raise
             finally:
-                turn.release()
+                reservation.release()
 
-        def abandon() -> None:
-            call.abandon(KeyboardInterrupt())
-            turn.release()
-
-        turn.hand_over()
-        super().__init__(call.kind, str(call), work, abandon)
+        reservation.hand_over()
+        super().__init__(call.kind, str(call), work)
 
     def __repr__(self) -> str:
         return f"<memsaver.Transition: {self._call}, {'over' if self.done() else 'under way'}>"
@@ -187,19 +219,32 @@ class Transition(Job[Report]):
         try:
             self._call.native.wait_stream(address)
         except InvalidStateError:
-            wait_for(self._turn, partial(super()._wait, None, None))
+            self._await(None, None)
             self._collected()  # raises, if that is the reason
             raise
 
     def _wait(self, deadline: float | None, timeout: float | None) -> None:
         if self.done() and (self._told_end or not callable(self._progress)):
             return
-        wait_for(self._turn, partial(self._follow, deadline, timeout))
+        self._follow(deadline, timeout)
+
+    def _await(self, deadline: float | None, timeout: float | None) -> None:
+        """Wait until it is over, without calls of the progress callback."""
+        if not self._over_within(None if deadline is None else deadline - time.monotonic()):
+            raise self._too_late(timeout)
+
+    def _over_within(self, seconds: float | None) -> bool:
+        if self.done():
+            return True
+        self._check_process()
+        # The core sees whether the transition's thread waits for this one.
+        released = self._reservation.wait(-1.0 if seconds is None else max(seconds, 0.0))
+        return released and super()._over_within(None)
 
     def _follow(self, deadline: float | None, timeout: float | None) -> None:
         with callback_of(self._progress, str(self._call)) as callback:
             if callback is None:
-                super()._wait(deadline, timeout)
+                self._await(deadline, timeout)
                 return
             while True:
                 left = _TICK_SECONDS if deadline is None else deadline - time.monotonic()
@@ -214,10 +259,12 @@ class Transition(Job[Report]):
                 self._tell(callback, total, total)
 
     def _tell(self, callback: Callback, done: int, total: int) -> None:
+        if total == 0:  # not known yet, or nothing to copy
+            return
         try:
             callback(done, total)
         except Exception:
-            super()._wait(None, None)
+            self._await(None, None)
             if self._outcome.failure is not None:
                 self._collected()  # raises what matters more
             raise

@@ -39,6 +39,14 @@ class Registration:
         """Call the function itself."""
         return self._function(tag)
 
+    @property
+    def name(self) -> str:
+        """The function's name, with its module's."""
+        function = self._function
+        name = getattr(function, "__qualname__", None) or repr(function)
+        module = getattr(function, "__module__", None)
+        return f"{module}.{name}" if module else str(name)
+
     def concerns(self, tag: str) -> bool:
         """Whether a transition of the tag is its affair."""
         return self._tag is None or self._tag == tag
@@ -60,11 +68,12 @@ def on_pause(function: Callback, tag: str | None = None) -> Registration:
 
     Args:
         function: what to call, in the order of registration. If it raises, nothing is paused and
-            the error is the caller's; tags already announced are announced as resumed.
+            the error is the caller's, with a note that names the callback and the tag (shown from
+            Python 3.11 on); tags already announced are announced as resumed.
         tag: the tag it is for; None is every tag.
 
     Tags that are paused already are not announced. May be used as a decorator. On the main thread,
-    an interrupt (Ctrl-C) waits for the callbacks: see to it that they end.
+    signals (Ctrl-C) wait for the callbacks: see to it that they end.
 
     Raises:
         ConfigError: `function` cannot be called, or `tag` can be none.
@@ -92,23 +101,33 @@ def on_resume(function: Callback, tag: str | None = None) -> Registration:
 
 def announce_pause(tag: str) -> None:
     """Call what `on_pause` registered for the tag."""
-    _call(_before_pause, tag)
+    _call(_before_pause, "on_pause", tag)
 
 
 def announce_resume(tag: str) -> None:
     """Call what `on_resume` registered for the tag: all of it, then raise the first error."""
-    _call(_after_resume, tag, keep_going=True)
+    _call(_after_resume, "on_resume", tag, keep_going=True)
 
 
-def _call(callbacks: list[Registration], tag: str, keep_going: bool = False) -> None:
+def _call(callbacks: list[Registration], kind: str, tag: str, keep_going: bool = False) -> None:
     concerned = [callback for callback in tuple(callbacks) if callback.concerns(tag)]
     first: BaseException | None = None
     for callback in concerned:
         try:
             callback(tag)
         except BaseException as error:
+            _name_callback(error, f"{kind} callback {callback.name} of tag {tag!r}")
             if not keep_going:
                 raise
             first = first or error
     if first is not None:
         raise first
+
+
+def _name_callback(error: BaseException, what: str) -> None:
+    """Add to an error where it comes from: a note, which tracebacks show from Python 3.11 on."""
+    text = f"raised by the {what}"
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]

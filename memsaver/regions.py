@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from memsaver.blocks import check_decorated
 from memsaver.devices import Devices, indices_of
 from memsaver.errors import InvalidStateError
-from memsaver.interrupts import interrupts_deferred, once
 from memsaver.native import _C, backup_code, check_new_tag, emit_warnings
 from memsaver.torch_mode import Route, torch_pools
 
@@ -44,39 +43,24 @@ class _Section(contextlib.ContextDecorator):
         """
         raise NotImplementedError
 
-    def __enter__(self: Section) -> Section:
-        depth = len(_entered.stack)
-        try:
-            self._enter()
-        except BaseException as error:
-            with interrupts_deferred():
-                if len(_entered.stack) > depth:
-                    self._end(error)
-            raise
+    # Both sides are entered, or neither; both are left, or (InvalidStateError: it is not the
+    # innermost of this thread) neither: a signal's handler cannot come between.
+    __enter__ = _C.enter
+    __exit__ = _C.exit
+
+    def _enter(self: Section) -> Section:
+        route, devices = self._begin()
+        _entered.stack.append((self, route, _C.region_depth(), devices))
         return self
 
-    def __exit__(
+    def _leave(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leave both sides.
-
-        Raises:
-            InvalidStateError: it is not the innermost of this thread; nothing is left.
-        """
-        begun: list[bool] = []
-        try:
-            once(begun, self._end, error)
-        finally:
-            once(begun, self._end, error)
+        self._end(error)
         emit_warnings()
-
-    def _enter(self) -> None:
-        with interrupts_deferred():
-            route, devices = self._begin()
-            _entered.stack.append((self, route, _C.region_depth(), devices))
 
     def _end(self, error: BaseException | None) -> None:
         innermost, route, depth, _ = _entered.stack[-1] if _entered.stack else (None, None, 0, ())

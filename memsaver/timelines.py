@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+from memsaver.background import can_start_threads
 from memsaver.errors import (
     ConfigError,
     InvalidStateError,
     MemsaverError,
     OutOfHostMemoryError,
 )
-from memsaver.interrupts import interrupts_deferred, once
 from memsaver.latches import Latch
 from memsaver.native import _C
 from memsaver.traces.trace import DeviceSample, TagSample, TagTransition, Trace, trace_of
@@ -45,33 +47,25 @@ class Timeline:
             )
         self._events = events
         self._interval = interval
-        self._lock = threading.Lock()
-        self._clock: float | None = None  # while it records: when that began
-        self._started = 0.0
-        self._process = 0
-        self._sampling: tuple[threading.Thread, Latch] | None = None
+        # No lock: a finalizer or a signal's handler may come in the middle of any method.
+        self._recording: _Recording | None = None  # while it records
+        self._unstopped: list[_Recording] = []  # the same; whoever takes it out stops it
+        self._sampling: list[tuple[threading.Thread, Latch]] = []
         self._trace: Trace | None = None
 
-    def __enter__(self) -> Timeline:
-        recording = self._clock is not None
-        try:
-            self.start()
-        except BaseException:
-            with interrupts_deferred():
-                if not recording:
-                    self.stop()
-            raise
+    # Recorded or not: a signal's handler cannot come between.
+    __enter__ = _C.enter
+    __exit__ = _C.exit
+
+    def _enter(self) -> Timeline:
+        self._start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        begun: list[bool] = []
-        try:
-            once(begun, self.stop)
-        finally:
-            once(begun, self.stop)
+    def _leave(self, *_: object) -> None:
+        self._stop()
 
     def __repr__(self) -> str:
-        state = "recording" if self._clock is not None else "over" if self._trace else "not begun"
+        state = "recording" if self._recording else "over" if self._trace else "not begun"
         return f"<memsaver.Timeline: {state}>"
 
     def start(self) -> None:
@@ -82,31 +76,33 @@ class Timeline:
             OutOfHostMemoryError: there is no room for so many events, or no thread to be had for
                 the interval. Then nothing is recorded.
         """
-        with interrupts_deferred(), self._lock:
-            clock, started = time.clock_gettime(time.CLOCK_MONOTONIC), time.time()
-            _C.timeline_start(self._events)
-            self._clock, self._started, self._trace = clock, started, None
-            self._process = os.getpid()
-            if self._interval is None:
-                return
-            over = Latch()
-            sampler = threading.Thread(
-                target=_sample,
-                args=(self._interval, over),
-                name="memsaver-timeline",
-                daemon=True,
-            )
-            try:
-                sampler.start()
-            except RuntimeError as error:
-                _C.timeline_stop()
-                self._clock = None
-                raise OutOfHostMemoryError(
-                    f"the thread that an interval needs cannot be started ({error}): record "
-                    f"without one"
-                ) from None
-            self._sampling = sampler, over
-            atexit.register(self._end_sampling)  # no driver call while the process is torn down
+        _C.uninterrupted(self._start)
+
+    def _start(self) -> None:
+        recording = _Recording(time.clock_gettime(time.CLOCK_MONOTONIC), time.time(), os.getpid())
+        _C.timeline_start(self._events)
+        self._trace, self._recording = None, recording
+        self._unstopped.append(recording)
+        if self._interval is None or not can_start_threads():
+            return
+        over = Latch()
+        sampler = threading.Thread(
+            target=_sample,
+            args=(self._interval, over),
+            name="memsaver-timeline",
+            daemon=True,
+        )
+        try:
+            sampler.start()
+        except RuntimeError as error:
+            self._unstopped.remove(recording)
+            _C.timeline_stop()
+            self._recording = None
+            raise OutOfHostMemoryError(
+                f"the thread that an interval needs cannot be started ({error}): record without one"
+            ) from None
+        self._sampling.append((sampler, over))
+        atexit.register(self._end_sampling)  # no driver call while the process is torn down
 
     def stop(self) -> None:
         """End the recording; what leaving the `with` does. Nothing where it is over already.
@@ -114,28 +110,32 @@ class Timeline:
         Raises:
             OutOfHostMemoryError: for want of host memory it goes on; call again.
         """
-        with interrupts_deferred():
-            with self._lock:
-                if self._clock is None:
-                    return
-                if os.getpid() == self._process:
-                    _C.timeline_sample()
-                    self._trace = self._read(self._clock)
-                    _C.timeline_stop()
-                else:
-                    _stop_in_child()
-                self._clock = None
-            self._end_sampling()
+        _C.uninterrupted(self._stop, True)
+
+    def _stop(self) -> None:
+        try:
+            recording = self._unstopped.pop()
+        except IndexError:  # it is over, or another thread stops it
+            return
+        if os.getpid() == recording.process:
+            try:
+                _C.timeline_sample()
+                self._trace = _read(recording)  # before the end, for other threads
+                _C.timeline_stop()
+            except BaseException:
+                self._unstopped.append(recording)
+                raise
+        else:
+            _stop_in_child()
+        self._recording = None
+        self._end_sampling()
 
     def _end_sampling(self) -> None:
-        with self._lock:
-            sampling, self._sampling = self._sampling, None
-        if sampling is None:
-            return
-        sampler, over = sampling
-        over.open()
-        sampler.join()
-        atexit.unregister(self._end_sampling)
+        while self._sampling:
+            sampler, over = self._sampling.pop()
+            over.open()
+            sampler.join()
+            atexit.unregister(self._end_sampling)
 
     @property
     def trace(self) -> Trace:
@@ -144,27 +144,16 @@ class Timeline:
         Raises:
             InvalidStateError: the recording has not begun.
         """
-        with self._lock:
-            if self._clock is not None:
-                return self._read(self._clock)
-            if self._trace is None:
-                raise InvalidStateError(
-                    "the timeline has recorded nothing: put what it is to see into "
-                    "`with memsaver.timeline() as t:`"
-                )
-            return self._trace
-
-    def _read(self, clock: float) -> Trace:
-        rows, dropped = _C.timeline_read()
-        seconds = round(time.clock_gettime(time.CLOCK_MONOTONIC) - clock, 9)
-        return trace_of(
-            rows,
-            dropped,
-            clock=clock,
-            started=self._started,
-            seconds=seconds,
-            process=self._process,
-        )
+        recording = self._recording
+        if recording is not None:
+            with contextlib.suppress(InvalidStateError):  # another thread stops it right now
+                return _read(recording)
+        if self._trace is None:
+            raise InvalidStateError(
+                "the timeline has recorded nothing: put what it is to see into "
+                "`with memsaver.timeline() as t:`"
+            )
+        return self._trace
 
     @property
     def transitions(self) -> tuple[TagTransition, ...]:
@@ -232,6 +221,28 @@ def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timelin
             thread can wait for.
     """
     return Timeline(events, interval)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """What began when, in seconds of the monotonic clock and since 1970, and in which process."""
+
+    clock: float
+    started: float
+    process: int
+
+
+def _read(recording: _Recording) -> Trace:
+    rows, dropped = _C.timeline_read()
+    seconds = round(time.clock_gettime(time.CLOCK_MONOTONIC) - recording.clock, 9)
+    return trace_of(
+        rows,
+        dropped,
+        clock=recording.clock,
+        started=recording.started,
+        seconds=seconds,
+        process=recording.process,
+    )
 
 
 def _stop_in_child() -> None:

@@ -9,12 +9,10 @@ from typing import Literal, overload
 from memsaver.blocks import block
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.handles import Call, Progress, Transition, state
-from memsaver.interrupts import once
 from memsaver.mempools import check_unused
 from memsaver.native import _C, State, backup_code, check_tag, emit_warnings
 from memsaver.reports import Change, Report
 from memsaver.torch_mode import torch_pools
-from memsaver.turns import Turn
 
 __all__ = ["Change", "Report", "Transition", "pause", "paused", "resume", "state", "swap"]
 
@@ -53,21 +51,24 @@ def pause(
         wait: False returns a `Transition` as soon as the tags are taken; the rest happens on a
             thread of its own. The memory must not be used from the call on.
         progress: `progress(done_bytes, total_bytes)` is called about every 50 ms by the thread that
-            waits, and at the end, while the work is done on another; True is a bar on stderr. See
-            `Transition.wait` for one that raises.
+            waits, and at the end, while the work is done on another; never if there is nothing to
+            copy. True is a bar on stderr. See `Transition.wait` for one that raises.
 
     Only blocks that a tensor owns are saved. Contents that are not saved read as zero after the
-    resume (under the option `poison`, as NaN). A call that wants a tag of a transition under way
-    waits for it. An interrupt (Ctrl-C) ends that waiting. One that comes later leaves the pause as
-    it is, and is raised when it and its callbacks are over; with `progress` or `wait=False` at
-    once, and it goes on. So it is with `resume` and `swap`.
+    resume (under the option `poison`, as NaN).
+
+    A call that wants a tag of a transition in progress waits for its end. A signal's handler that
+    raises (Ctrl-C) ends that wait. Later signals leave the pause as it is: their handlers run when
+    the pause and its callbacks are over, or with `progress` or `wait=False` at once, and the pause
+    goes on. All of this holds for `resume` and `swap` too.
 
     Raises:
         UnknownTagError: no region ever named it.
         ConfigError: an unknown backup.
         InvalidStateError: inside a region of one of the tags, `use_mem_pool` of a `torch_pool` of
-            it, or a CUDA graph capture; or in a callback, where waiting for another transition
-            would be for ever.
+            it, or a CUDA graph capture; or where waiting for a tag would never end: in a callback,
+            a signal handler or a finalizer in the middle of a transition, whose own end or another
+            thread's it would wait for.
         OutOfHostMemoryError: no host memory for the backup.
         BackupError: the backup could not be written.
         DriverError: a driver call failed.
@@ -104,7 +105,7 @@ def resume(*tags: str, wait: bool = True, progress: Progress = None) -> Report |
     Raises:
         UnknownTagError: no region ever named it.
         OutOfDeviceMemoryError: the memory is not there; the error says how much is needed and free.
-        InvalidStateError: in a callback, where waiting for another transition would be for ever.
+        InvalidStateError: waiting for a tag would never end, as for `pause`.
         BackupError: the backup could not be read.
         DriverError: a driver call failed.
     """
@@ -184,29 +185,30 @@ def paused(*tags: str, backup: str | None = None) -> Iterator[Report]:
     raised when the tags are resumed; what that waits for, such as another thread's transition, is
     waited for.
     """
-    going: tuple[str, ...] = ()
-    resumed: list[bool] = []
-    selected = _selected([check_tag(tag) for tag in tags])
-    try:
-        with Turn(selected):
-            mapped = [name for name in selected if state(name) is State.MAPPED]
+    call = pause_call(tags, backup)
+    going: list[str] = []
+
+    def pause_these() -> Report:
+        with _C.Reservation(call.names):
+            mapped = [name for name in call.out if state(name) is State.MAPPED]
             try:
-                report = pause(*tags, backup=backup)
+                return call.finish()
             finally:
-                # By what happened: a warning that is an error may come when all is done.
-                going = tuple(name for name in mapped if state(name) is State.PAUSED)
+                going.extend(name for name in mapped if state(name) is State.PAUSED)
+
+    def resume_these() -> None:
+        still = [name for name in going if state(name) is State.PAUSED]
+        if still:
+            resume(*still)
+
+    try:
+        try:
+            report = _C.uninterrupted(pause_these)
+        finally:
+            emit_warnings(stacklevel=5)
         yield report
     finally:
-        try:
-            once(resumed, _resume_paused, going)
-        finally:
-            once(resumed, _resume_paused, going)
-
-
-def _resume_paused(tags: Sequence[str]) -> None:
-    still = [name for name in tags if state(name) is State.PAUSED]
-    if still:
-        resume(*still)
+        _C.uninterrupted(resume_these, True)
 
 
 def pause_call(tags: Sequence[str], backup: str | None) -> Call:
@@ -243,18 +245,12 @@ def _transition(call: Call, wait: bool, progress: Progress) -> Report | Transiti
         raise ConfigError(
             f"progress is a function of two numbers of bytes, True or None, not {progress!r}"
         )
-    with Turn([*call.out, *call.into]) as turn:
-        try:
-            call.begin()
-            if wait and (progress is None or progress is False):
-                return call.run()
-            handle = Transition(call, turn, progress)
-        except BaseException as error:
-            if not turn.handed_over:
-                call.abandon(error)
-            raise
-        finally:
-            emit_warnings(stacklevel=4)
+    try:
+        if wait and (progress is None or progress is False):
+            return _C.uninterrupted(call.finish)
+        handle = _C.uninterrupted(partial(Transition, call, progress))
+    finally:
+        emit_warnings(stacklevel=4)
     return handle.wait() if wait else handle
 
 

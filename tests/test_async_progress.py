@@ -57,6 +57,15 @@ def test_progress_of_a_handle(sim, tag, make_paused):
     assert set(told.threads) == {threading.current_thread()} and intact(blocks)
 
 
+def test_progress_is_not_told_if_there_is_nothing_to_copy(sim, tag, make_blocks):
+    make_blocks(name := tag(), [2 * MIB])
+    told = Progress()
+    for call in (memsaver.pause, memsaver.pause, memsaver.resume, memsaver.resume):
+        call(name, progress=told)
+        call(name, wait=False, progress=told).wait()
+    assert told == []
+
+
 def test_a_bar_is_for_terminals_only(sim, tag, make_paused, capfd):
     blocks = make_paused(name := tag())
     memsaver.resume(name, progress=True)

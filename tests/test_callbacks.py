@@ -210,6 +210,24 @@ def test_a_callback_that_raises_prevents_the_pause(sim, tag, make_blocks, events
         assert told.count(("pause", name)) == told.count(("resume", name)) == 1
 
 
+@pytest.mark.parametrize("registering", [memsaver.on_pause, memsaver.on_resume])
+def test_an_error_of_a_callback_names_the_callback_and_the_tag(
+    sim, tag, make_blocks, events, registering
+):
+    make_blocks(name := tag(), [MIB], backup="host")
+
+    def unregister_memory(tag):
+        raise LookupError("not now")
+
+    events.on(registering, unregister_memory)
+    with pytest.raises(LookupError, match="not now") as caught:
+        with memsaver.paused(name):
+            pass
+    notes = "".join(caught.value.__notes__)
+    assert registering.__name__ in notes and repr(name) in notes
+    assert "test_callbacks" in notes and "unregister_memory" in notes
+
+
 def test_a_callback_that_raises_after_a_resume(sim, tag, make_blocks, events):
     first, second = tag("first"), tag("second")
     blocks = make_blocks(first, [MIB], backup="host") + make_blocks(second, [MIB], backup="host")

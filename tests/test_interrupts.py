@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a transition: what callbacks were told is what is."""
+"""Signals whose handlers raise, in the middle of a call: what callbacks were told is what is."""
 
 import pytest
 
@@ -77,7 +77,7 @@ def test_an_interrupted_paused_resumes(run_python):
 # At every place where the interpreter looks for signals.
 
 EVERYWHERE = """
-    import threading
+    import signal, threading
     import memsaver
     from interrupter import Interrupter
     from memsaver.native import _C
@@ -89,7 +89,6 @@ EVERYWHERE = """
 
     sim = Simulator()
     blocks = {tag: block_in(tag, seed) for seed, tag in enumerate("abc", 1)}
-    interrupter = Interrupter(".")
     calls, told = [], dict.fromkeys("abc", "mapped")
 
     @memsaver.on_pause
@@ -145,24 +144,24 @@ TRANSITIONS = {
 }
 
 
+# A handler that raises: Ctrl-C's, and another signal's.
+SIGNALS = {
+    "SIGINT": "Interrupter('.')",
+    "SIGALRM": "Interrupter('.', signal.SIGALRM, TimeoutError)",
+}
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("case", TRANSITIONS)
-def test_transitions_interrupted_everywhere(run_python, case):
+def test_transitions_interrupted_everywhere(run_python, case, number):
     paused, call = TRANSITIONS[case]
     done = run_python(
         EVERYWHERE
         + f"""
     PAUSED = {paused!r}
+    interrupter = {SIGNALS[number]}
     start()
-    left = []
-
-    def raised():
-        if {case!r}.startswith("paused") and memsaver.state("a") == "paused":
-            left.append(interrupter.where)
-            assert interrupter.where in ("__enter__", "__exit__"), interrupter.where
-            if "block" in {case!r}:
-                block.__exit__(None, None, None)
-
-    for place in interrupter.places(lambda: {call}, raised=raised):
+    for place in interrupter.places(lambda: {call}):
         now = settled()
         assert told == now and now["a"] == now["b"], (place, told, now)
         assert len(set(calls)) == len(calls), (place, calls)
@@ -171,7 +170,6 @@ def test_transitions_interrupted_everywhere(run_python, case):
         assert all(block.is_intact() for block in blocks.values()), place
         start()
     assert place > 200 and sim.violations() == [], place
-    assert len(left) <= 4, left  # the instants before a block is its own, and after
     """
     )
     assert (done.stdout, done.stderr) == ("", "")
@@ -185,31 +183,25 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit"])
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("case", SECTIONS)
-def test_sections_interrupted_everywhere(run_python, case, error):
-    # Left when the interrupt arrives, whether that was on the way in, inside or on the way out: but
-    # for the first instant of `__exit__`, before any of it has run.
+def test_sections_interrupted_everywhere(run_python, case, number):
+    # Left when the error arrives, whether that was on the way in, inside or on the way out.
     run_python(
         EVERYWHERE
         + f"""
-    interrupter = Interrupter(".", error={error})
+    interrupter = {SIGNALS[number]}
     section = memsaver.{SECTIONS[case]}
 
     def entered():
         with section:
             pass
 
-    missed = []
     for place in interrupter.places(entered):
-        if _C.region_depth() or "recording" in repr(section):
-            missed.append(place)
-            assert interrupter.where == "__exit__", (place, interrupter.where)
-            section.__exit__(None, None, None)
+        assert _C.region_depth() == 0 and "recording" not in repr(section), place
         with memsaver.timeline():  # there is one at a time
             pass
-    # The body's end, the call and its first instruction are one place to the interpreter.
-    assert place > 50 and all(late - missed[0] < 3 for late in missed), (place, missed)
+    assert place > 20, place
     """
     )
 
@@ -389,6 +381,6 @@ def test_another_signals_exception_leaves_interrupts_as_they_were(run_python, ca
         while memsaver.native._C.region_depth():
             memsaver.native._C.region_exit()
         memsaver.resume()
-    assert place > 50, place
+    assert place > 25, place
     """
     )

@@ -26,6 +26,7 @@ LAYERS = [
     ["backup"],
     ["registry", "transfer"],
     ["timeline"],
+    ["reservation"],
     ["allocation"],
     ["contents"],
     ["transition"],

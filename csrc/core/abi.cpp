@@ -16,6 +16,7 @@
 #include "core/pause.h"
 #include "core/paused_touch.h"
 #include "core/region.h"
+#include "core/reservation.h"
 #include "core/resume.h"
 #include "core/staging.h"
 #include "core/stats.h"
@@ -39,8 +40,21 @@ Transition* unwrap(ms_transition* transition) {
   return reinterpret_cast<Transition*>(transition);
 }
 
+Reservation* unwrap(ms_reservation* reservation) {
+  if (!reservation) throw Error(Status::kInvalidArgument, "the reservation is null");
+  return reinterpret_cast<Reservation*>(reservation);
+}
+
 ms_transition* wrap(std::unique_ptr<Transition> transition) {
   return reinterpret_cast<ms_transition*>(transition.release());
+}
+
+// Nothing for less than zero, and for more than a clock can count.
+Deadline deadline_after(double seconds) {
+  if (!(seconds >= 0) || seconds > 1e9) return std::nullopt;
+  const std::chrono::duration<double> span(seconds);
+  return std::chrono::steady_clock::now() +
+         std::chrono::duration_cast<std::chrono::steady_clock::duration>(span);
 }
 
 Device& device_of(int ordinal) { return Device::get(ordinal < 0 ? Device::current() : ordinal); }
@@ -229,6 +243,45 @@ int ms_wants(void) { return current_tag() != nullptr && !forked(); }
 
 uint64_t ms_changes(void) { return Registry::instance().changes.load(); }
 
+void ms_while_waiting(int (*look)(void* data), void* data) { while_waiting({look, data}); }
+
+ms_status ms_reserve(const char* const* tags, size_t tag_count, ms_reservation** reservation,
+                     ms_error* error) {
+  return guarded(error, [&] {
+    require_tags();
+    require_place(reservation);
+    *reservation =
+        reinterpret_cast<ms_reservation*>(Reservation::take(names_of(tags, tag_count)).release());
+  });
+}
+
+ms_status ms_reservation_hand_over(ms_reservation* reservation, ms_error* error) {
+  return guarded(error, [&] { unwrap(reservation)->hand_over(); });
+}
+
+ms_status ms_reservation_take_over(ms_reservation* reservation, ms_error* error) {
+  return guarded(error, [&] { unwrap(reservation)->take_over(); });
+}
+
+ms_status ms_reservation_release(ms_reservation* reservation, ms_error* error) {
+  return guarded(error, [&] {
+    if (!forked()) unwrap(reservation)->release();
+  });
+}
+
+ms_status ms_reservation_wait(ms_reservation* reservation, double seconds, int* is_over,
+                              ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    require_place(is_over);
+    *is_over = unwrap(reservation)->wait(deadline_after(seconds)) ? 1 : 0;
+  });
+}
+
+void ms_reservation_free(ms_reservation* reservation) {
+  guarded(nullptr, [&] { delete reinterpret_cast<Reservation*>(reservation); });
+}
+
 ms_status ms_pause_begin(const char* const* tags, size_t tag_count, int backup,
                          const ms_range* dead, size_t dead_count, const uint64_t* changes,
                          ms_transition** transition, ms_error* error) {
@@ -277,6 +330,13 @@ ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t*
     }
     if (row_count) *row_count = changes.size();
     if (rows) *rows = list.release();
+  });
+}
+
+ms_status ms_transition_hand_over(ms_transition* transition, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    unwrap(transition)->hand_over();
   });
 }
 
@@ -355,7 +415,7 @@ ms_status ms_tag_pausable(const char* tag, int* pausable, ms_error* error) {
     std::lock_guard<std::mutex> lock(Registry::instance().mutex);
     require_place(pausable);
     const Tag& found = Registry::instance().known(name);
-    *pausable = found.state == State::kMapped && found.open_regions == 0 && !found.held;
+    *pausable = found.state == State::kMapped && found.open_regions == 0 && !found.hold;
   });
 }
 

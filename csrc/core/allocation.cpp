@@ -93,14 +93,31 @@ void settle(std::unique_lock<std::mutex>& lock, Pool& pool) {
   }
 }
 
+// Lets the devices in use reach the memory of a tag. False if the tag waits for this thread.
+bool share_memory_of(Tag& tag) {
+  std::unique_lock<std::mutex> lock(Registry::instance().mutex);
+  if (would_wait_for_ever({&tag}, Need::kMemory)) return false;
+  Hold hold(std::move(lock), {&tag});
+  hold.unlock();  // the owner's alone until the end of the hold
+  for (auto& [ordinal, pool] : tag.pools) {
+    try {
+      const std::vector<CUmemAccessDesc> access = pool.heap.device().access();
+      for (const auto& [address, extent] : pool.heap.extents()) extent.share(access);
+    } catch (const Error& error) {
+      warn("memory of tag " + quoted(tag.name) +
+           " cannot be reached from every device in use: " + error.message);
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
-Hold::Hold(std::unique_lock<std::mutex> lock, std::vector<Tag*> tags)
+Hold::Hold(std::unique_lock<std::mutex> lock, std::vector<Tag*> tags, Need need)
     : lock_(std::move(lock)), tags_(std::move(tags)) {
-  Registry::instance().changed.wait(lock_, [this] {
-    return std::none_of(tags_.begin(), tags_.end(), [](Tag* tag) { return tag->held; });
-  });
-  for (Tag* tag : tags_) tag->held = true;
+  wait_for_tags(lock_, tags_, need);
+  claim_.owner = this_thread();
+  for (Tag* tag : tags_) tag->hold = &claim_;
 }
 
 Hold::~Hold() {
@@ -121,7 +138,7 @@ Hold::~Hold() {
         if (!lock_.owns_lock()) lock_.lock();
       }
     }
-    tag->held = false;
+    tag->hold = nullptr;
   }
   Registry::instance().changed.notify_all();
 }
@@ -129,7 +146,8 @@ Hold::~Hold() {
 void Hold::keep_only(const std::vector<Tag*>& tags) {
   std::vector<Tag*> kept = tags;  // before any is let go
   for (Tag* tag : tags_) {
-    tag->held = std::find(tags.begin(), tags.end(), tag) != tags.end();
+    const bool stays = std::find(tags.begin(), tags.end(), tag) != tags.end();
+    tag->hold = stays ? &claim_ : nullptr;
   }
   tags_.swap(kept);
   Registry::instance().changed.notify_all();
@@ -144,19 +162,9 @@ void share_with_active_devices() {
   std::unique_lock<std::mutex> lock(registry.mutex);
   const std::vector<Tag*> tags = registry.select({});
   lock.unlock();
-  for (Tag* tag : tags) {
-    Hold hold(std::unique_lock<std::mutex>(registry.mutex), {tag});
-    hold.unlock();  // the holder's alone until the end of the hold
-    for (auto& [ordinal, pool] : tag->pools) {
-      try {
-        const std::vector<CUmemAccessDesc> access = pool.heap.device().access();
-        for (const auto& [address, extent] : pool.heap.extents()) extent.share(access);
-      } catch (const Error& error) {
-        warn("memory of tag " + quoted(tag->name) +
-             " cannot be reached from every device in use: " + error.message);
-      }
-    }
-  }
+  bool all = true;
+  for (Tag* tag : tags) all &= share_memory_of(*tag);
+  if (!all) return;
   known.store(active);
 }
 
@@ -240,6 +248,8 @@ void deallocate(uint64_t address) {
     Hold hold(std::move(lock), {&pool->tag});
   } catch (const std::bad_alloc&) {
     // It is freed, and the next holder gives its memory back.
+  } catch (const Error&) {
+    // Likewise: the holder waits for this thread.
   }
 }
 

@@ -65,7 +65,7 @@ uint64_t trim_backups(const std::vector<std::string>& names) {
   uint64_t released = 0;
   for (Tag* tag : tags) {
     lock.lock();
-    if (tag->held) {
+    if (tag->hold) {
       lock.unlock();
       continue;
     }

@@ -83,7 +83,7 @@ std::unique_ptr<Transition> begin_pause(const std::vector<std::string>& names,
   Registry& registry = Registry::instance();
   std::unique_lock<std::mutex> lock(registry.mutex);
   std::vector<Tag*> selected = registry.select(names);
-  auto hold = std::make_unique<Hold>(std::move(lock), std::move(selected));
+  auto hold = std::make_unique<Hold>(std::move(lock), std::move(selected), Need::kTransition);
   std::vector<Tag*> tags = changing(hold->tags(), State::kPaused);
   // What was dead when the caller looked may be another tensor's by now: then everything is saved.
   const bool trust_dead = !seen || *seen == registry.changes.load();

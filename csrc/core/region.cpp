@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/log.h"
+#include "core/reservation.h"
 #include "core/text.h"
 
 namespace memsaver {
@@ -69,8 +70,7 @@ Tag& open(const std::string& name, std::optional<Backup> policy) {
   std::unique_lock<std::mutex> lock(registry.mutex);
   Tag& tag = registry.tag(name);
   // On its way to a state it is waited for, as any conflicting call does.
-  registry.changed.wait(
-      lock, [&tag] { return tag.state == State::kMapped || tag.state == State::kPaused; });
+  wait_for_tags(lock, {&tag}, Need::kSettled);
   if (tag.state == State::kPaused) {
     throw Error(Status::kInvalidState,
                 "a region of tag " + quoted(name) +

@@ -1,10 +1,10 @@
 // registry: which tags there are, which memory each has, and whose an address is.
 //
 // One lock, over the maps and the fields that say so: no driver call, copy, file or log happens
-// under it. What takes time is done by the one thread that holds the tag (`held`), between two
-// short sections under the lock; others wait on `changed`, but for a free during a transition,
-// which only marks its block. Owning an address is asked without the lock, so that foreign pointers
-// cost nothing.
+// under it. What takes time is done by the one thread that owns the tag's `hold`, between two
+// short sections under the lock; others wait on `changed` (reservation.h), but for a free during a
+// transition, which only marks its block. Owning an address is asked without the lock, so that
+// foreign pointers cost nothing.
 #pragma once
 
 #include <atomic>
@@ -37,6 +37,8 @@ struct Mark {
 };
 
 struct Tag;
+struct Claim;    // a thread's right to a tag, and
+struct Waiting;  // a thread that waits for one: reservation.h
 
 // What the pauses, or the resumes, of a pool have done: the last one, and all. Bytes.
 struct Tally {
@@ -76,11 +78,12 @@ struct Tag {
   const std::string name;
   Backup policy = Backup::kNone;
   State state = State::kMapped;
-  Mark changed;               // of the last transition that was done; at first, of its making
-  Mark changing;              // of the one under way, in kSaving and kRestoring
-  bool held = false;          // one thread is changing the tag's memory
-  int open_regions = 0;       // threads inside a region of it, and bound streams
-  std::map<int, Pool> pools;  // by device ordinal; nodes never move
+  Mark changed;                 // of the last transition that was done; at first, of its making
+  Mark changing;                // of the one under way, in kSaving and kRestoring
+  const Claim* hold = nullptr;  // of the thread that changes the tag's memory
+  std::vector<const Claim*> reservations;  // of one thread: more than one if it took further ones
+  int open_regions = 0;                    // threads inside a region of it, and bound streams
+  std::map<int, Pool> pools;               // by device ordinal; nodes never move
   uint64_t pauses = 0, resumes = 0;
   double last_pause_seconds = 0, last_resume_seconds = 0;
   double pause_seconds = 0, resume_seconds = 0;  // of all
@@ -94,7 +97,8 @@ class Registry {
   static Registry& instance();
 
   std::mutex mutex;
-  std::condition_variable changed;  // a tag was let go
+  std::condition_variable changed;  // a hold or a reservation of a tag ended
+  Waiting* waiting = nullptr;       // the threads that wait now, a list; under the lock
 
   // Raised by every allocation, free and opened region: who looked at torch's blocks before cannot
   // rely on what was dead then. Any thread.

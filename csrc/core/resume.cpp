@@ -175,7 +175,7 @@ std::unique_ptr<Transition> begin_resume(const std::vector<std::string>& names) 
   Registry& registry = Registry::instance();
   std::unique_lock<std::mutex> lock(registry.mutex);
   std::vector<Tag*> selected = registry.select(names);
-  auto hold = std::make_unique<Hold>(std::move(lock), std::move(selected));
+  auto hold = std::make_unique<Hold>(std::move(lock), std::move(selected), Need::kTransition);
   std::vector<Tag*> tags = changing(hold->tags(), State::kMapped);
   std::vector<Step> steps = plan_resume(tags, option(Option::share_bytes));
   std::vector<Change> rows = plan_rows(hold->tags(), tags);

@@ -466,7 +466,7 @@ std::unique_ptr<Transition> begin_swap(const std::vector<std::string>& out,
   }
   std::vector<Tag*> all = leaving;
   all.insert(all.end(), entering.begin(), entering.end());
-  auto hold = std::make_unique<Hold>(std::move(lock), std::move(all));
+  auto hold = std::make_unique<Hold>(std::move(lock), std::move(all), Need::kTransition);
   std::vector<Tag*> going = changing(leaving, State::kPaused);
   std::vector<Tag*> coming = changing(entering, State::kMapped);
   const bool trust_dead = !seen || *seen == registry.changes.load();

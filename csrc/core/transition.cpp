@@ -19,6 +19,9 @@ std::vector<Change> Transition::run() {
     enter(phase);
     timeline::note_memory();
   };
+  hold_->lock();
+  hold_->set_owner(this_thread());
+  hold_->unlock();
   timeline::note_memory();
   try {
     std::vector<Change> rows = execute();
@@ -35,6 +38,13 @@ void Transition::set_caller(const std::string& caller) {
   const auto text = std::make_shared<const std::string>(caller);
   hold_->lock();
   for (Tag* tag : hold_->tags()) tag->changing.caller = text;
+  hold_->unlock();
+}
+
+void Transition::hand_over() {
+  if (!hold_) throw Error(Status::kInvalidState, "the transition was run already");
+  hold_->lock();
+  hold_->set_owner(0);
   hold_->unlock();
 }
 
@@ -61,7 +71,14 @@ bool Transition::withdraw() {
 
 void Transition::wait_stream(CUstream stream) {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return phase_ != Phase::kRunning; });
+  if (phase_ == Phase::kRunning) {
+    lock.unlock();
+    const WaitsForTransition declared(tags_);
+    lock.lock();
+    changed_.wait(lock, [this] { return phase_ != Phase::kRunning; });
+    lock.unlock();  // before `declared` takes the registry's
+  }
+  if (!lock.owns_lock()) lock.lock();
   if (phase_ == Phase::kFailed) {
     throw Error(Status::kInvalidState,
                 "the transition failed, so there is nothing to wait for on a stream: wait for it "

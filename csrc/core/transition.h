@@ -55,6 +55,10 @@ class Transition {
   // thread. Throws kInvalidState after it.
   void set_caller(const std::string& caller);
 
+  // The calling thread, which began it, leaves it to another: its own calls wait for the transition
+  // from now on, as any thread's do. Throws kInvalidState after run().
+  void hand_over();
+
   // How many rows run() gives.
   size_t row_count() const { return rows_.size(); }
 
@@ -62,13 +66,14 @@ class Transition {
   const Progress& progress() const { return progress_; }
 
   // Lets work that is submitted to the stream from now on run after the transition: returns when
-  // every copy is queued on the devices, or at the end. Any thread but the one that is to run it.
-  // Throws kInvalidState when the transition failed.
+  // every copy is queued on the devices, or at the end. Any thread.
+  // Throws kInvalidState if the transition failed, or if the wait would never end: this thread is
+  // to run it, or is waited for.
   void wait_stream(CUstream stream);
 
  protected:
   Transition(std::unique_ptr<Hold> hold, std::vector<Change> rows, Act act)
-      : hold_(std::move(hold)), rows_(std::move(rows)), label_(act) {}
+      : hold_(std::move(hold)), tags_(hold_->tags()), rows_(std::move(rows)), label_(act) {}
 
   virtual std::vector<Change> execute() = 0;
   virtual void end(Outcome outcome) noexcept = 0;  // ends the StateChanges
@@ -78,6 +83,7 @@ class Transition {
   bool withdraw();
 
   std::unique_ptr<Hold> hold_;
+  const std::vector<Tag*> tags_;  // of the hold
   std::vector<Change> rows_;
   const Label label_;
   Progress progress_;

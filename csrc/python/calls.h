@@ -2,11 +2,16 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #include "memsaver.h"
+#include "python/signals.h"
 
 namespace memsaver::python {
 
@@ -21,6 +26,15 @@ class WithoutGil {
   ~WithoutGil() noexcept(false) { PyEval_RestoreThread(state_); }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
+
+  // Takes the GIL for `body()`; its result.
+  template <typename Body>
+  bool with_gil(Body body) {
+    PyEval_RestoreThread(state_);
+    const bool result = body();
+    state_ = PyEval_SaveThread();
+    return result;
+  }
 
  private:
   PyThreadState* state_;
@@ -58,12 +72,65 @@ inline void without_gil(Call call) {
   check(status, error);
 }
 
+// While the calling thread waits for a tag, Python calls the handlers of signals that came, for its
+// life: on the main thread, which is the one that the interpreter's exit does not end. A handler
+// that raises ends the wait.
+class HandlersInWaits {
+ public:
+  explicit HandlersInWaits(WithoutGil& released) {
+    if (syscall(SYS_gettid) != getpid()) return;
+    released_ = &released;
+    outer_ = innermost_;
+    innermost_ = this;
+    ms_while_waiting(&HandlersInWaits::look, this);
+  }
+  ~HandlersInWaits() {
+    if (!released_) return;
+    innermost_ = outer_;
+    ms_while_waiting(outer_ ? &HandlersInWaits::look : nullptr, outer_);
+  }
+  HandlersInWaits(const HandlersInWaits&) = delete;
+  HandlersInWaits& operator=(const HandlersInWaits&) = delete;
+
+ private:
+  static int look(void* self) {
+    const auto call = [] {
+      return PyErr_CheckSignals() == 0 && SignalsDeferred::deliver_in_wait();
+    };
+    return static_cast<HandlersInWaits*>(self)->released_->with_gil(call) ? 0 : 1;
+  }
+
+  static inline HandlersInWaits* innermost_ = nullptr;  // of the main thread
+  WithoutGil* released_ = nullptr;
+  HandlersInWaits* outer_ = nullptr;
+};
+
+// As without_gil, for a call that may wait for a tag. Raises what a signal's handler raised.
+template <typename Call>
+inline void interruptibly(Call call) {
+  ms_error error{};
+  ms_status status;
+  {
+    WithoutGil released;
+    const HandlersInWaits handlers(released);
+    status = call(&error);
+  }
+  if (PyErr_Occurred()) throw py::error_already_set();
+  check(status, error);
+}
+
 template <typename Row, typename Convert>
 inline py::list list_of(Row* rows, size_t count, Convert convert) {
   py::list list;
   for (size_t i = 0; i < count; ++i) list.append(convert(rows[i]));
   ms_list_free(rows);
   return list;
+}
+
+inline std::vector<const char*> pointers(const std::vector<std::string>& texts) {
+  std::vector<const char*> out;
+  for (const std::string& text : texts) out.push_back(text.c_str());
+  return out;
 }
 
 inline void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }

@@ -16,18 +16,14 @@
 
 #include "memsaver.h"
 #include "python/calls.h"
+#include "python/reservation.h"
+#include "python/signals.h"
 #include "python/transition.h"
 
 namespace memsaver::python {
 namespace {
 
 using Pair = std::pair<uint64_t, uint64_t>;
-
-std::vector<const char*> pointers(const std::vector<std::string>& texts) {
-  std::vector<const char*> out;
-  for (const std::string& text : texts) out.push_back(text.c_str());
-  return out;
-}
 
 // A process has one libmemsaver.so, the first that was loaded: a preloaded one may be another
 // installation's.
@@ -53,6 +49,17 @@ std::vector<ms_range> ranges_of(const std::vector<Pair>& pairs) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "memsaver's C ABI. Private: use the package memsaver.";
   require_own_core();
+
+  m.def("uninterrupted", &uninterrupted, py::arg("function"), py::arg("is_patient") = false);
+  // As methods of a class: these have no frame of Python's, in which a signal could cut them.
+  const auto method = [&m](const char* name, const py::object& function) {
+    m.attr(name) = py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
+  };
+  method("enter", py::cpp_function(&enter));
+  method("enter_interruptibly", py::cpp_function(&enter_interruptibly));
+  method("exit", py::cpp_function(&exit));
+  py::module_::import("os").attr("register_at_fork")(
+      py::arg("after_in_child") = py::cpp_function(&SignalsDeferred::forget));
 
   m.def("version", &ms_version);
   m.def("driver_info", [] {
@@ -99,13 +106,13 @@ PYBIND11_MODULE(_C, m) {
   });
 
   m.def("region_enter", [](const std::string& tag, int backup) {
-    without_gil([&](ms_error* error) { return ms_region_enter(tag.c_str(), backup, error); });
+    interruptibly([&](ms_error* error) { return ms_region_enter(tag.c_str(), backup, error); });
   });
   m.def("region_limit", [](uint64_t devices) {
     without_gil([&](ms_error* error) { return ms_region_limit(devices, error); });
   });
   m.def("refresh_peers",
-        [] { without_gil([](ms_error* error) { return ms_refresh_peers(error); }); });
+        [] { interruptibly([](ms_error* error) { return ms_refresh_peers(error); }); });
   m.def("region_exit", [] { without_gil([](ms_error* error) { return ms_region_exit(error); }); });
   m.def("disable_enter",
         [] { without_gil([](ms_error* error) { return ms_disable_enter(error); }); });
@@ -116,7 +123,7 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("region_depth", &ms_region_depth);
   m.def("stream_bind", [](uint64_t stream, const std::string& tag, int backup) {
-    without_gil([&](ms_error* error) {
+    interruptibly([&](ms_error* error) {
       return ms_stream_bind(pointer(stream), tag.c_str(), backup, error);
     });
   });
@@ -128,7 +135,7 @@ PYBIND11_MODULE(_C, m) {
       "malloc",
       [](uint64_t bytes, int device) {
         void* allocated = nullptr;
-        without_gil([&](ms_error* error) { return ms_malloc(bytes, device, &allocated, error); });
+        interruptibly([&](ms_error* error) { return ms_malloc(bytes, device, &allocated, error); });
         return reinterpret_cast<uint64_t>(allocated);
       },
       py::arg("bytes"), py::arg("device") = -1);
@@ -154,7 +161,7 @@ PYBIND11_MODULE(_C, m) {
         const std::vector<ms_range> unsaved = ranges_of(dead);
         ms_change* rows = nullptr;
         size_t count = 0;
-        without_gil([&](ms_error* error) {
+        interruptibly([&](ms_error* error) {
           return ms_pause(names.data(), names.size(), backup, unsaved.data(), unsaved.size(),
                           changes ? &*changes : nullptr, &rows, &count, error);
         });
@@ -165,14 +172,24 @@ PYBIND11_MODULE(_C, m) {
     const std::vector<const char*> names = pointers(tags);
     ms_change* rows = nullptr;
     size_t count = 0;
-    without_gil([&](ms_error* error) {
+    interruptibly([&](ms_error* error) {
       return ms_resume(names.data(), names.size(), &rows, &count, error);
     });
     return list_of_changes(rows, count);
   });
+  py::class_<Reservation>(m, "Reservation")
+      .def(py::init<std::vector<std::string>>(), py::arg("tags"))
+      .def("__enter__", [](Reservation& self) { self.take(); })
+      .def("__exit__", [](Reservation& self, const py::args&) { self.release(); })
+      .def("take", &Reservation::take)
+      .def("release", &Reservation::release)
+      .def("hand_over", &Reservation::hand_over)
+      .def("take_over", &Reservation::take_over)
+      .def("wait", &Reservation::wait, py::arg("seconds"));
   py::class_<Transition>(m, "Transition")
       .def("run", &Transition::run)
       .def("set_caller", &Transition::set_caller, py::arg("caller"))
+      .def("hand_over", &Transition::hand_over)
       .def("progress", &Transition::progress)
       .def("wait_stream", &Transition::wait_stream, py::arg("stream"))
       .def("give_up", &Transition::give_up);
@@ -293,7 +310,7 @@ PYBIND11_MODULE(_C, m) {
       "backup_view",
       [](uint64_t address, uint64_t bytes, bool writable, bool retained) {
         void* host = nullptr;
-        without_gil([&](ms_error* error) {
+        interruptibly([&](ms_error* error) {
           return (retained ? ms_retained_view : ms_backup_view)(address, bytes, writable, &host,
                                                                 error);
         });

@@ -63,6 +63,12 @@ class Transition {
     return list_of_changes(rows, count);
   }
 
+  // Before run(): another thread is to run it.
+  void hand_over() {
+    require(transition_ && !was_run_, "the transition was given up, or run before");
+    without_gil([&](ms_error* error) { return ms_transition_hand_over(transition_.get(), error); });
+  }
+
   // Before run().
   void set_caller(const std::string& caller) {
     require(transition_ && !was_run_, "the transition was given up, or run before");
@@ -123,7 +129,7 @@ template <typename Begin>
 std::unique_ptr<Transition> begun(Begin begin) {
   auto made = std::make_unique<Transition>();
   ms_transition* transition = nullptr;
-  without_gil([&](ms_error* error) { return begin(&transition, error); });
+  interruptibly([&](ms_error* error) { return begin(&transition, error); });
   made->adopt(transition);
   return made;
 }

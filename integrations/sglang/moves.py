@@ -10,11 +10,11 @@ from memsaver.errors import MemsaverError, NotLoadedError
 from memsaver.handles import Call
 from memsaver.integrations.sglang.protocol import RankReport
 from memsaver.integrations.sglang.ranks import Figures, Group, first_failure
-from memsaver.native import State, emit_warnings
+from memsaver.interrupts import interrupts_deferred
+from memsaver.native import _C, State, emit_warnings
 from memsaver.parts import names_of
 from memsaver.reports import Report
 from memsaver.transitions import pause_call
-from memsaver.turns import Turn
 
 __all__ = ["are_memsavers", "is_mapped", "pause", "resume"]
 
@@ -48,7 +48,8 @@ def pause(group: Group, tags: Sequence[str]) -> list[RankReport]:
     refused is refused before contents without a backup are given up. Where it was refused, no rank
     has changed; where it fails after that, some ranks have paused.
     """
-    with ExitStack() as held:
+    # What one rank has begun it ends with the others: an interrupt waits for them.
+    with interrupts_deferred(), ExitStack() as held:
         begun = _Pause(tags, held)
         ranks: list[RankReport] = group.attempt(begun.begin)
         if not first_failure(ranks):
@@ -71,7 +72,7 @@ class _Pause:
         if not self._names:  # which would mean all of them
             return
         names = list(self._names)
-        self._held.enter_context(Turn(names))
+        self._held.enter_context(_C.Reservation(names))
         call = pause_call(names, None)
         self._call = call
         self._held.callback(self._give_up)

@@ -28,9 +28,8 @@ from memsaver.distributed.rollback import Rollback
 from memsaver.errors import ConfigError, MemsaverError, MemsaverWarning
 from memsaver.handles import Call
 from memsaver.interrupts import interrupts_deferred
-from memsaver.native import emit_warnings
+from memsaver.native import _C, emit_warnings
 from memsaver.reports import Report
-from memsaver.turns import Turn
 
 __all__ = ["together"]
 
@@ -111,7 +110,7 @@ class _Attempt:
     def _hold(self, call: Call, held: ExitStack) -> tuple[Report, tuple[RankFigures, ...]]:
         def begin() -> Rollback:
             # Until all is over: what is to be undone must not be changed by others.
-            held.enter_context(Turn([*call.out, *call.into]))
+            held.enter_context(_C.Reservation(call.names))
             rollback = Rollback(call)
             call.begin()
             return rollback

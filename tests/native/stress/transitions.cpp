@@ -62,6 +62,7 @@ ms_status Thread::begin(Asked& asked) {
 
 // Runs it on another thread, and meanwhile does what one does who waits for it.
 void Thread::run_beside(Asked& asked) {
+  ms_transition_hand_over(asked.transition, nullptr);
   std::thread runner([&asked] {
     asked.status = ms_transition_run(asked.transition, &asked.rows, &asked.row_count, &asked.error);
   });
