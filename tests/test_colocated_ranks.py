@@ -125,6 +125,57 @@ def test_steps_of_ranks_are_bit_equal_to_those_without_sleep(run_ranks, size):
     )
 
 
+def test_an_interrupt_of_a_rank_is_an_error_on_the_others_and_never_dropped(run_ranks):
+    run_ranks(
+        """
+        import signal
+        training()
+        before = trainer.contents()
+        at = None
+
+        def interrupt(report):
+            if RANK == 1 and report.stage is at:
+                signal.raise_signal(signal.SIGINT)
+
+        session._on_stage = interrupt
+
+        def ends(call):
+            return type(raised(BaseException, call)).__name__
+
+        # At the end of each stage: between it and the next one, or the block.
+        stages = {stage: rollout for stage in Stage}
+        stages |= {Stage.SLEEP: training, Stage.RESUME_TRAINER: training}
+        for at, call in stages.items():
+            if at in (Stage.TRAIN, Stage.GENERATE):
+                continue  # the last of a call, or followed by one of the same call: below
+            session._is_current = False
+            expected = ["RankError", "KeyboardInterrupt"]
+            assert gathered(ends(call)) == expected, (at, expected)
+            assert session.phase is Phase.IDLE
+            at = None
+            training()
+            assert trainer.contents() == before
+        # In the block, in its words and out of them.
+        def inside(engine):
+            if RANK == 1:
+                signal.raise_signal(signal.SIGINT)
+        assert gathered(ends(lambda: rollout(inside))) == ["RankError", "KeyboardInterrupt"]
+        # After an error of the block: both ranks know of the error, and the interrupt is raised.
+        at = Stage.TRAIN
+        def fail():
+            if RANK == 1:
+                raise ValueError()
+        assert gathered(ends(lambda: training(fail))) == ["RankError", "KeyboardInterrupt"]
+        at = None
+        rollout()
+        training()
+        assert trainer.contents() == before
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        """,
+        2,
+    )
+
+
 def test_what_fails_on_a_rank_is_heard_by_all(run_ranks):
     run_ranks(
         """

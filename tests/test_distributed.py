@@ -253,7 +253,8 @@ def test_all_ranks_or_none(run_ranks):
         store = dist.FileStore("store", SIZE)  # the first one's port may still be in use
         begin("gloo", store=store, rank=RANK, world_size=SIZE)
         raises(memsaver.InvalidStateError, md.pause, "w", group=group)
-        raises(memsaver.ConfigError, md.pause, "w", group="gloo")
+        error = refused(md.pause, "w", group="gloo" if RANK == 1 else None)
+        assert list(error.failures) == [1] and error.failures[1].kind == "ConfigError"
         with md.paused("w"):
             assert states("w") == ["paused"]
         assert intact(weights)
@@ -278,6 +279,21 @@ def test_what_is_refused_before_anything_changes(run_ranks):
             assert states("w", "kv") == ["mapped"] * 2 and intact(weights + cache)
             return not told
 
+        def throw(error):
+            raise error
+
+        class Odd:
+            __repr__ = __eq__ = __hash__ = lambda self, *_: 1 / 0
+
+        class OddName(str):
+            __repr__ = __str__ = __hash__ = lambda self, *_: 1 / 0
+
+        class OddList(list):
+            __iter__ = __len__ = lambda self, *_: 1 / 0
+
+        class OddError(Exception):
+            __str__ = lambda self: 1 / 0
+
         # Arguments that are wrong on one rank.
         error = refused(md.pause, "w", "only on 1")
         assert list(error.failures) == [0, 2] and error.failures[0].kind == "UnknownTagError"
@@ -288,6 +304,19 @@ def test_what_is_refused_before_anything_changes(run_ranks):
         assert list(error.failures) == [2] and "timeout" in str(error) and unchanged()
         error = refused(md.pause, 7 if RANK == 0 else "w")
         assert list(error.failures) == [0] and unchanged()
+        error = refused(md.pause, "w", group=Odd() if RANK == 2 else None)
+        assert list(error.failures) == [2] and "not Odd" in str(error) and unchanged()
+        for odd in (Odd(), OddName("w"), OddName("x")):
+            error = refused(md.pause, odd if RANK == 1 else "w")
+            assert list(error.failures) == [1] and "pause('w') failed" in str(error)
+            assert unchanged()
+        error = refused(md.swap, out=OddList("w") if RANK == 0 else "w", into="kv")
+        assert list(error.failures) == [0] and unchanged()
+        with registered(memsaver.on_pause, lambda tag: throw(OddError()), on=1):
+            error = refused(md.pause, "w")
+        assert list(error.failures) == [1] and error.failures[1].kind == "OddError"
+        assert states("w") == ["mapped"]
+        told.clear()
         error = refused(md.swap, out="w", into="w")
         assert list(error.failures) == [0, 1, 2] and unchanged()
         assert str(error).count("both paused and resumed") == 1
@@ -309,11 +338,12 @@ def test_what_is_refused_before_anything_changes(run_ranks):
 
         # Another version, by its protocol.
         from memsaver.distributed import messages
-        messages.PROTOCOL = 2 if RANK == 1 else 1
+        ours = messages.PROTOCOL
+        messages.PROTOCOL += RANK == 1
         error = refused(md.pause, "w")
-        assert "ranks 0, 2: speaks protocol 1" in str(error) and unchanged()
-        assert error.failures[1].message == "speaks protocol 2"
-        messages.PROTOCOL = 1
+        assert f"ranks 0, 2: speaks protocol {ours}; install" in str(error) and unchanged()
+        assert error.failures[1].message.startswith(f"speaks protocol {ours + 1};")
+        messages.PROTOCOL = ours
 
         # What one rank cannot begin is not begun on others: what has no backup keeps its bytes.
         with memsaver.region("kv") if RANK == 1 else contextlib.nullcontext():
@@ -402,6 +432,53 @@ def test_what_is_refused_before_anything_changes(run_ranks):
         dist.destroy_process_group()
         """,
         3,
+    )
+
+
+def test_a_signal_handler_that_pauses_runs_when_the_call_is_over(run_ranks):
+    # A preemption handler, while this rank has begun and waits for a slow one.
+    run_ranks(
+        """
+        begin("gloo")
+        (weight,) = blocks("w", [3 * MIB], "host")
+        seen = []
+
+        def preempted(number, frame):
+            memsaver.pause("w")
+            seen.append(states("w"))
+
+        signal.signal(signal.SIGALRM, preempted)
+        dist.barrier()
+
+        def begun(tag):
+            if RANK == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+            else:
+                time.sleep(1)
+
+        registration = memsaver.on_pause(begun)
+        md.pause("w")
+        registration.remove()
+        assert seen == ([] if RANK else [["paused"]])
+        md.resume("w")
+        # One in a callback, of a call that fails on the other rank.
+        def now(tag):
+            if RANK:
+                raise ValueError()
+            registration.remove()
+            signal.raise_signal(signal.SIGALRM)
+
+        seen.clear()
+        registration = memsaver.on_pause(now)
+        error = refused(md.pause, "w")
+        registration.remove()
+        assert list(error.failures) == [1] and seen == ([] if RANK else [["paused"]])
+        memsaver.resume("w")
+        assert weight.is_intact() and signal.getsignal(signal.SIGALRM) is preempted
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+        2,
     )
 
 

@@ -116,7 +116,7 @@ backend.slow = 0.0
 if RANK == 1:
     backend.fail = InvalidStateError("it holds a lock")
     backend.fail.lock = threading.Lock()
-with pytest.raises(RankError, match="rank 1 of 2 .*it holds a lock") as caught:
+with pytest.raises(RankError, match="rank 1 of 2: .*it holds a lock") as caught:
     engine.wake_up(fence=True)
 assert list(caught.value.failures) == [1]
 

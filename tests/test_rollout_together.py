@@ -34,7 +34,7 @@ import datetime, os, threading
 import torch.distributed as dist
 from memsaver.distributed import GroupError, RankError
 from memsaver.errors import *
-from memsaver.integrations.rollout import together as module
+from memsaver.distributed import messages
 from memsaver.integrations.rollout.together import Together
 
 RANK = int(os.environ["RANK"])
@@ -100,6 +100,96 @@ error = fails(RankError, together.on_leader, "a result", threading.Lock)
 assert "cannot pickle" in str(error)
 """
 
+# What arrives on some ranks only, and bad arguments of one rank.
+ODD = """
+class Fragile:
+    # Cannot be made again on some ranks.
+    def __init__(self, where):
+        self.where = where
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if RANK in self.where:
+            raise OSError("not here")
+
+for call in (
+    lambda: together.gather("fragile", lambda: Fragile([1]) if RANK == 2 else None),
+    lambda: together.on_leader("fragile", lambda: Fragile([1])),
+    lambda: together.gathered("fragile", lambda: Fragile([1]), len),
+):
+    error = fails(RankError, call)
+    assert list(error.failures) == [1] and "OSError: not here" in str(error)
+assert together.gather("then", lambda: RANK) == order
+
+class OddError(Exception):
+    __str__ = lambda self: 1 / 0
+
+error = fails(RankError, together.meet, "odd", OddError() if RANK == 0 else None)
+assert error.failures[0].kind == "OddError"
+error = fails(ConfigError, Together, "odd" if RANK == 1 else dist.group.WORLD, 20, "odd group")
+assert list(error.failures) == [1]
+error = fails(ConfigError, Together, group, -1 if RANK == 1 else 20, "odd time")
+assert list(error.failures) == [1]
+"""
+
+# An interrupt on one rank at some time of a call: the others learn of it or are done, and the group
+# goes on working. `interrupted` says whether this rank was.
+INTERRUPTS = """
+import signal
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+def during(call):
+    # In the words of this rank: its result, its interrupt, or the failures of others.
+    try:
+        return call()
+    except KeyboardInterrupt:
+        return "interrupted"
+    except RankError as error:
+        return error.failures[1].kind
+
+def everyones(value):
+    found = [None] * 3
+    dist.all_gather_object(found, value)
+    return found
+
+elsewhere = ["KeyboardInterrupt", "interrupted", "KeyboardInterrupt"]
+for number in (1, 2):
+    # In its own work, of whatever step.
+    work = lambda: interrupt() if RANK == 1 else None
+    assert everyones(during(lambda: together.gather("work", work))) == elsewhere
+    assert everyones(during(lambda: together.gathered("work", work, len))) == elsewhere
+    brought = KeyboardInterrupt() if RANK == 1 else None
+    assert everyones(during(lambda: together.meet("an error", brought))) == elsewhere
+    # Between the two meetings of a call: the next one tells the others.
+    original = together._ranks.attempt
+    def attempt(*arguments, **named):
+        outcomes = original(*arguments, **named)
+        if RANK == 1 and not named.get("step"):
+            interrupt()
+        return outcomes
+    together._ranks.attempt = attempt
+    assert everyones(during(lambda: together.gathered("between", lambda: 1, len))) == elsewhere
+    # In the last meeting of a call: the others are done, this rank raises at its end.
+    assert everyones(during(lambda: together.gather("last", lambda: 1))) == [
+        [1] * 3, "interrupted", [1] * 3
+    ]
+    del together._ranks.attempt
+    assert together.gather("then", lambda: RANK) == order
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+# Any other signal whose handler raises, too.
+class Alarm(Exception):
+    pass
+def alarm(number, frame):
+    raise Alarm()
+signal.signal(signal.SIGALRM, alarm)
+ring = lambda: signal.raise_signal(signal.SIGALRM) if RANK == 2 else None
+error = fails(RankError, together.gather, "alarm", ring)
+assert error.failures[2].kind == "Alarm"
+assert isinstance(error.__cause__, Alarm if RANK == 2 else type(None))
+"""
+
 
 @pytest.mark.timeout(120)
 def test_three_ranks(tmp_path):
@@ -107,11 +197,12 @@ def test_three_ranks(tmp_path):
         """
         # Different calls at the same time, and calls of another protocol.
         error = fails(RankError, together.meet, "left" if RANK else "right")
-        assert "rank 0: right" in str(error) and "rank 2: left" in str(error)
-        module._PROTOCOL += RANK == 1
+        assert "): right; ranks 1-2: left" in str(error) and error.failures[2].message == "left"
+        ours = messages.PROTOCOL
+        messages.PROTOCOL += RANK == 1
         error = fails(RankError, together.meet, "hello")
-        assert "rank 1: hello (protocol 2)" in str(error)
-        module._PROTOCOL = 1
+        assert f"rank 1: speaks protocol {ours + 1}; install one version" in str(error)
+        messages.PROTOCOL = ours
         # Two of them do not get in each other's way, whatever the order of their threads.
         other = Together(group, 20, "other")
         results = {}
@@ -140,3 +231,13 @@ def test_three_ranks(tmp_path):
         """
     )
     rank_processes.run(code, 3, tmp_path, timeout=80)
+
+
+@pytest.mark.timeout(120)
+def test_what_one_rank_cannot_read_or_give_is_an_error_on_all(tmp_path):
+    rank_processes.run(CODE + ODD, 3, tmp_path, timeout=80)
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupt_on_one_rank_is_an_error_on_the_others(tmp_path):
+    rank_processes.run(CODE + INTERRUPTS, 3, tmp_path, timeout=80)

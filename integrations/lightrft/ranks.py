@@ -1,13 +1,11 @@
-"""Work that only some ranks have, and whose failure all of them must hear of."""
+"""Work that only some ranks have, and whose failure all of them must learn of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from memsaver.distributed import RankError
+from memsaver.distributed.attempts import Ranks
 from memsaver.distributed.channel import Channel
-from memsaver.distributed.errors import ranks_text
-from memsaver.distributed.messages import Account
 
 __all__ = ["has_other_ranks", "on_every_rank"]
 
@@ -20,40 +18,21 @@ def has_other_ranks() -> bool:
 
 
 def on_every_rank(what: str, work: Callable[[], object], after: str) -> None:
-    """Do this rank's part, and hear how the others fared. A collective over the world.
+    """Do this rank's part, and learn how it went on the others. A collective over the world.
+
+    An interrupt on one rank is a `RankError` on the others, and is raised again on its own rank.
 
     Args:
         what: the call in words.
-        work: this rank's part. Ranks that have none do nothing in it.
-        after: what holds where it failed, in words, for the error.
+        work: this rank's part. Ranks without one do nothing in it.
+        after: the state after a failure, in words, for the error.
 
     Raises:
         RankError: it failed on a rank; the same on all, and `__cause__` is a rank's own.
         GroupError: a rank is gone.
-        MemsaverError: where there are no other ranks, what the work raised.
+        MemsaverError: the exception of the work, if there are no other ranks.
     """
     if not has_other_ranks():
         work()
         return
-    channel = Channel()
-    mine: Exception | None = None
-    try:
-        work()
-    except Exception as error:
-        mine = error
-    told = Account.of(mine, what).packed()
-    accounts = [Account.parse(data) for data in channel.all_gather(told, None, what)]
-    failures = {
-        rank: account.failure(rank)
-        for rank, account in zip(channel.ranks, accounts, strict=True)
-        if account.kind
-    }
-    if not failures:
-        return
-    reasons = "; ".join(f"{ranks_text([f.rank])}: {f.reason}" for f in failures.values())
-    failed = RankError(
-        f"{what} failed on {ranks_text(failures)} of {len(accounts)}: {reasons}; {after}",
-        tag=next((failure.tag for failure in failures.values() if failure.tag), ""),
-    )
-    failed.failures, failed.stuck = failures, {}
-    raise failed from mine
+    Ranks(Channel()).attempt(what, work).values(lambda outcomes: outcomes.error(after))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memsaver.distributed.errors import RankError, RankFailure, ranks_text
+from memsaver.distributed.errors import RankFailure, failed
+from memsaver.distributed.messages import Account
 from memsaver.errors import MemsaverError
-from memsaver.integrations.rollout.pickles import pack, travels, unpack
+from memsaver.integrations.rollout.pickles import PICKLES, pack, unpack
 
 __all__ = ["Told", "error_of"]
-
-_MESSAGE_CHARACTERS = 8192  # an engine's error may have a whole log in it
 
 
 @dataclass(frozen=True)
@@ -20,8 +18,8 @@ class Told:
     """An exception, as the rank that it failed on tells it.
 
     Attributes:
-        failure: what a `RankError` says of it.
-        error: the exception itself, where it is one of memsaver's and can travel; else None.
+        failure: the exception in words, for a `RankError`.
+        error: the exception itself, if it is one of memsaver's and can travel; else None.
     """
 
     failure: RankFailure
@@ -31,21 +29,15 @@ class Told:
     def of(cls, rank: int, error: BaseException) -> Told:
         """What a rank tells of an exception."""
         known = error if isinstance(error, MemsaverError) else None
-        message = (str(error) or type(error).__name__)[:_MESSAGE_CHARACTERS]
-        failure = RankFailure(
-            rank,
-            socket.gethostname(),
-            type(error).__name__,
-            known.status if known else "",
-            known.tag if known else "",
-            message,
-        )
-        return cls(failure, known)
+        return cls(Account.of(error, "").failure(rank), known)
 
     def packed(self) -> bytes:
         """For `parse` on all ranks."""
-        error = self.error if travels(self.error) else None
-        packed: bytes = pack((self.failure, pack(error)))
+        try:
+            error = PICKLES.pack_error(self.error) if self.error is not None else b""
+        except Exception:  # its parts do not travel, or its class wants other arguments
+            error = b""
+        packed: bytes = pack((self.failure, error))
         return packed
 
     @staticmethod
@@ -53,7 +45,7 @@ class Told:
         """What a rank packed."""
         failure, packed = unpack(data)
         try:
-            error = unpack(packed)
+            error = unpack(packed) if packed else None
         except Exception:  # of a kind that this rank does not have
             error = None
         return Told(failure, error)
@@ -68,23 +60,13 @@ def error_of(what: str, told: Sequence[Told], size: int) -> MemsaverError:
         size: how many ranks there are.
 
     Returns:
-        One of the kind that failed, where all are of one kind of memsaver's; else a `RankError`.
-        Both have `failures` by rank.
+        One of the kind that failed, if all are of one kind of memsaver's; else a `RankError`. Both
+        have `failures` by rank.
     """
-    failures = {one.failure.rank: one.failure for one in told}
-    by_reason: dict[str, list[RankFailure]] = {}
-    for failure in failures.values():
-        by_reason.setdefault(failure.reason, []).append(failure)
-    reasons = "; ".join(
-        f"{ranks_text(f.rank for f in some)} of {size} ({some[0].host}): {reason}"
-        for reason, some in by_reason.items()
-    )
-    message = f"{what} failed on {reasons}"
-    kinds = {type(one.error) for one in told}
+    general = failed(what, size, {one.failure.rank: one.failure for one in told}, "")
     error = told[0].error
-    if error is None or len(kinds) > 1:
-        error = RankError(message, tag=next((f.tag for f in failures.values() if f.tag), ""))
-        error.stuck = {}
-    error.message = message
-    vars(error)["failures"] = failures
+    if error is None or len({type(one.error) for one in told}) > 1:
+        return general
+    error.message = general.message
+    vars(error)["failures"] = general.failures
     return error

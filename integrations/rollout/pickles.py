@@ -1,4 +1,4 @@
-"""Pickles, by which the ranks of a job tell each other prompts, results and errors.
+"""The codec for what the ranks of a job send each other: pickles.
 
 Prompts may hold whatever an engine takes, images for example. Who can write to the connections of a
 job's process group can run code in its ranks, as with torch's own collectives of objects; see
@@ -10,7 +10,10 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-__all__ = ["pack", "travels", "unpack"]
+from memsaver.distributed.messages import Codec
+from memsaver.errors import MemsaverError
+
+__all__ = ["PICKLES", "pack", "unpack"]
 
 
 def pack(value: Any) -> bytes:
@@ -23,10 +26,12 @@ def unpack(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-def travels(value: Any) -> bool:
-    """Whether a value can be packed and made again, as far as this rank can tell."""
-    try:
-        unpack(pack(value))
-    except Exception:  # its parts do not travel, or its class wants other arguments
-        return False
-    return True
+def _pack_error(error: BaseException) -> bytes:
+    if not isinstance(error, MemsaverError):
+        return b""
+    packed = pack(error)
+    unpack(packed)  # its class may want other arguments
+    return packed
+
+
+PICKLES = Codec(pack, unpack, True, _pack_error, unpack)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+from memsaver.distributed.signals import collective_block
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.engine import RolloutEngine
 from memsaver.integrations.rollout.fence import Fence
@@ -56,7 +57,8 @@ class ColocatedSession:
     every rank enters and leaves the same blocks. Stages end on all ranks together. Where one fails
     on a rank, every rank raises an error of the same kind (a `RankError`, where ranks fail
     differently), which names the ranks and says why. So does an exception that leaves a block on
-    some ranks, at the end of the block; those ranks raise their own.
+    some ranks, at the end of the block; those ranks raise their own. An interrupt (Ctrl-C) counts
+    as such a failure, also one that comes between two stages: its own rank raises it again.
 
     **Errors.** Nothing is lost. A stage that failed ends the call in front of it, the session is
     idle, and either block can be entered again: it does what has not been done. After a failed
@@ -194,7 +196,7 @@ class ColocatedSession:
         """Say that the trainer's weights were changed outside of `training()`, on all ranks."""
         self._is_current = False
 
-    @contextlib.contextmanager
+    @collective_block
     def rollout(self) -> Iterator[RolloutEngine]:
         """The engine has the GPU for the block, and the trainer's weights. Gives the engine.
 
@@ -215,7 +217,7 @@ class ColocatedSession:
             self._phase = Phase.MOVING
             self._sleep()
 
-    @contextlib.contextmanager
+    @collective_block
     def training(self) -> Iterator[None]:
         """The trainer has the GPU for the block, with its weights and states.
 
@@ -343,7 +345,7 @@ class ColocatedSession:
             seconds = time.perf_counter() - started
         try:
             self._conclude(stage, started, seconds, water, None, error, self._block_timeout)
-        except BaseException:
+        except Exception:  # an interrupt of this rank counts more than its error
             if error is None:
                 raise
         if error is not None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import itertools
-import struct
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from memsaver.distributed.channel import Channel
-from memsaver.distributed.errors import GroupError, RankError, RankFailure
-from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.distributed.attempts import Outcomes, Ranks
+from memsaver.distributed.channel import Channel, usable_group
+from memsaver.distributed.signals import interruptible, signals_deferred
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.failures import Told, error_of
-from memsaver.integrations.rollout.pickles import pack, unpack
-from memsaver.interrupts import interrupts_deferred
+from memsaver.integrations.rollout.pickles import PICKLES
 from memsaver.latches import Gate
 
 __all__ = ["GRACE_SECONDS", "Together", "check_timeout"]
@@ -27,10 +25,8 @@ Result = TypeVar("Result")
 # For a leader to find out that its engine does not answer, beside the time that the engine has.
 GRACE_SECONDS = 30.0
 
+_SECONDS = 600.0  # that ranks wait for each other unless somebody says otherwise
 _LONGEST_SECONDS = 1e7
-_RECORD = struct.Struct("<II16sQ")  # protocol, whether it failed, the call's digest, bytes to come
-_PROTOCOL = 1
-_WORDS = 256  # bytes of a call's words, told where the ranks disagree
 
 
 class Together:
@@ -41,10 +37,16 @@ class Together:
     else a `RankError`. Its message names the call, the ranks and their reasons, its `failures` are
     as those of a `RankError`, and its cause is the rank's own exception there.
 
-    Nobody waits for ever: a rank that is dead or hangs is a `GroupError` on the others. The group
-    is of no more use to them then; other users of the same process group are not concerned.
+    Nobody waits for ever: a rank that is dead or hangs is a `GroupError` on the others when the
+    timeout is over. The group is of no more use to them then; other users of the same process group
+    are not concerned.
 
-    Results and errors travel as pickles between the ranks of one job (see pickles.py).
+    An interrupt (Ctrl-C) or an exit on one rank is a `RankError` on the others, and is raised again
+    on its own rank. One that comes while the ranks exchange results is raised there at the end of
+    the call, which the others may have completed.
+
+    Results and errors travel as pickles between the ranks of one job (see pickles.py). A result
+    that one rank cannot unpickle is an error on all.
     Calls may run beside each other in several threads where each has its own `Together`; calls of
     one take turns. They use the CPU alone.
 
@@ -57,26 +59,40 @@ class Together:
 
     Raises:
         GroupError: not all ranks came to make it in time.
-        ConfigError: no such time.
+        ConfigError: a bad group or timeout on some rank. Raised on all ranks, if the others use the
+            world or this one can tell what its group is.
         InvalidStateError, NotLoadedError: as of `memsaver.distributed`.
     """
 
-    def __init__(self, group: Any = None, timeout: float = 600.0, lane: str = "rollout") -> None:
-        check_timeout(timeout)
-        self._timeout = timeout
+    def __init__(self, group: Any = None, timeout: float = _SECONDS, lane: str = "rollout") -> None:
+        self._timeout = timeout if _is_timeout(timeout) else _SECONDS
         self._turn = Gate()
-        self._channel: Channel | None = None
-        if group is not None:
-            channel = Channel(group, f"{lane}/{_number_of(group, lane)}")
-            self._ranks, self._rank = channel.ranks, channel.rank
+        self._ranks: Ranks | None = None
+        self._is_leader = True
+        usable, odd = usable_group(group) if group is not None else (None, None)
+
+        def check() -> None:
+            if odd is not None:
+                raise odd
+            check_timeout(timeout)
+
+        if usable is None:
+            check()
+            return
+        what = f"the ranks' connection for {lane}"
+        with signals_deferred():
+            channel = Channel(usable, f"{lane}/{_number_of(usable, lane)}")
+            ranks = Ranks(channel if len(channel.ranks) > 1 else None)
+            self._is_leader = channel.rank == channel.ranks[0]
             if len(channel.ranks) > 1:
-                channel.connect(timeout, f"the ranks' connection for {lane}")
-                self._channel = channel
+                channel.connect(self._timeout, what)
+                self._ranks = ranks
+            _values(ranks.attempt(what, check, timeout=self._timeout, codec=PICKLES))
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank is the group's first."""
-        return self._channel is None or self._rank == self._ranks[0]
+        return self._is_leader
 
     def on_leader(
         self, what: str, action: Callable[[], Result], timeout: float | None = None
@@ -103,10 +119,11 @@ class Together:
             work: called on every rank.
             timeout: seconds to wait for the others; None is that of this object.
         """
-        if self._channel is None:
-            return [work()]
-        with self._one_at_a_time(what):
-            return self._gather(what, work, self._timeout if timeout is None else timeout)
+        if self._ranks is None:
+            return [interruptible(work)]
+        with self._one_at_a_time(what) as ranks:
+            limit = self._timeout if timeout is None else timeout
+            return _values(ranks.attempt(what, work, timeout=limit, codec=PICKLES))
 
     def gathered(
         self,
@@ -119,12 +136,23 @@ class Together:
 
         Where `prepare` fails on a rank, `action` is not called.
         """
-        if self._channel is None:
-            return action([prepare()])
-        limit = self._timeout if timeout is None else timeout
-        with self._one_at_a_time(what):
-            everyones = self._gather(what, prepare, self._timeout)
-            return self._of_leader(what, lambda: action(everyones), limit)
+        if self._ranks is None:
+            given = [interruptible(prepare)]
+            return interruptible(lambda: action(given))
+        with self._one_at_a_time(what) as ranks:
+            gathered = ranks.attempt(what, prepare, timeout=self._timeout, codec=PICKLES)
+            everyones = _values(gathered)
+
+            def of_leader() -> Result | None:
+                return action(everyones) if self._is_leader else None
+
+            # The others wait as long as the action may take, and a little more.
+            limit = (self._timeout if timeout is None else timeout) + GRACE_SECONDS
+            done = ranks.attempt(
+                what, of_leader, timeout=limit, codec=PICKLES, step="by the leader"
+            )
+            results = _values(done)
+            return results[0]  # type: ignore[return-value]
 
     def meet(self, what: str, error: BaseException | None = None) -> None:
         """Wait for all ranks; an error that one of them brings is raised on all.
@@ -140,117 +168,41 @@ class Together:
 
         self.gather(what, work)
 
-    # --- meetings ---------------------------------------------------------------------------------
-
-    def _one_at_a_time(self, what: str) -> AbstractContextManager[None]:
-        return self._turn.passed(
-            self._timeout,
-            lambda: InvalidStateError(
-                f"{what} waited {self._timeout:g} s for another thread's call on the same group; "
-                "nothing was done"
-            ),
+    @contextlib.contextmanager
+    def _one_at_a_time(self, what: str) -> Iterator[Ranks]:
+        """For the block, no other thread makes a call, and signals are handled in its attempts."""
+        assert self._ranks is not None
+        late = InvalidStateError(
+            f"{what} waited {self._timeout:g} s for another thread's call on the same group; "
+            "nothing was done"
         )
-
-    def _gather(self, what: str, work: Callable[[], Given], timeout: float) -> list[Given]:
-        body, error = _attempt(work)
-        with interrupts_deferred():
-            bodies = self._exchange(what, body, error, timeout)
-        return [unpack(one) for one in bodies]
-
-    def _exchange(
-        self, what: str, body: bytes, error: BaseException | None, timeout: float
-    ) -> list[bytes]:
-        """What each rank brings. Raises where one of them brings an error, or another call."""
-        assert self._channel is not None
-        if error is not None:
-            body = Told.of(self._rank, error).packed()
-        mine = _RECORD.pack(_PROTOCOL, error is not None, _digest(what), len(body))
-        records = [_RECORD.unpack(one) for one in self._all_gather(mine, what, error, timeout)]
-        if len({record[0] for record in records}) > 1 or len({r[2] for r in records}) > 1:
-            protocols = [record[0] for record in records]
-            raise self._disagreement(what, protocols, error, timeout) from error
-        most = max(record[3] for record in records)
-        rows = self._all_gather(body.ljust(most, b"\0"), what, error, timeout)
-        bodies = [row[: record[3]] for row, record in zip(rows, records, strict=True)]
-        failed = [Told.parse(b) for b, r in zip(bodies, records, strict=True) if r[1]]
-        if failed:
-            self._raise(what, failed, error)
-        return bodies
-
-    def _of_leader(self, what: str, action: Callable[[], Result], timeout: float) -> Result:
-        """The leader's result. The others wait as long as it may take, and a little more."""
-        assert self._channel is not None
-        channel, limit = self._channel, timeout + GRACE_SECONDS
-        body, error = _attempt(action) if self.is_leader else (b"", None)
-        if error is not None:
-            body = Told.of(self._rank, error).packed()
-        with interrupts_deferred():
-            try:
-                head = _RECORD.pack(_PROTOCOL, error is not None, _digest(what), len(body))
-                head = channel.broadcast(head, _RECORD.size, limit, what)
-                _, failed, _, length = _RECORD.unpack(head)
-                body = channel.broadcast(body, length, limit, what)
-            except GroupError as lost:
-                raise _worse(lost, error) from lost.__cause__
-        if failed:
-            self._raise(what, [Told.parse(body)], error)
-        result: Result = unpack(body)
-        return result
-
-    def _all_gather(
-        self, mine: bytes, what: str, error: BaseException | None, timeout: float
-    ) -> list[bytes]:
-        assert self._channel is not None
-        try:
-            return self._channel.all_gather(mine, timeout, what)
-        except GroupError as lost:
-            raise _worse(lost, error) from lost.__cause__
-
-    def _raise(self, what: str, failed: Sequence[Told], own: BaseException | None) -> None:
-        if own is not None and not isinstance(own, Exception):
-            raise own  # an interrupt, or the process's exit, is for this rank alone
-        raise error_of(what, failed, len(self._ranks)) from own
-
-    def _disagreement(
-        self, what: str, protocols: Sequence[int], error: BaseException | None, timeout: float
-    ) -> RankError:
-        words = what.encode("utf-8", "replace")[:_WORDS].ljust(_WORDS, b"\0")
-        told = self._all_gather(words, what, error, timeout)
-        calls = [one.rstrip(b"\0").decode("utf-8", "ignore") for one in told]
-        failures = {
-            rank: RankFailure(rank, "", "", "", "", f"{call} (protocol {protocol})")
-            for rank, call, protocol in zip(self._ranks, calls, protocols, strict=True)
-        }
-        each = "; ".join(f"rank {rank}: {one.message}" for rank, one in failures.items())
-        made = RankError(f"the ranks of a group must make the same call: {each}; nothing was done")
-        made.failures, made.stuck = failures, {}
-        return made
+        with self._turn.passed(self._timeout, lambda: late), signals_deferred():
+            yield self._ranks
 
 
 def check_timeout(timeout: object, name: str = "timeout") -> None:
-    """Raise `ConfigError` where it is no positive number of seconds, which a wait may take."""
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not number or not 0 < float(timeout) <= _LONGEST_SECONDS:  # type: ignore[arg-type]
+    """Raise `ConfigError` unless it is a positive number of seconds that a wait may take."""
+    if not _is_timeout(timeout):
         raise ConfigError(f"{name} is a positive number of seconds, not {timeout!r}")
 
 
-def _attempt(work: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
-    """The packed result of some work, or what it raised."""
-    try:
-        return pack(work()), None
-    except BaseException as error:
-        return b"", error
+def _is_timeout(timeout: object) -> bool:
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    return number and 0 < float(timeout) <= _LONGEST_SECONDS  # type: ignore[arg-type]
 
 
-def _worse(lost: GroupError, error: BaseException | None) -> GroupError:
-    """The lost group, with what this rank would have told."""
-    if error is not None:
-        lost.message += f"; this rank had failed itself: {type(error).__name__}: {error}"
-    return lost
+def _values(outcomes: Outcomes[Given]) -> list[Given]:
+    """The values of all ranks; raises the error of those that failed, the same on all ranks."""
+    values: list[Given] = outcomes.values(_error_of)
+    return values
 
 
-def _digest(what: str) -> bytes:
-    return hashlib.blake2b(what.encode("utf-8", "replace"), digest_size=16).digest()
+def _error_of(outcomes: Outcomes[Any]) -> MemsaverError:
+    if outcomes.calls:
+        return outcomes.error("nothing was done")
+    told = [Told(one.failure, one.error) for one in outcomes.each if one.failure is not None]
+    error: MemsaverError = error_of(outcomes.what, told, len(outcomes.each))
+    return error
 
 
 def _number_of(group: Any, lane: str) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from memsaver.distributed.attempts import Outcome, Ranks
+from memsaver.distributed.channel import Channel
+from memsaver.distributed.messages import JSON
 from memsaver.integrations.sglang.protocol import Failure, RankReport
 
 __all__ = ["Figures", "Group", "first_failure"]
@@ -24,7 +26,10 @@ class Figures:
 
 
 class Group:
-    """The ranks of a torch process group that works on the CPU; None is a group of one rank."""
+    """The ranks of a torch process group that works on the CPU; None is a group of one rank.
+
+    No call waits longer for the other ranks than the group's own timeout.
+    """
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -33,56 +38,65 @@ class Group:
         """Do the work on this rank, and learn how it went on every one, in the order of ranks.
 
         Collective: every rank of the group calls it, also one that could not work. An exception of
-        the work becomes its rank's failure.
+        the work becomes its rank's failure; an interrupt or an exit is raised again on its own
+        rank.
+
+        Raises:
+            GroupError: a rank is gone.
+            RankError: the ranks made different calls.
         """
         mine = RankReport(self.rank, socket.gethostname(), os.getpid())
-        try:
-            mine = replace(mine, **vars(work() or Figures()))
-        except Exception as error:
-            mine = replace(mine, failure=Failure.of(error))
-        return [RankReport.from_fields(fields) for fields in self.gather(asdict(mine))]
+
+        def failed(error: BaseException) -> bytes:
+            return JSON.pack(asdict(replace(mine, failure=Failure.of(error))))
+
+        # As JSON: what other processes say is parsed, and never executed as a pickle would be.
+        codec = replace(JSON, pack_error=failed, unpack_error=JSON.unpack)
+        outcomes = self._ranks().attempt(
+            "the work of an engine's ranks",
+            lambda: asdict(replace(mine, **vars(work() or Figures()))),
+            codec=codec,
+        )
+        outcomes.check_agreed()
+        return [_report(place, one) for place, one in enumerate(outcomes.each)]
+
+    def gather(self, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what every rank gives, in the order of ranks: what JSON can say. Collective.
+
+        Errors are those of `attempt`, and a `RankError` if the fields of a rank cannot be sent.
+        """
+        outcomes = self._ranks().attempt(
+            "the findings of an engine's ranks", lambda: dict(fields), codec=JSON
+        )
+        return outcomes.values(lambda bad: bad.error(""))
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
-        if self._size() > 1:
-            _distributed().barrier(self._group)
+        """Wait until every rank is here. The counterpart of a barrier in SGLang's own code."""
+        if self._group is not None and len(self._ranks().ranks) > 1:
+            import torch.distributed
+
+            torch.distributed.barrier(self._group)
 
     @property
     def rank(self) -> int:
         """This process's place in the group."""
-        return int(_distributed().get_rank(self._group)) if self._group is not None else 0
+        ranks = self._ranks()
+        return ranks.ranks.index(ranks.rank)
 
-    def _size(self) -> int:
-        return int(_distributed().get_world_size(self._group)) if self._group is not None else 1
+    def _ranks(self) -> Ranks:
+        return Ranks(Channel(self._group) if self._group is not None else None)
 
-    def gather(self, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What every rank gives, in the order of ranks: what JSON can say. Collective."""
-        # As JSON: what other processes say is parsed, and never executed as a pickle would be.
-        size = self._size()
-        if size == 1:
-            return [dict(fields)]
-        text = json.dumps(fields).encode()
-        lengths = [int(row[0]) for row in self._all_gather([len(text)], size, "int64")]
-        padded = text.ljust(max(lengths), b"\0")
-        rows = self._all_gather(list(padded), size, "uint8")
-        return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
 
-    def _all_gather(self, numbers: list[int], size: int, dtype: str) -> list[list[int]]:
-        """Every rank's numbers, of which each gives as many."""
-        import torch
-
-        mine = torch.tensor(numbers, dtype=getattr(torch, dtype))
-        rows = [torch.empty_like(mine) for _ in range(size)]
-        _distributed().all_gather(rows, mine, group=self._group)
-        return [row.tolist() for row in rows]
+def _report(place: int, outcome: Outcome[dict[str, Any]]) -> RankReport:
+    fields = outcome.error or outcome.value
+    if fields:
+        return RankReport.from_fields(fields)
+    failure = outcome.failure
+    assert failure is not None
+    what = Failure(failure.kind, failure.message, failure.tag)
+    return RankReport(place, failure.host, 0, failure=what)
 
 
 def first_failure(ranks: list[RankReport]) -> RankReport | None:
     """The report of the first rank that failed."""
     return next((rank for rank in ranks if rank.failure is not None), None)
-
-
-def _distributed() -> Any:
-    import torch.distributed
-
-    return torch.distributed

@@ -13,17 +13,20 @@ thread at a time. What they promise:
   all raise the same `RankError`, which names the ranks that failed and says why. What a rank had
   paused or resumed before stays as it was. A rank whose way back is barred too (say another process
   took the memory meanwhile) is named with the state of its tags.
-- **Nobody waits for ever.** What fails on one rank (an unknown tag, a bad argument, a callback that
-  raises) reaches all others at their next step; ranks that make different calls find out before
-  anything is changed. A rank that died or hangs is a `GroupError` on the others, at once or when
-  `timeout` is over: each of them takes back what it did. torch closes the group's connections then.
+- **Nobody waits for ever.** An exception on one rank (an unknown tag, a bad argument, a callback
+  that raises) reaches all others at their next step; ranks that make different calls find out
+  before anything is changed. A `group` that is no process group counts as a bad argument of a call
+  on the world. A rank that died or hangs is a `GroupError` on the others, at once or when `timeout`
+  is over: each of them takes back what it did. torch closes the group's connections then.
 - **Contents.** What has a backup keeps its bytes whatever happens. A pause is first begun on all
   ranks and then done on all, so that what can be refused is refused before contents without a
   backup are given up; if it fails after that, they are zeros where the rank had paused them.
 - **Callbacks** of `memsaver.on_pause` and `on_resume` run on each rank with its own part of the
   call. They must not wait for callbacks of other ranks: one that fails calls none. Where the call
   is taken back, those for the way back are called.
-- **Interrupts.** Ctrl-C during a call is raised when the call is over, and takes nothing back.
+- **Signals.** Ctrl-C during a call is raised when the call is over, and takes nothing back. All
+  other signal handlers of Python run then, too, when the call holds no tag: a handler may pause.
+  An interrupt before a call or after it leaves the other ranks to wait until `timeout` is over.
 
 The ranks talk over the CPU, so that nothing depends on memory that is being paused or is full. A
 group that has no backend for it (`init_process_group("nccl")`) gets one of its own from memsaver,

@@ -8,8 +8,9 @@ from typing import Any
 from memsaver.blocks import block
 from memsaver.distributed.agreement import together
 from memsaver.distributed.reports import GroupReport
+from memsaver.distributed.signals import signals_deferred
 from memsaver.handles import Call, state
-from memsaver.interrupts import interrupts_deferred, once
+from memsaver.interrupts import once
 from memsaver.native import State
 from memsaver.transitions import pause_call, resume_call, swap_call
 
@@ -41,7 +42,10 @@ def pause(
         NotLoadedError: there is no torch, or none with gloo where the group needs it.
     """
     return together(
-        f"pause({_listed(tags) or 'every tag'})", lambda: pause_call(tags, backup), group, timeout
+        lambda: f"pause({_listed(tags) or 'every tag'})",
+        lambda: pause_call(tags, backup),
+        group,
+        timeout,
     )
 
 
@@ -63,7 +67,10 @@ def resume(*tags: str, group: Any = None, timeout: float | None = None) -> Group
         InvalidStateError, NotLoadedError: as from `pause`.
     """
     return together(
-        f"resume({_listed(tags) or 'every tag'})", lambda: resume_call(tags), group, timeout
+        lambda: f"resume({_listed(tags) or 'every tag'})",
+        lambda: resume_call(tags),
+        group,
+        timeout,
     )
 
 
@@ -94,7 +101,7 @@ def swap(
         InvalidStateError, NotLoadedError: as from `pause`.
     """
     return together(
-        f"swap(out={_side(out)}, into={_side(into)})",
+        lambda: f"swap(out={_side(out)}, into={_side(into)})",
         lambda: swap_call(out, into, backup),
         group,
         timeout,
@@ -113,7 +120,7 @@ def paused(
     """
     going: tuple[str, ...] | None = None
     try:
-        with interrupts_deferred():  # one that comes now is raised below, where all is in place
+        with signals_deferred():  # an interrupt is raised at its end, when `going` is known
             report = pause(*tags, group=group, backup=backup, timeout=timeout)
             going = report.local.changed
         yield report
@@ -133,7 +140,7 @@ def _resume_paused(
     timeout: float | None,
 ) -> None:
     together(
-        f"resume(what paused({_listed(tags) or 'every tag'}) paused)",
+        lambda: f"resume(what paused({_listed(tags) or 'every tag'}) paused)",
         lambda: Call("resume", [], [tag for tag in going if state(tag) is State.PAUSED], -1),
         group,
         timeout,
@@ -141,11 +148,24 @@ def _resume_paused(
 
 
 def _listed(tags: Sequence[object]) -> str:
-    """Tags in words, the same for every order. Takes anything: who gives it is told elsewhere."""
-    return ", ".join(sorted({repr(tag) for tag in tags}))
+    """Return tags in words, the same for every order. Takes anything: `prepare` refuses it."""
+    return ", ".join(_texts(tags))
 
 
 def _side(tags: object) -> str:
-    if isinstance(tags, str) or not isinstance(tags, Sequence):
-        return repr(tags)
-    return f"[{_listed(tags)}]" if len(tags) != 1 else repr(tags[0])
+    if issubclass(type(tags), str) or not issubclass(type(tags), Sequence):
+        return _quoted(tags)
+    texts = _texts(tags)  # type: ignore[arg-type]
+    return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
+
+
+def _texts(tags: Sequence[object]) -> list[str]:
+    try:
+        return sorted({_quoted(tag) for tag in tags})
+    except Exception as error:
+        return [f"tags that cannot be listed ({type(error).__name__})"]
+
+
+def _quoted(tag: object) -> str:
+    # Of a string as it is, whatever a subclass makes of `repr`; of others the type alone.
+    return str.__repr__(tag) if issubclass(type(tag), str) else f"a {type(tag).__name__}"

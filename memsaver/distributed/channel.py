@@ -16,7 +16,7 @@ from memsaver.distributed.errors import GroupError, ranks_text
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 from memsaver.latches import Latch
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "usable_group"]
 
 _DIAGNOSIS_SECONDS = 5.0  # at most, to find out who is missing
 _STRAGGLER_SECONDS = 0.5  # without another rank coming, until those that have not are missing
@@ -77,13 +77,11 @@ class Channel:
                 self._link = _links.setdefault(self._group, _Link())
 
     def _place_in_group(self) -> int:
-        if self._group == self._dist.GroupMember.NON_GROUP_MEMBER:
+        if self._group is self._dist.GroupMember.NON_GROUP_MEMBER:
             raise InvalidStateError("this rank is not in the group: only its own ranks call")
-        if not isinstance(self._group, self._dist.ProcessGroup):
-            raise ConfigError(
-                f"group is a process group of torch.distributed or None, not "
-                f"{type(self._group).__name__}"
-            )
+        _, odd = usable_group(self._group)
+        if odd is not None:
+            raise odd
         try:
             return int(self._dist.get_rank(self._group))
         except (RuntimeError, ValueError) as error:
@@ -134,24 +132,25 @@ class Channel:
         return [_bytes_of(row) for row in self._meet(start, timeout, what)]
 
     def broadcast(
-        self, payload: bytes | None, nbytes: int, timeout: float | None, what: str
+        self, payload: bytes, nbytes: int, timeout: float | None, what: str, root: int
     ) -> bytes:
-        """What the group's first rank gave.
+        """Return the bytes of one rank.
 
         Args:
-            payload: the bytes, on the first rank; ignored on the others.
-            nbytes: how many these are, the same on all ranks.
-            timeout: seconds to wait, as of `all_gather`; likewise the rest.
-            what: see there.
+            payload: the bytes, on the root; ignored on the others.
+            nbytes: their number, the same on all ranks.
+            timeout: seconds to wait. See `all_gather`.
+            what: the call in words. See `all_gather`.
+            root: the sender's place in the group.
         """
 
         def start(carrier: Any, wait: timedelta | None) -> tuple[Any, Any]:
-            if self._place == 0 and payload:
+            if self._place == root and payload:
                 row = self._torch.frombuffer(bytearray(payload), dtype=self._torch.uint8)
             else:
                 row = self._zeros(nbytes)
             options = self._dist.distributed_c10d.BroadcastOptions()
-            options.rootRank, options.rootTensor = 0, 0
+            options.rootRank, options.rootTensor = root, 0
             if wait is not None:
                 options.timeout = wait
             return row, carrier.broadcast([row], options)
@@ -229,6 +228,27 @@ class Channel:
                 time.sleep(_STRAGGLER_SECONDS / 10)
 
         return late if store is not None and _done_in_time(look) else ()
+
+
+def usable_group(group: Any) -> tuple[Any, ConfigError | None]:
+    """Return the group; if it is no process group at all, the world and the error.
+
+    So a rank whose argument is wrong can tell the others, who most likely use the world.
+
+    Raises:
+        ConfigError: it is no process group, and torch.distributed is not initialised.
+    """
+    _, dist = _modules()
+    none = dist.GroupMember.NON_GROUP_MEMBER
+    # By its type: an odd object answers an `isinstance` or a comparison in its own way.
+    if group is None or group is none or issubclass(type(group), dist.ProcessGroup):
+        return group, None
+    odd = ConfigError(
+        f"group is a process group of torch.distributed or None, not {type(group).__name__}"
+    )
+    if not dist.is_initialized():
+        raise odd
+    return dist.group.WORLD, odd
 
 
 class _Link:

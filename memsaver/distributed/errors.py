@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memsaver.errors import MemsaverError
 
-__all__ = ["GroupError", "RankError", "RankFailure", "ranks_text"]
+__all__ = ["GroupError", "RankError", "RankFailure", "after_rollback", "disagreed", "failed"]
 
 _MOST = 8  # different reasons in one message; the attributes have all
 
@@ -23,7 +23,7 @@ class RankFailure:
         status: `MemsaverError.status`, or "" for other exceptions.
         tag: `MemsaverError.tag`, or "".
         message: the exception's text; where ranks disagree, the call that the rank made. Cut to
-            about 1 KiB; the rank itself has the whole exception as its error's `__cause__`.
+            8,192 characters; the rank itself has the whole exception as its error's `__cause__`.
     """
 
     rank: int
@@ -68,27 +68,40 @@ class GroupError(MemsaverError):
     missing: tuple[int, ...] = ()
 
 
-def failed(
-    what: str, size: int, failures: dict[int, RankFailure], stuck: dict[int, RankFailure]
-) -> RankError:
-    """The error of ranks that could not do the call."""
-    reasons = _by_reason(failures.values())
-    return _rank_error(
-        f"{what} failed on {ranks_text(failures)} of {size}: {reasons}; {_after(stuck)}",
-        failures,
-        stuck,
-        [failure.tag for failure in failures.values()],
+def failed(what: str, size: int, failures: dict[int, RankFailure], after: str) -> RankError:
+    """Return the error of ranks that could not do a call.
+
+    Args:
+        what: the call in words.
+        size: the number of ranks that made it.
+        failures: by rank, the exception there.
+        after: the state after the failure, and what to do, in words.
+    """
+    error = RankError(
+        f"{what} failed on {ranks_text(failures)} of {size}: {_by_reason(failures.values())}"
+        f"{'; ' if after else ''}{after}",
+        tag=next((failure.tag for failure in failures.values() if failure.tag), ""),
     )
+    error.failures, error.stuck = failures, {}
+    return error
 
 
-def disagreed(calls: dict[int, RankFailure], stuck: dict[int, RankFailure]) -> RankError:
-    """The error of ranks that made different calls."""
-    return _rank_error(
-        f"the ranks of a group must make the same call: {_by_reason(calls.values())}; "
-        f"{_after(stuck)}",
-        calls,
-        stuck,
-        [],
+def disagreed(calls: dict[int, RankFailure], after: str) -> RankError:
+    """Return the error of ranks that made different calls. See `failed`."""
+    error = RankError(
+        f"the ranks of a group must make the same call: {_by_reason(calls.values())}; {after}"
+    )
+    error.failures, error.stuck = calls, {}
+    return error
+
+
+def after_rollback(stuck: dict[int, RankFailure]) -> str:
+    """Say in which state the ranks are after a rollback, of which some may have failed."""
+    if not stuck:
+        return "every rank is as it was before the call, which may be made again"
+    return (
+        f"the other ranks are as they were before the call, but {ranks_text(stuck)} could not go "
+        f"back: {_by_reason(stuck.values())}; pause or resume the tags there first"
     )
 
 
@@ -104,23 +117,6 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
 
 
-def _rank_error(
-    message: str, failures: dict[int, RankFailure], stuck: dict[int, RankFailure], tags: list[str]
-) -> RankError:
-    error = RankError(message, tag=next((tag for tag in tags if tag), ""))
-    error.failures, error.stuck = failures, stuck
-    return error
-
-
-def _after(stuck: dict[int, RankFailure]) -> str:
-    if not stuck:
-        return "every rank is as it was before the call, which may be made again"
-    return (
-        f"the other ranks are as they were before the call, but {ranks_text(stuck)} could not go "
-        f"back: {_by_reason(stuck.values())}; pause or resume the tags there first"
-    )
-
-
 def _by_reason(failures: Iterable[RankFailure]) -> str:
     """Every reason once, with its ranks and where one of them runs."""
     by_reason: dict[str, list[RankFailure]] = {}
@@ -128,7 +124,7 @@ def _by_reason(failures: Iterable[RankFailure]) -> str:
         by_reason.setdefault(failure.reason, []).append(failure)
     texts = [
         f"{ranks_text(f.rank for f in group)} ({group[0].host}): {reason}"
-        if len(group) == 1
+        if len(group) == 1 and group[0].host
         else f"{ranks_text(f.rank for f in group)}: {reason}"
         for reason, group in list(by_reason.items())[:_MOST]
     ]

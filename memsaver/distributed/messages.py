@@ -1,128 +1,161 @@
-"""What the ranks say to each other at a meeting, in bytes of a fixed number."""
+"""The bytes that the ranks of a group exchange about an attempt."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from memsaver.distributed.errors import RankFailure
 from memsaver.errors import MemsaverError
 
-__all__ = ["PROTOCOL", "Account", "Record"]
+__all__ = ["JSON", "NOTHING", "PROTOCOL", "Account", "Codec", "Header", "text_of"]
 
-PROTOCOL = 1  # what ranks say to each other, and when
+PROTOCOL = 2  # the messages of an attempt, and their order
 
-_RECORD = struct.Struct("<II16sdQQ16x")
-# An account's fields in order, each cut to so many bytes, with NULs between them.
-_LIMITS = {
-    "host": 64,
-    "kind": 64,
-    "status": 32,
-    "tag": 128,
-    "what": 256,
-    "stuck": 512,
-    "message": 983,
-}
-_ACCOUNT_BYTES = 2048
+_MESSAGE_CHARACTERS = 8192  # an engine's error may have a whole log in it
+_FIELD_CHARACTERS = 256  # of every other field
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
-class Record:
-    """How a rank fared in a step. Its bytes keep their number and layout in every protocol.
+class Codec:
+    """How the values of an attempt travel between ranks.
+
+    Attributes:
+        pack: turns a value into bytes. `None` is always sent as no bytes at all.
+        unpack: turns these bytes into the value on every rank.
+        confirmed: `unpack` may fail on some of the ranks, which then has to become known to all.
+        pack_error: turns an exception into bytes for `unpack_error`; b"" if it cannot travel.
+        unpack_error: turns these bytes into what becomes `Outcome.error`.
+    """
+
+    pack: Callable[[Any], bytes]
+    unpack: Callable[[bytes], Any]
+    confirmed: bool = False
+    pack_error: Callable[[BaseException], bytes] = lambda _: b""
+    unpack_error: Callable[[bytes], Any] = lambda _: None
+
+
+NOTHING = Codec(lambda _: b"", lambda _: None)  # values stay on their rank
+JSON = Codec(lambda value: json.dumps(value).encode(), json.loads)
+
+
+@dataclass(frozen=True)
+class Header:
+    """How an attempt went on one rank. It has the same size in every protocol.
 
     Attributes:
         protocol: the rank's PROTOCOL.
-        failed: 1 where the rank failed, else 0.
-        digest: of the call and the step, the same where the ranks agree.
-        seconds: spent on the rank's own part so far.
-        device_bytes: device memory given back or taken.
-        copied_bytes: bytes moved to backups or from them.
+        failed: 1 if the attempt failed there, else 0.
+        digest: of the call and the step, equal if the ranks agree.
+        body_bytes: the size of the packed value.
+        inline: the packed value, if it has at most `INLINE_BYTES`.
     """
 
     protocol: int
     failed: int
     digest: bytes
-    seconds: float = 0.0
-    device_bytes: int = 0
-    copied_bytes: int = 0
+    body_bytes: int = 0
+    inline: bytes = b""
+
+    INLINE_BYTES = 32
+    LAYOUT = struct.Struct("<II16sQ32s")
+
+    @classmethod
+    def of(cls, what: str, step: str, body: bytes, has_failed: bool) -> Header:
+        """Return the header of this rank's attempt."""
+        text = f"{step}\0{what}".encode("utf-8", "replace")
+        digest = hashlib.blake2b(text, digest_size=16).digest()
+        inline = body if len(body) <= cls.INLINE_BYTES else b""
+        return cls(PROTOCOL, int(has_failed), digest, len(body), inline)
 
     def packed(self) -> bytes:
-        """For `parse` on all ranks."""
-        fields = (self.protocol, self.failed, self.digest, self.seconds)
-        return _RECORD.pack(*fields, self.device_bytes, self.copied_bytes)
+        """Return the bytes for `parse`."""
+        return self.LAYOUT.pack(
+            self.protocol, self.failed, self.digest, self.body_bytes, self.inline
+        )
 
-    @staticmethod
-    def parse(data: bytes) -> Record:
-        """What a rank packed."""
-        return Record(*_RECORD.unpack(data))
+    @classmethod
+    def parse(cls, data: bytes) -> Header:
+        """Return the header that a rank packed."""
+        protocol, failed, digest, body_bytes, inline = cls.LAYOUT.unpack(data)
+        return cls(protocol, failed, digest, body_bytes, inline[:body_bytes])
 
-    @staticmethod
-    def digest_of(what: str, step: str) -> bytes:
-        """The digest of a call in words and the step that it is at."""
-        text = f"{step}\0{what}".encode("utf-8", "replace")
-        return hashlib.blake2b(text, digest_size=16).digest()
+    @property
+    def call(self) -> tuple[int, bytes]:
+        """What has to be equal on all ranks."""
+        return self.protocol, self.digest
 
 
 @dataclass(frozen=True)
 class Account:
-    """What happened on a rank, in words. Told when one failed.
+    """An attempt on one rank in words, sent if it failed somewhere or the ranks disagree.
 
     Attributes:
-        host: the rank's machine.
-        kind: its exception's class, or "" where it did not fail; likewise
-        status: `MemsaverError.status`, and
-        tag: `MemsaverError.tag`.
-        what: the call that it made.
-        stuck: what it could not undo, or "".
-        message: its exception's text, or "".
+        what: the call that the rank made.
+        host: the name of its machine.
+        kind: the class of its exception, or "" if it did not fail.
+        status: `MemsaverError.status`, or "".
+        tag: `MemsaverError.tag`, or "".
+        message: the exception's text, or "".
     """
 
-    host: str
-    kind: str
-    status: str
-    tag: str
     what: str
-    stuck: str
-    message: str
+    host: str = ""
+    kind: str = ""
+    status: str = ""
+    tag: str = ""
+    message: str = ""
 
     @classmethod
-    def of(cls, error: BaseException | None, what: str, stuck: str = "") -> Account:
-        """This rank's, of the call that it made and what that raised."""
+    def of(cls, error: BaseException | None, what: str) -> Account:
+        """Return this rank's account of a call and the exception that it ended with."""
+        host = socket.gethostname()
+        if error is None:
+            return cls(_cut(what), host)
         known = error if isinstance(error, MemsaverError) else None
         return cls(
-            socket.gethostname(),
-            type(error).__name__ if error is not None else "",
-            known.status if known is not None else "",
-            known.tag if known is not None else "",
-            what,
-            stuck,
-            str(error) if error is not None else "",
+            _cut(what),
+            host,
+            _cut(type(error).__name__),
+            _cut(known.status) if known is not None else "",
+            _cut(known.tag) if known is not None else "",
+            text_of(error)[:_MESSAGE_CHARACTERS],
         )
 
-    def packed(self) -> bytes:
-        """For `parse` on all ranks."""
-        parts = []
-        for name, limit in _LIMITS.items():
-            text: str = getattr(self, name)
-            parts.append(text.replace("\0", " ").encode("utf-8", "replace")[:limit])
-        return b"\0".join(parts).ljust(_ACCOUNT_BYTES, b"\0")
+    def packed(self, error: bytes = b"") -> bytes:
+        """Return the bytes for `parse`, with the exception as a codec packed it."""
+        text = json.dumps(asdict(self)).encode()
+        return _LENGTH.pack(len(text)) + text + error
 
-    @staticmethod
-    def parse(data: bytes) -> Account:
-        """What a rank packed."""
-        parts = data.split(b"\0")[: len(_LIMITS)]
-        return Account(*(part.decode("utf-8", "ignore") for part in parts))
+    @classmethod
+    def parse(cls, data: bytes) -> tuple[Account, bytes]:
+        """Return a rank's account, and the exception as its codec packed it."""
+        (length,) = _LENGTH.unpack_from(data)
+        end = _LENGTH.size + length
+        return cls(**json.loads(data[_LENGTH.size : end])), data[end:]
 
     def failure(self, rank: int) -> RankFailure:
-        """What failed, as an error's attribute."""
+        """Return the rank's failure, for an error's attribute."""
         return RankFailure(rank, self.host, self.kind, self.status, self.tag, self.message)
 
-    def not_undone(self, rank: int) -> RankFailure:
-        """What could not be undone, likewise."""
-        return RankFailure(rank, self.host, "", "", "", self.stuck)
-
     def call(self, rank: int) -> RankFailure:
-        """The call that the rank made, likewise."""
+        """Return the call that the rank made, for the error of ranks that disagree."""
         return RankFailure(rank, self.host, "", "", "", self.what)
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception's text, or its class if it has none or `str` of it fails."""
+    try:
+        return str(error) or type(error).__name__
+    except BaseException as worse:
+        return f"{type(error).__name__} (its text raises {type(worse).__name__})"
+
+
+def _cut(text: object) -> str:
+    return str(text)[:_FIELD_CHARACTERS]

@@ -1,0 +1,284 @@
+"""One attempt of some work on every rank of a group, and its outcome on each of them.
+
+Every rank does its part and then sends how it went, also after an interrupt, so that no rank waits
+for one that has failed. All ranks receive the same outcomes and so decide alike. Integrations use
+this too, with codecs of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from memsaver.distributed.channel import Channel
+from memsaver.distributed.errors import GroupError, RankError, RankFailure, disagreed, failed
+from memsaver.distributed.messages import NOTHING, Account, Codec, Header, text_of
+from memsaver.distributed.signals import interruptible, signals_deferred
+
+__all__ = ["Outcome", "Outcomes", "Ranks"]
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[Value]):
+    """How an attempt went on one rank.
+
+    Attributes:
+        rank: the rank in the world.
+        value: the result of its work; None if it failed. If it failed on other ranks, None also if
+            this rank cannot read the value.
+        failure: the exception in words, or None.
+        error: the exception as the codec transmits it, or None. Not the same object on all ranks.
+    """
+
+    rank: int
+    value: Value | None = None
+    failure: RankFailure | None = None
+    error: Any = None
+
+
+@dataclass(frozen=True)
+class Outcomes(Generic[Value]):
+    """How an attempt went on all ranks.
+
+    Attributes:
+        what: the call in words.
+        each: by rank, in the group's order.
+        own: the exception of this rank's own work, or None.
+        calls: by rank, the call that it made, if the ranks made different calls and none of them
+            failed; else empty. There are no outcomes then.
+    """
+
+    what: str
+    each: tuple[Outcome[Value], ...]
+    own: BaseException | None = None
+    calls: dict[int, RankFailure] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> dict[int, RankFailure]:
+        """The failures by rank."""
+        return {one.rank: one.failure for one in self.each if one.failure is not None}
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the ranks made the same call, and it failed on none of them."""
+        return not self.calls and not self.failures
+
+    def error(self, after: str) -> RankError:
+        """Return the error for all ranks.
+
+        Args:
+            after: the state after the failure, and what to do, in words.
+        """
+        if self.calls:
+            return disagreed(self.calls, after)
+        return failed(self.what, len(self.each), self.failures, after)
+
+    def check_agreed(self) -> None:
+        """Raise a `RankError` if the ranks made different calls.
+
+        Raises this rank's own interrupt or exit first, which is for this rank alone.
+        """
+        if self.own is not None and not isinstance(self.own, Exception):
+            raise self.own
+        if self.calls:
+            raise self.error("nothing was changed")
+
+    def values(self, error_of: Callable[[Outcomes[Value]], BaseException]) -> list[Value]:
+        """Return the values of all ranks.
+
+        Raises:
+            BaseException: if it is not good: this rank's own interrupt or exit, which is for this
+                rank alone; else the exception that `error_of` returns.
+        """
+        if self.is_good:
+            return [one.value for one in self.each]  # type: ignore[misc]
+        error = error_of(self)
+        if self.own is not None and not isinstance(self.own, Exception):
+            raise self.own from error
+        raise error from self.own
+
+
+class Ranks:
+    """The ranks of a channel, for attempts that all of them make in the same order.
+
+    Used by one thread at a time. No exchange takes longer than its timeout and a few seconds; one
+    attempt has at most five.
+
+    Args:
+        channel: connects the ranks; None is this process alone.
+    """
+
+    def __init__(self, channel: Channel | None) -> None:
+        self._channel = channel
+        self.ranks: list[int] = channel.ranks if channel is not None else [0]
+        self.rank: int = channel.rank if channel is not None else 0
+
+    def attempt(
+        self,
+        what: str,
+        work: Callable[[], Value],
+        *,
+        timeout: float | None = None,
+        codec: Codec = NOTHING,
+        step: str = "",
+        uninterrupted: bool = False,
+    ) -> Outcomes[Value]:
+        """Do the work on this rank, and return how it went on every rank. A collective.
+
+        Any exception of the work is an outcome, and so is a signal's that came since the
+        enclosing block of `signals_deferred` was entered. A signal that comes during the exchange
+        is handled after it, at the end of the outermost such block.
+
+        Args:
+            what: the call in words, the same on all ranks.
+            work: this rank's part.
+            timeout: seconds to wait for the other ranks in an exchange; None is the group's own.
+            codec: for the values of the work.
+            step: the step of the call; compared between ranks like `what`.
+            uninterrupted: no handler of a signal runs during the work either.
+
+        Raises:
+            GroupError: a rank is dead, hangs, or did not come in time.
+        """
+        with signals_deferred():
+            value: Value | None = None
+            body, own = b"", None
+            try:
+                value = work() if uninterrupted else interruptible(work)
+                body = codec.pack(value) if value is not None else b""
+            except BaseException as error:
+                own = error
+            if self._channel is None:
+                return _alone(what, value, own, codec)
+            attempt = _Attempt(self._channel, what, step, timeout, codec)
+            try:
+                return attempt.outcomes(body, own)
+            except GroupError as lost:
+                if own is None:
+                    raise
+                lost.message += (
+                    f"; this rank had failed itself: {type(own).__name__}: {text_of(own)}"
+                )
+                if not isinstance(own, Exception):
+                    raise own from lost  # an interrupt is never dropped
+                raise
+
+
+class _Attempt:
+    """The exchanges of one attempt."""
+
+    def __init__(
+        self, channel: Channel, what: str, step: str, timeout: float | None, codec: Codec
+    ) -> None:
+        self._channel = channel
+        self._what = what
+        self._step = step
+        self._timeout = timeout
+        self._codec = codec
+
+    def outcomes(self, body: bytes, own: BaseException | None) -> Outcomes[Any]:
+        headers = self._headers(self._step, body, own)
+        if not _are_good(headers):
+            return self._bad(headers, body, own)
+        bodies = self._bodies(headers, body)
+        values: list[Any] = []
+        try:
+            values = [self._codec.unpack(one) if one else None for one in bodies]
+        except BaseException as error:
+            own = error
+        if self._codec.confirmed and any(bodies):
+            headers = self._headers(f"{self._step} received", b"", own)
+            if not _are_good(headers):
+                return self._bad(headers, body, own)
+        elif own is not None:
+            raise own
+        pairs = zip(self._channel.ranks, values, strict=True)
+        return Outcomes(self._what, tuple(Outcome(rank, value) for rank, value in pairs))
+
+    def _headers(self, step: str, body: bytes, own: BaseException | None) -> list[Header]:
+        mine = Header.of(self._what, step, body, own is not None).packed()
+        return [Header.parse(one) for one in self._gather(mine)]
+
+    def _bodies(self, headers: list[Header], body: bytes) -> list[bytes]:
+        sizes = [header.body_bytes for header in headers]
+        if max(sizes) <= Header.INLINE_BYTES:
+            return [header.inline for header in headers]
+        senders = [place for place, size in enumerate(sizes) if size]
+        if len(senders) == 1:  # the results of a leader can be large
+            bodies = [b""] * len(sizes)
+            bodies[senders[0]] = self._channel.broadcast(
+                body, sizes[senders[0]], self._timeout, self._what, root=senders[0]
+            )
+            return bodies
+        rows = self._gather(body.ljust(max(sizes), b"\0"))
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+    def _bad(self, headers: list[Header], body: bytes, own: BaseException | None) -> Outcomes[Any]:
+        """Return the outcomes of an attempt that failed, or that the ranks disagree about."""
+        ranks = self._channel.ranks
+        if len({header.protocol for header in headers}) > 1:
+            return Outcomes(self._what, (), own, _versions(ranks, headers))
+        has_failed = any(header.failed for header in headers)
+        # The steps alone differ only if several threads use the group at once.
+        what = self._what if has_failed or not self._step else f"{self._what}, {self._step}"
+        extra = _packed_error(own, self._codec) if own is not None else body
+        mine = Account.of(own, what).packed(extra)
+        sizes = self._headers("account", mine, None)
+        accounts, extras = zip(*map(Account.parse, self._bodies(sizes, mine)), strict=True)
+        if not has_failed:
+            calls = {rank: one.call(rank) for rank, one in zip(ranks, accounts, strict=True)}
+            return Outcomes(what, (), own, calls)
+        each: list[Outcome[Any]] = []
+        asked = [accounts[0].what]
+        for rank, header, account, extra in zip(ranks, headers, accounts, extras, strict=True):
+            if header.failed:
+                error = _read(self._codec.unpack_error, extra)
+                each.append(Outcome(rank, None, account.failure(rank), error))
+            else:
+                each.append(Outcome(rank, _read(self._codec.unpack, extra)))
+                asked.append(account.what)  # a rank that failed may have made another call
+        return Outcomes(asked[-1], tuple(each), own)
+
+    def _gather(self, mine: bytes) -> list[bytes]:
+        return self._channel.all_gather(mine, self._timeout, self._what)
+
+
+def _alone(what: str, value: Any, own: BaseException | None, codec: Codec) -> Outcomes[Any]:
+    if own is None:
+        return Outcomes(what, (Outcome(0, value),))
+    failure = Account.of(own, what).failure(0)
+    error = _read(codec.unpack_error, _packed_error(own, codec))
+    return Outcomes(what, (Outcome(0, None, failure, error),), own)
+
+
+def _packed_error(own: BaseException, codec: Codec) -> bytes:
+    try:
+        return codec.pack_error(own)
+    except BaseException:  # it travels in words
+        return b""
+
+
+def _read(unpack: Callable[[bytes], Any], data: bytes) -> Any:
+    """Return what another rank packed; None if this rank cannot read it."""
+    try:
+        return unpack(data) if data else None
+    except BaseException:
+        return None
+
+
+def _are_good(headers: list[Header]) -> bool:
+    same = all(header.call == headers[0].call for header in headers)
+    return same and not any(header.failed for header in headers)
+
+
+def _versions(ranks: list[int], headers: list[Header]) -> dict[int, RankFailure]:
+    from memsaver import __version__
+
+    advice = f"install one version of memsaver on all ranks (here it is {__version__})"
+    return {
+        rank: RankFailure(rank, "", "", "", "", f"speaks protocol {header.protocol}; {advice}")
+        for rank, header in zip(ranks, headers, strict=True)
+    }
