@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from memsaver.whole_files import replace_file
+
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_PATH = ROOT / "benchmarks" / "results" / "h200.json"
 DISTRIBUTIONS = ("memsaver", "torch", "torch_memory_saver", "sglang")
@@ -167,9 +169,7 @@ def write(
     text = (
         "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
     )  # a row is a line of a diff
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    replace_file(path, text.encode())
     return len(rows)
 
 

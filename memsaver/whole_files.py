@@ -1,20 +1,25 @@
-"""Files that are written whole or not at all: of a full disk no half of one is left."""
+"""Files that are written whole or not at all: a full disk leaves no half of one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from pathlib import Path
 
 __all__ = ["replace_file"]
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Put the content into the file, which is replaced where it is there, its mode kept.
+    """Put the content into a file; one that exists is replaced.
 
-    Of a link, what it leads to is replaced. A device or a pipe is written to.
+    The mode of an existing file is kept, and its owner and group if the system allows it (if not,
+    the group gets no rights). At no moment has anybody rights to the content that the finished file
+    does not give. If the target is a link, the file that it leads to is replaced; a device or a
+    pipe is written to.
 
     Raises:
-        OSError: the file cannot be written, and is as it was; it names the target.
+        OSError: the file cannot be written, and is unchanged; the error names the target.
     """
     try:
         if target.exists() and not target.is_file():
@@ -28,12 +33,29 @@ def replace_file(target: Path, content: bytes) -> None:
 def _replace(target: Path, content: bytes) -> None:
     # Short, and not made from the target's name, which may be as long as names can be.
     fresh = target.with_name(f".memsaver-{os.urandom(4).hex()}")
+    before = target.stat() if target.exists() else None
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        with open(fresh, "xb") as file:
+        # The final rights of another owner's file come last: until then it is this user's alone.
+        with os.fdopen(os.open(fresh, flags, 0o600 if before else 0o666), "wb") as file:
             file.write(content)
-        if target.exists():
-            os.chmod(fresh, target.stat().st_mode)
+            if before:
+                file.flush()
+                _give_rights(file.fileno(), before)
         os.replace(fresh, target)
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+def _give_rights(file: int, before: os.stat_result) -> None:
+    """Give a file the owner, group and mode of the one that it is to replace."""
+    mode = stat.S_IMODE(before.st_mode) & 0o777
+    with contextlib.suppress(OSError):
+        os.chown(file, before.st_uid, before.st_gid)
+    if os.fstat(file).st_gid != before.st_gid:
+        with contextlib.suppress(OSError):
+            os.chown(file, -1, before.st_gid)
+    if os.fstat(file).st_gid != before.st_gid:
+        mode &= ~0o070
+    os.fchmod(file, mode)

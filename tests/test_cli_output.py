@@ -14,13 +14,14 @@ from memsaver.traces.trace import TagSample
 COMMANDS = ["--help", "--version", "doctor", "doctor --json", "top", "top --json", "trace t.json"]
 
 
-def run_command(words, tmp_path, unbuffered="", **named):
+def run_command(words, tmp_path, unbuffered="", variables=(), **named):
     environment = environment_without("MEMSAVER_")
     environment |= {
         "PYTHONPATH": str(LIBRARY_DIR.parent),
         "MEMSAVER_DRIVER": "sim",
         "PYTHONUNBUFFERED": unbuffered,
         "XDG_RUNTIME_DIR": str(tmp_path),
+        **dict(variables),
     }
     return subprocess.run(
         [sys.executable, "-m", "memsaver", *words.split()],
@@ -36,7 +37,7 @@ def run_command(words, tmp_path, unbuffered="", **named):
 @pytest.fixture(autouse=True)
 def trace(tmp_path):
     (tmp_path / "t.json").touch()
-    files.save(made(samples=[TagSample(0.0, "t", 0, 1, 1)]), tmp_path / "t.json")
+    files.save(made(samples=[TagSample(0.0, "t ✓ é", 0, 1, 1)]), tmp_path / "t.json")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
@@ -54,6 +55,40 @@ def test_a_reader_that_has_gone_is_no_news(tmp_path, words):
         gone.wait()
         done = run_command(words, tmp_path, stdout=gone.stdin)
     assert "Traceback" not in done.stderr and done.returncode == 1
+
+
+ENCODINGS = {
+    "ascii": {"PYTHONIOENCODING": "ascii"},
+    "latin-1": {"PYTHONIOENCODING": "latin-1"},
+    "C": {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+}
+WORDS = {
+    "--help": 0,
+    "--wäh": 2,  # no such option
+    "doctor": 0,
+    "doctor --json": 0,
+    "demo": 0,
+    "bench --size 32MiB --rounds 1": 0,
+    "top --once": 0,
+    "top --pid 1": 1,
+    "trace t.json": 0,
+    "trace t.json --html ü.html": 0,
+    "trace ü.json": 1,
+    "run --tag ü✓ -- true": 0,
+    "run -- ü✓": 127,
+}
+CASES = [(words, "ascii") for words in WORDS]
+CASES += [(words, "latin-1") for words in ("demo", "doctor", "bench --size 32MiB --rounds 1")]
+CASES += [(words, "C") for words in ("demo", "trace t.json", "trace ü.json")]
+
+
+@pytest.mark.parametrize("words, encoding", CASES)
+def test_a_terminal_that_knows_few_characters(tmp_path, words, encoding):
+    done = run_command(
+        words, tmp_path, variables=ENCODINGS[encoding], stdout=subprocess.PIPE, errors="replace"
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == WORDS[words], done.stderr
 
 
 def test_output_that_can_be_written_is(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from typing import Annotated
@@ -53,7 +54,13 @@ app.command("trace")(trace.command)
 
 
 def main() -> None:
-    """The console script. Output that cannot be written is an error: status 1, and a line of it."""
+    """Run the console script.
+
+    Output that cannot be written is an error: status 1, and a line that says so. Characters that
+    the output's encoding lacks are written as escapes.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # stderr does so by itself
     try:
         try:
             app(prog_name="memsaver")

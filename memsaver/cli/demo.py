@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import typer
 
 import memsaver
+from memsaver.cli.marks import marks_for
 from memsaver.errors import MemsaverError
 from memsaver.native import _C
 from memsaver.torch_mode import torch_pools
@@ -198,6 +199,7 @@ class Show:
     """The table, and the checks that did not hold."""
 
     table: Table
+    marks: dict[str, str]
     failures: list[str] = field(default_factory=list)
 
     def step(self, name: str, action: Callable[[], object], check: Callable[[], str]) -> None:
@@ -206,9 +208,9 @@ class Show:
         action()
         seconds = time.perf_counter() - start
         try:
-            checked = f"[green]✓[/] [dim]{check()}[/]"
+            checked = f"[green]{self.marks['good']}[/] [dim]{check()}[/]"
         except AssertionError as error:
-            checked = f"[red]✗ {error}[/]"
+            checked = f"[red]{self.marks['bad']} {error}[/]"
             self.failures.append(f"{name}: {error}")
         held = {row.tag: row for row in memsaver.stats().tags}
         cells = []
@@ -253,7 +255,7 @@ def run(console: Console) -> int:
     work = choose_workload()
     console.print(f"[bold]memsaver {memsaver.__version__}[/] on {work.title}\n{work.limits}\n")
     table = Table(
-        box=rich.box.SIMPLE_HEAD,
+        box=rich.box.ASCII2 if console.options.ascii_only else rich.box.SIMPLE_HEAD,
         title="MiB resident per tag, and what the driver says is free",
         title_justify="left",
         pad_edge=False,
@@ -261,7 +263,7 @@ def run(console: Console) -> int:
     table.add_column("step", ratio=1)
     for name in ("ms", "weights", "kv_cache", "graph", "free"):
         table.add_column(name, justify="right", no_wrap=True)
-    show = Show(table)
+    show = Show(table, marks_for(console))
 
     show.step("build the engine", work.build, lambda: "three tags")
     where, reference = work.addresses(), work.output()

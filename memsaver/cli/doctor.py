@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memsaver
+from memsaver.cli.marks import marks_for
 
 if TYPE_CHECKING:  # imported when the command runs: other commands need none of it
     from rich.console import Console
@@ -22,8 +23,6 @@ SCHEMA = 1  # raised when a key of the JSON changes its meaning or goes
 
 # By the values of Level.
 _COLOURS = {"good": "green", "warned": "yellow", "bad": "bold red"}
-_MARKS = {"good": "✓", "warned": "!", "bad": "✗"}
-_ASCII_MARKS = {"good": "+", "warned": "!", "bad": "x"}
 
 
 def command(
@@ -95,8 +94,7 @@ def _table(console: Console, group: list[Finding]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    ascii_only = console.options.ascii_only
-    marks, arrow = (_ASCII_MARKS, "->") if ascii_only else (_MARKS, "→")
+    marks, arrow = marks_for(console), "->" if console.options.ascii_only else "→"
     table = Table.grid(padding=(0, 1))
     table.add_column(width=2, justify="right")
     table.add_column(width=_NAMES, overflow="fold")
