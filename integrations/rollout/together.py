@@ -66,6 +66,7 @@ class Together:
         self._timeout = timeout
         self._turn = Gate()
         self._channel: Channel | None = None
+        self._closed = False
         if group is not None:
             channel = Channel(group, f"{lane}/{_number_of(group, lane)}")
             self._ranks, self._rank = channel.ranks, channel.rank
@@ -77,6 +78,15 @@ class Together:
     def is_leader(self) -> bool:
         """Whether this rank is the group's first."""
         return self._channel is None or self._rank == self._ranks[0]
+
+    def close(self) -> None:
+        """End the connections with the other ranks. Idempotent; waits for none of them.
+
+        Calls after it are an `InvalidStateError`, unless this process is alone.
+        """
+        if self._channel is not None:
+            self._closed = True
+            self._channel.close()
 
     def on_leader(
         self, what: str, action: Callable[[], Result], timeout: float | None = None
@@ -143,6 +153,8 @@ class Together:
     # --- meetings ---------------------------------------------------------------------------------
 
     def _one_at_a_time(self, what: str) -> AbstractContextManager[None]:
+        if self._closed:
+            raise InvalidStateError(f"{what} needs other ranks, and this connection was closed")
         return self._turn.passed(
             self._timeout,
             lambda: InvalidStateError(
