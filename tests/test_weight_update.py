@@ -14,6 +14,7 @@ from memsaver.integrations.rollout import WeightMismatchError  # noqa: E402
 from memsaver.integrations.rollout.engine import RolloutEngine  # noqa: E402
 from memsaver.integrations.rollout.together import GRACE_SECONDS  # noqa: E402
 from memsaver.integrations.rollout.weights import update  # noqa: E402
+from memsaver.integrations.rollout.weights.agreement import common_tie  # noqa: E402
 from memsaver.integrations.rollout.weights.buckets import ALIGNMENT, buckets_of  # noqa: E402
 from memsaver.integrations.rollout.weights.sources import sources_of  # noqa: E402
 from memsaver.integrations.sglang import weight_loads  # noqa: E402
@@ -323,20 +324,65 @@ def test_a_dtensor_is_no_shard_in_the_engines_layout(engine, backend):
         update(engine, {"a": torch.ones(2).as_subclass(Distributed)}, layout="engine")
 
 
-def test_tied_weights_are_told_by_their_memory():
-    one = torch.ones(4, 2)
-    specs = {
-        source.spec.name: source.spec
-        for source in sources_of(
-            {"a": one, "b": one, "c": one.t(), "d": one[:2], "e": one.clone(), "f": torch.ones(0)}
-        )
-    }
-    assert {name: spec.same for name, spec in specs.items()} == {
-        "a": "",
-        "b": "a",
-        "c": "",
-        "d": "",
-        "e": "",
-        "f": "",
-    }
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_tensors_without_elements_are_sent_like_others(engine, backend, bucket_bytes):
+    none = {"layers.0.empty": torch.ones(0, 3)}
+    for state in (none, {**none, **checkpoint(7)}, {**checkpoint(8), **none}):
+        report = update(engine, state, verify="full", bucket_bytes=bucket_bytes)
+        assert report.held == report.received == report.tensors
+    assert holds(backend, checkpoint(8))
+
+
+def test_tied_weights_are_told_by_their_memory_and_what_is_read_of_it():
+    one, two = torch.ones(4, 2), torch.ones(3, dtype=torch.complex64)
+    state = {"a": one, "b": one, "c": one.t(), "d": one[:2], "e": one.clone(), "f": torch.ones(0)}
+    state.update({"g": two, "h": two.conj(), "i": torch._neg_view(one), "j": two.conj()})
+    specs = {source.spec.name: source.spec for source in sources_of(state)}
+    told = {name: spec.same for name, spec in specs.items()}
+    assert told.pop("f") is None  # there is nothing of it here
+    assert {name: same for name, same in told.items() if same} == {"b": "a", "j": "h"}
     assert (specs["c"].shape, specs["c"].dtype, specs["c"].nbytes) == ((2, 4), "float32", 32)
+
+
+@pytest.mark.parametrize(
+    ("told", "tie"),
+    [
+        (["a", "a"], "a"),
+        (["a", None], "a"),
+        (["a", ""], ""),
+        (["a", "b"], ""),
+        (["", ""], ""),
+        ([None, None], None),
+    ],
+)
+def test_a_tie_is_one_if_all_ranks_that_have_an_element_say_so(told, tie):
+    assert common_tie(told) == tie
+
+
+def test_conjugated_and_negated_views_bring_their_own_values(monkeypatch):
+    """Each beside the tensor that it is a view of."""
+
+    class Pair(torch.nn.Module):
+        rank = 0
+
+        def __init__(self):
+            super().__init__()
+            for name in "ab":
+                zeros = torch.zeros(5, dtype=torch.complex64)
+                self.register_parameter(name, torch.nn.Parameter(zeros, requires_grad=False))
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                getattr(self, name).data.copy_(tensor)
+
+    value = torch.randn(5, dtype=torch.complex64)
+    for view in (value.conj(), torch._neg_view(value)):
+        with weight_engine.hooked(monkeypatch) as kind:
+            backend = Backend(kind)
+            backend.models = [Pair()]
+            backend.ranks = [kind(backend.models[0])]
+            report = update(
+                RolloutEngine(backend, timeout=30), {"a": value, "b": view}, verify="full"
+            )
+        assert report.tied == () and report.held == 2
+        assert torch.equal(backend.models[0].a, value) and torch.equal(backend.models[0].b, view)

@@ -47,6 +47,81 @@ assert holds(backend, checkpoint(9)) and report.held == report.tensors
 
 
 @pytest.mark.timeout(200)
+def test_replicas_that_differ_between_ranks_are_found(tmp_path):
+    run(
+        """
+weights = checkpoint(2)
+name = "layers.0.k.weight"
+if RANK == 1:
+    weights[name].view(-1).view(torch.uint8)[79] ^= 4
+engine, backend = engine_of(2)
+error = refused(WeightMismatchError, update, engine, weights, verify="full", bucket_bytes=700)
+assert error.tensors == (name,) and "on rank 1" in str(error), error
+assert backend is None or backend.calls[-1] == "end"
+update(engine, weights, verify="off")  # nothing is looked at
+# In the engine's own layout each rank has other contents.
+like = weight_engine.Model(engine.layout.tp_rank, 2)
+like.load_weights(checkpoint(9).items())
+update(engine, like, layout="engine", verify="full")
+assert holds(backend, checkpoint(9))
+# Each engine's ranks agree, and the engines do not.
+alone, backend = engine_of(1)
+for options in ({}, {"layout": "engine"}):
+    state = weights
+    if options:
+        state = weight_engine.Model()
+        state.load_weights(weights.items())
+    error = refused(WeightMismatchError, update, alone, state, verify="full", **options)
+    assert "on engine 1" in str(error), error
+    assert error.tensors == (("qkv_0",) if options else (name,)), error.tensors
+report = update(alone, checkpoint(3), verify="full")
+assert holds(backend, checkpoint(3)) and report.held == 13
+""",
+        2,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tensors_that_are_tied_on_one_rank_only_are_sent(tp, tmp_path):
+    run(
+        f"""
+class Untied(weight_engine.Model):
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
+        self.register_parameter("head", weight_engine.parameter(14, 8, dtype=torch.float32))
+    def copies(self, name, tensor):
+        if name == "lm_head.weight":
+            return [(self.head.data, tensor)]
+        return super().copies(name, tensor)
+engine, backend = engine_of({tp})
+if backend is not None:
+    backend.models = [Untied(rank, {tp}) for rank in range({tp})]
+    backend.ranks = [Manager(model) for model in backend.models]
+weights = checkpoint(5)
+if RANK == 1:
+    weights["lm_head.weight"] = weights["embed.weight"].clone()
+report = update(engine, weights, verify="full")
+assert report.tied == () and report.held == report.tensors == 14, report
+for model in backend.models if backend is not None else ():
+    assert torch.equal(model.head, weights["lm_head.weight"])
+# With other contents there, too, nothing is taken for held.
+if RANK == 1:
+    weights["lm_head.weight"] += 1
+error = refused(WeightMismatchError, update, engine, weights, verify="full")
+assert error.tensors == ("lm_head.weight",), error
+# A rank without an element of them leaves it to the others.
+one = distribute_tensor(torch.ones(1), init_device_mesh("cpu", (2,)), [Shard(0)])
+report = update(engine, {{"layers.0.scale": one, "layers.1.scale": one}}, verify="full")
+assert report.tied == ("layers.1.scale",), report
+""",
+        2,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
 def test_fsdp2_is_gathered_a_bucket_at_a_time(tmp_path):
     run(
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -91,6 +92,9 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
         self._generating = Together(layout.tp_group, timeout, "rollout/generate")
         self._fence = Fence(layout, timeout)
         self._closed = False
+        self._connections = contextlib.ExitStack()  # what `close` ends, with that of updates
+        for one in (together, self._generating, self._fence):
+            self._connections.callback(one.close)
 
         def check() -> None:
             if not is_whole(pad_token_id):
@@ -287,10 +291,18 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
         return weights.update(self, state, **options)
 
     def close(self) -> None:
-        """End the engine if this started it. Idempotent, waits for no other rank; no call after."""
+        """End the engine if this started it. Idempotent, waits for no other rank; no call after.
+
+        The connections with other ranks end, too, and `layout` has its process groups no more, so
+        that torch.distributed can be ended and started again.
+        """
         self._closed = True
-        if self.backend is not None:
-            self.backend.close()
+        try:
+            if self.backend is not None:
+                self.backend.close()
+        finally:
+            self._connections.close()
+            self.layout = self.layout.without_groups()
 
     def __enter__(self) -> RolloutEngine:
         return self

@@ -21,6 +21,12 @@ class Fence:
         self._layout, self._timeout = layout, timeout
         self._along = [Together(group, timeout, "rollout/fence") for group in layout.dp_groups]
 
+    def close(self) -> None:
+        """End the connections with the ranks of other engines. Idempotent; waits for no rank."""
+        for together in self._along:
+            together.close()
+        self._layout = self._layout.without_groups()
+
     def meet(self, what: str, error: BaseException | None, timeout: float | None = None) -> None:
         """Wait for all ranks of the mesh; an error that an engine's ranks bring is raised on all.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memsaver.errors import ConfigError, NotLoadedError
@@ -48,6 +48,10 @@ class Layout:
     def is_leader(self) -> bool:
         """Whether that is this one."""
         return self.tp_rank == 0
+
+    def without_groups(self) -> Layout:
+        """Return this place without its process groups, which keep torch's store."""
+        return replace(self, tp_group=None, dp_groups=())
 
 
 ALONE = Layout()

@@ -68,6 +68,8 @@ class Together:
         self._timeout = timeout if _is_timeout(timeout) else _SECONDS
         self._turn = Gate()
         self._ranks: Ranks | None = None
+        self._channel: Channel | None = None
+        self._closed = False
         self._is_leader = True
         usable, odd = usable_group(group) if group is not None else (None, None)
 
@@ -86,13 +88,22 @@ class Together:
             self._is_leader = channel.rank == channel.ranks[0]
             if len(channel.ranks) > 1:
                 channel.connect(self._timeout, what)
-                self._ranks = ranks
+                self._ranks, self._channel = ranks, channel
             _values(ranks.attempt(what, check, timeout=self._timeout, codec=PICKLES))
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank is the group's first."""
         return self._is_leader
+
+    def close(self) -> None:
+        """End the connections with the other ranks. Idempotent; waits for none of them.
+
+        Calls after it are an `InvalidStateError`, unless this process is alone.
+        """
+        if self._channel is not None:
+            self._closed = True
+            self._channel.close()
 
     def on_leader(
         self, what: str, action: Callable[[], Result], timeout: float | None = None
@@ -171,6 +182,8 @@ class Together:
     @contextlib.contextmanager
     def _one_at_a_time(self, what: str) -> Iterator[Ranks]:
         """For the block, no other thread makes a call, and signals are handled in its attempts."""
+        if self._closed:
+            raise InvalidStateError(f"{what} needs other ranks, and this connection was closed")
         assert self._ranks is not None
         late = InvalidStateError(
             f"{what} waited {self._timeout:g} s for another thread's call on the same group; "

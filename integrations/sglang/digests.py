@@ -23,7 +23,7 @@ def digest(tensor: Any, like: str = "") -> str:
     Raises:
         ConfigError, DriverError: as `memsaver.fingerprint`.
     """
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_cuda and not like.startswith(_HOST):
         return memsaver.fingerprint(tensor)
     on_host = tensor.cpu().contiguous()

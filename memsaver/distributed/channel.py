@@ -105,6 +105,17 @@ class Channel:
         except Exception as error:
             raise self._lost(error, what) from error
 
+    def close(self) -> None:
+        """End the lane's connections, and let go of the group and of torch's store. Idempotent.
+
+        Waits for no other rank. A call that is in progress in another thread ends first. While
+        anything of a group refers to torch's store, a later `init_process_group` in this process
+        may find this store again, with what the old group has left in it, and hang.
+        """
+        with self._link.lock:
+            self._link.store = self._link.gloo = None
+        self._group = None
+
     def all_gather(self, payload: bytes, timeout: float | None, what: str) -> list[bytes]:
         """What every rank gave, in the group's order. All give the same number of bytes.
 

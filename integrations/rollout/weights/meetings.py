@@ -37,6 +37,13 @@ class Meetings:
         groups = layout.dp_groups if layout.dp_size > 1 else ()
         self._along = [Together(group, timeout, "rollout/weights") for group in groups]
 
+    def close(self) -> None:
+        """End the connections with the ranks of other engines. Idempotent; waits for no rank."""
+        if self._fence is not None:
+            self._fence.close()
+        for together in self._along:
+            together.close()
+
     @contextlib.contextmanager
     def step(self, what: str, timeout: float) -> Iterator[Together]:
         """For the block, this engine's ranks do something; then those of all engines meet.

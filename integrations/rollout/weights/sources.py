@@ -24,14 +24,15 @@ class Spec:
         dtype: its type, as "bfloat16".
         shape: its shape: the whole one, unless the engine gets shards.
         nbytes: bytes that it takes when it is contiguous.
-        same: the name of an earlier tensor that is the same memory, or "".
+        same: the name of an earlier tensor that is the same memory, or "". None if this rank has no
+            element of it, so that other ranks know better.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    same: str = ""
+    same: str | None = ""
 
 
 class Source:
@@ -114,7 +115,7 @@ def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
             str(tensor.dtype).removeprefix("torch."),
             tuple(tensor.shape),
             tensor.numel() * tensor.element_size(),
-            first.get(memory, "") if memory is not None else "",
+            first.get(memory, "") if memory is not None else None,
         )
         if memory is not None:
             first.setdefault(memory, called)
@@ -159,11 +160,16 @@ def _local(tensor: Any) -> Any:
 
 
 def _memory_of(tensor: Any) -> Any:
-    """What two tensors have in common when they are the same; None where this rank has nothing."""
+    """Return what two tensors have in common if they are the same; None if there is nothing here.
+
+    A view that is conjugated or negated shares all but this bit with what it is a view of.
+    """
     local = _local(tensor)
     if local.numel() == 0:
         return None
-    return local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
+    where = (local.device, local.data_ptr(), local.stride(), local.is_conj(), local.is_neg())
+    parts = (tensor.device_mesh, tuple(tensor.placements)) if _is_distributed(tensor) else ()
+    return where, tuple(tensor.shape), tensor.dtype, parts
 
 
 def _gather_in_place(tensor: Any, out: Any) -> bool:
@@ -183,7 +189,7 @@ def _gather_in_place(tensor: Any, out: Any) -> bool:
         return False
     group = tensor.device_mesh.get_group(at)
     # As bytes: not every backend knows every type.
-    mine = local.contiguous().view(-1).view(torch.uint8)
+    mine = local.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
     gather(out.view(-1).view(torch.uint8), mine, group=group)
     return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import time
 import weakref
@@ -13,6 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from memsaver.errors import ConfigError, MemsaverError
 from memsaver.integrations.rollout.errors import WeightMismatchError
 from memsaver.integrations.rollout.together import GRACE_SECONDS
+from memsaver.integrations.rollout.weights.agreement import (
+    check_same,
+    common_tie,
+    names_digest,
+)
 from memsaver.integrations.rollout.weights.buckets import Bucket, buckets_of
 from memsaver.integrations.rollout.weights.colocated import BucketMemory
 from memsaver.integrations.rollout.weights.disaggregated import WeightGroup
@@ -26,6 +30,7 @@ from memsaver.integrations.rollout.weights.verification import (
     digests_of,
     looked_at,
     order_of,
+    raise_unlike,
 )
 from memsaver.integrations.sglang.weight_checks import RankCheck
 
@@ -65,7 +70,7 @@ def update(
         engine: a `RolloutEngine`.
         state: a `torch.nn.Module`, a mapping of names to tensors, or pairs of them: whole tensors,
             or DTensors such as FSDP2's, which are gathered a bucket at a time. Tensors that are the
-            same memory are sent once, under the first of their names.
+            same memory on every rank are sent once, under the first of their names.
         version: what the engine calls its weights from now on.
         layout: "whole": tensors as a checkpoint has them, which the engine's loader splits and
             fuses. "engine": this rank's shards as the engine has them, by its parameters' names,
@@ -73,9 +78,10 @@ def update(
         rename: the engine's name of a tensor by the state's; None leaves the tensor out.
         bucket_bytes: that a bucket may have. A tensor that is larger has one to itself.
         verify: "full": all tensors, which reads the engine's weights once more. "sampled": one of
-            eight, others at each update. "off": none. In any case tensors of which the model takes
-            nothing are an error, if the engine has memsaver's plugin; without it, nothing of this
-            can be asked, and the report says so.
+            eight, others at each update. "off": none. Contents that are verified must be the same
+            on all ranks that send whole tensors, and for all engines. In any case tensors of which
+            the model takes nothing are an error, if the engine has memsaver's plugin; without it,
+            nothing of this can be asked, and the report says so.
         group: the way to an engine that is elsewhere.
         pause: pause generation meanwhile, in this mode (see `Backend.pause_generation`). Needed
             where requests may be in flight; it stays paused where the update fails.
@@ -86,7 +92,7 @@ def update(
 
     Raises:
         WeightMismatchError: the engine holds something else than it was sent, or knows no such
-            tensor; `tensors` names them.
+            tensor, or ranks have different contents of one; `tensors` names them.
         ConfigError: the ranks do not send the same, or an argument does not fit.
         InvalidStateError: the engine's weights are released, or a tag that `state` is in is paused.
         OutOfDeviceMemoryError: no room for the bucket; nothing was sent.
@@ -157,22 +163,23 @@ class _Update:
         # The engine's own time: that of the update may be what is wrong with it.
         everyones = self._meetings.gather(f"{_WHAT}: its plan", self._plan, self._engine.timeout)
         timeout = self._options.timeout
-        ranks = self._engine.layout.tp_ranks
-        with self._meetings.step(f"{_WHAT}: its tensors", timeout):
-            for rank, theirs in zip(ranks, everyones, strict=True):
-                self._check_same(ranks[0], everyones[0], rank, theirs)
+        what = f"{_WHAT}: its tensors"
+        with self._meetings.step(what, timeout):
+            ranks = self._engine.layout.tp_ranks
+            check_same(ranks, everyones, self._options.layout == "whole")
             if not everyones[0]:
                 raise ConfigError("there are no tensors to send")
-        tied = {spec.name for theirs in everyones for spec in theirs if spec.same}
-        rows = [[spec for spec in theirs if spec.name not in tied] for theirs in everyones]
-        self._tied = tuple(spec.name for spec in everyones[0] if spec.name in tied)
         # Shards need not have the same size on all ranks.
-        specs = [max(same, key=lambda spec: spec.nbytes) for same in zip(*rows, strict=True)]
-        named = "\n".join(f"{s.name} {s.dtype} {s.shape}" for s in specs)
-        digest = hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
-        if len(set(self._meetings.along(f"{_WHAT}: its tensors", digest, timeout))) > 1:
+        specs = [max(same, key=lambda spec: spec.nbytes) for same in zip(*everyones, strict=True)]
+        ties = [common_tie(spec.same for spec in same) for same in zip(*everyones, strict=True)]
+        ours = names_digest(specs), ties
+        told = self._meetings.along(what, ours, timeout) or [ours]
+        if len({digest for digest, _ in told}) > 1:
             raise ConfigError("the ranks of different engines do not send the same tensors")
-        return specs
+        ties = [common_tie(each) for each in zip(*(theirs for _, theirs in told), strict=True)]
+        tied = {spec.name for spec, tie in zip(specs, ties, strict=True) if tie}
+        self._tied = tuple(spec.name for spec in specs if spec.name in tied)
+        return [spec for spec in specs if spec.name not in tied]
 
     def _plan(self) -> list[Spec]:
         self._engine._check_call(self._options.timeout)
@@ -189,16 +196,6 @@ class _Update:
                 )
         self._sources = {source.spec.name: source for source in sources}
         return [source.spec for source in sources]
-
-    def _check_same(self, first: int, ours: list[Spec], rank: int, theirs: list[Spec]) -> None:
-        """Raise ConfigError, on all ranks alike, where two ranks send different tensors."""
-        whole = self._options.layout == "whole"
-        for a, b in itertools.zip_longest(ours, theirs):
-            one, other = _in_words(a, whole), _in_words(b, whole)
-            if one != other:
-                raise ConfigError(
-                    f"the ranks do not send the same: rank {first} {one}, and rank {rank} {other}"
-                )
 
     def _device(self) -> Any:
         """Where buckets are: where the state is, or as the group needs it."""
@@ -283,12 +280,22 @@ class _Update:
             digests = digests_of(views, places)
             return memory.payload(views, self._options.load_format), digests
 
-        with self._meetings.step(what, self._options.timeout) as own:
-            checks = own.gathered(
+        timeout, engines = self._options.timeout, self._engine.layout
+        with self._meetings.step(what, timeout) as own:
+            rows = own.gather(what, payload, timeout)
+            sent = [digests for _, digests in rows]
+            if self._options.group is not None:
+                sent = sent[:1]
+            elif self._options.layout == "whole":
+                raise_unlike(bucket, places, sent, [f"rank {rank}" for rank in engines.tp_ranks])
+        each = self._meetings.along(what, (engines.dp_rank, sent), timeout)
+        flat = [tuple(itertools.chain(*theirs)) for _, theirs in each]
+        raise_unlike(bucket, places * len(sent), flat, [f"engine {at}" for at, _ in each])
+        with self._meetings.step(what, timeout) as own:
+            checks = own.on_leader(
                 what,
-                payload,
-                lambda rows: self._load(bucket, views, places, rows, last),
-                self._options.timeout,
+                lambda: self._load(bucket, views, places, [text for text, _ in rows], sent, last),
+                timeout,
             )
             self._tally.add(bucket, checks)
 
@@ -297,27 +304,27 @@ class _Update:
         bucket: Bucket,
         views: Views,
         places: Sequence[int],
-        rows: Sequence[tuple[str, tuple[str, ...]]],
+        payloads: Sequence[str],
+        sent: Sequence[tuple[str, ...]],
         last: bool,
     ) -> list[RankCheck]:
         """On the leader: have the engine load it."""
         backend, group, timeout = self._engine.backend, self._options.group, self._options.timeout
         assert backend is not None
-        digests = [row[1] for row in rows]
         flush_cache = last and self._options.flushes
         version = self._options.version if last else None
+        order = order_of(bucket, places, sent)
         if group is None:
             checks: list[RankCheck] = backend.load_tensors(
-                [row[0] for row in rows],
+                payloads,
                 load_format=self._options.load_format,
                 flush_cache=flush_cache,
                 weight_version=version,
-                order=order_of(bucket, places, digests),
+                order=order,
                 timeout=timeout,
             )
             return checks
         tensors = [view for _, _, view in views]
-        order = order_of(bucket, places, digests[:1])
 
         def load() -> list[RankCheck]:
             found: list[RankCheck] = backend.load_broadcast(
@@ -371,17 +378,12 @@ class _Update:
         }
 
 
-def _in_words(spec: Spec | None, whole: bool) -> str:
-    """What two ranks must have in common."""
-    if spec is None:
-        return "has no more"
-    return f"has {spec.name} ({spec.dtype}{', ' + str(spec.shape) if whole else ''})"
-
-
 def _meetings_of(engine: RolloutEngine) -> Meetings:
-    """Those of all updates of an engine."""
+    """Return those of all updates of an engine, which end with it."""
     if engine not in _meetings:
-        _meetings[engine] = Meetings(engine.together, engine.layout, engine.timeout)
+        made = Meetings(engine.together, engine.layout, engine.timeout)
+        engine._connections.callback(made.close)
+        _meetings[engine] = made
     return _meetings[engine]
 
 

@@ -11,7 +11,7 @@ from memsaver.integrations.rollout.weights.buckets import Bucket
 from memsaver.integrations.sglang.digests import digest
 from memsaver.integrations.sglang.weight_checks import Order, RankCheck, unknown_to_all
 
-__all__ = ["Tally", "Verify", "check_policy", "digests_of", "looked_at", "order_of"]
+__all__ = ["Tally", "Verify", "check_policy", "digests_of", "looked_at", "order_of", "raise_unlike"]
 
 Verify = Literal["off", "sampled", "full"]
 
@@ -56,6 +56,37 @@ def order_of(bucket: Bucket, places: Sequence[int], digests: Sequence[tuple[str,
     """
     same = all(row == digests[0] for row in digests)
     return Order(bucket.names, tuple(places), tuple(digests[:1] if same else digests))
+
+
+def raise_unlike(
+    bucket: Bucket,
+    places: Sequence[int],
+    digests: Sequence[Sequence[str]],
+    senders: Sequence[str],
+) -> None:
+    """Raise `WeightMismatchError`, on all ranks alike, if not all senders have the same contents.
+
+    Args:
+        bucket: what they send.
+        places: which tensors of it the digests are of.
+        digests: those of each sender.
+        senders: what each is called.
+    """
+    unlike = [at for at, row in enumerate(digests) if tuple(row) != tuple(digests[0])]
+    if not unlike:
+        return
+    names = {
+        bucket.names[place]
+        for at in unlike
+        for place, one, other in zip(places, digests[0], digests[at], strict=True)
+        if one != other
+    }
+    raise _mismatch(
+        bucket,
+        names,
+        f"{senders[0]} has other contents to send than other senders, which must have the same",
+        [senders[at] for at in unlike],
+    )
 
 
 class Tally:

@@ -1,0 +1,65 @@
+"""torch.distributed is ended and started again in a process that has had a rollout engine."""
+
+from __future__ import annotations
+
+import pytest
+import rank_processes
+
+pytest.importorskip("torch")
+
+CODE = """
+import datetime, os, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from process_sockets import eventually, listening
+from weight_engine import Backend, checkpoint
+from memsaver.errors import InvalidStateError
+from memsaver.integrations.rollout.engine import RolloutEngine
+from memsaver.integrations.rollout.ranks import layout_of
+from memsaver.integrations.rollout.weights import update
+
+RANK = int(os.environ["RANK"])
+torch.multiprocessing.set_sharing_strategy("file_system")
+engines = []  # closed, and kept
+
+def met(what):
+    # Without torch's store: that of the next group must not be reached before the last one ended.
+    Path(f"{what}-{RANK}").touch()
+    eventually(lambda: Path(f"{what}-{1 - RANK}").exists(), True)
+
+def refused(engine):
+    try:
+        engine.pause_generation()
+    except InvalidStateError as error:
+        assert "closed" in str(error), error
+    else:
+        raise AssertionError("a closed engine was called")
+
+for number, shape in enumerate([(1, 2), (2, 1), (1, 2)]):
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    layout = layout_of(init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")))
+    backend = Backend(size=shape[1]) if layout.is_leader else None
+    engine = RolloutEngine(backend, layout, timeout=20)
+    del layout
+    update(engine, checkpoint())
+    assert engine.together.gather("a call", lambda: RANK) == ([0, 1] if shape[1] == 2 else [RANK])
+    dist.barrier()
+    engine.close()
+    engine.close()
+    start = time.monotonic()
+    refused(engine)  # and waits for nobody
+    assert time.monotonic() - start < 10 and "closed" in repr(engine)
+    engines.append(engine)
+    dist.destroy_process_group()
+    eventually(listening, [])
+    met(f"ended-{number}")
+print("fine")
+"""
+
+
+@pytest.mark.timeout(150)
+def test_a_closed_engine_keeps_nothing_of_a_process_group(tmp_path):
+    here = f"import os; os.chdir({str(tmp_path)!r})\n"
+    said = rank_processes.run(here + CODE, 2, tmp_path, timeout=120)
+    assert all("fine" in text for text in said)
