@@ -80,6 +80,13 @@ def test_a_key_that_the_server_repeats_is_in_no_message(serve):
             assert "tell" not in texts_of(caught.value, variables=not status.startswith("200"))
 
 
+def test_what_a_server_says_of_its_own_keys_is_in_no_message(serve):
+    for info in ({"admin_api_key": "hidden"}, {"admin_api_key": "hidden", "internal_states": 1}):
+        with pytest.raises(EngineError) as caught:
+            SleepController(serve(response(info)).url)
+        assert "hidden" not in texts_of(caught.value, variables=False)
+
+
 def test_no_failed_call_shows_the_key(serve):
     for url in ("http://127.0.0.1:9", "http://no-such-host.invalid", serve(b"").url):
         with pytest.raises(EngineError) as caught:
