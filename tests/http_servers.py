@@ -6,17 +6,30 @@ import contextlib
 import json
 import socket
 import threading
+import traceback
+from pathlib import Path
+
+from memsaver.integrations.rollout.failures import Told
+
+KEY = 'sk-"tell\\nobody"'
+OK_HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+MIB = 1 << 20
+TESTS = Path(__file__).parent
 
 
 class RawServer:
     """Hands each connection to `answer(connection)`, after reading the request's head and body.
+
+    With TLS where it is given a context for that.
 
     Attributes:
         url: its address.
         requests: the requests' bytes, in their order.
     """
 
-    def __init__(self, answer) -> None:
+    def __init__(self, answer, tls=None) -> None:
+        self._tls = tls
         self._answer = answer
         self.requests: list[bytes] = []
         self.ended = threading.Event()
@@ -31,8 +44,10 @@ class RawServer:
                 threading.Thread(target=self._one, args=(connection,), daemon=True).start()
 
     def _one(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
+        with contextlib.suppress(OSError), contextlib.closing(connection):
             connection.settimeout(30)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_side=True)
             request = b""
             while b"\r\n\r\n" not in request:
                 part = connection.recv(65536)
@@ -66,3 +81,38 @@ def response(body: object, status: str = "200 OK", headers: str = "") -> bytes:
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"HTTP/1.1 {status}\r\nContent-Length: {len(text)}\r\n{headers}\r\n"
     return head.encode() + text
+
+
+def texts_of(error: BaseException, variables: bool = True) -> str:
+    """All that may be shown of an error, on any rank: with its causes and its frames' variables."""
+    frames = error.__traceback__
+    while frames is not None and TESTS in Path(frames.tb_frame.f_code.co_filename).parents:
+        frames = frames.tb_next
+    shown = traceback.TracebackException(type(error), error, frames, capture_locals=variables)
+    return "".join(shown.format()) + repr(error) + repr(vars(error)) + str(Told.of(0, error))
+
+
+def scheduler_state(**fields):
+    """A scheduler's state as a server says it; `last` and `rank` change its last answer."""
+    answer = {
+        "scheduler": "a",
+        "operation": "release",
+        "tags": [],
+        "released": [],
+        "held": [],
+        "ranks": [],
+        "failure": None,
+        "number": 1,
+    }
+    last = fields.pop("last", {})
+    rank = fields.pop("rank", None)
+    if rank is not None:
+        report = {"rank": 0, "host": "h", "pid": 1, "seconds": 0.1, "failure": None}
+        answer["ranks"] = [{**report, "device_bytes": {}, "copied_bytes": {}, **rank}]
+    return {
+        "scheduler": "a",
+        "released": [],
+        "idle": True,
+        "last": {**answer, **last} if isinstance(last, dict) else last,
+        **fields,
+    }

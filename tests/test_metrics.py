@@ -187,7 +187,7 @@ def test_importing_memsaver_imports_none_of_the_extras(run_python):
     run_python(
         """
         import sys, memsaver
-        heavy = {"rich", "typer", "matplotlib", "prometheus_client", "torch", "numpy"}
+        heavy = {"rich", "typer", "matplotlib", "prometheus_client", "httpx", "torch", "numpy"}
         assert not heavy & set(sys.modules), heavy & set(sys.modules)
         """
     )

@@ -202,6 +202,8 @@ def test_an_engine_that_does_not_start(sglang, surroundings):
     sglang.error = TypeError("unexpected keyword argument 'modle_path'")
     with pytest.raises(ConfigError, match="modle_path"):
         launch(place([None], 0), None, {"modle_path": "m"}, 30)
+    with pytest.raises(ConfigError, match="positive number of seconds"):
+        launch(place([None], 0), None, {"model_path": "m"}, float("inf"))
     with pytest.raises(ConfigError, match=r"tp_size=4.*2 ranks"):
         launch(place([None, None], 0), 2, {"tp_size": 4}, 30)
     assert surroundings() == before

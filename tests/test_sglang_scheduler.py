@@ -84,8 +84,9 @@ def test_doing_it_twice_changes_nothing(engine, tags):
 
 def test_unknown_tags_change_nothing(engine):
     for operation in ("release", "resume"):
-        answer = ask(engine, operation, ["weights", "optimizer"])
-        assert isinstance(error_of([answer]), memsaver.ConfigError)
+        for tags in (["weights", "optimizer"], "weights", 5, [["weights"]], ["\ud800"], [None]):
+            answer = ask(engine, operation, tags)
+            assert isinstance(error_of([answer]), memsaver.ConfigError)
     assert set(states().values()) == {"mapped"} and engine.weight_updater.offload_tags == set()
 
 

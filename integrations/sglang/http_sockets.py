@@ -143,8 +143,10 @@ class _Stream(httpcore.NetworkStream):  # type: ignore[misc]  # its base is Any 
             self._socket.settimeout(_left(self._deadline))
             wrapped = ssl_context.wrap_socket(self._socket, server_hostname=server_hostname)
         except TimeoutError:
+            self.close()
             raise httpcore.ConnectTimeout from None
         except OSError as error:
+            self.close()
             why = getattr(error, "verify_message", "") or error.strerror or type(error).__name__
             raise httpcore.ConnectError(why) from None
         return _Stream(wrapped, self._deadline)

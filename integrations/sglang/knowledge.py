@@ -94,6 +94,19 @@ class Knowledge:
             self._numbers = {s.scheduler: s.last.number if s.last else 0 for s in states}
             self._guarded = self._known = True
 
+    def check_done(self, operation: str, tags: Sequence[str]) -> None:
+        """Raise `EngineError` if an accepted release or resume of `tags` is not done by now."""
+        with self._lock:
+            if operation == "release":
+                undone = set(tags).difference(self._everywhere)
+            else:
+                undone = set(tags).intersection(self._anywhere)
+        if undone:
+            raise EngineError(
+                f"the engine accepted the {operation} of {', '.join(sorted(undone))} and says that "
+                "it is not done: it may have been restarted, or others changed it meanwhile"
+            )
+
     def note(self, operation: str, tags: Sequence[str], answers: Sequence[Answer]) -> None:
         """Take over that a release or a resume was done, from its answers where there are some."""
         if answers:

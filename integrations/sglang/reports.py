@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from memsaver.integrations.sglang.protocol import Answer, RankReport
 
-__all__ = ["SleepReport", "Step", "rank_reports"]
+__all__ = ["SleepReport", "Step", "rank_reports", "timed"]
 
 
 @dataclass(frozen=True)
@@ -65,3 +66,10 @@ def rank_reports(answers: Iterable[Answer]) -> tuple[RankReport, ...]:
     """The ranks of all answers, each once: data-parallel schedulers may share a group."""
     ranks = {(rank.host, rank.pid): rank for answer in answers for rank in answer.ranks}
     return tuple(ranks.values())
+
+
+def timed(name: str, work: Callable[[], None]) -> Step:
+    """Do some work, and return it as a step without tags. What `work` raises passes through."""
+    started = time.monotonic()
+    work()
+    return Step(name, (), time.monotonic() - started)

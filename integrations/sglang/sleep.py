@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memsaver.errors import InvalidStateError, MemsaverError
@@ -19,7 +19,7 @@ from memsaver.integrations.sglang.protocol import (
     SchedulerState,
     error_of,
 )
-from memsaver.integrations.sglang.reports import SleepReport, Step, rank_reports
+from memsaver.integrations.sglang.reports import SleepReport, Step, rank_reports, timed
 from memsaver.integrations.sglang.requests import Requests, busy
 from memsaver.integrations.sglang.status import Status, needs_of, selected, status_of
 from memsaver.latches import Gate
@@ -218,7 +218,7 @@ class SleepController:
 
             def hurry() -> None:
                 if abort:
-                    steps.append(_timed("abort", lambda: self._engine.abort(_left(deadline))))
+                    steps.append(timed("abort", lambda: self._engine.abort(_left(deadline))))
 
             with self._requests.none(wait_idle or abort, hurry, lambda: _left(deadline)):
                 self._drain(wait_idle or abort, flush, deadline, steps)
@@ -300,9 +300,9 @@ class SleepController:
                     raise busy()
                 time.sleep(min(_POLL_SECONDS, _left(deadline)))
 
-        steps.append(_timed("wait_idle" if self.guarded else "flush", until_idle))
+        steps.append(timed("wait_idle" if self.guarded else "flush", until_idle))
         if flush and self.guarded:
-            steps.append(_timed("flush", lambda: self._flush(deadline)))
+            steps.append(timed("flush", lambda: self._flush(deadline)))
 
     def _is_idle(self, deadline: float) -> bool:
         if not self.guarded:
@@ -369,20 +369,8 @@ class SleepController:
             failed = error_of(answers)
             if failed is not None:  # which a server did not pass on
                 raise failed
-            self._check_done(operation, tags)
+            self._knowledge.check_done(operation, tags)
         return Step(operation, tuple(tags), seconds, rank_reports(answers))
-
-    def _check_done(self, operation: str, tags: Sequence[str]) -> None:
-        """Raise `EngineError` if the engine accepted a call, and says that it is not done."""
-        if operation == "release":
-            undone = set(tags).difference(self._knowledge.everywhere)
-        else:
-            undone = set(tags).intersection(self._knowledge.anywhere)
-        if undone:
-            raise EngineError(
-                f"the engine accepted the {operation} of {', '.join(sorted(undone))} and says that "
-                "it is not done: it may have been restarted, or others changed it meanwhile"
-            )
 
     def _after_failure(self, error: BaseException, deadline: float) -> None:
         """Find out what the state is. Raises what the engine says of a failure in its place."""
@@ -409,12 +397,6 @@ class SleepController:
                 "what the engine has released is unknown since its last failure, and it has not "
                 "memsaver's plugin to tell: restart it"
             )
-
-
-def _timed(name: str, work: Callable[[], None]) -> Step:
-    started = time.monotonic()
-    work()
-    return Step(name, (), time.monotonic() - started)
 
 
 def _left(deadline: float) -> float:

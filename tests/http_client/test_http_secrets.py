@@ -1,0 +1,211 @@
+"""Redirects, API keys and addresses: no secret reaches another host, or any message."""
+
+from __future__ import annotations
+
+import pytest
+from http_servers import KEY, response, scheduler_state, texts_of
+
+from memsaver.errors import ConfigError
+from memsaver.integrations.rollout import RolloutEngine
+from memsaver.integrations.sglang import SleepController
+from memsaver.integrations.sglang.engines import ServedEngine, connect
+from memsaver.integrations.sglang.errors import EngineError
+from memsaver.integrations.sglang.http_client import HttpClient
+
+# --- redirects and secrets ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308, 300, 304])
+def test_a_redirect_is_an_error_and_nobody_else_gets_the_key(serve, status):
+    other = serve(response({"internal_states": []}))
+    target = other.url.replace("//", f"//user:{KEY}@") + f"/take?key={KEY}"
+    answer = f"HTTP/1.1 {status} Moved\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n"
+    server = serve(answer.encode())
+    client = HttpClient(server.url, KEY)
+    for call in (
+        lambda: client.post("/release_memory_occupation", {"tags": ["weights"]}, 30),
+        lambda: client.get("/server_info", 30),
+    ):
+        with pytest.raises(EngineError, match="redirect") as caught:
+            call()
+        assert caught.value.http_status == status
+        assert other.url.partition("//")[2] in str(caught.value)
+        assert "tell" not in texts_of(caught.value)
+    assert other.requests == [] and len(server.requests) == 2
+
+
+@pytest.mark.parametrize("location", [None, "", "/elsewhere", "//[", "http://\x7f", "http://a:b@c"])
+def test_a_redirect_to_nowhere(serve, location):
+    line = "" if location is None else f"Location: {location}\r\n"
+    server = serve(f"HTTP/1.1 302 Found\r\n{line}Content-Length: 0\r\n\r\n".encode())
+    with pytest.raises(EngineError) as caught:
+        HttpClient(server.url).post("/x", {}, 30)
+    assert "a:b" not in str(caught.value)
+
+
+def test_a_sleep_that_is_redirected_is_not_a_sleep(serve):
+    def answer(connection):
+        if server.requests[-1].startswith(b"GET"):
+            return connection.sendall(
+                response({"internal_states": [{"memsaver": scheduler_state()}]})
+            )
+        location = f"Location: {server.url}/login\r\n"
+        return connection.sendall(response(b"", "302 Found", location))
+
+    server = serve(answer)
+    controller = SleepController(server.url)
+    with pytest.raises(EngineError, match="302") as caught:
+        controller.sleep()
+    assert caught.value.http_status == 302
+    assert controller.status.value == "awake" and controller.released == set()
+
+
+def test_a_key_that_the_server_repeats_is_in_no_message(serve):
+    said = {"error": {"message": f"{KEY} may not"}}
+    for body, status in (
+        (said, "401 Unauthorized"),
+        ({"success": False, "message": KEY}, "400 Bad Request"),
+        (f"no such key: {KEY}".encode(), "403 Forbidden"),
+        ({"success": False, "message": KEY}, "200 OK"),
+        (f"<{KEY}>".encode(), "200 OK"),
+    ):
+        engine = ServedEngine(serve(response(body, status)).url, KEY)
+        for call in (
+            lambda engine=engine: engine.asked("pause_generation", {}, 30),
+            lambda engine=engine: engine.states(30),
+        ):
+            with pytest.raises(EngineError) as caught:
+                call()
+            # The answer itself may be the variable of a frame, where it was accepted.
+            assert "tell" not in texts_of(caught.value, variables=not status.startswith("200"))
+
+
+def test_what_a_server_says_of_its_own_keys_is_in_no_message(serve):
+    for info in ({"admin_api_key": "hidden"}, {"admin_api_key": "hidden", "internal_states": 1}):
+        with pytest.raises(EngineError) as caught:
+            SleepController(serve(response(info)).url)
+        assert "hidden" not in texts_of(caught.value, variables=False)
+
+
+def test_no_failed_call_shows_the_key(serve):
+    for url in ("http://127.0.0.1:9", "http://no-such-host.invalid", serve(b"").url):
+        with pytest.raises(EngineError) as caught:
+            HttpClient(url, KEY).get("/server_info", 30)
+        assert "tell" not in texts_of(caught.value)
+    engine = connect("http://127.0.0.1:9", KEY)
+    assert "tell" not in repr(engine) + repr(vars(engine)) + repr(vars(engine._client))
+
+
+def test_the_key_goes_to_the_server(serve):
+    server = serve(response({"internal_states": []}))
+    ServedEngine(server.url + "/", KEY).states(30)
+    head = server.requests[0].decode()
+    assert head.startswith("GET /server_info HTTP/1.1\r\n")
+    assert f"\r\nAuthorization: Bearer {KEY}\r\n" in head
+
+
+def test_no_proxy_of_the_environment_gets_the_request(serve, monkeypatch):
+    proxy, server = serve(response({"proxy": 1})), serve(response({"internal_states": []}))
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, proxy.url)
+    ServedEngine(server.url).states(30)
+    assert proxy.requests == []
+
+
+BAD_KEYS = ["hidden\n", "hid\nden", "hid\r\nX: 1", "\thidden", "hid\0den", "hidd\xe9n", "\ud800hid"]
+
+
+@pytest.mark.parametrize("key", [*BAD_KEYS, "", " ", 5, b"hidden", ["hidden"]], ids=repr)
+def test_a_key_that_no_header_carries_is_refused_unseen(key):
+    for call in (
+        lambda: connect("http://127.0.0.1:9", key),
+        lambda: SleepController("http://127.0.0.1:9", api_key=key),
+        lambda: RolloutEngine.connect("http://127.0.0.1:9", api_key=key),
+    ):
+        with pytest.raises(ConfigError, match="API key") as caught:
+            call()
+        assert "hid" not in str(caught.value) + repr(caught.value)
+
+
+BAD_URLS = [
+    "127.0.0.1:30000",
+    "http://user:hidden@host:1",
+    "https://hidden@host",
+    "http://user:hid/den@host:1",
+    "http://user:80/hidden@host",
+    "user:hidden@host:30000",
+    "http://host:1?key=hidden",
+    "http://host:1/#hidden",
+    "http://ho st",
+    "http://host\nhidden",
+    "http://",
+    "http:///hidden",
+    "http://:80",
+    "http://[::1",
+    "http://[::hidden]",
+    "http://host:0",
+    "http://host:99999",
+    "http://host:hidden",
+    "http://-hidden",
+    "http://hid,den",
+    "http://\ud800hidden",
+    "http://" + "hidden" * 30,
+    "file:///etc/passwd",
+    "HTTP//hidden",
+    "",
+]
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_an_address_that_is_none_is_refused_unseen(url):
+    for call in (
+        lambda: connect(url),
+        lambda: RolloutEngine.connect(url),
+        lambda: RolloutEngine.connect([url]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert "hid" not in str(caught.value) and "server's address" in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", [None, 5, b"http://host", object(), ["http://host"]], ids=repr)
+def test_what_is_no_engine_is_refused(engine):
+    with pytest.raises(ConfigError):
+        connect(engine)
+
+
+@pytest.mark.parametrize("base", ["", "/", "/below/a/proxy", "/below/"])
+def test_an_address_may_have_a_path(serve, base):
+    server = serve(response({"internal_states": []}))
+    ServedEngine(server.url + base).states(30)
+    path = base.rstrip("/") + "/server_info"
+    assert server.requests[0].startswith(f"GET {path} HTTP/1.1".encode())
+
+
+def test_without_httpx_it_says_what_to_install(run_python):
+    run_python(
+        """
+        import sys
+        sys.modules["httpx"] = None
+        import memsaver.integrations.rollout, memsaver.integrations.sglang.hooks
+        from memsaver.errors import NotLoadedError
+        from memsaver.integrations.sglang.sleep import SleepController
+        try:
+            SleepController("http://127.0.0.1:9")
+        except NotLoadedError as error:
+            assert "memsaver[http]" in str(error), error
+        else:
+            raise AssertionError
+        """
+    )
+
+
+def test_driving_an_engine_of_the_process_imports_no_httpx(run_python):
+    run_python(
+        """
+        import sys
+        import memsaver.integrations.sglang.hooks, memsaver.integrations.sglang.plugin
+        import memsaver.integrations.sglang.sleep, memsaver.integrations.rollout.engine
+        assert not {"httpx", "httpcore", "h11"} & set(sys.modules)
+        """
+    )
