@@ -434,7 +434,6 @@ def test_generating_during_training_is_refused(scene):
     ("options", "what"),
     [
         ({"backup": "none"}, "backup"),
-        ({"backup": None}, "backup"),
         ({"block_timeout": -1.0}, "block_timeout"),
         ({"backup": "somewhere"}, "backup"),
         ({"timeout": 0}, "timeout"),
@@ -468,6 +467,61 @@ def test_a_trainer_without_a_backup_is_refused(sim, tag):
     model = offload(trainer.model, tag=tag("model"), backup="none")
     with pytest.raises(memsaver.ConfigError, match="no backup"):
         ColocatedSession(engine, model, state=trainer.model.state_dict)
+
+
+def test_a_tag_without_a_backup_is_refused_before_anything_happens(sim, tag):
+    trainer = Trainer()
+    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
+    reference = tag("reference")
+    for error in (memsaver.UnknownTagError, memsaver.ConfigError):
+        with pytest.raises(error, match="reference"):
+            ColocatedSession(engine, trainer.model, tags=[reference])
+        assert memsaver.explain(next(trainer.model.parameters())).tag is None
+        assert not trainer.model._forward_pre_hooks
+        with memsaver.region(reference):
+            pass
+
+
+def test_a_tag_that_loses_its_backup_is_refused_before_a_rollout(sim, tag):
+    reference = tag("reference")
+    with memsaver.region(reference, backup="host"):
+        pass
+    scene = Scene(tag, tags=[reference])
+    with memsaver.region(reference, backup="none"):
+        pass
+    with pytest.raises(memsaver.ConfigError, match="no backup"):
+        with scene.session.rollout():
+            raise AssertionError("nothing may be generated")
+    assert not paused(scene) and not scene.session.stages
+
+
+def test_a_refused_close_closes_nothing(scene):
+    with scene.session.rollout():
+        pass
+    memsaver.resume(scene.tags[0])  # the model's alone
+    with pytest.raises(memsaver.InvalidStateError, match="resume it first"):
+        scene.session.close()
+    with scene.session.training():
+        scene.train()
+    with scene.session.rollout():
+        with pytest.raises(memsaver.InvalidStateError):
+            scene.trainer.model(torch.ones(1, 32))  # guarded still
+    with scene.session.training():
+        pass
+    scene.session.close()
+    for block in (scene.session.rollout, scene.session.training):
+        with pytest.raises(memsaver.InvalidStateError, match="closed"), block():
+            raise AssertionError("closed")
+    assert not paused(scene) - {"weights", "kv_cache"}
+
+
+def test_a_closed_handle_is_refused(sim, tag):
+    trainer = Trainer()
+    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
+    handle = offload(trainer.model, tag=tag("model"))
+    handle.close()
+    with pytest.raises(memsaver.InvalidStateError, match="closed"):
+        ColocatedSession(engine, handle, state=trainer.model.state_dict)
 
 
 @pytest.mark.parametrize("missing", ["update_weights", "sleep", "wake_up"])

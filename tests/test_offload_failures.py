@@ -278,7 +278,7 @@ def test_interrupted_everywhere(run_python):
             pass
         assert all(torch.equal(states[name], right[name]) for name in right), place
         handle.close()
-        assert not collection._watching[optimizer], place
+        assert not list(collection._watching), place
         states.update({name: state.clone() for name, state in states.items()})
     assert place > 1000, place
     """

@@ -86,11 +86,12 @@ class ColocatedSession:
             "optimizer"; or the `Offloaded` of it. None where there is none on the GPU.
         state: gives the weights to send, as `RolloutEngine.update_weights` takes them; None is
             `model.state_dict()`.
-        tags: more tags of the trainer's that go and come with the optimizer, such as that of a
-            reference model; the same on all ranks.
+        tags: more tags of the trainer's that are paused and resumed with the optimizer, such as
+            that of a reference model; the same on all ranks. Each is known and has a backup.
         group: a `torch.distributed` group of all ranks of the trainer; None is the world, or this
             process alone where torch.distributed is not initialised.
-        backup: where the trainer's memory goes, as of `memsaver.region`; its contents are needed.
+        backup: where the trainer's memory goes, as for `offload`. "none" is refused, because the
+            contents are needed.
         sleep: False: nothing sleeps and nothing is paused, all else is done as with it, for
             comparing the two.
         engine_keeps_weights: the engine's weights survive its sleep (SGLang's
@@ -103,7 +104,10 @@ class ColocatedSession:
         on_stage: is told of each stage when it is over, failed ones included; must not raise.
 
     Raises:
-        ConfigError: what cannot be offloaded, or a bad option.
+        ConfigError: a model or an optimizer that cannot be offloaded, a tag without a backup, or a
+            bad option.
+        UnknownTagError: no region ever named one of `tags`.
+        InvalidStateError: a handle that is closed.
         MemsaverError: what `offload` and `memsaver.distributed` raise, on all ranks.
     """
 
@@ -116,7 +120,7 @@ class ColocatedSession:
         state: Callable[[], Any] | None = None,
         tags: Sequence[str] = (),
         group: Any = None,
-        backup: str = "host",
+        backup: str | None = None,
         sleep: bool = True,
         engine_keeps_weights: bool = False,
         update_options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
@@ -124,7 +128,7 @@ class ColocatedSession:
         block_timeout: float = 1800.0,
         on_stage: Callable[[StageReport], object] | None = None,
     ) -> None:
-        if backup in (None, "none"):
+        if backup == "none":
             raise ConfigError("the trainer's memory needs a backup: its contents are its training")
         if state is None and not callable(getattr(model, "state_dict", None)):
             raise ConfigError(
@@ -201,7 +205,9 @@ class ColocatedSession:
         """The engine has the GPU for the block, and the trainer's weights. Gives the engine.
 
         Raises:
-            InvalidStateError: inside another block of this session.
+            InvalidStateError: inside another block of this session; or the session or one of its
+                handles is closed.
+            ConfigError: a tag of the trainer's has lost its backup; nothing is paused.
             RankError: the block or a stage failed on some ranks, or they called different things.
             GroupError: a rank died, hangs, or did not come in time; start the job again.
             OutOfDeviceMemoryError: memory for the engine is not there. What has been done holds,
@@ -237,11 +243,12 @@ class ColocatedSession:
     def close(self) -> None:
         """Take the hooks from the model and the optimizer; the engine is left as it is.
 
-        The tensors stay where they are, in the tags. Closing twice is allowed.
+        The tensors stay where they are, in the tags; the session cannot be used any more. Closing
+        twice is allowed.
 
         Raises:
-            InvalidStateError: inside a block, or the trainer's memory is paused: `with
-                session.training(): pass` brings it back.
+            InvalidStateError: inside a block, or some of the trainer's memory is paused: `with
+                session.training(): pass` brings it back. Nothing is closed.
         """
         if self._phase is not Phase.IDLE:
             raise InvalidStateError(f"the session cannot be closed in a {self._phase.value}")
@@ -287,7 +294,7 @@ class ColocatedSession:
         try:
             with interrupts_deferred():
                 mine = self._owner.acquire(blocking=False)
-            error = None
+            error: MemsaverError | None = None
             # What this rank is about to do follows from what is in these words.
             what = (
                 f"{name}() of a session whose engine is {'' if self._is_current else 'not '}current"
@@ -298,6 +305,11 @@ class ColocatedSession:
                     f"{name}() inside a {self._phase.value}: leave that block first; nothing has "
                     "changed"
                 )
+            else:
+                try:
+                    self._trainer.check()
+                except MemsaverError as raised:
+                    error = raised
             self._meet(what, None, error, self._block_timeout)
             self._phase = Phase.MOVING
             yield

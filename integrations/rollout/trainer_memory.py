@@ -9,10 +9,11 @@ from typing import Any
 
 import memsaver
 import memsaver.distributed
-from memsaver.errors import ConfigError, MemsaverError
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+from memsaver.handles import state
 from memsaver.integrations.trainer import Offloaded, offload
-from memsaver.native import Backup, check_tag
-from memsaver.statistics import stats
+from memsaver.integrations.trainer.offloading import close_all, has_no_backup
+from memsaver.native import check_tag
 
 __all__ = ["TrainerMemory"]
 
@@ -33,7 +34,7 @@ class TrainerMemory:
         *,
         group: Any,
         tags: Sequence[str],
-        backup: str,
+        backup: str | None,
         timeout: float,
         offloading: bool,
     ) -> None:
@@ -52,13 +53,14 @@ class TrainerMemory:
         others = [check_tag(tag) for tag in tags]
         self.others: tuple[str, ...] = ()
         if offloading:
+            _check_backups(others)
             try:
                 self._offload(model, optimizer, others, backup)
             except BaseException:
                 self.undo()
                 raise
 
-    def _offload(self, model: Any, optimizer: Any, others: list[str], backup: str) -> None:
+    def _offload(self, model: Any, optimizer: Any, others: list[str], backup: str | None) -> None:
         self.model = self._offloaded(model, backup).tag
         if optimizer is not None:
             others.insert(0, self._offloaded(optimizer, backup).tag)
@@ -70,18 +72,14 @@ class TrainerMemory:
             )
         self.others = tuple(dict.fromkeys(others))
 
-    def _offloaded(self, target: Any, backup: str) -> Offloaded:
+    def _offloaded(self, target: Any, backup: str | None) -> Offloaded:
         if isinstance(target, Offloaded):
             handle = target
+            _check_open(handle)
         else:
             handle = offload(target, backup=backup)
             self._made.append(handle)
-        if any(row.backup is Backup.NONE for row in stats()[handle.tag]):
-            raise ConfigError(
-                f"tag {handle.tag!r} has no backup, and the contents of a trainer are needed: "
-                'offload(..., backup="host")',
-                tag=handle.tag,
-            )
+        _check_backups([handle.tag])
         self._handles.append(handle)
         return handle
 
@@ -89,6 +87,18 @@ class TrainerMemory:
     def tags(self) -> tuple[str, ...]:
         """All tags, the model's first."""
         return (self.model, *self.others) if self.model else ()
+
+    def check(self) -> None:
+        """Check that the trainer's memory is guarded still, and that a pause would save it.
+
+        Raises:
+            InvalidStateError: a handle was closed.
+            ConfigError: a tag has no backup.
+            UnknownTagError: a tag is unknown.
+        """
+        for handle in self._handles:
+            _check_open(handle)
+        _check_backups(self.tags)
 
     def pause(self, *names: str) -> Any:
         """Pause these on all ranks, or on none; None where there is nothing to be paused."""
@@ -125,9 +135,34 @@ class TrainerMemory:
                 handle.close()
 
     def close(self) -> None:
-        """Take the hooks away. As of `Offloaded.close`."""
-        for handle in self._handles:
-            handle.close()
+        """Take the hooks away: of all handles or, after an error, of none.
+
+        Raises:
+            InvalidStateError: a tag is paused.
+        """
+        close_all(self._handles)
+
+
+def _check_open(handle: Offloaded) -> None:
+    if handle.is_closed:
+        raise InvalidStateError(
+            f"the handle of tag {handle.tag!r} was closed, so that nothing would keep a trainer "
+            "from using memory that is paused: offload once more, and make a session with that",
+            tag=handle.tag,
+        )
+
+
+def _check_backups(tags: Sequence[str]) -> None:
+    """Refuse tags whose contents a pause would lose."""
+    for tag in tags:
+        state(tag)  # known
+        if has_no_backup(tag):
+            raise ConfigError(
+                f"tag {tag!r} has no backup, and the contents of a trainer's tags are needed: give "
+                f'it one, by offload(..., backup="host") or memsaver.region({tag!r}, '
+                'backup="host")',
+                tag=tag,
+            )
 
 
 def _torch_with_cuda() -> Any:

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from memsaver import observers, simulator
@@ -15,6 +15,7 @@ from memsaver.errors import ConfigError, MemsaverWarning
 from memsaver.integrations.trainer.device_storages import DeviceStorages
 from memsaver.integrations.trainer.guards import (
     check_mapped,
+    check_tags_mapped,
     guard_module,
     guard_optimizer,
     guard_parts,
@@ -23,8 +24,11 @@ from memsaver.integrations.trainer.holdings import (
     Holding,
     gradients_of,
     holdings_of,
+    parameters_of,
+    parts_of,
     reshard,
     storages_of,
+    weights_of,
 )
 from memsaver.integrations.trainer.places import Places, tag_of
 from memsaver.integrations.trainer.simulated_storages import SimulatedStorages
@@ -35,15 +39,15 @@ __all__ = ["Collection"]
 
 # Whose frames lie between a program's step and a hook after it.
 _BETWEEN = {"memsaver", "torch", "contextlib"}
-# By optimizer: the tags that its states go to; once for each collection that watches it.
-_watching: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+_watching: weakref.WeakSet[Collection] = weakref.WeakSet()
 
 
 class Collection:
     """Targets and the tag that their memory goes to. Any thread.
 
-    Targets are referred to weakly. `watch` makes their hooks keep this; without it, this lives as
-    long as somebody has it.
+    Optimizers and modules are referred to weakly. `watch` makes their hooks keep this; without it,
+    this lives as long as somebody has it. Tensors are kept as long as this lives: a weak reference
+    would keep `torch.utils.swap_tensors` from working on them.
     """
 
     def __init__(
@@ -55,8 +59,8 @@ class Collection:
         self._gradients = gradients
         self._memory = SimulatedStorages() if simulator.active() else DeviceStorages()
         self._lock = threading.RLock()
-        # By optimizer: how many parameters had states when they were last looked for.
-        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # The number of states that an optimizer had when they were last gathered, by its id.
+        self._seen: dict[int, int] = {}
         self._hooks = contextlib.ExitStack()
         self._hooks_of_parts = contextlib.ExitStack()  # from before a pause until after the resume
 
@@ -88,14 +92,17 @@ class Collection:
             ConfigError: something must stay where it is: what it is, and why; or what comes later
                 goes to another tag already.
         """
-        for target in self.targets:
-            others = [tag for tag in _watching.get(target, ()) if tag != self.tag]
-            if others:
-                raise ConfigError(
-                    f"the states of this {type(target).__name__} go to tag {others[0]!r} already: "
-                    "pause and resume that one, or close what offload returned for it",
-                    tag=self.tag,
-                )
+        import torch
+
+        mine = {id(t): t for t in self.targets if isinstance(t, torch.optim.Optimizer)}
+        for other in list(_watching):
+            for target in other.targets:
+                if id(target) in mine and other.tag != self.tag:
+                    raise ConfigError(
+                        f"the states of this {type(target).__name__} go to tag {other.tag!r} "
+                        "already: pause and resume that one, or close what offload returned for it",
+                        tag=self.tag,
+                    )
         with self._lock:
             self._reshard()
             self._movable(self._outside(self.targets, gradients=False), strict=True)
@@ -132,11 +139,14 @@ class Collection:
             for target in self.targets:
                 if isinstance(target, torch.optim.Optimizer):
                     hooks.enter_context(
-                        guard_optimizer(target, self._check, self._after_step, self._after_load)
+                        guard_optimizer(
+                            target,
+                            self._before_step,
+                            self._after_step,
+                            self._before_load,
+                            self._after_load,
+                        )
                     )
-                    tags = _watching.setdefault(target, [])
-                    tags.append(self.tag)
-                    hooks.callback(tags.remove, self.tag)
                 elif isinstance(target, torch.nn.Module):
                     hooks.enter_context(guard_module(target, self._check))
             this = weakref.ref(self)
@@ -160,9 +170,11 @@ class Collection:
                 weakref.finalize(self, registration.remove).atexit = False
                 hooks.callback(registration.remove)
             self._hooks = hooks.pop_all()
+            _watching.add(self)
 
     def unwatch(self) -> None:
         """The end of `watch`; what is in the tag stays there. Twice is allowed."""
+        _watching.discard(self)
         self._hooks.close()
         self._leave_parts()
 
@@ -187,13 +199,23 @@ class Collection:
     def _check(self, what: str) -> None:
         check_mapped(self.tag, what)
 
+    def _before_step(self, optimizer: Any) -> None:
+        what = "the optimizer's step"
+        self._check(what)
+        check_tags_mapped(_touched_by_step(optimizer), what)
+        if self._seen.get(id(optimizer)) != _size(optimizer):
+            self._seen.pop(id(optimizer), None)  # some were cleared, or set by the program
+
+    def _before_load(self, optimizer: Any) -> None:
+        self._check("the optimizer's load_state_dict")
+
     def _after_load(self, optimizer: Any) -> None:
-        self._seen.pop(optimizer, None)
+        self._seen.pop(id(optimizer), None)
         self._after_step(optimizer)
 
     def _after_step(self, optimizer: Any) -> None:
         """Gather states that are new. What fails here has no caller: the step is done."""
-        if self._seen.get(optimizer) == len(optimizer.state):
+        if self._seen.get(id(optimizer)) == _size(optimizer):
             return
         pools = torch_pools(required=False)
         if pools is not None and pools.is_capturing():
@@ -202,7 +224,7 @@ class Collection:
             with self._lock:
                 self._move([optimizer], gradients=False)
         except RuntimeError as error:  # memsaver's and torch's
-            self._seen[optimizer] = len(optimizer.state)  # the next step is no better time
+            self._seen[id(optimizer)] = _size(optimizer)  # the next step is no better time
             warnings.warn(
                 f"states of an optimizer could not be moved into tag {self.tag!r} after the step "
                 f"or load_state_dict that made them; the next pause of the tag tries it again: "
@@ -220,20 +242,38 @@ class Collection:
                 self._memory.move(moving, self.tag)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):
-                self._seen[target] = len(target.state)
+                self._seen[id(target)] = _size(target)
 
     def _outside(self, targets: list[Any], *, gradients: bool) -> list[tuple[Any, Holding]]:
         found = self._storages(targets, gradients=gradients)
         return [pair for pair in found if tag_of(pair[0]) != self.tag]
 
     def _storages(self, targets: list[Any], *, gradients: bool) -> list[tuple[Any, Holding]]:
-        """Each storage on the device that targets hold; the first holding of it says what."""
-        holdings = [h for target in targets for h in holdings_of(target, self._parameters)]
+        """Each storage on the device that targets hold; the first holding of it says what.
+
+        Without `parameters`, an optimizer's states that share a storage with a parameter belong to
+        that one, wherever it lies, and are left out.
+        """
+        import torch
+
+        weights = set(storages_of(h for target in self.targets for h in weights_of(target)))
+        holdings = []
+        for target in targets:
+            held = list(holdings_of(target, self._parameters))
+            if isinstance(target, torch.optim.Optimizer):
+                own = parameters_of(target) if self._parameters else ()
+                left = weights - set(storages_of(h for p in own for h in parts_of(p, "")))
+                held = [h for h in held if h.tensor.untyped_storage()._cdata not in left]
+            holdings += held
         if gradients:
             holdings += [h for target in targets for h in gradients_of(target)]
         return list(storages_of(filter(self._memory.takes, holdings)).values())
 
     def _movable(self, outside: list[tuple[Any, Holding]], strict: bool = False) -> list[Any]:
+        """Tensors over the storages that may be moved, one of each.
+
+        Nobody keeps the storages' own objects: their users are counted.
+        """
         if not outside:
             return []
         places = Places()
@@ -241,7 +281,7 @@ class Collection:
         for storage, holding in outside:
             obstacle = places.obstacle(storage, self.tag)
             if obstacle is None:
-                movable.append(storage)
+                movable.append(holding.tensor)
             elif strict:
                 raise ConfigError(
                     f"{holding.what} cannot be put into tag {self.tag!r}: it {obstacle}",
@@ -251,13 +291,21 @@ class Collection:
 
 
 def _reference(target: Any) -> Callable[[], Any]:
-    """A weak reference; torch has one of its own for tensors, which C++ may keep alone."""
     import torch
-    from torch.utils.weak import TensorWeakRef
 
-    if isinstance(target, torch.Tensor):
-        return TensorWeakRef(target)  # type: ignore[no-any-return]
-    return weakref.ref(target)
+    return (lambda: target) if isinstance(target, torch.Tensor) else weakref.ref(target)
+
+
+def _touched_by_step(optimizer: Any) -> Iterator[Holding]:
+    """Yield what a step may read or write: parameters, their gradients, states."""
+    yield from holdings_of(optimizer, parameters=True)
+    yield from gradients_of(optimizer)
+
+
+def _size(optimizer: Any) -> int:
+    """The number of an optimizer's states."""
+    states = optimizer.state.values()
+    return sum(len(state) if isinstance(state, Mapping) else 1 for state in states)
 
 
 def _frames_of_others() -> int:

@@ -27,11 +27,12 @@ class DeviceStorages:
         """Whether a tensor is in device memory."""
         return bool(holding.tensor.is_cuda)
 
-    def move(self, storages: list[Any], tag: str) -> None:
-        """Give each storage memory of the tag, with its contents, and its old memory back.
+    def move(self, tensors: list[Any], tag: str) -> None:
+        """Give the storage of each tensor memory of the tag, with its contents.
 
-        Whatever shares a storage shares it afterwards. Waits for all work of the devices first, and
-        for the copies. No other thread may use the storages meanwhile.
+        The old memory is released. Whatever shares a storage shares it afterwards. Waits for all
+        work of the devices first, and for the copies. No other thread may use the storages
+        meanwhile.
 
         Raises:
             OutOfDeviceMemoryError: storages before that one are moved, that one and those after it
@@ -40,7 +41,7 @@ class DeviceStorages:
         """
         import torch
 
-        waiting = list(storages)
+        waiting = [tensor.untyped_storage() for tensor in tensors]
         devices = {storage.device for storage in waiting}
         for device in devices:
             torch.cuda.synchronize(device)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.handles import state
-from memsaver.native import State
+from memsaver.integrations.trainer.holdings import Holding
+from memsaver.integrations.trainer.places import tag_of
+from memsaver.native import _C, STATES, State
 
-__all__ = ["Guard", "check_mapped", "guard_module", "guard_optimizer", "guard_parts"]
+__all__ = [
+    "Guard",
+    "check_mapped",
+    "check_tags_mapped",
+    "guard_module",
+    "guard_optimizer",
+    "guard_parts",
+]
 
 Check: TypeAlias = Callable[[str], object]  # of what is about to happen; raises if it must not
 Told: TypeAlias = Callable[[Any], object]  # of the optimizer
+
+_FORWARD = "the model's forward"
 
 
 def check_mapped(tag: str, what: str) -> None:
@@ -30,6 +41,17 @@ def check_mapped(tag: str, what: str) -> None:
         "touched",
         tag=tag,
     )
+
+
+def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
+    """Raise InvalidStateError if a tensor lies in a tag, of any name, without its memory."""
+    away = {row["tag"] for row in _C.stats() if STATES[int(row["state"])] is not State.MAPPED}
+    if not away:
+        return
+    for holding in holdings:
+        tag = tag_of(holding.tensor.untyped_storage())
+        if tag in away:
+            check_mapped(tag, f"{what} ({holding.what})")
 
 
 class Guard:
@@ -62,11 +84,12 @@ class _NoGuard:
 
 
 def guard_optimizer(
-    optimizer: Any, check: Check, stepped: Told, loaded: Told
+    optimizer: Any, before_step: Told, stepped: Told, before_load: Told, loaded: Told
 ) -> contextlib.ExitStack:
-    """Ask `check` before each step and `load_state_dict`, and tell of each afterwards.
+    """Call functions with the optimizer before and after each step and `load_state_dict`.
 
-    A compiled step is broken into graphs around the hooks. Copies of an optimizer have no hooks.
+    The functions before may raise; nothing is done then. A compiled step is broken into graphs
+    around the hooks. Copies of an optimizer have no hooks.
 
     Returns:
         What takes the hooks away again when it is closed.
@@ -76,26 +99,20 @@ def guard_optimizer(
     """
     import torch
 
-    def ask(what: str) -> Callable[..., None]:
+    def hooked(function: Told) -> Callable[..., None]:
         def hook(owner: Any, *arguments: Any) -> None:
-            check(what)
-
-        return torch.compiler.disable(hook)  # type: ignore[no-any-return]
-
-    def tell(told: Told) -> Callable[..., None]:
-        def hook(owner: Any, *arguments: Any) -> None:
-            told(owner)
+            function(owner)
 
         return torch.compiler.disable(hook)  # type: ignore[no-any-return]
 
     with _registering(optimizer) as hooks:
         for register, hook in (
-            (optimizer.register_step_pre_hook, ask("the optimizer's step")),
-            (optimizer.register_step_post_hook, tell(stepped)),
-            (optimizer.register_load_state_dict_pre_hook, ask("the optimizer's load_state_dict")),
-            (optimizer.register_load_state_dict_post_hook, tell(loaded)),
+            (optimizer.register_step_pre_hook, before_step),
+            (optimizer.register_step_post_hook, stepped),
+            (optimizer.register_load_state_dict_pre_hook, before_load),
+            (optimizer.register_load_state_dict_post_hook, loaded),
         ):
-            hooks.callback(register(hook).remove)
+            hooks.callback(register(hooked(hook)).remove)
         return hooks.pop_all()
 
 
@@ -114,7 +131,7 @@ def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
 
 
 def guard_parts(module: Any, check: Check) -> contextlib.ExitStack:
-    """As `guard_module`, for the modules inside of one.
+    """As `guard_module`, for the modules inside of one; and for compiled calls of all of them.
 
     Parts that take no hooks, scripted ones, are guarded by those around them alone. Each hook costs
     some microseconds a forward, and torch has fast paths for modules without: not for long.
@@ -123,17 +140,38 @@ def guard_parts(module: Any, check: Check) -> contextlib.ExitStack:
 
     with _registering(module) as hooks:
         for part in module.modules():
-            if part is not module and not isinstance(part, torch.jit.ScriptModule):
+            if isinstance(part, torch.jit.ScriptModule):
+                continue
+            if part is not module:
                 _guard(part, check, hooks)
+            _guard_compiled(part, check, hooks)
         return hooks.pop_all()
 
 
 def _guard(module: Any, check: Check, hooks: contextlib.ExitStack) -> None:
-    forward = Guard(check, "the model's forward")
+    forward = Guard(check, _FORWARD)
     loading = Guard(check, "the model's load_state_dict")
     # Before those of FSDP2, which gather parameters.
     hooks.callback(module.register_forward_pre_hook(forward, prepend=True).remove)
     hooks.callback(module.register_load_state_dict_pre_hook(loading).remove)
+
+
+def _guard_compiled(module: Any, check: Check, hooks: contextlib.ExitStack) -> None:
+    """Guard what `module.compile()` has made, which runs the module's hooks in compiled code."""
+    compiled = getattr(module, "_compiled_call_impl", None)
+    if compiled is None:
+        return
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        check(_FORWARD)
+        return compiled(*args, **kwargs)
+
+    def restore() -> None:
+        if module._compiled_call_impl is guarded:  # not compiled once more
+            module._compiled_call_impl = compiled
+
+    module._compiled_call_impl = guarded
+    hooks.callback(restore)
 
 
 @contextlib.contextmanager

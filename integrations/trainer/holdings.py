@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Holding", "gradients_of", "holdings_of", "reshard", "storages_of"]
+from memsaver.integrations.trainer.nested import leaves
+
+__all__ = [
+    "Holding",
+    "gradients_of",
+    "holdings_of",
+    "parameters_of",
+    "parts_of",
+    "reshard",
+    "storages_of",
+    "weights_of",
+]
 
 
 @dataclass(frozen=True)
@@ -26,34 +37,59 @@ class Holding:
 
 
 def holdings_of(target: Any, parameters: bool) -> Iterator[Holding]:
-    """What a target holds now, without gradients.
+    """Yield what a module or a tensor holds now, and an optimizer's states, without gradients.
+
+    An optimizer's states are the tensors in its `state`, its `param_groups` and its attributes, but
+    for parameters. Tensors of one element in `param_groups` and attributes are left out: learning
+    rates and the like, which programs read and write at any time.
 
     Args:
-        target: an optimizer (its states), a module (its parameters and buffers), or a tensor.
-        parameters: whether an optimizer's parameters count too.
+        target: an optimizer, a module (its parameters and buffers), or a tensor.
+        parameters: whether to yield the parameters that an optimizer steps, too.
     """
     import torch
 
     if isinstance(target, torch.optim.Optimizer):
-        for state in list(target.state.values()):
-            yield from _of_state(state, "state")
+        for tensor, what in _states(target):
+            if not isinstance(tensor, torch.nn.Parameter):
+                yield from parts_of(tensor, what, what == "state 'step'")
         if parameters:
-            for parameter in _parameters_of(target):
-                yield from _parts(parameter, "a parameter of the optimizer")
+            for parameter in parameters_of(target):
+                yield from parts_of(parameter, "a parameter of the optimizer")
     elif isinstance(target, torch.nn.Module):
         for name, parameter in target.named_parameters():
-            yield from _parts(parameter, f"parameter {name!r}")
+            yield from parts_of(parameter, f"parameter {name!r}")
         for name, buffer in target.named_buffers():
-            yield from _parts(buffer, f"buffer {name!r}")
+            yield from parts_of(buffer, f"buffer {name!r}")
     else:
-        yield from _parts(target, "a tensor")
+        yield from parts_of(target, "a tensor")
+
+
+def weights_of(target: Any) -> Iterator[Holding]:
+    """Yield the parameters that an optimizer refers to: those that it steps, and all others.
+
+    Others are in its states or attributes, such as the low-precision weights that a wrapper writes
+    back, and in modules among its attributes.
+    """
+    import torch
+
+    if not isinstance(target, torch.optim.Optimizer):
+        return
+    for parameter in parameters_of(target):
+        yield from parts_of(parameter, "a parameter of the optimizer")
+    for tensor, what in _states(target):
+        if isinstance(tensor, torch.nn.Parameter):
+            yield from parts_of(tensor, what)
+    for value, _ in leaves(_attributes(target)):
+        if isinstance(value, torch.nn.Module):
+            yield from holdings_of(value, parameters=True)
 
 
 def gradients_of(target: Any) -> Iterator[Holding]:
     """The gradients that a target's parameters have now."""
-    for parameter in _parameters_of(target):
+    for parameter in parameters_of(target):
         if parameter.grad is not None:
-            yield from _parts(parameter.grad, "a gradient")
+            yield from parts_of(parameter.grad, "a gradient")
 
 
 def storages_of(holdings: Iterable[Holding]) -> dict[int, tuple[Any, Holding]]:
@@ -78,7 +114,8 @@ def reshard(target: Any) -> None:
                 module.reshard()
 
 
-def _parameters_of(target: Any) -> Iterator[Any]:
+def parameters_of(target: Any) -> Iterator[Any]:
+    """Yield the tensors that a target's gradients belong to."""
     import torch
 
     if isinstance(target, torch.optim.Optimizer):
@@ -90,22 +127,28 @@ def _parameters_of(target: Any) -> Iterator[Any]:
         yield target
 
 
-def _of_state(value: Any, what: str) -> Iterator[Holding]:
-    """The tensors in a state, however deep its dicts and lists are."""
+def _states(optimizer: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the tensors in an optimizer's states, groups and attributes, with their names."""
     import torch
+    from torch.nn.parameter import is_lazy
 
-    if isinstance(value, torch.Tensor):
-        yield from _parts(value, what, what == "state 'step'")
-    elif isinstance(value, Mapping):
-        for key, inner in list(value.items()):
-            yield from _of_state(inner, f"state {key!r}")
-    elif isinstance(value, list | tuple | set | frozenset):
-        for inner in value:
-            yield from _of_state(inner, what)
+    for value, what in leaves(list(optimizer.state.values()), "state"):
+        if isinstance(value, torch.Tensor):
+            yield value, what
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for place, values in (("param_groups", groups), ("attribute", _attributes(optimizer))):
+        for value, what in leaves(values, place):
+            if isinstance(value, torch.Tensor) and (is_lazy(value) or value.numel() != 1):
+                yield value, what
 
 
-def _parts(tensor: Any, what: str, is_counter: bool = False) -> Iterator[Holding]:
-    """The dense tensors that a tensor is made of: DTensors and other wrappers hold some."""
+def _attributes(optimizer: Any) -> dict[str, Any]:
+    known = {"state", "param_groups"}
+    return {name: value for name, value in vars(optimizer).items() if name not in known}
+
+
+def parts_of(tensor: Any, what: str, is_counter: bool = False) -> Iterator[Holding]:
+    """Yield the dense tensors that a tensor is made of: DTensors and other wrappers hold some."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -113,7 +156,7 @@ def _parts(tensor: Any, what: str, is_counter: bool = False) -> Iterator[Holding
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
             if isinstance(inner, torch.Tensor):  # not a DTensor's mesh
-                yield from _parts(inner, what, is_counter)
+                yield from parts_of(inner, what, is_counter)
     elif torch.nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
         return  # without memory yet; or sparse: not moved
     elif tensor.device.type != "meta":

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import memsaver
 from memsaver.blocks import Block
-from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
+from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError, UnknownTagError
 from memsaver.integrations.trainer.collection import Collection
+from memsaver.integrations.trainer.targets import targets_in
 from memsaver.interrupts import interrupts_deferred
+from memsaver.native import _C, Backup, backup_of, check_tag
 from memsaver.reports import Report
 
-__all__ = ["Offloaded", "offload"]
+__all__ = ["Offloaded", "close_all", "has_no_backup", "offload"]
 
 # What guards the targets of a call that failed half-way, until that is made again.
 _unfinished: weakref.WeakSet[Collection] = weakref.WeakSet()
@@ -42,6 +44,11 @@ class Offloaded:
     def state(self) -> memsaver.State:
         """The state of the tag."""
         return memsaver.state(self.tag)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
 
     @property
     def bytes(self) -> int:
@@ -105,16 +112,7 @@ class Offloaded:
         Raises:
             InvalidStateError: the tag is paused; nothing would refuse a step then.
         """
-        if self._is_closed:
-            return
-        if self.state is not memsaver.State.MAPPED:
-            raise InvalidStateError(
-                f"what is offloaded to tag {self.tag!r} cannot be closed while the tag is "
-                f"{self.state}: resume it first",
-                tag=self.tag,
-            )
-        self._is_closed = True
-        self._collection.unwatch()
+        close_all([self])
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -125,10 +123,30 @@ class Offloaded:
             )
 
 
+def close_all(handles: Sequence[Offloaded]) -> None:
+    """Close several handles, or none of them.
+
+    Raises:
+        InvalidStateError: the tag of one is paused; all are as before.
+    """
+    with interrupts_deferred():
+        waiting = [handle for handle in handles if not handle.is_closed]
+        for handle in waiting:
+            if handle.state is not memsaver.State.MAPPED:
+                raise InvalidStateError(
+                    f"what is offloaded to tag {handle.tag!r} cannot be closed while the tag is "
+                    f"{handle.state}: resume it first",
+                    tag=handle.tag,
+                )
+        for handle in waiting:
+            handle._is_closed = True
+            handle._collection.unwatch()
+
+
 def offload(
     *targets: Any,
     tag: str | None = None,
-    backup: str | None = "host",
+    backup: str | None = None,
     parameters: bool = False,
     gradients: bool = True,
 ) -> Offloaded:
@@ -141,23 +159,35 @@ def offload(
 
     Args:
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
-            master weights that somebody else keeps); lists of those. FSDP2 modules are resharded.
+            master weights that somebody else keeps); lists or dicts of those. Optimizers inside an
+            optimizer or a wrapper, in its attributes or in containers there, are targets as well.
+            FSDP2 modules are resharded.
         tag: the tag; None is "optimizer" where the first target is an optimizer, "model" else. A
             tag may have several handles, and regions as well.
-        backup: as in `memsaver.region`. With "none" a pause discards the contents.
+        backup: as in `memsaver.region`. With "none" a pause discards the contents. None keeps the
+            tag's backup, and is "host" for a tag that has none.
         parameters: an optimizer's parameters too: for one that has master weights of its own. The
             model's weights are the optimizer's parameters in a plain trainer, and stay without
-            this; for them, offload the model.
+            this, as do states that share their memory; for them, offload the model.
         gradients: gradients go into the tag with each pause, if there are any.
 
     What exists is moved here, what comes later after the step that made it, after
-    `load_state_dict`, and before each pause of the tag. The move of a gradient or a state takes
-    room for a batch of them (at most 512 MiB, or a single larger one) and empties torch's cache.
+    `load_state_dict`, and before each pause of the tag. An optimizer's states are looked for in its
+    `state`, its `param_groups` and its attributes, inside of mappings, sequences, sets, dataclasses
+    and `SimpleNamespace`s; other objects are not looked into. Tensors of one element in
+    `param_groups` and attributes, such as learning rates, stay.
+
+    The move of a gradient or a state takes room for a batch of them (at most 512 MiB, or a single
+    larger one) and empties torch's cache.
+
     While the tag is paused, the optimizers' `step` and `load_state_dict`, and the forward and
-    `load_state_dict` of the modules and their parts, raise InvalidStateError. What else touches the
+    `load_state_dict` of the modules and their parts, raise InvalidStateError. So does a step whose
+    parameters, gradients or states lie in another tag that is paused. What else touches the
     memory is not seen: backward, clipping, `zero_grad(set_to_none=False)`, a gradient scaler's
     `unscale_` and `step`, replays of CUDA graphs; nor is the forward of a compiled model, unless
-    the target is what `torch.compile` returned, or of a model that is no target itself.
+    the target is what `torch.compile` returned, or it was compiled in place (`Module.compile`)
+    before the pause; nor of a model that is no target itself. Whatever has the memory's address
+    (DLPack consumers, CUDA array interfaces) must be made after the call.
 
     Call it, and make a first step, before CUDA graphs are captured that use the memory; also a
     first pause with gradients, where those live across the capture and `gradients` is on. Let no
@@ -167,7 +197,8 @@ def offload(
     Raises:
         ConfigError: a target that is none of these or takes no hooks, an unknown backup, or memory
             that must stay where it is: in another tag, say. Nothing is moved, the tag is as it was.
-        InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`.
+        InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`; or, on
+            the simulated driver, something other than a Python tensor uses the memory.
         OutOfDeviceMemoryError: no room for the move. What was moved before that is in the tag, and
             the rest where it was; all of it can be used, and the same call goes on from there.
             Until then, work on it while the tag is paused is refused as above.
@@ -179,11 +210,13 @@ def offload(
         raise NotLoadedError("offload is for torch's optimizers and modules; install torch") from (
             None
         )
-    found = list(dict.fromkeys(one for target in _flat(targets) for one in _unwrapped(target)))
+    found = targets_in(targets)
     if not found:
         raise ConfigError("offload needs an optimizer, a module or a tensor to work on")
     if tag is None:
         tag = "optimizer" if isinstance(found[0], torch.optim.Optimizer) else "model"
+    if backup is None and has_no_backup(tag):
+        backup = "host"
     collection = Collection(found, tag, parameters=parameters, gradients=gradients)
     region = memsaver.region(tag, backup=backup, device=collection.devices() or None)
     collection.check()
@@ -210,51 +243,9 @@ def offload(
         raise
 
 
-def _flat(targets: Any) -> Iterator[Any]:
-    for target in targets:
-        if isinstance(target, list | tuple):
-            yield from _flat(target)
-        else:
-            yield target
-
-
-def _unwrapped(target: Any) -> Iterator[Any]:
-    """A module or tensor itself; of an optimizer, or a wrapper such as accelerate's, all inside.
-
-    Raises:
-        ConfigError: nothing that can be offloaded.
-    """
-    import torch
-
-    if isinstance(target, torch.nn.Module | torch.Tensor):
-        yield target
-        return
-    found = _optimizers_in(target)
-    if not found:
-        raise ConfigError(
-            f"offload takes torch optimizers, modules and tensors, not {type(target).__name__}"
-        )
-    yield from found
-
-
-def _optimizers_in(target: Any) -> list[Any]:
-    """The optimizers that an optimizer or a wrapper consists of, the outermost first.
-
-    Less those that only pass on what another has, and were not initialised as torch's are.
-    """
-    import torch
-
-    found: list[Any] = []
-    seen: set[int] = set()
-    waiting = [target]
-    while waiting:
-        one = waiting.pop(0)
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        inside = [getattr(one, name, None) for name in ("optimizer", "optim")]
-        inside += list(getattr(one, "__dict__", {}).values())
-        waiting += [inner for inner in inside if isinstance(inner, torch.optim.Optimizer)]
-        if isinstance(one, torch.optim.Optimizer) and "state" in vars(one):
-            found.append(one)
-    return found
+def has_no_backup(tag: str) -> bool:
+    """Whether a pause of the tag would lose contents: its backup is "none", or it is unknown."""
+    try:
+        return backup_of(_C.tag_backup(check_tag(tag))) is Backup.NONE
+    except UnknownTagError:
+        return True

@@ -180,6 +180,40 @@ def case_dropped_gradients_go_back() -> None:
     assert with_gradients - held() >= 2 * 64 * MIB
 
 
+def case_a_step_without_its_parameters_or_gradients_is_refused() -> None:
+    trainer = Trainer("adamw_fused", device="cuda")
+    states = offload(trainer.optimizer, tag="optimizer", gradients=False)
+    trainer.step()
+    gradients = [p.grad for p in trainer.model.parameters()]
+    others = (offload(trainer.model, tag="model", gradients=False), offload(gradients, tag="grads"))
+    contents = trainer.contents()
+    for other in others:
+        with other.paused():
+            assert states.state == "mapped"
+            with raises(memsaver.InvalidStateError) as caught:
+                trainer.optimizer.step()
+            assert caught[0].tag == other.tag
+    assert trainer.contents() == contents
+    trainer.optimizer.step()
+
+
+def case_states_that_alias_a_parameter_stay_with_it() -> None:
+    trainer = Trainer("adamw_fused", device="cuda")
+    for parameter in trainer.model.parameters():
+        trainer.optimizer.state[parameter]["master"] = parameter.detach().float()
+    x = torch.ones(1, 32, device="cuda")
+    expected = trainer.model(x).detach()
+    states = offload(trainer.optimizer, tag="optimizer")
+    with states.paused():
+        assert torch.equal(trainer.model(x), expected)
+    weights = offload(trainer.model, tag="model")
+    masters = [state["master"] for state in trainer.optimizer.state.values()]
+    assert all(lies_in(master, "model") for master in masters)
+    with weights.paused(), states.paused():
+        assert memsaver.stats().resident_bytes == 0
+    assert torch.equal(trainer.model(x), expected)
+
+
 def case_inside_regions_and_pools() -> None:
     trainer = Trainer("adamw", wide_model, "cuda")
     trainer.step()

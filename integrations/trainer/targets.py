@@ -1,0 +1,76 @@
+"""The optimizers, modules and tensors in the arguments of `offload`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memsaver.errors import ConfigError
+from memsaver.integrations.trainer.nested import leaves
+
+__all__ = ["targets_in"]
+
+
+def targets_in(values: Any) -> list[Any]:
+    """Return the targets in a container, each once, in their order.
+
+    A module or a tensor is a target itself; of an optimizer, or a wrapper such as accelerate's, all
+    optimizers inside are.
+
+    Raises:
+        ConfigError: a value has no optimizer inside, or a module has no hash.
+    """
+    import torch
+
+    found: dict[int, Any] = {}  # by id: targets may have no hash, or be equal to others
+    for target, _ in leaves(values):
+        inside = [target]
+        if isinstance(target, torch.nn.Module):
+            _check_hash(target)
+        elif not isinstance(target, torch.Tensor):
+            inside = _optimizers_in(target)
+        if not inside:
+            raise ConfigError(
+                f"offload takes torch optimizers, modules and tensors, not {type(target).__name__}"
+            )
+        found.update((id(one), one) for one in inside)
+    return list(found.values())
+
+
+def _check_hash(module: Any) -> None:
+    try:
+        list(module.modules())
+    except TypeError as error:
+        raise ConfigError(
+            f"torch cannot list the parts of a {type(module).__name__}: {error}; a module needs a "
+            "hash, which a class with an __eq__ of its own lacks: give it __hash__ = "
+            "torch.nn.Module.__hash__, or make it a @dataclass(eq=False)"
+        ) from error
+
+
+def _optimizers_in(target: Any) -> list[Any]:
+    """The optimizers that an optimizer or a wrapper consists of, the outermost first.
+
+    Less those that only pass on what another has, and were not initialised as torch's are.
+    """
+    import torch
+
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [target]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.optim.Optimizer) and "state" in vars(one):
+            found.append(one)
+        values = [getattr(one, name, None) for name in ("optimizer", "optim")]
+        own = getattr(one, "__dict__", {})
+        values += [value for name, value in own.items() if name not in _WITHOUT_OPTIMIZERS]
+        inside = (value for value, _ in leaves(values))
+        waiting += [value for value in inside if isinstance(value, torch.optim.Optimizer)]
+    return found
+
+
+# Of an optimizer: large, and full of tensors.
+_WITHOUT_OPTIMIZERS = {"state", "param_groups"}
