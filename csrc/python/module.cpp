@@ -53,6 +53,7 @@ std::vector<ms_range> ranges_of(const std::vector<Pair>& pairs) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "memsaver's C ABI. Private: use the package memsaver.";
   require_own_core();
+  find_errors();
 
   m.def("version", &ms_version);
   m.def("driver_info", [] {
