@@ -241,7 +241,7 @@ def case_a_whole_trainer() -> None:
     assert losses == expected
 
 
-# --- the original's examples, by what they check ---------------------------------------------------
+# --- the examples of the original, by what they check -------------------------------------------
 
 
 def used() -> int:
