@@ -100,6 +100,30 @@ class TorchPools:
         self.torch._C._cuda_releasePool(device, pool.id)
         _closed_pools[_pool_id(pool)] = pool
 
+    def release_closed_pools(self) -> None:
+        """Return the memory of closed pools that no tensor uses to the driver.
+
+        torch empties one pool alone in a destructor only, which may end the process (`new_pool`).
+        But while a pool is in use its `empty_cache()` spares its own pool, where others' blocks
+        are; versions that refuse the call then empty that one too. Where a graph is captured,
+        everything stays cached.
+        """
+        torch = self.torch
+        if self.is_capturing():
+            return
+        devices = filter(torch._C._cuda_hasPrimaryContext, range(torch.cuda.device_count()))
+        with suspended():
+            try:
+                with contextlib.ExitStack() as in_use:
+                    for device in devices:
+                        if device not in _spare_pools:
+                            _spare_pools[device] = self.new_pool(device)
+                        in_use.enter_context(torch.cuda.use_mem_pool(_spare_pools[device], device))
+                    torch.cuda.empty_cache()
+            except RuntimeError:
+                with contextlib.suppress(RuntimeError):
+                    torch.cuda.empty_cache()
+
     @contextlib.contextmanager
     def capture_pool(self, device: int, tag: str, pool: Any) -> Iterator[tuple[int, int]]:
         """The id of the pool to capture a graph into; inside, the pool is there.
@@ -285,6 +309,8 @@ class Route:
         """End this level and make the one around it active again."""
         _routes.current = self._around
         self._undo.close()
+        if self.tag is None and self.pools:  # which nothing can be allocated from any more
+            self.owner.release_closed_pools()
 
     def explain_shortage(self, error: BaseException | None) -> None:
         """Add to torch's out-of-memory error who holds the memory of the devices: a note to it.
@@ -353,6 +379,7 @@ _routes = _Routes()
 _lock = threading.Lock()
 _pools: TorchPools | None = None
 _capture_streams: dict[int, Any] = {}
+_spare_pools: dict[int, Any] = {}  # by device: open, with nothing in it
 _closed_pools: dict[tuple[int, int], Any] = {}  # by its id
 # By device, tag and the caller's pool: the pool of ours that stands for it.
 _shared_pools: dict[tuple[int, str, tuple[int, int]], Any] = {}

@@ -148,3 +148,86 @@ def test_host_memory_is_kept_across_cycles(sim, tag, make_blocks):
         memsaver.pause(name)
         memsaver.resume(name)
     assert all(b.is_intact() for b in blocks)
+
+
+# --- of a mapped tag ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["host", "pageable"])
+def test_a_retained_copy_is_what_the_last_pause_saved(sim, tag, make_blocks, kind):
+    name = tag()
+    blocks = make_blocks(name, [100, MIB, 70 * MIB], backup=kind)
+    memsaver.pause(name)
+    hosts = [address_of(_C.backup_view(b.address, b.nbytes)) for b in blocks]
+    memsaver.resume(name)
+    for _ in range(2):
+        saved = [b.expected() for b in blocks]
+        for b in blocks:
+            b.fill(b.seed + 1)
+        for b, host, bytes_saved in zip(blocks, hosts, saved, strict=True):
+            view = _C.backup_view(b.address, b.nbytes, False, True)
+            assert (address_of(view), bytes(view)) == (host, bytes_saved)
+        memsaver.pause(name)
+        assert [address_of(_C.backup_view(b.address, b.nbytes)) for b in blocks] == hosts
+        with pytest.raises(InvalidStateError, match="while it is mapped"):
+            _C.backup_view(blocks[0].address, 100, False, True)
+        memsaver.resume(name)
+        assert all(b.is_intact() for b in blocks)
+
+
+def test_what_is_written_to_a_retained_copy_reaches_no_tensor(sim, tag, make_blocks):
+    name = tag()
+    (b,) = make_blocks(name, [5 * MIB], backup="host")
+    memsaver.pause(name), memsaver.resume(name)
+    view = _C.backup_view(b.address, b.nbytes, True, True)
+    view[:] = bytes(b.nbytes)
+    memsaver.pause(name), memsaver.resume(name)
+    assert b.is_intact()
+
+
+def test_only_what_was_saved_of_a_live_allocation_is_retained(sim, tag, make_blocks):
+    name = tag()
+    first, second, third = make_blocks(name, [3 * MIB] * 3, backup="host")
+    memsaver.pause(name), memsaver.resume(name)
+    address, second = second.address, None
+    with pytest.raises(InvalidStateError, match="live allocation"):
+        _C.backup_view(address, MIB, False, True)
+    (other,) = make_blocks(name, [3 * MIB], backup="host")
+    assert other.address == address
+    with pytest.raises(InvalidStateError, match="no retained copy"):
+        _C.backup_view(address, MIB, False, True)
+    for b in (first, third):
+        assert bytes(_C.backup_view(b.address, b.nbytes, False, True)) == b.expected()
+
+
+@pytest.mark.parametrize("end", ["trim", "pause without a backup", "failed pause"])
+def test_a_retained_copy_ends(sim, tag, make_blocks, end):
+    name = tag()
+    (b,) = make_blocks(name, [3 * MIB], backup="host")
+    memsaver.pause(name), memsaver.resume(name)
+    if end == "trim":
+        assert memsaver.trim(wait=True, tags=[name]) > 0
+    elif end == "failed pause":
+        with sim.fault("cuMemUnmap"), pytest.raises(memsaver.DriverError):
+            memsaver.pause(name)
+    else:
+        memsaver.pause(name, backup="none"), memsaver.resume(name)
+    with pytest.raises(InvalidStateError, match="no retained copy"):
+        _C.backup_view(b.address, b.nbytes, False, True)
+
+
+def test_a_trim_of_one_tag_leaves_the_others_backups(sim, tag, make_blocks):
+    name, other = tag(), tag("other")
+    blocks = [make_blocks(each, [3 * MIB], backup="host") for each in (name, other)]
+    memsaver.pause(name, other), memsaver.resume(name, other)
+    assert memsaver.trim(wait=False, tags=[name]).wait() > 0
+    assert row_of(name).host_bytes == 0 and row_of(other).host_bytes > 0
+    with pytest.raises(memsaver.UnknownTagError):
+        memsaver.trim(wait=True, tags=[name + " unknown"])
+    with pytest.raises(ConfigError):
+        memsaver.trim(tags=[3])
+    assert all(block.is_intact() for (block,) in blocks)
+
+
+def address_of(view):
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

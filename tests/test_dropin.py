@@ -15,6 +15,26 @@ SOURCE = ROOT / "integrations" / "torch_memory_saver"
 LIBRARIES = [
     f"torch_memory_saver_hook_mode_preload{suffix}.abi3.so" for suffix in ("", "_cu12", "_cu13")
 ]
+# The functions that the original's preloaded library has for programs.
+EXPORTS = {
+    "set_memory_margin_bytes",
+    "tms_get_cpu_backup_backend",
+    "tms_get_cpu_backup_pointer",
+    "tms_get_current_tag",
+    "tms_get_enable_cpu_backup",
+    "tms_get_enable_disk_backup",
+    "tms_get_interesting_region",
+    "tms_get_retain_cpu_backup",
+    "tms_pause",
+    "tms_resume",
+    "tms_set_cpu_backup_backend",
+    "tms_set_current_tag",
+    "tms_set_disk_backup_dir",
+    "tms_set_enable_cpu_backup",
+    "tms_set_enable_disk_backup",
+    "tms_set_interesting_region",
+    "tms_set_retain_cpu_backup",
+}
 
 
 # --- the distribution -----------------------------------------------------------------------------
@@ -42,7 +62,7 @@ def test_its_version_meets_the_requirements_of_engines():
         assert requirements.Requirement(text).specifier.contains("0.0.10+memsaver")
 
 
-def test_the_libraries_need_nothing_and_export_nothing(dropin_site):
+def test_the_libraries_need_nothing_and_export_the_originals_names(dropin_site):
     for name in LIBRARIES:
         with (dropin_site / name).open("rb") as file:
             elf = ELFFile(file)
@@ -53,8 +73,12 @@ def test_the_libraries_need_nothing_and_export_nothing(dropin_site):
             }
             symbols = elf.get_section_by_name(".dynsym").iter_symbols()
             exported = [s.name for s in symbols if s.entry.st_shndx != "SHN_UNDEF" and s.name]
-        assert needed <= {"libc.so.6", "libdl.so.2"}
-        assert exported == []
+        # The dynamic linker itself has the function for a thread's own variables.
+        assert {name for name in needed if not name.startswith("ld-linux")} <= {
+            "libc.so.6",
+            "libdl.so.2",
+        }
+        assert set(exported) == EXPORTS
         # A program looks for this in it, to know whether backups on disk are possible.
         assert b"TMS_INIT_ENABLE_DISK_BACKUP" in (dropin_site / name).read_bytes()
 
@@ -409,4 +433,65 @@ def test_get_cpu_backup(run_dropin):
         assert torch.equal(kept, expected)
         assert saver.get_cpu_backup(kept) is None
         assert not plain.any()
+    """)
+
+
+@pytest.mark.parametrize("backend", ["pinned", "mmap"])
+def test_a_retained_backup_is_shown_while_the_tensor_is_mapped(run_dropin, backend):
+    """At one address from pause to pause; until a resume that does not retain it."""
+    pytest.importorskip("torch")
+    run_dropin(f"""
+        import torch
+        with saver.region("a", enable_cpu_backup=True, cpu_backup_backend={backend!r}):
+            x = simulator.empty((4, 256)).copy_(torch.arange(1024.0).reshape(4, 256))
+        with saver.region("other " + "t" * 200, enable_cpu_backup=True):
+            other = simulator.empty(8).zero_()
+        with saver.region("plain"):
+            plain = simulator.empty(8).zero_()
+        shown = lambda: saver.get_cpu_backup(x, zero_copy=True)
+        saver.pause("a")
+        pointer, retain = shown().data_ptr(), saver.__class__.retain_cpu_backup.fset
+        for addend in (5.0, 6.0, 0.0):
+            saved = shown().clone()
+            retain(saver, True)
+            saver.resume("a")
+            retain(saver, addend != 6.0)  # concerns the resumes that follow
+            for _ in range(2):
+                assert shown().data_ptr() == pointer and torch.equal(shown(), saved)
+                assert torch.equal(x, saved)
+            assert saver.get_cpu_backup(x).data_ptr() != pointer
+            assert torch.equal(saver.get_cpu_backup(x[1:, :3]), saved[1:, :3])
+            assert saver.get_cpu_backup(other) is None and saver.get_cpu_backup(plain) is None
+            x += addend
+            expected = x.clone()
+            assert torch.equal(shown(), saved)
+            shown().zero_()  # which reaches nothing else
+            saver.pause("a")
+            assert shown().data_ptr() == pointer and torch.equal(shown(), expected)
+        retain(saver, False)
+        saver.resume("a")
+        assert shown() is None and torch.equal(x, expected)
+    """)
+
+
+@pytest.mark.parametrize("how", ["freed", "freed while paused"])
+def test_a_retained_backup_goes_with_its_tensor(run_dropin, how):
+    pytest.importorskip("torch")
+    run_dropin(f"""
+        import torch
+        saver.retain_cpu_backup = True
+        def make():
+            with saver.region("a", enable_cpu_backup=True):
+                return simulator.empty(MIB).fill_(3)
+        x = make()
+        address = x.data_ptr()
+        saver.pause("a")
+        if {how!r} == "freed while paused":
+            del x
+        saver.resume("a")
+        x = None
+        y = make()
+        assert y.data_ptr() == address and saver.get_cpu_backup(y) is None
+        saver.pause("a"), saver.resume("a")
+        assert bool((saver.get_cpu_backup(y) == 3).all())
     """)

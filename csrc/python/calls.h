@@ -48,14 +48,20 @@ inline py::str text_of(const char* text) {
   return py::reinterpret_steal<py::str>(decoded);
 }
 
+// The function of memsaver.errors that makes exceptions. Looked up when the module is loaded: in
+// finalizers at the interpreter's end nothing can be imported any more. Never released.
+inline py::handle error_of;
+
+inline void find_errors() {
+  error_of = py::object(py::module_::import("memsaver.errors").attr("error_of")).release();
+}
+
 inline void check(ms_status status, const ms_error& error) {
   if (status == MS_OK) return;
   const py::str message = text_of(error.message);
   const py::object raised =
-      py::module_::import("memsaver.errors")
-          .attr("error_of")(static_cast<int>(status), message, error.cuda_error, error.call,
-                            text_of(error.tag), error.needed_bytes, error.free_bytes,
-                            error.os_error, error.device);
+      error_of(static_cast<int>(status), message, error.cuda_error, error.call, text_of(error.tag),
+               error.needed_bytes, error.free_bytes, error.os_error, error.device);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   throw py::error_already_set();
 }

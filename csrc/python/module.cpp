@@ -49,6 +49,7 @@ std::vector<ms_range> ranges_of(const std::vector<Pair>& pairs) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "memsaver's C ABI. Private: use the package memsaver.";
   require_own_core();
+  find_errors();
 
   m.def("uninterrupted", &uninterrupted, py::arg("function"), py::arg("is_patient") = false);
   // As methods of a class: these have no frame of Python's, in which a signal could cut them.

@@ -17,7 +17,8 @@ setup(
     ext_modules=[
         Extension(
             name,
-            sources=["csrc/preload.c"],
+            sources=["csrc/preload.c", "csrc/tms.c"],
+            depends=["csrc/tms.h"],
             libraries=["dl"],
             extra_compile_args=CFLAGS,
             extra_link_args=["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"],

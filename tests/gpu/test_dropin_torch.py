@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-MIB = 1 << 20
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SECONDS = 90  # for one case, the start of a child included
 
 # How the child was started.
@@ -241,6 +241,177 @@ def case_a_whole_trainer() -> None:
     assert losses == expected
 
 
+# --- the examples of the original, by what they check -------------------------------------------
+
+
+def used() -> int:
+    """Bytes in use on the device, as the driver says, and nothing emptied for it."""
+    torch.cuda.synchronize()
+    available, total = torch.cuda.mem_get_info(0)
+    return total - available
+
+
+def forward(weights: list[torch.Tensor]) -> float:
+    """A pass whose activations are larger than the weights."""
+    ones = torch.ones(GIB, dtype=torch.float32, device="cuda")
+    mean = torch.stack([weight.float().mean() for weight in weights]).mean()
+    return float((ones * mean).mean().item())
+
+
+def case_a_training_engine() -> None:
+    """Paused, with work in a disabled block that leaves nothing, and resumed as it was."""
+    first = torch.full((1_000_000,), 42, dtype=torch.uint8, device="cuda")
+    at_first = used()
+    weights = [torch.full((n,), 42, dtype=torch.uint8, device="cuda") for n in (GIB, MIB, KIB, 42)]
+    assert forward(weights) == 42
+    at_work = used()
+    assert at_work > at_first + 5 * GIB
+    saver.pause()
+    paused = used()
+    assert paused < at_first + 200 * MIB
+    with saver.disable():
+        assert used() <= paused + 10 * MIB
+        mine = torch.full((GIB,), 53, dtype=torch.uint8, device="cuda")
+        assert mine.float().mean().item() == 53
+        assert used() > paused + 4 * GIB
+        del mine
+    after = used()
+    assert after <= paused + 10 * MIB, (after - paused) / MIB
+    saver.resume()
+    back = used() - after
+    assert abs(back - (at_work - paused)) < 50 * MIB, (back, at_work - paused)
+    resumed = used()
+    assert forward(weights) == 42
+    assert abs(used() - resumed) <= MIB
+    total = torch.cuda.mem_get_info()[1]
+    parts = [torch.full((int(total * 0.3),), 42, dtype=torch.uint8, device="cuda") for _ in "ab"]
+    parts.clear()
+    whole = torch.full((int(total * 0.6),), 42, dtype=torch.uint8, device="cuda")
+    first += 1
+    assert bool((first == 43).all()) and int(whole[-1]) == 42
+
+
+def case_disabled_blocks() -> None:
+    """What lives on, what an exception leaves, and blocks inside of blocks and regions."""
+    forward([torch.ones(MIB, device="cuda")])
+    before = used()
+    for _ in range(3):
+        with saver.disable():
+            kept = torch.ones(64 * MIB, device="cuda")
+            with saver.region("a"):
+                inside = torch.ones(64 * MIB, device="cuda")
+                with saver.disable():
+                    torch.ones(512 * MIB, device="cuda")
+            torch.ones(512 * MIB, device="cuda")
+        assert 500 * MIB <= used() - before <= 530 * MIB, (used() - before) / MIB
+        saver.pause("a")
+        assert 250 * MIB <= used() - before <= 270 * MIB
+        assert float(kept[-1]) == 1
+        saver.resume("a")
+        assert float(inside[-1]) == 0
+        del kept, inside
+        with saver.disable():
+            pass
+        torch.cuda.empty_cache()
+        before = used()
+
+
+def case_nested_regions() -> None:
+    """A region without a backup inside of a process that has one, and the state around it."""
+    cdll = None
+    weight = torch.full((10 * MIB,), 42.0, device="cuda")
+    with saver.region(tag="grad_buffer", enable_cpu_backup=False):
+        cdll = saver._impl._binary_wrapper.cdll
+        inside = (cdll.tms_get_current_tag(), cdll.tms_get_enable_cpu_backup())
+        gradient = torch.full((10 * MIB,), 99.0, device="cuda")
+    assert inside == (b"grad_buffer", False)
+    assert cdll.tms_get_interesting_region() and cdll.tms_get_enable_cpu_backup()
+    assert (cdll.tms_get_current_tag(), cdll.tms_get_cpu_backup_backend()) == (
+        b"default",
+        b"pinned",
+    )
+    before = used()
+    saver.pause()
+    assert before - used() >= 75 * MIB
+    saver.resume()
+    extra = torch.full((10 * MIB,), 7.0, device="cuda")
+    saver.pause(), saver.resume()
+    assert bool((weight == 42).all()) and bool((extra == 7).all())
+    assert bool((gradient.fill_(1) == 1).all())
+
+
+def case_retained_backups() -> None:
+    """Shown at one address from pause to pause, until a resume that does not retain them."""
+    for backend in ("pinned", "mmap"):
+        with saver.region(backend, enable_cpu_backup=True, cpu_backup_backend=backend):
+            tensor = numbers(2, 5)
+        with saver.region("other", enable_cpu_backup=True):
+            other = numbers(2, 6)
+        saver.pause(backend)
+        pointer = saver.get_cpu_backup(tensor, zero_copy=True).data_ptr()
+        for step in range(3):
+            expected = saver.get_cpu_backup(tensor)
+            saver.retain_cpu_backup = True
+            saver.resume(backend)
+            saver.retain_cpu_backup = False  # concerns the resumes that follow
+            shown = saver.get_cpu_backup(tensor, zero_copy=True)
+            assert shown.data_ptr() == pointer and torch.equal(shown, expected)
+            assert torch.equal(tensor.cpu(), expected) and saver.get_cpu_backup(other) is None
+            tensor += step
+            saver.pause(backend)
+            assert saver.get_cpu_backup(tensor, zero_copy=True).data_ptr() == pointer
+        saver.resume(backend)
+        assert saver.get_cpu_backup(tensor) is None
+        assert sum_of(tensor) == int((expected + 2).sum())
+
+
+def case_mmap_backups_leave_the_host() -> None:
+    """Host memory grows by the tensor at the pause, and shrinks by it in the resume."""
+
+    def resident() -> int:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * KIB for line in status if line.startswith("VmRSS:"))
+
+    with saver.region(enable_cpu_backup=True, cpu_backup_backend="mmap"):
+        tensor = torch.full((2 * GIB,), 7, dtype=torch.uint8, device="cuda")
+    saver.pause(), saver.resume()  # what a first transition takes, it keeps
+    before = resident()
+    saver.pause()
+    paused = resident()
+    saver.resume()
+    assert paused - before >= 1.75 * GIB and paused - resident() >= 1.75 * GIB
+    assert int(tensor[-1]) == 7
+
+
+def case_memory_by_ctypes() -> None:
+    """Allocations of odd sizes, also freed while paused, in a program that knows the library."""
+    import ctypes
+
+    library = ctypes.CDLL(None)
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    torch.zeros(1, device="cuda")
+
+    def allocate() -> ctypes.c_void_p:
+        pointer = ctypes.c_void_p()
+        assert library.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(6912)) == 0
+        return pointer
+
+    def holds(pointer: ctypes.c_void_p, byte: int) -> bool:
+        found = ctypes.create_string_buffer(bytes([byte]) * 6912, 6912)
+        size = ctypes.c_size_t(6912)
+        assert runtime.cudaMemcpy(pointer, found, size, 1) == 0
+        ctypes.memset(found, 0, 6912)
+        assert runtime.cudaMemcpy(found, pointer, size, 2) == 0
+        return found.raw == bytes([byte]) * 6912
+
+    freed, kept = allocate(), allocate()
+    assert holds(freed, 0xA5) and holds(kept, 0xA5)
+    assert library.tms_pause(None) == 0
+    assert library.cudaFree(freed) == 0
+    assert library.tms_resume(None) == 0
+    assert holds(kept, 0x5A) and library.cudaFree(kept) == 0
+
+
 # --- the tests ------------------------------------------------------------------------------------
 
 ANYWHERE = [
@@ -251,8 +422,18 @@ ANYWHERE = [
     case_get_cpu_backup,
     case_disable,
     case_margin,
+    case_retained_backups,
+    case_mmap_backups_leave_the_host,
 ]
-BY_NAME = {case.__name__: case for case in (*ANYWHERE, case_two_devices, case_a_whole_trainer)}
+# Of a process that is one region, with a backup of all.
+WHOLE_PROCESS = [
+    case_a_training_engine,
+    case_disabled_blocks,
+    case_nested_regions,
+    case_memory_by_ctypes,
+]
+OTHERS = [case_two_devices, case_a_whole_trainer]
+BY_NAME = {case.__name__: case for case in (*ANYWHERE, *WHOLE_PROCESS, *OTHERS)}
 
 
 def run_child(case: Any, setting: str, site: Path, **variables: str) -> None:
@@ -303,6 +484,15 @@ def test_a_whole_process(how: str, segments: str, dropin_site: Path) -> None:
         library = "torch_memory_saver_hook_mode_preload.abi3.so"
         variables["LD_PRELOAD"] = str(dropin_site / library)
     run_child(case_a_whole_trainer, setting, dropin_site, **variables)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", WHOLE_PROCESS, ids=lambda case: case.__name__.removeprefix("case_")
+)
+def test_the_originals_examples_of_a_whole_process(case: Any, dropin_site: Path) -> None:
+    variables = {"TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
+    run_child(case, "preload", dropin_site, **variables)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-// The library that LD_PRELOAD names: torch_memory_saver's variables in, memsaver's library loaded.
+// The library that LD_PRELOAD names: torch_memory_saver's variables in, memsaver's library loaded,
+// and torch_memory_saver's functions (tms.c) over that one.
 //
 // It depends on nothing but libc, because a preloaded library that misses a dependency ends every
 // process. Where memsaver is not found, or a variable makes no sense, it does nothing: the Python
@@ -13,6 +14,8 @@
 #include <string.h>
 #include <strings.h>
 
+#include "tms.h"
+
 static const char kLibrary[] = "libmemsaver_preload.so";
 static const char kTag[] = "default";  // of a whole process, as in torch_memory_saver
 
@@ -20,7 +23,7 @@ static const char kTag[] = "default";  // of a whole process, as in torch_memory
 // inherits them knows whether they still apply.
 static const char kMade[] = "TMS_MADE_MEMSAVER_TAG";
 
-static bool is_true(const char* name) {
+bool tms_is_true(const char* name) {
   static const char* const words[] = {"1", "true", "TRUE", "yes", "YES"};
   const char* value = getenv(name);
   for (size_t i = 0; value && i < sizeof words / sizeof *words; ++i) {
@@ -31,11 +34,11 @@ static bool is_true(const char* name) {
 
 // With both backups asked for, which is an error, contents are kept in any case.
 static const char* wanted_backup(void) {
-  if (is_true("TMS_INIT_ENABLE_CPU_BACKUP")) {
+  if (tms_is_true("TMS_INIT_ENABLE_CPU_BACKUP")) {
     const char* kind = getenv("TMS_INIT_CPU_BACKUP_BACKEND");
     return kind && strcmp(kind, "mmap") == 0 ? "pageable" : "host";
   }
-  return is_true("TMS_INIT_ENABLE_DISK_BACKUP") ? "disk" : "none";
+  return tms_is_true("TMS_INIT_ENABLE_DISK_BACKUP") ? "disk" : "none";
 }
 
 static const char* past_blanks(const char* text) { return text + strspn(text, " \t"); }
@@ -77,7 +80,7 @@ static void translate_variables(void) {
     unsetenv("MEMSAVER_BACKUP");
     unsetenv(kMade);
   }
-  if (getenv("MEMSAVER_TAG") || !is_true("TMS_INIT_ENABLE")) return;
+  if (getenv("MEMSAVER_TAG") || !tms_is_true("TMS_INIT_ENABLE")) return;
   setenv("MEMSAVER_TAG", kTag, 1);
   setenv("MEMSAVER_BACKUP", wanted_backup(), 1);
   setenv(kMade, "1", 1);
@@ -86,8 +89,9 @@ static void translate_variables(void) {
 }
 
 // Makes memsaver's cudaMalloc the one that libraries loaded from now on are bound to.
-static void load_memsaver(void) {
-  if (dlopen(kLibrary, RTLD_LAZY | RTLD_NOLOAD)) return;  // preloaded by its own name
+static void* load_memsaver(void) {
+  void* library = dlopen(kLibrary, RTLD_LAZY | RTLD_NOLOAD);
+  if (library) return library;  // preloaded by its own name
   Dl_info own;
   char path[PATH_MAX];
   const char* slash = NULL;
@@ -95,15 +99,15 @@ static void load_memsaver(void) {
   if (slash) {
     const int length = snprintf(path, sizeof path, "%.*s/memsaver/%s", (int)(slash - own.dli_fname),
                                 own.dli_fname, kLibrary);
-    if (length > 0 && (size_t)length < sizeof path && dlopen(path, RTLD_NOW | RTLD_GLOBAL)) return;
+    if (length > 0 && (size_t)length < sizeof path) library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
   }
-  dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);  // LD_LIBRARY_PATH
+  return library ? library : dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);  // LD_LIBRARY_PATH
 }
 
 __attribute__((constructor)) static void start(void) {
   const int saved_errno = errno;
   translate_variables();
-  load_memsaver();
+  tms_find_memsaver(load_memsaver());
   dlerror();
   errno = saved_errno;
 }
