@@ -151,7 +151,7 @@ class WeightGroup:
     def leave(self) -> None:
         """Leave the group, on both sides. Idempotent.
 
-        Its store, sockets, descriptors and threads here end. If a broadcast hangs, they end with it.
+        Its store, sockets, descriptors and threads here end; if a broadcast hangs, then with it.
         NCCL itself keeps what it opens once for a process, such as the listener of its RAS service,
         and one closed socket for each communicator.
 
