@@ -154,6 +154,14 @@ def check_bad(engine: Any, first: list[list[int]], folder: Path) -> None:
     flag.unlink()
     assert error.tensors == ("model.layers.2.mlp.up_proj.weight",), error
 
+    # One bit of any byte: the first one, an odd one, the last one.
+    row = weights["model.layers.2.mlp.up_proj.weight"].nbytes
+    for byte in (0, row - 1, row, 2 * row - 1):
+        flag.write_text(f"model.layers.2.mlp.gate_up_proj.weight {byte}")
+        error = refused(WeightMismatchError, engine.update_weights, weights, verify="full")
+        part = "up" if byte >= row else "gate"
+        assert error.tensors == (f"model.layers.2.mlp.{part}_proj.weight",), (byte, error)
+    flag.unlink()
     engine.update_weights(weights, verify="full")
     assert outputs(engine) == first
 
@@ -183,6 +191,29 @@ def alone(folder: Path) -> None:
         check_bad(engine, first, folder)
 
 
+def check_leaving(engine: Any, backend: str, weights: dict[str, Any]) -> None:
+    """Groups that are left keep no thread and nothing that listens; with gloo, no descriptor."""
+    from memsaver.integrations.rollout.weights import WeightGroup
+
+    sys.path.append(str(Path(__file__).parents[1]))
+    from descriptors import open_descriptors
+    from process_sockets import eventually, listening, threads
+
+    def held() -> tuple[int, list[str], int]:
+        # NCCL keeps a socket that does not listen for each communicator that it has ended.
+        kept = len(open_descriptors()) if backend == "gloo" else 0
+        return kept, listening(), len(threads())
+
+    seen = []
+    for _ in range(3):  # with the first one, libraries open what they keep
+        with WeightGroup(engine, backend=backend, timeout=60) as group:
+            engine.update_weights(weights, group=group, pause="retract")
+            assert listening()
+        if seen:
+            eventually(held, seen[0])
+        seen.append(held())
+
+
 def group(folder: Path, backend: str = "gloo") -> None:
     """An engine that gets its weights by a process group: gloo, or NCCL from another GPU."""
     import torch
@@ -205,6 +236,7 @@ def group(folder: Path, backend: str = "gloo") -> None:
     with RolloutEngine.launch(**arguments(folder), timeout=240) as engine:
         first = outputs(engine)
         states = {seed: state(seed, **own) for seed in (1, 2)}  # takes longer than a generation
+        check_leaving(engine, backend, states[1])
         with WeightGroup(engine, backend=backend, timeout=60) as sending:
             for mode in ("abort", "retract", "in_place"):
                 for seed in (2, 1):

@@ -151,8 +151,9 @@ class WeightGroup:
     def leave(self) -> None:
         """Leave the group, on both sides. Idempotent.
 
-        Nothing of it is left here afterwards: no socket, no descriptor and no thread. Only if a
-        broadcast hangs, these end with it.
+        Its store, sockets, descriptors and threads here end; if a broadcast hangs, then with it.
+        NCCL itself keeps what it opens once for a process, such as the listener of its RAS service,
+        and one closed socket for each communicator.
 
         Raises:
             EngineError: the engine cannot leave it. This side has left all the same.

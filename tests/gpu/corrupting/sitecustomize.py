@@ -1,7 +1,7 @@
 """On the path of an engine's processes: lets a test change what the model holds after a load.
 
-While the file that MEMSAVER_TEST_CORRUPTS names exists, each load is followed by a change of one
-element of the parameter that is named in it.
+While the file that MEMSAVER_TEST_CORRUPTS names exists, each load is followed by a change of the
+parameter that is named in it: of its last element, or of one bit of the byte whose number follows.
 """
 
 import os
@@ -10,6 +10,8 @@ from pathlib import Path
 FLAG = os.environ.get("MEMSAVER_TEST_CORRUPTS")
 
 if FLAG:
+    import torch
+
     from memsaver.integrations.sglang import weight_loads
 
     watched = weight_loads.watched
@@ -17,9 +19,12 @@ if FLAG:
     def and_corrupted(model, named, load):
         result = watched(model, named, load)
         if Path(FLAG).exists():
-            name = Path(FLAG).read_text()
+            name, *byte = Path(FLAG).read_text().split()
             tensor = dict(model.named_parameters())[name].data
-            tensor[-1, -1] += 1
+            if byte:
+                tensor.view(-1).view(torch.uint8)[int(byte[0])] ^= 1
+            else:
+                tensor[-1, -1] += 1
         return result
 
     weight_loads.watched = and_corrupted

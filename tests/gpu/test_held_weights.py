@@ -1,0 +1,25 @@
+"""Every wrong byte of a model on a GPU is found, fp8 and bf16 weights among them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from test_held_weights_layouts import check_every_byte, models
+
+pytestmark = pytest.mark.gpu
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(model=models(), bit=st.integers(0, 7))
+def test_every_flipped_byte_on_a_gpu_is_found_and_nothing_else(model, bit):
+    model = model.cuda()
+    for write in model.writes:
+        write.source = write.source.cuda()
+    check_every_byte(model, bit, every=3)
