@@ -148,7 +148,10 @@ PACKAGES = {
     "memsaver": ("memsaver", set()),
     "memsaver.cli": ("memsaver/cli", {"memsaver", "memsaver.integrations.sglang"}),
     "memsaver.distributed": ("memsaver/distributed", {"memsaver"}),
-    "memsaver.integrations.sglang": ("integrations/sglang", {"memsaver"}),
+    "memsaver.integrations.sglang": (
+        "integrations/sglang",
+        {"memsaver", "memsaver.distributed"},
+    ),
     "memsaver.integrations.rollout": (
         "integrations/rollout",
         {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import memsaver
 import memsaver.distributed
+from memsaver.distributed.signals import collective_block, signals_deferred
 from memsaver.integrations.lightrft.ranks import has_other_ranks, on_every_rank
 from memsaver.integrations.trainer import Offloaded, offload
 
@@ -27,6 +27,7 @@ class OptimizerMemory:
         self._settled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._seen = 0
 
+    @signals_deferred()  # between its two collectives
     def pause(self, optimizer: Any) -> None:
         """Give an optimizer's memory back, on every rank or on none. A second time does nothing.
 
@@ -58,7 +59,7 @@ class OptimizerMemory:
         if inner in self._settled:
             _resume([self._tags[inner]])
 
-    @contextlib.contextmanager
+    @collective_block
     def there(self) -> Iterator[None]:
         """For the block, the memory of all of them is there. Errors as of `resume` and `pause`."""
         tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from memsaver.distributed.signals import signals_deferred
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.rollout.backend import Backend, PauseMode, Sample
 from memsaver.integrations.rollout.fence import Fence
@@ -281,6 +282,7 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
 
     # --- weights, and the end ---------------------------------------------------------------------
 
+    @signals_deferred()  # between its many collectives
     def update_weights(self, state: Any, **options: Any) -> Any:
         """Send a trainer's weights to the engine: `memsaver.integrations.rollout.weights.update`.
 

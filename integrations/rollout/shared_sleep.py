@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memsaver.distributed.errors import GroupError, RankError
+from memsaver.distributed.signals import collective_block, signals_deferred
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.backend import Backend
 from memsaver.integrations.rollout.fence import Fence
@@ -133,7 +133,7 @@ class SharedSleep:
         what = f"wake_up({_words(tags)})"
         return self._wake_up(what, tags, timeout, what if fence else "")
 
-    @contextlib.contextmanager
+    @collective_block
     def asleep(
         self, tags: str | Sequence[str] | None = None, *, fence: bool = False, **options: Any
     ) -> Iterator[SleepReport]:
@@ -155,7 +155,7 @@ class SharedSleep:
             elif fence:
                 self._fence.meet(end, None, self._limit(timeout))
 
-    @contextlib.contextmanager
+    @collective_block
     def staged_wake(
         self, *, fence: bool = False, timeout: float | None = None
     ) -> Iterator[list[SleepReport]]:
@@ -201,6 +201,7 @@ class SharedSleep:
             what, lambda control, limit: control.wake_up(tags, timeout=limit), timeout, fence
         )
 
+    @signals_deferred()  # between the ranks of this engine and those of all
     def _change(
         self,
         what: str,
