@@ -341,8 +341,9 @@ typedef struct ms_reservation ms_reservation;
 MS_API ms_status ms_reserve(const char* const* tags, size_t tag_count, ms_reservation** reservation,
                             ms_error* error);
 
-/* Leaves the reservation to another thread, which calls ms_reservation_take_over: this thread's
- * calls wait for it from now on. */
+/* Leaves the reservation, and transitions of its tags that this thread has begun, to another
+ * thread, which calls ms_reservation_take_over: this thread's calls wait for them from now on.
+ * Does nothing if the other thread has taken it over already. */
 MS_API ms_status ms_reservation_hand_over(ms_reservation* reservation, ms_error* error);
 MS_API ms_status ms_reservation_take_over(ms_reservation* reservation, ms_error* error);
 

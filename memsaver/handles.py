@@ -148,8 +148,6 @@ class Transition(Job[Report]):
         reservation.take()
         try:
             call.begin()
-            if call.native is not None:
-                call.native.hand_over()
         except BaseException as error:
             try:
                 call.abandon(error)
@@ -167,8 +165,10 @@ class Transition(Job[Report]):
             finally:
                 reservation.release()
 
-        reservation.hand_over()
         super().__init__(call.kind, str(call), work)
+        # Not before: a finalizer that wants the tags while the thread is started, in the middle of
+        # `threading`, would wait for that thread, and it for this one.
+        reservation.hand_over()
 
     def __repr__(self) -> str:
         return f"<memsaver.Transition: {self._call}, {'over' if self.done() else 'under way'}>"

@@ -130,4 +130,4 @@ def _name_callback(error: BaseException, what: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:
-        error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]
+        setattr(error, "__notes__", [*getattr(error, "__notes__", []), text])  # noqa: B010

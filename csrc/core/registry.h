@@ -78,9 +78,9 @@ struct Tag {
   const std::string name;
   Backup policy = Backup::kNone;
   State state = State::kMapped;
-  Mark changed;                 // of the last transition that was done; at first, of its making
-  Mark changing;                // of the one under way, in kSaving and kRestoring
-  const Claim* hold = nullptr;  // of the thread that changes the tag's memory
+  Mark changed;           // of the last transition that was done; at first, of its making
+  Mark changing;          // of the one under way, in kSaving and kRestoring
+  Claim* hold = nullptr;  // of the thread that changes the tag's memory
   std::vector<const Claim*> reservations;  // of one thread: more than one if it took further ones
   int open_regions = 0;                    // threads inside a region of it, and bound streams
   std::map<int, Pool> pools;               // by device ordinal; nodes never move

@@ -101,19 +101,20 @@ bool wait_until_free(std::unique_lock<std::mutex>& lock, Waiting& waiting,
   static const int prepared_for_forks = pthread_atfork(nullptr, nullptr, forget_other_threads);
   (void)prepared_for_forks;
   Registry& registry = Registry::instance();
+  Clock::time_point next_look = Clock::now() + kLookEvery;
   while (!is_free(waiting)) {
     if (deadline && Clock::now() >= *deadline) return false;
     refuse_a_circle(waiting);
     add(waiting);
     if (look.look || deadline) {
-      Clock::time_point until = Clock::now() + kLookEvery;
-      if (deadline && (*deadline < until || !look.look)) until = *deadline;
-      registry.changed.wait_until(lock, until);
+      const bool before_look = deadline && (*deadline < next_look || !look.look);
+      registry.changed.wait_until(lock, before_look ? *deadline : next_look);
     } else {
       registry.changed.wait(lock);
     }
     remove(waiting);
-    if (!look.look) continue;
+    if (!look.look || Clock::now() < next_look) continue;
+    next_look = Clock::now() + kLookEvery;
     lock.unlock();
     const Look current = look;
     look = {};  // what it calls may wait, with looks of its own
@@ -178,7 +179,11 @@ std::unique_ptr<Reservation> Reservation::take(const std::vector<std::string>& n
 
 void Reservation::hand_over() {
   std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+  if (claim_.is_over || claim_.owner != this_thread()) return;
   claim_.owner = 0;
+  for (Tag* tag : tags_) {
+    if (tag->hold && tag->hold->owner == this_thread()) tag->hold->owner = 0;
+  }
 }
 
 void Reservation::take_over() {

@@ -93,8 +93,10 @@ class Reservation {
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
 
-  // Another thread goes on with it: until that one calls take_over, no thread owns it.
+  // The calling thread leaves it, and transitions of its tags that it has begun, to another one:
+  // until that calls take_over, no thread owns them. Does nothing if that has done so already.
   void hand_over();
+  // The calling thread owns it from now on.
   void take_over();
   // Ends it. Calls after the first do nothing. Any thread.
   void release() noexcept;

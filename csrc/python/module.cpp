@@ -181,7 +181,8 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Reservation>(m, "Reservation")
       .def(py::init<std::vector<std::string>>(), py::arg("tags"))
       .def("__enter__", [](Reservation& self) { self.take(); })
-      .def("__exit__", [](Reservation& self, const py::args&) { self.release(); })
+      .def("__exit__",
+           [](Reservation& self, py::handle, py::handle, py::handle) { self.release(); })
       .def("take", &Reservation::take)
       .def("release", &Reservation::release)
       .def("hand_over", &Reservation::hand_over)

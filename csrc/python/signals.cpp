@@ -22,15 +22,12 @@ void keep(Raised& raised) {
   throw later;
 }
 
-py::object call(const py::object& function, const py::object& args, Raised& failure) {
-  PyObject* const result = PyObject_CallObject(function.ptr(), args.ptr());
+PyObject* name_of(const char* text) { return PyUnicode_InternFromString(text); }
+
+// What a call returned, or null with its error in `failure`.
+py::object result_of(PyObject* result, Raised& failure) {
   if (!result) keep(failure);
   return py::reinterpret_steal<py::object>(result);
-}
-
-py::tuple parts_of(const py::error_already_set& error) {
-  const auto or_none = [](const py::object& part) { return part ? part : py::none(); };
-  return py::make_tuple(error.type(), error.value(), or_none(error.trace()));
 }
 
 }  // namespace
@@ -182,54 +179,70 @@ void SignalsDeferred::forget() {
   for (const Replaced& one : all) set_handler(one.number, one.handler, one.action, ignored, true);
 }
 
-py::object uninterrupted(const py::object& function, bool is_patient) {
+// In the four below nothing that owns an object of Python's is alive during a call: the
+// interpreter's exit ends a daemon's thread in the middle of it, by unwinding its stack.
+
+py::object uninterrupted(py::handle function, bool is_patient) {
   SignalsDeferred deferred(is_patient);
   Raised failure;
-  py::object result = call(function, py::tuple(), failure);
+  py::object result = result_of(PyObject_CallNoArgs(function.ptr()), failure);
   if (const Raised raised = deferred.finish()) raise(*raised, failure);
   if (failure) throw py::error_already_set(*failure);
   return result;
 }
 
-py::object enter(const py::object& manager) {
+py::object enter(py::handle manager) {
+  static PyObject* const begin = name_of("_enter");
+  static PyObject* const leave = name_of("_leave");
   Raised failure;
   py::object value;
   Raised raised;
   {
     SignalsDeferred deferred(false);
-    value = call(manager.attr("_enter"), py::tuple(), failure);
+    value = result_of(PyObject_CallMethodObjArgs(manager.ptr(), begin, nullptr), failure);
     raised = deferred.finish();
   }
   if (!raised) {
     if (failure) throw py::error_already_set(*failure);
     return value;
   }
-  if (!failure) {
+  if (!failure) {  // here on the main thread alone
     SignalsDeferred deferred(true);
-    call(manager.attr("_leave"), parts_of(*raised), failure);
+    const py::object trace = raised->trace() ? py::object(raised->trace()) : py::none();
+    result_of(PyObject_CallMethodObjArgs(manager.ptr(), leave, raised->type().ptr(),
+                                         raised->value().ptr(), trace.ptr(), nullptr),
+              failure);
     deferred.finish();  // the first signal's error is on its way
   }
   raise(*raised, failure);
 }
 
-py::object exit(const py::object& manager, const py::object& type, const py::object& error,
-                const py::object& traceback) {
+py::object exit(py::handle manager, py::handle type, py::handle error, py::handle traceback) {
+  static PyObject* const leave = name_of("_leave");
   SignalsDeferred deferred(true);
   Raised failure;
-  py::object result = call(manager.attr("_leave"), py::make_tuple(type, error, traceback), failure);
+  py::object result = result_of(PyObject_CallMethodObjArgs(manager.ptr(), leave, type.ptr(),
+                                                           error.ptr(), traceback.ptr(), nullptr),
+                                failure);
   if (const Raised raised = deferred.finish()) raise(*raised, failure);
   if (failure) throw py::error_already_set(*failure);
   return result;
 }
 
-py::object enter_interruptibly(const py::object& manager) {
-  const py::list place;
+py::object enter_interruptibly(py::handle manager) {
+  static PyObject* const begin = name_of("_enter");
+  static PyObject* const undo = name_of("_undo");
+  PyObject* const place = PyList_New(0);
+  if (!place) throw py::error_already_set();
   Raised failure;
-  py::object value = call(manager.attr("_enter"), py::make_tuple(place), failure);
+  py::object value =
+      result_of(PyObject_CallMethodObjArgs(manager.ptr(), begin, place, nullptr), failure);
+  const py::object entered = py::reinterpret_steal<py::object>(place);
   if (!failure) return value;
   SignalsDeferred deferred(true);
   Raised second;
-  call(manager.attr("_undo"), py::make_tuple(place, failure->value()), second);
+  result_of(PyObject_CallMethodObjArgs(manager.ptr(), undo, place, failure->value().ptr(), nullptr),
+            second);
   if (const Raised raised = deferred.finish()) raise(*raised, failure);
   if (second) raise(*second, failure);
   throw py::error_already_set(*failure);

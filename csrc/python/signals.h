@@ -77,17 +77,16 @@ class SignalsDeferred {
 
 // Calls function() with signals deferred. What a handler raised at the end counts more than what
 // the function raised, or gave.
-py::object uninterrupted(const py::object& function, bool is_patient);
+py::object uninterrupted(py::handle function, bool is_patient);
 
 // `__enter__` and `__exit__` of a context manager that has `_enter()` and `_leave(type, error,
 // traceback)`. Both are done as a whole; after an exception out of a handler at the end of the
 // first it is left again. What `_leave` returns says whether the error is over.
-py::object enter(const py::object& manager);
-py::object exit(const py::object& manager, const py::object& type, const py::object& error,
-                const py::object& traceback);
+py::object enter(py::handle manager);
+py::object exit(py::handle manager, py::handle type, py::handle error, py::handle traceback);
 
 // Likewise for one whose `_enter(place)` takes long, and so can be cut: `_undo(place, error)` is
 // then called, as a whole, with the list that `_enter` was given to note what it has entered.
-py::object enter_interruptibly(const py::object& manager);
+py::object enter_interruptibly(py::handle manager);
 
 }  // namespace memsaver::python

@@ -1,0 +1,329 @@
+"""Threads that pause and resume in every way at once, among finalizers, signals, forks and exits.
+
+Eight threads and the main one do random calls on a few tags: transitions that are waited for or
+not, regions, frees, callbacks that begin transitions. Objects in reference cycles do the same when
+the garbage collector finds them, and so do handlers of signals that come at any time to the main
+thread; other handlers raise. Children are forked in the middle of it and exit.
+
+What must hold: no call waits for ever, every error is an `InvalidStateError` or what a handler
+raised, contents are intact, callbacks were told what is, nothing stays reserved, and the driver's
+figures are memsaver's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+
+from simulated_driver import Block, Simulator
+
+import memsaver
+from memsaver.errors import InvalidStateError
+from memsaver.native import _C
+
+TAGS = ("a", "b", "c", "d")
+THREADS = 8
+CHILD_SECONDS = 20.0
+
+
+class Alarm(BaseException):
+    """Raised by a signal's handler, at any place of the main thread."""
+
+
+def walk(seed: int, seconds: float) -> dict[str, object]:
+    """Walk for about `seconds` seconds; how often each thing was done."""
+    gc.set_threshold(50, 5, 5)
+    warnings.simplefilter("ignore")
+    return Walk(seed).run(seconds)
+
+
+class Walk:
+    """One walk of a process.
+
+    Attributes:
+        counts: how often each thing was done.
+        wrong: what broke a promise.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._random = random.Random(seed)
+        self._sim = Simulator()
+        self._sim.start()
+        self._main = threading.get_ident()
+        self._over = False
+        self._armed = False  # the alarm's handler raises
+        self._depth = 0  # of handlers
+        self._told = dict.fromkeys(TAGS, "mapped")
+        self._blocks: dict[str, list[Block]] = {}
+        for number, tag in enumerate(TAGS):
+            with memsaver.region(tag, backup="host"):
+                self._blocks[tag] = [Block(self._sim, 4096 * n, number + n) for n in (1, 3)]
+
+    def run(self, seconds: float) -> dict[str, object]:
+        signal.signal(signal.SIGALRM, self._alarm)
+        signal.signal(signal.SIGUSR1, self._handle)
+        sys.unraisablehook = self._unraisable
+        registered = [memsaver.on_pause(self._pausing), memsaver.on_resume(self._resumed)]
+        seeds = [self._random.random() for _ in range(THREADS)]
+        threads = [
+            threading.Thread(target=self._work, args=[random.Random(seed)], daemon=True)
+            for seed in seeds
+        ]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.wrong:
+            with contextlib.suppress(Alarm):
+                self._alarmed_step(self._random)
+        self._armed, self._over = False, True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a thread waits for ever"
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        self._conclude()
+        for registration in registered:
+            registration.remove()
+        return dict(self.counts)
+
+    def _conclude(self) -> None:
+        gc.collect()
+        reserved = _C.Reservation(list(TAGS))
+        reserved.take()  # waits for what still goes on
+        reserved.release()
+        assert not self.wrong, self.wrong
+        states = {tag: str(memsaver.state(tag)) for tag in TAGS}
+        assert self._told == states, (self._told, states)
+        memsaver.resume()
+        assert self._told == dict.fromkeys(TAGS, "mapped"), self._told
+        assert all(block.is_intact() for blocks in self._blocks.values() for block in blocks)
+        assert _C.region_depth() == 0
+        assert self._sim.violations() == []
+        resident = sum(row.resident_bytes for row in memsaver.stats().tags)
+        assert resident == self._sim.tag_bytes(), (resident, self._sim.tag_bytes())
+
+    # --- who does it
+
+    def _alarmed_step(self, rng: random.Random) -> None:
+        try:
+            if rng.random() < 0.5:
+                self._armed = True
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 4e-3))
+            self._step(rng)
+        finally:
+            self._armed = False
+        if rng.random() < 0.02:
+            self._fork(rng)
+
+    def _work(self, rng: random.Random) -> None:
+        while not self._over and not self.wrong:
+            try:
+                self._step(rng)
+                if rng.random() < 0.1:
+                    signal.pthread_kill(self._main, signal.SIGUSR1)
+                if rng.random() < 0.005:
+                    self._fork(rng)
+            except BaseException as error:
+                self.wrong.append(f"in a thread: {error!r}")
+
+    def _step(self, rng: random.Random) -> None:
+        name, action = rng.choice(list(self._actions().items()))
+        try:
+            action(rng)
+            self.counts[name] += 1
+        except InvalidStateError as error:
+            self.counts[f"{name} refused"] += 1
+            text = str(error)
+            known = ("for ever", "while the tag is paused", "is open", "is paused", "innermost")
+            if not any(part in text for part in known):
+                self.wrong.append(f"{name}: {text}")
+        except Alarm:
+            self.counts[f"{name} cut"] += 1
+            raise
+
+    def _actions(self) -> dict[str, Callable[[random.Random], object]]:
+        return {
+            "pause": lambda rng: memsaver.pause(*self._some(rng)),
+            "resume": lambda rng: memsaver.resume(*self._some(rng)),
+            "swap": self._swap,
+            "background": self._background,
+            "paused": self._paused,
+            "region": self._region,
+            "cycle": lambda rng: Cycle(self, rng.random()),
+            "look": self._look,
+            "timeline": self._timeline,
+            "trim": lambda rng: memsaver.trim(wait=rng.random() < 0.5),
+        }
+
+    # --- what is done
+
+    def _some(self, rng: random.Random) -> list[str]:
+        return rng.sample(TAGS, rng.randint(1, 2))
+
+    def _swap(self, rng: random.Random) -> None:
+        out, into = rng.sample(TAGS, 2)
+        memsaver.swap(out=out, into=into)
+
+    def _background(self, rng: random.Random) -> None:
+        call = memsaver.pause if rng.random() < 0.5 else memsaver.resume
+        handle = call(*self._some(rng), wait=False)
+        if rng.random() < 0.5:
+            with contextlib.suppress(TimeoutError):
+                handle.wait(rng.choice([None, 0.0, 0.001]))
+        elif rng.random() < 0.3:
+            handle.wait_stream(0)
+
+    def _paused(self, rng: random.Random) -> None:
+        with memsaver.paused(*self._some(rng)):
+            Cycle(self, rng.random())
+
+    def _region(self, rng: random.Random) -> None:
+        depth = _C.region_depth()
+        try:
+            with memsaver.region(rng.choice(TAGS)):
+                address = _C.malloc(rng.choice([512, 70_000]))
+                Cycle(self, rng.random())
+            _C.free(address)
+        finally:
+            if _C.region_depth() != depth:
+                self.wrong.append(f"region depth {_C.region_depth()}, was {depth}")
+
+    def _timeline(self, rng: random.Random) -> None:
+        try:
+            with memsaver.timeline(events=64, interval=rng.choice([None, 0.001])) as recording:
+                Cycle(self, rng.random())
+                assert recording.trace is not None
+        except InvalidStateError as error:
+            if "one" not in str(error) and "recorded" not in str(error):
+                raise
+
+    def _look(self, rng: random.Random) -> None:
+        tag = rng.choice(TAGS)
+        with _C.Reservation([tag]):
+            before = self._pauses(tag)
+            if memsaver.state(tag) != "mapped":
+                return
+            intact = all(block.is_intact() for block in self._blocks[tag])
+            # A finalizer or a handler on this thread may have paused the tag meanwhile.
+            if not intact and self._pauses(tag) == before and memsaver.state(tag) == "mapped":
+                self.wrong.append(f"contents of {tag} are lost")
+
+    def _pauses(self, tag: str) -> int:
+        return sum(row.pauses for row in memsaver.stats().tags if row.tag == tag)
+
+    def _fork(self, rng: random.Random) -> None:
+        """A child that uses memsaver, which is inert there, and exits, in the one or other way."""
+        hard = rng.random() < 0.5
+        child = os.fork()
+        if child == 0:
+            self._exit_as_child(hard)
+        end = time.monotonic() + CHILD_SECONDS
+        while True:
+            try:
+                found, status = os.waitpid(child, os.WNOHANG)
+            except Alarm:
+                continue
+            if found:
+                break
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                self.wrong.append("a forked child did not exit")
+                return
+            time.sleep(0.002)
+        self.counts["fork"] += 1
+        if os.waitstatus_to_exitcode(status) != 7:
+            self.wrong.append(f"a forked child ended with {os.waitstatus_to_exitcode(status)}")
+
+    def _exit_as_child(self, hard: bool) -> None:
+        status = 1
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for call in (memsaver.pause, memsaver.resume):
+                try:
+                    call("a")
+                except InvalidStateError:
+                    status = 7
+            if not hard:
+                gc.collect()  # finalizers, of the parent's cycles too
+        finally:
+            os._exit(status)
+
+    # --- what comes in between
+
+    def _alarm(self, number: int, frame: FrameType | None) -> None:
+        if self._armed:
+            self._armed = False
+            raise Alarm
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """A signal's handler that calls memsaver."""
+        if self._depth > 2 or self._over:
+            return
+        self._depth += 1
+        try:
+            self.counts["handler"] += 1
+            self.from_outside(random.Random(self.counts["handler"]))
+        finally:
+            self._depth -= 1
+
+    def from_outside(self, rng: random.Random) -> None:
+        """What handlers and finalizers do, on any thread, in the middle of anything."""
+        tags = self._some(rng)
+        calls: list[Callable[[], object]] = [
+            lambda: memsaver.pause(*tags),
+            lambda: memsaver.resume(*tags),
+            lambda: memsaver.pause(*tags, wait=False),
+            lambda: memsaver.resume(*tags, wait=False),
+            lambda: self._enter_and_leave(tags),
+            memsaver.stats,
+            memsaver.trim,
+        ]
+        try:
+            rng.choice(calls)()
+        except InvalidStateError:
+            self.counts["refused from outside"] += 1
+
+    def _enter_and_leave(self, tags: list[str]) -> None:
+        with memsaver.paused(*tags):
+            pass
+
+    def _pausing(self, tag: str) -> None:
+        self._told[tag] = "paused"
+        self.counts["on_pause"] += 1
+        if self.counts["on_pause"] % 7 == 0:  # a callback may begin transitions
+            self.from_outside(random.Random(self.counts["on_pause"]))
+
+    def _resumed(self, tag: str) -> None:
+        self._told[tag] = "mapped"
+        self.counts["on_resume"] += 1
+
+    def _unraisable(self, found: sys.UnraisableHookArgs) -> None:
+        if not isinstance(found.exc_value, InvalidStateError | Alarm):
+            self.wrong.append(f"unraisable: {found.exc_value!r} in {found.object!r}")
+
+
+class Cycle:
+    """An object that only the garbage collector frees, and that calls memsaver then."""
+
+    def __init__(self, owner: Walk, seed: float) -> None:
+        self._itself = self
+        self._owner = owner
+        self._seed = seed
+        self._process = os.getpid()
+
+    def __del__(self) -> None:
+        self._owner.counts["finalizer"] += 1
+        self._owner.from_outside(random.Random(self._seed))
