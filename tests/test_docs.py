@@ -63,7 +63,7 @@ def run_pages(folder, *paths):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     rows = map(json.loads, done.stdout.splitlines())
@@ -86,6 +86,7 @@ def page(path):
     return pytest.param(path, id=path.stem, marks=marks)
 
 
+@pytest.mark.timeout(320)  # the first one runs all pages
 @pytest.mark.parametrize("path", [page(path) for path in SIMULATED])
 def test_code_prints_what_the_page_says(printed, path):
     found = printed[str(path)]
