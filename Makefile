@@ -4,12 +4,13 @@ VENV ?= .venv
 # Two processes, each with files of its own; tests on a GPU are chosen without them.
 PYTEST_ARGS ?= -m "not soak and not long" -n 2 --dist loadfile
 BENCH_ARGS ?=
-# A wheel for each of these interpreters, and what auditwheel is asked for: the oldest platform.
+# A wheel for each of these interpreters, for this platform or an older one: that of Ubuntu 22.04.
 WHEEL_PYTHONS ?= $(BIN)/python
-WHEEL_PLAT ?= auto
+WHEEL_PLAT ?= manylinux_2_35_$(shell uname -m)
 
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Python compiles what it imports; pip would compile all of torch.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 EDITABLE := $(PIP_INSTALL) --no-build-isolation --editable
 BUILD_FILES := pyproject.toml setup.py build_support/native.py build_support/artefacts.py
 
@@ -119,10 +120,11 @@ distclean: clean  ## Remove the environment too
 	rm -rf $(VENV)
 
 $(VENV)/.made: build_support/make_venv.py
-	$(PYTHON) build_support/make_venv.py $(VENV)
+	"$(PYTHON)" build_support/make_venv.py $(VENV)
 	@touch $@
 
 $(VENV)/.requirements: $(VENV)/.made pyproject.toml build_support/requires.py
+	$(PIP_INSTALL) "tomli>=2; python_version < '3.11'"
 	$(BIN)/python build_support/requires.py > $(VENV)/requirements.txt
 	$(PIP_INSTALL) --requirement $(VENV)/requirements.txt
 	@touch $@

@@ -3,7 +3,16 @@
 import sys
 from pathlib import Path
 
+from setuptools import __version__ as setuptools_version
 from setuptools import find_packages, setup
+
+# Without isolation a build may find an older setuptools, which rejects the licence in
+# pyproject.toml and does not say that its own age is the reason.
+if int(setuptools_version.split(".")[0]) < 77:
+    sys.exit(
+        f"memsaver needs setuptools 77 or newer to be built; this environment has "
+        f"{setuptools_version}. Build with isolation, or `pip install 'setuptools>=77'` first."
+    )
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # PEP 517 front ends do not put the project on the path

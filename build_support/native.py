@@ -54,7 +54,8 @@ LDFLAGS = [
     "-Wl,--enable-new-dtags",
 ]
 # A library that is preloaded may need nothing but libc, and says at link time what it misses.
-STANDALONE_LDFLAGS = ["-static-libstdc++", "-static-libgcc", "-Wl,-z,defs"]
+# Unused parts of the static libstdc++ are dropped: its random_device needs the newest C libraries.
+STANDALONE_LDFLAGS = ["-static-libstdc++", "-static-libgcc", "-Wl,-z,defs", "-Wl,--gc-sections"]
 
 
 @dataclass(frozen=True)

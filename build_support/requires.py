@@ -9,8 +9,8 @@ from pathlib import Path
 
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    from pip._vendor import tomli as tomllib
+except ModuleNotFoundError:  # Python 3.10, for which the Makefile has installed it
+    import tomli as tomllib
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
 extras = [project["project"]["optional-dependencies"][name] for name in sys.argv[1:]]

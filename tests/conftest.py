@@ -40,9 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
     expression = config.getoption("markexpr") or ""
     config.real_driver = bool(GPUS) and asks_for_gpu_tests(expression)
     config.soak = "soak" in re.findall(r"\w+", expression)
-    for name in [name for name in os.environ if name.startswith("MEMSAVER_")]:
-        if name != "MEMSAVER_WERROR":
+    for name in [name for name in os.environ if name.startswith(("MEMSAVER_", "PYTHON"))]:
+        if name not in ("MEMSAVER_WERROR", "PYTHONPATH"):
             del os.environ[name]
+    # Since 3.12 Python warns of every fork in a process with threads, which tests do on purpose.
+    os.environ["PYTHONWARNINGS"] = "ignore:This process:DeprecationWarning"
     for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):  # typer colours by any of them
         os.environ.pop(name, None)
     if not config.real_driver:

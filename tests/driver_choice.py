@@ -7,6 +7,7 @@ import re
 from importlib.util import find_spec
 
 import pytest
+from repository import ROOT
 
 
 def count_gpus() -> int:
@@ -55,6 +56,8 @@ def why_not(config: pytest.Config, item: pytest.Item) -> str | None:
         return "this run is on the real driver"
     if marked("sglang") and find_spec("sglang") is None:
         return "SGLang is not installed"
+    if marked("preloads") and re.search(r"[\s:]", str(ROOT.resolve())):
+        return f"LD_PRELOAD cannot name a library below {ROOT}: the path has a space or a colon"
     if marked("soak") and not config.soak:
         return "runs for minutes; choose it with -m soak"
     return None

@@ -89,8 +89,11 @@ def run(path: Path, where: str) -> list[str]:
 def main(where: str, *paths: str) -> None:
     """Runs pages, each in a forked child of its own; prints a line of JSON for each of them.
 
-    What takes long to import is imported once, by the parent, which does not use the driver.
+    What takes long to import is imported once, by the parent, which does not use the driver. What
+    libraries write to the file descriptor of stdout, as torch 2.8's gloo does, goes to stderr.
     """
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     import torch.distributed  # noqa: F401
 
     import memsaver.distributed  # noqa: F401
@@ -104,7 +107,7 @@ def main(where: str, *paths: str) -> None:
             result: dict[str, object] = {"printed": run(path, where)}
         except BaseException:
             result = {"error": traceback.format_exc()}
-        print(json.dumps({"page": str(path), **result}), flush=True)
+        print(json.dumps({"page": str(path), **result}), file=results, flush=True)
         os._exit(0)
 
 

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from c_library import needs_a_c_library_before_2_38
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 
@@ -78,6 +79,14 @@ def test_needs_libc_and_its_own_siblings(elf, name):
     needed = set(dynamic(elf).get("DT_NEEDED", []))
     assert must <= needed
     assert not {lib for lib in needed - may - must - LIBC if not LOADER.fullmatch(lib)}
+
+
+def test_needs_no_newer_c_library_than_ubuntu_22_04_has(elf):
+    needs_a_c_library_before_2_38()
+    section = elf.get_section_by_name(".gnu.version_r")
+    needed = {version.name for _, versions in section.iter_versions() for version in versions}
+    glibc = [tuple(map(int, name[6:].split("."))) for name in needed if name.startswith("GLIBC_2")]
+    assert glibc and max(glibc) <= (2, 35)
 
 
 def test_soname_is_the_file_name(elf, name):

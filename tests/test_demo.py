@@ -15,7 +15,7 @@ def run_demo(run_python):
 
     def run(*, status=0, **env):
         script = "from memsaver.cli import app; app(['demo'], prog_name='memsaver')"
-        return run_python(script, status=status, **env)
+        return run_python(script, status=status, timeout=100, **env)
 
     return run
 

@@ -52,26 +52,42 @@ def rows_of(text):
 # --- code -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
+def run_pages(folder, *paths):
     """What the blocks of each page print on the simulated driver, or how they fail."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
     environment["MEMSAVER_DRIVER"] = "sim"
-    command = [sys.executable, str(ROOT / "tests" / "pages.py"), "sim", *map(str, SIMULATED)]
+    command = [sys.executable, str(ROOT / "tests" / "pages.py"), "sim", *map(str, paths)]
     done = subprocess.run(
         command,
         env=environment,
-        cwd=tmp_path_factory.mktemp("pages"),
+        cwd=folder,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     rows = map(json.loads, done.stdout.splitlines())
     return {row["page"]: row for row in rows}
 
 
-@pytest.mark.parametrize("path", SIMULATED, ids=lambda path: path.stem)
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    return run_pages(tmp_path_factory.mktemp("pages"), *SIMULATED)
+
+
+def test_lines_of_libraries_on_stdout_are_not_taken_for_a_pages(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nimport os\nos.write(1, b'[Gloo] Rank 0\\n')\nprint(1)\n```\n")
+    assert run_pages(tmp_path, page)[str(page)]["printed"] == ["1\n"]
+
+
+def page(path):
+    marks = [pytest.mark.preloads] if "preload_env(" in path.read_text() else []
+    return pytest.param(path, id=path.stem, marks=marks)
+
+
+@pytest.mark.timeout(320)  # the first one runs all pages
+@pytest.mark.parametrize("path", [page(path) for path in SIMULATED])
 def test_code_prints_what_the_page_says(printed, path):
     found = printed[str(path)]
     assert "error" not in found, found["error"]

@@ -24,6 +24,7 @@ def libraries(tmp_path):
     return tmp_path
 
 
+@pytest.mark.preloads
 def test_the_order_of_what_is_preloaded(plain, libraries):
     allocator = libraries / "libjemalloc.so.2"
     plain.setenv("LD_PRELOAD", f"{allocator}:{OURS} libasan.so")
@@ -40,6 +41,7 @@ def test_nothing_is_preloaded(plain):
     assert (found.level, found.text, found.data) == ("good", "nothing", {"libraries": []})
 
 
+@pytest.mark.preloads
 def test_what_the_system_preloads_comes_last(system, libraries):
     system({"/etc/ld.so.preload": "/lib/first.so\n"})
     with pytest.MonkeyPatch.context() as patch:
@@ -49,6 +51,7 @@ def test_what_the_system_preloads_comes_last(system, libraries):
     assert paths == [OURS, "/lib/first.so"]
 
 
+@pytest.mark.preloads
 def test_two_savers_in_one_process(plain, libraries):
     theirs = libraries / "torch_memory_saver_hook_mode_preload_cu12.abi3.so"
     plain.setenv("LD_PRELOAD", f"{theirs}:{OURS}")
@@ -80,6 +83,7 @@ def test_hooks_without_their_core(plain, libraries):
     assert found.level == "bad" and "libmemsaver.so is missing" in found.text
 
 
+@pytest.mark.preloads
 @pytest.mark.parametrize(
     ("env", "level", "says"),
     [
@@ -96,6 +100,7 @@ def test_the_processs_own_tag(plain, env, level, says):
     assert found.level == level and says in found.text
 
 
+@pytest.mark.preloads
 def test_a_preloaded_process_says_so():
     done = run_doctor("--json", LD_PRELOAD=OURS, MEMSAVER_TAG="all", MEMSAVER_BACKUP="host")
     rows = {row["name"]: row for row in json.loads(done.stdout)["findings"]}

@@ -178,6 +178,7 @@ def test_a_whole_process_has_no_expandable_segments(preloaded, variable):
     preloaded(code.format(setting), **{variable: setting})
 
 
+@pytest.mark.preloads
 def test_configure_subprocess(run_dropin, runtime):
     """Children are preloaded, whole processes or not, and the environment is put back."""
     run_dropin(

@@ -221,7 +221,8 @@ def test_two_threads(sim, tag, make_blocks):
     for number, (name, block) in enumerate(zip(names, blocks, strict=True)):
         found = memsaver.explain(block.address)
         assert found.thread == native[name] != threading.get_native_id()
-        assert f"thread 'rank {number}'" in found.caller and "in test_two" in found.caller
+        # Before 3.11 Python knows no qualified name for it.
+        assert found.caller.endswith(f"work, thread 'rank {number}'")
 
 
 def test_a_swap_tells_of_both(sim, tag, make_blocks):
@@ -336,7 +337,7 @@ def test_a_callback_that_pauses(sim, tag, make_blocks):
         memsaver.pause(first)
     finally:
         registration.remove()
-    assert f"in {too.__qualname__}" in memsaver.explain(block.address).caller
+    assert "too, thread" in memsaver.explain(block.address).caller
 
 
 def test_a_call_outside_of_python(sim, tag, make_blocks):

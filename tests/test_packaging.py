@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from c_library import needs_a_c_library_before_2_38
 from elftools.elf.elffile import ELFFile
 
 import memsaver
@@ -18,9 +19,10 @@ import memsaver
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10
-    from pip._vendor import tomli as tomllib
+    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
+DROP_IN = ROOT / "integrations" / "torch_memory_saver"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -117,7 +119,40 @@ def test_make_help_fits_a_terminal():
     assert [line for line in shown.stdout.splitlines() if len(line) > 100] == []
 
 
+# --- licences -------------------------------------------------------------------------------------
+
+
+def test_pybind11s_licence_is_that_of_the_installed_one():
+    files = [file for file in metadata.files("pybind11") or [] if file.name == "LICENSE"]
+    text = (ROOT / "csrc" / "python" / "pybind11.LICENSE").read_text()
+    assert [file.locate().read_text() for file in files] == [text]
+
+
+def test_the_drop_in_has_the_projects_licence():
+    assert (DROP_IN / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_the_drop_ins_wheel_has_its_licence(dropin_wheel):
+    assert licences_in(dropin_wheel) == {"LICENSE"}
+
+
+def licences_in(wheel):
+    """The licence files in a wheel, as its project names them."""
+    with zipfile.ZipFile(wheel) as archive:
+        parts = [name.partition(".dist-info/licenses/") for name in archive.namelist()]
+    return {path for _, found, path in parts if found}
+
+
 # --- what is built --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", [ROOT, DROP_IN], ids=["memsaver", "the drop-in"])
+def test_an_older_setuptools_is_refused_with_the_version_that_is_needed(folder):
+    code = "import runpy, setuptools; setuptools.__version__ = '76.1.0'; runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 1 and "setuptools 77 or newer" in done.stderr
+    assert "76.1.0" in done.stderr and "Traceback" not in done.stderr
+    assert "setuptools>=77" in (folder / "pyproject.toml").read_text()
 
 
 def test_an_sdist_is_unpacked_by_a_python_without_filters(tmp_path, monkeypatch):
@@ -223,10 +258,20 @@ def test_a_wheel_has_the_package_and_a_manylinux_tag(wheel):
     assert outside == set()
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "memsaver").rglob("*.py")}
     # integrations/ is memsaver.integrations in an installation, but for a distribution of its own.
-    of_its_own = ROOT / "integrations" / "torch_memory_saver"
     modules = (ROOT / "integrations").rglob("*.py")
-    sources |= {f"memsaver/{p.relative_to(ROOT)}" for p in modules if of_its_own not in p.parents}
+    sources |= {f"memsaver/{p.relative_to(ROOT)}" for p in modules if DROP_IN not in p.parents}
     assert {name for name in names if name.endswith(".py")} == sources
+    assert licences_in(wheel) == set(PROJECT["license-files"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_ubuntu_22_04_installs_the_wheels(built):
+    """As auditwheel has found from what they need of the C library; 22.04 has 2.35."""
+    needs_a_c_library_before_2_38()
+    for wheel in built.glob("*.whl"):
+        tags = re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name)
+        assert tags and min((int(major), int(minor)) for major, minor in tags) <= (2, 35)
 
 
 @pytest.mark.long

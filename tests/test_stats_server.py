@@ -34,6 +34,7 @@ MIB = 1 << 20
 # --- what it says ---------------------------------------------------------------------------------
 
 
+@pytest.mark.preloads
 def test_figures_are_the_processs_own(runtime):
     with Child(runtime, MEMSAVER_SIM_DEVICES=2) as child:
         for number, kind in enumerate(("none", "host", "pageable", "disk")):
@@ -143,6 +144,7 @@ def test_the_option(runtime, env):
         assert child("watchers()") == [0, []] and names_in(runtime) == []
 
 
+@pytest.mark.preloads
 def test_a_preloaded_program_without_tags_has_nothing(runtime):
     libraries = [LIBRARY_DIR / "libmemsaver.so", LIBRARY_DIR / "libmemsaver_preload.so"]
     done = subprocess.run(

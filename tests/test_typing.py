@@ -22,6 +22,7 @@ def test_a_users_program_uses_everything_public():
     assert set(memsaver.__all__) - used == set()
 
 
+@pytest.mark.preloads
 def test_a_users_program_runs(run_python):
     done = run_python(f"import runpy; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')")
     assert done.stdout.splitlines() == [

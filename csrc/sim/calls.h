@@ -30,7 +30,7 @@ class Call {
   Lock* lock() { return &lock_; }
   // Only with Needs::kContext.
   Context* context() const { return context_; }
-  Device* device() const { return state().device(context_->device); }
+  Device* device() const { return state().devices[context_->device].get(); }
 
  private:
   CUresult check(Needs needs);

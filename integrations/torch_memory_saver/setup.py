@@ -1,6 +1,15 @@
 """Build of the library that LD_PRELOAD names; the project's metadata is in pyproject.toml."""
 
+import sys
+
 from setuptools import Extension, setup
+from setuptools import __version__ as setuptools_version
+
+if int(setuptools_version.split(".")[0]) < 77:
+    sys.exit(
+        f"torch-memory-saver needs setuptools 77 or newer to be built; this environment has "
+        f"{setuptools_version}. Build with isolation, or `pip install 'setuptools>=77'` first."
+    )
 
 # Frameworks look for any of these names beside the package. It is the same library: memsaver works
 # with every CUDA version. No Python module either: "abi3" says that it fits every Python.

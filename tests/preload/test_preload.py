@@ -7,6 +7,8 @@ import pytest
 from elftools.elf.elffile import ELFFile
 from preloading import LIBRARY, NO_DRIVER, ROOT, SIM, program_lines
 
+pytestmark = pytest.mark.preloads
+
 # --- the binary -----------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.preload import is_preloaded, preload, preload_env
 
 
+@pytest.mark.preloads
 def test_env_puts_the_library_first_and_keeps_the_rest():
     ours = str(LIBRARY.resolve())
     assert preload_env(env={}) == {"LD_PRELOAD": ours}
@@ -22,12 +23,14 @@ def test_env_puts_the_library_first_and_keeps_the_rest():
         assert preload_env(env={"LD_PRELOAD": present})["LD_PRELOAD"] == present
 
 
+@pytest.mark.preloads
 def test_env_names_tag_and_backup():
     added = preload_env("weights", "host", env={})
     assert added["MEMSAVER_TAG"] == "weights" and added["MEMSAVER_BACKUP"] == "host"
     assert preload_env(backup="none", env={"MEMSAVER_TAG": "t"})["MEMSAVER_BACKUP"] == "none"
 
 
+@pytest.mark.preloads
 @pytest.mark.parametrize("backup", list(memsaver.Backup))
 def test_env_takes_every_backup(backup):
     inherited = {"MEMSAVER_TAG": "t", "MEMSAVER_BACKUP": str(backup)}
@@ -35,12 +38,14 @@ def test_env_takes_every_backup(backup):
     assert "MEMSAVER_BACKUP" not in preload_env(env=inherited)
 
 
+@pytest.mark.preloads
 def test_env_refuses_an_inherited_backup_that_is_none():
     with pytest.raises(ConfigError, match="MEMSAVER_BACKUP is set, and there is no backup 'tape'"):
         preload_env(env={"MEMSAVER_TAG": "t", "MEMSAVER_BACKUP": "tape"})
     assert "MEMSAVER_BACKUP" not in preload_env(env={"MEMSAVER_BACKUP": "tape"})  # of no tag
 
 
+@pytest.mark.preloads
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_env_turns_expandable_segments_off_for_a_whole_process(name):
     conf = "max_split_size_mb:64,expandable_segments:True,pinned_num_register_threads:8"
@@ -90,6 +95,7 @@ def spawned():
     return multiprocessing.get_context("spawn").Pool(1)
 
 
+@pytest.mark.preloads
 def test_preload_reaches_spawned_children(monkeypatch):
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     assert not is_preloaded()
@@ -101,6 +107,7 @@ def test_preload_reaches_spawned_children(monkeypatch):
         assert pool.apply(os.getenv, ("MEMSAVER_TAG",)) is None
 
 
+@pytest.mark.preloads
 def test_preload_nests_and_restores(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("LD_PRELOAD", "")

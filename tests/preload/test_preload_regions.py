@@ -3,6 +3,8 @@
 import pytest
 from preloading import SIM, program_lines
 
+pytestmark = pytest.mark.preloads
+
 # --- regions --------------------------------------------------------------------------------------
 
 

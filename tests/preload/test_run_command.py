@@ -20,12 +20,14 @@ def cli(run):
     return go
 
 
+@pytest.mark.preloads
 def test_run_end_to_end(cli, built):
     done = cli("--tag", "all", "--backup", "host", "--", built / "program", "leak", env=SIM)
     assert "main 0 ours 0" in done.stdout.splitlines()
     assert (done.returncode, done.stderr) == (42, "")
 
 
+@pytest.mark.preloads
 @pytest.mark.parametrize("backup", ["none", "host", "pageable", "disk"])
 def test_run_keeps_contents_where_it_is_told_to(cli, backup):
     code = """
@@ -49,11 +51,13 @@ def test_run_keeps_contents_where_it_is_told_to(cli, backup):
     assert done.stdout == f"all {backup} {on_host} {on_disk} {contents}\n"
 
 
+@pytest.mark.preloads
 def test_run_without_a_tag_leaves_regions_to_the_command(cli, built):
     done = cli("--", built / "program", env=SIM)
     assert done.stdout.splitlines() == program_lines("theirs")
 
 
+@pytest.mark.preloads
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -65,6 +69,7 @@ def test_run_leaves_the_commands_options_to_it(cli, arguments):
     assert cli(*arguments).stdout == "--tag x -- -y\n"
 
 
+@pytest.mark.preloads
 def test_run_hands_over_signals(cli):
     done = cli("--", "sh", "-c", "kill -TERM $$")
     assert done.returncode == -signal.SIGTERM
@@ -72,6 +77,7 @@ def test_run_hands_over_signals(cli):
     assert not int(ignored, 16) & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
 
 
+@pytest.mark.preloads
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
@@ -95,6 +101,7 @@ def test_run_says_what_is_wrong(cli, arguments, status, says):
     assert done.stdout == ""
 
 
+@pytest.mark.preloads
 def test_run_tells_a_missing_interpreter_from_a_missing_command(cli, tmp_path):
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")

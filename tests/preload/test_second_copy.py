@@ -78,6 +78,7 @@ def test_a_preloaded_library_of_the_same_version(run_python, other, library):
     assert done.stderr == ""
 
 
+@pytest.mark.preloads
 def test_hooks_stay_out_where_the_library_is_another_versions(run, other):
     # What the program allocates is then the runtime's own, as without them.
     env = {"MEMSAVER_DRIVER": "sim", "MEMSAVER_TAG": "t"}
@@ -94,6 +95,7 @@ def test_hooks_stay_out_where_the_library_is_another_versions(run, other):
         assert f"main 0 {whose} 0" in done.stdout and "threads 0" in done.stdout
 
 
+@pytest.mark.preloads
 def test_children_get_one_installation(other):
     ours, theirs = PACKAGE / "libmemsaver_preload.so", other() / "libmemsaver_preload.so"
     env = {"LD_PRELOAD": f"/lib/other.so:{theirs} {theirs.parent / 'libmemsaver.so'}"}

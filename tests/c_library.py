@@ -1,0 +1,14 @@
+"""The C library that the tests' machine has."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+
+def needs_a_c_library_before_2_38() -> None:
+    """Skip a test of old platforms where the headers name functions that only 2.38 has."""
+    version = platform.libc_ver()[1]
+    if tuple(map(int, version.split("."))) >= (2, 38):
+        pytest.skip(f"built with the headers of glibc {version}, which need 2.38")
