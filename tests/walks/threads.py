@@ -218,7 +218,8 @@ class Walk:
             intact = all(block.is_intact() for block in self._blocks[tag])
             # A finalizer or a handler on this thread may have paused the tag meanwhile.
             if not intact and self._pauses(tag) == before and memsaver.state(tag) == "mapped":
-                self.wrong.append(f"contents of {tag} are lost")
+                again = all(block.is_intact() for block in self._blocks[tag])
+                self.wrong.append(f"contents of {tag} are lost, a second look: {again}")
 
     def _pauses(self, tag: str) -> int:
         return sum(row.pauses for row in memsaver.stats().tags if row.tag == tag)
