@@ -188,6 +188,9 @@ void Reservation::hand_over() {
 
 void Reservation::take_over() {
   std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+  for (Tag* tag : tags_) {
+    if (tag->hold && tag->hold->owner == claim_.owner) tag->hold->owner = this_thread();
+  }
   claim_.owner = this_thread();
 }
 

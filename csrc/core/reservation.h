@@ -96,7 +96,7 @@ class Reservation {
   // The calling thread leaves it, and transitions of its tags that it has begun, to another one:
   // until that calls take_over, no thread owns them. Does nothing if that has done so already.
   void hand_over();
-  // The calling thread owns it from now on.
+  // The calling thread owns it, and those transitions, from now on.
   void take_over();
   // Ends it. Calls after the first do nothing. Any thread.
   void release() noexcept;

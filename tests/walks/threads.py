@@ -216,8 +216,10 @@ class Walk:
             if memsaver.state(tag) != "mapped":
                 return
             intact = all(block.is_intact() for block in self._blocks[tag])
-            # A finalizer or a handler on this thread may have paused the tag meanwhile.
-            if not intact and self._pauses(tag) == before and memsaver.state(tag) == "mapped":
+            # A finalizer or a handler on this thread may have paused the tag meanwhile: in this
+            # order, a pause in progress shows as a state, and one that is over in the count.
+            mapped = memsaver.state(tag) == "mapped"
+            if not intact and mapped and self._pauses(tag) == before:
                 self.wrong.append(f"contents of {tag} are lost")
 
     def _pauses(self, tag: str) -> int:
