@@ -50,7 +50,8 @@ class signals_deferred(contextlib.ContextDecorator):
             self._entered, _depth, _open = True, _depth + 1, False
             if _depth == 1:
                 for number in _SIGNALS:
-                    self._install(number)
+                    if callable(_handler_of(number)):
+                        self._install(number)
         except BaseException:
             self.__exit__()
             raise
@@ -70,8 +71,8 @@ class signals_deferred(contextlib.ContextDecorator):
                     signal.signal(number, _handlers[number])
 
     def _install(self, number: int) -> None:
-        handler = signal.getsignal(number)
-        if callable(handler) and handler is not _handle and handler is not interrupts._note:
+        handler: Any = signal.getsignal(number)
+        if handler is not _handle and handler is not interrupts._note:
             _handlers[number] = handler
             self._installed.append(number)
             signal.signal(number, _handle)
@@ -132,6 +133,8 @@ class _Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Resu
 
 # Of the main thread.
 _SIGNALS = sorted(signal.valid_signals())
+# Without the wrapper, which takes ten times as long to make an enumeration's member of a default.
+_handler_of = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _handlers: dict[int, Handler] = {}  # whose place ours has taken
 _came: list[tuple[int, FrameType | None]] = []
 _depth = 0  # blocks that have been entered
