@@ -63,46 +63,19 @@ def test_a_thread_never_waits_for_the_transition_that_it_has_begun(run_python, r
     )
 
 
-# Where ranks wait for each other between the begin of a pause and its run.
-BETWEEN_RANKS = {
-    "distributed": """
-    import memsaver.distributed as distributed
-    from memsaver.distributed import agreement
-
-    class Alone:
-        ranks = [0]
-
-        def __init__(self, group):
-            pass
-
-        def all_gather(self, mine, timeout, what):
-            signal.raise_signal(signal.SIGUSR1)
-            return [mine]
-
-    agreement.Channel = Alone
-    pause = lambda: distributed.pause("a")
-    """,
-    "sglang": """
+def test_a_handler_that_pauses_while_an_engines_ranks_wait_is_refused(run_python):
+    run_python(
+        SETUP
+        + """
     from memsaver.integrations.sglang import moves
     from memsaver.integrations.sglang.ranks import Group
 
     class Alone(Group):
-        def gather(self, fields):
+        def attempt(self, work):
             signal.raise_signal(signal.SIGUSR1)
-            return [dict(fields)]
+            return super().attempt(work)
 
     moves.names_of = lambda tag: [tag]
-    pause = lambda: moves.pause(Alone(None), ["a"])
-    """,
-}
-
-
-@pytest.mark.parametrize("case", BETWEEN_RANKS)
-def test_a_handler_that_pauses_while_ranks_wait_is_refused(run_python, case):
-    run_python(
-        SETUP
-        + BETWEEN_RANKS[case]
-        + """
     states, came = [], []
 
     def handler(*_):
@@ -110,7 +83,7 @@ def test_a_handler_that_pauses_while_ranks_wait_is_refused(run_python, case):
         came.append(states[-1] == "saving" and refused(lambda: memsaver.pause("a")))
 
     signal.signal(signal.SIGUSR1, handler)
-    pause()
+    moves.pause(Alone(None), ["a"])
     assert "saving" in states and came == [state == "saving" for state in states], (states, came)
     memsaver.resume("a")
     assert blocks["a"].is_intact()

@@ -73,7 +73,7 @@ def test_leaving_closes_every_socket_descriptor_and_thread(backend, group_of, mo
         assert listening() and len(threads()) > running
         group.leave()
         assert listening() == [] and set(open_descriptors()) == before
-        eventually(lambda: len(threads()), running)
+        eventually(lambda: len(threads()) <= running, True)
     # Also if the engine cannot leave; the engine, its error and the group are still referred to.
     monkeypatch.undo()
     group = group_of()

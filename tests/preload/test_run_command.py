@@ -85,7 +85,7 @@ def test_run_hands_over_signals(cli):
         (["--"], 2, "put it after `--`"),
         (["--tag", "t"], 2, "put it after `--`"),
         (["--", ""], 2, "put it after `--`"),
-        (["--tag", "", "--", "true"], 2, "the tag is empty"),
+        (["--tag", "", "--", "true"], 2, "tag cannot be empty"),
         (["--tag", "t", "--backup", "tape", "--", "true"], 2, "'pageable', 'disk'"),
         (["--backup", "host", "--", "true"], 2, "needs a tag"),
         (["--", "no-such-command-here", "-x"], 127, "not found: no-such-command-here"),
