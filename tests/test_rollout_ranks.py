@@ -335,6 +335,7 @@ def test_two_groups_of_two(run_ranks):
         urls = gathered(stand_in.Server(manager).url if manager else "")
         servers = RolloutEngine.connect([urls[0], urls[2]], mesh, timeout=20)
         assert rows(servers.generate([[RANK + 7]], TWO)) == [[RANK + 7, RANK + 8]]
+        dist.barrier()  # rank 0 has the store of all
         os._exit(0)  # with the servers' threads
         """,
         4,
