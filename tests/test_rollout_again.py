@@ -17,6 +17,7 @@ from weight_engine import Backend, checkpoint
 from memsaver.errors import InvalidStateError
 from memsaver.integrations.rollout.engine import RolloutEngine
 from memsaver.integrations.rollout.ranks import layout_of
+from memsaver.integrations.rollout.session import ColocatedSession
 from memsaver.integrations.rollout.weights import update
 
 RANK = int(os.environ["RANK"])
@@ -44,13 +45,17 @@ for number, shape in enumerate([(1, 2), (2, 1), (1, 2)]):
     del layout
     update(engine, checkpoint())
     assert engine.together.gather("a call", lambda: RANK) == ([0, 1] if shape[1] == 2 else [RANK])
+    group = dist.new_group([0, 1])
+    session = ColocatedSession(engine, torch.nn.Linear(2, 2), group=group, sleep=False, timeout=20)
+    del group
     dist.barrier()
+    session.close()
     engine.close()
     engine.close()
     start = time.monotonic()
     refused(engine)  # and waits for nobody
     assert time.monotonic() - start < 10 and "closed" in repr(engine)
-    engines.append(engine)
+    engines += [engine, session]
     dist.destroy_process_group()
     eventually(listening, [])
     met(f"ended-{number}")

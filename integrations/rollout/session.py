@@ -174,6 +174,7 @@ class ColocatedSession:
         except BaseException:
             for memory in made:  # it failed on another rank
                 memory.undo()
+            self._disconnect()
             raise
         (self._trainer,) = made
 
@@ -243,8 +244,8 @@ class ColocatedSession:
     def close(self) -> None:
         """Take the hooks from the model and the optimizer; the engine is left as it is.
 
-        The tensors stay where they are, in the tags; the session cannot be used any more. Closing
-        twice is allowed.
+        The tensors stay where they are, in the tags; the session cannot be used any more, and its
+        connections with other ranks end. Closing twice is allowed.
 
         Raises:
             InvalidStateError: inside a block, or some of the trainer's memory is paused: `with
@@ -253,6 +254,12 @@ class ColocatedSession:
         if self._phase is not Phase.IDLE:
             raise InvalidStateError(f"the session cannot be closed in a {self._phase.value}")
         self._trainer.close()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """End the connections with other ranks, so that torch.distributed can be started again."""
+        self._together.close()
+        self._fence.close()
 
     # --- the order --------------------------------------------------------------------------------
 

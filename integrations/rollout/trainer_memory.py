@@ -141,6 +141,7 @@ class TrainerMemory:
             InvalidStateError: a tag is paused.
         """
         close_all(self._handles)
+        self._group = None  # which keeps torch's store
 
 
 def _check_open(handle: Offloaded) -> None:
