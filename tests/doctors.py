@@ -11,13 +11,13 @@ from memsaver.native import LIBRARY_DIR
 SIM = {"MEMSAVER_DRIVER": "sim"}
 
 
-def run_doctor(*arguments, cwd=None, **env):
-    """The command in a process of its own, with these variables beside the usual ones."""
+def run_doctor(*arguments, command=("-m", "memsaver"), cwd=None, **env):
+    """Run the command in a process of its own, with these variables beside the usual ones."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MEMSAVER_", "NCCL_"))}
-    command = [sys.executable, "-m", "memsaver", "doctor", *arguments]
     environment = {**kept, "PYTHONPATH": str(LIBRARY_DIR.parent), **SIM, **env}
+    whole = [sys.executable, *command, "doctor", *arguments]
     return subprocess.run(
-        command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60
+        whole, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60
     )
 
 

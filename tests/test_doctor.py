@@ -13,6 +13,10 @@ from repository import ROOT
 import memsaver
 from memsaver.cli import checks
 
+# The console script's own text, so that it is tested in a tree without an installed one.
+_SCRIPT = "import sys; from memsaver.cli import main; sys.exit(main())"
+COMMANDS = [("-m", "memsaver"), ("-c", _SCRIPT)]
+
 
 def test_the_findings_as_json():
     done = run_doctor("--json")
@@ -93,6 +97,16 @@ def test_an_output_of_plain_ascii():
     done = run_doctor(PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.isascii()
     assert " + device 0 VMM" in done.stdout and "-> unset MEMSAVER_DRIVER" in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["module", "console script"])
+def test_a_path_beyond_the_outputs_encoding_is_escaped(command, tmp_path):
+    folder = tmp_path / "é"
+    folder.mkdir()
+    env = {"MEMSAVER_DISK_DIR": str(folder), "PYTHONIOENCODING": "ascii", "COLUMNS": "400"}
+    done = run_doctor(command=command, **env)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.isascii()
+    assert rf"{tmp_path}/\xe9" in done.stdout
 
 
 def test_it_starts_no_context_and_imports_no_framework(run_python):
