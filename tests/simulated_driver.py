@@ -56,7 +56,6 @@ class Simulator:
         self.opened.cuStreamBeginCapture_v2.argtypes = [pointer, ctypes.c_int]
         self.opened.cuStreamEndCapture.argtypes = [pointer, pointer]
         self.opened.cuGraphDestroy.argtypes = [pointer]
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - for the session
         self.idle: dict[int, int] = {}
 
     # What it does.
@@ -144,25 +143,28 @@ class Simulator:
         self.opened.sim_clear_violations()
 
     # Its memory, through system calls: what has no memory behind it is an error, not a crash.
+    # Each call has a file of its own, because threads read at the same time.
 
     def read(self, address: int, nbytes: int) -> bytes:
         """The bytes there; an AssertionError where the memory is not accessible."""
         source = (ctypes.c_char * nbytes).from_address(address)
-        try:
-            done = os.pwrite(self._file.fileno(), source, 0)
-        except OSError as error:
-            raise AssertionError(f"no memory at {address:#x}: {error}") from None
-        assert done == nbytes, f"no memory at {address + done:#x}"
-        return os.pread(self._file.fileno(), nbytes, 0)
+        with tempfile.TemporaryFile() as file:
+            try:
+                done = os.pwrite(file.fileno(), source, 0)
+            except OSError as error:
+                raise AssertionError(f"no memory at {address:#x}: {error}") from None
+            assert done == nbytes, f"no memory at {address + done:#x}"
+            return os.pread(file.fileno(), nbytes, 0)
 
     def write(self, address: int, data: bytes) -> None:
         """Put bytes there; an AssertionError where the memory is not accessible."""
-        os.pwrite(self._file.fileno(), data, 0)
         target = (ctypes.c_char * len(data)).from_address(address)
-        try:
-            done = os.preadv(self._file.fileno(), [target], 0)
-        except OSError as error:
-            raise AssertionError(f"no memory at {address:#x}: {error}") from None
+        with tempfile.TemporaryFile() as file:
+            os.pwrite(file.fileno(), data, 0)
+            try:
+                done = os.preadv(file.fileno(), [target], 0)
+            except OSError as error:
+                raise AssertionError(f"no memory at {address:#x}: {error}") from None
         assert done == len(data), f"no memory at {address + done:#x}"
 
     def accessible(self, address: int, nbytes: int = 1) -> bool:

@@ -13,6 +13,14 @@ from memsaver.errors import InvalidStateError
 MIB = 1 << 20
 
 
+def test_threads_that_read_contents_at_once_each_see_their_own(sim, tag, make_blocks, in_thread):
+    def differences(block):
+        return sum(not block.is_intact() for _ in range(300))
+
+    tasks = [in_thread(differences, block) for block in make_blocks(tag(), [4096, 12288] * 2)]
+    assert [task.result() for task in tasks] == [0] * 4
+
+
 def test_a_region_waits_for_a_resume_and_is_entered(
     sim, tag, make_blocks, in_thread, wait_until, slow
 ):

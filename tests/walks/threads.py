@@ -85,8 +85,12 @@ class Walk:
             thread.start()
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self.wrong:
-            with contextlib.suppress(Alarm):
+            try:
                 self._alarmed_step(self._random)
+            except Alarm:
+                pass
+            except Exception as error:
+                self.wrong.append(f"in the main thread: {error!r}")
         self._armed, self._over = False, True
         signal.setitimer(signal.ITIMER_REAL, 0)
         for thread in threads:
@@ -103,12 +107,12 @@ class Walk:
         reserved = _C.Reservation(list(TAGS))
         reserved.take()  # waits for what still goes on
         reserved.release()
-        assert not self.wrong, self.wrong
-        states = {tag: str(memsaver.state(tag)) for tag in TAGS}
-        assert self._told == states, (self._told, states)
+        told, states = dict(self._told), {tag: str(memsaver.state(tag)) for tag in TAGS}
         memsaver.resume()
+        self.wrong += [f"at the end, {why}" for why in map(self._damage, TAGS) if why]
+        assert not self.wrong, self.wrong
+        assert told == states, (told, states)
         assert self._told == dict.fromkeys(TAGS, "mapped"), self._told
-        assert all(block.is_intact() for blocks in self._blocks.values() for block in blocks)
         assert _C.region_depth() == 0
         assert self._sim.violations() == []
         resident = sum(row.resident_bytes for row in memsaver.stats().tags)
@@ -215,12 +219,25 @@ class Walk:
             before = self._pauses(tag)
             if memsaver.state(tag) != "mapped":
                 return
-            intact = all(block.is_intact() for block in self._blocks[tag])
+            why = self._damage(tag)
             # A finalizer or a handler on this thread may have paused the tag meanwhile: in this
             # order, a pause in progress shows as a state, and one that is over in the count.
-            mapped = memsaver.state(tag) == "mapped"
-            if not intact and mapped and self._pauses(tag) == before:
-                self.wrong.append(f"contents of {tag} are lost")
+            if memsaver.state(tag) != "mapped" or self._pauses(tag) != before:
+                return
+            self.counts["contents compared"] += 1
+            if why:
+                self.wrong.append(why)
+
+    def _damage(self, tag: str) -> str | None:
+        """What is wrong with the tag's contents, or None."""
+        for block in self._blocks[tag]:
+            try:
+                found, expected = block.bytes(), block.expected()
+            except AssertionError as error:  # there is no memory
+                return f"contents of {tag} are lost: {error}"
+            if found != expected:
+                return f"contents of {tag} are lost: {found[:16].hex()}, not {expected[:16].hex()}"
+        return None
 
     def _pauses(self, tag: str) -> int:
         return sum(row.pauses for row in memsaver.stats().tags if row.tag == tag)
