@@ -78,7 +78,13 @@ class Job(Generic[Result]):
     An error that no `wait` has delivered becomes a `MemsaverWarning` when this object is gone.
     """
 
-    def __init__(self, name: str, what: str, work: Callable[[], Result]) -> None:
+    def __init__(
+        self,
+        name: str,
+        what: str,
+        work: Callable[[], Result],
+        take_over: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start it.
 
         Args:
@@ -86,6 +92,9 @@ class Job(Generic[Result]):
             what: the work in words, for messages.
             work: the work. Done on the calling thread if no thread can be had: as many run as may,
                 or the interpreter is ending.
+            take_over: called on the thread that does the work, before the work. No garbage is
+                collected until then: a finalizer on the new thread could wait for what this thread
+                owns, while this one waits until the new thread has started.
         """
         self._outcome: Outcome[Result] = Outcome(what)
         self._process = os.getpid()
@@ -94,12 +103,17 @@ class Job(Generic[Result]):
 
         def run() -> None:
             if claim.acquire(blocking=False):
+                try:
+                    take_over()
+                finally:
+                    _C.resume_collection()
                 _fill(places, work)
 
         # A daemon's threads are daemons, unless they are told.
         thread = threading.Thread(target=run, name=f"memsaver-{name}", daemon=False)
 
         def start() -> None:
+            _C.pause_collection()
             if can_start_threads():
                 # Also where the error is not that there is no thread: the work is done, once.
                 with contextlib.suppress(RuntimeError, MemoryError):

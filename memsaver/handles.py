@@ -156,7 +156,6 @@ class Transition(Job[Report]):
             raise
 
         def work() -> Report:
-            reservation.take_over()
             try:
                 return call.run()
             except BaseException as error:
@@ -165,7 +164,7 @@ class Transition(Job[Report]):
             finally:
                 reservation.release()
 
-        super().__init__(call.kind, str(call), work)
+        super().__init__(call.kind, str(call), work, reservation.take_over)
         # Not before: a finalizer that wants the tags while the thread is started, in the middle of
         # `threading`, would wait for that thread, and it for this one.
         reservation.hand_over()

@@ -62,6 +62,16 @@ PYBIND11_MODULE(_C, m) {
   py::module_::import("os").attr("register_at_fork")(
       py::arg("after_in_child") = py::cpp_function(&SignalsDeferred::forget));
 
+  // Python's cyclic garbage collector is off from the first pause_collection() until every one was
+  // followed by a resume_collection(), on any thread. Both run under the GIL.
+  static int collection_pauses = 0;
+  static bool is_collection_wanted = false;
+  m.def("pause_collection", [] {
+    if (collection_pauses++ == 0) is_collection_wanted = PyGC_Disable() != 0;
+  });
+  m.def("resume_collection", [] {
+    if (--collection_pauses == 0 && is_collection_wanted) PyGC_Enable();
+  });
   m.def("version", &ms_version);
   m.def("driver_info", [] {
     int version = 0, simulated = 0;
