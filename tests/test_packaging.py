@@ -140,7 +140,7 @@ def licences_in(wheel):
     """The licence files in a wheel, as its project names them."""
     with zipfile.ZipFile(wheel) as archive:
         parts = [name.partition(".dist-info/licenses/") for name in archive.namelist()]
-    return {path for _, found, path in parts if found}
+    return {path for _, found, path in parts if path and not path.endswith("/")}
 
 
 # --- what is built --------------------------------------------------------------------------------
