@@ -22,6 +22,10 @@ from memsaver.integrations.trainer.references import (
 
 __all__ = ["Aliases"]
 
+# Before Python 3.11 the evaluation stack of the function that called `offload` refers to the tensor
+# as well, which nothing shows. So one numpy array or the like that cannot be found is overlooked.
+_UNSEEN = 1 if sys.version_info < (3, 11) else 0
+
 
 class Aliases:
     """The Python tensors over the storages of some tensors, and what else refers to their memory.
@@ -110,7 +114,7 @@ class Aliases:
         python = sys.getrefcount(users[at]) - TEMPORARY
         # C++ refers to the Python object as well, in ways that differ between torch's versions.
         by_cpp = _references_by_cpp() if cpp else int(is_gradient)
-        return python > visible + by_cpp and (is_shown or not visible)
+        return python > visible + by_cpp + _UNSEEN and (is_shown or not visible)
 
     def _visible(self) -> Counter[int]:
         if self._references is None:

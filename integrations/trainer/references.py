@@ -100,9 +100,6 @@ def _locals_of(frame: Any) -> list[Any]:
     cells = set(code.co_cellvars)
     names = [name for name in code.co_varnames if name not in cells]
     values = [variables[name] for name in names if name in variables]
-    if sys.version_info < (3, 11):  # the caller's evaluation stack refers to arguments as well
-        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        values += [variables[name] for name in arguments if name in variables]
     # Before Python 3.13 this is a copy, which the frame keeps with all that is in it.
     if sys.version_info < (3, 13) and sys.getrefcount(variables) == _KEPT_BY_FRAME:
         variables.clear()
