@@ -65,7 +65,7 @@ class Call:
         return [*self.out, *self.into]
 
     def finish(self) -> Report:
-        """Reserve the tags, begin, run and release. Where that fails, what is undone is told.
+        """Reserve the tags, begin, run and release; tell callbacks of a rollback after a failure.
 
         Nothing of it must be cut by a signal's handler: see `_C.uninterrupted`.
         """

@@ -1,4 +1,4 @@
-// reservation: the right to change tags, who has it, and who waits for whom.
+// reservation: the right to change tags, the thread that owns it, and the threads that wait.
 //
 // A tag has two rights. Its memory belongs to one Hold (allocation.h) at a time, for as long as an
 // allocation, a free or a begun transition needs it. Its transitions belong to one thread at a

@@ -130,7 +130,7 @@ class HttpClient:
             request = httpx.Request(method, url, headers=headers, content=body)
         except httpx.InvalidURL:
             return EngineError(f"{self.address} is not an address that httpx accepts")
-        # Not by `httpx.Client`: it logs each request, and whoever waits for a server makes many.
+        # Not by `httpx.Client`: it logs each request, and a wait for a server makes many.
         with DeadlineTransport(time.monotonic() + timeout, self._tls) as transport:
             try:
                 response = transport.handle_request(request)

@@ -250,7 +250,7 @@ class Aside:
             self._done.open()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether it ended within so many seconds."""
+        """Return whether it ended within `seconds`."""
         return self._done.wait(seconds)
 
 
