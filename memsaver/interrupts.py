@@ -20,10 +20,10 @@ Arguments = ParamSpec("Arguments")
 class interrupts_deferred:
     """SIGINT's handler is called at the end of the block instead of within. May be nested.
 
-    For each signal that came, in their order. Concerns the main thread, which is the one that
-    Python calls handlers on; in other threads, and where SIGINT has no handler of Python's, nothing
-    is done. A block that an exception out of another signal's handler has left half-way defers
-    nothing more when it is gone, and a child that is forked in the block is not concerned. A
+    Once, however often the signal came, as for one that a process blocks. Concerns the main thread,
+    on which Python calls handlers; in other threads, and where SIGINT has no handler of Python's,
+    nothing is done. A block that an exception out of another signal's handler has left half-way
+    defers nothing more when it is gone, and a child that is forked in the block is not concerned. A
     handler that is set in the block stays.
 
     An interrupt on the way into the block is raised there: `once` is for what must be done all the
@@ -88,7 +88,8 @@ _came: list[tuple[int, FrameType | None]] = []
 
 def _note(number: int, frame: FrameType | None) -> None:
     """SIGINT's handler in a block."""
-    _came.append((number, frame))
+    if not _came:
+        _came.append((number, frame))
     if not _is_deferred():  # left behind by a block that is gone
         _deliver()
 

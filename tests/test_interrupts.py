@@ -284,7 +284,9 @@ HANDLERS = """
 """
 
 
-def test_a_handler_that_returns_hears_of_every_signal_once(run_python):
+def test_a_handler_is_called_once_for_a_signal_that_came_several_times(run_python):
+    # As for signals that a process blocks. Called for each, handlers that begin transitions, in
+    # which further signals come, would multiply: the main thread never came back in a storm.
     run_python(
         HANDLERS
         + """
@@ -299,9 +301,9 @@ def test_a_handler_that_returns_hears_of_every_signal_once(run_python):
 
     signal.signal(signal.SIGINT, handler)
     memsaver.pause("t")
-    assert came == ["paused"] * 3 and signal.getsignal(signal.SIGINT) is handler
+    assert came == ["paused"] and signal.getsignal(signal.SIGINT) is handler
     memsaver.resume("t")
-    assert len(came) == 3
+    assert came == ["paused"]
     """
     )
 

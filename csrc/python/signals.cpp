@@ -1,5 +1,7 @@
 #include "python/signals.h"
 
+#include <algorithm>
+
 #include "python/calls.h"
 
 namespace memsaver::python {
@@ -38,7 +40,10 @@ PyObject* SignalsDeferred::note(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "iO", &number, &frame)) return nullptr;
   try {
     if (deferring_) {
-      came_->push_back({number, py::reinterpret_borrow<py::object>(frame)});
+      const auto has_number = [number](const Signal& one) { return one.number == number; };
+      if (std::none_of(came_->begin(), came_->end(), has_number)) {
+        came_->push_back({number, py::reinterpret_borrow<py::object>(frame)});
+      }
       Py_RETURN_NONE;
     }
   } catch (...) {

@@ -3,7 +3,9 @@
 // Python calls a signal's handler on its main thread, between any two instructions of Python code,
 // and an exception out of a handler leaves that code half done. While a SignalsDeferred lives, each
 // handler of Python's is replaced by one that only notes the signal; the handlers are called at the
-// end. On other threads, where no handler runs, it does nothing.
+// end. As for a signal that a process blocks, one that comes several times is handled once: else
+// handlers that begin transitions themselves, in which further signals come, would multiply. On
+// other threads, where no handler runs, it does nothing.
 #pragma once
 
 #include <pybind11/pybind11.h>

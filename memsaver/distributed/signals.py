@@ -29,6 +29,7 @@ Arguments = ParamSpec("Arguments")
 class signals_deferred(contextlib.ContextDecorator):
     """Run Python's signal handlers at the end of the block. May be nested. A decorator too.
 
+    A signal that came several times is handled once, as one that a process blocks.
     Does nothing on other threads than the main one, and leaves SIGINT alone if an outer
     `interrupts_deferred` defers it already. A signal on the way into the block is handled there.
     """
@@ -145,7 +146,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
     """The handler of all signals in a block."""
     global _open
     if not (_open or not _depth):
-        _came.append((number, frame))
+        if number not in (noted for noted, _ in _came):
+            _came.append((number, frame))
         return
     # One exception at a time: a further one could come when nobody is there to catch it.
     _open = False

@@ -337,12 +337,15 @@ class Walk:
 class Cycle:
     """An object that only the garbage collector frees, and that calls memsaver then."""
 
+    _owner: Walk | None = None  # until it is made, which a signal can prevent
+
     def __init__(self, owner: Walk, seed: float) -> None:
         self._itself = self
-        self._owner = owner
         self._seed = seed
-        self._process = os.getpid()
+        self._owner = owner
 
     def __del__(self) -> None:
+        if self._owner is None:
+            return
         self._owner.counts["finalizer"] += 1
         self._owner.from_outside(random.Random(self._seed))
