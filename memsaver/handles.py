@@ -78,38 +78,36 @@ class Call:
                 raise
 
     def begin(self) -> None:
-        """Tell those who registered for a pause, and hold the tags. Copies nothing yet."""
-        self._waiting = [name for name in self.into if state(name) is State.PAUSED]
-        costs.before_resume(self._waiting)
-        going = [name for name in self.out if state(name) is State.MAPPED]
-        for name in going:
-            self._announced.append(name)
-            observers.announce_pause(name)
-        changes = _C.changes()
-        self.native = self._begin(self._dead_ranges(going), changes)
+        """Call the `on_pause` callbacks, and hold the tags. Copies nothing yet."""
+        with observers.announcing(self.names):
+            self._waiting = [name for name in self.into if state(name) is State.PAUSED]
+            costs.before_resume(self._waiting)
+            going = [name for name in self.out if state(name) is State.MAPPED]
+            for name in going:
+                self._announced.append(name)
+                observers.announce_pause(name)
+            changes = _C.changes()
+            self.native = self._begin(self._dead_ranges(going), changes)
         if self.native is not None:
             self.native.set_caller(self.who.encode(errors="replace"))
 
     def run(self) -> Report:
-        """Do it, and tell those who registered for a resume. Once."""
+        """Do it, and call the `on_resume` callbacks. Once."""
         rows: list[tuple[str, int, bool, int, int]] = []
         try:
             if self.native is not None:
                 rows = self.native.run()
                 costs.after_pause(self._announced, self.backup, rows)
         finally:
-            # By what happened, not by how it ended.
-            _announce_all([name for name in self._waiting if state(name) is State.MAPPED])
+            _announce_all(self._waiting)
         return Report(time.perf_counter() - self.start, tuple(Change(*row) for row in rows))
 
     def abandon(self, error: BaseException) -> None:
         """It ended like this: give up what was not done, and tell whose tags stay mapped."""
         if self.native is not None:
             self.native.give_up()
-        # By what happened, not by the exception.
         for name in self._announced:
-            if state(name) is State.MAPPED:
-                _announce_after(error, name)
+            _announce_after(error, name)
 
     def _dead_ranges(self, going: list[str]) -> list[tuple[int, int]]:
         pools = torch_pools(required=False)

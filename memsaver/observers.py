@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from memsaver.errors import ConfigError
-from memsaver.native import check_tag
+from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.native import _C, STATES, State, check_tag
 
 __all__ = ["Registration", "on_pause", "on_resume"]
 
@@ -73,7 +73,8 @@ def on_pause(function: Callback, tag: str | None = None) -> Registration:
         tag: the tag it is for; None is every tag.
 
     Tags that are paused already are not announced. May be used as a decorator. On the main thread,
-    signals (Ctrl-C) wait for the callbacks: see to it that they end.
+    signals (Ctrl-C) wait for the callbacks: see to it that they end. No transition of the tag can
+    begin in the callback: that is an `InvalidStateError`.
 
     Raises:
         ConfigError: `function` cannot be called, or `tag` can be none.
@@ -92,11 +93,47 @@ def on_resume(function: Callback, tag: str | None = None) -> Registration:
         tag: the tag it is for; None is every tag.
 
     Also called when a pause failed after its tags had been announced. May be used as a decorator.
+    If a callback pauses the tag, the callbacks after it are told of that pause alone.
 
     Raises:
         ConfigError: `function` cannot be called, or `tag` can be none.
     """
     return Registration(_after_resume, function, tag)
+
+
+# Tags in a block of `announcing`. Only the thread of the block can have them reserved too.
+_being_announced: set[str] = set()
+# The last announcement for each tag.
+_latest: dict[str, object] = {}
+
+
+class announcing:
+    """Keep this thread from beginning another transition of the tags in the block.
+
+    The thread, which has reserved the tags, announces their pause in the block and begins it. A
+    callback, a signal's handler or a finalizer that paused or resumed one of them in between would
+    leave callbacks with a state that is over.
+
+    Raises:
+        InvalidStateError: on entry: the thread is in such a block of one of the tags already.
+    """
+
+    def __init__(self, tags: list[str]) -> None:
+        self._tags = tags
+
+    def __enter__(self) -> None:
+        for tag in self._tags:
+            if tag in _being_announced:
+                raise InvalidStateError(
+                    f"this thread is about to begin a transition of tag {tag!r} and has come here "
+                    "in a callback, a signal handler or a finalizer, so another transition of the "
+                    "tag cannot begin: do this after the callback, handler or finalizer",
+                    tag=tag,
+                )
+        _being_announced.update(self._tags)
+
+    def __exit__(self, *_: object) -> None:
+        _being_announced.difference_update(self._tags)
 
 
 def announce_pause(tag: str) -> None:
@@ -105,14 +142,20 @@ def announce_pause(tag: str) -> None:
 
 
 def announce_resume(tag: str) -> None:
-    """Call what `on_resume` registered for the tag: all of it, then raise the first error."""
+    """Call what `on_resume` registered for a mapped tag: all of it, then raise the first error."""
     _call(_after_resume, "on_resume", tag, keep_going=True)
 
 
 def _call(callbacks: list[Registration], kind: str, tag: str, keep_going: bool = False) -> None:
     concerned = [callback for callback in tuple(callbacks) if callback.concerns(tag)]
     first: BaseException | None = None
+    _latest[tag] = this = object()
+    if STATES[_C.tag_state(tag)] is not State.MAPPED:
+        return
     for callback in concerned:
+        # A callback or a finalizer has paused the tag: the callbacks left were told of that.
+        if _latest[tag] is not this:
+            break
         try:
             callback(tag)
         except BaseException as error:

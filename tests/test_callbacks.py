@@ -190,6 +190,46 @@ def test_a_callback_may_call_memsaver(sim, tag, make_blocks, events):
     assert all(b.is_intact() for b in blocks)
 
 
+@pytest.mark.parametrize(
+    "nested", [memsaver.pause, memsaver.resume, lambda t: memsaver.paused(t).__enter__()]
+)
+def test_no_transition_of_a_tag_begins_while_its_pause_is_announced(
+    sim, tag, make_blocks, events, nested
+):
+    # In a finalizer it would come at any moment, and callbacks would be told what is not.
+    (block,) = make_blocks(name := tag(), [MIB], backup="host")
+
+    def refused(_):
+        with pytest.raises(InvalidStateError, match=f"{name}.* after the callback"):
+            nested(name)
+        events.append("refused")
+
+    events.on(memsaver.on_pause, refused, name)
+    events.on(memsaver.on_pause, events.note("pause"), name)
+    events.on(memsaver.on_resume, events.note("resume"), name)
+    memsaver.pause(name)
+    assert events == ["refused", ("pause", name, "mapped")]
+    memsaver.resume(name)
+    assert events[2:] == [("resume", name, "mapped")] and block.is_intact()
+
+
+@pytest.mark.parametrize(
+    "resume", [memsaver.resume, lambda t: memsaver.resume(t, wait=False).wait()]
+)
+def test_a_resume_is_not_announced_once_a_callback_has_paused_the_tag(
+    sim, tag, make_blocks, events, resume
+):
+    (block,) = make_blocks(name := tag(), [MIB], backup="host")
+    memsaver.pause(name)
+    first = events.on(memsaver.on_resume, lambda t: (first.remove(), memsaver.pause(t)), name)
+    events.on(memsaver.on_pause, events.note("pause"), name)
+    events.on(memsaver.on_resume, events.note("resume"), name)
+    resume(name)
+    assert memsaver.state(name) == "paused" and events == [("pause", name, "mapped")]
+    memsaver.resume(name)
+    assert events[1:] == [("resume", name, "mapped")] and block.is_intact()
+
+
 def test_a_callback_that_raises_prevents_the_pause(sim, tag, make_blocks, events):
     names = [tag("first"), tag("second"), tag("third")]
     blocks = [make_blocks(name, [MIB], backup="host")[0] for name in names]

@@ -65,6 +65,8 @@ class Walk:
         self._over = False
         self._armed = False  # the alarm's handler raises
         self._depth = 0  # of handlers
+        self._steps = 0  # of the main thread
+        self._signalled = -1  # the step in which the last signal was sent
         self._told = dict.fromkeys(TAGS, "mapped")
         self._blocks: dict[str, list[Block]] = {}
         for number, tag in enumerate(TAGS):
@@ -121,6 +123,7 @@ class Walk:
     # --- who does it
 
     def _alarmed_step(self, rng: random.Random) -> None:
+        self._steps += 1
         try:
             if rng.random() < 0.5:
                 self._armed = True
@@ -135,7 +138,9 @@ class Walk:
         while not self._over and not self.wrong:
             try:
                 self._step(rng)
-                if rng.random() < 0.1:
+                # One for each step: more than a handler can keep up with would stop any program.
+                if rng.random() < 0.1 and self._signalled != self._steps:
+                    self._signalled = self._steps
                     signal.pthread_kill(self._main, signal.SIGUSR1)
                 if rng.random() < 0.005:
                     self._fork(rng)
