@@ -34,6 +34,7 @@ from memsaver.native import _C
 TAGS = ("a", "b", "c", "d")
 THREADS = 8
 CHILD_SECONDS = 20.0
+MOST_CYCLES = 16  # that wait for the garbage collector
 
 
 class Alarm(BaseException):
@@ -53,11 +54,13 @@ class Walk:
     Attributes:
         counts: how often each thing was done.
         wrong: what broke a promise.
+        cycles: one item for each `Cycle` that was not finalized.
     """
 
     def __init__(self, seed: int) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.cycles: list[None] = []
         self._random = random.Random(seed)
         self._sim = Simulator()
         self._sim.start()
@@ -170,7 +173,7 @@ class Walk:
             "background": self._background,
             "paused": self._paused,
             "region": self._region,
-            "cycle": lambda rng: Cycle(self, rng.random()),
+            "cycle": self._cycle,
             "look": self._look,
             "timeline": self._timeline,
             "trim": lambda rng: memsaver.trim(wait=rng.random() < 0.5),
@@ -196,23 +199,29 @@ class Walk:
 
     def _paused(self, rng: random.Random) -> None:
         with memsaver.paused(*self._some(rng)):
-            Cycle(self, rng.random())
+            self._cycle(rng)
 
     def _region(self, rng: random.Random) -> None:
         depth = _C.region_depth()
         try:
             with memsaver.region(rng.choice(TAGS)):
                 address = _C.malloc(rng.choice([512, 70_000]))
-                Cycle(self, rng.random())
+                self._cycle(rng)
             _C.free(address)
         finally:
             if _C.region_depth() != depth:
                 self.wrong.append(f"region depth {_C.region_depth()}, was {depth}")
 
+    def _cycle(self, rng: random.Random) -> None:
+        # Python's collector calls all finalizers on one thread. If the other threads made cycles
+        # faster than it, that thread would never come back.
+        if len(self.cycles) < MOST_CYCLES:
+            Cycle(self, rng.random())
+
     def _timeline(self, rng: random.Random) -> None:
         try:
             with memsaver.timeline(events=64, interval=rng.choice([None, 0.001])) as recording:
-                Cycle(self, rng.random())
+                self._cycle(rng)
                 assert recording.trace is not None
         except InvalidStateError as error:
             if "one" not in str(error) and "recorded" not in str(error):
@@ -348,9 +357,11 @@ class Cycle:
         self._itself = self
         self._seed = seed
         self._owner = owner
+        owner.cycles.append(None)
 
     def __del__(self) -> None:
         if self._owner is None:
             return
+        self._owner.cycles.pop()
         self._owner.counts["finalizer"] += 1
         self._owner.from_outside(random.Random(self._seed))
