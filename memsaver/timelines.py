@@ -99,7 +99,8 @@ class Timeline:
             _C.timeline_stop()
             self._recording = None
             raise OutOfHostMemoryError(
-                f"the thread that an interval needs cannot be started ({error}): record without one"
+                f"cannot start the thread that samples at an interval ({error}): record without an "
+                "interval"
             ) from None
         self._sampling.append((sampler, over))
         atexit.register(self._end_sampling)  # no driver call while the process is torn down
@@ -150,7 +151,7 @@ class Timeline:
                 return _read(recording)
         if self._trace is None:
             raise InvalidStateError(
-                "the timeline has recorded nothing: put what it is to see into "
+                "the timeline has recorded nothing: put the calls to record into "
                 "`with memsaver.timeline() as t:`"
             )
         return self._trace

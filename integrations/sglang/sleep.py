@@ -101,9 +101,9 @@ class SleepController:
 
     @property
     def lost(self) -> frozenset[str]:
-        """The tags that a failed sleep left mapped without the contents of what has no backup.
+        """The tags that a failed sleep left mapped and whose contents without a backup are lost.
 
-        Empty again after the next sleep or wake-up that the engine does.
+        Empty again after the engine's next successful sleep or wake-up.
         """
         lost: frozenset[str] = self._knowledge.lost
         return lost
@@ -117,8 +117,8 @@ class SleepController:
         """Ask the engine for its state. Without the plugin it does not know, and nothing changes.
 
         Raises:
-            EngineError: it cannot be reached, or not within the controller's `timeout`; or it had
-                the plugin and has not any more, as another engine in its place.
+            EngineError: the engine does not answer within the controller's `timeout`; or it had
+                memsaver's plugin and no longer has it, so another engine took its place.
         """
         deadline = time.monotonic() + self._timeout
         with self._turn_before(deadline):
@@ -145,14 +145,14 @@ class SleepController:
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`sglang.Engine.generate`, unless memory that it needs is released.
+        """Generate as `sglang.Engine.generate` does, if the memory for it is there.
 
-        Over a URL, arguments and result are JSON, there are no streams, and `timeout`, an hour
-        unless it is passed, is in seconds for all of it. A stream counts as a request from its
+        For a server at a URL, arguments and results are JSON, there are no streams, and `timeout`
+        is in seconds for the whole call, by default an hour. A stream counts as a request from its
         first item to its end.
 
         Raises:
-            InvalidStateError: what it needs is released, or being released.
+            InvalidStateError: memory that generation needs is released, or being released.
             EngineError: the engine failed.
         """
         if kwargs.get("stream"):

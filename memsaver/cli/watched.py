@@ -253,7 +253,9 @@ def _process_of(pid: int, command: str, answer: bytes) -> Process:
         told = json.loads(answer.decode(errors="replace"))
         if told["format"] != FORMAT:
             version, spoken = (plain_text(str(told.get(n)))[:40] for n in ("memsaver", "format"))
-            raise _NoAnswer(f"its memsaver {version} speaks format {spoken}, this one {FORMAT}")
+            raise _NoAnswer(
+                f"its memsaver {version} answers in format {spoken}, and this one reads {FORMAT}"
+            )
         now, driver = _number(told["time_seconds"]), told["driver"]
         return Process(
             pid,
@@ -273,7 +275,7 @@ def _process_of(pid: int, command: str, answer: bytes) -> Process:
         OverflowError,
         RecursionError,
     ) as error:
-        raise _NoAnswer(f"its answer cannot be understood: {repr(error)[:200]}") from None
+        raise _NoAnswer(f"its answer is invalid: {repr(error)[:200]}") from None
 
 
 def _driver_of(row: dict[str, Any]) -> Driver:

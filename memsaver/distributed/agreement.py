@@ -86,7 +86,7 @@ class _Attempt:
         self._ranks = Ranks(Channel(usable))
         if not _is_timeout(timeout):
             self._refused = ConfigError(
-                f"timeout is a positive number of seconds or None, not {timeout!r}"
+                f"timeout must be a positive number of seconds or None, not {timeout!r}"
             )
             timeout = None
         self._timeout = timeout
@@ -183,8 +183,8 @@ class _Attempt:
             )
         except GroupError as lost:
             lost.message += (
-                "; this rank is as it was before the call, and the group may be of no more use: "
-                "make a new one, or start the job again"
+                "; this rank is as it was before the call, and the group may be unusable: make a "
+                "new group, or start the job again"
             )
             raise
         self._keep(outcomes.own)

@@ -160,7 +160,8 @@ class Ranks:
                 if own is None:
                     raise
                 lost.message += (
-                    f"; this rank had failed itself: {type(own).__name__}: {text_of(own)}"
+                    f"; this rank's own work had failed before: {type(own).__name__}: "
+                    f"{text_of(own)}"
                 )
                 if not isinstance(own, Exception):
                     raise own from lost  # an interrupt is never dropped

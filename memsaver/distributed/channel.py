@@ -255,7 +255,7 @@ def usable_group(group: Any) -> tuple[Any, ConfigError | None]:
     if group is None or group is none or issubclass(type(group), dist.ProcessGroup):
         return group, None
     odd = ConfigError(
-        f"group is a process group of torch.distributed or None, not {type(group).__name__}"
+        f"group must be a process group of torch.distributed or None, not {type(group).__name__}"
     )
     if not dist.is_initialized():
         raise odd

@@ -96,12 +96,12 @@ def disagreed(calls: dict[int, RankFailure], after: str) -> RankError:
 
 
 def after_rollback(stuck: dict[int, RankFailure]) -> str:
-    """Say in which state the ranks are after a rollback, of which some may have failed."""
+    """Return the ranks' state after a rollback that failed on the ranks in `stuck`, in words."""
     if not stuck:
-        return "every rank is as it was before the call, which may be made again"
+        return "every rank is as it was before the call, and the call may be made again"
     return (
-        f"the other ranks are as they were before the call, but {ranks_text(stuck)} could not go "
-        f"back: {_by_reason(stuck.values())}; pause or resume the tags there first"
+        f"the rollback failed on {ranks_text(stuck)}: {_by_reason(stuck.values())}; pause or "
+        "resume the tags there first; the other ranks are as they were before the call"
     )
 
 
