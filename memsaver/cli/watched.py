@@ -139,10 +139,10 @@ class Found:
 
 
 def find_processes(pid: int | None = None) -> Found:
-    """Ask every process of this user, or one of them; what killed processes left is removed.
+    """Query every process of this user, or one of them, and remove the sockets of killed ones.
 
-    Takes as long as the slowest answer: half a second at most for every 16 processes that give
-    none.
+    Takes as long as the slowest answer, and at most half a second for every 16 processes that do
+    not answer.
     """
     answers: list[Process | Silent] = []
     refused = []
@@ -231,7 +231,7 @@ def _peer_of(client: socket.socket) -> tuple[int, int]:
 
 
 def _read_all(client: socket.socket, end: float) -> bytes:
-    """All that comes until `end`, on the clock `time.monotonic()`. Raises `TimeoutError` then."""
+    """Read until the end of the stream. Raises `TimeoutError` at `end` (on `time.monotonic()`)."""
     answer = bytearray()
     while True:
         left = end - time.monotonic()

@@ -14,16 +14,17 @@ _MOST = 8  # different reasons in one message; the attributes have all
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What happened on one rank.
+    """The failure of one rank, or its call if the ranks made different calls.
 
     Attributes:
         rank: the rank in the world, not in the group.
-        host: the name of its machine.
-        kind: the name of the exception's class; "" where ranks disagree.
+        host: the name of the rank's machine.
+        kind: the name of the exception's class; "" if the ranks made different calls.
         status: `MemsaverError.status`, or "" for other exceptions.
         tag: `MemsaverError.tag`, or "".
-        message: the exception's text; where ranks disagree, the call that the rank made. Cut to
-            8,192 characters; the rank itself has the whole exception as its error's `__cause__`.
+        message: the exception's text; if the ranks made different calls, the call of this rank.
+            Cut to 8,192 characters; the rank itself has the whole exception as its error's
+            `__cause__`.
     """
 
     rank: int
@@ -69,13 +70,13 @@ class GroupError(MemsaverError):
 
 
 def failed(what: str, size: int, failures: dict[int, RankFailure], after: str) -> RankError:
-    """Return the error of ranks that could not do a call.
+    """Return the error of a call that failed on some ranks.
 
     Args:
         what: the call in words.
-        size: the number of ranks that made it.
-        failures: by rank, the exception there.
-        after: the state after the failure, and what to do, in words.
+        size: the number of ranks that made the call.
+        failures: the exceptions, by rank.
+        after: the state after the failure and the advice, in words.
     """
     error = RankError(
         f"{what} failed on {ranks_text(failures)} of {size}: {_by_reason(failures.values())}"
