@@ -15,7 +15,7 @@ from memsaver.integrations.sglang.protocol import GRAPH, KV_CACHE, WEIGHTS
 __all__ = ["WEIGHTS_POLICIES", "EngineMemory"]
 
 WEIGHTS_POLICIES = ("keep", "backup", "resend")
-_AGAIN = "the other ranks' engines succeeded; the call may be made again, and skips engines that succeeded"
+_AGAIN = "the other ranks' engines succeeded; the call may be made again, and skips them"
 
 
 class EngineMemory:
