@@ -4,12 +4,12 @@ VENV ?= .venv
 # Two processes, each with files of its own; tests on a GPU are chosen without them.
 PYTEST_ARGS ?= -m "not soak and not long" -n 2 --dist loadfile
 BENCH_ARGS ?=
-# A wheel for each of these interpreters, for this platform or an older one: that of Ubuntu 22.04.
+# `make wheel` builds a wheel for each of these interpreters, for this platform (Ubuntu 22.04's).
 WHEEL_PYTHONS ?= $(BIN)/python
 WHEEL_PLAT ?= manylinux_2_35_$(shell uname -m)
 
 BIN := $(VENV)/bin
-# Python compiles what it imports; pip would compile all of torch.
+# Python compiles modules when it imports them; pip would compile all of torch.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 EDITABLE := $(PIP_INSTALL) --no-build-isolation --editable
 BUILD_FILES := pyproject.toml setup.py build_support/native.py build_support/artefacts.py

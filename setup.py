@@ -6,8 +6,8 @@ from pathlib import Path
 from setuptools import __version__ as setuptools_version
 from setuptools import find_packages, setup
 
-# Without isolation a build may find an older setuptools, which rejects the licence in
-# pyproject.toml and does not say that its own age is the reason.
+# A build without isolation may use an older setuptools, which rejects the licence in
+# pyproject.toml without saying that it is too old.
 if int(setuptools_version.split(".")[0]) < 77:
     sys.exit(
         f"memsaver needs setuptools 77 or newer to be built; this environment has "

@@ -54,7 +54,7 @@ LDFLAGS = [
     "-Wl,--enable-new-dtags",
 ]
 # A library that is preloaded may need nothing but libc, and says at link time what it misses.
-# Unused parts of the static libstdc++ are dropped: its random_device needs the newest C libraries.
+# Unused parts of the static libstdc++ are dropped, because its random_device needs a new C library.
 STANDALONE_LDFLAGS = ["-static-libstdc++", "-static-libgcc", "-Wl,-z,defs", "-Wl,--gc-sections"]
 
 

@@ -1,7 +1,7 @@
 """Writes the figures of MS_USAGE_FIELDS into TagStats: `python build_support/usage_fields.py`.
 
-Needed after a change of that list in csrc/memsaver.h: the attributes of TagStats in
-memsaver/statistics.py, their types and their documentation, are made from it. A test compares them.
+Run it after a change of that list in csrc/memsaver.h: it generates the attributes of TagStats in
+memsaver/statistics.py, their types and their documentation. A test compares the two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MODULE = ROOT / "memsaver" / "statistics.py"
 
 PYTHON_TYPES = {"uint64_t": "int", "double": "float"}
 FIELD = re.compile(r'X\((\w+), (\w+),((?:\s*"[^"]*")+)\)')
-# The attributes and fields of TagStats that the list does not have end with these lines.
+# The last hand-written lines of TagStats: the generated attributes and fields follow them.
 LAST_ATTRIBUTE = "        backup: the tag's policy.\n"
 LAST_FIELD = "    backup: Backup\n"
 
@@ -31,7 +31,7 @@ def fields(header: str) -> list[tuple[str, str, str]]:
 
 
 def written(module: str, header: str) -> str:
-    """Return the module's text with the attributes and fields that the header's list asks for."""
+    """Return the module's text with the attributes and fields of the header's list."""
     attributes, members = "", ""
     for kind, name, meaning in fields(header):
         attributes += textwrap.fill(

@@ -6,8 +6,9 @@
 
 The core is compiled once and is the same, byte for byte, in all wheels; only `_C` differs, since
 pybind11 cannot build for the stable ABI. The wheels need no CUDA library: the driver is opened when
-it is used, so they fit CUDA 12 and 13. By default the platform tag is the oldest that the symbols
-allow, which the C library of this machine decides: releases are built in a manylinux image.
+it is used, so they fit CUDA 12 and 13. By default the platform tag is the oldest that the wheels'
+symbols allow. The C library of this machine determines it, so releases are built in a manylinux
+image.
 
 Usage: wheels.py [--plat auto] [--sdist-only] [PYTHON...]; by default this one's.
 """

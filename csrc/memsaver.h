@@ -4,20 +4,19 @@
  *   - Any thread may call it at any time, before main, during process exit and in a forked child.
  * In a forked child the library is inert: calls that would touch the driver return
  * MS_INVALID_STATE.
- *   - No C++ exception and no signal of ours leaves it, and it never ends the process or writes to
+ *   - It throws no C++ exception, raises no signal, never ends the process and never writes to
  * stdout.
- *   - On the simulated driver the first pause sets a handler of SIGSEGV, which writes to stderr
- * what paused tag was touched, and then leaves the fault to the action that was there before.
- *   - With its first tag the process gets a thread, which sleeps until `memsaver top` of the same
- * user asks for the figures; option `top` (MEMSAVER_TOP) turns that off.
- *   - A failure is its ms_status. Where an `ms_error* error` is taken it may be NULL; it is written
- * only on failure.
- *   - Tags are UTF-8, of any length above zero. A `const char* tag` handed out lives as long as the
- * process. U+001F in a tag is reserved for memsaver's adapters, which put it and the name of a
- * backup behind a tag: TAG\x1fhost is the part of TAG whose contents are kept in host memory.
+ *   - On the simulated driver the first pause installs a handler of SIGSEGV, which writes to stderr
+ * which paused tag was touched, and then passes the fault to the previous action.
+ *   - The first tag starts a thread, which sleeps until `memsaver top` of the same user requests
+ * the figures; option `top` (MEMSAVER_TOP) turns that off.
+ *   - A failure is reported as an ms_status. `ms_error* error` may be NULL; it is written only on
+ * failure.
+ *   - Tags are UTF-8, of any length above zero. A returned `const char* tag` lives as long as the
+ * process. U+001F in a tag is reserved for memsaver's adapters, which append it and the name of a
+ * backup to a tag: TAG\x1fhost is the part of TAG whose contents are kept in host memory.
  *   - Sizes end in _bytes, times in _seconds; addresses are device addresses.
- *   - A list handed out (rows, count) is released by the caller with ms_list_free; NULL is allowed
- * there.
+ *   - The caller releases a returned list (rows, count) with ms_list_free, which accepts NULL.
  */
 #ifndef MEMSAVER_H_
 #define MEMSAVER_H_
@@ -91,11 +90,11 @@ typedef struct ms_change {
   uint64_t copied_bytes; /* bytes moved to or from the backup */
 } ms_change;
 
-/* The figures of one tag on one device: X(type, name, meaning). This list is the only place that
- * names them: ms_usage, the JSON of `memsaver top`, Python's rows and the fields of TagStats
- * (build_support/usage_fields.py) are made from it. Counters and durations are those of the tag,
- * the same in its rows of all devices; bytes are those of the device. A failed transition counts in
- * `failures` alone. */
+/* The figures of one tag on one device: X(type, name, meaning). The fields are listed only here:
+ * ms_usage, the JSON of `memsaver top`, Python's rows and the fields of TagStats
+ * (build_support/usage_fields.py) are generated from this list. Counters and durations are the
+ * tag's and equal in its rows of all devices; bytes are the device's. A failed transition changes
+ * only `failures`. */
 #define MS_USAGE_FIELDS(X)                                                                   \
   X(uint64_t, allocations,                                                                   \
     "live allocations: torch's segments, not its tensors; a freed one counts until its "     \
@@ -317,72 +316,80 @@ MS_API uint64_t ms_changes(void);
 
 /* Waiting for a tag.
  *
- * Calls that need a tag which a transition in progress, or another thread's reservation, has taken
- * wait for its end. A wait that would never end is refused with MS_INVALID_STATE instead, and the
- * call has changed nothing: the calling thread has begun a transition of the tag and has neither
- * run it nor handed it over (a signal handler or a finalizer may run at that time), or the threads
- * that have the tag wait for this one in turn. This concerns every function below that begins
- * transitions, reserves or waits, and ms_region_enter, ms_stream_bind, ms_malloc, ms_malloc_any and
- * ms_backup_view. ms_free is never refused: the memory is released with the end of the transition.
+ * A call that needs a tag waits while a transition in progress or another thread's reservation has
+ * the tag. If the wait would never end, the call changes nothing and returns MS_INVALID_STATE. That
+ * is so if the calling thread has begun a transition of the tag and has neither run it nor handed
+ * it over (for example in a signal handler or a finalizer), or if the threads that have the tag
+ * wait for this thread in turn. This applies to every function below that begins transitions,
+ * reserves or waits, and to ms_region_enter, ms_stream_bind, ms_malloc, ms_malloc_any,
+ * ms_backup_view and ms_retained_view. ms_free is never refused: the end of the transition releases
+ * the memory.
  *
- * ms_while_waiting: while a call of this thread waits for a tag, `look(data)` is called about every
- * 50 ms on this thread, without a lock of this library; it may call this library. A result other
- * than 0 ends the wait with MS_INVALID_STATE. NULL: nothing is called. */
+ * ms_while_waiting: sets the calling thread's callback. While a call of this thread waits for a
+ * tag, it calls `look(data)` about every 50 ms on this thread. It holds no lock of this library,
+ * and `look` may call the library. A result other than 0 ends the wait with MS_INVALID_STATE. NULL
+ * removes the callback. */
 MS_API void ms_while_waiting(int (*look)(void* data), void* data);
 
-/* The right to begin transitions of some tags, for work that belongs around a transition.
+/* The right to begin transitions of some tags, for work that must run together with a transition.
  *
- * Only the thread that owns a reservation can begin transitions of its tags, or take further
- * reservations of them, also nested. Other threads wait, but may allocate in the tags meanwhile. */
+ * Only the thread that owns a reservation can begin transitions of its tags, or make further,
+ * nested reservations of them. Other threads wait, but may allocate in the tags. */
 typedef struct ms_reservation ms_reservation;
 
 /* Reserves `tags` for the calling thread; no tags at all means every tag. Waits until no other
- * thread has one of them reserved or in a transition. MS_UNKNOWN_TAG; MS_INVALID_STATE. */
+ * thread has one of them reserved or in a transition. Errors: MS_UNKNOWN_TAG; MS_INVALID_STATE if
+ * the wait would never end. */
 MS_API ms_status ms_reserve(const char* const* tags, size_t tag_count, ms_reservation** reservation,
                             ms_error* error);
 
-/* Leaves the reservation, and transitions of its tags that this thread has begun, to another
- * thread, which calls ms_reservation_take_over: this thread's calls wait for them from now on.
- * Does nothing if the other thread has taken it over already. */
+/* Hands the reservation, and transitions of its tags that this thread has begun, over to another
+ * thread, which must call ms_reservation_take_over. From now on this thread's calls wait for them.
+ * Does nothing if the other thread has already taken the reservation over. */
 MS_API ms_status ms_reservation_hand_over(ms_reservation* reservation, ms_error* error);
 MS_API ms_status ms_reservation_take_over(ms_reservation* reservation, ms_error* error);
 
-/* Ends the reservation; further calls do nothing. Any thread. */
+/* Releases the reservation. Further calls do nothing. Any thread. */
 MS_API ms_status ms_reservation_release(ms_reservation* reservation, ms_error* error);
 
-/* Waits at most `seconds` (below zero: without a bound) for the release; `is_over` is 1 if it was
- * released. Any thread. MS_INVALID_STATE: this thread owns it, or its owner waits for this one. */
+/* Waits at most `seconds` (below zero: without a bound) for the release of the reservation. Sets
+ * `is_over` to 1 if it was released, else to 0. Any thread. Errors: MS_INVALID_STATE if this thread
+ * owns the reservation, or its owner waits for this thread. */
 MS_API ms_status ms_reservation_wait(ms_reservation* reservation, double seconds, int* is_over,
                                      ms_error* error);
 
-/* Releases and frees it. Not while another thread uses it. NULL is allowed. */
+/* Releases and frees the reservation. No other thread may be using it. Accepts NULL. */
 MS_API void ms_reservation_free(ms_reservation* reservation);
 
 /* A pause, resume or swap in progress. It belongs to the thread that began it, then to the thread
  * that runs it. */
 typedef struct ms_transition ms_transition;
 
-/* Begins to give the device memory of `tags` back on every device, all or nothing; no tags at all
- * means every tag. From here on the transition holds the tags: what conflicts with it waits (see
- * "Waiting for a tag"), so it must be run or freed. `backup` overrides the tags' policy for this
- * call. The bytes of `dead` are neither saved nor restored (after the resume they read as zero, or
- * poison); `changes` is what ms_changes said before they were looked up, and where it differs by
- * now everything is saved (NULL: they are known to be dead). MS_UNKNOWN_TAG; MS_INVALID_STATE: a
- * region of a tag is open on a thread, or waiting for a tag would never end. Running it waits for
- * all work submitted to the devices before. MS_OUT_OF_HOST_MEMORY, MS_BACKUP_FAILED,
- * MS_DRIVER_FAILED: every selected allocation is mapped with its bytes; or, where the driver
- * refused even to map again what it had unmapped, the tags are paused with their pages held and
- * contents intact, the message says so, and a resume maps them. */
+/* Begins to release the device memory of `tags` on every device, all or nothing; no tags at all
+ * means every tag. From here on the transition owns the tags, and conflicting calls wait (see
+ * "Waiting for a tag"), so the transition must be run or freed. `backup` overrides the tags' policy
+ * for this call. The bytes of `dead` are neither saved nor restored (after the resume they read as
+ * zero, or poison). `changes` is the result of ms_changes from before `dead` was determined: if
+ * ms_changes differs by now, everything is saved (NULL: the ranges are known to be dead).
+ * Errors: MS_UNKNOWN_TAG; MS_INVALID_STATE if a region of a tag is open on a thread, or waiting for
+ * a tag would never end.
+ *
+ * Running the transition waits for all work submitted to the devices before. Errors of the run:
+ * MS_OUT_OF_HOST_MEMORY, MS_BACKUP_FAILED, MS_DRIVER_FAILED. After an error every selected
+ * allocation is mapped with its bytes; or, if the driver also refused to map again the pages that
+ * it had unmapped, the tags are paused with retained unmapped pages and contents intact, the
+ * message says so, and a resume maps the pages. */
 MS_API ms_status ms_pause_begin(const char* const* tags, size_t tag_count, int backup,
                                 const ms_range* dead, size_t dead_count, const uint64_t* changes,
                                 ms_transition** transition, ms_error* error);
 
-/* Begins to map memory again behind the same addresses, and the saved bytes into it; what was not
- * saved reads as zero, with option `poison` as bytes 0xFF. MS_UNKNOWN_TAG; MS_INVALID_STATE:
- * waiting for a tag would never end.
- * Running it: MS_OUT_OF_DEVICE_MEMORY, MS_OUT_OF_HOST_MEMORY (for staging), MS_BACKUP_FAILED,
- * MS_DRIVER_FAILED. Then every selected tag is paused with its backup and holds no device memory;
- * the same call may be made again. */
+/* Begins to map memory again behind the same addresses, and to restore the saved bytes. Bytes that
+ * were not saved read as zero, with option `poison` as 0xFF. Errors: MS_UNKNOWN_TAG;
+ * MS_INVALID_STATE if waiting for a tag would never end.
+ *
+ * Errors of the run: MS_OUT_OF_DEVICE_MEMORY, MS_OUT_OF_HOST_MEMORY (for staging),
+ * MS_BACKUP_FAILED, MS_DRIVER_FAILED. After an error every selected tag is paused with its backup
+ * and holds no device memory; the same call may be made again. */
 MS_API ms_status ms_resume_begin(const char* const* tags, size_t tag_count,
                                  ms_transition** transition, ms_error* error);
 
@@ -403,8 +410,8 @@ MS_API ms_status ms_swap_begin(const char* const* out, size_t out_count, const c
 MS_API ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t* row_count,
                                    ms_error* error);
 
-/* Leaves the transition to another thread, which is to run it: the calls of the thread that began
- * it wait for it from now on. MS_INVALID_STATE: it was run. */
+/* Hands the transition over to another thread, which must run it. From now on the calls of the
+ * thread that began it wait for it. Errors: MS_INVALID_STATE if the transition was run. */
 MS_API ms_status ms_transition_hand_over(ms_transition* transition, ms_error* error);
 
 /* Says in words who a transition is for (a place in a program, say), for ms_locate. After its begin
@@ -417,10 +424,10 @@ MS_API ms_status ms_transition_set_caller(ms_transition* transition, const char*
 MS_API void ms_transition_progress(const ms_transition* transition, uint64_t* done_bytes,
                                    uint64_t* total_bytes);
 
-/* Lets work that is submitted to `stream` (a CUstream) from now on run after the transition:
- * returns when all of a resume's copies are queued on the devices, else at the end. Any thread.
- * MS_INVALID_STATE: the transition failed, or the wait would never end: the transition belongs to
- * this thread and was not run, or its thread waits for this one. */
+/* Orders work that is submitted to `stream` (a CUstream) from now on after the transition. For a
+ * resume, returns when all copies are queued on the devices, else when the transition is over. Any
+ * thread. Errors: MS_INVALID_STATE if the transition failed, or the wait would never end, because
+ * this thread owns the transition and has not run it, or its owner waits for this thread. */
 MS_API ms_status ms_transition_wait_stream(ms_transition* transition, void* stream,
                                            ms_error* error);
 
@@ -486,12 +493,12 @@ MS_API ms_status ms_locate(const void* pointer, ms_location* location, ms_error*
 MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                 ms_error* error);
 
-/* Where the copy of [address, address + bytes) that the last pause saved still lies in host memory,
- * while its tag is mapped: as the pause saved it, at the address that ms_backup_view gave. Valid
- * until the tag's next change or trim. A caller that writes there says so (`writable`): the next
- * pause then saves the range in any case. MS_INVALID_STATE: the tag is not mapped; it was paused
- * without a backup or with one on disk; the copy was trimmed, or is of an allocation that is gone.
- * MS_NOT_OURS. */
+/* Returns the host address of the copy of [address, address + bytes) that the last pause of a
+ * mapped tag saved. The address is that of ms_backup_view, and the contents are those of the pause.
+ * Valid until the tag's next change or trim. `writable` must be 1 if the caller writes there: the
+ * next pause then saves the range in any case. Errors: MS_INVALID_STATE if the tag is not mapped,
+ * was paused without a backup or with one on disk, or the copy was trimmed or belongs to an earlier
+ * allocation; MS_NOT_OURS. */
 MS_API ms_status ms_retained_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                   ms_error* error);
 
@@ -513,7 +520,8 @@ MS_API ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest*
  * find fingerprints. Takes a tenth of a second for 8 GiB, and waits for the work of the devices. */
 MS_API ms_status ms_trim(uint64_t* released_bytes, ms_error* error);
 
-/* The same for the backups of some tags alone; no tags at all means every tag. MS_UNKNOWN_TAG. */
+/* As ms_trim, but only for the backups of `tags`; no tags at all means every tag's backups. Errors:
+ * MS_UNKNOWN_TAG. */
 MS_API ms_status ms_trim_tags(const char* const* tags, size_t tag_count, uint64_t* released_bytes,
                               ms_error* error);
 

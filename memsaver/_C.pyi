@@ -17,8 +17,9 @@ TimelineEvent: TypeAlias = tuple[
     float, int, int, str | None, int, int, int, int, int, int, int, int, int, int, int, str
 ]
 
-# Methods: `enter` calls `_enter()` of the manager, `exit` its `_leave(type, error, traceback)`, and
-# `enter_interruptibly` its `_enter(place)`, or `_undo(place, error)` after an error.
+# Methods of context managers: `enter` calls the manager's `_enter()`, `exit` its `_leave(type,
+# error, traceback)`, and `enter_interruptibly` its `_enter(place)`, then, after an error,
+# `_undo(place, error)`.
 def enter(self: _Manager[_Result]) -> _Result: ...
 def enter_interruptibly(self: _LongManager[_Result]) -> _Result: ...
 def exit(

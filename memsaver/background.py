@@ -21,9 +21,9 @@ Result = TypeVar("Result")
 
 
 def can_start_threads() -> bool:
-    """Whether a thread that is started runs: not when the interpreter is ending.
+    """Return whether a new thread would run, which is false during interpreter exit.
 
-    Python 3.11 waits for ever for one that is started then.
+    Python 3.11 waits for ever for a thread that is started during exit.
     """
     return threading.main_thread().is_alive() and not sys.is_finalizing()
 
@@ -88,13 +88,13 @@ class Job(Generic[Result]):
         """Start it.
 
         Args:
-            name: of the thread, after "memsaver-".
+            name: the thread's name, after "memsaver-".
             what: the work in words, for messages.
-            work: the work. Done on the calling thread if no thread can be had: as many run as may,
-                or the interpreter is ending.
-            take_over: called on the thread that does the work, before the work. No garbage is
-                collected until then: a finalizer on the new thread could wait for what this thread
-                owns, while this one waits until the new thread has started.
+            work: the work. Done on the calling thread if no thread can be started, because of a
+                limit on threads or during interpreter exit.
+            take_over: called before the work, on the thread that does it. The garbage collector is
+                off until then, because a finalizer on the new thread could wait for a tag that this
+                thread owns, while this thread waits for the new one to start.
         """
         self._outcome: Outcome[Result] = Outcome(what)
         self._process = os.getpid()
@@ -109,13 +109,13 @@ class Job(Generic[Result]):
                     _C.resume_collection()
                 _fill(places, work)
 
-        # A daemon's threads are daemons, unless they are told.
+        # Explicit, because a daemon thread's new threads are daemons by default.
         thread = threading.Thread(target=run, name=f"memsaver-{name}", daemon=False)
 
         def start() -> None:
             _C.pause_collection()
             if can_start_threads():
-                # Also where the error is not that there is no thread: the work is done, once.
+                # After any of these errors the work is done below; `run` does it only once.
                 with contextlib.suppress(RuntimeError, MemoryError):
                     thread.start()
                     return

@@ -18,24 +18,23 @@ __all__ = ["Trim", "backup_view", "trim"]
 
 
 def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> torch.Tensor:
-    """A CPU tensor over the saved contents of a tensor whose tag is paused; no copy is made.
+    """Return a CPU tensor over the saved contents of a tensor whose tag is paused, without a copy.
 
-    The view has the tensor's shape, strides and dtype. Valid until the tag's next change: a resume,
-    a pause, the end of its tensors; or, with `retained`, a trim.
+    The view has the tensor's shape, strides and dtype. It is valid until the tag's next change: a
+    resume, a pause, the deletion of its tensors; with `retained`, also a trim.
 
     Args:
         tensor: a tensor of a paused tag, or a view of one.
-        writable: False makes a view whose in-place operations raise InvalidStateError, and so do
-            those of its views; what is computed from it is an ordinary tensor. True makes an
-            ordinary tensor: what is written to it comes back with the resume.
-        retained: True views the copy that is left of a mapped tag's last pause, at the same host
-            address. It shows the contents of that pause, and nothing that is written to it comes
-            back.
+        writable: False makes a view whose in-place operations, and those of its views, raise
+            InvalidStateError; results computed from it are ordinary tensors. True makes an ordinary
+            tensor, whose contents the resume restores.
+        retained: True views the copy that a mapped tag's last pause saved, at the same host
+            address. It shows the contents of that pause, and writes to it are never restored.
 
     Raises:
         ConfigError: the tensor's memory is in no region.
-        InvalidStateError: its tag is not paused, or was paused without a backup or with one on
-            disk, which is not in memory. With `retained`: its tag is not mapped, or no copy of the
+        InvalidStateError: the tag is not paused, or was paused without a backup or with one on
+            disk, which is not in memory. With `retained`: the tag is not mapped, or no copy of the
             tensor is left.
         NotLoadedError: torch is not installed.
     """
@@ -81,17 +80,19 @@ def trim(wait: Literal[True], tags: Sequence[str] = ()) -> int: ...
 
 
 def trim(wait: bool = False, tags: Sequence[str] = ()) -> Trim | int:
-    """Return the host memory and file space that backs no paused tag; it is kept for the next one.
+    """Release the host memory and file space of backups, except those of paused tags.
 
-    Goes on in the background and takes a while, because unpinning waits for the devices' work; what
-    wants a tag whose memory is being returned waits, one tag at a time.
+    memsaver keeps this memory for the next pause. Releasing it takes a while, because unpinning
+    waits for the devices' work, and runs in the background. It uses one tag at a time; a call that
+    needs this tag waits.
 
     Args:
-        wait: True waits and gives the bytes returned; False gives a handle whose `wait()` does.
-        tags: the tags whose backups are meant; none means all, and what backups share.
+        wait: True waits and returns the released bytes; False returns a handle whose `wait()` does.
+        tags: the tags whose backups are released; none at all means every tag's, and the memory
+            that backups share.
 
     Raises:
-        ConfigError: a tag that cannot be one.
+        ConfigError: an invalid tag.
         UnknownTagError: a tag that no region ever named (without `wait`, raised by the handle).
     """
     names = [check_tag(tag) for tag in tags]

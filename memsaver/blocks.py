@@ -24,9 +24,10 @@ Arguments = ParamSpec("Arguments")
 
 
 class Block(Generic[Value]):
-    """What is around a block of code, or around each call of the function that it decorates.
+    """A context manager for a block of code, and a decorator for each call of a function.
 
-    May be entered again when it is left. As a decorator it may be used by several threads at once.
+    May be entered again after it was left. As a decorator it may be used by several threads at
+    once.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Block(Generic[Value]):
         self._asynchronous = asynchronous
         self._open: list[contextlib.AbstractContextManager[Value]] = []
 
-    # Entered or not, left or not: a signal's handler cannot come between.
+    # Native, so that no signal handler runs between entering or leaving and recording it.
     __enter__ = _C.enter_interruptibly
     __exit__ = _C.exit
 
@@ -57,7 +58,7 @@ class Block(Generic[Value]):
         for manager in place:
             if manager in self._open:
                 self._open.remove(manager)
-            # Nothing, if it was not entered: what it raises is this error.
+            # A manager that was not entered does nothing here but raise `error` again.
             manager.__exit__(type(error), error, error.__traceback__)
 
     def _leave(self, *error: Any) -> None:

@@ -117,16 +117,16 @@ class UnknownTagError(MemsaverError, KeyError):
 
 
 class BackupError(MemsaverError, OSError):
-    """A backup could not be written or read; `errno` and `strerror` say why, as of any OSError.
+    """A backup could not be written or read; `errno` and `strerror` say why, as in any OSError.
 
-    After a pause that raises it, the tags are mapped, with their contents. After a resume that
-    raises it, they are paused: another resume may succeed; if the file is damaged, free the tag's
-    tensors (with torch, call `torch.cuda.empty_cache()` afterwards), resume it, and load its
-    contents anew. The next pause writes a new file.
+    If a pause raises it, the tags are mapped, with their contents. If a resume raises it, the tags
+    are paused, and another resume may succeed. If the file is damaged, free the tag's tensors (with
+    torch, call `torch.cuda.empty_cache()` afterwards), resume the tag, and load its contents again.
+    The next pause writes a new file.
 
     Attributes:
-        needed: bytes that were to be reserved, written or read.
-        free: bytes that were free on the disk, where it was full, else 0.
+        needed: bytes that the failed operation should have reserved, written or read.
+        free: bytes that were free on the disk if it was full, else 0.
     """
 
     _status = "BACKUP_FAILED"

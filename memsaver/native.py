@@ -106,7 +106,7 @@ def check_tag(tag: object) -> str:
 
 
 PART_MARK = "\x1f"
-"""Reserved in tags: it separates a tag from the backup of one of its parts (see `parts`)."""
+"""Reserved in tags: the separator between a tag and the backup of a part (see `parts`)."""
 
 
 class PartName(str):
@@ -116,10 +116,11 @@ class PartName(str):
 
 
 def check_new_tag(tag: object) -> str:
-    """Return the tag itself, if regions may be made of it.
+    """Return the tag if a region may be made of it.
 
     Raises:
-        ConfigError: see `check_tag`; or the tag contains PART_MARK and is not a `PartName`.
+        ConfigError: the tag is invalid (see `check_tag`), or contains PART_MARK and is not a
+            `PartName`.
     """
     checked = check_tag(tag)
     if PART_MARK in checked and not isinstance(checked, PartName):

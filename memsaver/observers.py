@@ -41,7 +41,7 @@ class Registration:
 
     @property
     def name(self) -> str:
-        """The function's name, with its module's."""
+        """The name of the function and its module."""
         function = self._function
         name = getattr(function, "__qualname__", None) or repr(function)
         module = getattr(function, "__module__", None)
@@ -67,14 +67,15 @@ def on_pause(function: Callback, tag: str | None = None) -> Registration:
     """Call `function(tag)` before a tag is paused, on the calling thread, while all is mapped.
 
     Args:
-        function: what to call, in the order of registration. If it raises, nothing is paused and
-            the error is the caller's, with a note that names the callback and the tag (shown from
-            Python 3.11 on); tags already announced are announced as resumed.
+        function: the callback. Callbacks run in the order of registration. If one raises, nothing
+            is paused, the exception propagates to the caller with a note that names the callback
+            and the tag (shown from Python 3.11 on), and the `on_resume` callbacks are called for
+            tags whose callbacks had run.
         tag: the tag it is for; None is every tag.
 
-    Tags that are paused already are not announced. May be used as a decorator. On the main thread,
-    signals (Ctrl-C) wait for the callbacks: see to it that they end. No transition of the tag can
-    begin in the callback: that is an `InvalidStateError`.
+    Callbacks are not called for tags that are already paused. May be used as a decorator. On the
+    main thread, signals (Ctrl-C) wait for the callbacks, so callbacks must end. A transition of the
+    tag that a callback begins is refused with `InvalidStateError`.
 
     Raises:
         ConfigError: `function` cannot be called, or `tag` can be none.
@@ -168,7 +169,7 @@ def _call(callbacks: list[Registration], kind: str, tag: str, keep_going: bool =
 
 
 def _name_callback(error: BaseException, what: str) -> None:
-    """Add to an error where it comes from: a note, which tracebacks show from Python 3.11 on."""
+    """Add a note about an error's origin, which tracebacks show from Python 3.11 on."""
     text = f"raised by the {what}"
     if hasattr(error, "add_note"):
         error.add_note(text)

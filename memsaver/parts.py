@@ -1,10 +1,10 @@
 """Parts of a tag: regions of one tag that ask for different backups.
 
-A tag of memsaver has one backup policy. Other libraries let each region of a tag choose, so an
-adapter gives every policy of a tag a part of its own: the policy that the tag has already, or that
-comes first, is the tag itself, and any other one is a tag beside it, TAG, U+001F and the backup's
-name. The parts are paused and resumed in one call. No program can enter a region with such a name,
-so the parts of one tag never meet another tag of the program.
+A tag of memsaver has one backup policy, but other libraries let each region of a tag choose one. So
+an adapter splits a tag into a part for each policy. The part of the tag's own policy, or else of
+the first one requested, is the tag itself; the part of any other policy is a tag named TAG, U+001F
+and the backup's name. The parts are paused and resumed in one call. memsaver refuses such names in
+a program's regions, so a part never collides with another tag.
 
 Every function may be called on any thread and in finalizers: none takes a lock or starts a thread.
 """
@@ -28,14 +28,14 @@ __all__ = ["name_of", "names_of", "split"]
 
 
 def name_of(tag: str, backup: str) -> str:
-    """Return the name of the part in which a new region of a tag keeps contents in `backup`.
+    """Return the name of a tag's part for regions with this backup.
 
     Raises:
-        ConfigError: the tag cannot be one.
+        ConfigError: the tag is invalid.
         InvalidStateError: a part of the tag is paused.
     """
     check_new_tag(tag)
-    _C.region_tag()  # makes the tag of the process known, if it has one
+    _C.region_tag()  # makes the process's own tag known, if it has one
     for name in names_of(tag):
         if state(name) is State.PAUSED:
             raise InvalidStateError(
@@ -51,10 +51,10 @@ def name_of(tag: str, backup: str) -> str:
 def names_of(tag: str) -> tuple[str, ...]:
     """Return the names of a tag's parts, to pause and resume in one call.
 
-    Empty if no region ever named the tag. A tag that the program made with memsaver itself counts.
+    Empty if no region ever named the tag. Includes a tag that the program made with memsaver.
 
     Raises:
-        ConfigError: the tag cannot be one.
+        ConfigError: the tag is invalid.
     """
     check_tag(tag)
     parts = [tag, *(_part(tag, backup) for backup in Backup)]
@@ -62,10 +62,10 @@ def names_of(tag: str) -> tuple[str, ...]:
 
 
 def split(name: str) -> tuple[str, Backup]:
-    """Return the tag that a known name belongs to, and the backup of this part of it.
+    """Split a part's name into its tag and the part's backup.
 
     Raises:
-        UnknownTagError: no region ever named it.
+        UnknownTagError: no region ever named the part.
     """
     tag, mark, backup = name.partition(PART_MARK)
     return tag, Backup(backup) if mark else backup_of(_C.tag_backup(name))
@@ -76,13 +76,13 @@ def _part(tag: str, backup: Backup) -> PartName:
 
 
 def _policy(name: str) -> Backup | None:
-    """The backup policy of a tag, or None if no region ever named it."""
+    """Return the backup policy of a tag, or None if no region ever named the tag."""
     try:
         return backup_of(_C.tag_backup(name))
     except UnknownTagError:
         return None
 
 
-# The first policy that was asked for a tag that no region has named yet: of threads that enter its
-# first regions at once, one decides. setdefault() is one step to other threads.
+# By tag, the policy of its first region. If several threads enter a tag's first regions at once,
+# setdefault() decides, which is atomic to other threads.
 _first: dict[str, Backup] = {}

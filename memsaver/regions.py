@@ -43,8 +43,8 @@ class _Section(contextlib.ContextDecorator):
         """
         raise NotImplementedError
 
-    # Both sides are entered, or neither; both are left, or (InvalidStateError: it is not the
-    # innermost of this thread) neither: a signal's handler cannot come between.
+    # Native, so that no signal handler runs halfway. Both sides are entered, or neither; both are
+    # left, or, if this is not the thread's innermost section (InvalidStateError), neither.
     __enter__ = _C.enter
     __exit__ = _C.exit
 

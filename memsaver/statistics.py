@@ -65,8 +65,8 @@ class TagStats:
         unchanged_pieces: unchanged pieces of all pauses.
         unchanged_bytes: bytes of the unchanged pieces of all pauses.
 
-    The counters, seconds and states are the tag's, the same in its rows of all devices; bytes are
-    those of the device. Nothing that failed counts but in `failures`.
+    Counters, durations and states are the tag's and equal in its rows of all devices; bytes are the
+    device's. A failed transition changes only `failures`.
     """
 
     tag: str

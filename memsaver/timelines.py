@@ -47,13 +47,13 @@ class Timeline:
             )
         self._events = events
         self._interval = interval
-        # No lock: a finalizer or a signal's handler may come in the middle of any method.
-        self._recording: _Recording | None = None  # while it records
-        self._unstopped: list[_Recording] = []  # the same; whoever takes it out stops it
+        # No lock, because a finalizer or a signal handler may run in the middle of any method.
+        self._recording: _Recording | None = None  # the recording in progress
+        self._unstopped: list[_Recording] = []  # the same; the thread that pops it stops it
         self._sampling: list[tuple[threading.Thread, Latch]] = []
         self._trace: Trace | None = None
 
-    # Recorded or not: a signal's handler cannot come between.
+    # Native, so that no signal handler runs between starting or stopping and recording it.
     __enter__ = _C.enter
     __exit__ = _C.exit
 
@@ -69,12 +69,13 @@ class Timeline:
         return f"<memsaver.Timeline: {state}>"
 
     def start(self) -> None:
-        """Begin to record; what `with` does. What an earlier recording held is given up.
+        """Begin to record, as `with` does. Discards the result of an earlier recording.
 
         Raises:
-            InvalidStateError: a timeline is being recorded in this process: there is one at a time.
-            OutOfHostMemoryError: there is no room for so many events, or no thread to be had for
-                the interval. Then nothing is recorded.
+            InvalidStateError: this process is already recording a timeline; it records one at a
+                time.
+            OutOfHostMemoryError: there is no room for the events, or no thread can be started for
+                the interval. Nothing is recorded.
         """
         _C.uninterrupted(self._start)
 
@@ -99,28 +100,30 @@ class Timeline:
             _C.timeline_stop()
             self._recording = None
             raise OutOfHostMemoryError(
-                f"the thread that an interval needs cannot be started ({error}): record without one"
+                f"cannot start the thread that samples at an interval ({error}): record without an "
+                "interval"
             ) from None
         self._sampling.append((sampler, over))
         atexit.register(self._end_sampling)  # no driver call while the process is torn down
 
     def stop(self) -> None:
-        """End the recording; what leaving the `with` does. Nothing where it is over already.
+        """End the recording, as leaving the `with` does. Does nothing if it has ended.
 
         Raises:
-            OutOfHostMemoryError: for want of host memory it goes on; call again.
+            OutOfHostMemoryError: there is no host memory for the result, and the recording goes on;
+                call again.
         """
         _C.uninterrupted(self._stop, True)
 
     def _stop(self) -> None:
         try:
             recording = self._unstopped.pop()
-        except IndexError:  # it is over, or another thread stops it
+        except IndexError:  # it has ended, or another thread stops it
             return
         if os.getpid() == recording.process:
             try:
                 _C.timeline_sample()
-                self._trace = _read(recording)  # before the end, for other threads
+                self._trace = _read(recording)  # set before the end, for other threads
                 _C.timeline_stop()
             except BaseException:
                 self._unstopped.append(recording)
@@ -146,11 +149,11 @@ class Timeline:
         """
         recording = self._recording
         if recording is not None:
-            with contextlib.suppress(InvalidStateError):  # another thread stops it right now
+            with contextlib.suppress(InvalidStateError):  # another thread is stopping it
                 return _read(recording)
         if self._trace is None:
             raise InvalidStateError(
-                "the timeline has recorded nothing: put what it is to see into "
+                "the timeline has recorded nothing: put the calls to record into "
                 "`with memsaver.timeline() as t:`"
             )
         return self._trace
@@ -225,7 +228,13 @@ def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timelin
 
 @dataclass(frozen=True)
 class _Recording:
-    """What began when, in seconds of the monotonic clock and since 1970, and in which process."""
+    """The start of a recording.
+
+    Attributes:
+        clock: the start in seconds of the monotonic clock.
+        started: the start in seconds since 1970.
+        process: the id of the process that records.
+    """
 
     clock: float
     started: float

@@ -103,10 +103,10 @@ class TorchPools:
     def release_closed_pools(self) -> None:
         """Return the memory of closed pools that no tensor uses to the driver.
 
-        torch empties one pool alone in a destructor only, which may end the process (`new_pool`).
-        But while a pool is in use its `empty_cache()` spares its own pool, where others' blocks
-        are; versions that refuse the call then empty that one too. Where a graph is captured,
-        everything stays cached.
+        torch can empty a single pool only in a destructor, which may end the process (see
+        `new_pool`). While a pool is in use, torch's `empty_cache()` spares torch's own default
+        pool, whose cached blocks other code uses; torch versions that refuse the call in a pool
+        empty the default pool too. During a graph capture everything stays cached.
         """
         torch = self.torch
         if self.is_capturing():
@@ -309,7 +309,7 @@ class Route:
         """End this level and make the one around it active again."""
         _routes.current = self._around
         self._undo.close()
-        if self.tag is None and self.pools:  # which nothing can be allocated from any more
+        if self.tag is None and self.pools:  # no code can allocate from these pools any more
             self.owner.release_closed_pools()
 
     def explain_shortage(self, error: BaseException | None) -> None:
@@ -379,7 +379,7 @@ _routes = _Routes()
 _lock = threading.Lock()
 _pools: TorchPools | None = None
 _capture_streams: dict[int, Any] = {}
-_spare_pools: dict[int, Any] = {}  # by device: open, with nothing in it
-_closed_pools: dict[tuple[int, int], Any] = {}  # by its id
+_spare_pools: dict[int, Any] = {}  # by device: an open, empty pool
+_closed_pools: dict[tuple[int, int], Any] = {}  # by the pool's id
 # By device, tag and the caller's pool: the pool of ours that stands for it.
 _shared_pools: dict[tuple[int, str, tuple[int, int]], Any] = {}

@@ -38,37 +38,38 @@ def pause(
 def pause(
     *tags: str, backup: str | None = None, wait: bool = True, progress: Progress = None
 ) -> Report | Transition:
-    """Give the device memory of `tags` back; their addresses stay reserved.
+    """Release the device memory of `tags`; their addresses stay reserved.
 
     All or nothing: after an error every tag is mapped with its contents. Waits until the devices
-    have done all work submitted before the call. Until the resume, touching the memory is an
-    illegal access; deleting its tensors is fine. Pausing what is paused does nothing and says so.
+    have done all work submitted before the call. Until the resume, accessing the memory is an
+    illegal access, but its tensors may be deleted. Pausing a paused tag does nothing, and the
+    report says so.
 
     Args:
-        tags: which ones; none at all means every tag.
-        backup: "none", "host", "pageable" or "disk" (see `region`), for this call, instead of what
-            the regions said.
-        wait: False returns a `Transition` as soon as the tags are taken; the rest happens on a
-            thread of its own. The memory must not be used from the call on.
-        progress: `progress(done_bytes, total_bytes)` is called about every 50 ms by the thread that
-            waits, and at the end, while the work is done on another; never if there is nothing to
-            copy. True is a bar on stderr. See `Transition.wait` for one that raises.
+        tags: the tags; none at all means every tag.
+        backup: "none", "host", "pageable" or "disk" (see `region`), for this call only, instead of
+            the regions' policy.
+        wait: False returns a `Transition` as soon as the tags are reserved; the rest happens on
+            another thread. The memory must not be used from the call on.
+        progress: `progress(done_bytes, total_bytes)` is called about every 50 ms and at the end, by
+            the thread that waits, while another thread does the work; never if there is nothing to
+            copy. True shows a bar on stderr. See `Transition.wait` for a function that raises.
 
     Only blocks that a tensor owns are saved. Contents that are not saved read as zero after the
-    resume (under the option `poison`, as NaN).
+    resume (with the option `poison`, as NaN).
 
-    A call that wants a tag of a transition in progress waits for its end. A signal's handler that
-    raises (Ctrl-C) ends that wait. Later signals leave the pause as it is: their handlers run when
-    the pause and its callbacks are over, or with `progress` or `wait=False` at once, and the pause
-    goes on. All of this holds for `resume` and `swap` too.
+    A call that needs a tag of a transition in progress waits for its end. A signal handler that
+    raises (Ctrl-C) ends that wait. Later signals do not change the pause: their handlers run after
+    the pause and its callbacks, or, with `progress` or `wait=False`, at once while the pause goes
+    on. All of this applies to `resume` and `swap` too.
 
     Raises:
-        UnknownTagError: no region ever named it.
+        UnknownTagError: no region ever named a tag.
         ConfigError: an unknown backup.
-        InvalidStateError: inside a region of one of the tags, `use_mem_pool` of a `torch_pool` of
-            it, or a CUDA graph capture; or where waiting for a tag would never end: in a callback,
-            a signal handler or a finalizer in the middle of a transition, whose own end or another
-            thread's it would wait for.
+        InvalidStateError: the call is inside a region of one of the tags, `use_mem_pool` of one of
+            its `torch_pool`s, or a CUDA graph capture; or the wait for a tag would never end,
+            because the call is in a callback, a signal handler or a finalizer in the middle of a
+            transition that must end first.
         OutOfHostMemoryError: no host memory for the backup.
         BackupError: the backup could not be written.
         DriverError: a driver call failed.
@@ -89,23 +90,24 @@ def resume(*tags: str, wait: bool, progress: Progress = None) -> Report | Transi
 
 
 def resume(*tags: str, wait: bool = True, progress: Progress = None) -> Report | Transition:
-    """Map memory behind the addresses of `tags` again, and bring back what was saved.
+    """Map memory behind the addresses of `tags` again, and restore the saved contents.
 
     All or nothing: after an error every tag is paused as before, with its backup, and holds no
-    device memory; the same call may be made again. Resuming what is mapped does nothing and says
-    so.
+    device memory; the same call may be made again. Resuming a mapped tag does nothing, and the
+    report says so.
 
     Args:
-        tags: which ones; none at all means every tag.
-        wait: False returns a `Transition` as soon as the tags are taken; the rest happens on a
-            thread of its own. The memory may be used on the host after its `wait()`, and by a
-            stream's work submitted after its `wait_stream(stream)`.
+        tags: the tags; none at all means every tag.
+        wait: False returns a `Transition` as soon as the tags are reserved; the rest happens on
+            another thread. The memory may be used on the host after its `wait()`, and by work
+            submitted to a stream after its `wait_stream(stream)`.
         progress: as in `pause`.
 
     Raises:
-        UnknownTagError: no region ever named it.
-        OutOfDeviceMemoryError: the memory is not there; the error says how much is needed and free.
-        InvalidStateError: waiting for a tag would never end, as for `pause`.
+        UnknownTagError: no region ever named a tag.
+        OutOfDeviceMemoryError: too little device memory is free; the error says how much is needed
+            and free.
+        InvalidStateError: the wait for a tag would never end, as for `pause`.
         BackupError: the backup could not be read.
         DriverError: a driver call failed.
     """

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: a full disk leaves no half of one."""
+"""Files that are written whole or not at all, even if the disk is full."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["replace_file"]
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Put the content into a file; one that exists is replaced.
+    """Write the content to a file, or replace an existing file.
 
-    The mode of an existing file is kept, and its owner and group if the system allows it (if not,
-    the group gets no rights). At no moment has anybody rights to the content that the finished file
-    does not give. If the target is a link, the file that it leads to is replaced; a device or a
-    pipe is written to.
+    Keeps the mode of an existing file, and its owner and group if the system allows it (if not, the
+    group gets no rights). Nobody ever has rights to the content that the finished file does not
+    grant. If the target is a link, replaces the file that the link points to; writes directly to a
+    device or a pipe.
 
     Raises:
-        OSError: the file cannot be written, and is unchanged; the error names the target.
+        OSError: the file cannot be written, and is unchanged. The error names the target.
     """
     try:
         if target.exists() and not target.is_file():
@@ -31,12 +31,12 @@ def replace_file(target: Path, content: bytes) -> None:
 
 
 def _replace(target: Path, content: bytes) -> None:
-    # Short, and not made from the target's name, which may be as long as names can be.
+    # Short and independent of the target's name, which may have the longest allowed length.
     fresh = target.with_name(f".memsaver-{os.urandom(4).hex()}")
     before = target.stat() if target.exists() else None
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        # The final rights of another owner's file come last: until then it is this user's alone.
+        # The existing file's rights are set last: until then only this user can read the file.
         with os.fdopen(os.open(fresh, flags, 0o600 if before else 0o666), "wb") as file:
             file.write(content)
             if before:
@@ -49,7 +49,7 @@ def _replace(target: Path, content: bytes) -> None:
 
 
 def _give_rights(file: int, before: os.stat_result) -> None:
-    """Give a file the owner, group and mode of the one that it is to replace."""
+    """Give a file the owner, group and mode of the file that it replaces."""
     mode = stat.S_IMODE(before.st_mode) & 0o777
     with contextlib.suppress(OSError):
         os.chown(file, before.st_uid, before.st_gid)

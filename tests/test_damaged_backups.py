@@ -71,7 +71,7 @@ DAMAGES = {
     "cut": lambda file, start: truncate(file, start + 7 * MIB + 100),
     "emptied": lambda file, start: truncate(file, 0),
 }
-MATCH = "not what was written|ends after"
+MATCH = "is corrupt|ends after"
 
 
 # --- what is found --------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_a_corrupted_byte(sim, options, on_disk, fingerprints, at):
     where = first_data(file) + at
     flip(file, where)
     for _ in range(2):
-        refused(sim, name, "not what was written")
+        refused(sim, name, "is corrupt")
         assert not sim.accessible(blocks[0].address)
     flip(file, where)
     memsaver.resume(name)
@@ -126,13 +126,13 @@ def test_contents_loaded_again_are_saved_again(
     assert memsaver.pause(name).copied_bytes == (0 if fingerprints else saved_bytes(name))
     (file,) = deleted_files(tmp_path)
     flip(file, first_data(file) + MIB)  # what has been saved anew is checked as before
-    refused(sim, name, "not what was written")
+    refused(sim, name, "is corrupt")
 
 
 def test_a_backup_that_was_damaged_and_is_whole_again_is_not_trusted(sim, on_disk):
     name, blocks, file = on_disk()
     flip(file, first_data(file))
-    refused(sim, name, "not what was written")
+    refused(sim, name, "is corrupt")
     flip(file, first_data(file))
     memsaver.resume(name)
     assert intact(blocks)
@@ -145,10 +145,10 @@ def test_a_part_of_a_damaged_backup_that_is_whole_comes_back_checked(sim, on_dis
     name, blocks, file = on_disk([4 * MIB, 6 * MIB, 2 * MIB])
     start = first_data(file)
     flip(file, start + 5 * MIB)
-    refused(sim, name, "not what was written")
+    refused(sim, name, "is corrupt")
     del blocks[1]
     flip(file, start + 11 * MIB)
-    refused(sim, name, "not what was written")
+    refused(sim, name, "is corrupt")
     flip(file, start + 11 * MIB)
     memsaver.resume(name)
     assert intact(blocks)
@@ -178,7 +178,7 @@ def test_damage_found_by_a_swap(sim, tag, make_blocks, on_disk):
     name, blocks, file = on_disk()
     goes = make_blocks(out := tag("out"), [20 * MIB], backup="disk")
     flip(file, first_data(file))
-    with pytest.raises(BackupError, match="not what was written") as caught:
+    with pytest.raises(BackupError, match="is corrupt") as caught:
         memsaver.swap(out=out, into=name)
     assert caught.value.tag == name
     assert memsaver.state(name) == "paused"
@@ -196,7 +196,7 @@ def test_damage_found_by_a_swap(sim, tag, make_blocks, on_disk):
 def test_a_pause_with_another_backup_between(sim, on_disk, backup):
     name, blocks, file = on_disk()
     flip(file, first_data(file))
-    refused(sim, name, "not what was written")
+    refused(sim, name, "is corrupt")
     load_again(sim, name, blocks)
     memsaver.pause(name, backup=backup)
     memsaver.resume(name)

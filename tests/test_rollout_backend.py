@@ -322,7 +322,7 @@ def test_outputs_that_are_not_sglangs():
     assert sample_of(without).logprobs is None
     assert sample_of({**without, "output_ids": []}).logprobs == []
     short = {**good, "output_ids": [5, 6, 7]}
-    with pytest.raises(EngineError, match="2 log-probabilities of 3 tokens"):
+    with pytest.raises(EngineError, match="2 log-probabilities for 3 tokens"):
         sample_of(short)
     aborted = {**short, "meta_info": {**good["meta_info"], "finish_reason": {"type": "abort"}}}
     assert sample_of(aborted).token_ids == [5, 6]

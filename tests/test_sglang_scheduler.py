@@ -403,7 +403,7 @@ RANK = """
             sim.fail("cuMemUnmap", 1)
         answer = ask(scheduler, "release")
         assert "rank 1 of 2" in answer.failure.message, answer
-        assert "of kv_cache, what has no backup is lost" in answer.failure.message, answer
+        assert "contents of kv_cache without a backup are lost" in answer.failure.message, answer
         assert answer.lost == ("kv_cache",), answer
         assert memsaver_states() == {"mapped"} and not scheduler.weight_updater.offload_tags
         assert scheduler.model.is_intact()

@@ -288,7 +288,7 @@ def test_without_a_thread_nothing_is_recorded(sim, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(memsaver.OutOfHostMemoryError, match="without one"):
+        with pytest.raises(memsaver.OutOfHostMemoryError, match="without an interval"):
             memsaver.timeline(interval=1).start()
     with memsaver.timeline(interval=1):
         pass

@@ -53,10 +53,10 @@ def test_a_process_of_a_container_that_sees_the_same_folder(runtime):
 
 ANSWERS = {
     "nothing": (b"", "no answer"),
-    "no JSON": (b"hello\n", "cannot be understood"),
-    "half of it": (b'{"format": 1, "memsaver": "0.1.0", "pid": 1', "cannot be understood"),
-    "another shape": (b'["format"]', "cannot be understood"),
-    "another format": (b'{"format": 99, "memsaver": "9.0.0"}', "9.0.0 speaks format 99"),
+    "no JSON": (b"hello\n", "its answer is invalid"),
+    "half of it": (b'{"format": 1, "memsaver": "0.1.0", "pid": 1', "its answer is invalid"),
+    "another shape": (b'["format"]', "its answer is invalid"),
+    "another format": (b'{"format": 99, "memsaver": "9.0.0"}', "9.0.0 answers in format 99"),
     "no number": (
         b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": NaN, '
         b'"driver": null, "devices": [], "tags": [], "host_bytes": 0, "host_available_bytes": 0}',
@@ -67,13 +67,13 @@ ANSWERS = {
         b'"driver": null, "devices": [], "tags": [], "host_bytes": "1", "host_available_bytes": 0}',
         "no whole number",
     ),
-    "deep": (b"[" * 100_000, "cannot be understood"),
+    "deep": (b"[" * 100_000, "its answer is invalid"),
     "a number beyond any float": (
         b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": 1'
         + b"0" * 400
         + b', "driver": null, "devices": [], "tags": [], "host_bytes": 0, '
         b'"host_available_bytes": 0}',
-        "cannot be understood",
+        "its answer is invalid",
     ),
     "true for bytes": (
         b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": 1, '
@@ -83,7 +83,7 @@ ANSWERS = {
     ),
     "a terminal's commands": (
         b'{"format": "\\u001b[2J\\ud800", "memsaver": "\\u001b]0;x\\u0007"}',
-        "memsaver ]0;x speaks format [2J, this",
+        "memsaver ]0;x answers in format [2J, and this",
     ),
     "a format of any length": (b'{"format": "' + b"9" * 100_000 + b'"}', "this one"),
 }

@@ -97,7 +97,7 @@ def test_a_loopback_address_is_all_that_a_group_listens_on(backend, group_of, ad
 
 
 def test_an_address_of_another_machine_is_refused(group_of):
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0.*one of this machine's own"):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0.*must be this machine's own"):
         group_of(address="192.0.2.1")
 
 

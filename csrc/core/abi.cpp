@@ -29,7 +29,7 @@ namespace {
 
 using namespace memsaver;
 
-// What every call on tags starts with: the process's own tag counts as known.
+// Checks at the start of every call on tags. Makes the process's own tag known.
 void require_tags() {
   require_not_forked();
   if (current_tag()) stats_server::start();  // the process's own tag has no region
@@ -49,7 +49,7 @@ ms_transition* wrap(std::unique_ptr<Transition> transition) {
   return reinterpret_cast<ms_transition*>(transition.release());
 }
 
-// Nothing for less than zero, and for more than a clock can count.
+// Returns no deadline for seconds below zero or above 1e9, which the clock cannot represent.
 Deadline deadline_after(double seconds) {
   if (!(seconds >= 0) || seconds > 1e9) return std::nullopt;
   const std::chrono::duration<double> span(seconds);
@@ -320,7 +320,7 @@ ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t*
   return guarded(error, [&] {
     require_not_forked();
     Transition* const begun = unwrap(transition);
-    // Before it is run: what is done cannot fail for want of a place to say so.
+
     auto list = make_list<ms_change>(rows ? begun->row_count() : 0);
     const std::vector<Change> changes = begun->run();
     for (size_t i = 0; list && i < changes.size(); ++i) {

@@ -93,12 +93,13 @@ void settle(std::unique_lock<std::mutex>& lock, Pool& pool) {
   }
 }
 
-// Lets the devices in use reach the memory of a tag. False if the tag waits for this thread.
+// Lets the devices in use reach the memory of a tag. Returns false, and does nothing, if waiting
+// for the tag would never end.
 bool share_memory_of(Tag& tag) {
   std::unique_lock<std::mutex> lock(Registry::instance().mutex);
   if (would_wait_for_ever({&tag}, Need::kMemory)) return false;
   Hold hold(std::move(lock), {&tag});
-  hold.unlock();  // the owner's alone until the end of the hold
+  hold.unlock();  // only the owner changes the pools until the end of the hold
   for (auto& [ordinal, pool] : tag.pools) {
     try {
       const std::vector<CUmemAccessDesc> access = pool.heap.device().access();
@@ -221,7 +222,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
     }
   }
   hold.lock();
-  cut_out(pool.retained, plan.block);  // what was saved there was not this block's
+  cut_out(pool.retained, plan.block);  // the bytes saved there belong to an earlier block
   pool.heap.commit_block(plan.block, mapped);
   timeline::note(Record::Kind::kAllocate, pool);
   ++registry.changes;
@@ -247,9 +248,9 @@ void deallocate(uint64_t address) {
   try {
     Hold hold(std::move(lock), {&pool->tag});
   } catch (const std::bad_alloc&) {
-    // It is freed, and the next holder gives its memory back.
+    // The block is freed, and the next holder releases its memory.
   } catch (const Error&) {
-    // Likewise: the holder waits for this thread.
+    // The wait would never end: the current holder releases the block's memory.
   }
 }
 

@@ -9,14 +9,14 @@
 
 namespace memsaver {
 
-// The exclusive right to change the memory of some tags, and the registry's lock, in one. Waits
-// for what `need` says (kMemory or kTransition) and takes all tags at once, so that two threads
-// cannot wait for each other. It belongs to the thread that made it, until that one hands it over.
-// The owner unlocks for whatever takes time. The end releases the memory that was freed meanwhile,
-// then the tags.
+// The exclusive right to change the memory of some tags, combined with the registry's lock. The
+// constructor waits as `need` says (kMemory or kTransition) and takes all tags at once, so that two
+// threads cannot wait for each other. The thread that made it owns it until it hands it over. The
+// owner unlocks during slow work. The destructor releases the memory that was freed during the
+// hold, then the tags.
 class Hold {
  public:
-  // `lock` is the registry's, held. Throws kInvalidState as wait_for_tags; then `lock` is released.
+  // `lock` is the registry's, locked. Throws kInvalidState as wait_for_tags, and unlocks `lock`.
   Hold(std::unique_lock<std::mutex> lock, std::vector<Tag*> tags, Need need = Need::kMemory);
   ~Hold();
   Hold(const Hold&) = delete;
@@ -24,13 +24,12 @@ class Hold {
 
   const std::vector<Tag*>& tags() const { return tags_; }
 
-  // The thread that goes on with it: the calling one, or (0) one that will call this. Under the
-  // lock.
+  // Sets the owner: the calling thread, or 0 until another thread calls this. Under the lock.
   void set_owner(uint64_t thread) { claim_.owner = thread; }
-  // Whether the calling thread owns it. Under the lock.
+  // Returns whether the calling thread owns the hold. Under the lock.
   bool is_mine() const { return claim_.owner == this_thread(); }
 
-  // Lets go of all but these. Under the lock.
+  // Releases all tags but these. Under the lock.
   void keep_only(const std::vector<Tag*>& tags);
 
   void unlock() { lock_.unlock(); }
@@ -44,16 +43,16 @@ class Hold {
   Claim claim_;
 };
 
-// Device memory of a tag: aligned to kBlockBytes, and from the granularity on to that. Contents are
-// undefined. Waits while the tag is held. Throws kInvalidState when the tag is paused or the wait
-// would never end, kOutOfDeviceMemory (nothing is kept), kDriverFailed. Makes no call that a stream
-// capture forbids.
+// Allocates device memory of a tag and returns its address, which is aligned to kBlockBytes, or to
+// the granularity if `bytes` reaches it. Contents are undefined. Waits while the tag is held.
+// Throws kInvalidState if the tag is paused or the wait would never end, kOutOfDeviceMemory (and
+// keeps nothing), kDriverFailed. Makes no call that a stream capture forbids.
 uint64_t allocate(Tag& tag, Device& device, uint64_t bytes);
 
-// Lets devices that came into use since the last call reach the memory that is mapped already.
-// Waits for held tags, except those that wait for this thread, which the next call looks at again.
-// Quick where nothing changed. Memory that a device may not be let to is a
-// warning. Throws kDriverFailed where the driver does not say which devices are in use.
+// Lets devices that came into use since the last call reach the memory that is already mapped.
+// Waits for held tags, but skips tags whose wait would never end; the next call tries these again.
+// Returns quickly if nothing changed. Warns of memory that a device cannot be allowed to reach.
+// Throws kDriverFailed if the driver does not report which devices are in use.
 void share_with_active_devices();
 
 // Gives it back, in any state of the tag: at once, or by whoever holds the tag in a transition.

@@ -66,11 +66,11 @@ std::vector<Range> cells_for(const std::vector<Range>& ranges) {
 // or goes beside or inside a large range would have all of it pinned and copied again.
 uint64_t slack_of(const Range& cell) { return cell.bytes > kStripBytes ? cell.bytes / 16 : 0; }
 
-// What to do when a backup cannot be read back whole.
+// Advice that ends the message of a failed read of a backup.
 constexpr const char* kLost =
     "; the tag stays paused. If resuming it again fails too, free its tensors (with torch, call "
-    "torch.cuda.empty_cache() afterwards), resume it, and load its contents from where they came "
-    "from; the next pause writes a new file";
+    "torch.cuda.empty_cache() afterwards), resume it, and load its contents again from their "
+    "source; the next pause writes a new file";
 
 }  // namespace
 
@@ -178,8 +178,8 @@ void BackupStore::check(const Range& range, const char* bytes) const {
       continue;
     }
     Error error(Status::kBackupFailed,
-                "the backup on disk is not what was written: " + format_bytes(each.piece.bytes) +
-                    " that were read back have another fingerprint");
+                "the backup on disk is corrupt: " + format_bytes(each.piece.bytes) +
+                    " were read back that do not match their fingerprint");
     error.needed_bytes = each.piece.bytes;
     throw error;
   }

@@ -8,9 +8,10 @@
 // share pages: never one that torch has.) Cells stay, contents and all, until other ranges are
 // prepared or release() is called: so what has not changed since need not be saved again.
 //
-// After a failed read, check, write or reservation of its medium a store is not sound: its contents
-// can still be read, and are checked as before, but the next save uses a new store. So damage that
-// was found is never taken for a backup, and a new file is made where option disk_dir now says.
+// After a failed read, check, write or reservation of its backing store, a BackupStore is not
+// sound: its contents can still be read, and are checked as before, but the next save uses a new
+// store. So a damaged copy never becomes a backup again, and the new file is made in the current
+// disk_dir.
 #pragma once
 
 #include <atomic>
@@ -52,7 +53,7 @@ class BackupStore {
       : kind_(kind), medium_(std::move(medium)) {}
 
   Backup kind() const { return kind_; }
-  // Whether another save may use it, see above. Any thread.
+  // Returns whether another save may use the store, see above. Any thread.
   bool is_sound() const { return sound_; }
 
   // What a cell needs to be ready for copies.
@@ -81,8 +82,8 @@ class BackupStore {
   void* direct(uint64_t address) const { return medium_->direct(address); }
   void* view(uint64_t address) const { return medium_->view(address); }
   void write(uint64_t address, const void* source, uint64_t bytes);
-  // Also throws kBackupFailed if a piece of a disk backup that lies in the range has another
-  // fingerprint than the one kept with it. A range has whole pieces, as they were saved.
+  // Also throws kBackupFailed if a piece of a disk backup in the range does not match the
+  // fingerprint that was kept with it. The range must consist of whole pieces, as they were saved.
   void read(uint64_t address, void* target, uint64_t bytes);
 
   // A piece whose bytes in the store have this fingerprint. One of no bytes has been forgotten.
@@ -117,7 +118,7 @@ class BackupStore {
   void count();  // after a change of the cells
   void check(const Range& range, const char* bytes) const;
   template <typename Call>
-  void watch(Call call);  // calls the medium; the store is not sound if that fails
+  void watch(Call call);  // calls the backing store; if that fails, this store is not sound
 
   const Backup kind_;
   const std::unique_ptr<BackupMedium> medium_;

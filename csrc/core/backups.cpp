@@ -25,22 +25,22 @@ void* view(const Range& range, State wanted, bool writable) {
   const bool is_paused = wanted == State::kPaused;
   if (pool->tag.state != wanted) {
     throw refuse("tag " + name + " is " + name_of(pool->tag.state) +
-                 (is_paused ? ": there is a backup to look at only while it is paused"
-                            : ": there is a retained copy only while it is mapped"));
+                 (is_paused ? ": its backup can be viewed only while it is paused"
+                            : ": its retained copy can be viewed only while it is mapped"));
   }
   const std::optional<Range> block = pool->heap.block_around(range.address);
   if (!block || range.bytes > block->end() - range.address) {
     throw refuse("the tensor's memory is not inside one live allocation of tag " + name);
   }
   if (total(within(is_paused ? pool->saved : pool->retained, range)) != range.bytes) {
-    if (!is_paused) throw refuse("tag " + name + " has no retained copy of all of the range");
+    if (!is_paused) throw refuse("tag " + name + " has no retained copy of the whole range");
     throw refuse("not all of the range was saved when tag " + name +
                  " was paused: it had no backup, or the memory belonged to no tensor");
   }
   void* const host = pool->backup->view(range.address);
   if (!host) {
     throw refuse("the backup of tag " + name +
-                 " is on disk, where there is nothing to look at without a copy: resume it, or use "
+                 " is on disk and cannot be viewed without a copy: resume the tag, or use "
                  "backup='host' or 'pageable'");
   }
   if (writable) pool->backup->forget(range);

@@ -14,13 +14,15 @@ namespace memsaver {
 // kNotOurs; kInvalidState (the tag is not paused, the range was not saved, or not in host memory).
 void* view_backup(const Range& range, bool writable);
 
-// The same of a mapped tag: the copy that its last pause saved, until the tag's next change or
-// trim. `writable`: the caller writes there, which changes nothing else. Throws kInvalidState also
-// if the copy was not retained, or is of an earlier allocation.
+// As view_backup, for a mapped tag: returns the host address of the copy that its last pause saved,
+// valid until the tag's next change or trim. `writable`: the caller may write there, and the next
+// pause saves the range in any case. Also throws kInvalidState if the copy was not retained, or
+// belongs to an earlier allocation.
 void* view_retained(const Range& range, bool writable);
 
-// Returns host memory and disk space of some tags (none: of all) that back no paused tag to the
-// system; the bytes. Tags that are in a transition are left out. Throws kUnknownTag.
+// Releases the host memory and disk space of the named tags' backups (no names: of all tags),
+// except backups of paused tags; returns the bytes. Leaves out tags in a transition. Throws
+// kUnknownTag.
 uint64_t trim_backups(const std::vector<std::string>& names);
 
 // Host memory held for all backups, and for what they need meanwhile.

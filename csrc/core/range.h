@@ -25,8 +25,8 @@ std::vector<Range> widened(const std::vector<Range>& ranges, uint64_t unit);
 // `ranges` cut at the multiples of `unit`; not joined.
 std::vector<Range> cut(const std::vector<Range>& ranges, uint64_t unit);
 
-// Takes `hole` out of `ranges` (sorted, disjoint), in logarithmic time but for a move of what lies
-// behind it. Changes nothing if it throws std::bad_alloc.
+// Removes `hole` from `ranges` (sorted, disjoint). Takes logarithmic time, plus a move of the
+// ranges behind the hole. Changes nothing if it throws std::bad_alloc.
 void cut_out(std::vector<Range>& ranges, const Range& hole);
 
 // Their bytes in sum.

@@ -14,9 +14,9 @@
 
 namespace memsaver {
 
-// Waits for a transition of the tag. Throws kInvalidArgument (empty tag), kInvalidState (a paused
-// tag, or a wait that would never end); then nothing changed. Without a policy an existing tag
-// keeps its own, and a new one gets kNone.
+// Waits for the end of a transition of the tag. Throws kInvalidArgument (empty tag) or
+// kInvalidState (a paused tag, or a wait that would never end), and changes nothing. Without a
+// policy an existing tag keeps its own, and a new one gets kNone.
 void enter_region(const std::string& tag, std::optional<Backup> policy);
 void enter_disabled();
 void exit_region();  // throws kInvalidState when there is nothing to leave

@@ -1,10 +1,10 @@
 // registry: which tags there are, which memory each has, and whose an address is.
 //
-// One lock, over the maps and the fields that say so: no driver call, copy, file or log happens
-// under it. What takes time is done by the one thread that owns the tag's `hold`, between two
-// short sections under the lock; others wait on `changed` (reservation.h), but for a free during a
-// transition, which only marks its block. Owning an address is asked without the lock, so that
-// foreign pointers cost nothing.
+// One lock guards the maps and the fields that say so. No driver call, copy, file access or log
+// happens under it. Slow work is done by the one thread that owns the tag's `hold`, between two
+// short sections under the lock. Other threads wait on `changed` (reservation.h), except for a free
+// during a transition, which only marks its block. The owner of an address is looked up without the
+// lock, so that foreign pointers cost nothing.
 #pragma once
 
 #include <atomic>
@@ -37,8 +37,8 @@ struct Mark {
 };
 
 struct Tag;
-struct Claim;    // a thread's right to a tag, and
-struct Waiting;  // a thread that waits for one: reservation.h
+struct Claim;    // a thread's right to tags; see reservation.h
+struct Waiting;  // a thread that waits for tags; see reservation.h
 
 // What the pauses, or the resumes, of a pool have done: the last one, and all. Bytes.
 struct Tally {
@@ -60,8 +60,8 @@ struct Pool {
   // The tag's holder alone uses it; the pointer changes under the registry's lock.
   std::unique_ptr<BackupStore> backup;
   std::vector<Range> saved;  // what of a paused heap lies in the backup, sorted
-  // What of a mapped heap still lies there, as the last pause saved it, sorted: without what has
-  // been allocated since. A save and a trim end it.
+  // For a mapped heap: the sorted ranges of which the backup still has the copy that the last pause
+  // saved. Each new allocation is cut out; a save and a trim clear them.
   std::vector<Range> retained;
   // Pages that a transition which failed twice could not map again: unmapped, at these addresses,
   // with the contents of what is not in `saved`. The tag is paused then, and its resume maps them.
@@ -78,10 +78,10 @@ struct Tag {
   const std::string name;
   Backup policy = Backup::kNone;
   State state = State::kMapped;
-  Mark changed;           // of the last transition that was done; at first, of its making
-  Mark changing;          // of the one under way, in kSaving and kRestoring
-  Claim* hold = nullptr;  // of the thread that changes the tag's memory
-  std::vector<const Claim*> reservations;  // of one thread: more than one if it took further ones
+  Mark changed;           // the last transition that succeeded; at first, the tag's creation
+  Mark changing;          // the transition in progress, in kSaving and kRestoring
+  Claim* hold = nullptr;  // the claim of the thread that changes the tag's memory
+  std::vector<const Claim*> reservations;  // nested reservations of one thread
   int open_regions = 0;                    // threads inside a region of it, and bound streams
   std::map<int, Pool> pools;               // by device ordinal; nodes never move
   uint64_t pauses = 0, resumes = 0;

@@ -1,12 +1,12 @@
-// reservation: the right to change tags, the thread that owns it, and the threads that wait.
+// reservation: rights to change tags, the threads that own them, and the threads that wait.
 //
-// A tag has two rights. Its memory belongs to one Hold (allocation.h) at a time, for as long as an
-// allocation, a free or a begun transition needs it. Its transitions belong to one thread at a
-// time: a Reservation spans a transition and the callbacks around it, during which other threads
+// There are two rights to a tag. One Hold (allocation.h) at a time owns the tag's memory, for as
+// long as an allocation, a free or a begun transition needs it. One thread at a time may begin the
+// tag's transitions: a Reservation spans a transition and its callbacks, during which other threads
 // may still allocate in the tag.
 //
-// Each right knows the thread that owns it, so a thread that starts to wait sees whether the owners
-// wait for it in turn. It is then refused (kInvalidState) instead of waiting for ever.
+// Each right records its owner. So a thread that starts to wait can tell whether the owners wait
+// for it in turn; if they do, the wait is refused (kInvalidState), because it would never end.
 #pragma once
 
 #include <chrono>
@@ -23,20 +23,21 @@ namespace memsaver {
 
 using Deadline = std::optional<std::chrono::steady_clock::time_point>;
 
-// The calling thread's number: above 0, and never another thread's, unlike the system's numbers.
+// Returns the calling thread's number, which is above 0 and, unlike the system's thread ids, never
+// reused. Any thread.
 uint64_t this_thread() noexcept;
 
-// What a thread wants of tags, and so what it waits for.
+// The condition of tags that a thread waits for.
 enum class Need {
-  kMemory,       // their memory: until no Hold has it
-  kTransition,   // to begin a transition: their memory, and no other thread's reservation
-  kReservation,  // to reserve: no other thread's reservation, and no transition in progress
-  kSettled,      // until no transition is in progress
+  kMemory,       // no Hold on them: to change their memory
+  kTransition,   // no Hold, and no other thread's reservation: to begin a transition
+  kReservation,  // no other thread's reservation, and no transition in progress: to reserve
+  kSettled,      // no transition in progress
 };
 
 // A right to some tags: a Hold's or a Reservation's. Under the registry's lock.
 struct Claim {
-  uint64_t owner = 0;  // a thread, or 0 on the way from one thread to another
+  uint64_t owner = 0;  // a thread, or 0 between hand_over() and take_over()
   bool is_over = false;
 };
 
@@ -47,22 +48,23 @@ struct Waiting {
   const Need need;
   const Claim* const claim = nullptr;
   Waiting* next = nullptr;
-  uint64_t search = 0;  // the last search for a circle that came by
+  uint64_t search = 0;  // the last search for a cycle that visited this entry
 };
 
-// Waits until `tags` allow what `need` says. `lock` is the registry's; it is held on return.
+// Waits until `tags` are as `need` says. `lock` is the registry's; it is locked on return.
 // Returns false if `deadline` passed first.
-// Throws kInvalidState if the wait would never end, or if the thread's look (see while_waiting)
-// ended it.
+// Throws kInvalidState if the wait would never end, or if the thread's callback (see
+// while_waiting) ended it.
 bool wait_for_tags(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags, Need need,
                    const Deadline& deadline = std::nullopt);
 
-// Whether that wait would be refused because it would never end. Under the registry's lock.
+// Returns whether wait_for_tags would throw because the wait would never end. Under the registry's
+// lock.
 bool would_wait_for_ever(const std::vector<Tag*>& tags, Need need);
 
-// Declares, for its life, that this thread waits until the transition in progress on `tags` is
-// over, by means of its own. The constructor throws kInvalidState if that would never end. Takes
-// the registry's lock.
+// Declares, while it exists, that this thread waits for the end of the transition in progress on
+// `tags` outside wait_for_tags. The constructor throws kInvalidState if the wait would never end.
+// Constructor and destructor take the registry's lock.
 class WaitsForTransition {
  public:
   explicit WaitsForTransition(const std::vector<Tag*>& tags);
@@ -74,16 +76,16 @@ class WaitsForTransition {
   Waiting waiting_;
 };
 
-// While a call of this thread waits for a tag, `look(data)` is called about every 50 ms, without a
-// lock. A result other than 0 ends the wait. Null: nothing is called.
+// A callback: while a call of this thread waits for a tag, it calls `look(data)` about every 50 ms,
+// without a lock. A result other than 0 ends the wait. Null: nothing is called.
 struct Look {
   int (*look)(void*) = nullptr;
   void* data = nullptr;
 };
 void while_waiting(const Look& look) noexcept;
 
-// The right to begin transitions of some tags. The thread that owns it may take further ones, of
-// the same tags too.
+// The right to begin transitions of some tags. The owning thread may take further reservations of
+// the same tags.
 class Reservation {
  public:
   // Waits until no other thread has one of the tags reserved or in a transition, then takes all of
@@ -93,14 +95,15 @@ class Reservation {
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
 
-  // The calling thread leaves it, and transitions of its tags that it has begun, to another one:
-  // until that calls take_over, no thread owns them. Does nothing if that has done so already.
+  // Gives up the calling thread's ownership of the reservation and of transitions of its tags that
+  // this thread has begun. No thread owns them until another one calls take_over. Does nothing if
+  // another thread has already done so.
   void hand_over();
-  // The calling thread owns it, and those transitions, from now on.
+  // Makes the calling thread the owner of the reservation and of these transitions.
   void take_over();
-  // Ends it. Calls after the first do nothing. Any thread.
+  // Ends the reservation. Calls after the first do nothing. Any thread.
   void release() noexcept;
-  // Waits until it is released: false if `deadline` passed first. Any thread.
+  // Waits until the reservation is released. Returns false if `deadline` passed first. Any thread.
   // Throws kInvalidState as wait_for_tags.
   bool wait(const Deadline& deadline);
 

@@ -13,7 +13,7 @@ namespace memsaver {
 
 // One tag on one device: the row that the ABI returns, and the tag's last-transition record.
 struct Usage : ms_usage {
-  double since_seconds;                       // when the tag came into its state, since 1970
+  double since_seconds;                       // seconds since 1970 at which the state began
   std::shared_ptr<const std::string> caller;  // the caller of that transition, or null
 };
 

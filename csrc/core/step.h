@@ -66,7 +66,7 @@ uint64_t device_bytes(const std::vector<Step>& steps);
 // Gives back what destructors could not, on the devices concerned.
 void collect_all_strays(const std::vector<Step>& steps);
 
-// Makes sure that each pool that saves has a sound store of its kind. Throws as BackupStore::make.
+// Ensures that each pool that saves has a sound store of its kind. Throws as BackupStore::make.
 void prepare_stores(Hold& hold, std::vector<Step>& steps);
 
 // Saves every step's ranges and returns when all has arrived; copied_bytes say how much. Throws as

@@ -210,7 +210,7 @@ void Save::run_staged() {
     }
   };
   stage(device_, pieces.size(), largest(pieces), copy_piece, reserve_);
-  remember();  // already here: a swap that fails later takes some of it back, and checks that
+  remember();  // a swap that fails later restores some of these bytes and checks them
 }
 
 void Save::remember() {
@@ -290,8 +290,8 @@ void Restore::run_staged() {
   if (staged_.empty()) return;
   const std::vector<Range> wanted = subtract(staged_, {});
   staged_.clear();
-  // Whole pieces of fingerprints, so that they can be checked, and no others: damage to what nobody
-  // wants is no reason to fail.
+  // Only pieces that overlap the wanted ranges, and each as a whole, so that its fingerprint can be
+  // checked: damage elsewhere must not fail the resume.
   const std::vector<Range> read = intersect(saved_, widened(wanted, kFingerprintBytes));
   const std::vector<Range> pieces = cut(widened(read, kMediumUnit), kStagingBytes);
   const auto copy_piece = [&](size_t i, StagingBuffer& buffer) {

@@ -83,7 +83,7 @@ class Save {
   void copy(const std::vector<Range>& ranges);
   void mark(uint64_t end);
   void run_staged();
-  void remember();  // the fingerprints, when all bytes are in the store; once
+  void remember();  // keeps the fingerprints, once, when all bytes are in the store
 
   Device& device_;
   BackupStore& store_;
@@ -117,7 +117,7 @@ class Restore {
 
   // Queues the copies of what lies in a range, which is mapped now. Throws kDriverFailed.
   void queue(const Range& mapped);
-  // Staged backups: copies what was queued, and returns when that is done. Nothing for others.
+  // Does the queued copies of staged backups, and returns when they are done. No effect on others.
   // Throws as BackupStore::read, and kOutOfHostMemory, kDriverFailed.
   void run_staged();
   // Returns when everything is there. The bytes copied.

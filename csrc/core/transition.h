@@ -55,8 +55,8 @@ class Transition {
   // thread. Throws kInvalidState after it.
   void set_caller(const std::string& caller);
 
-  // The calling thread, which began it, leaves it to another: its own calls wait for the transition
-  // from now on, as any thread's do. Throws kInvalidState after run().
+  // Hands the transition over from the calling thread, which began it, to another one. From now on
+  // the calling thread's calls wait for it, as any thread's do. Throws kInvalidState after run().
   void hand_over();
 
   // How many rows run() gives.
@@ -65,10 +65,10 @@ class Transition {
   // How far the copies are. Any thread.
   const Progress& progress() const { return progress_; }
 
-  // Lets work that is submitted to the stream from now on run after the transition: returns when
+  // Orders work that is submitted to the stream from now on after the transition. Returns when
   // every copy is queued on the devices, or at the end. Any thread.
-  // Throws kInvalidState if the transition failed, or if the wait would never end: this thread is
-  // to run it, or is waited for.
+  // Throws kInvalidState if the transition failed, or if the wait would never end, because this
+  // thread must run the transition or the running thread waits for this one.
   void wait_stream(CUstream stream);
 
  protected:
@@ -83,7 +83,7 @@ class Transition {
   bool withdraw();
 
   std::unique_ptr<Hold> hold_;
-  const std::vector<Tag*> tags_;  // of the hold
+  const std::vector<Tag*> tags_;  // the hold's tags
   std::vector<Change> rows_;
   const Label label_;
   Progress progress_;

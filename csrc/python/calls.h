@@ -27,7 +27,7 @@ class WithoutGil {
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 
-  // Takes the GIL for `body()`; its result.
+  // Calls `body()` with the GIL, and returns its result.
   template <typename Body>
   bool with_gil(Body body) {
     PyEval_RestoreThread(state_);
@@ -40,7 +40,7 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// Text of the library's, in which a path or a variable may have brought bytes that are no UTF-8.
+// Decodes a text of the library. Bytes that are not UTF-8, for example of a path, are escaped.
 inline py::str text_of(const char* text) {
   PyObject* const decoded =
       PyUnicode_DecodeUTF8(text, static_cast<py::ssize_t>(std::strlen(text)), "backslashreplace");
@@ -48,8 +48,8 @@ inline py::str text_of(const char* text) {
   return py::reinterpret_steal<py::str>(decoded);
 }
 
-// The function of memsaver.errors that makes exceptions. Looked up when the module is loaded: in
-// finalizers at the interpreter's end nothing can be imported any more. Never released.
+// The function of memsaver.errors that makes exceptions. Looked up when the module is loaded,
+// because finalizers at interpreter exit cannot import anything. Never released.
 inline py::handle error_of;
 
 inline void find_errors() {
@@ -78,9 +78,10 @@ inline void without_gil(Call call) {
   check(status, error);
 }
 
-// While the calling thread waits for a tag, Python calls the handlers of signals that came, for its
-// life: on the main thread, which is the one that the interpreter's exit does not end. A handler
-// that raises ends the wait.
+// While this exists, Python runs pending signal handlers during the calling thread's waits for
+// tags. A handler that raises ends the wait. Does nothing on threads other than the main thread,
+// because Python runs handlers only there, and interpreter exit may end other threads when they
+// take the GIL.
 class HandlersInWaits {
  public:
   explicit HandlersInWaits(WithoutGil& released) {
@@ -106,12 +107,12 @@ class HandlersInWaits {
     return static_cast<HandlersInWaits*>(self)->released_->with_gil(call) ? 0 : 1;
   }
 
-  static inline HandlersInWaits* innermost_ = nullptr;  // of the main thread
+  static inline HandlersInWaits* innermost_ = nullptr;  // the main thread's
   WithoutGil* released_ = nullptr;
   HandlersInWaits* outer_ = nullptr;
 };
 
-// As without_gil, for a call that may wait for a tag. Raises what a signal's handler raised.
+// As without_gil, for a call that may wait for a tag. An exception of a signal handler propagates.
 template <typename Call>
 inline void interruptibly(Call call) {
   ms_error error{};

@@ -52,7 +52,7 @@ PYBIND11_MODULE(_C, m) {
   find_errors();
 
   m.def("uninterrupted", &uninterrupted, py::arg("function"), py::arg("is_patient") = false);
-  // As methods of a class: these have no frame of Python's, in which a signal could cut them.
+  // Native methods have no Python frame in which a signal handler could interrupt them.
   const auto method = [&m](const char* name, const py::object& function) {
     m.attr(name) = py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
   };
@@ -62,8 +62,8 @@ PYBIND11_MODULE(_C, m) {
   py::module_::import("os").attr("register_at_fork")(
       py::arg("after_in_child") = py::cpp_function(&SignalsDeferred::forget));
 
-  // Python's cyclic garbage collector is off from the first pause_collection() until every one was
-  // followed by a resume_collection(), on any thread. Both run under the GIL.
+  // Python's cyclic garbage collector is off while there are more pause_collection() calls than
+  // resume_collection() calls, counted over all threads. Both run under the GIL.
   static int collection_pauses = 0;
   static bool is_collection_wanted = false;
   m.def("pause_collection", [] {

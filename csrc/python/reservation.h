@@ -1,4 +1,4 @@
-// reservation: the right to begin transitions of some tags, as an object of Python's.
+// reservation: the right to begin transitions of some tags, as a Python object.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,16 +12,19 @@
 
 namespace memsaver::python {
 
-// A context manager over ms_reservation, for one block. Without tags it reserves nothing. What was
-// not released is released with the object.
+// A context manager over ms_reservation, for one block. Without tags it reserves nothing. The
+// destructor releases the reservation if it was not released.
+//
+// Threads: any. take() and wait() may wait, and release the GIL; they run signal handlers on the
+// main thread. The other methods release the GIL and do not wait for tags.
 class Reservation {
  public:
   explicit Reservation(std::vector<std::string> tags) : tags_(std::move(tags)) {}
-  ~Reservation() { ms_reservation_free(reservation_); }  // waits for nothing
+  ~Reservation() { ms_reservation_free(reservation_); }  // never waits
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
 
-  // Waits for the tags and takes them.
+  // Waits for the tags and reserves them. Raises as ms_reserve, and a signal handler's exception.
   void take() {
     if (tags_.empty() || reservation_) return;
     const std::vector<const char*> names = pointers(tags_);
@@ -46,7 +49,7 @@ class Reservation {
     without_gil([&](ms_error* error) { return ms_reservation_take_over(reservation_, error); });
   }
 
-  // Whether it was released within `seconds`; below zero: waits without a bound.
+  // Waits at most `seconds` (below zero: without a bound); returns whether it was released.
   bool wait(double seconds) {
     int is_over = 1;
     if (!reservation_) return true;

@@ -7,14 +7,14 @@
 namespace memsaver::python {
 namespace {
 
-constexpr int kMostTries = 1000;  // each failure is a signal that came at that moment
+constexpr int kMostTries = 1000;  // each failed try means that a handler of a new signal raised
 
 void keep(Raised& raised) {
-  py::error_already_set error;  // takes Python's
+  py::error_already_set error;  // takes Python's current error
   if (!raised) raised.emplace(error);
 }
 
-// Python's error becomes `later`, in whose context `earlier` came.
+// Throws `later`, with `earlier` as its context.
 [[noreturn]] void raise(const py::error_already_set& later, const Raised& earlier) {
   if (earlier && !earlier->value().is(later.value())) {
     PyObject* const context = PyException_GetContext(later.value().ptr());
@@ -26,7 +26,7 @@ void keep(Raised& raised) {
 
 PyObject* name_of(const char* text) { return PyUnicode_InternFromString(text); }
 
-// What a call returned, or null with its error in `failure`.
+// Returns the result of a call; null, with the error in `failure`, if it raised.
 py::object result_of(PyObject* result, Raised& failure) {
   if (!result) keep(failure);
   return py::reinterpret_steal<py::object>(result);
@@ -49,7 +49,7 @@ PyObject* SignalsDeferred::note(PyObject*, PyObject* args) {
   } catch (...) {
     return PyErr_NoMemory();
   }
-  // Code in a deferral has read this handler and set it again later.
+  // A program read this handler during a deferral and installed it again afterwards.
   const auto last = last_->find(number);
   if (last == last_->end()) Py_RETURN_NONE;
   return PyObject_CallFunction(last->second.ptr(), "iO", number, frame);
@@ -57,7 +57,7 @@ PyObject* SignalsDeferred::note(PyObject*, PyObject* args) {
 
 const py::object& SignalsDeferred::noter() {
   static PyMethodDef definition = {"note_signal", &SignalsDeferred::note, METH_VARARGS,
-                                   "Note a signal, for its handler to be called later."};
+                                   "Record a signal, so that its handler is called later."};
   static const auto* const made = new py::object(
       py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, nullptr, nullptr)));
   return *made;
@@ -70,14 +70,14 @@ bool SignalsDeferred::set_handler(int number, const py::object& handler,
     PyObject* const before = PyObject_CallFunction(set->ptr(), "iO", number, handler.ptr());
     if (before) {
       Py_DECREF(before);
-      sigaction(number, &action, nullptr);  // with the flags that it had (signal.siginterrupt)
+      sigaction(number, &action, nullptr);  // keeps the flags that signal.siginterrupt set
       return true;
     }
     if (PyErr_ExceptionMatches(PyExc_ValueError)) {  // not the main thread
       PyErr_Clear();
       return false;
     }
-    keep(raised);  // a handler ran before, and raised
+    keep(raised);  // a pending handler ran first, and raised
     if (!insist) return false;
   }
   return false;
@@ -96,7 +96,7 @@ SignalsDeferred::SignalsDeferred(bool is_patient) {
   for (int number = 1; number < NSIG; ++number) {
     PyObject* const found = PyObject_CallFunction(get->ptr(), "i", number);
     if (!found) {
-      PyErr_Clear();  // a number that is no signal
+      PyErr_Clear();  // there is no signal with this number
       continue;
     }
     auto handler = py::reinterpret_steal<py::object>(found);
@@ -184,8 +184,8 @@ void SignalsDeferred::forget() {
   for (const Replaced& one : all) set_handler(one.number, one.handler, one.action, ignored, true);
 }
 
-// In the four below nothing that owns an object of Python's is alive during a call: the
-// interpreter's exit ends a daemon's thread in the middle of it, by unwinding its stack.
+// In the four functions below no owner of a Python object is alive during a call into Python,
+// because interpreter exit ends daemon threads in such a call by unwinding their stacks.
 
 py::object uninterrupted(py::handle function, bool is_patient) {
   SignalsDeferred deferred(is_patient);
@@ -211,13 +211,13 @@ py::object enter(py::handle manager) {
     if (failure) throw py::error_already_set(*failure);
     return value;
   }
-  if (!failure) {  // here on the main thread alone
+  if (!failure) {  // handlers raise only on the main thread
     SignalsDeferred deferred(true);
     const py::object trace = raised->trace() ? py::object(raised->trace()) : py::none();
     result_of(PyObject_CallMethodObjArgs(manager.ptr(), leave, raised->type().ptr(),
                                          raised->value().ptr(), trace.ptr(), nullptr),
               failure);
-    deferred.finish();  // the first signal's error is on its way
+    deferred.finish();  // ignores later errors: the first signal's error is raised below
   }
   raise(*raised, failure);
 }

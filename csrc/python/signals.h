@@ -1,11 +1,13 @@
-// signals: Python's signal handlers kept from cutting what must be done as a whole.
+// signals: deferral of Python's signal handlers, for calls that must not be interrupted halfway.
 //
 // Python calls a signal's handler on its main thread, between any two instructions of Python code,
-// and an exception out of a handler leaves that code half done. While a SignalsDeferred lives, each
-// handler of Python's is replaced by one that only notes the signal; the handlers are called at the
-// end. As for a signal that a process blocks, one that comes several times is handled once: else
-// handlers that begin transitions themselves, in which further signals come, would multiply. On
-// other threads, where no handler runs, it does nothing.
+// and an exception of a handler leaves that code half done. While a SignalsDeferred exists, each
+// Python handler is replaced by one that only records the signal; the handlers are called at the
+// end. A signal that comes several times is handled once, as one that a process blocks. Otherwise
+// handlers that begin transitions, during which more signals come, would multiply. On other
+// threads, which run no handlers, a SignalsDeferred does nothing.
+//
+// Threads: every function needs the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -20,26 +22,28 @@ namespace memsaver::python {
 
 namespace py = pybind11;
 
-// What handlers raised; the first error counts.
+// The first exception that a handler raised, if any.
 using Raised = std::optional<py::error_already_set>;
 
 class SignalsDeferred {
  public:
-  // `is_patient`: waiting for a tag is deferred too; else a handler that raises ends such a wait.
-  // Throws what a handler raises before anything is deferred; if patient, finish() raises it.
+  // `is_patient`: handlers are deferred also during waits for a tag. Otherwise they run in such a
+  // wait, and an exception of a handler ends it.
+  // Throws the exception of a handler that runs before the deferral begins; if `is_patient`,
+  // finish() returns it instead.
   explicit SignalsDeferred(bool is_patient);
   ~SignalsDeferred();
   SignalsDeferred(const SignalsDeferred&) = delete;
   SignalsDeferred& operator=(const SignalsDeferred&) = delete;
 
-  // Ends the deferral and calls the handlers of the signals that came; what they raised.
+  // Ends the deferral, calls the handlers of the recorded signals, and returns their exception.
   Raised finish();
 
-  // While a call waits for a tag, unless the deferral is patient: calls the handlers of the signals
-  // that came. False with Python's error set if one raised.
+  // Calls the handlers of the recorded signals while a call waits for a tag, unless the deferral is
+  // patient. Returns false, with Python's error set, if one raised.
   static bool deliver_in_wait();
 
-  // In a forked child, whose main thread may be another: the handlers as they were.
+  // Restores the handlers in a forked child, whose main thread may be another, and drops signals.
   static void forget();
 
  private:
@@ -56,39 +60,42 @@ class SignalsDeferred {
   static PyObject* note(PyObject* self, PyObject* args);
   static py::object signal_module() { return py::module_::import("_signal"); }
   static const py::object& noter();
-  // Whether it was replaced: false on a thread that may not set handlers.
+  // Sets a handler. Returns false on a thread that may not set handlers, or, unless `insist`, after
+  // a pending handler raised.
   static bool set_handler(int number, const py::object& handler, const struct sigaction& action,
                           Raised& raised, bool insist);
   static void deliver(std::vector<Signal> came, Raised& raised);
 
   void restore();
 
-  bool is_active_ = false;  // the outermost one of the main thread
-  bool is_nested_ = false;  // a further one of that thread
+  bool is_active_ = false;  // this is the main thread's outermost deferral
+  bool is_nested_ = false;  // this is a nested deferral of the main thread
   bool was_patient_ = false;
   Raised raised_;
 
-  // Of the main thread, under the GIL.
+  // State of the main thread's deferrals, under the GIL.
   static inline bool deferring_ = false;
-  static inline unsigned long main_ = 0;  // the thread, while deferring_
+  static inline unsigned long main_ = 0;  // the main thread's ident, while deferring_
   static inline bool patient_ = false;
   static inline std::vector<Replaced>* replaced_ = new std::vector<Replaced>;
   static inline std::vector<Signal>* came_ = new std::vector<Signal>;
   static inline std::map<int, py::object>* last_ = new std::map<int, py::object>;
 };
 
-// Calls function() with signals deferred. What a handler raised at the end counts more than what
-// the function raised, or gave.
+// Calls function() with signals deferred, and returns its result. If a handler raises at the end,
+// throws that exception instead of returning the result or throwing function()'s exception.
 py::object uninterrupted(py::handle function, bool is_patient);
 
 // `__enter__` and `__exit__` of a context manager that has `_enter()` and `_leave(type, error,
-// traceback)`. Both are done as a whole; after an exception out of a handler at the end of the
-// first it is left again. What `_leave` returns says whether the error is over.
+// traceback)`. No handler runs within either. If a handler raises at the end of `_enter()`,
+// `_leave()` is called before the exception is thrown. exit() returns the result of `_leave()`,
+// which says whether the error is suppressed.
 py::object enter(py::handle manager);
 py::object exit(py::handle manager, py::handle type, py::handle error, py::handle traceback);
 
-// Likewise for one whose `_enter(place)` takes long, and so can be cut: `_undo(place, error)` is
-// then called, as a whole, with the list that `_enter` was given to note what it has entered.
+// `__enter__` of a context manager whose `_enter(place)` takes long and so may be interrupted by
+// handlers. `_enter` appends to the list `place` what it has entered; if it raises,
+// `_undo(place, error)` is called with signals deferred.
 py::object enter_interruptibly(py::handle manager);
 
 }  // namespace memsaver::python

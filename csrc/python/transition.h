@@ -63,7 +63,7 @@ class Transition {
     return list_of_changes(rows, count);
   }
 
-  // Before run(): another thread is to run it.
+  // Lets another thread run the transition. Call it before run().
   void hand_over() {
     require(transition_ && !was_run_, "the transition was given up, or run before");
     without_gil([&](ms_error* error) { return ms_transition_hand_over(transition_.get(), error); });

@@ -34,7 +34,7 @@ DeviceMemory::~DeviceMemory() {
 bool DeviceMemory::open() {
   fd_ = memfd_create("memsaver-sim-device", MFD_CLOEXEC);
   if (fd_ < 0) return false;
-  // The process's limit of file sizes counts here, and would end the process by a signal.
+  // Beyond the process's limit of file sizes (RLIMIT_FSIZE) this would end the process by a signal.
   rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < static_cast<rlim_t>(kFileBytes)) {
     errno = EFBIG;

@@ -58,10 +58,9 @@ struct sim_totals {
   uint64_t physical_bytes[SIM_MAX_DEVICES];  // of each device, as cuMemGetInfo counts it
 };
 
-// What kept cuInit from succeeding: a variable of the environment and what it takes, or a limit of
-// the process. Copies the text
-// into buffer (cut to size, zero-terminated) and returns the length of the whole, 0 where it was
-// none.
+// Copies the reason why cuInit failed into buffer (cut to size, zero-terminated): an environment
+// variable and its valid values, or a limit of the process. Returns the length of the whole text,
+// or 0 if cuInit has not failed.
 int sim_settings_problem(char* buffer, size_t size);
 
 // Makes the nth call (1: the next one) of the driver function `call` return `code` without any

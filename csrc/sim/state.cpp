@@ -78,7 +78,7 @@ CUresult initialize() {
   for (int ordinal = 0; ordinal < g_settings->devices; ++ordinal) {
     devices.push_back(std::make_unique<Device>(ordinal, g_settings->memory_bytes));
     if (!devices.back()->memory.open()) {
-      shared.settings_problem = std::string("no file for the memory of a device can be made: ") +
+      shared.settings_problem = std::string("cannot create the file of a device's memory: ") +
                                 std::strerror(errno) + why_refused(errno);
       return CUDA_ERROR_OPERATING_SYSTEM;
     }

@@ -18,8 +18,8 @@ constexpr uint64_t kBufferBytes = 256 << 10;
 
 char* host(uint64_t address) { return reinterpret_cast<char*>(address); }
 
-// Copies within this process. False if either side has no memory. Needs no descriptor, and no limit
-// of file sizes counts. Where the system forbids the call, a bad address is a fault.
+// Copies within this process. Returns false if either side has no memory. Needs no descriptor, and
+// the limit of file sizes does not apply. If the system forbids the call, a bad address faults.
 bool copy_memory(char* to, const char* from, uint64_t size) {
   while (size > 0) {
     const iovec local{to, size}, remote{const_cast<char*>(from), size};
@@ -36,7 +36,7 @@ bool copy_memory(char* to, const char* from, uint64_t size) {
   return true;
 }
 
-// Writes to a file by a mapping of it, to which the limit of file sizes does not apply.
+// Writes to a file through a mapping, to which the limit of file sizes does not apply.
 bool write_mapped(int fd, uint64_t position, const char* from, uint64_t size) {
   const uint64_t before = position % static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   void* const window = mmap(nullptr, before + size, PROT_READ | PROT_WRITE, MAP_SHARED, fd,

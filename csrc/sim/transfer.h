@@ -1,8 +1,8 @@
-// Moving bytes for the simulated device.
+// transfer: copies of bytes for the simulated device.
 //
-// Device memory is reached through the device's file, never through its mapping, and host memory
-// by system calls: whatever a caller unmaps meanwhile, nothing here faults. Nothing needs another
-// descriptor, and the process's limit of file sizes does not apply.
+// Accesses device memory through the device's file, never through its mapping, and host memory
+// through system calls, so that nothing here faults if a caller unmaps memory during a copy. No
+// function opens a descriptor, and the process's limit of file sizes does not apply.
 #pragma once
 
 #include <cstdint>

@@ -176,27 +176,27 @@ def adapt(
     tag: str = "optimizer",
     timeout: float = 300.0,
 ) -> Adapted:
-    """Have memsaver do what a LightRFT strategy does about memory. On every rank alike.
+    """Make memsaver manage the memory of a LightRFT strategy. Call this on every rank.
 
-    To be called before the strategy makes its engine (`setup_inference_engine`), and before the
-    first training step. Engines of another kind than SGLang's are left to LightRFT.
+    Call it before the strategy makes its engine (`setup_inference_engine`), and before the first
+    training step. LightRFT keeps managing engines other than SGLang's.
 
     Args:
-        strategy: what LightRFT's `get_strategy` gives. Its methods are replaced on this object.
-        weights: of the engine, in a sleep. "keep", as LightRFT does: only the KV cache and the
-            graphs are given back. "backup": they are given back too, and come back from the host;
-            the engine must have been started with `enable_weights_cpu_backup`. "resend": they are
-            given back without a backup, and LightRFT sends them from the actor when the engine
-            wakes, if it was not just updated.
-        offload_optimizer: whether `maybe_offload_optimizer` does anything. None is what LightRFT's
-            `--adam_offload` says. DeepSpeed keeps the states on the host with that flag: there,
-            True without it.
-        tag: the tag of the first optimizer; others have a number after it.
-        timeout: seconds that an engine's sleep or wake-up may take, waiting for requests included.
+        strategy: the result of LightRFT's `get_strategy`. Its methods are replaced on this object.
+        weights: the policy for the engine's weights in a sleep. "keep", LightRFT's own: the sleep
+            releases only the KV cache and the graphs. "backup": it releases the weights too, and
+            the wake-up restores them from the host; the engine must have been started with
+            `enable_weights_cpu_backup`. "resend": it releases the weights without a backup, and
+            LightRFT sends them from the actor when the engine wakes, unless it was just updated.
+        offload_optimizer: whether `maybe_offload_optimizer` does anything. None follows LightRFT's
+            `--adam_offload`. With DeepSpeed, which keeps the states on the host with that flag,
+            None means True without the flag.
+        tag: the tag of the first optimizer; later ones append a number.
+        timeout: seconds for an engine's sleep or wake-up, including the wait for requests.
 
     Raises:
-        ConfigError: not a strategy with this interface, or one that is adapted already; an unknown
-            policy for the weights, a tag that is none, or an invalid timeout.
+        ConfigError: `strategy` does not have this interface or is already adapted, the policy for
+            the weights is unknown, or the tag or the timeout is invalid.
     """
     missing = [name for name in (*_METHODS, *_USED) if not hasattr(strategy, name)]
     if missing:

@@ -15,14 +15,14 @@ from memsaver.integrations.sglang.protocol import GRAPH, KV_CACHE, WEIGHTS
 __all__ = ["WEIGHTS_POLICIES", "EngineMemory"]
 
 WEIGHTS_POLICIES = ("keep", "backup", "resend")
-_AGAIN = "other ranks' engines did it; the call may be made again, and leaves out what is done"
+_AGAIN = "the other ranks' engines succeeded; the call may be made again, and skips them"
 
 
 class EngineMemory:
-    """The engines of all ranks, as one. Every rank makes the same calls, from one thread.
+    """The engines of all ranks. Every rank makes the same calls, from one thread.
 
     LightRFT has an engine in the process of rank 0 of each tensor-parallel group, as `_engine` of
-    the object that every rank has; the other ranks take part in what is agreed on.
+    an object that every rank has. The other ranks only take part in the collectives.
 
     Attributes:
         weights: what happens to the weights in a sleep, one of `WEIGHTS_POLICIES`.
@@ -33,16 +33,16 @@ class EngineMemory:
         self._strategy = strategy
         self._timeout = timeout
         self._controller: SleepController | None = None
-        self._controlled: Any = None  # the engine that the controller is for
+        self._controlled: Any = None  # the controller's engine
         self._updating = False
-        # This rank's engine may lack the weights that it was sent last; other ranks may differ.
+        # True if this rank's engine may have lost its weights. Ranks may differ.
         self._lost_weights = False
 
     def controller(self) -> SleepController | None:
-        """The controller of this rank's engine; None on a rank without one.
+        """Return the controller of this rank's engine; None on a rank without an engine.
 
         Raises:
-            EngineError: it cannot be reached.
+            EngineError: the engine cannot be reached.
         """
         rollout = self._strategy.inference_engine
         if rollout is None or getattr(rollout, "_tp_rank", 0) != 0:
@@ -53,12 +53,14 @@ class EngineMemory:
         return self._controller
 
     def sleep(self) -> None:
-        """Give the memory back on every rank. What is given back already is left out.
+        """Release the memory on every rank. Skips memory that is already released.
 
         Raises:
-            RankError, or where there are no other ranks EngineBusyError, EngineTimeoutError,
-                EngineError, MemsaverError: as from `SleepController.sleep`.
-            ConfigError: likewise; the weights are to come from a backup that the engine has not.
+            RankError: it failed on a rank.
+            EngineBusyError, EngineTimeoutError, EngineError, MemsaverError: there are no other
+                ranks, and `SleepController.sleep` raised this.
+            ConfigError: there are no other ranks, and the policy "backup" needs a backup of the
+                weights that the engine does not have.
         """
         tags: Sequence[str] = (KV_CACHE, GRAPH)
         if self.weights != "keep":
@@ -72,7 +74,7 @@ class EngineMemory:
                 _check_backup(self._controlled)
             try:
                 controller.sleep(tags, wait_idle=True, timeout=self._timeout)
-            finally:  # a sleep that was refused leaves the weights as they were
+            finally:  # a refused sleep keeps the weights
                 if self.weights == "resend" and _is_without_weights(controller):
                     self._lost_weights = True
 
@@ -131,16 +133,16 @@ class EngineMemory:
 
 
 def _is_without_weights(controller: SleepController) -> bool:
-    """Whether an engine whose weights have no backup may not have their contents."""
+    """Return whether an engine without a backup of its weights may have lost their contents."""
     gone = controller.released | controller.lost
     return controller.status is Status.UNKNOWN or WEIGHTS in gone
 
 
 def _is_on_any_rank(flag: bool) -> bool:
-    """Whether a flag is set on one rank at least. A collective over the world.
+    """Return whether the flag is set on at least one rank. A collective over the world.
 
     Raises:
-        GroupError: a rank is gone.
+        GroupError: a rank is unreachable.
     """
     if not has_other_ranks():
         return flag

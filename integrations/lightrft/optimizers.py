@@ -27,13 +27,14 @@ class OptimizerMemory:
         self._settled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._seen = 0
 
-    @signals_deferred()  # between its two collectives
+    @signals_deferred()  # no handler may run between the two collectives
     def pause(self, optimizer: Any) -> None:
-        """Give an optimizer's memory back, on every rank or on none. A second time does nothing.
+        """Release an optimizer's memory, on every rank or on none. A second call does nothing.
 
         Raises:
-            RankError: it failed on a rank; the memory is there, on all ranks.
-            ConfigError, MemsaverError: as from `offload` and `memsaver.pause`, likewise.
+            RankError: it failed on a rank; the memory is mapped on all ranks.
+            ConfigError, MemsaverError: `offload` or `memsaver.pause` raised this; the memory is
+                mapped.
         """
         inner, is_wrapped = _inner(optimizer)
         if inner not in self._tags:

@@ -93,7 +93,7 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
         self._generating = Together(layout.tp_group, timeout, "rollout/generate")
         self._fence = Fence(layout, timeout)
         self._closed = False
-        self._connections = contextlib.ExitStack()  # what `close` ends, with that of updates
+        self._connections = contextlib.ExitStack()  # closed by `close`, those of updates too
         for one in (together, self._generating, self._fence):
             self._connections.callback(one.close)
 
@@ -176,24 +176,24 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
         pad_token_id: int = 0,
         api_key: str | None = None,
     ) -> RolloutEngine:
-        """Use an engine that is there already, and lives on after `close`.
+        """Use an existing engine, which `close` does not end.
 
         Args:
             engine: a server's URL; or a list of URLs, one for each data-parallel rank; or an
-                `sglang.Engine` of the leader's process, where other ranks pass None.
-            mesh: the ranks, as of `launch`, likewise the rest.
-            tp: see there.
-            dp: see there.
-            timeout: see there.
-            pad_token_id: see there.
-            api_key: what a server asks for, its admin key where it has one.
+                `sglang.Engine` of the leader's process, for which other ranks pass None.
+            mesh: see `launch`.
+            tp: see `launch`.
+            dp: see `launch`.
+            timeout: see `launch`.
+            pad_token_id: see `launch`.
+            api_key: the server's API key (its admin key, if it has one).
 
         Raises:
-            ConfigError: it is none of these, or of a version that cannot be used; or the URL or the
-                key is invalid, neither of which is in the message.
-            NotLoadedError: it is a URL, and httpx is not installed on the leader
+            ConfigError: `engine` is none of these, its version is not supported, or the URL or the
+                key is invalid. The message contains neither the URL nor the key.
+            NotLoadedError: `engine` is a URL, and httpx is not installed on the leader
                 (`pip install "memsaver[http]"`).
-            EngineError, EngineTimeoutError: it cannot be reached, or not in time.
+            EngineError, EngineTimeoutError: the engine cannot be reached in time.
         """
         layout = layout_of(mesh, tp=tp, dp=dp)
 
@@ -282,7 +282,7 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
 
     # --- weights, and the end ---------------------------------------------------------------------
 
-    @signals_deferred()  # between its many collectives
+    @signals_deferred()  # no handler may run between the collectives
     def update_weights(self, state: Any, **options: Any) -> Any:
         """Send a trainer's weights to the engine: `memsaver.integrations.rollout.weights.update`.
 
@@ -293,10 +293,10 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
         return weights.update(self, state, **options)
 
     def close(self) -> None:
-        """End the engine if this started it. Idempotent, waits for no other rank; no call after.
+        """End the engine if this object started it. Idempotent; waits for no other rank.
 
-        The connections with other ranks end, too, and `layout` has its process groups no more, so
-        that torch.distributed can be ended and started again.
+        Also closes the connections with other ranks and drops the process groups of `layout`, so
+        that torch.distributed can be shut down and initialised again. No other call may follow.
         """
         self._closed = True
         try:

@@ -1,4 +1,4 @@
-"""How an error of one rank becomes the same error on all."""
+"""Serialised errors, with which an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Told", "error_of"]
 
 @dataclass(frozen=True)
 class Told:
-    """An exception, as the rank that it failed on tells it.
+    """A serialised error: an exception and the rank that raised it.
 
     Attributes:
         failure: the exception in words, for a `RankError`.
-        error: the exception itself, if it is one of memsaver's and can travel; else None.
+        error: the exception itself, if it is memsaver's and can be pickled; else None.
     """
 
     failure: RankFailure
@@ -27,41 +27,41 @@ class Told:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Told:
-        """What a rank tells of an exception."""
+        """Make the serialised error of a rank's exception."""
         known = error if isinstance(error, MemsaverError) else None
         return cls(Account.of(error, "").failure(rank), known)
 
     def packed(self) -> bytes:
-        """For `parse` on all ranks."""
+        """Return the bytes for `parse` on all ranks."""
         try:
             error = PICKLES.pack_error(self.error) if self.error is not None else b""
-        except Exception:  # its parts do not travel, or its class wants other arguments
+        except Exception:  # it cannot be pickled, or its class needs other arguments
             error = b""
         packed: bytes = pack((self.failure, error))
         return packed
 
     @staticmethod
     def parse(data: bytes) -> Told:
-        """What a rank packed."""
+        """Read the bytes that a rank packed."""
         failure, packed = unpack(data)
         try:
             error = unpack(packed) if packed else None
-        except Exception:  # of a kind that this rank does not have
+        except Exception:  # this rank does not have the class
             error = None
         return Told(failure, error)
 
 
 def error_of(what: str, told: Sequence[Told], size: int) -> MemsaverError:
-    """The error for all ranks.
+    """Return the error to raise on all ranks.
 
     Args:
         what: the call in words.
-        told: by the ranks that failed.
-        size: how many ranks there are.
+        told: the errors of the ranks that failed.
+        size: the number of ranks.
 
     Returns:
-        One of the kind that failed, if all are of one kind of memsaver's; else a `RankError`. Both
-        have `failures` by rank.
+        An error of the same class as the ranks' errors, if these are memsaver's and all of one
+        class; else a `RankError`. Both have `failures` by rank.
     """
     general = failed(what, size, {one.failure.rank: one.failure for one in told}, "")
     error = told[0].error

@@ -22,7 +22,7 @@ class Fence:
         self._along = [Together(group, timeout, "rollout/fence") for group in layout.dp_groups]
 
     def close(self) -> None:
-        """End the connections with the ranks of other engines. Idempotent; waits for no rank."""
+        """Close the connections with the ranks of other engines. Idempotent; waits for no rank."""
         for together in self._along:
             together.close()
         self._layout = self._layout.without_groups()

@@ -136,23 +136,25 @@ def launch(
 ) -> LocalBackend:
     """Start an engine.
 
-    This process's environment, its start method for processes and its signal handlers are as before
-    when this returns, but for variables that SGLang sets when it is imported, and its own
-    (SGLANG_*, PROMETHEUS_*), which it reads again. What SGLang does where one of its processes
-    dies, ending this one, is left out; calls raise an `EngineError` then.
+    Restores this process's environment, its start method for processes and its signal handlers,
+    except for variables that SGLang sets when it is imported, and its own (SGLANG_*, PROMETHEUS_*),
+    which it reads again. SGLang's handler, which ends this process if one of the engine's processes
+    dies, is removed; calls raise an `EngineError` instead.
 
     Args:
-        placement: where.
-        tp_size: its tensor-parallel ranks; None leaves it to `arguments`.
-        arguments: of `sglang.Engine`. They win over the placement, and over what rollouts need.
-        timeout: seconds until it must be up; then its processes are ended. What SGLang does in this
-            process before it starts them, such as a download of the model, has no bound.
+        placement: the engine's GPUs and ports.
+        tp_size: the number of tensor-parallel ranks; None leaves it to `arguments`.
+        arguments: the arguments of `sglang.Engine`. They override the placement and the defaults
+            for rollouts.
+        timeout: seconds until the engine must be ready; after that its processes are ended.
+            SGLang's work in this process before it starts them, such as a download of the model,
+            has no bound.
 
     Raises:
         NotLoadedError: SGLang is not installed.
-        ConfigError: arguments that contradict the ranks, or that SGLang does not know; an invalid
-            timeout.
-        EngineError, EngineTimeoutError: it did not start, or not in time. Its processes are ended.
+        ConfigError: an argument contradicts the ranks or is unknown to SGLang, or the timeout is
+            invalid.
+        EngineError, EngineTimeoutError: the engine did not start in time. Its processes are ended.
     """
     check_timeout(timeout)
     if tp_size is not None and arguments.get("tp_size", tp_size) != tp_size:

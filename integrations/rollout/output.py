@@ -20,15 +20,17 @@ def check_samples(samples: Any, count: int) -> list[Sample]:
     """What an engine gave for so many requests. Raises `EngineError` where it is no such thing."""
     several = list(samples) if isinstance(samples, Iterable) else None
     if several is None or not all(isinstance(one, Sample) for one in several):
-        raise EngineError(f"the engine gave no list of samples, but a {type(samples).__name__}")
+        raise EngineError(
+            f"the engine must return a list of samples, and returned a {type(samples).__name__}"
+        )
     if len(several) != count:
         raise EngineError(f"the engine gave {len(several)} samples for {count} requests")
     for number, one in enumerate(several):
         if not isinstance(one.token_ids, Sequence) or not all(map(is_whole, one.token_ids)):
-            raise EngineError(f"the engine gave tokens of sample {number} that are no numbers")
+            raise EngineError(f"the engine returned tokens of sample {number} that are not numbers")
         if one.logprobs is not None and not all(map(_is_real, one.logprobs)):
             raise EngineError(
-                f"the engine gave log-probabilities of sample {number} that are no numbers"
+                f"the engine returned log-probabilities of sample {number} that are not numbers"
             )
         if one.logprobs is not None and len(one.logprobs) != len(one.token_ids):
             raise EngineError(
@@ -39,7 +41,7 @@ def check_samples(samples: Any, count: int) -> list[Sample]:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, float) or is_whole(value)  # NaN is the engine's word for unknown
+    return isinstance(value, float) or is_whole(value)  # the engine reports unknown as NaN
 
 
 @dataclass(frozen=True, eq=False)

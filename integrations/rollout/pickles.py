@@ -1,8 +1,8 @@
-"""The codec for what the ranks of a job send each other: pickles.
+"""A pickle codec for messages between the ranks of a job.
 
-Prompts may hold whatever an engine takes, images for example. Who can write to the connections of a
-job's process group can run code in its ranks, as with torch's own collectives of objects; see
-SECURITY.md. Nothing else of memsaver unpickles, and nothing here comes from elsewhere.
+Prompts may contain any value that an engine accepts, such as images. An attacker who can write to
+the connections of a job's process group can run code in its ranks, as with torch's own collectives
+of objects; see SECURITY.md. memsaver unpickles only here, and only bytes from these connections.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["PICKLES", "pack", "unpack"]
 
 
 def pack(value: Any) -> bytes:
-    """What `unpack` makes the value of, on another rank. Raises what its pickling raises."""
+    """Pickle a value for `unpack` on another rank. Exceptions of pickling propagate."""
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def unpack(data: bytes) -> Any:
-    """What another rank of the same process group packed. Raises what making it raises."""
+    """Unpickle a value of another rank of the same process group. Exceptions propagate."""
     return pickle.loads(data)
 
 
@@ -30,7 +30,7 @@ def _pack_error(error: BaseException) -> bytes:
     if not isinstance(error, MemsaverError):
         return b""
     packed = pack(error)
-    unpack(packed)  # its class may want other arguments
+    unpack(packed)  # fails here if the class needs other arguments
     return packed
 
 

@@ -50,7 +50,7 @@ class Layout:
         return self.tp_rank == 0
 
     def without_groups(self) -> Layout:
-        """Return this place without its process groups, which keep torch's store."""
+        """Return a copy without the process groups, which would keep torch's store alive."""
         return replace(self, tp_group=None, dp_groups=())
 
 

@@ -89,7 +89,7 @@ class TrainerMemory:
         return (self.model, *self.others) if self.model else ()
 
     def check(self) -> None:
-        """Check that the trainer's memory is guarded still, and that a pause would save it.
+        """Check that the trainer's memory is still guarded, and that a pause would save it.
 
         Raises:
             InvalidStateError: a handle was closed.
@@ -135,20 +135,20 @@ class TrainerMemory:
                 handle.close()
 
     def close(self) -> None:
-        """Take the hooks away: of all handles or, after an error, of none.
+        """Remove the hooks of all handles; after an error, of none.
 
         Raises:
             InvalidStateError: a tag is paused.
         """
         close_all(self._handles)
-        self._group = None  # which keeps torch's store
+        self._group = None  # a group keeps torch's store alive
 
 
 def _check_open(handle: Offloaded) -> None:
     if handle.is_closed:
         raise InvalidStateError(
-            f"the handle of tag {handle.tag!r} was closed, so that nothing would keep a trainer "
-            "from using memory that is paused: offload once more, and make a session with that",
+            f"the handle of tag {handle.tag!r} is closed, so nothing would stop the trainer from "
+            "using paused memory: call offload again, and make a session with its handle",
             tag=handle.tag,
         )
 
@@ -159,15 +159,15 @@ def _check_backups(tags: Sequence[str]) -> None:
         state(tag)  # known
         if has_no_backup(tag):
             raise ConfigError(
-                f"tag {tag!r} has no backup, and the contents of a trainer's tags are needed: give "
-                f'it one, by offload(..., backup="host") or memsaver.region({tag!r}, '
+                f"tag {tag!r} has no backup, so a pause would lose the trainer's contents: give it "
+                f'a backup, by offload(..., backup="host") or memsaver.region({tag!r}, '
                 'backup="host")',
                 tag=tag,
             )
 
 
 def _torch_with_cuda() -> Any:
-    """The module torch where it has used CUDA, else None."""
+    """Return the module torch if it has used CUDA, else None."""
     torch: Any = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
 

@@ -41,10 +41,11 @@ class MemsaverAdapter:
         return memsaver.preload() if settings.is_preloading() else contextlib.nullcontext()
 
     def region(self, tag: str, enable_cpu_backup: bool = False) -> memsaver.region:
-        """Tensors made inside belong to `tag`; with `enable_cpu_backup` they keep their contents.
+        """Put tensors made inside into `tag`; with `enable_cpu_backup` they keep their contents.
 
-        See `memsaver.region`. Two policies in one tag are kept apart, as parts (`memsaver.parts`):
-        with a draft model whose weights are kept and a main model whose weights are not, say.
+        See `memsaver.region`. Regions of one tag may have different policies, which become parts of
+        the tag (`memsaver.parts`): a draft model may keep its weights while the main model does
+        not.
         """
         backup = _backup(enable_cpu_backup)
         return memsaver.region(parts.name_of(tag, backup), backup=backup)

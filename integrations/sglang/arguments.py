@@ -1,4 +1,4 @@
-"""Validates what a caller passes for a server: timeouts, addresses and API keys.
+"""Validation of a caller's arguments for a server: timeouts, addresses and API keys.
 
 Errors are `ConfigError`. They never contain the rejected address or key, either of which may be a
 secret.
@@ -15,7 +15,7 @@ from memsaver.errors import ConfigError
 
 __all__ = ["LONGEST_SECONDS", "Secret", "address_of", "check_timeout", "host_of", "secret_of"]
 
-LONGEST_SECONDS = 1e7  # what the system's waits take
+LONGEST_SECONDS = 1e7  # the longest wait that the system's calls accept
 
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?")
 _SHORTEST_REDACTED = 4  # characters; anything shorter is part of ordinary words
@@ -25,14 +25,14 @@ def check_timeout(timeout: object, name: str = "timeout") -> None:
     """Raise `ConfigError` unless `timeout` is a positive number of seconds, 1e7 at most."""
     number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not number or not 0 < timeout <= LONGEST_SECONDS:  # type: ignore[operator]
-        raise ConfigError(f"{name} is a positive number of seconds, not {timeout!r}")
+        raise ConfigError(f"{name} must be a positive number of seconds, not {timeout!r}")
 
 
 class Secret:
-    """An API key, which no representation and no message contains.
+    """An API key that does not appear in a `repr` or a message.
 
     Args:
-        text: the key; "" is no key.
+        text: the key; "" if there is none.
     """
 
     __slots__ = ("_text",)
@@ -62,18 +62,19 @@ def secret_of(api_key: object) -> Secret:
     """Return the checked API key; an empty `Secret` for None.
 
     Raises:
-        ConfigError: the key is not a string, is empty, or contains what an HTTP header cannot.
+        ConfigError: the key is not a string, is empty, or contains characters that an HTTP header
+            cannot carry.
     """
     if api_key is None:
         return Secret()
     if not isinstance(api_key, str):
-        raise ConfigError(f"an API key is a string or None, not a {type(api_key).__name__}")
+        raise ConfigError(f"an API key must be a string or None, not {type(api_key).__name__}")
     if not api_key:
         raise ConfigError("the API key is empty: pass None if the server asks for none")
     if api_key != api_key.strip():
         raise ConfigError(
-            "the API key begins or ends with white space, such as the line break of a file that it "
-            "was read from: strip it"
+            "the API key begins or ends with white space, such as the line break at the end of a "
+            "file: strip it"
         )
     if not all(" " <= character <= "~" for character in api_key):
         raise ConfigError(
@@ -84,7 +85,7 @@ def secret_of(api_key: object) -> Secret:
 
 
 def address_of(url: object) -> str:
-    """Return the checked address of a server, without a slash at its end.
+    """Check the address of a server, and return it without a slash at its end.
 
     Args:
         url: such as "http://host:30000", "https://host", or "http://host/below/a/proxy".
@@ -94,10 +95,12 @@ def address_of(url: object) -> str:
             fragment.
     """
     if not isinstance(url, str):
-        raise ConfigError(f"a server's address is a string, not a {type(url).__name__}")
+        raise ConfigError(f"a server's address must be a string, not {type(url).__name__}")
     if not url.startswith(("http://", "https://")):
-        raise ConfigError("a server's address starts with http:// or https://; this one does not")
-    if "@" in url:  # wherever it is: the rest of a password may look like a path
+        raise ConfigError(
+            "a server's address must start with http:// or https://; this one does not"
+        )
+    if "@" in url:  # anywhere: after a slash in a password its rest looks like a path
         raise ConfigError(
             "a server's address must not contain a user name or a password (an @): pass a key as "
             "api_key, which error messages never contain"
@@ -109,15 +112,15 @@ def address_of(url: object) -> str:
     parts, host, port = _split(url)
     if not host:
         raise ConfigError(
-            "a server's address is http://host:port, with a host name or an IP address, and a port "
-            "from 1 to 65535; this one is not"
+            "a server's address must be http://host:port, with a host name or an IP address and a "
+            "port from 1 to 65535; this one is not"
         )
     shown = f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{shown}{port}{parts.path.rstrip('/')}"
 
 
 def host_of(location: str) -> str:
-    """Return host and port that a redirect's target names, for a message; "" if there are none."""
+    """Return the host and port of a redirect's target, for a message; "" if it names none."""
     if not location.isprintable():
         return ""
     _, host, port = _split(location)
@@ -125,7 +128,7 @@ def host_of(location: str) -> str:
 
 
 def _split(url: str) -> tuple[SplitResult, str, str]:
-    """The parts of an address, its host and its ":port"; no host if one of both is invalid."""
+    """Return an address's parts, its host and its ":port"; host "" if host or port is invalid."""
     try:
         parts = urlsplit(url)
         host, number = parts.hostname or "", parts.port
@@ -141,6 +144,6 @@ def _is_host(host: str) -> bool:
         if ":" in host:
             return "%" not in host and bool(ipaddress.IPv6Address(host))
         name = host.encode("idna").decode()
-    except ValueError:  # UnicodeError is one
+    except ValueError:  # includes UnicodeError
         return False
     return _HOST.fullmatch(name) is not None

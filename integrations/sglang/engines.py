@@ -1,7 +1,7 @@
-"""How to talk to an engine: an `sglang.Engine` of this process, or a server at a URL.
+"""Calls to an engine: an `sglang.Engine` of this process, or a server at a URL.
 
-Both ask for one thing at a time and know nothing of states; `sleep.SleepController` does. Every
-call but a generation of this process's engine is bounded by a timeout in seconds.
+Each call is one request and keeps no state; `sleep.SleepController` keeps the state. Every call has
+a timeout in seconds, except a generation of this process's engine.
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ class Engine(Protocol):
         """Abort all requests; they may take a moment to end."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate, as `sglang.Engine.generate`; a server within a bound, see `ServedEngine`."""
+        """Generate as `sglang.Engine.generate` does. `ServedEngine.generate` has a timeout."""
 
 
 def connect(engine: Any, api_key: str | None = None) -> Engine:
-    """The way to talk to `engine`.
+    """Return an `Engine` for the calls to `engine`.
 
     Args:
-        engine: an `sglang.Engine`, or the URL of an SGLang server; or what this returned for one.
-        api_key: what a server asks for (its admin key, where it has one).
+        engine: an `sglang.Engine`, the URL of an SGLang server, or the result of an earlier call.
+        api_key: the server's API key (its admin key, if it has one).
 
     Raises:
-        ConfigError: it is neither, or the URL or the key is invalid; the message contains neither.
-        NotLoadedError: it is a URL, and httpx is not installed.
+        ConfigError: `engine` is none of these, or the URL or the key is invalid. The message
+            contains neither the URL nor the key.
+        NotLoadedError: `engine` is a URL, and httpx is not installed.
     """
     if isinstance(engine, str):
         engine = ServedEngine(engine, api_key)
@@ -143,18 +144,19 @@ class LocalEngine:
             yield item
 
     def run(self, what: str, ask: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> Any:
-        """What `ask` returns on the engine's event loop.
+        """Run a coroutine on the engine's event loop, and return its result.
 
         Args:
             what: the call in words, for errors.
             ask: makes the coroutine.
-            timeout: seconds; then it is cancelled.
+            timeout: seconds until the coroutine is cancelled.
 
         Raises:
-            ConfigError: the timeout is no positive number.
-            EngineTimeoutError: it did not return in time.
-            EngineError: the engine's processes ended, or it raised; memsaver's errors stay theirs.
-            InvalidStateError: this is an event loop's thread.
+            ConfigError: the timeout is not a positive number.
+            EngineTimeoutError: the coroutine did not return in time.
+            EngineError: the engine's processes ended, or the coroutine raised. memsaver's own
+                errors are raised unchanged.
+            InvalidStateError: the calling thread runs an event loop.
         """
         check_timeout(timeout)
         loop: asyncio.AbstractEventLoop = self._engine.loop

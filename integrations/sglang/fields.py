@@ -1,7 +1,7 @@
-"""Reads what another process sent as JSON, field by field. Whatever is wrong is an `EngineError`.
+"""Checked reading of JSON from another process, field by field. Any defect is an `EngineError`.
 
-Text is made printable where JSON allows what no encoding has (a lone surrogate), so that messages
-with it can be shown and sent on.
+JSON allows lone surrogates, which no encoding can represent. They are escaped, so that messages
+with such text can be printed and sent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MOST = 1 << 63
 
 
 def parsed(text: str, source: str) -> Any:
-    """Return what JSON text says.
+    """Parse JSON text.
 
     Args:
         text: the JSON.
-        source: what it is, for the error.
+        source: a name of the text, for the error.
     """
     try:
         return json.loads(text)
@@ -35,17 +35,17 @@ def parsed(text: str, source: str) -> Any:
 
 
 def encodable(text: str) -> str:
-    """Return the text with lone surrogates escaped, which UTF-8 has not."""
+    """Escape lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number that 64 bits can hold; True and False are none."""
+    """Return whether the value is a whole number of at most 64 bits, and not a boolean."""
     return type(value) is int and -_MOST <= value < _MOST
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number; True and False are none."""
+    """Return whether the value is a finite number, and not a boolean."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -54,13 +54,13 @@ class Fields:
 
     Args:
         value: the object.
-        source: what it is, for errors.
+        source: a name of the object, for errors.
     """
 
     def __init__(self, value: Any, source: str) -> None:
         self._source = source
         if not isinstance(value, dict):
-            raise EngineError(f"{source} is a {type(value).__name__} and not an object")
+            raise EngineError(f"{source} must be a JSON object, not {type(value).__name__}")
         self._fields: dict[str, Any] = value
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -84,7 +84,7 @@ class Fields:
         return float(value) if is_number(value) else self._refuse(name, "a number", value)
 
     def texts(self, name: str, known: Collection[str] | None = None) -> tuple[str, ...]:
-        """Return a list of strings, each of them one of `known` if that is given. () if missing."""
+        """Return a list of strings, () if missing. With `known`, each must be one of these."""
         values = self._read(name, (list, tuple), "a list", [])
         for value in values:
             if not isinstance(value, str):
@@ -102,11 +102,11 @@ class Fields:
         return {encodable(key): value for key, value in values.items()}
 
     def each(self, name: str) -> list[Any]:
-        """Return a list of whatever; [] if missing."""
+        """Return a list with elements of any type; [] if missing."""
         return list(self._read(name, (list, tuple), "a list", []))
 
     def optional(self, name: str) -> Any:
-        """Return anything; None if missing."""
+        """Return a value of any type; None if missing."""
         return self._fields.get(name)
 
     def _get(self, name: str, default: Any) -> Any:
@@ -124,4 +124,4 @@ class Fields:
             shown = repr(value)[:_SHOWN_CHARACTERS]
         except (ValueError, RecursionError):  # a number of thousands of digits
             shown = f"a {type(value).__name__}"
-        raise EngineError(f"{self._source}: {name!r} is {words}, not {shown}")
+        raise EngineError(f"{self._source}: {name!r} must be {words}, not {shown}")

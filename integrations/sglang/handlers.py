@@ -90,14 +90,14 @@ def output_of(operation: str, text: str) -> Any:
 
 
 def asked_tags(request: Any, order: Sequence[str]) -> list[str]:
-    """The tags of a request, in the order in which SGLang works on them.
+    """Return the tags of a request, in the order in which SGLang works on them.
 
     Raises:
-        ConfigError: SGLang has no such tag, or the request has no list of tags.
+        ConfigError: SGLang does not have one of the tags, or the request's tags are not a list.
     """
     tags = request.tags or order  # none at all, or an empty list, are all of them to SGLang
     if isinstance(tags, str) or not isinstance(tags, Iterable):
-        raise ConfigError(f"tags are a list of names, and no {type(tags).__name__}")
+        raise ConfigError(f"tags must be a list of names, not {type(tags).__name__}")
     unknown = [tag for tag in tags if tag not in order]
     if unknown:
         raise ConfigError(f"SGLang has no memory called {unknown[0]!r}; it has {', '.join(order)}")

@@ -1,6 +1,7 @@
-"""HTTP to one server, on httpx: bounded in time and size, without redirects, proxies or secrets.
+"""An HTTP client of one server, over httpx, with bounds on time and size.
 
-httpx is needed when an `HttpClient` is made, and not for importing this.
+The client follows no redirects and uses no proxies, and its messages contain no secrets. Importing
+this module does not need httpx; making an `HttpClient` does.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ __all__ = ["ANSWER_BYTES", "HttpClient"]
 
 ANSWER_BYTES = 64 << 20
 
-_SHOWN_CHARACTERS = 1000  # of an answer, in a message
+_SHOWN_CHARACTERS = 1000  # the most that a message quotes of an answer
 _AGENT = "memsaver"
 
 
 class HttpClient:
-    """Calls one server. Any thread; each call has a connection of its own.
+    """A client of one server. Any thread may call it; each call makes its own connection.
 
-    No redirect is followed and no proxy is used, so that the key goes to the server and nowhere
-    else. No message contains the key, also if the server repeats it.
+    The client follows no redirect and uses no proxy, so the key goes to the server and nowhere
+    else. No message contains the key, even if the server repeats it.
 
     Attributes:
-        address: the server's, as messages name it.
+        address: the server's address, as messages name it.
 
     Args:
         url: the server's address.
@@ -60,22 +61,23 @@ class HttpClient:
         return f"<memsaver HttpClient: {self.address}>"
 
     def get(self, path: str, timeout: float, max_bytes: int = ANSWER_BYTES) -> str:
-        """Return the server's answer to a GET; see `post`."""
+        """Return the server's answer to a GET. Raises as `post` does."""
         return self._answer("GET", path, b"", timeout, max_bytes)
 
     def post(
         self, path: str, payload: Mapping[str, Any], timeout: float, max_bytes: int = ANSWER_BYTES
     ) -> str:
-        """Return the server's answer, of status 200, to a POST of JSON.
+        """Post JSON, and return the server's answer if its status is 200.
 
         Args:
-            path: starts with a slash.
-            payload: what becomes JSON.
-            timeout: seconds for all of it, from looking up the host to the answer's last byte.
-            max_bytes: how large the answer may be.
+            path: the path, starting with a slash.
+            payload: the values to send as JSON.
+            timeout: seconds for the whole call, from the lookup of the host to the last byte of the
+                answer.
+            max_bytes: the largest accepted answer.
 
         Raises:
-            ConfigError: the timeout is no positive number; the payload cannot become JSON.
+            ConfigError: the timeout is not a positive number, or the payload cannot become JSON.
             EngineTimeoutError: the answer was not complete in time.
             EngineError: the server answered with another status (`http_status`), a redirect
                 included; it cannot be reached, or its answer is too large or is not HTTP.
@@ -83,19 +85,20 @@ class HttpClient:
         return self._answer("POST", path, _json(payload), timeout, max_bytes)
 
     def hidden_in(self, text: str) -> str:
-        """Return what a server said, in full and in UTF-8, without the key."""
+        """Return a text of the server in full, with the key replaced, encodable as UTF-8."""
         hidden: str = encodable(self._key.hidden_in(text))
         return hidden
 
     def excerpt(self, text: object, characters: int = _SHOWN_CHARACTERS) -> str:
-        """Return the beginning of what a server said, for a message: without the key."""
+        """Return the beginning of a text of the server for a message, with the key replaced."""
         shown: str = plain_text(self.hidden_in(str(text)))
         return shown[:characters]
 
     def _answer(self, method: str, path: str, body: bytes, timeout: float, max_bytes: int) -> str:
         check_timeout(timeout)
         got = self._exchange(method, path, body, timeout, max_bytes)
-        # Raised here, so that no exception of httpx, with the request and its key, is its context.
+        # Raised here, because the context of an exception raised below would be httpx's exception,
+        # which has the request and its key.
         if isinstance(got, EngineError):
             raise got
         status, target, text = got
@@ -104,8 +107,8 @@ class HttpClient:
         url = self.address + path
         if 300 <= status < 400:
             failed = EngineError(
-                f"{url} answered {status}, a redirect to {target}, which is not followed: use the "
-                "address of the server itself"
+                f"{url} answered {status}, a redirect to {target}, and redirects are not followed: "
+                "use the address of the server itself"
             )
         else:
             why = self.hidden_in(_reason(text)) or self.excerpt(text) or _phrase(status)
@@ -116,7 +119,7 @@ class HttpClient:
     def _exchange(
         self, method: str, path: str, body: bytes, timeout: float, max_bytes: int
     ) -> tuple[int, str, str] | EngineError:
-        """The status, the host of a redirect's target and the text; or why there is no answer."""
+        """Return the status, the host of a redirect's target and the text, or an error."""
         httpx, httpcore = _import("httpx"), _import("httpcore")
         from memsaver.integrations.sglang.http_sockets import DeadlineTransport
 
@@ -130,7 +133,7 @@ class HttpClient:
             request = httpx.Request(method, url, headers=headers, content=body)
         except httpx.InvalidURL:
             return EngineError(f"{self.address} is not an address that httpx accepts")
-        # Not by `httpx.Client`: it logs each request, and a wait for a server makes many.
+        # `httpx.Client` would log each request, and waiting for a server makes many.
         with DeadlineTransport(time.monotonic() + timeout, self._tls) as transport:
             try:
                 response = transport.handle_request(request)
@@ -144,7 +147,7 @@ class HttpClient:
                 return EngineError(f"{url} cannot be reached: {error}")
             except httpcore.NetworkError as error:
                 return EngineError(f"{url} ended the connection ({error}); the server may be dead")
-            except httpcore.ProtocolError:  # whose text is the server's
+            except httpcore.ProtocolError:  # its text comes from the server and is not shown
                 return EngineError(
                     f"{url} ended the connection early, or its answer is not HTTP; the server may "
                     "be dead"
@@ -155,12 +158,15 @@ class HttpClient:
         if 300 <= status < 400:
             return status, host_of(headers.get("Location", "")) or "another path", ""
         too_large = EngineError(
-            f"{url} answers with more than {size_text(max_bytes)}, which is not read: ask for less "
-            "at once"
+            f"{url} answered with more than the allowed {size_text(max_bytes)}: request less at "
+            "once"
         )
         encoding = headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
-            return EngineError(f"{url} compressed its answer although it was asked not to")
+            return EngineError(
+                f"{url} compressed its answer, although the request did not allow it: remove "
+                "whatever compresses answers between this client and the server"
+            )
         if _length(headers.get("Content-Length", "")) > max_bytes:
             return too_large
         body = bytearray()
@@ -173,10 +179,11 @@ class HttpClient:
 
 
 def _reason(text: str) -> str:
-    """What SGLang's JSON says of an error; "" if it is none."""
+    """Return the message in SGLang's JSON of an error; "" if the text is anything else."""
     try:
         told = parsed(text, "an error")
-        # Of an update that failed it says so, in full: it may have to be understood.
+        # The answer to a failed update has `success` and the full message, which a caller may
+        # parse.
         return str(told["message"] if "success" in told else told["error"]["message"])
     except (EngineError, KeyError, TypeError):
         return ""
@@ -190,7 +197,7 @@ def _phrase(status: int) -> str:
 
 
 def _length(text: str) -> int:
-    """What a Content-Length says; 0 for anything but a number, which httpx does not take."""
+    """Parse a Content-Length; 0 for anything but a number, which httpx rejects."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
 
 
@@ -199,8 +206,8 @@ def _json(payload: Mapping[str, Any]) -> bytes:
         return json.dumps(payload, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"a server gets JSON, and that cannot be said in it: {error}; give images and the "
-            "like as URLs, paths or base64"
+            f"the arguments cannot be sent to a server as JSON: {error}; pass images and other "
+            "binary data as URLs, paths or base64"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""httpx's transport with one deadline for a whole call, whatever the server does.
+"""A transport for httpx with one deadline for a whole call.
 
-httpx's own timeouts are for each read: a server that sends a byte now and then is never late. Here
-every operation on the socket gets the time that is left until the deadline. Importing this needs
-httpx.
+httpx's own timeouts apply to each read, so a server that sends a byte now and then never exceeds
+them. Here every operation on the socket gets the time that is left until the deadline. Importing
+this module needs httpx.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["DeadlineTransport"]
 
 
 class DeadlineTransport(httpx.BaseTransport):  # type: ignore[misc]  # its base is Any to mypy
-    """Sends one request on a connection of its own, and follows no redirect and no proxy.
+    """A transport that sends one request on its own connection, without redirects or proxies.
 
     Raises `httpcore`'s exceptions; `httpcore.TimeoutException` at the deadline.
 
     Args:
         deadline: on the clock `time.monotonic()`.
-        tls: for a server with https.
+        tls: the TLS context, if the server uses https.
     """
 
     def __init__(self, deadline: float, tls: ssl.SSLContext | None) -> None:
@@ -39,7 +39,7 @@ class DeadlineTransport(httpx.BaseTransport):  # type: ignore[misc]  # its base 
         )
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Return the response, whose body has yet to be read."""
+        """Send the request, and return the response before its body is read."""
         url = request.url
         sent = httpcore.Request(
             request.method,
@@ -69,7 +69,7 @@ class _Body(httpx.SyncByteStream):  # type: ignore[misc]  # its base is Any to m
 
 
 class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is Any to mypy
-    """Connects within the deadline; the timeouts that httpcore passes do not matter."""
+    """A backend that connects within the deadline and ignores the timeouts that httpcore passes."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
@@ -88,7 +88,7 @@ class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is An
         for number, (family, kind, protocol, _, address) in enumerate(addresses):
             connection = socket.socket(family, kind, protocol)
             try:
-                # A share for each, so that one that does not answer leaves time for the others.
+                # Each address gets a share of the time, so that a silent one leaves some to others.
                 connection.settimeout(_left(self._deadline) / (len(addresses) - number))
                 connection.connect(address)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -101,7 +101,7 @@ class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is An
                 raise
         if isinstance(failure, TimeoutError):
             raise httpcore.ConnectTimeout
-        raise httpcore.ConnectError((failure and failure.strerror) or "it has no address")
+        raise httpcore.ConnectError((failure and failure.strerror) or "the host has no address")
 
 
 class _Stream(httpcore.NetworkStream):  # type: ignore[misc]  # its base is Any to mypy
@@ -111,7 +111,7 @@ class _Stream(httpcore.NetworkStream):  # type: ignore[misc]  # its base is Any 
         self._socket, self._deadline = connection, deadline
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """Read what comes first; b"" is the end."""
+        """Return the bytes that arrive first, at most `max_bytes`; b"" at the end."""
         try:
             self._socket.settimeout(_left(self._deadline))
             return self._socket.recv(max_bytes)
@@ -138,7 +138,7 @@ class _Stream(httpcore.NetworkStream):  # type: ignore[misc]  # its base is Any 
         server_hostname: str | None = None,
         timeout: float | None = None,
     ) -> httpcore.NetworkStream:
-        """Shake hands; the socket's timeout is for all of it."""
+        """Do the TLS handshake within the deadline."""
         try:
             self._socket.settimeout(_left(self._deadline))
             wrapped = ssl_context.wrap_socket(self._socket, server_hostname=server_hostname)
@@ -156,12 +156,12 @@ class _Stream(httpcore.NetworkStream):  # type: ignore[misc]  # its base is Any 
         self._socket.close()
 
     def get_extra_info(self, info: str) -> Any:
-        """Return nothing that httpcore asks for: it then takes the defaults of HTTP/1.1."""
+        """Return None for every name, so that httpcore uses the defaults of HTTP/1.1."""
         return None
 
 
 def _left(deadline: float) -> float:
-    """The seconds that are left. Raises `TimeoutError` if there are none."""
+    """Return the seconds until the deadline. Raises `TimeoutError` after it."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
@@ -169,10 +169,10 @@ def _left(deadline: float) -> float:
 
 
 def _addresses(host: str, port: int, deadline: float) -> list[Any]:
-    """The addresses of a host, by its number or its name.
+    """Return the addresses of a host, given by number or by name.
 
-    The system's resolver has a bound of its own and none that a caller sets, so it runs in another
-    thread, which outlives a call whose deadline comes first.
+    The system's resolver takes no timeout, so it runs in a thread of its own. If the deadline comes
+    first, that thread outlives the call.
     """
     try:
         return _resolved(host, port, socket.AI_NUMERICHOST)
@@ -186,7 +186,7 @@ def _addresses(host: str, port: int, deadline: float) -> list[Any]:
         try:
             found.extend(_resolved(host, port))
         except (OSError, UnicodeError) as error:
-            failures.append(getattr(error, "strerror", None) or "its name is not known")
+            failures.append(getattr(error, "strerror", None) or "the host's name is unknown")
         finally:
             done.open()
 

@@ -52,7 +52,7 @@ class Knowledge:
 
     @property
     def lost(self) -> frozenset[str]:
-        """The tags of which the last release, which failed, lost contents without a backup."""
+        """The tags whose contents without a backup the last release lost when it failed."""
         return self._lost
 
     def current(self) -> frozenset[str] | None:
@@ -71,19 +71,19 @@ class Knowledge:
             self._known = True
 
     def learn(self, states: Sequence[SchedulerState]) -> None:
-        """Take over what the schedulers say; nothing, where they say nothing.
+        """Adopt the states that the schedulers report; change nothing if `states` is empty.
 
         Raises:
-            EngineError: they say nothing and did before: this is another engine, without memsaver's
-                plugin. The state is unknown then, and stays so until a guarded engine says.
+            EngineError: `states` is empty and was not before: this is another engine, without
+                memsaver's plugin. The state is unknown until an engine with the plugin reports it.
         """
         if not states:
             if self._guarded:
                 self.doubt()
                 raise EngineError(
-                    "the engine had memsaver's plugin, and now has not: it was replaced, and what "
-                    "it has released is unknown; make a new controller for it, or start it with "
-                    "the plugin"
+                    "the engine had memsaver's plugin and no longer has it, so it was replaced, "
+                    "and the tags that it has released are unknown: make a new controller for it, "
+                    "or start it with the plugin"
                 )
             return
         sets = [frozenset(state.released) for state in states]
@@ -103,8 +103,9 @@ class Knowledge:
                 undone = set(tags).intersection(self._anywhere)
         if undone:
             raise EngineError(
-                f"the engine accepted the {operation} of {', '.join(sorted(undone))} and says that "
-                "it is not done: it may have been restarted, or others changed it meanwhile"
+                f"the engine accepted the {operation} of {', '.join(sorted(undone))} and reports "
+                "that it is not done: the engine may have been restarted, or another client has "
+                "released or resumed tags"
             )
 
     def note(self, operation: str, tags: Sequence[str], answers: Sequence[Answer]) -> None:

@@ -48,7 +48,7 @@ def pause(group: Group, tags: Sequence[str]) -> list[RankReport]:
     refused is refused before contents without a backup are given up. Where it was refused, no rank
     has changed; where it fails after that, some ranks have paused.
     """
-    # What one rank has begun it ends with the others: an interrupt waits for them.
+    # An interrupt is raised after the exchange, so that a rank never leaves the others waiting.
     with interrupts_deferred(), ExitStack() as held:
         begun = _Pause(tags, held)
         ranks: list[RankReport] = group.attempt(begun.begin)

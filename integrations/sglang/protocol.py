@@ -82,7 +82,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """What travels of an exception."""
-        # Attributes of these names may be anything in exceptions that are not memsaver's.
+        # In exceptions other than memsaver's, attributes with these names may be anything.
         tag: Any = getattr(error, "tag", "")
         needed: Any = getattr(error, "needed", 0)
         free: Any = getattr(error, "free", 0)
@@ -96,7 +96,7 @@ class Failure:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any] | None) -> Failure | None:
-        """The failure whose `asdict` this is; None for None. Raises `EngineError` otherwise."""
+        """Make the failure from its `asdict`; None for None. Raises `EngineError` otherwise."""
         if fields is None:
             return None
         read = Fields(fields, "a failure")
@@ -138,7 +138,7 @@ class RankReport:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> RankReport:
-        """The report whose `asdict` this is. Raises `EngineError` for anything else."""
+        """Make the report from its `asdict`. Raises `EngineError` for anything else."""
         read = Fields(fields, "a rank's report")
         return cls(
             read.whole("rank"),
@@ -153,20 +153,19 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one scheduler says of a release or a resume, for all ranks of its group.
+    """One scheduler's answer to a release or a resume, for all ranks of its group.
 
     Attributes:
         scheduler: its name, which no other has.
         operation: "release" or "resume".
-        tags: what it was done to, or was to be done to; what was as asked already is left out.
-        released: the tags whose memory is given back now.
-        held: those of them of which some rank has memory still, as it could not give it back after
-            a failure; a release of them tries again.
+        tags: the tags of the operation, done or not, without those that already were as requested.
+        released: the tags whose memory is released now.
+        held: the released tags of which some rank still has memory, because it could not release
+            it after a failure; the next release of them tries again.
         ranks: the ranks of the scheduler's tensor-parallel group.
         failure: why it was not done, or None.
         number: counts the scheduler's answers, from 1.
-        lost: tags that are mapped again after a release that failed, without the contents of what
-            has no backup.
+        lost: tags that a failed release mapped again, in which contents without a backup are lost.
     """
 
     scheduler: str
@@ -185,7 +184,7 @@ class Answer:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Answer:
-        """The answer whose `asdict` this is, lists in place of tuples or not.
+        """Make the answer from its `asdict`, whose tuples may have become lists.
 
         Raises `EngineError` for anything else.
         """
@@ -225,7 +224,7 @@ class SchedulerState:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SchedulerState:
-        """The state whose `fields` these are. Raises `EngineError` for anything else."""
+        """Make the state from its `fields`. Raises `EngineError` for anything else."""
         read = Fields(fields, "a scheduler's state")
         last = read.optional("last")
         return cls(
@@ -245,13 +244,15 @@ def states_of(internal_states: object) -> list[SchedulerState]:
     """Read the schedulers' states from SGLang's `internal_states`.
 
     Returns:
-        The states; [] if a scheduler has not memsaver's hooks.
+        The states; [] if a scheduler lacks memsaver's hooks.
 
     Raises:
         EngineError: `internal_states` is not a list of objects, or a state is invalid.
     """
     if not isinstance(internal_states, list | tuple):
-        raise EngineError(f"an engine's internal states are no {type(internal_states).__name__}")
+        raise EngineError(
+            f"an engine's internal states must be a list, not {type(internal_states).__name__}"
+        )
     states = [Fields(state, "an internal state").optional("memsaver") for state in internal_states]
     if any(state is None for state in states):
         return []
@@ -259,7 +260,7 @@ def states_of(internal_states: object) -> list[SchedulerState]:
 
 
 def answers_of(outputs: Iterable[object]) -> list[Answer]:
-    """The answers in SGLang's outputs; none of those of a scheduler without memsaver's hooks.
+    """Return the answers in SGLang's outputs, which only schedulers with memsaver's hooks send.
 
     Raises:
         EngineError: an answer is invalid.

@@ -26,23 +26,22 @@ class Figures:
 
 
 class Group:
-    """The ranks of a torch process group that works on the CPU; None is a group of one rank.
+    """The ranks of a torch process group with a CPU backend; None is a group of one rank.
 
-    No call waits longer for the other ranks than the group's own timeout.
+    Every wait for the other ranks ends after the group's own timeout.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def attempt(self, work: Callable[[], Figures | None]) -> list[RankReport]:
-        """Do the work on this rank, and learn how it went on every one, in the order of ranks.
+        """Do the work on this rank, and return the reports of all ranks, in the order of ranks.
 
-        Collective: every rank of the group calls it, also one that could not work. An exception of
-        the work becomes its rank's failure; an interrupt or an exit is raised again on its own
-        rank.
+        Collective: every rank of the group calls it, even a rank without work. An exception of the
+        work becomes its rank's failure; an interrupt or an exit is raised again on its own rank.
 
         Raises:
-            GroupError: a rank is gone.
+            GroupError: a rank is unreachable.
             RankError: the ranks made different calls.
         """
         mine = RankReport(self.rank, socket.gethostname(), os.getpid())
@@ -50,7 +49,7 @@ class Group:
         def failed(error: BaseException) -> bytes:
             return JSON.pack(asdict(replace(mine, failure=Failure.of(error))))
 
-        # As JSON: what other processes say is parsed, and never executed as a pickle would be.
+        # JSON, because unpickling the bytes of other processes could execute code.
         codec = replace(JSON, pack_error=failed, unpack_error=JSON.unpack)
         outcomes = self._ranks().attempt(
             "the work of an engine's ranks",
@@ -61,9 +60,14 @@ class Group:
         return [_report(place, one) for place, one in enumerate(outcomes.each)]
 
     def gather(self, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return what every rank gives, in the order of ranks: what JSON can say. Collective.
+        """Return the fields of every rank, in the order of ranks. Collective.
 
-        Errors are those of `attempt`, and a `RankError` if the fields of a rank cannot be sent.
+        Args:
+            fields: this rank's fields, with values that JSON can represent.
+
+        Raises:
+            GroupError: a rank is unreachable.
+            RankError: the ranks made different calls, or the fields of a rank cannot be sent.
         """
         outcomes = self._ranks().attempt(
             "the findings of an engine's ranks", lambda: dict(fields), codec=JSON
@@ -71,7 +75,7 @@ class Group:
         return outcomes.values(lambda bad: bad.error(""))
 
     def barrier(self) -> None:
-        """Wait until every rank is here. The counterpart of a barrier in SGLang's own code."""
+        """Wait until every rank has made this call, as a barrier in SGLang's own code does."""
         if self._group is not None and len(self._ranks().ranks) > 1:
             import torch.distributed
 

@@ -69,7 +69,7 @@ def rank_reports(answers: Iterable[Answer]) -> tuple[RankReport, ...]:
 
 
 def timed(name: str, work: Callable[[], None]) -> Step:
-    """Do some work, and return it as a step without tags. What `work` raises passes through."""
+    """Time some work, and return it as a step without tags. Exceptions of `work` pass through."""
     started = time.monotonic()
     work()
     return Step(name, (), time.monotonic() - started)

@@ -329,7 +329,10 @@ def _troubles(ranks: Sequence[RankReport]) -> str:
 
 
 def _lost(undone: Sequence[RankReport]) -> set[str]:
-    """The tags of which a failed release lost contents, by what its way back had to bring back."""
+    """Return the tags whose contents a failed release lost.
+
+    These are the tags for which its rollback mapped more bytes than it copied back.
+    """
     return {
         tag
         for rank in undone
@@ -342,6 +345,6 @@ def _what_is_left(lost: Collection[str]) -> str:
     if not lost:
         return "every rank has its memory, with its contents"
     return (
-        f"every rank has its memory; of {', '.join(sorted(lost))}, what has no backup is lost "
-        "on some"
+        f"every rank has its memory; contents of {', '.join(sorted(lost))} without a backup are "
+        "lost on some ranks"
     )

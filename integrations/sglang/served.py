@@ -1,4 +1,4 @@
-"""An SGLang server, as `engines.Engine` has it."""
+"""An SGLang server behind the interface `engines.Engine`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ GENERATION_SECONDS = 3600.0
 
 
 class ServedEngine:
-    """An SGLang server at a URL. Any thread.
+    """An SGLang server at a URL. Any thread may call it.
 
-    Every call is bounded in time, from looking up the host to the answer's last byte, and an answer
-    in size: 64 MiB, or 1 GiB of a generation. Redirects are errors, and no proxy is used.
+    Every call has a timeout, which covers the lookup of the host to the last byte of the answer. An
+    answer has at most 64 MiB, and that of a generation 1 GiB. Redirects are errors, and no proxy is
+    used.
 
     Args:
         url: the server's address, such as "http://host:30000".
-        api_key: what the server asks for; None sends none.
+        api_key: the server's API key; None sends no key.
 
     Raises:
         ConfigError: the address or the key is invalid; the message contains neither.
@@ -50,14 +51,14 @@ class ServedEngine:
         return []
 
     def info(self, timeout: float) -> dict[str, Any]:
-        """Return what the server says of itself: its arguments, its version and its states.
+        """Return the server's own report: its arguments, its version and its schedulers' states.
 
         Raises:
-            EngineError: it cannot be reached, or is not an SGLang server.
+            EngineError: the server cannot be reached, or is not an SGLang server.
         """
         source = f"{self._client.address}/server_info"
         info = parsed(self.get("/server_info", timeout), source)
-        # Its text is in no message: an SGLang server's arguments may contain keys.
+        # No message quotes the answer, because a server's arguments may contain keys.
         if not isinstance(info, dict) or "internal_states" not in info:
             raise EngineError(f"{source} is not the answer of an SGLang server: no internal_states")
         return info
@@ -82,16 +83,20 @@ class ServedEngine:
         self.post("/abort_request", {"abort_all": True}, timeout)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as `sglang.Engine.generate`, with JSON arguments and results, and no streams.
+        """Generate as `sglang.Engine.generate` does, with JSON arguments and results, no streams.
 
         Args:
             args: the prompt, unless it is passed by name.
-            kwargs: as SGLang names them; and `timeout`, seconds for all of it, by default an hour.
+            kwargs: SGLang's arguments, and `timeout`: seconds for the whole call, by default an
+                hour.
         """
         if kwargs.get("stream"):
-            raise ConfigError("a controller over a URL does not stream: ask the server itself")
+            raise ConfigError(
+                "generate does not stream from a server at a URL: send the request to the server "
+                "yourself, or leave out stream"
+            )
         if len(args) > 1:
-            raise ConfigError("over a URL, pass what comes after the prompt by name")
+            raise ConfigError("for a server at a URL, pass all arguments but the prompt by name")
         timeout = kwargs.pop("timeout", GENERATION_SECONDS)
         payload = {name: value for name, value in kwargs.items() if value is not None}
         prompt = payload.pop("prompt", args[0] if args else None)
@@ -100,15 +105,15 @@ class ServedEngine:
         return self.generated(payload, timeout)
 
     def generated(self, payload: Mapping[str, Any], timeout: float) -> Any:
-        """Return what the server answers to a generation, whose fields are those of its JSON."""
+        """Return the server's answer to a generation request with these JSON fields."""
         text = self.post("/generate", payload, timeout, GENERATION_BYTES)
         return parsed(text, "the server's answer")
 
     def asked(self, name: str, payload: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Return the server's answer to a call that answers whether it succeeded.
+        """Call a path whose answer says whether the call succeeded, and return the answer.
 
         Raises:
-            EngineError: also if the server answers that it did not succeed.
+            EngineError: the call failed, or the server answered that it did not succeed.
         """
         text = self.post(f"/{name}", payload, timeout)
         answer = parsed(text, "the server's answer")
@@ -119,7 +124,7 @@ class ServedEngine:
         return told
 
     def get(self, path: str, timeout: float) -> str:
-        """Return the server's answer to a GET; errors as of `post`."""
+        """Return the server's answer to a GET. Raises as `post` does."""
         text: str = self._client.get(path, timeout)
         return text
 
@@ -130,11 +135,11 @@ class ServedEngine:
         timeout: float,
         max_bytes: int = ANSWER_BYTES,
     ) -> str:
-        """Return the server's answer to a POST of JSON; see `HttpClient.post`."""
+        """Post JSON, and return the server's answer. See `HttpClient.post`."""
         text: str = self._client.post(path, payload, timeout, max_bytes)
         return text
 
     def excerpt(self, text: object, characters: int = 1000) -> str:
-        """Return the beginning of what the server said, for a message: without the key."""
+        """Return the beginning of a text of the server for a message, with the key replaced."""
         shown: str = self._client.excerpt(text, characters)
         return shown

@@ -36,38 +36,38 @@ _NOT_ASKED = (307, 308, 401, 403, 404, 405, 422)
 class SleepController:
     """Puts an SGLang engine to sleep and wakes it, by tags: "kv_cache", "weights", "cuda_graph".
 
-    Every call leaves out what is as asked already, and refuses, before the engine is asked, what
-    would end it: releasing memory under requests, and generating without it.
+    Every call skips tags that are already as requested. Calls that would end the engine are refused
+    before the engine receives them: releasing memory that requests use, and generating without it.
 
         engine = SleepController(sglang.Engine(enable_memory_saver=True, ...))
-        engine.sleep(wait_idle=True)          # all of it; the trainer may have the memory
+        engine.sleep(wait_idle=True)          # all tags; the trainer may use the memory
         with engine.staged_wake():            # the weights are there: update them, drop the
             update_weights()                  # trainer's copy
         engine.generate(...)                  # the KV cache and the graphs are there, too
 
-    With memsaver's plugin in the engine, a call that fails (no memory, say) leaves the engine alive
-    and as it was, on all ranks, and can be made again; the state is the engine's own, also after
-    errors and when others release or resume. Without it, the engine dies of what fails in it, and
-    the controller knows only what it did itself, and what it was told at first.
+    With memsaver's plugin in the engine, a call that fails (for example without enough memory)
+    leaves the engine alive and unchanged on all ranks, and can be made again. The state is the
+    engine's own, even after errors and when other clients release or resume tags. Without the
+    plugin, a failure ends the engine, and the controller knows only its own calls and `released`.
 
-    Threads: any; `sleep` and `wake_up` are done one after the other, generations run beside each
-    other. Not inside an event loop: there, `await asyncio.to_thread(controller.sleep)`. Requests
-    that reach the engine past the controller are seen when `sleep` begins; without the plugin, one
-    that arrives in the moment after is fatal. So is one while it sleeps, in any case, and SGLang's
-    `/health` makes one, unless `SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0`.
+    Threads: any. `sleep` and `wake_up` run one after the other; generations run concurrently. Do
+    not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`. `sleep` detects
+    requests that did not come through the controller when it begins. Without the plugin, a request
+    that arrives just after that is fatal. A request while the engine sleeps is always fatal, and
+    SGLang's `/health` makes one, unless `SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0`.
 
     Args:
-        engine: an `sglang.Engine` of this process, or a server's URL; or what `engines.connect`
-            made of one.
-        api_key: what the server asks for, its admin key where it has one.
-        released: tags that are released already; needed only where the plugin is not in the engine.
-        timeout: seconds that finding out about the engine may take.
+        engine: an `sglang.Engine` of this process, a server's URL, or a result of
+            `engines.connect`.
+        api_key: the server's API key (its admin key, if it has one).
+        released: the tags that are already released; needed only without the plugin.
+        timeout: seconds for queries of the engine's state.
 
     Raises:
-        ConfigError: neither an engine nor a URL, an unknown tag, or an invalid timeout, address or
-            key. No message contains the key.
-        NotLoadedError: it is a URL, and httpx is not installed.
-        EngineError: it cannot be reached.
+        ConfigError: `engine` is none of these, a tag is unknown, or the timeout, the address or the
+            key is invalid. No message contains the key.
+        NotLoadedError: `engine` is a URL, and httpx is not installed.
+        EngineError: the engine cannot be reached.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class SleepController:
 
     @property
     def lost(self) -> frozenset[str]:
-        """The tags that a failed sleep left mapped without the contents of what has no backup.
+        """The tags that a failed sleep left mapped and whose contents without a backup are lost.
 
-        Empty again after the next sleep or wake-up that the engine does.
+        Empty again after the engine's next successful sleep or wake-up.
         """
         lost: frozenset[str] = self._knowledge.lost
         return lost
@@ -114,11 +114,11 @@ class SleepController:
         return bool(self._knowledge.guarded)
 
     def refresh(self) -> Status:
-        """Ask the engine for its state. Without the plugin it does not know, and nothing changes.
+        """Query the engine's state. Without the plugin the engine reports none; nothing changes.
 
         Raises:
-            EngineError: it cannot be reached, or not within the controller's `timeout`; or it had
-                the plugin and has not any more, as another engine in its place.
+            EngineError: the engine does not answer within the controller's `timeout`; or it had
+                memsaver's plugin and no longer has it, so another engine took its place.
         """
         deadline = time.monotonic() + self._timeout
         with self._turn_before(deadline):
@@ -145,14 +145,14 @@ class SleepController:
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`sglang.Engine.generate`, unless memory that it needs is released.
+        """Generate as `sglang.Engine.generate` does, if the memory for it is there.
 
-        Over a URL, arguments and result are JSON, there are no streams, and `timeout`, an hour
-        unless it is passed, is in seconds for all of it. A stream counts as a request from its
+        For a server at a URL, arguments and results are JSON, there are no streams, and `timeout`
+        is in seconds for the whole call, by default an hour. A stream counts as a request from its
         first item to its end.
 
         Raises:
-            InvalidStateError: what it needs is released, or being released.
+            InvalidStateError: memory that generation needs is released, or being released.
             EngineError: the engine failed.
         """
         if kwargs.get("stream"):
@@ -182,28 +182,29 @@ class SleepController:
         flush: bool = False,
         timeout: float = 60.0,
     ) -> SleepReport:
-        """Give the memory of `tags` back; all of them when none is named.
+        """Release the memory of `tags`; None means all tags.
 
-        Tags that are released are left out. SGLang flushes its prefix cache when "kv_cache" is
-        among the tags.
+        Skips released tags. SGLang flushes its prefix cache if "kv_cache" is among the tags.
 
         Args:
             tags: a tag, or several.
             wait_idle: wait until no request is in flight, instead of refusing.
             abort: abort the requests in flight, and wait for their end.
-            flush: flush the prefix cache also where only other tags are released, as before new
-                weights. Without the plugin, that is how a busy engine is found out: always done.
-            timeout: seconds for all of it, waiting for another thread's call and finding out what
-                the state is included.
+            flush: flush the prefix cache even if only other tags are released, for example before
+                new weights. Without the plugin this is always done, because it reveals a busy
+                engine.
+            timeout: seconds for the whole call, including the wait for another thread's call and
+                the query of the state.
 
         Raises:
             ConfigError: an unknown tag, an empty list of tags, or an invalid timeout.
-            EngineBusyError: requests are in flight, at the end of `timeout` where it waits for
-                them. The engine is as it was.
-            EngineTimeoutError: no answer, and then the status is unknown until the engine answers
-                again; or another thread's call did not end in time, and nothing was done.
-            EngineError: the engine failed. With the plugin it is as it was, if it still answers.
-            MemsaverError: with the plugin, why memory could not be released; all is mapped.
+            EngineBusyError: requests are in flight, after `timeout` if the call waits for them. The
+                engine is unchanged.
+            EngineTimeoutError: the engine did not answer, and the status is unknown until it does;
+                or another thread's call did not end in time, and nothing was done.
+            EngineError: the engine failed. With the plugin it is unchanged, if it still answers.
+            MemsaverError: with the plugin, the reason why memory could not be released; all is
+                mapped.
         """
         wanted = selected(tags, RELEASE_ORDER)
         check_timeout(timeout)
@@ -228,21 +229,21 @@ class SleepController:
     def wake_up(
         self, tags: str | Sequence[str] | None = None, *, timeout: float = 60.0
     ) -> SleepReport:
-        """Take memory for `tags` again; for all that are released when none is named.
+        """Allocate memory for `tags` again; None means all released tags.
 
-        Tags that are not released are left out. What had a backup has its contents, weights
+        Skips tags that are not released. Tags with a backup have their contents again, weights
         without one must be loaded, and the KV cache is empty.
 
         Args:
             tags: a tag, or several.
-            timeout: seconds for all of it, as of `sleep`.
+            timeout: seconds for the whole call, see `sleep`.
 
         Raises:
             ConfigError: an unknown tag, an empty list of tags, or an invalid timeout.
-            OutOfDeviceMemoryError: with the plugin, where the memory is not there on some rank, say
-                as a trainer still holds it. The tags are released as before, the engine is alive,
-                and the call can be made again.
-            EngineTimeoutError, EngineError, MemsaverError: as of `sleep`.
+            OutOfDeviceMemoryError: with the plugin, too little memory is free on some rank, for
+                example because a trainer still uses it. The tags are released as before, the engine
+                is alive, and the call can be made again.
+            EngineTimeoutError, EngineError, MemsaverError: see `sleep`.
         """
         wanted = selected(tags, RESUME_ORDER)
         check_timeout(timeout)
@@ -336,7 +337,7 @@ class SleepController:
         for _ in range(_ASKED_AT_MOST):
             states: list[SchedulerState] = self._engine.states(min(self._timeout, _left(deadline)))
             if not states:
-                self._knowledge.learn(states)  # raises if they are those of another engine
+                self._knowledge.learn(states)  # raises if another engine took this one's place
             if self._knowledge.fits(states):
                 return states
         self._knowledge.doubt()
@@ -390,7 +391,7 @@ class SleepController:
 
     def _settle(self, deadline: float) -> None:
         """Know the state, or refuse."""
-        if self.guarded or self._knowledge.is_known:  # it may be another engine by now
+        if self.guarded or self._knowledge.is_known:  # another engine may have taken its place
             self._knowledge.learn(self._states(deadline))
         if not self._knowledge.is_known:
             raise InvalidStateError(

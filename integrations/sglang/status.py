@@ -43,10 +43,10 @@ _NEEDS = {
 
 
 def status_of(released: frozenset[str]) -> Status:
-    """The status of an engine whose `released` tags are released.
+    """Return the status of an engine that has released these tags.
 
     Raises:
-        EngineError: an engine that this does not know reports an unknown tag.
+        EngineError: the engine reports a tag that SGLang does not have.
     """
     if released not in _STATUS:
         unknown = sorted(map(repr, released.difference(RELEASE_ORDER)))
@@ -73,7 +73,7 @@ def selected(tags: str | Sequence[str] | None, order: Sequence[str]) -> list[str
     if tags is None:
         return list(order)
     if not isinstance(tags, Iterable):
-        raise ConfigError(f"tags are a name, several, or None, and no {type(tags).__name__}")
+        raise ConfigError(f"tags must be a name, several names or None, not {type(tags).__name__}")
     names = [tags] if isinstance(tags, str) else list(tags)
     if not names:
         raise ConfigError("no tag is named; None means all of them")

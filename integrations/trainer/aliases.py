@@ -1,7 +1,7 @@
-"""Who refers to the memory of CPU tensors: what the simulator can move along, and what it cannot.
+"""References to the memory of CPU tensors, and whether the simulator can redirect them.
 
-Every Python tensor over a storage can be found and given other memory. Whatever has the memory's
-address (a numpy array, a DLPack consumer) or the storage's object cannot.
+Every Python tensor over a storage can be found and pointed to other memory. A user that has the
+memory's address (a numpy array, a DLPack consumer) or the storage object cannot.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from memsaver.integrations.trainer.references import (
 
 __all__ = ["Aliases"]
 
-# Before Python 3.11 the evaluation stack of the function that called `offload` refers to the tensor
-# as well, which nothing shows. So one numpy array or the like that cannot be found is overlooked.
+# Before Python 3.11 the evaluation stack of the function that called `offload` has one reference to
+# the tensor that no function reports. So one numpy array or the like per tensor may be overlooked.
 _UNSEEN = 1 if sys.version_info < (3, 11) else 0
 
 
 class Aliases:
-    """The Python tensors over the storages of some tensors, and what else refers to their memory.
+    """The Python tensors over the storages of some tensors, and other references to their memory.
 
-    Knows what the garbage collector knew when this was made, and the local variables of all
-    threads. Takes some 0.1 s in a process with a million objects.
+    Covers the objects that the garbage collector tracked when this was made, and the local
+    variables of all threads. Making one takes about 0.1 s in a process with a million objects.
 
-    The caller refers to the tensors from containers alone, and switches torch functions off.
+    The caller must refer to the tensors from containers only, and disable torch functions.
     """
 
     def __init__(self, tensors: list[Any]) -> None:
@@ -54,31 +54,32 @@ class Aliases:
         self._arrays: list[range] | None = None
 
     def of(self, at: int) -> list[Any]:
-        """The Python tensors over the storage of the tensor with that index."""
+        """Return the Python tensors over the storage of the tensor at index `at`."""
         return self._users[_storage_id(self._tensors[at])]
 
     def obstacle(self, at: int) -> str | None:
-        """What keeps the storage of the tensor with that index from being moved, if anything.
+        """Say why the storage of the tensor at index `at` cannot be moved; None if it can.
 
-        Nothing else may hold the storage's object: that is one of the obstacles.
+        The caller must not refer to the storage object, because such a reference is an obstacle.
         """
         import torch
 
         probe = [torch.empty(1, device="cpu")]
         storage, normal = self._tensors[at].untyped_storage(), probe[0].untyped_storage()
         if sys.getrefcount(storage) > sys.getrefcount(normal):
-            return "is held by a variable as a storage, which untyped_storage() returned"
+            return "is referred to by a storage object, which untyped_storage() returned"
         if storage.is_shared():
             return "is shared with other processes"
         users = self._users[storage._cdata]
         if _uses(storage) - _uses(normal) > len(users) - 1:
-            return f"is used by no tensor that Python's collector knows ({_who_it_may_be()})"
+            return f"has a user that Python's collector does not track ({_who_it_may_be()})"
         addresses = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
         if _meets(addresses, self._elsewhere):
-            return "is the memory of another storage too, such as from_dlpack makes"
-        is_shown = not storage.resizable()  # numpy was given its address, or it came from outside
+            return "shares its memory with another storage, such as from_dlpack makes"
+        # numpy has its address, or the memory came from outside torch.
+        is_shown = not storage.resizable()
         if is_shown and _meets(addresses, self._numpys()):
-            return "is the memory of a numpy array"
+            return "shares its memory with a numpy array"
         if any(self._is_exported(users, index, is_shown) for index in range(len(users))):
             return "is used by something that has its address, such as a numpy array or DLPack"
         return None
@@ -100,9 +101,9 @@ class Aliases:
             self._gradients.add(id(tensor.grad))
 
     def _is_exported(self, users: list[Any], at: int, is_shown: bool) -> bool:
-        """Whether something refers to a tensor that is neither Python's nor autograd's.
+        """Return whether a reference to a tensor belongs neither to Python nor to autograd.
 
-        numpy's arrays keep the Python tensor that they were made from, DLPack's capsules the C++
+        A numpy array keeps the Python tensor that it was made from; a DLPack capsule keeps the C++
         tensor behind it.
         """
         key = id(users[at])
@@ -144,7 +145,7 @@ def _meets(addresses: range, others: list[range]) -> bool:
 
 @functools.cache
 def _references_by_cpp() -> int:
-    """How many references to a Python tensor C++ has if another C++ tensor refers to it."""
+    """Return how many references to a Python tensor one C++ tensor adds when it refers to it."""
     import torch
 
     tensor = torch.empty(1, device="cpu")
@@ -157,5 +158,8 @@ def _references_by_cpp() -> int:
 
 def _who_it_may_be() -> str:
     if gc.get_freeze_count():
-        return "one made before gc.freeze(), or a graph of autograd's: gc.unfreeze(), or let it go"
-    return "a graph of autograd's, say: let it go first"
+        return (
+            "maybe an object made before gc.freeze(), or an autograd graph: call gc.unfreeze(), or "
+            "release the graph"
+        )
+    return "maybe an autograd graph: release it first"

@@ -45,9 +45,9 @@ _watching: weakref.WeakSet[Collection] = weakref.WeakSet()
 class Collection:
     """Targets and the tag that their memory goes to. Any thread.
 
-    Optimizers and modules are referred to weakly. `watch` makes their hooks keep this; without it,
-    this lives as long as somebody has it. Tensors are kept as long as this lives: a weak reference
-    would keep `torch.utils.swap_tensors` from working on them.
+    Refers to optimizers and modules weakly. After `watch` their hooks keep the collection alive.
+    Refers to tensors strongly, because `torch.utils.swap_tensors` rejects tensors with weak
+    references.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Collection:
         self._gradients = gradients
         self._memory = SimulatedStorages() if simulator.active() else DeviceStorages()
         self._lock = threading.RLock()
-        # The number of states that an optimizer had when they were last gathered, by its id.
+        # By an optimizer's id, the number of its states when they were last gathered.
         self._seen: dict[int, int] = {}
         self._hooks = contextlib.ExitStack()
         self._hooks_of_parts = contextlib.ExitStack()  # from before a pause until after the resume
@@ -99,8 +99,9 @@ class Collection:
             for target in other.targets:
                 if id(target) in mine and other.tag != self.tag:
                     raise ConfigError(
-                        f"the states of this {type(target).__name__} go to tag {other.tag!r} "
-                        "already: pause and resume that one, or close what offload returned for it",
+                        f"the states of this {type(target).__name__} already go to tag "
+                        f"{other.tag!r}: pause and resume that tag, or close its handle, which "
+                        "offload returned",
                         tag=self.tag,
                     )
         with self._lock:
@@ -204,7 +205,7 @@ class Collection:
         self._check(what)
         check_tags_mapped(_touched_by_step(optimizer), what)
         if self._seen.get(id(optimizer)) != _size(optimizer):
-            self._seen.pop(id(optimizer), None)  # some were cleared, or set by the program
+            self._seen.pop(id(optimizer), None)  # the program has cleared or set some
 
     def _before_load(self, optimizer: Any) -> None:
         self._check("the optimizer's load_state_dict")
@@ -224,7 +225,7 @@ class Collection:
             with self._lock:
                 self._move([optimizer], gradients=False)
         except RuntimeError as error:  # memsaver's and torch's
-            self._seen[id(optimizer)] = _size(optimizer)  # the next step is no better time
+            self._seen[id(optimizer)] = _size(optimizer)  # the next step would find the same
             warnings.warn(
                 f"states of an optimizer could not be moved into tag {self.tag!r} after the step "
                 f"or load_state_dict that made them; the next pause of the tag tries it again: "
@@ -249,10 +250,10 @@ class Collection:
         return [pair for pair in found if tag_of(pair[0]) != self.tag]
 
     def _storages(self, targets: list[Any], *, gradients: bool) -> list[tuple[Any, Holding]]:
-        """Each storage on the device that targets hold; the first holding of it says what.
+        """Return each storage of the targets on the device, with the first holding of it.
 
-        Without `parameters`, an optimizer's states that share a storage with a parameter belong to
-        that one, wherever it lies, and are left out.
+        Without `parameters`, leaves out an optimizer's states that share a storage with a
+        parameter: they stay with the parameter, wherever it lies.
         """
         import torch
 
@@ -270,9 +271,9 @@ class Collection:
         return list(storages_of(filter(self._memory.takes, holdings)).values())
 
     def _movable(self, outside: list[tuple[Any, Holding]], strict: bool = False) -> list[Any]:
-        """Tensors over the storages that may be moved, one of each.
+        """Return one tensor for each storage that may be moved.
 
-        Nobody keeps the storages' own objects: their users are counted.
+        Keeps no reference to a storage object, because the references to storages are counted.
         """
         if not outside:
             return []
@@ -297,13 +298,13 @@ def _reference(target: Any) -> Callable[[], Any]:
 
 
 def _touched_by_step(optimizer: Any) -> Iterator[Holding]:
-    """Yield what a step may read or write: parameters, their gradients, states."""
+    """Yield the holdings that a step may read or write: parameters, their gradients, states."""
     yield from holdings_of(optimizer, parameters=True)
     yield from gradients_of(optimizer)
 
 
 def _size(optimizer: Any) -> int:
-    """The number of an optimizer's states."""
+    """Return the number of an optimizer's states."""
     states = optimizer.state.values()
     return sum(len(state) if isinstance(state, Mapping) else 1 for state in states)
 

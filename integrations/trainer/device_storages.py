@@ -28,16 +28,16 @@ class DeviceStorages:
         return bool(holding.tensor.is_cuda)
 
     def move(self, tensors: list[Any], tag: str) -> None:
-        """Give the storage of each tensor memory of the tag, with its contents.
+        """Move the storage of each tensor, with its contents, into memory of the tag.
 
-        The old memory is released. Whatever shares a storage shares it afterwards. Waits for all
-        work of the devices first, and for the copies. No other thread may use the storages
-        meanwhile.
+        Releases the old memory. Tensors that share a storage still share it afterwards. Waits for
+        all work of the devices first, and for the copies at the end. No other thread may use the
+        storages during the call.
 
         Raises:
-            OutOfDeviceMemoryError: storages before that one are moved, that one and those after it
-                are where they were. All may be used, and the same call goes on from there.
-            InvalidStateError: another pool would get the memory: the thread is in a use_mem_pool.
+            OutOfDeviceMemoryError: storages before the failing one were moved; it and the later
+                ones were not. All may be used, and the same call continues from there.
+            InvalidStateError: the thread is in a `use_mem_pool`, whose pool would get the memory.
         """
         import torch
 

@@ -44,7 +44,7 @@ def check_mapped(tag: str, what: str) -> None:
 
 
 def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
-    """Raise InvalidStateError if a tensor lies in a tag, of any name, without its memory."""
+    """Raise InvalidStateError if a tensor lies in any tag that is not mapped."""
     away = {row["tag"] for row in _C.stats() if STATES[int(row["state"])] is not State.MAPPED}
     if not away:
         return
@@ -88,14 +88,14 @@ def guard_optimizer(
 ) -> contextlib.ExitStack:
     """Call functions with the optimizer before and after each step and `load_state_dict`.
 
-    The functions before may raise; nothing is done then. A compiled step is broken into graphs
-    around the hooks. Copies of an optimizer have no hooks.
+    If `before_step` or `before_load` raises, the step or load does not happen. A compiled step is
+    broken into graphs around the hooks. Copies of an optimizer have no hooks.
 
     Returns:
-        What takes the hooks away again when it is closed.
+        A stack that removes the hooks when it is closed.
 
     Raises:
-        ConfigError: it takes no hooks; it has none then.
+        ConfigError: the optimizer takes no hooks; none is left on it.
     """
     import torch
 
@@ -117,13 +117,13 @@ def guard_optimizer(
 
 
 def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
-    """Ask `check` before each forward and `load_state_dict` of a module. Its parts: `guard_parts`.
+    """Call `check` before each forward and `load_state_dict` of a module. See `guard_parts`.
 
     Returns:
-        What takes the hooks away again when it is closed.
+        A stack that removes the hooks when it is closed.
 
     Raises:
-        ConfigError: the module takes no hooks; it has none then.
+        ConfigError: the module takes no hooks; none is left on it.
     """
     with _registering(module) as hooks:
         _guard(module, check, hooks)
@@ -131,10 +131,11 @@ def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
 
 
 def guard_parts(module: Any, check: Check) -> contextlib.ExitStack:
-    """As `guard_module`, for the modules inside of one; and for compiled calls of all of them.
+    """Guard the modules inside a module, as `guard_module` does, and compiled calls of them all.
 
-    Parts that take no hooks, scripted ones, are guarded by those around them alone. Each hook costs
-    some microseconds a forward, and torch has fast paths for modules without: not for long.
+    Scripted modules take no hooks and are guarded only by the modules around them. Keep the hooks
+    for a short time: each costs some microseconds per forward, and torch has fast paths for modules
+    without hooks.
     """
     import torch
 
@@ -151,13 +152,13 @@ def guard_parts(module: Any, check: Check) -> contextlib.ExitStack:
 def _guard(module: Any, check: Check, hooks: contextlib.ExitStack) -> None:
     forward = Guard(check, _FORWARD)
     loading = Guard(check, "the model's load_state_dict")
-    # Before those of FSDP2, which gather parameters.
+    # These must run before FSDP2's hooks, which gather parameters.
     hooks.callback(module.register_forward_pre_hook(forward, prepend=True).remove)
     hooks.callback(module.register_load_state_dict_pre_hook(loading).remove)
 
 
 def _guard_compiled(module: Any, check: Check, hooks: contextlib.ExitStack) -> None:
-    """Guard what `module.compile()` has made, which runs the module's hooks in compiled code."""
+    """Guard the result of `module.compile()`, which runs the module's hooks in compiled code."""
     compiled = getattr(module, "_compiled_call_impl", None)
     if compiled is None:
         return
@@ -167,7 +168,7 @@ def _guard_compiled(module: Any, check: Check, hooks: contextlib.ExitStack) -> N
         return compiled(*args, **kwargs)
 
     def restore() -> None:
-        if module._compiled_call_impl is guarded:  # not compiled once more
+        if module._compiled_call_impl is guarded:  # it was not compiled again
             module._compiled_call_impl = compiled
 
     module._compiled_call_impl = guarded

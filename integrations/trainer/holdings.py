@@ -37,15 +37,15 @@ class Holding:
 
 
 def holdings_of(target: Any, parameters: bool) -> Iterator[Holding]:
-    """Yield what a module or a tensor holds now, and an optimizer's states, without gradients.
+    """Yield the tensors of a target now: a module's or a tensor's own, or an optimizer's states.
 
-    An optimizer's states are the tensors in its `state`, its `param_groups` and its attributes, but
-    for parameters. Tensors of one element in `param_groups` and attributes are left out: learning
-    rates and the like, which programs read and write at any time.
+    Gradients are left out. An optimizer's states are the tensors in its `state`, its `param_groups`
+    and its attributes, except parameters. Tensors of one element in `param_groups` and attributes,
+    such as learning rates, are left out, because programs read and write them at any time.
 
     Args:
         target: an optimizer, a module (its parameters and buffers), or a tensor.
-        parameters: whether to yield the parameters that an optimizer steps, too.
+        parameters: whether to yield also the parameters that an optimizer steps.
     """
     import torch
 
@@ -66,10 +66,10 @@ def holdings_of(target: Any, parameters: bool) -> Iterator[Holding]:
 
 
 def weights_of(target: Any) -> Iterator[Holding]:
-    """Yield the parameters that an optimizer refers to: those that it steps, and all others.
+    """Yield the parameters that an optimizer refers to, whether it steps them or not.
 
-    Others are in its states or attributes, such as the low-precision weights that a wrapper writes
-    back, and in modules among its attributes.
+    Parameters that it does not step are in its states or attributes, such as the low-precision
+    weights that a wrapper updates, and in modules among its attributes.
     """
     import torch
 
@@ -115,7 +115,7 @@ def reshard(target: Any) -> None:
 
 
 def parameters_of(target: Any) -> Iterator[Any]:
-    """Yield the tensors that a target's gradients belong to."""
+    """Yield the tensors whose gradients belong to a target."""
     import torch
 
     if isinstance(target, torch.optim.Optimizer):
@@ -148,7 +148,7 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def parts_of(tensor: Any, what: str, is_counter: bool = False) -> Iterator[Holding]:
-    """Yield the dense tensors that a tensor is made of: DTensors and other wrappers hold some."""
+    """Yield the dense tensors of a tensor: those inside a DTensor or another wrapper, or itself."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 

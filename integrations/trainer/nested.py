@@ -1,4 +1,4 @@
-"""Values inside containers: states of optimizers, optimizers inside of others."""
+"""Values inside containers, such as an optimizer's states or the optimizers inside another."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SEQUENCES = (list, tuple, set, frozenset, deque, UserList)
 def leaves(value: Any, what: str = "") -> Iterator[tuple[Any, str]]:
     """Yield the values inside containers, at any depth, each container once.
 
-    Containers are mappings, sequences, sets, deques, dataclasses and SimpleNamespaces. Other
-    objects are yielded and not entered. Keys of mappings are not yielded.
+    Containers are mappings, sequences, sets, deques, dataclasses and SimpleNamespaces. Yields any
+    other object without entering it. Does not yield keys of mappings.
 
     Args:
         value: the outermost container, or a single value.
-        what: a name for the value. A value with a key of its own is named by `what` and the
-            innermost key: "state 'exp_avg'".
+        what: a name for the value. The name of a value with a key is `what` and the innermost key:
+            "state 'exp_avg'".
     """
     seen: set[int] = set()
     waiting = [(value, what)]
@@ -38,7 +38,7 @@ def leaves(value: Any, what: str = "") -> Iterator[tuple[Any, str]]:
 
 
 def _inside(value: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and values of a container; None for other values."""
+    """Return the keys and values of a container; None for any other value."""
     if isinstance(value, Mapping | UserDict):
         return list(value.items())
     if isinstance(value, _SEQUENCES):

@@ -127,14 +127,14 @@ def close_all(handles: Sequence[Offloaded]) -> None:
     """Close several handles, or none of them.
 
     Raises:
-        InvalidStateError: the tag of one is paused; all are as before.
+        InvalidStateError: the tag of a handle is paused; no handle was closed.
     """
     with interrupts_deferred():
         waiting = [handle for handle in handles if not handle.is_closed]
         for handle in waiting:
             if handle.state is not memsaver.State.MAPPED:
                 raise InvalidStateError(
-                    f"what is offloaded to tag {handle.tag!r} cannot be closed while the tag is "
+                    f"the handle of tag {handle.tag!r} cannot be closed while the tag is "
                     f"{handle.state}: resume it first",
                     tag=handle.tag,
                 )
@@ -150,31 +150,32 @@ def offload(
     parameters: bool = False,
     gradients: bool = True,
 ) -> Offloaded:
-    """Put a trainer's memory into a tag, so that a pause gives it back and a resume restores it.
+    """Put a trainer's memory into a tag, so that a pause releases it and a resume restores it.
 
-    A step after a resume gives bit for bit what it would give had nothing been paused. Addresses
-    change once: of what there is here, of later states after the step that makes them, of gradients
-    in the first pause that finds them. CPU tensors, such as step counters, and sparse tensors stay
-    where they are.
+    A step after a resume computes the same bits as without the pause. Addresses change once: those
+    of existing memory in this call, those of later states after the step that makes them, and those
+    of gradients in the first pause that finds them. CPU tensors, such as step counters, and sparse
+    tensors stay where they are.
 
     Args:
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
-            master weights that somebody else keeps); lists or dicts of those. Optimizers inside an
-            optimizer or a wrapper, in its attributes or in containers there, are targets as well.
+            master weights that another object keeps); lists or dicts of those. Optimizers inside an
+            optimizer or a wrapper, in its attributes or in containers there, are targets too.
             FSDP2 modules are resharded.
-        tag: the tag; None is "optimizer" where the first target is an optimizer, "model" else. A
-            tag may have several handles, and regions as well.
+        tag: the tag; None is "optimizer" if the first target is an optimizer, else "model". A tag
+            may have several handles, and regions too.
         backup: as in `memsaver.region`. With "none" a pause discards the contents. None keeps the
             tag's backup, and is "host" for a tag that has none.
-        parameters: an optimizer's parameters too: for one that has master weights of its own. The
-            model's weights are the optimizer's parameters in a plain trainer, and stay without
-            this, as do states that share their memory; for them, offload the model.
-        gradients: gradients go into the tag with each pause, if there are any.
+        parameters: whether an optimizer's parameters are moved too, for an optimizer with its own
+            master weights. In a plain trainer the optimizer's parameters are the model's weights:
+            without this they stay, as do states that share their memory; to move them, offload the
+            model.
+        gradients: whether gradients, if there are any, are moved into the tag before each pause.
 
-    What exists is moved here, what comes later after the step that made it, after
-    `load_state_dict`, and before each pause of the tag. An optimizer's states are looked for in its
-    `state`, its `param_groups` and its attributes, inside of mappings, sequences, sets, dataclasses
-    and `SimpleNamespace`s; other objects are not looked into. Tensors of one element in
+    Existing memory is moved in this call. Later memory is moved after the step that made it, after
+    `load_state_dict`, and before each pause of the tag. An optimizer's states are searched for in
+    its `state`, its `param_groups` and its attributes, inside mappings, sequences, sets,
+    dataclasses and `SimpleNamespace`s, but not inside other objects. Tensors of one element in
     `param_groups` and attributes, such as learning rates, stay.
 
     The move of a gradient or a state takes room for a batch of them (at most 512 MiB, or a single
@@ -182,27 +183,28 @@ def offload(
 
     While the tag is paused, the optimizers' `step` and `load_state_dict`, and the forward and
     `load_state_dict` of the modules and their parts, raise InvalidStateError. So does a step whose
-    parameters, gradients or states lie in another tag that is paused. What else touches the
-    memory is not seen: backward, clipping, `zero_grad(set_to_none=False)`, a gradient scaler's
-    `unscale_` and `step`, replays of CUDA graphs; nor is the forward of a compiled model, unless
-    the target is what `torch.compile` returned, or it was compiled in place (`Module.compile`)
-    before the pause; nor of a model that is no target itself. Whatever has the memory's address
-    (DLPack consumers, CUDA array interfaces) must be made after the call.
+    parameters, gradients or states lie in another tag that is paused. Other uses of the memory are
+    not detected: backward, clipping, `zero_grad(set_to_none=False)`, a gradient scaler's `unscale_`
+    and `step`, replays of CUDA graphs, the forward of a model that is not a target, and the forward
+    of a compiled model, unless the target is the result of `torch.compile`, or it was compiled in
+    place (`Module.compile`) before the pause. Users of the memory's address (DLPack consumers, CUDA
+    array interfaces) must be made after the call.
 
-    Call it, and make a first step, before CUDA graphs are captured that use the memory; also a
-    first pause with gradients, where those live across the capture and `gradients` is on. Let no
-    other thread use the memory meanwhile. An interrupt is raised when all is moved; the same call
-    then gives the handle.
+    Before you capture CUDA graphs that use the memory, call this and make a first step; if
+    gradients live across the capture and `gradients` is on, make a first pause with gradients too.
+    No other thread may use the memory during the call. An interrupt is raised after everything is
+    moved; the same call then returns the handle.
 
     Raises:
-        ConfigError: a target that is none of these or takes no hooks, an unknown backup, or memory
-            that must stay where it is: in another tag, say. Nothing is moved, the tag is as it was.
+        ConfigError: a target is none of these or takes no hooks, the backup is unknown, or memory
+            must stay where it is, for example in another tag. Nothing is moved, and the tag is
+            unchanged.
         InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`; or, on
             the simulated driver, something other than a Python tensor uses the memory.
-        OutOfDeviceMemoryError: no room for the move. What was moved before that is in the tag, and
-            the rest where it was; all of it can be used, and the same call goes on from there.
-            Until then, work on it while the tag is paused is refused as above.
-        NotLoadedError: no torch, no CUDA driver.
+        OutOfDeviceMemoryError: no room for the move. Memory moved before the failure is in the tag,
+            and the rest is where it was; all of it can be used, and the same call continues from
+            there. Until then, work on it while the tag is paused is refused as above.
+        NotLoadedError: torch is not installed, or there is no CUDA driver.
     """
     try:
         import torch
@@ -244,7 +246,7 @@ def offload(
 
 
 def has_no_backup(tag: str) -> bool:
-    """Whether a pause of the tag would lose contents: its backup is "none", or it is unknown."""
+    """Return whether a pause would lose contents: the tag's backup is "none", or it is unknown."""
     try:
         return backup_of(_C.tag_backup(check_tag(tag))) is Backup.NONE
     except UnknownTagError:

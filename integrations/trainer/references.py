@@ -1,4 +1,4 @@
-"""References to Python objects, as far as the collector and variables of functions show them."""
+"""References to Python objects that the garbage collector and local variables reveal."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ TEMPORARY = sys.getrefcount(_probe[0]) - 1
 
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _CHUNK = 10_000
-# References to a frame's copy of its variables, if no program has it: the frame's, and two here.
+# References to a frame's copy of its variables if no program refers to it: the frame's, and two in
+# `_locals_of`.
 _KEPT_BY_FRAME = 3
 
 
 def instances_of(kind: type, values: Iterable[Any] | None = None) -> list[Any]:
-    """The instances of a class among values; by default, among all that the collector knows."""
+    """Return the instances of a class among values; by default, among all tracked objects."""
     kinds = set(_kinds(kind))
     things = gc.get_objects() if values is None else list(values)
-    # There are hundreds of thousands, so no Python code is run for each.
+    # There are hundreds of thousands of objects, so no Python code runs for each.
     return list(itertools.compress(things, map(kinds.__contains__, map(type, things))))
 
 
 def references_to(objects: list[Any]) -> Counter[int]:
-    """Count the references to each object from containers, but for this list, and from variables.
+    """Count the references to each object from containers (except `objects`) and local variables.
 
     Returns:
-        The numbers by the objects' ids.
+        The counts, by the objects' ids.
     """
     ids = set(map(id, objects))
     found = Counter(id(value) for value in _local_values() if id(value) in ids)
-    arguments = tuple(objects)  # which Python 3.13 finds among the referrers
+    arguments = tuple(objects)  # Python 3.13 reports it as a referrer
     for holder in gc.get_referrers(*arguments):
         if holder is not objects and holder is not arguments:
             found.update(id(value) for value in gc.get_referents(holder) if id(value) in ids)
@@ -46,7 +47,7 @@ def references_to(objects: list[Any]) -> Counter[int]:
 
 
 def arrays_of_numpy() -> list[range]:
-    """The addresses of all of numpy's arrays that containers and local variables refer to."""
+    """Return the addresses of all numpy arrays that containers and local variables refer to."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return []
@@ -56,7 +57,7 @@ def arrays_of_numpy() -> list[range]:
         values = gc.get_referents(*known[at : at + _CHUNK])
         while values:
             found.update((id(array), array) for array in instances_of(numpy.ndarray, values))
-            # Containers of such objects alone are none of the collector's.
+            # The collector does not track dicts and tuples that contain only untracked objects.
             inner = [*instances_of(dict, values), *instances_of(tuple, values)]
             unknown = {id(one): one for one in inner if not gc.is_tracked(one)}
             values = gc.get_referents(*unknown.values())
@@ -74,7 +75,7 @@ def _addresses(array: Any) -> range:
 
 
 def _kinds(kind: type) -> Iterator[type]:
-    """A class and all that are derived from it."""
+    """Yield a class and all classes derived from it."""
     yield kind
     derived: type
     for derived in type.__subclasses__(kind):
@@ -82,9 +83,9 @@ def _kinds(kind: type) -> Iterator[type]:
 
 
 def _local_values() -> Iterator[Any]:
-    """Values of local variables of the functions that all threads are in, which no one else knows.
+    """Yield the local variables of the functions on all threads' stacks.
 
-    Generators and coroutines are left out: the collector knows their variables.
+    Leaves out generators and coroutines, whose variables the collector reports.
     """
     frame: Any
     for frame in sys._current_frames().values():
@@ -100,7 +101,7 @@ def _locals_of(frame: Any) -> list[Any]:
     cells = set(code.co_cellvars)
     names = [name for name in code.co_varnames if name not in cells]
     values = [variables[name] for name in names if name in variables]
-    # Before Python 3.13 this is a copy, which the frame keeps with all that is in it.
+    # Before Python 3.13 `f_locals` is a copy, which the frame keeps with all its values.
     if sys.version_info < (3, 13) and sys.getrefcount(variables) == _KEPT_BY_FRAME:
         variables.clear()
     return values

@@ -1,7 +1,7 @@
-"""Moving the storages of CPU tensors, which stand for CUDA tensors on the simulated driver.
+"""Moves of the storages of CPU tensors, which represent CUDA tensors on the simulated driver.
 
-CPU storages cannot take memory of the simulator in place, so every tensor that shares a storage is
-found and pointed to a new one. If one cannot be found, nothing is moved.
+A CPU storage cannot be resized into memory of the simulator, so every tensor that shares a storage
+is found and pointed to a new one. If one cannot be found, nothing is moved.
 """
 
 from __future__ import annotations
@@ -27,39 +27,43 @@ class SimulatedStorages:
         return holding.tensor.device.type == "cpu" and not holding.is_counter
 
     def move(self, tensors: list[Any], tag: str) -> None:
-        """Give all tensors over the storages of some tensors memory of the tag, with its contents.
+        """Move the storages of tensors, with their contents, into memory of the tag.
+
+        All tensors over these storages refer to the new memory afterwards.
 
         Raises:
-            InvalidStateError: something that is no Python tensor uses a storage: nothing is moved;
-                or a tensor cannot be given other memory: storages before its own are moved.
-            OutOfDeviceMemoryError: as on a GPU, storages before that one are moved.
+            InvalidStateError: something other than a Python tensor uses a storage, and nothing was
+                moved; or a tensor rejects other memory, and only storages before its own were
+                moved.
+            OutOfDeviceMemoryError: only storages before the failing one were moved, as on a GPU.
         """
         import torch
 
-        with torch._C.DisableTorchFunctionSubclass():  # by which some classes refuse all this
+        with torch._C.DisableTorchFunctionSubclass():  # some subclasses reject these calls
             aliases = Aliases(tensors)
             for at in range(len(tensors)):
                 obstacle = aliases.obstacle(at)
                 if obstacle is not None:
                     nbytes = tensors[at].untyped_storage().nbytes()
                     raise InvalidStateError(
-                        f"memory of {size_text(nbytes)} that is to go into tag {tag!r} {obstacle}; "
-                        "the simulated driver cannot move that along, and has moved nothing: "
-                        "delete it, or have it refer to a copy, and do the same again",
+                        f"a storage of {size_text(nbytes)} cannot be moved into tag {tag!r}, "
+                        f"because it {obstacle}, which the simulated driver cannot move with it; "
+                        "it has moved nothing: delete that user or let it refer to a copy, and "
+                        "make the call again",
                         tag=tag,
                     )
             for at in range(len(tensors)):
                 _move(tensors[at], aliases.of(at), tag)
 
     def trim(self, tag: str) -> None:
-        """Deleted tensors leave nothing behind here."""
+        """Do nothing: deleted tensors leave no cached memory here."""
 
 
 def _move(tensor: Any, users: list[Any], tag: str) -> None:
     """Move the storage of a tensor for all its users, or for none of them.
 
-    An exception's traceback keeps variables, and a variable would keep the storage from being moved
-    later: there is none for it.
+    No variable refers to the storage, because an exception's traceback keeps variables, and a
+    reference to the storage would prevent a later move.
     """
     import torch
 
@@ -77,9 +81,9 @@ def _move(tensor: Any, users: list[Any], tag: str) -> None:
         for user in done:
             _point(user, before)
         raise InvalidStateError(
-            f"a {type(users[len(done)]).__name__} over {size_text(nbytes)} that are to go into tag "
-            f"{tag!r} cannot be given other memory: {error}; it and all that shares its memory "
-            "stay where they are: leave them out, or have it refer to a copy",
+            f"a {type(users[len(done)]).__name__} rejects the move of its {size_text(nbytes)} into "
+            f"tag {tag!r}: {error}; it and the tensors that share its memory stay where they are: "
+            "leave them out of the call, or let it refer to a copy",
             tag=tag,
         ) from None
     finally:
@@ -88,7 +92,7 @@ def _move(tensor: Any, users: list[Any], tag: str) -> None:
 
 
 def _point(tensor: Any, storage: list[Any]) -> None:
-    """Give a tensor the storage in the list; its version, kind and graph stay as they are."""
+    """Point a tensor to the storage in the list; its version, class and autograd graph stay."""
     import torch
 
     is_inference = tensor.is_inference()

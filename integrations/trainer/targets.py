@@ -13,15 +13,15 @@ __all__ = ["targets_in"]
 def targets_in(values: Any) -> list[Any]:
     """Return the targets in a container, each once, in their order.
 
-    A module or a tensor is a target itself; of an optimizer, or a wrapper such as accelerate's, all
-    optimizers inside are.
+    A module or a tensor is a target itself. For an optimizer or a wrapper such as accelerate's, the
+    targets are all optimizers inside it.
 
     Raises:
-        ConfigError: a value has no optimizer inside, or a module has no hash.
+        ConfigError: a value is not a target and has no optimizer inside, or a module has no hash.
     """
     import torch
 
-    found: dict[int, Any] = {}  # by id: targets may have no hash, or be equal to others
+    found: dict[int, Any] = {}  # by id, because targets may have no hash or compare equal
     for target, _ in leaves(values):
         inside = [target]
         if isinstance(target, torch.nn.Module):
@@ -41,16 +41,17 @@ def _check_hash(module: Any) -> None:
         list(module.modules())
     except TypeError as error:
         raise ConfigError(
-            f"torch cannot list the parts of a {type(module).__name__}: {error}; a module needs a "
-            "hash, which a class with an __eq__ of its own lacks: give it __hash__ = "
-            "torch.nn.Module.__hash__, or make it a @dataclass(eq=False)"
+            f"torch cannot list the parts of a {type(module).__name__}: {error}; modules need a "
+            "hash, and a class that defines __eq__ has none: define __hash__ = "
+            "torch.nn.Module.__hash__ in it, or make it a @dataclass(eq=False)"
         ) from error
 
 
 def _optimizers_in(target: Any) -> list[Any]:
-    """The optimizers that an optimizer or a wrapper consists of, the outermost first.
+    """Return the optimizers in an optimizer or a wrapper, including itself, the outermost first.
 
-    Less those that only pass on what another has, and were not initialised as torch's are.
+    Leaves out wrappers that derive from torch's class without initialising it and only forward
+    calls to another optimizer.
     """
     import torch
 
@@ -72,5 +73,5 @@ def _optimizers_in(target: Any) -> list[Any]:
     return found
 
 
-# Of an optimizer: large, and full of tensors.
+# An optimizer's attributes that are large, full of tensors, and contain no optimizers.
 _WITHOUT_OPTIMIZERS = {"state", "param_groups"}

@@ -56,8 +56,8 @@ app.command("trace")(trace.command)
 def main() -> None:
     """Run the console script.
 
-    Output that cannot be written is an error: status 1, and a line that says so. Characters that
-    the output's encoding lacks are written as escapes.
+    If the output cannot be written, prints one line about it on stderr and exits with status 1.
+    Writes characters that the output's encoding lacks as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # stderr does so by itself

@@ -1,4 +1,4 @@
-"""Marks before a line of output, for terminals that know them and for those that do not."""
+"""The marks at the start of an output line, with ASCII replacements for other encodings."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ _ASCII_MARKS = {"good": "+", "warned": "!", "bad": "x"}
 
 
 def marks_for(console: Console) -> dict[str, str]:
-    """Return the marks of what is good, warned of, and bad, in characters that a console knows."""
+    """Return the marks for success, warnings and failures that the console's encoding has."""
     return _ASCII_MARKS if console.options.ascii_only else _MARKS

@@ -139,10 +139,10 @@ class Found:
 
 
 def find_processes(pid: int | None = None) -> Found:
-    """Ask every process of this user, or one of them; what killed processes left is removed.
+    """Query every process of this user, or one of them, and remove the sockets of killed ones.
 
-    Takes as long as the slowest answer: half a second at most for every 16 processes that give
-    none.
+    Takes as long as the slowest answer, and at most half a second for every 16 processes that do
+    not answer.
     """
     answers: list[Process | Silent] = []
     refused = []
@@ -231,7 +231,7 @@ def _peer_of(client: socket.socket) -> tuple[int, int]:
 
 
 def _read_all(client: socket.socket, end: float) -> bytes:
-    """All that comes until `end`, on the clock `time.monotonic()`. Raises `TimeoutError` then."""
+    """Read until the end of the stream. Raises `TimeoutError` at `end` (on `time.monotonic()`)."""
     answer = bytearray()
     while True:
         left = end - time.monotonic()
@@ -253,7 +253,9 @@ def _process_of(pid: int, command: str, answer: bytes) -> Process:
         told = json.loads(answer.decode(errors="replace"))
         if told["format"] != FORMAT:
             version, spoken = (plain_text(str(told.get(n)))[:40] for n in ("memsaver", "format"))
-            raise _NoAnswer(f"its memsaver {version} speaks format {spoken}, this one {FORMAT}")
+            raise _NoAnswer(
+                f"its memsaver {version} answers in format {spoken}, and this one reads {FORMAT}"
+            )
         now, driver = _number(told["time_seconds"]), told["driver"]
         return Process(
             pid,
@@ -273,7 +275,7 @@ def _process_of(pid: int, command: str, answer: bytes) -> Process:
         OverflowError,
         RecursionError,
     ) as error:
-        raise _NoAnswer(f"its answer cannot be understood: {repr(error)[:200]}") from None
+        raise _NoAnswer(f"its answer is invalid: {repr(error)[:200]}") from None
 
 
 def _driver_of(row: dict[str, Any]) -> Driver:

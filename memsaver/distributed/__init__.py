@@ -5,35 +5,35 @@
     memsaver.distributed.pause("weights", group=group)   # every rank's memory is free, or no rank's
     memsaver.distributed.resume("weights", group=group)  # every rank has it again, or no rank has
 
-They are collectives: every rank of the group makes the same calls in the same order, from one
-thread at a time. What they promise:
+The calls are collectives: every rank of the group makes the same calls in the same order, from one
+thread at a time. They promise:
 
-- **A fence.** Where a call returns, it is done on all ranks.
-- **All or none.** Where it fails on a rank, each rank takes back what this call changed on it, and
-  all raise the same `RankError`, which names the ranks that failed and says why. What a rank had
-  paused or resumed before stays as it was. A rank whose way back is barred too (say another process
-  took the memory meanwhile) is named with the state of its tags.
-- **Nobody waits for ever.** An exception on one rank (an unknown tag, a bad argument, a callback
-  that raises) reaches all others at their next step; ranks that make different calls find out
-  before anything is changed. A `group` that is no process group counts as a bad argument of a call
-  on the world. A rank that died or hangs is a `GroupError` on the others, at once or when `timeout`
-  is over: each of them takes back what it did. torch closes the group's connections then.
-- **Contents.** What has a backup keeps its bytes whatever happens. A pause is first begun on all
-  ranks and then done on all, so that what can be refused is refused before contents without a
-  backup are given up; if it fails after that, they are zeros where the rank had paused them.
-- **Callbacks** of `memsaver.on_pause` and `on_resume` run on each rank with its own part of the
-  call. They must not wait for callbacks of other ranks: one that fails calls none. Where the call
-  is taken back, those for the way back are called.
-- **Signals.** Ctrl-C during a call is raised when the call is over, and takes nothing back. All
-  other signal handlers of Python run then, too, when the call holds no tag: a handler may pause.
-  An interrupt before a call or after it leaves the other ranks to wait until `timeout` is over.
+- **A barrier.** When a call returns, it is done on all ranks.
+- **All or none.** If a call fails on a rank, each rank undoes its own changes of this call, and all
+  raise the same `RankError`, which names the ranks that failed and says why. Tags that a rank had
+  paused or resumed before the call stay so. A rank whose rollback fails too (for example because
+  another process took the memory) is named with the state of its tags.
+- **Bounded waits.** An exception on one rank (an unknown tag, a bad argument, a callback that
+  raises) reaches all others at their next step. Ranks that make different calls all raise before
+  anything is changed. A `group` that is not a process group counts as a bad argument of a call on
+  the world. If a rank died or hangs, the others raise `GroupError`, at once or after `timeout`, and
+  undo their changes. torch then closes the group's connections.
+- **Contents.** Contents with a backup are never lost. A pause is begun on all ranks before it is
+  done on any, so that it is refused, if at all, before contents without a backup are lost; if it
+  fails after that, these contents are zeros on ranks that had paused them.
+- **Callbacks** of `memsaver.on_pause` and `on_resume` run on each rank for its own part of the
+  call. They must not wait for callbacks of other ranks, because a rank that fails calls none. A
+  rollback calls the callbacks of the opposite transition.
+- **Signals.** Ctrl-C during a call is raised after the call, and undoes nothing. Python's other
+  signal handlers run after the call too, when it holds no tag, so a handler may pause tags. After
+  an interrupt before or after a call, the other ranks wait in their next call until `timeout`.
 
-The ranks talk over the CPU, so that nothing depends on memory that is being paused or is full. A
-group that has no backend for it (`init_process_group("nccl")`) gets one of its own from memsaver,
-over gloo, when it is first used; its timeout is torch's default. A group made for the purpose, by
-`torch.distributed.new_group(backend="gloo")`, keeps a timeout from closing one that others use.
+The ranks communicate over the CPU, so that nothing depends on device memory. A group without a CPU
+backend (`init_process_group("nccl")`) gets a gloo backend from memsaver when it is first used, with
+torch's default timeout. After a timeout torch closes the group's connections; to keep a group that
+other code uses, pass a separate one, made by `torch.distributed.new_group(backend="gloo")`.
 
-Importing this does not import torch.
+Importing this package does not import torch.
 """
 
 from memsaver.distributed.calls import pause, paused, resume, swap

@@ -1,7 +1,7 @@
 """One call on all ranks: checked, begun, done, and undone if it fails on a rank.
 
-Each step is an attempt (see `attempts`), so all ranks learn how it went on every other one and
-decide alike.
+Each step is an attempt (see `attempts`), so every rank knows the outcome on all ranks, and all make
+the same decision.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def together(
     Signal handlers run before the call or after it, when this thread holds no reservation.
 
     Args:
-        what: returns the call in words, the same on all ranks; other words are refused.
+        what: returns the call in words, which must be the same on all ranks.
         prepare: checks the arguments and makes this rank's call. Changes nothing.
         group: a `torch.distributed` group; None is the world.
         timeout: seconds to wait for the other ranks at each step; None is the group's own.
 
     Raises:
-        RankError: it failed on a rank.
+        RankError: the call failed on a rank.
         GroupError: the ranks cannot reach each other.
-        InvalidStateError, NotLoadedError: there is no group; the other ranks are not notified.
+        InvalidStateError, NotLoadedError: there is no group. The other ranks are not notified.
     """
     start = time.perf_counter()
     with signals_deferred():
@@ -70,11 +70,11 @@ def together(
 
 
 class _Attempt:
-    """One call from the view of one rank.
+    """One rank's part of a call.
 
     Attributes:
-        leaving: an interrupt or an exit that a callback raised. Raised when the other ranks need
-            this one no more.
+        leaving: an interrupt or an exit that a callback raised. Raised when no other rank waits for
+            this one.
         warning: a warning to emit at the end, or "".
     """
 
@@ -86,14 +86,14 @@ class _Attempt:
         self._ranks = Ranks(Channel(usable))
         if not _is_timeout(timeout):
             self._refused = ConfigError(
-                f"timeout is a positive number of seconds or None, not {timeout!r}"
+                f"timeout must be a positive number of seconds or None, not {timeout!r}"
             )
             timeout = None
         self._timeout = timeout
         self._seconds = 0.0  # of this rank's own work
 
     def make(self, prepare: Callable[[], Call]) -> tuple[Report, tuple[RankFigures, ...]]:
-        """Check the call, begin it, run it. Raises after the rollback if a rank failed."""
+        """Check the call, begin it and run it. If a rank failed, raises after the rollback."""
         calls: list[Call] = []
 
         def check() -> None:
@@ -183,8 +183,8 @@ class _Attempt:
             )
         except GroupError as lost:
             lost.message += (
-                "; this rank is as it was before the call, and the group may be of no more use: "
-                "make a new one, or start the job again"
+                "; this rank is as it was before the call, and the group may be unusable: make a "
+                "new group, or start the job again"
             )
             raise
         self._keep(outcomes.own)
@@ -199,13 +199,13 @@ class _Attempt:
         error.stuck = stuck
         raise error from outcomes.own
 
-    # What happens beside them.
+    # Errors beside the steps.
 
     def _abandon(self, call: Call, reason: BaseException) -> None:
         self._note(lambda: call.abandon(reason))
 
     def _note(self, action: Callable[[], object]) -> None:
-        """Do what tidies up after an error; its own errors change nothing."""
+        """Run a cleanup action after an error, and ignore its exceptions except interrupts."""
         try:
             action()
         except BaseException as error:

@@ -1,8 +1,8 @@
-"""One attempt of some work on every rank of a group, and its outcome on each of them.
+"""Attempts: work on every rank of a group, with its outcome on each of them.
 
-Every rank does its part and then sends how it went, also after an interrupt, so that no rank waits
-for one that has failed. All ranks receive the same outcomes and so decide alike. Integrations use
-this too, with codecs of their own.
+Every rank does its part and then sends its outcome, also after an interrupt, so that no rank waits
+for one that has failed. All ranks receive the same outcomes, so they make the same decision.
+Integrations use this module with their own codecs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Outcome(Generic[Value]):
-    """How an attempt went on one rank.
+    """The outcome of an attempt on one rank.
 
     Attributes:
         rank: the rank in the world.
-        value: the result of its work; None if it failed. If it failed on other ranks, None also if
-            this rank cannot read the value.
+        value: the result of the rank's work; None if the work failed. If the attempt failed on
+            other ranks, also None if this rank cannot read the value.
         failure: the exception in words, or None.
         error: the exception as the codec transmits it, or None. Not the same object on all ranks.
     """
@@ -41,14 +41,14 @@ class Outcome(Generic[Value]):
 
 @dataclass(frozen=True)
 class Outcomes(Generic[Value]):
-    """How an attempt went on all ranks.
+    """The outcomes of an attempt on all ranks.
 
     Attributes:
         what: the call in words.
-        each: by rank, in the group's order.
+        each: the outcomes, in the group's order of ranks.
         own: the exception of this rank's own work, or None.
         calls: by rank, the call that it made, if the ranks made different calls and none of them
-            failed; else empty. There are no outcomes then.
+            failed; `each` is empty then. Otherwise empty.
     """
 
     what: str
@@ -63,7 +63,7 @@ class Outcomes(Generic[Value]):
 
     @property
     def is_good(self) -> bool:
-        """Whether the ranks made the same call, and it failed on none of them."""
+        """True if the ranks made the same call and it failed on none of them."""
         return not self.calls and not self.failures
 
     def error(self, after: str) -> RankError:
@@ -79,7 +79,7 @@ class Outcomes(Generic[Value]):
     def check_agreed(self) -> None:
         """Raise a `RankError` if the ranks made different calls.
 
-        Raises this rank's own interrupt or exit first, which is for this rank alone.
+        If this rank's own work was interrupted or exited, raises that exception first.
         """
         if self.own is not None and not isinstance(self.own, Exception):
             raise self.own
@@ -90,8 +90,8 @@ class Outcomes(Generic[Value]):
         """Return the values of all ranks.
 
         Raises:
-            BaseException: if it is not good: this rank's own interrupt or exit, which is for this
-                rank alone; else the exception that `error_of` returns.
+            BaseException: the attempt is not good: this rank's own interrupt or exit if there is
+                one, else the exception that `error_of` returns.
         """
         if self.is_good:
             return [one.value for one in self.each]  # type: ignore[misc]
@@ -104,11 +104,11 @@ class Outcomes(Generic[Value]):
 class Ranks:
     """The ranks of a channel, for attempts that all of them make in the same order.
 
-    Used by one thread at a time. No exchange takes longer than its timeout and a few seconds; one
-    attempt has at most five.
+    One thread at a time may use it. An attempt has at most five exchanges, and each takes at most
+    its timeout and a few seconds.
 
     Args:
-        channel: connects the ranks; None is this process alone.
+        channel: connects the ranks; None for this process alone.
     """
 
     def __init__(self, channel: Channel | None) -> None:
@@ -126,22 +126,22 @@ class Ranks:
         step: str = "",
         uninterrupted: bool = False,
     ) -> Outcomes[Value]:
-        """Do the work on this rank, and return how it went on every rank. A collective.
+        """Do the work on this rank, and return the outcomes on all ranks. A collective.
 
-        Any exception of the work is an outcome, and so is a signal's that came since the
-        enclosing block of `signals_deferred` was entered. A signal that comes during the exchange
-        is handled after it, at the end of the outermost such block.
+        Every exception of the work becomes an outcome. So does the exception of a signal that came
+        after the enclosing block of `signals_deferred` was entered. A signal that comes during the
+        exchange is handled at the end of the outermost such block.
 
         Args:
             what: the call in words, the same on all ranks.
             work: this rank's part.
             timeout: seconds to wait for the other ranks in an exchange; None is the group's own.
-            codec: for the values of the work.
+            codec: the codec for the values of the work.
             step: the step of the call; compared between ranks like `what`.
-            uninterrupted: no handler of a signal runs during the work either.
+            uninterrupted: True defers signal handlers during the work too.
 
         Raises:
-            GroupError: a rank is dead, hangs, or did not come in time.
+            GroupError: a rank is dead, hangs, or did not make the call in time.
         """
         with signals_deferred():
             value: Value | None = None
@@ -160,7 +160,8 @@ class Ranks:
                 if own is None:
                     raise
                 lost.message += (
-                    f"; this rank had failed itself: {type(own).__name__}: {text_of(own)}"
+                    f"; this rank's own work had failed before: {type(own).__name__}: "
+                    f"{text_of(own)}"
                 )
                 if not isinstance(own, Exception):
                     raise own from lost  # an interrupt is never dropped
@@ -207,7 +208,7 @@ class _Attempt:
         if max(sizes) <= Header.INLINE_BYTES:
             return [header.inline for header in headers]
         senders = [place for place, size in enumerate(sizes) if size]
-        if len(senders) == 1:  # the results of a leader can be large
+        if len(senders) == 1:  # a broadcast, because the result of a leader can be large
             bodies = [b""] * len(sizes)
             bodies[senders[0]] = self._channel.broadcast(
                 body, sizes[senders[0]], self._timeout, self._what, root=senders[0]
@@ -217,12 +218,12 @@ class _Attempt:
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     def _bad(self, headers: list[Header], body: bytes, own: BaseException | None) -> Outcomes[Any]:
-        """Return the outcomes of an attempt that failed, or that the ranks disagree about."""
+        """Return the outcomes of an attempt that failed, or in which the ranks' calls differ."""
         ranks = self._channel.ranks
         if len({header.protocol for header in headers}) > 1:
             return Outcomes(self._what, (), own, _versions(ranks, headers))
         has_failed = any(header.failed for header in headers)
-        # The steps alone differ only if several threads use the group at once.
+        # Only the steps differ: several threads use the group at once.
         what = self._what if has_failed or not self._step else f"{self._what}, {self._step}"
         extra = _packed_error(own, self._codec) if own is not None else body
         mine = Account.of(own, what).packed(extra)
@@ -257,12 +258,12 @@ def _alone(what: str, value: Any, own: BaseException | None, codec: Codec) -> Ou
 def _packed_error(own: BaseException, codec: Codec) -> bytes:
     try:
         return codec.pack_error(own)
-    except BaseException:  # it travels in words
+    except BaseException:  # only its text is sent
         return b""
 
 
 def _read(unpack: Callable[[bytes], Any], data: bytes) -> Any:
-    """Return what another rank packed; None if this rank cannot read it."""
+    """Unpack another rank's value; None if this rank cannot read it."""
     try:
         return unpack(data) if data else None
     except BaseException:

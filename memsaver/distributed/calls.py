@@ -140,7 +140,7 @@ def _resume_paused(
     timeout: float | None,
 ) -> None:
     together(
-        lambda: f"resume(what paused({_listed(tags) or 'every tag'}) paused)",
+        lambda: f"resume(the tags that paused({_listed(tags) or 'every tag'}) had paused)",
         lambda: Call("resume", [], [tag for tag in going if state(tag) is State.PAUSED], -1),
         group,
         timeout,
@@ -148,7 +148,7 @@ def _resume_paused(
 
 
 def _listed(tags: Sequence[object]) -> str:
-    """Return tags in words, the same for every order. Takes anything: `prepare` refuses it."""
+    """Return tags in words, the same for every order. `prepare` rejects invalid tags later."""
     return ", ".join(_texts(tags))
 
 
@@ -167,5 +167,5 @@ def _texts(tags: Sequence[object]) -> list[str]:
 
 
 def _quoted(tag: object) -> str:
-    # Of a string as it is, whatever a subclass makes of `repr`; of others the type alone.
+    # A string as `str` quotes it, even if a subclass overrides `repr`; otherwise only the type.
     return str.__repr__(tag) if issubclass(type(tag), str) else f"a {type(tag).__name__}"

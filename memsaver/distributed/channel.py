@@ -106,11 +106,11 @@ class Channel:
             raise self._lost(error, what) from error
 
     def close(self) -> None:
-        """End the lane's connections, and let go of the group and of torch's store. Idempotent.
+        """Close the connections, and drop references to the group and torch's store. Idempotent.
 
-        Waits for no other rank. A call that is in progress in another thread ends first. While
-        anything of a group refers to torch's store, a later `init_process_group` in this process
-        may find this store again, with what the old group has left in it, and hang.
+        Waits for no other rank, but for a call in progress in another thread. The references must
+        go: while an object of an old group refers to torch's store, a later `init_process_group` in
+        this process may use this store again, with the old group's keys, and hang.
         """
         with self._link.lock:
             self._link.store = self._link.gloo = None
@@ -145,14 +145,14 @@ class Channel:
     def broadcast(
         self, payload: bytes, nbytes: int, timeout: float | None, what: str, root: int
     ) -> bytes:
-        """Return the bytes of one rank.
+        """Send the bytes of one rank to all, and return them.
 
         Args:
             payload: the bytes, on the root; ignored on the others.
             nbytes: their number, the same on all ranks.
             timeout: seconds to wait. See `all_gather`.
             what: the call in words. See `all_gather`.
-            root: the sender's place in the group.
+            root: the sender's index in the group.
         """
 
         def start(carrier: Any, wait: timedelta | None) -> tuple[Any, Any]:
@@ -242,20 +242,20 @@ class Channel:
 
 
 def usable_group(group: Any) -> tuple[Any, ConfigError | None]:
-    """Return the group; if it is no process group at all, the world and the error.
+    """Return the group and None; if `group` is not a process group, the world and an error.
 
-    So a rank whose argument is wrong can tell the others, who most likely use the world.
+    So a rank with a wrong argument can notify the others, which most likely use the world.
 
     Raises:
-        ConfigError: it is no process group, and torch.distributed is not initialised.
+        ConfigError: `group` is not a process group, and torch.distributed is not initialised.
     """
     _, dist = _modules()
     none = dist.GroupMember.NON_GROUP_MEMBER
-    # By its type: an odd object answers an `isinstance` or a comparison in its own way.
+    # Checks the type, because an object may override `isinstance` and comparison.
     if group is None or group is none or issubclass(type(group), dist.ProcessGroup):
         return group, None
     odd = ConfigError(
-        f"group is a process group of torch.distributed or None, not {type(group).__name__}"
+        f"group must be a process group of torch.distributed or None, not {type(group).__name__}"
     )
     if not dist.is_initialized():
         raise odd

@@ -14,16 +14,17 @@ _MOST = 8  # different reasons in one message; the attributes have all
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What happened on one rank.
+    """The failure of one rank, or its call if the ranks made different calls.
 
     Attributes:
         rank: the rank in the world, not in the group.
-        host: the name of its machine.
-        kind: the name of the exception's class; "" where ranks disagree.
+        host: the name of the rank's machine.
+        kind: the name of the exception's class; "" if the ranks made different calls.
         status: `MemsaverError.status`, or "" for other exceptions.
         tag: `MemsaverError.tag`, or "".
-        message: the exception's text; where ranks disagree, the call that the rank made. Cut to
-            8,192 characters; the rank itself has the whole exception as its error's `__cause__`.
+        message: the exception's text; if the ranks made different calls, the call of this rank.
+            Cut to 8,192 characters; the rank itself has the whole exception as its error's
+            `__cause__`.
     """
 
     rank: int
@@ -69,13 +70,13 @@ class GroupError(MemsaverError):
 
 
 def failed(what: str, size: int, failures: dict[int, RankFailure], after: str) -> RankError:
-    """Return the error of ranks that could not do a call.
+    """Return the error of a call that failed on some ranks.
 
     Args:
         what: the call in words.
-        size: the number of ranks that made it.
-        failures: by rank, the exception there.
-        after: the state after the failure, and what to do, in words.
+        size: the number of ranks that made the call.
+        failures: the exceptions, by rank.
+        after: the state after the failure and the advice, in words.
     """
     error = RankError(
         f"{what} failed on {ranks_text(failures)} of {size}: {_by_reason(failures.values())}"
@@ -96,12 +97,12 @@ def disagreed(calls: dict[int, RankFailure], after: str) -> RankError:
 
 
 def after_rollback(stuck: dict[int, RankFailure]) -> str:
-    """Say in which state the ranks are after a rollback, of which some may have failed."""
+    """Return the ranks' state after a rollback that failed on the ranks in `stuck`, in words."""
     if not stuck:
-        return "every rank is as it was before the call, which may be made again"
+        return "every rank is as it was before the call, and the call may be made again"
     return (
-        f"the other ranks are as they were before the call, but {ranks_text(stuck)} could not go "
-        f"back: {_by_reason(stuck.values())}; pause or resume the tags there first"
+        f"the rollback failed on {ranks_text(stuck)}: {_by_reason(stuck.values())}; pause or "
+        "resume the tags there first; the other ranks are as they were before the call"
     )
 
 

@@ -17,21 +17,21 @@ __all__ = ["JSON", "NOTHING", "PROTOCOL", "Account", "Codec", "Header", "text_of
 
 PROTOCOL = 2  # the messages of an attempt, and their order
 
-_MESSAGE_CHARACTERS = 8192  # an engine's error may have a whole log in it
-_FIELD_CHARACTERS = 256  # of every other field
+_MESSAGE_CHARACTERS = 8192  # large, because an engine's error may contain a log
+_FIELD_CHARACTERS = 256  # the limit of every other field
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How the values of an attempt travel between ranks.
+    """The encoding of an attempt's values and exceptions between ranks.
 
     Attributes:
-        pack: turns a value into bytes. `None` is always sent as no bytes at all.
+        pack: turns a value into bytes. None is always sent as b"".
         unpack: turns these bytes into the value on every rank.
-        confirmed: `unpack` may fail on some of the ranks, which then has to become known to all.
-        pack_error: turns an exception into bytes for `unpack_error`; b"" if it cannot travel.
-        unpack_error: turns these bytes into what becomes `Outcome.error`.
+        confirmed: whether the ranks also exchange whether `unpack` succeeded.
+        pack_error: turns an exception into bytes for `unpack_error`; b"" if it cannot be sent.
+        unpack_error: turns these bytes into `Outcome.error`.
     """
 
     pack: Callable[[Any], bytes]
@@ -47,12 +47,12 @@ JSON = Codec(lambda value: json.dumps(value).encode(), json.loads)
 
 @dataclass(frozen=True)
 class Header:
-    """How an attempt went on one rank. It has the same size in every protocol.
+    """The fixed-size summary of an attempt on one rank, of the same layout in every protocol.
 
     Attributes:
         protocol: the rank's PROTOCOL.
         failed: 1 if the attempt failed there, else 0.
-        digest: of the call and the step, equal if the ranks agree.
+        digest: the digest of the call and the step, equal on ranks that make the same call.
         body_bytes: the size of the packed value.
         inline: the packed value, if it has at most `INLINE_BYTES`.
     """
@@ -88,18 +88,18 @@ class Header:
 
     @property
     def call(self) -> tuple[int, bytes]:
-        """What has to be equal on all ranks."""
+        """The values that must be equal on all ranks."""
         return self.protocol, self.digest
 
 
 @dataclass(frozen=True)
 class Account:
-    """An attempt on one rank in words, sent if it failed somewhere or the ranks disagree.
+    """The failure record of one rank, sent if an attempt failed or the ranks' calls differ.
 
     Attributes:
         what: the call that the rank made.
-        host: the name of its machine.
-        kind: the class of its exception, or "" if it did not fail.
+        host: the name of the rank's machine.
+        kind: the class of the rank's exception, or "" if the rank did not fail.
         status: `MemsaverError.status`, or "".
         tag: `MemsaverError.tag`, or "".
         message: the exception's text, or "".
@@ -114,7 +114,7 @@ class Account:
 
     @classmethod
     def of(cls, error: BaseException | None, what: str) -> Account:
-        """Return this rank's account of a call and the exception that it ended with."""
+        """Return this rank's record of a call and its exception, if any."""
         host = socket.gethostname()
         if error is None:
             return cls(_cut(what), host)
@@ -129,13 +129,13 @@ class Account:
         )
 
     def packed(self, error: bytes = b"") -> bytes:
-        """Return the bytes for `parse`, with the exception as a codec packed it."""
+        """Return the bytes for `parse`, followed by the exception that a codec packed."""
         text = json.dumps(asdict(self)).encode()
         return _LENGTH.pack(len(text)) + text + error
 
     @classmethod
     def parse(cls, data: bytes) -> tuple[Account, bytes]:
-        """Return a rank's account, and the exception as its codec packed it."""
+        """Return a rank's record, and the exception that its codec packed."""
         (length,) = _LENGTH.unpack_from(data)
         end = _LENGTH.size + length
         return cls(**json.loads(data[_LENGTH.size : end])), data[end:]
@@ -145,7 +145,7 @@ class Account:
         return RankFailure(rank, self.host, self.kind, self.status, self.tag, self.message)
 
     def call(self, rank: int) -> RankFailure:
-        """Return the call that the rank made, for the error of ranks that disagree."""
+        """Return the rank's call, for the error of ranks that made different calls."""
         return RankFailure(rank, self.host, "", "", "", self.what)
 
 

@@ -132,7 +132,7 @@ def flood(start: bytes):
 )
 def test_an_answer_that_is_too_large_is_not_read(serve, start):
     server = serve(flood(start))
-    with pytest.raises(EngineError, match="more than 2 MiB"):
+    with pytest.raises(EngineError, match="more than the allowed 2 MiB"):
         HttpClient(server.url).post("/generate", {}, 30, max_bytes=2 * MIB)
 
 

@@ -135,6 +135,6 @@ def test_a_call_that_the_server_accepted_and_forgot_is_an_error(server, operatio
     if operation == "resume":
         controller.sleep()
     server.forgets = True
-    with pytest.raises(EngineError, match="says that it is not done"):
+    with pytest.raises(EngineError, match="reports that it is not done"):
         controller.sleep() if operation == "release" else controller.wake_up()
     assert controller.released == server.released

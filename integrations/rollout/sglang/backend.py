@@ -42,10 +42,11 @@ def backend_of(
         timeout: seconds that finding out about the engine may take.
 
     Raises:
-        ConfigError: it is neither, it detokenises, it is of a version that cannot be used, or the
+        ConfigError: `engine` is neither, it detokenises, its version is not supported, or the
             address, the key or the timeout is invalid. No message contains the key.
-        NotLoadedError: it is a URL, and httpx is not installed (`pip install "memsaver[http]"`).
-        EngineError: it cannot be reached, or not in time.
+        NotLoadedError: `engine` is a URL, and httpx is not installed
+            (`pip install "memsaver[http]"`).
+        EngineError: the engine cannot be reached in time.
     """
     link = link_to(engine, api_key)
     if isinstance(link, ServedEngine):
@@ -224,11 +225,11 @@ class ServedBackend(_Backend):
         outputs = self._link.generated(payload, timeout)
         if not isinstance(outputs, list):
             said = self._link.excerpt(outputs, 200)
-            raise EngineError(f"the server gave no list of samples: {said!r}")
+            raise EngineError(f"the server must return a list of samples, and returned {said!r}")
         return outputs
 
     def _abort(self, rids: Sequence[str], timeout: float) -> None:
-        # The server sees by itself that nobody waits any more, only later.
+        # Without this the server notices later that the client is gone.
         deadline = time.monotonic() + timeout
         for rid in rids:
             if (left := deadline - time.monotonic()) <= 0:
@@ -272,12 +273,14 @@ _REQUESTS = {
 
 
 def _ranks(server_args: Mapping[str, Any], name: str) -> int:
-    """A number of ranks among the engine's arguments, 1 if it is not given."""
+    """Return a number of ranks from the engine's arguments; 1 if it is missing."""
     value = server_args.get(name)
     if value is None:
         return 1
     if not is_whole(value) or value < 0:
-        raise EngineError(f"the engine reports {name}={str(value)[:80]!r}, which is no number")
+        raise EngineError(
+            f"the engine reports {name}={str(value)[:80]!r}, which is not a number of ranks"
+        )
     return int(value) or 1
 
 

@@ -53,12 +53,12 @@ def sample_of(output: Mapping[str, Any]) -> Sample:
         reason = meta.get("finish_reason") or {}
         finish = str(reason["type"]) if isinstance(reason, Mapping) and reason else str(reason)
         entries = meta.get("output_token_logprobs")
-        if entries is None and not tokens:  # as of one that was aborted before it began
+        if entries is None and not tokens:  # a request that was aborted before it began
             entries = []
         logprobs = None if entries is None else [_number(entry[0]) for entry in entries]
         version = meta.get("weight_version")
         if not all(map(is_whole, tokens)):
-            raise TypeError("output_ids are no list of whole numbers")
+            raise TypeError("output_ids must be a list of whole numbers")
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(
             f"the engine's output is not one of SGLang's ({type(error).__name__}: {error}): "
@@ -67,9 +67,9 @@ def sample_of(output: Mapping[str, Any]) -> Sample:
     if logprobs is not None and len(logprobs) != len(tokens):
         if finish != "abort":
             raise EngineError(
-                f"the engine gave {len(logprobs)} log-probabilities of {len(tokens)} tokens"
+                f"the engine returned {len(logprobs)} log-probabilities for {len(tokens)} tokens"
             )
-        both = min(len(logprobs), len(tokens))  # it was ended between them
+        both = min(len(logprobs), len(tokens))  # the abort came between the two
         tokens, logprobs = tokens[:both], logprobs[:both]
     return Sample(
         tokens, logprobs, encodable(finish), None if version is None else encodable(str(version))
@@ -81,4 +81,4 @@ def _number(value: Any) -> float:
         return math.nan
     if isinstance(value, float) or is_whole(value):
         return float(value)
-    raise TypeError(f"a log-probability is a number, and no {type(value).__name__}")
+    raise TypeError(f"a log-probability must be a number, not {type(value).__name__}")

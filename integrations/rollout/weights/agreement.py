@@ -1,4 +1,4 @@
-"""Whether the ranks of an update send the same, and which tensors need not be sent."""
+"""Agreement of the ranks of an update on the tensors to send."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["check_same", "common_tie", "names_digest"]
 
 
 def check_same(ranks: Sequence[int], everyones: Sequence[Sequence[Spec]], whole: bool) -> None:
-    """Raise `ConfigError`, on all ranks alike, if two ranks send different tensors.
+    """Raise the same `ConfigError` on all ranks if two ranks send different tensors.
 
     Args:
         ranks: the ranks.
-        everyones: what each of them sends.
+        everyones: the tensors of each rank.
         whole: whether tensors are whole on every rank, so that their shapes must be the same.
     """
     for rank, theirs in zip(ranks, everyones, strict=True):
@@ -25,20 +25,20 @@ def check_same(ranks: Sequence[int], everyones: Sequence[Sequence[Spec]], whole:
             one, other = _in_words(a, whole), _in_words(b, whole)
             if one != other:
                 raise ConfigError(
-                    f"the ranks do not send the same: rank {ranks[0]} {one}, and rank {rank} "
+                    f"the ranks send different tensors: rank {ranks[0]} {one}, and rank {rank} "
                     f"{other}"
                 )
 
 
 def common_tie(told: Iterable[str | None]) -> str | None:
-    """Return the earlier tensor that a tensor is the same memory as on all ranks.
+    """Return the name of the earlier tensor that shares a tensor's memory on all ranks.
 
     Args:
-        told: what the ranks say of the tensor, as `Spec.same` does.
+        told: the tensor's `Spec.same` on each rank.
 
     Returns:
-        The name; "" if a rank has it apart from others, or another one is the same there, so that
-        it must be sent; None if no rank has an element of it.
+        The name; "" if the ranks differ or one has the tensor in memory of its own, so that it must
+        be sent; None if no rank has an element of it.
     """
     names = {one for one in told if one is not None}
     if not names:
@@ -53,7 +53,7 @@ def names_digest(specs: Sequence[Spec]) -> str:
 
 
 def _in_words(spec: Spec | None, whole: bool) -> str:
-    """Return what two ranks must have in common."""
+    """Return the properties that must be equal on two ranks, in words."""
     if spec is None:
-        return "has no more"
+        return "has no further tensor"
     return f"has {spec.name} ({spec.dtype}{', ' + str(spec.shape) if whole else ''})"

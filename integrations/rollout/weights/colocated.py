@@ -34,7 +34,7 @@ class BucketMemory:
         import torch
 
         self._device = torch.device(device)
-        nbytes = max(nbytes, 1)  # memory of no bytes cannot be shared
+        nbytes = max(nbytes, 1)  # an empty allocation cannot be shared
         if self._device.type != "cuda":
             self._memory: Any = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
             return

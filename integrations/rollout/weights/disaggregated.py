@@ -1,7 +1,7 @@
 """Weights to an engine on other GPUs: a process group of a trainer's leader and the engine's ranks.
 
-The leader is its rank 0, and broadcasts each tensor of a bucket; the engine's ranks receive it into
-memory of their own.
+The leader is rank 0 of the group and broadcasts each tensor of a bucket. The engine's ranks receive
+it into their own memory.
 """
 
 from __future__ import annotations
@@ -30,32 +30,31 @@ _BACKENDS = ("nccl", "gloo")
 
 
 class WeightGroup:
-    """A process group by which an engine that is elsewhere gets weights; see `update`.
+    """A process group over which an engine on other GPUs receives weights. See `update`.
 
-    A collective of the engine's ranks, as are its methods; the group itself has the leader and the
-    ranks of the engine only. Where a broadcast fails the group is of no more use: leave it, and
-    join a new one.
+    Making one and calling its methods are collectives of the trainer's ranks in the engine's mesh.
+    The group itself contains only the leader and the engine's ranks. After a failed broadcast the
+    group is unusable: leave it, and make a new one.
 
         with WeightGroup(engine, address="10.0.0.7") as group:
             engine.update_weights(model, group=group, pause="retract")
 
     Args:
         engine: a `RolloutEngine`.
-        address: one of this machine's own, by which the engine's ranks reach it. The group's store
-            listens there and nowhere else, and so does gloo, unless GLOO_SOCKET_IFNAME names an
-            interface; NCCL's sockets are on the interfaces that NCCL_SOCKET_IFNAME names.
-        port: a free one there; 0 takes any.
-        backend: of torch.distributed; "gloo" where one of the two sides has no GPU. With "nccl" on
-            one host, start the trainer with NCCL_CUMEM_ENABLE=0, which SGLang sets in its own
-            processes: NCCL cannot share buffers where the two differ.
-        timeout: seconds to wait for the engine's ranks to join, and to leave. How long a broadcast
-            may take, the update says.
+        address: an address of this machine that the engine's ranks can reach. The group's store
+            listens only there. So does gloo, unless GLOO_SOCKET_IFNAME names an interface. NCCL's
+            sockets are on the interfaces that NCCL_SOCKET_IFNAME names.
+        port: a free port of this address; 0 chooses one.
+        backend: the backend of torch.distributed; "gloo" if either side has no GPU. With "nccl" on
+            one host, start the trainer with NCCL_CUMEM_ENABLE=0, as SGLang does for its own
+            processes: NCCL cannot share buffers if the two differ.
+        timeout: seconds to wait for the engine's ranks to join, and to leave. The update has the
+            timeout of broadcasts.
 
     Raises:
-        EngineError: the engine cannot join, or not in time. Nothing of the group is left here, and
-            nothing listens.
-        ConfigError: the address is not this machine's, the port is taken, or an argument is not as
-            above.
+        EngineError: the engine cannot join in time. The group's sockets and store are closed.
+        ConfigError: the address is not this machine's, the port is taken, or an argument is
+            invalid.
     """
 
     def __init__(
@@ -68,13 +67,13 @@ class WeightGroup:
         timeout: float = 120.0,
     ) -> None:
         if not hasattr(engine, "together"):
-            raise ConfigError(f"engine is a RolloutEngine, not a {type(engine).__name__}")
+            raise ConfigError(f"engine must be a RolloutEngine, not {type(engine).__name__}")
         if backend not in _BACKENDS:
-            raise ConfigError(f"backend is one of {', '.join(_BACKENDS)}, not {backend!r}")
+            raise ConfigError(f"backend must be one of {', '.join(_BACKENDS)}, not {backend!r}")
         check_timeout(timeout)
         self._engine, self._backend, self._timeout = engine, backend, timeout
         self._broken = ""
-        # An engine knows the names of groups also after their trainer was killed.
+        # Random, because an engine remembers the groups of trainers that were killed.
         self.name = f"memsaver-{secrets.token_hex(16)}"
         self._sender = Sender(self.name, backend, 1 + engine.tp_size, timeout)
         self.joined = False
@@ -92,7 +91,7 @@ class WeightGroup:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # What has failed is why it cannot be left, too, and says more.
+        # The block's own error is likely the cause of a failed leave, and says more.
         hidden = () if error is None else (MemsaverError,)
         with contextlib.suppress(*hidden):
             self.leave()
@@ -103,7 +102,7 @@ class WeightGroup:
         return "cpu" if self._backend == "gloo" else "cuda"
 
     def check(self) -> None:
-        """Raise `InvalidStateError` where the group is of no use."""
+        """Raise `InvalidStateError` if the group is unusable."""
         if not self.joined:
             raise InvalidStateError("the group was left: make a new one")
         if self._broken:
@@ -151,12 +150,12 @@ class WeightGroup:
     def leave(self) -> None:
         """Leave the group, on both sides. Idempotent.
 
-        Its store, sockets, descriptors and threads here end; if a broadcast hangs, then with it.
-        NCCL itself keeps what it opens once for a process, such as the listener of its RAS service,
-        and one closed socket for each communicator.
+        Closes this side's store, sockets, descriptors and threads; if a broadcast hangs, they end
+        with it. NCCL keeps resources that it opens once per process, such as the listener of its
+        RAS service, and one closed socket for each communicator.
 
         Raises:
-            EngineError: the engine cannot leave it. This side has left all the same.
+            EngineError: the engine could not leave the group. This side has left it.
         """
         if not self.joined:
             return
@@ -171,8 +170,8 @@ class WeightGroup:
     def _join(self, address: str, port: int) -> None:
         if not isinstance(address, str) or type(port) is not int or not 0 <= port < 1 << 16:
             raise ConfigError(
-                "address is a name or a number of this machine and port a number from 0 to 65535, "
-                f"not {address!r} and {port!r}"
+                "address must be a host name or an IP address of this machine, and port a number "
+                f"from 0 to 65535, not {address!r} and {port!r}"
             )
         backend = self._engine.backend
         assert backend is not None

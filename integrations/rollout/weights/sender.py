@@ -1,8 +1,9 @@
-"""A trainer's end of a process group with an engine's ranks: its store, its sockets, its group.
+"""The trainer's end of a process group with an engine's ranks: its store, sockets and group.
 
-SGLang's side is `init_custom_process_group`, which has torch make the group over a store with the
-group's name as a prefix. This side makes the same group over the same prefixes, but does not enter
-it in torch's table of groups: nothing else in the trainer sees it, and it ends when it is closed.
+SGLang's side is `init_custom_process_group`, which makes torch build the group over a store with
+the group's name as a prefix. This side builds the same group over the same prefixes, but does not
+enter it in torch's table of groups. So nothing else in the trainer sees the group, and `close` ends
+it.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from memsaver.latches import Latch
 
 __all__ = ["END_SECONDS", "Aside", "Sender"]
 
-END_SECONDS = 10.0  # for what the engine has answered already, or has given up, to end here
-# NCCL's watchdog ends the process if an operation takes longer; `WeightGroup.broadcast` bounds it.
+END_SECONDS = 10.0  # the longest wait for this side of an answered or abandoned call to end
+# Above this timeout NCCL's watchdog ends the process, so `WeightGroup.broadcast` has the bound.
 _NEVER = timedelta(days=365)
 
 
 class Sender:
-    """Rank 0 of a process group, the others being an engine's ranks.
+    """Rank 0 of a process group whose other ranks are an engine's.
 
-    Owns the group and the store that its ranks find each other by. `close` ends both, with their
-    sockets, descriptors and threads.
+    Owns the group and the store through which its ranks find each other. `close` ends both, with
+    their sockets, descriptors and threads.
 
-    Threads: `connect` may run in one thread while another closes; else one at a time.
+    Threads: one at a time, except that `close` may be called while another thread is in `connect`.
 
     Args:
         name: the group's name, which no other group of the engine has had.
         backend: "nccl" or "gloo".
-        size: ranks of the group, this one included.
+        size: the number of the group's ranks, including this one.
         timeout: seconds to wait for the other ranks.
     """
 
     def __init__(self, name: str, backend: str, size: int, timeout: float) -> None:
         self._name, self._backend, self._size = name, backend, size
         self._wait = timedelta(seconds=timeout)
-        self._lock = threading.Lock()  # of what follows, once ranks may come
+        self._lock = threading.Lock()  # guards the fields below once `connect` may run
         self._closed = False
         self._store: Any = None
         self._client: Any = None
@@ -53,11 +54,11 @@ class Sender:
         self._address = ""
 
     def listen(self, address: str, port: int) -> int:
-        """Make the store, which listens on this address alone.
+        """Make the store, which listens on this address only.
 
         Args:
-            address: a name or a number of this machine.
-            port: a free port; 0 takes any.
+            address: a host name or an IP address of this machine.
+            port: a free port; 0 chooses one.
 
         Returns:
             The port.
@@ -79,26 +80,26 @@ class Sender:
                     wait_for_workers=False,
                     master_listen_fd=os.dup(listener.fileno()),
                 )
-            # A connection of its own, which fails at once when the store is closed.
+            # A separate connection, whose operations fail at once when the store is closed.
             self._client = TCPStore(
                 self._address, port, self._size, False, self._wait, wait_for_workers=False
             )
         except (OSError, RuntimeError, OverflowError, UnicodeError) as error:
             self.close()
             raise ConfigError(
-                f"no group can be made at {address}:{port}: {error}; address is one of this "
-                "machine's own, by which the engine's ranks reach it"
+                f"no group can be made at {address}:{port}: {error}; address must be this "
+                "machine's own and reachable from the engine's ranks, and port must be free"
             ) from error
         return port
 
     def connect(self) -> None:
-        """Make the group. With gloo, wait until all ranks have come."""
+        """Make the group. With gloo, wait until all ranks have joined."""
         made = self._make(self._client)
         with self._lock:
             if not self._closed:
                 self._group = made
                 return
-        # The join was given up meanwhile.
+        # `close` was called in the meantime.
         made.shutdown()
 
     def _make(self, store: Any) -> Any:
@@ -135,8 +136,8 @@ class Sender:
         """Broadcast tensors, and wait until they are sent.
 
         Args:
-            tensors: contiguous, on the backend's device, and ready: nothing is waited for.
-            timeout: seconds that gloo has for each of them. NCCL has no bound but `abort`.
+            tensors: contiguous tensors on the backend's device. Work that writes them must be done.
+            timeout: seconds for each tensor, with gloo. With NCCL only `abort` ends a broadcast.
         """
         from torch.distributed import BroadcastOptions
 
@@ -154,16 +155,17 @@ class Sender:
                 torch.cuda.synchronize(tensors[0].device)
 
     def abort(self) -> None:
-        """Have broadcasts fail; waits at most `END_SECONDS`.
+        """Make broadcasts in progress fail; waits at most `END_SECONDS`.
 
-        What a backend cannot abort, its timeout ends. NCCL may hang in an abort, for that long.
+        A broadcast that the backend cannot abort ends with its timeout. An abort may hang in NCCL,
+        and this returns after `END_SECONDS`.
         """
         Aside(lambda: self._group.abort()).wait(END_SECONDS)
 
     def close(self) -> None:
         """End the group and the store. Idempotent; waits at most `END_SECONDS`.
 
-        A `connect` that waits for ranks fails. If a broadcast hangs, the group ends after it.
+        A `connect` in progress fails. If a broadcast hangs, the group ends when the broadcast does.
         """
         with self._lock:
             self._closed = True
@@ -175,17 +177,17 @@ class Sender:
 
 
 def _shut_down(groups: list[Any]) -> None:
-    """Shut a group down and drop it here, as both may wait."""
+    """Shut a group down and drop its last reference here, because both may wait."""
     group = groups.pop()
     group.shutdown()
 
 
 @contextlib.contextmanager
 def _listening(address: str, port: int) -> Iterator[socket.socket]:
-    """For the block, a socket that listens at an address of this machine."""
+    """Open a socket that listens at an address of this machine, for the block."""
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
-        # The connections of a group that was left do not keep its port.
+        # Lets a port be used again while closed connections of an earlier group still hold it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen()
@@ -195,9 +197,9 @@ def _listening(address: str, port: int) -> Iterator[socket.socket]:
 def _gloo_device(address: str) -> Any:
     """Return gloo's device, which listens at an address of this machine.
 
-    gloo connects only addresses of one family. The engine's ranks have that of their host's name;
-    if this host's name has another family than `address`, that one's loopback address is taken for
-    a loopback address, and for any other the one that torch takes.
+    gloo connects only addresses of one family, and the engine's ranks use the family of their
+    host's name. If this host's name has another family than `address`, the device listens at that
+    family's loopback address if `address` is one, else at the address that torch chooses.
     """
     from torch.distributed import ProcessGroupGloo
 
@@ -226,10 +228,10 @@ def _version_of_this_host() -> int:
 
 
 class Aside:
-    """Work on a thread of its own.
+    """Work on its own thread.
 
     Attributes:
-        error: what it raised, or None. Without its traceback, whose frames own sockets.
+        error: the exception of the work, or None. It has no traceback, whose frames own sockets.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -250,13 +252,13 @@ class Aside:
             self._done.open()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether it ended within `seconds`."""
+        """Wait at most `seconds` for the work; return whether it ended."""
         return self._done.wait(seconds)
 
 
 @contextlib.contextmanager
 def _current_device(tensors: Sequence[Any]) -> Iterator[None]:
-    """For the block, the tensors' device is this thread's."""
+    """Make the tensors' device this thread's current one, for the block."""
     if not tensors or not tensors[0].is_cuda:
         yield
         return

@@ -17,15 +17,15 @@ Rename = Callable[[str], "str | None"]
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor is, wherever it is.
+    """The description of a tensor, without its contents.
 
     Attributes:
-        name: its name.
-        dtype: its type, as "bfloat16".
-        shape: its shape: the whole one, unless the engine gets shards.
-        nbytes: bytes that it takes when it is contiguous.
-        same: the name of an earlier tensor that is the same memory, or "". None if this rank has no
-            element of it, so that other ranks know better.
+        name: the tensor's name.
+        dtype: its type, such as "bfloat16".
+        shape: its whole shape, or the shard's if the engine gets shards.
+        nbytes: its bytes if it were contiguous.
+        same: the name of an earlier tensor with the same memory, or "". None if this rank has no
+            element of it, so that only other ranks know.
     """
 
     name: str
@@ -155,14 +155,15 @@ def _is_distributed(tensor: Any) -> bool:
 
 
 def _local(tensor: Any) -> Any:
-    """This rank's part of it."""
+    """Return this rank's part of the tensor."""
     return tensor.to_local() if _is_distributed(tensor) else tensor
 
 
 def _memory_of(tensor: Any) -> Any:
-    """Return what two tensors have in common if they are the same; None if there is nothing here.
+    """Return a key that is equal for tensors with the same elements in the same memory.
 
-    A view that is conjugated or negated shares all but this bit with what it is a view of.
+    None if this rank has no element of the tensor. The key includes the conjugate and negative
+    bits, in which alone such a view may differ from its base.
     """
     local = _local(tensor)
     if local.numel() == 0:

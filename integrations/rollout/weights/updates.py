@@ -60,44 +60,46 @@ def update(
     flush_cache: bool | None = None,
     timeout: float | None = None,
 ) -> WeightUpdate:
-    """Give an engine new weights. A collective of all ranks of the engine's mesh.
+    """Send new weights to an engine. A collective of all ranks of the engine's mesh.
 
     The engine's weights must be awake; its KV cache need not be. Without `group` the engine is on
-    the same GPUs, each of its ranks on that of the trainer's rank with the same place in the
+    the same GPUs: each of its ranks shares a GPU with the trainer's rank of the same index in the
     tensor-parallel group.
 
     Args:
         engine: a `RolloutEngine`.
         state: a `torch.nn.Module`, a mapping of names to tensors, or pairs of them: whole tensors,
-            or DTensors such as FSDP2's, which are gathered a bucket at a time. Tensors that are the
-            same memory on every rank are sent once, under the first of their names.
-        version: what the engine calls its weights from now on.
-        layout: "whole": tensors as a checkpoint has them, which the engine's loader splits and
-            fuses. "engine": this rank's shards as the engine has them, by its parameters' names,
-            as a Megatron-like trainer may have them; written as they are. Not with `group`.
-        rename: the engine's name of a tensor by the state's; None leaves the tensor out.
-        bucket_bytes: that a bucket may have. A tensor that is larger has one to itself.
+            or DTensors such as FSDP2's, which are gathered a bucket at a time. Tensors that share
+            the same memory on every rank are sent once, under the first of their names.
+        version: the engine's name for the new weights.
+        layout: "whole": tensors as in a checkpoint, which the engine's loader splits and fuses.
+            "engine": this rank's shards in the engine's layout, under the engine's parameter names,
+            as a Megatron-like trainer may have them; they are written unchanged. Not with `group`.
+        rename: returns the engine's name for a name in `state`; None leaves the tensor out.
+        bucket_bytes: the largest size of a bucket. A larger tensor gets a bucket of its own.
         verify: "full": all tensors, which reads the engine's weights once more. "sampled": one of
-            eight, others at each update. "off": none. Contents that are verified must be the same
-            on all ranks that send whole tensors, and for all engines. In any case tensors of which
-            the model takes nothing are an error, if the engine has memsaver's plugin; without it,
-            nothing of this can be asked, and the report says so.
-        group: the way to an engine that is elsewhere.
-        pause: pause generation meanwhile, in this mode (see `Backend.pause_generation`). Needed
-            where requests may be in flight; it stays paused where the update fails.
-        flush_cache: give the prefix cache up, which old weights computed. Default True, but with
-            `pause="in_place"`, where requests go on with it.
+            eight, others at each update. "off": none. Verified contents must be the same on all
+            ranks that send whole tensors, and for all engines. With memsaver's plugin in the
+            engine, a tensor from which the model loads nothing is always an error; without the
+            plugin nothing can be verified, and the report says so.
+        group: the group of an engine on other GPUs.
+        pause: the mode in which generation is paused during the update (see
+            `Backend.pause_generation`). Needed if requests may be in flight. If the update fails,
+            generation stays paused.
+        flush_cache: whether to flush the prefix cache, which the old weights computed. Default
+            True, except with `pause="in_place"`, whose requests continue with the cache.
         timeout: seconds for each of the engine's calls, and to wait for other ranks; None is the
-            engine's.
+            engine's timeout.
 
     Raises:
-        WeightMismatchError: the engine holds something else than it was sent, or knows no such
-            tensor, or ranks have different contents of one; `tensors` names them.
-        ConfigError: the ranks do not send the same, or an argument does not fit.
+        WeightMismatchError: the engine's contents differ from those sent, the model has no such
+            tensor, or ranks have different contents of one; `tensors` names the tensors.
+        ConfigError: the ranks send different tensors, or an argument is invalid.
         InvalidStateError: the engine's weights are released, or a tag that `state` is in is paused.
         OutOfDeviceMemoryError: no room for the bucket; nothing was sent.
-        EngineError, RankError, GroupError: the engine or a rank failed. Like all of these it is
-            raised on every rank, and all of `state` is as it was.
+        EngineError, RankError, GroupError: the engine or a rank failed.
+
+    Every error is raised on all ranks, and `state` is unchanged.
     """
     limit = engine.timeout if timeout is None else timeout
     started = time.monotonic()
@@ -379,7 +381,7 @@ class _Update:
 
 
 def _meetings_of(engine: RolloutEngine) -> Meetings:
-    """Return those of all updates of an engine, which end with it."""
+    """Return the engine's `Meetings`, which all of its updates use and its `close` closes."""
     if engine not in _meetings:
         made = Meetings(engine.together, engine.layout, engine.timeout)
         engine._connections.callback(made.close)

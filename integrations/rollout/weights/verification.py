@@ -64,13 +64,13 @@ def raise_unlike(
     digests: Sequence[Sequence[str]],
     senders: Sequence[str],
 ) -> None:
-    """Raise `WeightMismatchError`, on all ranks alike, if not all senders have the same contents.
+    """Raise the same `WeightMismatchError` on all ranks if the senders' contents differ.
 
     Args:
-        bucket: what they send.
-        places: which tensors of it the digests are of.
-        digests: those of each sender.
-        senders: what each is called.
+        bucket: the bucket that they send.
+        places: the indices of the bucket's tensors that have digests.
+        digests: each sender's digests of these tensors.
+        senders: each sender's name, for the message.
     """
     unlike = [at for at, row in enumerate(digests) if tuple(row) != tuple(digests[0])]
     if not unlike:
@@ -84,7 +84,7 @@ def raise_unlike(
     raise _mismatch(
         bucket,
         names,
-        f"{senders[0]} has other contents to send than other senders, which must have the same",
+        f"the senders of weights have different contents: {senders[0]} differs from others",
         [senders[at] for at in unlike],
     )
 

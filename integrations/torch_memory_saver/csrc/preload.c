@@ -1,9 +1,9 @@
-// The library that LD_PRELOAD names: torch_memory_saver's variables in, memsaver's library loaded,
-// and torch_memory_saver's functions (tms.c) over that one.
+// The library that LD_PRELOAD names. It translates torch_memory_saver's variables, loads memsaver's
+// library, and exports torch_memory_saver's functions (tms.c) over it.
 //
-// It depends on nothing but libc, because a preloaded library that misses a dependency ends every
-// process. Where memsaver is not found, or a variable makes no sense, it does nothing: the Python
-// package says so when it is used. Nothing is printed.
+// It depends only on libc, because a preloaded library that misses a dependency ends every process.
+// If memsaver is not found, or a variable is invalid, it does nothing; the Python package reports
+// it when it is used. Nothing is printed.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -32,7 +32,7 @@ bool tms_is_true(const char* name) {
   return false;
 }
 
-// With both backups asked for, which is an error, contents are kept in any case.
+// If both backups are requested, which is an error, contents are still kept.
 static const char* wanted_backup(void) {
   if (tms_is_true("TMS_INIT_ENABLE_CPU_BACKUP")) {
     const char* kind = getenv("TMS_INIT_CPU_BACKUP_BACKEND");

@@ -1,16 +1,15 @@
-// The functions of torch_memory_saver's library, which programs reach by ctypes or dlsym, over
+// The functions of torch_memory_saver's library, which programs call through ctypes or dlsym, over
 // memsaver's C ABI.
 //
 // Contract of every function:
-//   - Any thread. Nothing is printed, and the process is never ended.
-//   - Without memsaver (its library was not found) nothing has an effect, and tms_pause and
-//     tms_resume return an error.
+//   - Any thread may call it. It prints nothing and never ends the process.
+//   - If memsaver's library was not found, it has no effect, and tms_pause and tms_resume return an
+//     error.
 //   - A failure of a function that returns nothing becomes a MemsaverWarning (ms_warn).
-//   - The setters concern the calling thread's allocations from then on, above the regions that it
+//   - The setters apply to the calling thread's later allocations, and override the regions that it
 //     is in. A region that is entered after them in Python must be left before they are called
 //     again. A thread that ends leaves its sections.
-//   - Neither Python's callbacks of a pause nor torch's knowledge of dead tensors is consulted:
-//     everything is saved.
+//   - A pause calls no Python callbacks and saves everything, including memory of dead tensors.
 #define _GNU_SOURCE
 #include "tms.h"
 
@@ -24,7 +23,7 @@
 
 #define TMS_API __attribute__((visibility("default")))
 
-// Of cudaError_t, the same in every version.
+// Values of cudaError_t, equal in every version.
 enum {
   kSuccess = 0,
   kErrorMemoryAllocation = 2,
@@ -32,7 +31,7 @@ enum {
   kErrorUnknown = 999
 };
 
-// What is used of memsaver.h, which is not installed. These values never change.
+// The parts of memsaver.h that are used here, because it is not installed. The values never change.
 enum { kBackupNone, kBackupHost, kBackupPageable, kBackupDisk, kBackups };
 enum { kOk = 0, kInvalidState = 2, kOutOfDeviceMemory = 4, kOutOfHostMemory = 5, kNotLoaded = 8 };
 enum { kPaused = 2 };
@@ -50,7 +49,7 @@ typedef struct ms_change {
   uint64_t device_bytes, copied_bytes;
 } ms_change;
 
-// X(name, result, parameters): the functions of memsaver's that are used here.
+// X(name, result, parameters): memsaver's functions that are used here.
 #define FUNCTIONS(X)                                                                              \
   X(ms_warn, void, (const char*))                                                                 \
   X(ms_configure, int, (const char*, const char*, ms_error*))                                     \
@@ -88,7 +87,7 @@ static void warn(const ms_error* error) { ms_warn(error->message); }
 
 // --- parts of a tag (memsaver/parts.py): TAG, U+001F, and the name of the part's backup
 
-// The name of a part, for the caller to free; NULL for want of memory.
+// Returns the name of a part, which the caller frees; NULL if there is no memory.
 static char* part(const char* tag, int backup) {
   char* name = NULL;
   return asprintf(&name, "%s\x1f%s", tag, kBackupNames[backup]) < 0 ? NULL : name;
@@ -98,8 +97,8 @@ static bool is_known(const char* name, int* backup) {
   return ms_tag_backup(name, backup, NULL) == kOk;
 }
 
-// Enters a region of the tag's part with this backup. Of threads that enter the first regions of a
-// tag at once, one decides which part is the tag itself.
+// Enters a region of the tag's part with this backup. If several threads enter a tag's first
+// regions at once, the lock decides which part is the tag itself.
 static int enter(const char* tag, int backup, ms_error* error) {
   static pthread_mutex_t first = PTHREAD_MUTEX_INITIALIZER;
   int policy = backup;
@@ -115,7 +114,7 @@ static int enter(const char* tag, int backup, ms_error* error) {
   return status;
 }
 
-// The known parts of a tag: their number, and their names for release_names().
+// Fills `names` with the known parts of a tag, for release_names(); returns their number.
 static size_t names_of(const char* tag, const char* names[kBackups + 1]) {
   size_t count = 0;
   for (int backup = -1; backup < kBackups; ++backup) {
@@ -134,17 +133,18 @@ static void release_names(const char* names[], size_t count) {
   for (size_t i = 0; i < count; ++i) free((char*)names[i]);
 }
 
-// --- what the calling thread allocates for
+// --- the tag and the backup of the calling thread's allocations
 
 enum { kUnset = -1 };
 
-// What a thread has set, each kUnset or NULL until then, and the section that it is in for that.
-// The settings hold in the region in which they were made, and end with the first in another.
+// A thread's settings, kUnset or NULL if not set, and the section that it is in because of them.
+// They apply in the region in which they were made. The first setting in another region resets
+// them.
 typedef struct Settings {
   int interesting, cpu, disk, pinned;
   char* tag;
-  size_t around;  // depth of the thread's stack of regions where the settings were made
-  size_t depth;   // of the stack with the section on it; 0: the thread is in none
+  size_t around;  // depth of the thread's stack of regions at which the settings were made
+  size_t depth;   // depth of the stack with the section on it; 0: the thread is in no section
   char shown[256];
 } Settings;
 
@@ -159,7 +159,7 @@ static int pinned(void) {
   return !(kind && strcmp(kind, "mmap") == 0);
 }
 
-// The backup that the thread's allocations would have, over that of the region around.
+// Returns the backup of the thread's allocations: its settings override the surrounding region's.
 static int backup_over(int around) {
   int cpu = own.cpu, disk = own.disk;
   if (cpu == kUnset) cpu = around == kBackupHost || around == kBackupPageable;
@@ -171,7 +171,8 @@ static int backup_over(int around) {
   return disk ? kBackupDisk : kBackupNone;
 }
 
-// The tag and the backup of the region around, if the thread is in one, as the thread sees them.
+// Finds the tag and the backup of the thread's innermost region, without the part's suffix. Returns
+// false, with the defaults, if the thread is in no region.
 static bool region_around(char* tag, size_t room, int* backup) {
   const char* name = has_memsaver ? ms_region_tag() : NULL;
   *backup = kBackupNone;
@@ -184,8 +185,8 @@ static bool leave_section(void) {
   if (own.depth == 0) return true;
   if (ms_region_depth() != own.depth) {
     ms_warn(
-        "a tms_set_ function was called inside of a region that was entered after the one before "
-        "it, and has no effect: leave that region first");
+        "a tms_set_ function has no effect inside a region that was entered after the previous "
+        "tms_set_ call: leave that region first");
     return false;
   }
   ms_region_exit(NULL);
@@ -193,8 +194,8 @@ static bool leave_section(void) {
   return true;
 }
 
-// Enters the section that the settings ask for. One that a paused tag refuses is entered when the
-// tag is resumed.
+// Enters the section for the settings. If its tag is paused, the section is entered after the tag's
+// resume.
 static void enter_section(void) {
   char* tag = NULL;
   const char* around = ms_region_tag();
@@ -224,7 +225,7 @@ static void enter_section(void) {
   }
 }
 
-// Leaves the section, for a setting to be made; false if it cannot be.
+// Leaves the section before a setting is changed; returns false if the setting cannot be changed.
 static bool begin_change(void) {
   if (!has_memsaver || !leave_section()) return false;
   if (ms_region_depth() != own.around) {
@@ -310,7 +311,7 @@ TMS_API void set_memory_margin_bytes(uint64_t bytes) {
   if (has_memsaver && ms_configure("margin_bytes", text, &error) != kOk) warn(&error);
 }
 
-static int retain = kUnset;  // kUnset: pinned memory is kept, but not shown
+static int retain = kUnset;  // kUnset: pinned memory is kept, but its contents are not readable
 
 static int retains(void) {
   const int set = __atomic_load_n(&retain, __ATOMIC_RELAXED);
@@ -340,7 +341,7 @@ static int cuda_error_of(int status) {
   }
 }
 
-// Returns the host memory of the backups that are not retained to the system.
+// Releases the host memory of the backups that are not retained.
 static int release_backups(const ms_change* rows, size_t count, ms_error* error) {
   int status = kOk;
   for (size_t i = 0; i < count && status == kOk && retains() != 1; ++i) {
@@ -353,8 +354,8 @@ static int release_backups(const ms_change* rows, size_t count, ms_error* error)
   return status;
 }
 
-// Pauses or resumes the parts of a tag (NULL or "": every tag); a cudaError_t. The thread's own
-// section is left meanwhile, because a tag with an open region cannot be paused.
+// Pauses or resumes the parts of a tag (NULL or "": every tag); returns a cudaError_t. Leaves the
+// thread's own section during the call, because a tag with an open region cannot be paused.
 static int transition(const char* tag, bool is_pause) {
   if (!has_memsaver) return kErrorInitializationError;
   const char* names[kBackups + 1];
@@ -375,12 +376,12 @@ static int transition(const char* tag, bool is_pause) {
   return cuda_error_of(status);
 }
 
-// All or nothing. 0, or the cudaError_t nearest to the failure, which a MemsaverWarning explains.
+// All or nothing. Return 0, or the closest cudaError_t; a MemsaverWarning explains the failure.
 TMS_API int tms_pause(const char* tag) { return transition(tag, true); }
 TMS_API int tms_resume(const char* tag) { return transition(tag, false); }
 
-// Where the backup of device memory lies: of a paused tag, or of a mapped one under
-// tms_set_retain_cpu_backup(true). NULL if there is none.
+// Returns the host address of the backup of device memory: of a paused tag, or of a mapped one
+// under tms_set_retain_cpu_backup(true). NULL if there is no backup.
 TMS_API uint8_t* tms_get_cpu_backup_pointer(const uint8_t* address, uint64_t bytes) {
   void* host = NULL;
   if (!has_memsaver) return NULL;

@@ -1,13 +1,14 @@
-// What the two halves of the preloaded library know of each other.
+// The interface between preload.c and tms.c, the two halves of the preloaded library.
 #ifndef TMS_H_
 #define TMS_H_
 
 #include <stdbool.h>
 
-// Whether an environment variable says yes, in torch_memory_saver's words.
+// Returns whether an environment variable is true, by torch_memory_saver's rules.
 bool tms_is_true(const char* name);
 
-// Looks up memsaver's functions in its loaded library, or in none (NULL). Once, before main.
+// Looks up memsaver's functions in its loaded library; NULL if there is none. Call once, before
+// main.
 void tms_find_memsaver(void* library);
 
 #endif  // TMS_H_

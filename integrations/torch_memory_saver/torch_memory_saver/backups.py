@@ -1,4 +1,4 @@
-"""Backups: which one a region's options ask for, and what becomes of it after a resume."""
+"""Backups: the choice from a region's options, and their release after a resume."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def backup_for(
     cpu_backup_backend: str | None,
     default_backend: str,
 ) -> Backup:
-    """Return the backup that a region asks for.
+    """Return memsaver's backup for a region's options.
 
     Raises:
-        ConfigError: the options contradict each other, or there is no such kind of host memory.
+        ConfigError: the options contradict each other, or the kind of host memory is unknown.
     """
     if enable_cpu_backup and enable_disk_backup:
         raise ConfigError("enable_cpu_backup and enable_disk_backup exclude each other: choose one")
@@ -44,16 +44,16 @@ def backup_for(
 
 
 class Backups:
-    """Host memory of backups between a resume and the next pause. Any thread.
+    """The host memory of backups between a resume and the next pause. Any thread may use this.
 
     Attributes:
-        retain: whether it is kept with its contents; None if nobody has said.
+        retain: whether the memory is kept with its contents; None if the program has not set it.
     """
 
     def __init__(self, retain: bool | None) -> None:
         self.retain = retain
-        # Names of tags whose last resume retained their backups. Not guarded: what a mapped tag has
-        # to show is memsaver's to say, this only whether the program asked for it.
+        # Names of tags whose last resume retained their backups. Needs no lock: it records only the
+        # program's wish, and memsaver decides whether a copy exists.
         self._retained: set[str] = set()
 
     def resumed(self, names: Sequence[str]) -> None:
@@ -67,10 +67,10 @@ class Backups:
             memsaver.trim(wait=True, tags=released)
 
     def view(self, tensor: Any, writable: bool) -> Any:
-        """Return a CPU tensor over the backup of a tensor, or None if there is none to show.
+        """Return a CPU tensor over the backup of a tensor, or None if there is no backup.
 
         Raises:
-            InvalidStateError: its tag is paused, without a backup or with one on disk.
+            InvalidStateError: the tensor's tag is paused without a backup or with one on disk.
         """
         found = _C.locate(tensor.data_ptr()) if tensor.numel() > 0 else None
         if tensor.numel() > 0 and found is None:  # in no region
@@ -81,7 +81,7 @@ class Backups:
             return None
         try:
             return memsaver.backup_view(tensor, writable=writable, retained=True)
-        except InvalidStateError:  # nothing was saved of it, or the copy is gone
+        except InvalidStateError:  # the tensor was not saved, or the copy was released
             return None
 
 

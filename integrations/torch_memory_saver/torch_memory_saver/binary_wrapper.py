@@ -40,7 +40,7 @@ class ThreadState:
         return _C.region_tag() is not None
 
     def tms_set_interesting_region(self, interesting: bool) -> None:
-        """Switch the thread's innermost region off, or on again; outside any, nothing happens."""
+        """Switch the thread's innermost region off, or on again. Does nothing outside a region."""
         if interesting:
             off, self._local.off = self._local.off, None
             if off is not None:
@@ -51,19 +51,19 @@ class ThreadState:
                 self._local.off = stack.pop_all()
 
     def tms_get_current_tag(self) -> bytes:
-        """Return the tag of what this thread allocates now."""
+        """Return the tag of this thread's allocations."""
         return self._region()[0].encode()
 
     def tms_get_enable_cpu_backup(self) -> bool:
-        """Return whether that has a backup in host memory."""
+        """Return whether this thread's allocations have a backup in host memory."""
         return self._region()[1] in BACKENDS.values()
 
     def tms_get_enable_disk_backup(self) -> bool:
-        """Return whether that has a backup on disk."""
+        """Return whether this thread's allocations have a backup on disk."""
         return self._region()[1] is Backup.DISK
 
     def tms_get_cpu_backup_backend(self) -> bytes:
-        """Return the kind of host memory of its backup, or of one that would be asked for."""
+        """Return the kind of host memory of the allocations' backup, or else the default kind."""
         named = {backup: kind for kind, backup in BACKENDS.items()}
         return named.get(self._region()[1], self._backend).encode()
 
@@ -72,7 +72,7 @@ class ThreadState:
         memsaver.configure(margin_bytes=int(value))
 
     def _region(self) -> tuple[str, Backup]:
-        """The tag and the backup of what this thread allocates now."""
+        """Return the tag and the backup of this thread's allocations."""
         name = _C.region_tag()
         return parts.split(name) if name is not None else ("default", Backup.NONE)
 

@@ -125,14 +125,14 @@ class TorchMemorySaver:
             memsaver.pause(*names)
 
     def resume(self, tag: str | None = None) -> None:
-        """Map memory behind the addresses of a tag, or of all, and bring back what was saved.
+        """Map memory behind the addresses of a tag, or of all tags, and restore the saved contents.
 
-        Returns the host memory of "mmap" backups to the system, and with `retain_cpu_backup` set to
-        False that of all backups, before it returns itself. Starts no thread.
+        Then releases the host memory of "mmap" backups, and, if `retain_cpu_backup` was set to
+        False, of all backups. Starts no thread.
 
         Raises:
-            MemsaverError: what `memsaver.resume` raises, such as `OutOfDeviceMemoryError`; every
-                tag is paused with its backup then, and the call may be made again.
+            MemsaverError: an exception of `memsaver.resume`, such as `OutOfDeviceMemoryError`.
+                Every tag is paused with its backup, and the call may be made again.
         """
         impl = self._ensure_initialized()
         if not tag:
@@ -188,12 +188,12 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
-        """Whether backups are kept in host memory from a resume on, for `get_cpu_backup`.
+        """Whether backups stay in host memory after a resume, for `get_cpu_backup`.
 
-        True or False, set here or by TMS_RETAIN_CPU_BACKUP, concerns the resumes that follow: True
-        keeps the host memory of backups with its contents, False returns it to the system in each
-        `resume`. If nobody has set it, this is False, and memsaver keeps pinned memory, so that the
-        next pause is fast, and returns "mmap" memory.
+        A value set here or by TMS_RETAIN_CPU_BACKUP applies to later resumes: True keeps the host
+        memory of backups with its contents, False releases it in each `resume`. If it was never
+        set, this is False, and a resume keeps pinned memory, so that the next pause is fast, but
+        not its contents, and releases "mmap" memory.
         """
         return self._ensure_initialized().backups.retain or False
 
@@ -202,20 +202,20 @@ class TorchMemorySaver:
         self._ensure_initialized().backups.retain = bool(value)
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
-        """Return what the last pause saved of a tensor as a CPU tensor, or None.
+        """Return the copy of a tensor that the last pause saved, as a CPU tensor, or None.
 
-        That is a tensor whose tag is paused; or is mapped and was resumed under
-        `retain_cpu_backup`, and then this is the tensor as it was at that pause, at the same host
-        address from pause to pause. None for any other tensor.
+        There is a copy if the tensor's tag is paused, or if it is mapped and was resumed under
+        `retain_cpu_backup`. In the second case it has the contents of that pause, at the same host
+        address from pause to pause.
 
         Args:
             x: a tensor.
             zero_copy: False copies. True makes a tensor over the backup itself, valid until the
-                tag's next change; what is written to it comes back with the resume of a paused tag.
+                tag's next change. The resume of a paused tag restores what was written to it.
 
         Raises:
-            ConfigError: not a tensor.
-            InvalidStateError: its tag is paused, without a backup or with one on disk.
+            ConfigError: `x` is not a tensor.
+            InvalidStateError: the tensor's tag is paused without a backup or with one on disk.
         """
         impl = self._ensure_initialized()
         import torch
@@ -226,10 +226,10 @@ class TorchMemorySaver:
         return view if view is None or zero_copy else view.clone()
 
     def set_disk_backup_dir(self, path: str) -> None:
-        """The directory for backups on disk, made if it is not there. A paused tag's stays.
+        """Set the directory for backups on disk, and make it if needed. Paused tags keep theirs.
 
         Raises:
-            ConfigError: it cannot be made or written to.
+            ConfigError: the directory cannot be made or written to.
         """
         self._ensure_initialized()
         _set_disk_dir(path)
@@ -250,7 +250,7 @@ class _Process:
         self._backend = environment.backend
 
     def backup_for(self, cpu: bool, disk: bool, backend: str | None) -> Backup:
-        """The backup that a region's options ask for."""
+        """Return memsaver's backup for a region's options."""
         return backup_for(cpu, disk, backend, self._backend)
 
     def devices(self) -> list[int] | None:
