@@ -112,7 +112,7 @@ def test_an_answer_that_never_ends(runtime):
         assert time.monotonic() - start < 2 and "no answer within" in silent.why
 
 
-def test_an_answer_of_any_size_is_not_held(runtime, monkeypatch):
+def test_an_oversized_answer_is_not_kept_in_memory(runtime, monkeypatch):
     monkeypatch.setattr(watched, "_MOST_BYTES", 1 << 20)
 
     def flood(client):
