@@ -54,7 +54,7 @@ def test_a_process_of_a_container_that_sees_the_same_folder(runtime):
 ANSWERS = {
     "nothing": (b"", "no answer"),
     "no JSON": (b"hello\n", "its answer is invalid"),
-    "half of it": (b'{"format": 1, "memsaver": "0.1.0", "pid": 1', "its answer is invalid"),
+    "a truncated answer": (b'{"format": 1, "memsaver": "0.1.0", "pid": 1', "its answer is invalid"),
     "another shape": (b'["format"]', "its answer is invalid"),
     "another format": (b'{"format": 99, "memsaver": "9.0.0"}', "9.0.0 answers in format 99"),
     "no number": (
@@ -65,7 +65,7 @@ ANSWERS = {
     "text for bytes": (
         b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": 1, '
         b'"driver": null, "devices": [], "tags": [], "host_bytes": "1", "host_available_bytes": 0}',
-        "no whole number",
+        "not a whole number",
     ),
     "deep": (b"[" * 100_000, "its answer is invalid"),
     "a number beyond any float": (
@@ -79,7 +79,7 @@ ANSWERS = {
         b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": 1, '
         b'"driver": null, "devices": [], "tags": [], "host_bytes": true, '
         b'"host_available_bytes": 0}',
-        "no whole number",
+        "not a whole number",
     ),
     "a terminal's commands": (
         b'{"format": "\\u001b[2J\\ud800", "memsaver": "\\u001b]0;x\\u0007"}',

@@ -152,7 +152,7 @@ def test_shards_in_the_engines_layout(engine, backend):
 @pytest.mark.parametrize(
     "state, options, text",
     [
-        ({"a": 1}, {}, "a is no tensor, but a int"),
+        ({"a": 1}, {}, "a must be a tensor, not int"),
         ({}, {}, "no tensors to send"),
         (7, {}, "not int"),
         (torch.ones(2), {}, "not Tensor"),
@@ -293,7 +293,7 @@ def test_an_engine_without_the_plugin_is_reported():
     backend = Backend()
     report = update(RolloutEngine(backend), checkpoint(), verify="full")
     assert holds(backend) and (report.received, report.held) == (0, 0)
-    assert "has not memsaver's plugin" in report.unverified
+    assert "lacks memsaver's plugin" in report.unverified
     assert report.checksums == tuple(backend.checksums(1)) and len(report.checksums) == 1
     assert update(RolloutEngine(backend), checkpoint(), verify="off").checksums == ()
 

@@ -107,8 +107,8 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
                 raise ConfigError("the leader of the group has no engine")
             if not all(hasattr(made, name) for name in ("tp_size", "control", "close")):
                 raise ConfigError(
-                    f"a {type(made).__name__} is no `Backend`; a server's URL, or an "
-                    "sglang.Engine, is for RolloutEngine.connect"
+                    f"a {type(made).__name__} is not a `Backend`: pass a server's URL or an "
+                    "sglang.Engine to RolloutEngine.connect"
                 )
             self.backend = made
             return made.tp_size, known_released(made)

@@ -395,8 +395,8 @@ class SleepController:
             self._knowledge.learn(self._states(deadline))
         if not self._knowledge.is_known:
             raise InvalidStateError(
-                "what the engine has released is unknown since its last failure, and it has not "
-                "memsaver's plugin to tell: restart it"
+                "the tags that the engine has released are unknown since its last failure, because "
+                "it lacks memsaver's plugin: restart it"
             )
 
 
