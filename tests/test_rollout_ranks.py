@@ -96,7 +96,7 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
                 raise (OSError if RANK else KeyError)("odd")
         error = refused(md.RankError, engine.generate, Odd(), TWO)
         assert [error.failures[rank].kind for rank in (0, 1)] == ["KeyError", "OSError"]
-        # A time of one rank that is none.
+        # An invalid timeout on one rank.
         error = refused(ConfigError, engine.sleep, timeout=-1 if RANK else 5)
         assert list(error.failures) == [1] and engine.status is Status.AWAKE
         # What the engine refuses.

@@ -55,9 +55,9 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
 
     Args:
         backend: the engine, on the leader; None elsewhere.
-        layout: where this rank stands; or the ranks, as the mesh of `launch`.
-        timeout: see there.
-        pad_token_id: likewise.
+        layout: this rank's `Layout`, or the ranks, as the mesh of `launch`.
+        timeout: see `launch`.
+        pad_token_id: see `launch`.
 
     Raises:
         ConfigError: the leader has no engine, or what it has is none; an argument is not as above.

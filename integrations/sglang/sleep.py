@@ -163,12 +163,12 @@ class SleepController:
 
     @contextlib.contextmanager
     def request(self, operation: str = "generate") -> Iterator[None]:
-        """For the block, the caller asks the engine for that by a way of its own.
+        """Count the block as a request in flight, for a caller that calls the engine directly.
 
-        As `generate` does, it counts as a request in flight: a sleep refuses, or waits for it.
+        A sleep refuses or waits during the block, as during `generate`.
 
         Raises:
-            ConfigError, InvalidStateError: as of `check`.
+            ConfigError, InvalidStateError: see `check`.
         """
         with self._requests.one(lambda: self.check(operation)):
             yield
