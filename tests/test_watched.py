@@ -52,7 +52,7 @@ def test_a_process_of_a_container_that_sees_the_same_folder(runtime):
 
 
 ANSWERS = {
-    "nothing": (b"", "no answer"),
+    "nothing": (b"", "did not answer"),
     "no JSON": (b"hello\n", "its answer is invalid"),
     "a truncated answer": (b'{"format": 1, "memsaver": "0.1.0", "pid": 1', "its answer is invalid"),
     "another shape": (b'["format"]', "its answer is invalid"),
@@ -60,7 +60,7 @@ ANSWERS = {
     "no number": (
         b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": NaN, '
         b'"driver": null, "devices": [], "tags": [], "host_bytes": 0, "host_available_bytes": 0}',
-        "no number",
+        "not a finite number",
     ),
     "text for bytes": (
         b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": 1, '
