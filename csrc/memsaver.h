@@ -144,8 +144,8 @@ typedef enum ms_event_kind {
   MS_EVENT_BASELINE = 0, /* a tag on a device as it was before its first event that is kept */
   MS_EVENT_ALLOCATE = 1,
   MS_EVENT_FREE = 2,  /* memory of frees was given back; during a transition, at its end */
-  MS_EVENT_BEGIN = 3, /* of a transition, for each of its tags and devices */
-  MS_EVENT_END = 4,   /* likewise */
+  MS_EVENT_BEGIN = 3, /* a transition began; one for each of its tags and devices */
+  MS_EVENT_END = 4,   /* a transition ended; one for each of its tags and devices */
   MS_EVENT_MEMORY = 5 /* what the driver says of a device */
 } ms_event_kind;
 

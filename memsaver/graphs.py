@@ -43,7 +43,7 @@ def graph(
     Memory allocated inside belongs to the tag, on other threads too if for the captured stream.
 
     Raises:
-        ConfigError: an empty tag, an unknown backup, a `pool` that is none.
+        ConfigError: an empty tag, an unknown backup, or an invalid `pool`.
         InvalidStateError: the tag is paused.
         NotLoadedError: no GPU, or no torch with CUDA: there is nothing to capture.
     """

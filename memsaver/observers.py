@@ -71,14 +71,14 @@ def on_pause(function: Callback, tag: str | None = None) -> Registration:
             is paused, the exception propagates to the caller with a note that names the callback
             and the tag (shown from Python 3.11 on), and the `on_resume` callbacks are called for
             tags whose callbacks had run.
-        tag: the tag it is for; None is every tag.
+        tag: the callback's tag; None means every tag.
 
     Callbacks are not called for tags that are already paused. May be used as a decorator. On the
     main thread, signals (Ctrl-C) wait for the callbacks, so callbacks must end. A transition of the
     tag that a callback begins is refused with `InvalidStateError`.
 
     Raises:
-        ConfigError: `function` cannot be called, or `tag` can be none.
+        ConfigError: `function` cannot be called, or `tag` is invalid.
     """
     return Registration(_before_pause, function, tag)
 
@@ -89,15 +89,15 @@ def on_resume(function: Callback, tag: str | None = None) -> Registration:
     That is the calling thread, or the transition's own with `wait=False` or `progress`.
 
     Args:
-        function: what to call, in the order of registration. If it raises, the tags stay resumed,
-            the other callbacks are called, and the first error is the caller's.
-        tag: the tag it is for; None is every tag.
+        function: the callback. Callbacks run in the order of registration. If one raises, the tags
+            stay resumed, the other callbacks run, and the first error propagates to the caller.
+        tag: the callback's tag; None means every tag.
 
-    Also called when a pause failed after its tags had been announced. May be used as a decorator.
-    If a callback pauses the tag, the callbacks after it are told of that pause alone.
+    Also called if a pause fails after its `on_pause` callbacks ran. May be used as a decorator. If a
+    callback pauses the tag, the callbacks after it are not called: that pause has called theirs.
 
     Raises:
-        ConfigError: `function` cannot be called, or `tag` can be none.
+        ConfigError: `function` cannot be called, or `tag` is invalid.
     """
     return Registration(_after_resume, function, tag)
 

@@ -121,26 +121,26 @@ class TagStats:
 
     @property
     def last_pause_rate(self) -> float:
-        """Device memory that the last pause gave back, bytes per second; 0 before the first.
+        """Device memory that the last pause released, bytes per second; 0 before the first.
 
         The time is that of its whole call, so this is less than the bus's or the driver's rate
-        where the call had other tags.
+        if the call paused other tags too.
         """
         return _rate(self.last_paused_bytes, self.last_pause_seconds)
 
     @property
     def last_resume_rate(self) -> float:
-        """Device memory that the last resume took, likewise."""
+        """Device memory that the last resume mapped, bytes per second; 0 before the first."""
         return _rate(self.last_resumed_bytes, self.last_resume_seconds)
 
     @property
     def last_save_rate(self) -> float:
-        """Bytes that the last pause copied to the backup, likewise."""
+        """Bytes per second that the last pause copied to the backup; 0 before the first."""
         return _rate(self.last_saved_bytes, self.last_pause_seconds)
 
     @property
     def last_restore_rate(self) -> float:
-        """Bytes that the last resume copied from the backup, likewise."""
+        """Bytes per second that the last resume copied from the backup; 0 before the first."""
         return _rate(self.last_restored_bytes, self.last_resume_seconds)
 
 

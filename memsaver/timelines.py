@@ -213,15 +213,16 @@ def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timelin
     process does that is forked meanwhile is not recorded here; the recording has no trace there.
 
     Args:
-        events: room for so many, some 140 bytes of memory each; then the oldest make place for new
-            ones, and `Timeline.dropped` says how many. An allocation or a free is one event, a
-            transition two for each of its tags and devices, and two of each device.
-        interval: ask the driver for its free memory every so many seconds, too, on a thread of its
-            own, so that other processes' memory shows; None: at transitions only.
+        events: the most events that are kept, each about 140 bytes of memory. Further events
+            replace the oldest, and `Timeline.dropped` counts the replaced ones. An allocation or a
+            free is one event, a transition two for each of its tags and devices, and two of each
+            device.
+        interval: seconds between additional queries of the driver's free memory, on another thread,
+            which show other processes' memory; None queries it only at transitions.
 
     Raises:
-        ConfigError: `events` is no number from 1 to 2^24, or `interval` none above zero that a
-            thread can wait for.
+        ConfigError: `events` is not a number from 1 to 2^24, or `interval` is not above zero or
+            longer than a thread can wait.
     """
     return Timeline(events, interval)
 

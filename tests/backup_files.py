@@ -1,4 +1,4 @@
-"""Unnamed files of disk backups: finding them, and damaging them from outside."""
+"""Helpers that find the unnamed files of disk backups and damage them from outside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def deleted_files(folder: str | Path) -> list[int]:
-    """List the descriptors of this process whose files lie in a folder without a name."""
+    """List this process's descriptors of unnamed files in a folder."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -19,12 +19,12 @@ def deleted_files(folder: str | Path) -> list[int]:
 
 
 def first_data(file: int) -> int:
-    """Return the offset of the first byte that a file holds."""
+    """Return the offset of a file's first data."""
     return os.lseek(file, 0, os.SEEK_DATA)
 
 
 def overwrite(file: int, at: int, data: bytes) -> bytes:
-    """Replace bytes of a file that has no name, and return those that stood there."""
+    """Replace bytes of an unnamed file, and return the old bytes."""
     with open(f"/proc/self/fd/{file}", "r+b", buffering=0) as again:
         before = os.pread(again.fileno(), len(data), at)
         os.pwrite(again.fileno(), data, at)
@@ -32,12 +32,12 @@ def overwrite(file: int, at: int, data: bytes) -> bytes:
 
 
 def flip(file: int, at: int) -> None:
-    """Flip a bit of a byte of a file that has no name."""
+    """Flip a bit in a byte of an unnamed file."""
     with open(f"/proc/self/fd/{file}", "rb", buffering=0) as again:
         (byte,) = os.pread(again.fileno(), 1, at)
     overwrite(file, at, bytes([byte ^ 1]))
 
 
 def truncate(file: int, size: int) -> None:
-    """Cut a file that has no name."""
+    """Truncate an unnamed file."""
     os.truncate(f"/proc/self/fd/{file}", size)

@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith(("MEMSAVER_", "PYTHON"))]:
         if name not in ("MEMSAVER_WERROR", "PYTHONPATH"):
             del os.environ[name]
-    # Since 3.12 Python warns of every fork in a process with threads, which tests do on purpose.
+    # Python 3.12 and newer warn of a fork in a process with threads, which tests do on purpose.
     os.environ["PYTHONWARNINGS"] = "ignore:This process:DeprecationWarning"
     for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):  # typer colours by any of them
         os.environ.pop(name, None)

@@ -12,7 +12,7 @@ SIM = {"MEMSAVER_DRIVER": "sim"}
 
 
 def run_doctor(*arguments, command=("-m", "memsaver"), cwd=None, **env):
-    """Run the command in a process of its own, with these variables beside the usual ones."""
+    """Run the command in its own process, with additional environment variables."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MEMSAVER_", "NCCL_"))}
     environment = {**kept, "PYTHONPATH": str(LIBRARY_DIR.parent), **SIM, **env}
     whole = [sys.executable, *command, "doctor", *arguments]

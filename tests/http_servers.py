@@ -1,4 +1,4 @@
-"""Servers on 127.0.0.1 that answer each connection with what a test says, well-formed or not."""
+"""Servers on 127.0.0.1 that answer each connection as a test chooses, well-formed or not."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TESTS = Path(__file__).parent
 
 
 class RawServer:
-    """Hands each connection to `answer(connection)`, after reading the request's head and body.
+    """A server that reads each request's head and body, then calls `answer(connection)`.
 
-    With TLS where it is given a context for that.
+    Uses TLS if `tls` is a context.
 
     Attributes:
-        url: its address.
-        requests: the requests' bytes, in their order.
+        url: the server's address.
+        requests: the bytes of the requests, in order.
     """
 
     def __init__(self, answer, tls=None) -> None:
@@ -65,7 +65,7 @@ class RawServer:
             self._answer(connection)
 
     def drip(self, connection: socket.socket, data: bytes) -> None:
-        """Send `data` again and again, a little at a time, until the client or the test is gone."""
+        """Send `data` repeatedly, with pauses, until the client disconnects or the test ends."""
         while not self.ended.wait(0.02):
             connection.sendall(data)
 
@@ -77,14 +77,14 @@ class RawServer:
 
 
 def response(body: object, status: str = "200 OK", headers: str = "") -> bytes:
-    """A whole answer; a body that is not bytes becomes JSON."""
+    """Return a complete answer. A body that is not bytes becomes JSON."""
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"HTTP/1.1 {status}\r\nContent-Length: {len(text)}\r\n{headers}\r\n"
     return head.encode() + text
 
 
 def texts_of(error: BaseException, variables: bool = True) -> str:
-    """All that may be shown of an error, on any rank: with its causes and its frames' variables."""
+    """Return all texts of an error that may be shown: with its causes and frames' variables."""
     frames = error.__traceback__
     while frames is not None and TESTS in Path(frames.tb_frame.f_code.co_filename).parents:
         frames = frames.tb_next
@@ -93,7 +93,7 @@ def texts_of(error: BaseException, variables: bool = True) -> str:
 
 
 def scheduler_state(**fields):
-    """A scheduler's state as a server says it; `last` and `rank` change its last answer."""
+    """Return a scheduler's state from a server. `last` and `rank` change its last answer."""
     answer = {
         "scheduler": "a",
         "operation": "release",

@@ -87,10 +87,10 @@ def run(path: Path, where: str) -> list[str]:
 
 
 def main(where: str, *paths: str) -> None:
-    """Runs pages, each in a forked child of its own; prints a line of JSON for each of them.
+    """Run pages, each in its own forked child; print a line of JSON for each page.
 
-    What takes long to import is imported once, by the parent, which does not use the driver. What
-    libraries write to the file descriptor of stdout, as torch 2.8's gloo does, goes to stderr.
+    The parent imports slow modules once, and does not use the driver. Output that libraries write
+    directly to the file descriptor of stdout, as torch 2.8's gloo does, goes to stderr.
     """
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""The sockets at which this process listens, and its threads, out of /proc/self."""
+"""The listening sockets and the threads of this process, from /proc/self."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _LISTENS = "0A"
 
 
 def threads() -> set[str]:
-    """The threads of this process."""
+    """Return the threads of this process."""
     return set(os.listdir("/proc/self/task"))
 
 
 def listening() -> list[str]:
-    """The addresses at which sockets of this process listen."""
+    """Return the addresses at which sockets of this process listen."""
     own = {text[len("socket:[") : -1] for text in open_descriptors().values() if "socket" in text}
     return sorted(address for address, inode in _listeners() if inode in own)
 
 
 def eventually(what: Callable[[], object], like: object, seconds: float = 30.0) -> None:
-    """Wait until a function returns this: a thread that was told to end may need a moment."""
+    """Wait until `what()` equals `like`, because a thread that must end may need a moment."""
     deadline = time.monotonic() + seconds
     while (found := what()) != like:
         assert time.monotonic() < deadline, (found, like)
@@ -39,7 +39,7 @@ def _listeners() -> Iterator[tuple[str, str]]:
         for row in path.read_text().splitlines()[1:] if path.exists() else ():
             fields = row.split()
             if fields[3] == _LISTENS:
-                # Words of 32 bits, in the byte order of the machine.
+                # 32-bit words in the machine's byte order.
                 text = fields[1].partition(":")[0]
                 parts = [int(text[8 * at : 8 * at + 8], 16) for at in range(words)]
                 packed = b"".join(socket.htonl(part).to_bytes(4, "big") for part in parts)

@@ -142,8 +142,8 @@ class Simulator:
     def clear_violations(self) -> None:
         self.opened.sim_clear_violations()
 
-    # Its memory, through system calls: what has no memory behind it is an error, not a crash.
-    # Each call has a file of its own, because threads read at the same time.
+    # Device memory, through system calls: an address without memory is an error, not a crash. Each
+    # call opens its own file, because several threads may read at once.
 
     def read(self, address: int, nbytes: int) -> bytes:
         """The bytes there; an AssertionError where the memory is not accessible."""

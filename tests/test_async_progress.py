@@ -57,7 +57,7 @@ def test_progress_of_a_handle(sim, tag, make_paused):
     assert set(told.threads) == {threading.current_thread()} and intact(blocks)
 
 
-def test_progress_is_not_told_if_there_is_nothing_to_copy(sim, tag, make_blocks):
+def test_progress_is_not_called_if_there_is_nothing_to_copy(sim, tag, make_blocks):
     make_blocks(name := tag(), [2 * MIB])
     told = Progress()
     for call in (memsaver.pause, memsaver.pause, memsaver.resume, memsaver.resume):

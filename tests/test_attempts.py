@@ -1,4 +1,4 @@
-"""An attempt on every rank, in the ways that integrations use it: interrupts and odd errors."""
+"""Attempts on every rank, as integrations use them, with interrupts and unusual errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = {
     "interrupt": KeyboardInterrupt, "exit": SystemExit, "error": ValueError, "odd": OddError
 }
 
-# LightRFT's: the same error on all, but an interrupt or an exit on its own rank.
+# LightRFT's attempts: all ranks raise the same error; an interrupt or exit is its own rank's.
 for kind, raised in KINDS.items():
     try:
         on_every_rank("the work", lambda: act(kind), "call it again")
@@ -45,7 +45,7 @@ for kind, raised in KINDS.items():
     else:
         raise AssertionError(kind)
 
-# An engine's: reports, of which those of the others are complete.
+# An engine's attempts: the reports of the ranks that did not fail are complete.
 group = Group(dist.group.WORLD)
 for kind, raised in KINDS.items():
     try:
@@ -70,5 +70,5 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.timeout(120)
-def test_an_attempt_ends_alike_on_all_ranks(tmp_path):
+def test_an_attempt_has_the_same_outcome_on_all_ranks(tmp_path):
     rank_processes.run(CODE, 3, tmp_path, timeout=80)

@@ -150,11 +150,11 @@ def test_host_memory_is_kept_across_cycles(sim, tag, make_blocks):
     assert all(b.is_intact() for b in blocks)
 
 
-# --- of a mapped tag ------------------------------------------------------------------------------
+# --- views of a mapped tag's retained copy --------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["host", "pageable"])
-def test_a_retained_copy_is_what_the_last_pause_saved(sim, tag, make_blocks, kind):
+def test_a_retained_copy_has_the_contents_of_the_last_pause(sim, tag, make_blocks, kind):
     name = tag()
     blocks = make_blocks(name, [100, MIB, 70 * MIB], backup=kind)
     memsaver.pause(name)
@@ -175,7 +175,7 @@ def test_a_retained_copy_is_what_the_last_pause_saved(sim, tag, make_blocks, kin
         assert all(b.is_intact() for b in blocks)
 
 
-def test_what_is_written_to_a_retained_copy_reaches_no_tensor(sim, tag, make_blocks):
+def test_writes_to_a_retained_copy_reach_no_tensor(sim, tag, make_blocks):
     name = tag()
     (b,) = make_blocks(name, [5 * MIB], backup="host")
     memsaver.pause(name), memsaver.resume(name)
@@ -185,7 +185,7 @@ def test_what_is_written_to_a_retained_copy_reaches_no_tensor(sim, tag, make_blo
     assert b.is_intact()
 
 
-def test_only_what_was_saved_of_a_live_allocation_is_retained(sim, tag, make_blocks):
+def test_only_saved_ranges_of_live_allocations_are_retained(sim, tag, make_blocks):
     name = tag()
     first, second, third = make_blocks(name, [3 * MIB] * 3, backup="host")
     memsaver.pause(name), memsaver.resume(name)
@@ -201,7 +201,7 @@ def test_only_what_was_saved_of_a_live_allocation_is_retained(sim, tag, make_blo
 
 
 @pytest.mark.parametrize("end", ["trim", "pause without a backup", "failed pause"])
-def test_a_retained_copy_ends(sim, tag, make_blocks, end):
+def test_a_retained_copy_ends_with_the_tags_next_change_or_trim(sim, tag, make_blocks, end):
     name = tag()
     (b,) = make_blocks(name, [3 * MIB], backup="host")
     memsaver.pause(name), memsaver.resume(name)

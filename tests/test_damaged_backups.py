@@ -1,4 +1,4 @@
-"""Disk backups that are damaged while tags are paused: what is refused, and what heals it."""
+"""Disk backups that are damaged while tags are paused, and the recovery from the damage."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def saved_bytes(name):
-    """The bytes that a pause saves: the live allocations, as the allocator rounds them."""
+    """Return the bytes that a pause saves: live allocations, as the allocator rounds them."""
     return sum(each.bytes for each in memsaver.ranges(name))
 
 
@@ -26,7 +26,10 @@ def intact(blocks):
 
 @pytest.fixture
 def on_disk(sim, tag, make_blocks, options, tmp_path):
-    """Make a tag that is paused to disk: its name, its blocks, and its file's descriptor."""
+    """Return a function that makes a tag and pauses it to disk.
+
+    The function returns the tag's name, its blocks and its file's descriptor.
+    """
 
     def make(sizes=(18 * MIB, 5000)):
         options(disk_dir=tmp_path)
@@ -40,9 +43,9 @@ def on_disk(sim, tag, make_blocks, options, tmp_path):
 
 
 def load_again(sim, name, blocks):
-    """Do what the error says: free the tensors, resume, and load the same contents anew.
+    """Follow the error's advice: free the tensors, resume, and load the same contents again.
 
-    The new blocks lie at the addresses of the old ones.
+    The new blocks have the addresses of the old ones.
     """
     known = [(block.address, block.nbytes, block.seed) for block in blocks]
     blocks.clear()
@@ -53,7 +56,7 @@ def load_again(sim, name, blocks):
 
 
 def refused(sim, name, match):
-    """A resume finds the damage, says what to do, and changes nothing."""
+    """Check that a resume finds the damage, gives advice, and changes nothing."""
     with pytest.raises(BackupError, match=match) as caught:
         memsaver.resume(name)
     assert caught.value.tag == name and "load its contents" in str(caught.value)
@@ -74,12 +77,12 @@ DAMAGES = {
 MATCH = "is corrupt|ends after"
 
 
-# --- what is found --------------------------------------------------------------------------------
+# --- detection ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 17 * MIB + 5])
 @pytest.mark.parametrize("fingerprints", [True, False], ids=["device", "host"])
-def test_a_corrupted_byte(sim, options, on_disk, fingerprints, at):
+def test_a_corrupted_byte_is_found(sim, options, on_disk, fingerprints, at):
     options(fingerprints=fingerprints)
     name, blocks, file = on_disk()
     where = first_data(file) + at
@@ -92,7 +95,7 @@ def test_a_corrupted_byte(sim, options, on_disk, fingerprints, at):
     assert intact(blocks)
 
 
-def test_a_truncated_file(sim, on_disk):
+def test_a_truncated_file_is_found(sim, on_disk):
     name, blocks, file = on_disk()
     cut, size = first_data(file) + 7 * MIB + 100, os.fstat(file).st_size
     with open(f"/proc/self/fd/{file}", "r+b", buffering=0) as again:
@@ -107,7 +110,7 @@ def test_a_truncated_file(sim, on_disk):
     assert intact(blocks)
 
 
-# --- what heals it --------------------------------------------------------------------------------
+# --- recovery -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -125,7 +128,7 @@ def test_contents_loaded_again_are_saved_again(
     assert intact(blocks)
     assert memsaver.pause(name).copied_bytes == (0 if fingerprints else saved_bytes(name))
     (file,) = deleted_files(tmp_path)
-    flip(file, first_data(file) + MIB)  # what has been saved anew is checked as before
+    flip(file, first_data(file) + MIB)  # the new copy is checked too
     refused(sim, name, "is corrupt")
 
 
@@ -141,7 +144,7 @@ def test_a_backup_that_was_damaged_and_is_whole_again_is_not_trusted(sim, on_dis
     assert intact(blocks)
 
 
-def test_a_part_of_a_damaged_backup_that_is_whole_comes_back_checked(sim, on_disk):
+def test_an_undamaged_part_of_a_damaged_backup_is_checked_and_restored(sim, on_disk):
     name, blocks, file = on_disk([4 * MIB, 6 * MIB, 2 * MIB])
     start = first_data(file)
     flip(file, start + 5 * MIB)
@@ -157,7 +160,7 @@ def test_a_part_of_a_damaged_backup_that_is_whole_comes_back_checked(sim, on_dis
     assert intact(blocks)
 
 
-def test_damage_of_one_tag_costs_no_other_tag_its_backup(sim, on_disk):
+def test_damage_of_one_tag_leaves_the_backups_of_others(sim, on_disk):
     (damaged, blocks, file), (whole, others, _) = on_disk(), on_disk()
     flip(file, first_data(file))
     with pytest.raises(BackupError) as caught:
@@ -174,7 +177,7 @@ def test_damage_of_one_tag_costs_no_other_tag_its_backup(sim, on_disk):
     assert intact(blocks) and intact(others)
 
 
-def test_damage_found_by_a_swap(sim, tag, make_blocks, on_disk):
+def test_a_swap_finds_damage(sim, tag, make_blocks, on_disk):
     name, blocks, file = on_disk()
     goes = make_blocks(out := tag("out"), [20 * MIB], backup="disk")
     flip(file, first_data(file))
@@ -193,7 +196,7 @@ def test_damage_found_by_a_swap(sim, tag, make_blocks, on_disk):
 
 
 @pytest.mark.parametrize("backup", ["none", "host", "pageable"])
-def test_a_pause_with_another_backup_between(sim, on_disk, backup):
+def test_after_damage_and_another_backup_a_disk_pause_saves_everything(sim, on_disk, backup):
     name, blocks, file = on_disk()
     flip(file, first_data(file))
     refused(sim, name, "is corrupt")
@@ -208,7 +211,7 @@ def test_a_pause_with_another_backup_between(sim, on_disk, backup):
     assert intact(blocks)
 
 
-def test_damage_on_one_of_two_devices(run_python, tmp_path):
+def test_damage_on_one_of_two_devices_is_found(run_python, tmp_path):
     run_python(
         f"""
         import os

@@ -15,7 +15,7 @@ SOURCE = ROOT / "integrations" / "torch_memory_saver"
 LIBRARIES = [
     f"torch_memory_saver_hook_mode_preload{suffix}.abi3.so" for suffix in ("", "_cu12", "_cu13")
 ]
-# The functions that the original's preloaded library has for programs.
+# The functions that the original's preloaded library exports for programs.
 EXPORTS = {
     "set_memory_margin_bytes",
     "tms_get_cpu_backup_backend",
@@ -73,7 +73,7 @@ def test_the_libraries_need_nothing_and_export_the_originals_names(dropin_site):
             }
             symbols = elf.get_section_by_name(".dynsym").iter_symbols()
             exported = [s.name for s in symbols if s.entry.st_shndx != "SHN_UNDEF" and s.name]
-        # The dynamic linker itself has the function for a thread's own variables.
+        # The dynamic linker provides the function for thread-local variables.
         assert {name for name in needed if not name.startswith("ld-linux")} <= {
             "libc.so.6",
             "libdl.so.2",
@@ -163,7 +163,7 @@ def test_regions_of_a_tag_keep_what_each_asked_for(run_dropin):
 
 
 def test_parts_of_a_tag_take_no_tag_of_the_program(run_dropin):
-    """A tag of any name keeps its own backup, its tensors and its state."""
+    """Check that a tag of any name keeps its own backup, tensors and state."""
     run_dropin("""
         makers = {"memsaver": memsaver.region, "saver": saver.region}
         for maker, region in makers.items():
@@ -191,7 +191,7 @@ def test_parts_of_a_tag_take_no_tag_of_the_program(run_dropin):
 
 
 def test_a_tag_of_the_program_keeps_its_backup(run_dropin):
-    """A region of another backup becomes a part of the tag, whoever made the tag."""
+    """Check that a region with another backup becomes a part, also of the program's own tag."""
     run_dropin("""
         with memsaver.region("w", backup="disk"):
             mine = block(1)
@@ -437,8 +437,8 @@ def test_get_cpu_backup(run_dropin):
 
 
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
-def test_a_retained_backup_is_shown_while_the_tensor_is_mapped(run_dropin, backend):
-    """At one address from pause to pause; until a resume that does not retain it."""
+def test_a_retained_backup_is_readable_while_the_tensor_is_mapped(run_dropin, backend):
+    """Check that it stays at one address from pause to pause, until a resume without retention."""
     pytest.importorskip("torch")
     run_dropin(f"""
         import torch

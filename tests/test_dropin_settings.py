@@ -37,7 +37,7 @@ def test_the_margin_stays_free(run_dropin):
 @pytest.mark.parametrize("how", ["default", "true", "false", "environment"])
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
 def test_host_memory_after_a_resume(run_dropin, how, backend):
-    """Released by the resume itself, of "mmap" unless it is retained."""
+    """Check that the resume releases it, for "mmap" unless it is retained."""
     env = {"TMS_RETAIN_CPU_BACKUP": "no"} if how == "environment" else {}
     kept = how == "true" or (how == "default" and backend == "pinned")
     run_dropin(
@@ -70,7 +70,7 @@ def test_host_memory_after_a_resume(run_dropin, how, backend):
 
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
 def test_a_finalizer_resumes_while_the_interpreter_ends(run_dropin, backend):
-    """No thread can be started then, and waiting for one would never end."""
+    """Interpreter exit allows no new thread, so a wait for one would never end."""
     done = run_dropin(f"""
         saver.retain_cpu_backup = False
         with saver.region("a", enable_cpu_backup=True, cpu_backup_backend={backend!r}):

@@ -1,4 +1,4 @@
-"""Every wrong byte is found, whatever views, types and overlaps a loader writes through."""
+"""Verification finds every wrong byte, for all views, types and overlaps that a loader writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAYS = ("copy", "index", "foreach", "fill", "half of it twice", "conjugated", "n
 
 
 class Write:
-    """One write of a loader: from a tensor of its own, into a view of a parameter."""
+    """One write of a loader, from its own tensor into a view of a parameter."""
 
     def __init__(self, name, parameter, dtype, size, stride, offset, way, source):
         self.name, self.parameter, self.way, self.source = name, parameter, way, source
@@ -34,7 +34,7 @@ class Write:
         return whole.as_strided(size, stride, offset)
 
     def covered(self):
-        """The bytes of the parameter that it writes to."""
+        """Return the bytes of the parameter that this writes to."""
         dtype, size, stride, offset = self.view
         wide = max(1 + offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)), 1)
         numbers = torch.arange(wide).as_strided(size, stride, offset).reshape(-1)
@@ -123,7 +123,7 @@ def models(draw):
 
 
 def check_every_byte(model, bit, every=1):
-    """Each byte of the parameters is changed in turn; the writes that cover it are named."""
+    """Change each byte of the parameters in turn, and check that its writes are named."""
     named = model.named()
     assert watched(model, named, model.load_weights)[1] == ()
     assert differing(model, named, model.load_weights) == ()

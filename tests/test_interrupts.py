@@ -1,4 +1,4 @@
-"""Signals whose handlers raise, in the middle of a call: what callbacks were told is what is."""
+"""Signal handlers that raise in the middle of a call: callbacks and states stay consistent."""
 
 import pytest
 
@@ -186,7 +186,7 @@ SECTIONS = {
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("case", SECTIONS)
 def test_sections_interrupted_everywhere(run_python, case, number):
-    # Left when the error arrives, whether that was on the way in, inside or on the way out.
+    # The section is left when the error arrives, whether during entry, inside or during exit.
     run_python(
         EVERYWHERE
         + f"""
@@ -285,8 +285,8 @@ HANDLERS = """
 
 
 def test_a_handler_is_called_once_for_a_signal_that_came_several_times(run_python):
-    # As for signals that a process blocks. Called for each, handlers that begin transitions, in
-    # which further signals come, would multiply: the main thread never came back in a storm.
+    # As for signals that a process blocks. If each signal were handled, handlers that begin
+    # transitions, during which more signals come, would multiply, and a flood would never end.
     run_python(
         HANDLERS
         + """

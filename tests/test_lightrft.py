@@ -164,7 +164,7 @@ def test_a_sleep_that_fails_half_way_keeps_the_weights(make_strategy, sim, nth):
 
 
 def test_weights_that_a_failed_sleep_lost_on_a_rank_are_sent_again(make_strategy):
-    # As where one rank of a group had released them when another one failed.
+    # As if one rank of a group had released them when another one failed.
     strategy = make_strategy(backup="none", weights="resend", timeout=30)
     strategy.broadcast_manager = sender = Sender(strategy, strategy.scheduler)
     strategy.inference_engine, strategy.inference_engine_type = strategy.rollout, "sglang"

@@ -1,4 +1,4 @@
-"""Where optimizers keep tensors and other optimizers, and what a step needs beside its states."""
+"""Tensors and optimizers inside optimizers, and the memory that a step needs besides its states."""
 
 import dataclasses
 import sys
@@ -16,7 +16,7 @@ from trainers import Trainer, bytes_of, lies_in, states_of  # noqa: E402
 
 
 class Container(torch.optim.Optimizer):
-    """Optimizers that step together, as trainers with several model parts have them."""
+    """Optimizers that step together, as in trainers with several model parts."""
 
     def __init__(self, optimizers, parts):
         self.parts = parts
@@ -64,7 +64,7 @@ class Pair:
     second: object = None
 
 
-# By name: puts a tensor somewhere into an optimizer, for a parameter.
+# By name, a function that puts a parameter's tensor into a place of an optimizer.
 PLACES = {
     "deque": lambda o, p, t: o.state[p].update(history=deque([t], maxlen=3)),
     "dataclass": lambda o, p, t: o.state[p].update(pair=Pair(t)),
@@ -207,7 +207,7 @@ def test_a_second_handle_keeps_the_backup(sim, tag):
         assert memsaver.stats()[other][0].backup == "host"
 
 
-# --- what the simulator can and cannot move along -------------------------------------------------
+# --- aliases on the simulated driver --------------------------------------------------------------
 
 ALIASES = {
     "numpy": lambda t: t.detach().numpy(),
@@ -229,7 +229,7 @@ if sys.version_info >= (
 
 
 @pytest.mark.parametrize("kind", ALIASES)
-def test_an_alias_that_cannot_move_along_is_refused_until_it_is_gone(sim, tag, kind):
+def test_an_alias_that_cannot_be_redirected_is_refused_until_it_is_gone(sim, tag, kind):
     tensor = torch.arange(64.0)
     address = tensor.data_ptr()
     alias = ALIASES[kind](tensor)

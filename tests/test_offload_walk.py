@@ -1,4 +1,4 @@
-"""Random trainings with pauses in all orders do what the same trainings do without any."""
+"""Random trainings with pauses in any order compute the same as without pauses."""
 
 import random
 
@@ -29,7 +29,7 @@ def reload(trainer, seed):
     trainer.optimizer.load_state_dict({**saved, "state": copied})
 
 
-# What both trainers do, by name; each with a seed of the operation.
+# The operations that both trainers do, by name. Each takes a seed.
 OPERATIONS = {
     "step": lambda trainer, seed: trainer.step(),
     "backward": lambda trainer, seed: trainer.backward(seed) and None,
@@ -43,7 +43,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum"])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_random_training_is_that_of_a_twin(sim, tag, optimizer, seed):
+def test_a_random_training_with_pauses_equals_one_without(sim, tag, optimizer, seed):
     chance = random.Random(seed)
     trainer, twin = Trainer(optimizer), Trainer(optimizer)
     for one in (trainer, twin):

@@ -122,7 +122,7 @@ def test_make_help_fits_a_terminal():
 # --- licences -------------------------------------------------------------------------------------
 
 
-def test_pybind11s_licence_is_that_of_the_installed_one():
+def test_the_copied_pybind11_licence_is_the_installed_one():
     files = [file for file in metadata.files("pybind11") or [] if file.name == "LICENSE"]
     text = (ROOT / "csrc" / "python" / "pybind11.LICENSE").read_text()
     assert [file.locate().read_text() for file in files] == [text]
@@ -137,7 +137,7 @@ def test_the_drop_ins_wheel_has_its_licence(dropin_wheel):
 
 
 def licences_in(wheel):
-    """The licence files in a wheel, as its project names them."""
+    """Return the licence files in a wheel, with the paths of its project."""
     with zipfile.ZipFile(wheel) as archive:
         parts = [name.partition(".dist-info/licenses/") for name in archive.namelist()]
     return {path for _, found, path in parts if path and not path.endswith("/")}
@@ -267,7 +267,7 @@ def test_a_wheel_has_the_package_and_a_manylinux_tag(wheel):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_ubuntu_22_04_installs_the_wheels(built):
-    """As auditwheel has found from what they need of the C library; 22.04 has 2.35."""
+    """Check auditwheel's platform tag: Ubuntu 22.04 has version 2.35 of the C library."""
     needs_a_c_library_before_2_38()
     for wheel in built.glob("*.whl"):
         tags = re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name)

@@ -1,4 +1,4 @@
-"""torch.distributed is ended and started again in a process that has had a rollout engine."""
+"""torch.distributed can be shut down and initialised again in a process that had an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ torch.multiprocessing.set_sharing_strategy("file_system")
 engines = []  # closed, and kept
 
 def met(what):
-    # Without torch's store: that of the next group must not be reached before the last one ended.
+    # Uses files, because torch's store of the next group must not be reached before the last ends.
     Path(f"{what}-{RANK}").touch()
     eventually(lambda: Path(f"{what}-{1 - RANK}").exists(), True)
 
@@ -53,7 +53,7 @@ for number, shape in enumerate([(1, 2), (2, 1), (1, 2)]):
     engine.close()
     engine.close()
     start = time.monotonic()
-    refused(engine)  # and waits for nobody
+    refused(engine)  # waits for no other rank
     assert time.monotonic() - start < 10 and "closed" in repr(engine)
     engines += [engine, session]
     dist.destroy_process_group()

@@ -230,7 +230,7 @@ def test_a_server_of_another_version(make_world):
 
 @pytest.mark.parametrize("name", ["tp_size", "pp_size", "dp_size"])
 @pytest.mark.parametrize("value", ["2", 2.5, -1, [], True, 1 << 70])
-def test_a_number_of_ranks_that_is_none(make_world, kind, name, value):
+def test_an_invalid_number_of_ranks_is_an_engine_error(make_world, kind, name, value):
     manager, target = make_world(kind)
     setattr(manager.server_args, name, value)
     with pytest.raises(EngineError, match=name):
@@ -238,7 +238,7 @@ def test_a_number_of_ranks_that_is_none(make_world, kind, name, value):
 
 
 @pytest.mark.parametrize("version", [5, None, ["0.5.16"], {}])
-def test_a_server_without_a_version(make_world, version):
+def test_a_server_without_a_version_is_an_engine_error(make_world, version):
     manager, url = make_world("server")
     manager.version = version
     with pytest.raises(EngineError, match="no version"):

@@ -277,7 +277,7 @@ def test_samples_that_are_none(samples, text):
 
 
 def test_what_is_no_engine():
-    with pytest.raises(ConfigError, match=r"no `Backend`.*RolloutEngine\.connect"):
+    with pytest.raises(ConfigError, match=r"not a `Backend`.*RolloutEngine\.connect"):
         RolloutEngine("http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="pad_token_id is a number, not None"):
         RolloutEngine(Given(), pad_token_id=None)

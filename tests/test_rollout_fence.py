@@ -105,7 +105,7 @@ if RANK == 1:
 with pytest.raises(EngineTimeoutError, match="it hangs") as caught:
     engine.sleep(fence=True)
 assert list(caught.value.failures) == [1] and "rank 1 of 2" in str(caught.value)
-# Likewise where the others failed at once, and the call has more time than the fence.
+# The same if the others failed at once, and the call has more time than the fence.
 backend.slow, backend.fail = RANK * 3.0, EngineTimeoutError(f"engine {RANK}")
 with pytest.raises(EngineTimeoutError) as caught:
     engine.wake_up(fence=True, timeout=4)

@@ -96,7 +96,7 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
                 raise (OSError if RANK else KeyError)("odd")
         error = refused(md.RankError, engine.generate, Odd(), TWO)
         assert [error.failures[rank].kind for rank in (0, 1)] == ["KeyError", "OSError"]
-        # A time of one rank that is none.
+        # An invalid timeout on one rank.
         error = refused(ConfigError, engine.sleep, timeout=-1 if RANK else 5)
         assert list(error.failures) == [1] and engine.status is Status.AWAKE
         # What the engine refuses.
@@ -171,7 +171,7 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
         error = refused(EngineTimeoutError, engine.sleep, timeout=0.5)
         assert engine.status is Status.UNKNOWN and "rank 0" in str(error)
         engine.close()
-        try:  # for each rank alone: the ranks are not connected any more
+        try:  # each rank by itself: the ranks are no longer connected
             engine.sleep()
         except InvalidStateError as error:
             assert "closed" in str(error)
@@ -335,8 +335,8 @@ def test_two_groups_of_two(run_ranks):
         urls = gathered(stand_in.Server(manager).url if manager else "")
         servers = RolloutEngine.connect([urls[0], urls[2]], mesh, timeout=20)
         assert rows(servers.generate([[RANK + 7]], TWO)) == [[RANK + 7, RANK + 8]]
-        dist.barrier()  # rank 0 has the store of all
-        os._exit(0)  # with the servers' threads
+        dist.barrier()  # rank 0 hosts the store
+        os._exit(0)  # ends the servers' threads
         """,
         4,
     )

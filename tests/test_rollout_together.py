@@ -100,10 +100,10 @@ error = fails(RankError, together.on_leader, "a result", threading.Lock)
 assert "cannot pickle" in str(error)
 """
 
-# What arrives on some ranks only, and bad arguments of one rank.
+# Values that only some ranks can read, and bad arguments of one rank.
 ODD = """
 class Fragile:
-    # Cannot be made again on some ranks.
+    # Cannot be unpickled on some ranks.
     def __init__(self, where):
         self.where = where
 
@@ -132,8 +132,8 @@ error = fails(ConfigError, Together, group, -1 if RANK == 1 else 20, "odd time")
 assert list(error.failures) == [1]
 """
 
-# An interrupt on one rank at some time of a call: the others learn of it or are done, and the group
-# goes on working. `interrupted` says whether this rank was.
+# An interrupt on one rank at some time of a call: the others raise or have finished, and the group
+# keeps working.
 INTERRUPTS = """
 import signal
 
@@ -141,7 +141,7 @@ def interrupt():
     signal.raise_signal(signal.SIGINT)
 
 def during(call):
-    # In the words of this rank: its result, its interrupt, or the failures of others.
+    # Returns this rank's outcome in words: its result, its interrupt, or the others' failures.
     try:
         return call()
     except KeyboardInterrupt:
@@ -156,13 +156,13 @@ def everyones(value):
 
 elsewhere = ["KeyboardInterrupt", "interrupted", "KeyboardInterrupt"]
 for number in (1, 2):
-    # In its own work, of whatever step.
+    # In this rank's own work, in each step.
     work = lambda: interrupt() if RANK == 1 else None
     assert everyones(during(lambda: together.gather("work", work))) == elsewhere
     assert everyones(during(lambda: together.gathered("work", work, len))) == elsewhere
     brought = KeyboardInterrupt() if RANK == 1 else None
     assert everyones(during(lambda: together.meet("an error", brought))) == elsewhere
-    # Between the two meetings of a call: the next one tells the others.
+    # Between the two exchanges of a call: the second one reports it to the others.
     original = together._ranks.attempt
     def attempt(*arguments, **named):
         outcomes = original(*arguments, **named)
@@ -171,14 +171,14 @@ for number in (1, 2):
         return outcomes
     together._ranks.attempt = attempt
     assert everyones(during(lambda: together.gathered("between", lambda: 1, len))) == elsewhere
-    # In the last meeting of a call: the others are done, this rank raises at its end.
+    # In the last exchange of a call: the others finish, and this rank raises at its end.
     assert everyones(during(lambda: together.gather("last", lambda: 1))) == [
         [1] * 3, "interrupted", [1] * 3
     ]
     del together._ranks.attempt
     assert together.gather("then", lambda: RANK) == order
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-# Any other signal whose handler raises, too.
+# Another signal, whose handler raises.
 class Alarm(Exception):
     pass
 def alarm(number, frame):
@@ -234,7 +234,7 @@ def test_three_ranks(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_what_one_rank_cannot_read_or_give_is_an_error_on_all(tmp_path):
+def test_a_value_that_one_rank_cannot_send_or_read_is_an_error_on_all(tmp_path):
     rank_processes.run(CODE + ODD, 3, tmp_path, timeout=80)
 
 

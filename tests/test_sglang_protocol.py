@@ -1,4 +1,4 @@
-"""What schedulers and callers tell each other, whatever is in it."""
+"""The messages between schedulers and callers, with any contents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memsaver.integrations.sglang.protocol import Answer, Failure, answers_of, e
 from memsaver.integrations.sglang.status import status_of
 
 
-def test_any_exception_travels_as_a_failure():
+def test_any_exception_can_be_sent_as_a_failure():
     class Odd(Exception):
         tag, needed, free = object(), "many", 1 << 70
 
@@ -23,7 +23,7 @@ def test_any_exception_travels_as_a_failure():
 
 
 @pytest.mark.parametrize("text", ["memsaver:", "memsaver:[", "memsaver:1", "memsaver:{}"])
-def test_an_answer_that_is_none_is_an_engine_error(text):
+def test_an_invalid_answer_is_an_engine_error(text):
     with pytest.raises(EngineError):
         answers_of([SimpleNamespace(rid=text)])
 

@@ -1,4 +1,4 @@
-"""The simulated driver in a process whose limits are low: no illegal access, and no end of it."""
+"""The simulated driver under low process limits: no illegal access, and the process survives."""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""Waiting for a tag: never for ever, and never in the way of what would end the wait."""
+"""Waits for a tag always end, and never block the thread that would end them."""
 
 import pytest
 
@@ -27,7 +27,7 @@ SETUP = """
         return False
 """
 
-# What a thread may do, in a signal's handler say, while it has begun a transition and not run it.
+# Calls of a thread that has begun a transition and not run it, for example in a signal handler.
 REQUESTS = {
     "pause": "lambda: memsaver.pause('a')",
     "resume": "lambda: memsaver.resume('a')",
@@ -123,7 +123,7 @@ def test_another_thread_waits_for_a_transition_that_was_begun(run_python):
     )
 
 
-def test_what_was_handed_over_is_waited_for(run_python):
+def test_the_former_owner_waits_for_a_handed_over_transition(run_python):
     run_python(
         SETUP
         + """
@@ -170,7 +170,7 @@ def test_an_interrupt_ends_the_wait_for_a_tag(run_python, call):
     )
 
 
-def test_finalizers_in_cycles_that_resume_do_not_stop_two_threads(run_python):
+def test_finalizers_that_resume_do_not_deadlock_two_threads(run_python):
     run_python(
         SETUP
         + """

@@ -52,20 +52,20 @@ def test_a_process_of_a_container_that_sees_the_same_folder(runtime):
 
 
 ANSWERS = {
-    "nothing": (b"", "no answer"),
+    "nothing": (b"", "did not answer"),
     "no JSON": (b"hello\n", "its answer is invalid"),
-    "half of it": (b'{"format": 1, "memsaver": "0.1.0", "pid": 1', "its answer is invalid"),
+    "a truncated answer": (b'{"format": 1, "memsaver": "0.1.0", "pid": 1', "its answer is invalid"),
     "another shape": (b'["format"]', "its answer is invalid"),
     "another format": (b'{"format": 99, "memsaver": "9.0.0"}', "9.0.0 answers in format 99"),
     "no number": (
         b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": NaN, '
         b'"driver": null, "devices": [], "tags": [], "host_bytes": 0, "host_available_bytes": 0}',
-        "no number",
+        "not a finite number",
     ),
     "text for bytes": (
         b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": 1, '
         b'"driver": null, "devices": [], "tags": [], "host_bytes": "1", "host_available_bytes": 0}',
-        "no whole number",
+        "not a whole number",
     ),
     "deep": (b"[" * 100_000, "its answer is invalid"),
     "a number beyond any float": (
@@ -79,7 +79,7 @@ ANSWERS = {
         b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": 1, '
         b'"driver": null, "devices": [], "tags": [], "host_bytes": true, '
         b'"host_available_bytes": 0}',
-        "no whole number",
+        "not a whole number",
     ),
     "a terminal's commands": (
         b'{"format": "\\u001b[2J\\ud800", "memsaver": "\\u001b]0;x\\u0007"}',
@@ -112,7 +112,7 @@ def test_an_answer_that_never_ends(runtime):
         assert time.monotonic() - start < 2 and "no answer within" in silent.why
 
 
-def test_an_answer_of_any_size_is_not_held(runtime, monkeypatch):
+def test_an_oversized_answer_is_not_kept_in_memory(runtime, monkeypatch):
     monkeypatch.setattr(watched, "_MOST_BYTES", 1 << 20)
 
     def flood(client):

@@ -49,12 +49,12 @@ def backend():
 
 @pytest.fixture
 def group_of(backend):
-    """Makes a group with the engine; nothing of any is open at the end, but what torch keeps."""
+    """Return a function that makes a group; at the end, check that no group left resources open."""
 
     def make(**options):
         return WeightGroup(RolloutEngine(backend, timeout=20), backend="gloo", **options)
 
-    warm = make()  # torch opens some things once
+    warm = make()  # torch opens some resources once
     with pytest.raises(EngineError, match="it is gone"):
         warm.leave()
     eventually(lambda: [one for one in threading.enumerate() if one.name == "memsaver-weights"], [])
@@ -74,7 +74,7 @@ def test_leaving_closes_every_socket_descriptor_and_thread(backend, group_of, mo
         group.leave()
         assert listening() == [] and set(open_descriptors()) == before
         eventually(lambda: len(threads()) <= running, True)
-    # Also if the engine cannot leave; the engine, its error and the group are still referred to.
+    # Also if the engine cannot leave, and while the engine, its error and the group are referenced.
     monkeypatch.undo()
     group = group_of()
     with pytest.raises(EngineError, match="it is gone") as caught:
@@ -84,7 +84,7 @@ def test_leaving_closes_every_socket_descriptor_and_thread(backend, group_of, mo
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
-def test_a_loopback_address_is_all_that_a_group_listens_on(backend, group_of, address):
+def test_a_group_on_a_loopback_address_listens_only_there(backend, group_of, address):
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
             one.bind((address, 0))
@@ -111,7 +111,7 @@ def test_a_fixed_port_can_be_used_again(group_of):
 
 
 def test_names_do_not_repeat_in_another_process_with_the_same_pid(tmp_path):
-    """What a killed trainer called its group, the engine still knows."""
+    """An engine remembers the group names of killed trainers."""
     code = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
@@ -161,7 +161,7 @@ def test_bad_options_are_refused(group_of, options, said):
 
 
 def test_what_is_no_engine_or_no_backend_is_refused(backend):
-    with pytest.raises(ConfigError, match="not a str"):
+    with pytest.raises(ConfigError, match="not str"):
         WeightGroup("http://127.0.0.1:30000")
     with pytest.raises(ConfigError, match="nccl, gloo"):
         WeightGroup(RolloutEngine(backend, timeout=20), backend="mpi")
@@ -294,7 +294,7 @@ else:
             assert backend is None or backend.calls[-1] == "continue"
         error = refused(ConfigError, update, engine, shards, group=group, layout="engine")
         assert "whole tensors by a group" in str(error)
-        # What the engine refuses is told on both, and the group is of no more use.
+        # A refusal of the engine is raised on both ranks, and the group is unusable.
         if backend is not None:
             backend.refuses = True
         patch.setattr(disaggregated, "END_SECONDS", 1)

@@ -152,7 +152,7 @@ def test_shards_in_the_engines_layout(engine, backend):
 @pytest.mark.parametrize(
     "state, options, text",
     [
-        ({"a": 1}, {}, "a is no tensor, but a int"),
+        ({"a": 1}, {}, "a must be a tensor, not int"),
         ({}, {}, "no tensors to send"),
         (7, {}, "not int"),
         (torch.ones(2), {}, "not Tensor"),
@@ -293,7 +293,7 @@ def test_an_engine_without_the_plugin_is_reported():
     backend = Backend()
     report = update(RolloutEngine(backend), checkpoint(), verify="full")
     assert holds(backend) and (report.received, report.held) == (0, 0)
-    assert "has not memsaver's plugin" in report.unverified
+    assert "lacks memsaver's plugin" in report.unverified
     assert report.checksums == tuple(backend.checksums(1)) and len(report.checksums) == 1
     assert update(RolloutEngine(backend), checkpoint(), verify="off").checksums == ()
 
@@ -333,13 +333,13 @@ def test_tensors_without_elements_are_sent_like_others(engine, backend, bucket_b
     assert holds(backend, checkpoint(8))
 
 
-def test_tied_weights_are_told_by_their_memory_and_what_is_read_of_it():
+def test_tied_weights_are_recognised_by_their_memory_and_layout():
     one, two = torch.ones(4, 2), torch.ones(3, dtype=torch.complex64)
     state = {"a": one, "b": one, "c": one.t(), "d": one[:2], "e": one.clone(), "f": torch.ones(0)}
     state.update({"g": two, "h": two.conj(), "i": torch._neg_view(one), "j": two.conj()})
     specs = {source.spec.name: source.spec for source in sources_of(state)}
     told = {name: spec.same for name, spec in specs.items()}
-    assert told.pop("f") is None  # there is nothing of it here
+    assert told.pop("f") is None  # this rank has no element of it
     assert {name: same for name, same in told.items() if same} == {"b": "a", "j": "h"}
     assert (specs["c"].shape, specs["c"].dtype, specs["c"].nbytes) == ((2, 4), "float32", 32)
 
@@ -355,12 +355,12 @@ def test_tied_weights_are_told_by_their_memory_and_what_is_read_of_it():
         ([None, None], None),
     ],
 )
-def test_a_tie_is_one_if_all_ranks_that_have_an_element_say_so(told, tie):
+def test_a_tie_counts_only_if_all_ranks_with_an_element_have_it(told, tie):
     assert common_tie(told) == tie
 
 
 def test_conjugated_and_negated_views_bring_their_own_values(monkeypatch):
-    """Each beside the tensor that it is a view of."""
+    """Sends each view together with its base."""
 
     class Pair(torch.nn.Module):
         rank = 0

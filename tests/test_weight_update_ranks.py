@@ -58,13 +58,13 @@ engine, backend = engine_of(2)
 error = refused(WeightMismatchError, update, engine, weights, verify="full", bucket_bytes=700)
 assert error.tensors == (name,) and "on rank 1" in str(error), error
 assert backend is None or backend.calls[-1] == "end"
-update(engine, weights, verify="off")  # nothing is looked at
-# In the engine's own layout each rank has other contents.
+update(engine, weights, verify="off")  # nothing is compared
+# In the engine's own layout each rank has different contents.
 like = weight_engine.Model(engine.layout.tp_rank, 2)
 like.load_weights(checkpoint(9).items())
 update(engine, like, layout="engine", verify="full")
 assert holds(backend, checkpoint(9))
-# Each engine's ranks agree, and the engines do not.
+# The ranks of each engine have equal contents, but the engines differ.
 alone, backend = engine_of(1)
 for options in ({}, {"layout": "engine"}):
     state = weights
@@ -106,12 +106,12 @@ report = update(engine, weights, verify="full")
 assert report.tied == () and report.held == report.tensors == 14, report
 for model in backend.models if backend is not None else ():
     assert torch.equal(model.head, weights["lm_head.weight"])
-# With other contents there, too, nothing is taken for held.
+# If the contents there differ too, no tensor counts as held.
 if RANK == 1:
     weights["lm_head.weight"] += 1
 error = refused(WeightMismatchError, update, engine, weights, verify="full")
 assert error.tensors == ("lm_head.weight",), error
-# A rank without an element of them leaves it to the others.
+# A rank without an element of the tensors leaves the decision to the others.
 one = distribute_tensor(torch.ones(1), init_device_mesh("cpu", (2,)), [Shard(0)])
 report = update(engine, {{"layers.0.scale": one, "layers.1.scale": one}}, verify="full")
 assert report.tied == ("layers.1.scale",), report
@@ -193,7 +193,7 @@ assert backend is None or backend.calls == []
 # A state that one rank cannot send.
 other = {**weights, "layers.0.scale": 1 if RANK == 1 else weights["layers.0.scale"]}
 error = refused(ConfigError, update, engine, other)
-assert "rank 1" in str(error) and "no tensor" in str(error), error
+assert "rank 1" in str(error) and "must be a tensor" in str(error), error
 
 # A rank that fails as it fills its bucket.
 class Failing(updates.BucketMemory):

@@ -1,4 +1,4 @@
-"""Files that are replaced whole: who may read them, at every moment."""
+"""Files that are replaced whole, and their access rights at every moment."""
 
 import os
 import stat
@@ -11,7 +11,7 @@ from memsaver.whole_files import replace_file
 
 @pytest.fixture
 def rights_seen(tmp_path):
-    """Do something, and return the modes that new files of the folder had between its calls."""
+    """Return a function that runs an action and returns the modes that new files had meanwhile."""
 
     def watch(action):
         there, seen = set(os.listdir(tmp_path)), set()
@@ -33,7 +33,7 @@ def rights_seen(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o640, 0o644, 0o666])
-def test_a_replaced_file_is_never_open_to_more_than_before(tmp_path, rights_seen, mode):
+def test_a_replaced_file_is_never_accessible_to_more_users(tmp_path, rights_seen, mode):
     target = tmp_path / "saved"
     target.write_bytes(b"before")
     target.chmod(mode)
@@ -44,7 +44,7 @@ def test_a_replaced_file_is_never_open_to_more_than_before(tmp_path, rights_seen
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o027])
-def test_a_new_file_has_what_the_umask_leaves(tmp_path, mask):
+def test_a_new_files_mode_follows_the_umask(tmp_path, mask):
     before = os.umask(mask)
     try:
         replace_file(tmp_path / "saved", b"new")
@@ -54,7 +54,7 @@ def test_a_new_file_has_what_the_umask_leaves(tmp_path, mask):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs files of others")
-def test_a_file_of_another_user_stays_theirs(tmp_path):
+def test_a_replaced_file_keeps_its_owner(tmp_path):
     target = tmp_path / "saved"
     target.write_bytes(b"before")
     os.chown(target, 1234, 2345)

@@ -46,7 +46,8 @@ class BackupStore {
   // Ends a store (or null); false where some of it cannot be given back yet: that is kept, claimed,
   // for collect_retired(). Any thread, in a DeviceScope or not.
   static bool retire(std::unique_ptr<BackupStore> store, const Device& device) noexcept;
-  // Gives that back; the bytes of the stores that are gone. Likewise.
+  // Ends the stores that retire() kept; returns the bytes that they released. Any thread, in a
+  // DeviceScope or not.
   static uint64_t collect_retired() noexcept;
 
   BackupStore(Backup kind, std::unique_ptr<BackupMedium> medium)

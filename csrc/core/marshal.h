@@ -37,7 +37,7 @@ ms_event event_row(const Record& record);
 
 // Copies text into a fixed field, cut at a UTF-8 boundary.
 void copy_text(char* field, size_t capacity, const std::string& text);
-// Likewise the end of it.
+// Copies the end of a text into a fixed field, cut at a UTF-8 boundary.
 void copy_end_of_text(char* field, size_t capacity, const std::string& text);
 
 // Writes the failure down, where `error` is not null; its status.

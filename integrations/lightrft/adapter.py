@@ -78,7 +78,7 @@ class Adapted:
                 again.
             OutOfDeviceMemoryError, EngineError, MemsaverError: the same, where there are no other
                 ranks.
-            InvalidStateError: the weights were given back without a backup, and nobody sent them.
+            InvalidStateError: the weights were released without a backup, and were not sent again.
         """
         if not self._is_ours():
             self._originals["wakeup_inference_engine"]()

@@ -87,7 +87,7 @@ class EngineMemory:
             Whether the engine is awake then: not in an update.
 
         Raises:
-            InvalidStateError: the weights were given back without a backup, and LightRFT has no
+            InvalidStateError: the weights were released without a backup, and LightRFT has no
                 actor to send them from; nothing is done.
             RankError, or where there are no other ranks OutOfDeviceMemoryError, EngineTimeoutError,
                 EngineError, MemsaverError: as from `SleepController.wake_up`.
@@ -114,7 +114,7 @@ class EngineMemory:
         sender = getattr(self._strategy, "broadcast_manager", None)
         if sender is None:
             raise InvalidStateError(
-                "the engine's weights were given back without a backup, and there is no actor to "
+                "the engine's weights were released without a backup, and LightRFT has no actor to "
                 "send them from: call strategy.update_engine_weights(actor) before generating",
                 tag=WEIGHTS,
             )

@@ -50,11 +50,12 @@ class OptimizerMemory:
         _pause([self._tags[inner]])
 
     def resume(self, optimizer: Any) -> None:
-        """Have an optimizer's memory again, on every rank or on none. Nothing where it is there.
+        """Map an optimizer's memory again, on every rank or on none. Does nothing if it is mapped.
 
         Raises:
-            RankError: it failed on a rank (for want of memory, say), and is paused on all.
-            MemsaverError: as from `memsaver.resume`, likewise.
+            RankError: it failed on a rank, for example without enough memory; the memory is paused
+                on all ranks.
+            MemsaverError: `memsaver.resume` raised this; the memory is paused.
         """
         inner, _ = _inner(optimizer)
         if inner in self._settled:
@@ -62,7 +63,7 @@ class OptimizerMemory:
 
     @collective_block
     def there(self) -> Iterator[None]:
-        """For the block, the memory of all of them is there. Errors as of `resume` and `pause`."""
+        """Map the memory of all optimizers for the block. Raises as `resume` and `pause` do."""
         tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
         if tags:
             _resume(tags)
@@ -73,7 +74,7 @@ class OptimizerMemory:
                 _pause(tags)
 
     def close(self) -> None:
-        """Resume all of them, and look for nothing new any more. Errors as of `resume`."""
+        """Resume all optimizers, and stop moving their new memory. Raises as `resume` does."""
         tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
         if tags:
             _resume(tags)

@@ -55,9 +55,9 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
 
     Args:
         backend: the engine, on the leader; None elsewhere.
-        layout: where this rank stands; or the ranks, as the mesh of `launch`.
-        timeout: see there.
-        pad_token_id: likewise.
+        layout: this rank's `Layout`, or the ranks, as the mesh of `launch`.
+        timeout: see `launch`.
+        pad_token_id: see `launch`.
 
     Raises:
         ConfigError: the leader has no engine, or what it has is none; an argument is not as above.
@@ -107,8 +107,8 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
                 raise ConfigError("the leader of the group has no engine")
             if not all(hasattr(made, name) for name in ("tp_size", "control", "close")):
                 raise ConfigError(
-                    f"a {type(made).__name__} is no `Backend`; a server's URL, or an "
-                    "sglang.Engine, is for RolloutEngine.connect"
+                    f"a {type(made).__name__} is not a `Backend`: pass a server's URL or an "
+                    "sglang.Engine to RolloutEngine.connect"
                 )
             self.backend = made
             return made.tp_size, known_released(made)

@@ -38,8 +38,8 @@ class Fence:
 
         Raises:
             error: where there is one engine alone; or it is an interrupt, for this rank alone.
-            MemsaverError: what the engines' ranks brought, as of `Together`.
-            GroupError: not all ranks came.
+            MemsaverError: the error of the engines' ranks, see `Together`.
+            GroupError: not all ranks made the call.
         """
         if self._layout.dp_size == 1:
             if error is not None:

@@ -66,8 +66,8 @@ class TrainerMemory:
             others.insert(0, self._offloaded(optimizer, backup).tag)
         if self.model in others:
             raise ConfigError(
-                f"the model is in tag {self.model!r} together with others, and is needed longer "
-                "than they are: give it a tag of its own",
+                f"the model shares tag {self.model!r} with other memory, which is paused earlier "
+                "than the model: give the model its own tag",
                 tag=self.model,
             )
         self.others = tuple(dict.fromkeys(others))

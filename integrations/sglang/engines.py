@@ -32,10 +32,10 @@ class Engine(Protocol):
     """
 
     def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
-        """Release memory; what the schedulers answer, [] where that does not reach the caller."""
+        """Release memory. Returns the schedulers' answers, [] if they do not reach the caller."""
 
     def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
-        """Resume memory; answers as of `release`."""
+        """Resume memory. Returns answers as `release` does."""
 
     def states(self, timeout: float) -> list[SchedulerState]:
         """How the schedulers are, one for each data-parallel rank; [] without memsaver's hooks."""

@@ -63,14 +63,14 @@ _WANTS = (errors.BackupError, errors.OutOfDeviceMemoryError, errors.OutOfHostMem
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception, as far as it travels.
+    """The parts of an exception that are sent.
 
     Attributes:
         kind: the exception's class.
         message: its text.
         tag: the tag concerned, or "".
-        needed: bytes that were needed, where it is a want of memory or disk.
-        free: bytes that were free, likewise.
+        needed: bytes that were needed, if memory or disk space was short.
+        free: bytes that were free, if memory or disk space was short.
     """
 
     kind: str
@@ -236,7 +236,7 @@ class SchedulerState:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """As of `Answer`."""
+        """The last answer's `held`. See `Answer`."""
         return self.last.held if self.last is not None else ()
 
 

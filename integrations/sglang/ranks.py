@@ -18,7 +18,7 @@ __all__ = ["Figures", "Group", "first_failure"]
 
 @dataclass(frozen=True)
 class Figures:
-    """What work on one rank did; fields as of `RankReport`."""
+    """The figures of the work on one rank. See `RankReport` for the fields."""
 
     seconds: float = 0.0
     device_bytes: Mapping[str, int] = field(default_factory=dict)

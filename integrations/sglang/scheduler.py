@@ -54,7 +54,7 @@ from memsaver.integrations.sglang.updaters import resume_of, updater_of
 __all__ = ["add_state", "release", "resume"]
 
 _LAST = "_memsaver_last_answer"  # of a scheduler
-_NAME = "_memsaver_name"  # likewise
+_NAME = "_memsaver_name"  # of a scheduler
 _logger = logging.getLogger("memsaver.sglang")
 
 

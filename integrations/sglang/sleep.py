@@ -163,12 +163,12 @@ class SleepController:
 
     @contextlib.contextmanager
     def request(self, operation: str = "generate") -> Iterator[None]:
-        """For the block, the caller asks the engine for that by a way of its own.
+        """Count the block as a request in flight, for a caller that calls the engine directly.
 
-        As `generate` does, it counts as a request in flight: a sleep refuses, or waits for it.
+        A sleep refuses or waits during the block, as during `generate`.
 
         Raises:
-            ConfigError, InvalidStateError: as of `check`.
+            ConfigError, InvalidStateError: see `check`.
         """
         with self._requests.one(lambda: self.check(operation)):
             yield
@@ -395,8 +395,8 @@ class SleepController:
             self._knowledge.learn(self._states(deadline))
         if not self._knowledge.is_known:
             raise InvalidStateError(
-                "what the engine has released is unknown since its last failure, and it has not "
-                "memsaver's plugin to tell: restart it"
+                "the tags that the engine has released are unknown since its last failure, because "
+                "it lacks memsaver's plugin: restart it"
             )
 
 

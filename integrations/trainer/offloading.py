@@ -117,8 +117,8 @@ class Offloaded:
     def _check_open(self) -> None:
         if self._is_closed:
             raise InvalidStateError(
-                f"this was closed, and looks for nothing new: use memsaver.pause({self.tag!r}) for "
-                "what is in the tag, or offload once more",
+                f"the handle of tag {self.tag!r} is closed and finds no new memory: call "
+                f"memsaver.pause({self.tag!r}) for the memory in the tag, or offload again",
                 tag=self.tag,
             )
 

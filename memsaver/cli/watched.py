@@ -248,7 +248,7 @@ def _read_all(client: socket.socket, end: float) -> bytes:
 
 def _process_of(pid: int, command: str, answer: bytes) -> Process:
     if not answer:
-        raise _NoAnswer("it gave no answer")
+        raise _NoAnswer("it did not answer")
     try:
         told = json.loads(answer.decode(errors="replace"))
         if told["format"] != FORMAT:
@@ -303,13 +303,13 @@ def _tag_of(row: dict[str, Any], now: float) -> WatchedTag:
 
 def _whole(value: Any) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not a whole number")
     return value
 
 
 def _number(value: Any) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a finite number")
     return float(value)
 
 

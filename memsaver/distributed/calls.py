@@ -88,7 +88,7 @@ def swap(
 
     Args:
         out: the tag, or tags, to pause; the same on all ranks, in any order.
-        into: the tag, or tags, to resume; likewise.
+        into: the tag, or tags, to resume; the same on all ranks, in any order.
         group: as in `pause`.
         backup: as in `pause`, for `out`.
         timeout: as in `pause`.

@@ -90,14 +90,14 @@ class Channel:
             ) from None
 
     def connect(self, timeout: float | None, what: str) -> None:
-        """Make the lane's connections now, instead of in its first call.
+        """Make the lane's connections now, instead of in its first call. A collective.
 
-        A collective. Needed before two lanes are used at once: making connections waits in torch's
-        store, and keeps other threads of the process from it meanwhile.
+        Needed before two lanes are used at once, because connecting waits in torch's store and
+        blocks other threads of the process that use the store.
 
         Args:
-            timeout: seconds, as of `all_gather`; likewise the rest.
-            what: see there.
+            timeout: seconds to wait. See `all_gather`, also for the errors.
+            what: the call in words. See `all_gather`.
         """
         try:
             with self._link.lock:

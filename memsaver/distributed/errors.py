@@ -41,12 +41,12 @@ class RankFailure:
 
 
 class RankError(MemsaverError):
-    """The call failed on some ranks, and was taken back on all others. The same on every rank.
+    """The call failed on some ranks, and was undone on all others. The same on every rank.
 
     Attributes:
-        failures: by rank, what failed there; where the ranks disagree, every rank's own call.
-        stuck: by rank, where a rank could not go back either: the state of its tags, and why.
-            Empty where every rank is as it was before the call.
+        failures: by rank, the failure; if the ranks made different calls, the call of every rank.
+        stuck: for each rank whose rollback failed too, the states of its tags and the reason.
+            Empty if every rank is as it was before the call.
     """
 
     _status = "RANK_FAILED"
@@ -57,12 +57,12 @@ class RankError(MemsaverError):
 class GroupError(MemsaverError):
     """The ranks cannot reach each other: one died, hangs, or never made the call.
 
-    This rank has taken back what it did, unless the message says otherwise. Others have too as far
-    as they live; one that had every rank's answer before the loss may have returned. `__cause__` is
+    This rank has undone its changes, unless the message says otherwise. So have the other living
+    ranks, but a rank that had every rank's answer before the loss may have returned. `__cause__` is
     torch's error.
 
     Attributes:
-        missing: the ranks that did not come as far as this one, as far as that can be known.
+        missing: the ranks that are known not to have come as far as this one.
     """
 
     _status = "GROUP_FAILED"

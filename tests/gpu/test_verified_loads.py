@@ -1,4 +1,4 @@
-"""Every wrong byte of a model on a GPU is found, fp8 and bf16 weights among them."""
+"""Verification finds every wrong byte of a model on a GPU, including fp8 and bf16 weights."""
 
 from __future__ import annotations
 

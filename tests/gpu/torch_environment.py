@@ -9,9 +9,9 @@ import memsaver
 
 
 def torch_environment(expandable: bool) -> dict[str, str]:
-    """This environment without settings of torch's allocator and ours; with memsaver and tests/.
+    """Return this environment without settings of torch's allocator and of memsaver.
 
-    With `expandable`, torch is told to make expandable segments.
+    Python finds memsaver and tests/ in it. With `expandable`, torch makes expandable segments.
     """
     env = {
         name: value

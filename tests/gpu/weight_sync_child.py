@@ -154,7 +154,7 @@ def check_bad(engine: Any, first: list[list[int]], folder: Path) -> None:
     flag.unlink()
     assert error.tensors == ("model.layers.2.mlp.up_proj.weight",), error
 
-    # One bit of any byte: the first one, an odd one, the last one.
+    # One bit in each of three bytes: the first, one at an odd offset, and the last.
     row = weights["model.layers.2.mlp.up_proj.weight"].nbytes
     for byte in (0, row - 1, row, 2 * row - 1):
         flag.write_text(f"model.layers.2.mlp.gate_up_proj.weight {byte}")
@@ -192,7 +192,7 @@ def alone(folder: Path) -> None:
 
 
 def check_leaving(engine: Any, backend: str, weights: dict[str, Any]) -> None:
-    """Groups that are left keep no thread and nothing that listens; with gloo, no descriptor."""
+    """Check that left groups keep no threads and no listeners; with gloo, no descriptors."""
     from memsaver.integrations.rollout.weights import WeightGroup
 
     sys.path.append(str(Path(__file__).parents[1]))
@@ -200,12 +200,12 @@ def check_leaving(engine: Any, backend: str, weights: dict[str, Any]) -> None:
     from process_sockets import eventually, listening, threads
 
     def held() -> tuple[int, list[str], int]:
-        # NCCL keeps a socket that does not listen for each communicator that it has ended.
+        # NCCL keeps one socket, which does not listen, for each communicator that has ended.
         kept = len(open_descriptors()) if backend == "gloo" else 0
         return kept, listening(), len(threads())
 
     seen = []
-    for _ in range(3):  # with the first one, libraries open what they keep
+    for _ in range(3):  # the first one lets libraries open their permanent resources
         with WeightGroup(engine, backend=backend, timeout=60) as group:
             engine.update_weights(weights, group=group, pause="retract")
             assert listening()

@@ -1,4 +1,4 @@
-"""What the tests of HTTP calls share: servers that answer as a test says."""
+"""Shared fixture of the tests of HTTP calls: servers with the answers that a test chooses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http_servers import RawServer
 
 @pytest.fixture
 def serve():
-    """Starts servers: `serve(answer)`, which gets the connection, or the bytes to send."""
+    """Return `serve(answer)`, which starts a server. `answer` takes the connection, or is bytes."""
     with contextlib.ExitStack() as cleanup:
 
         def start(answer):

@@ -1,4 +1,4 @@
-"""HTTP calls to servers whose answers are broken, or are not SGLang's."""
+"""HTTP calls to servers whose answers are broken or not SGLang's."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from memsaver.integrations.sglang import SleepController
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.sglang.http_client import HttpClient
 
-# --- what is no answer ----------------------------------------------------------------------------
+# --- broken answers -------------------------------------------------------------------------------
 
 BROKEN = {
     "closes at once": b"",
     "closes in the head": b"HTTP/1.1 20",
     "closes in the body": OK_HEAD + b"Content-Length: 10\r\n\r\n{}",
     "closes in a chunk": CHUNKED + b"5\r\nab",
-    "a chunk's size that is none": CHUNKED + b"zz\r\nab\r\n",
+    "an invalid chunk size": CHUNKED + b"zz\r\nab\r\n",
     "a negative size": CHUNKED + b"-5\r\nab\r\n",
     "two lengths": OK_HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-    "a length that is none": OK_HEAD + b"Content-Length: \xb2\r\n\r\n{}",
+    "an invalid length": OK_HEAD + b"Content-Length: \xb2\r\n\r\n{}",
     "not HTTP": b"220 mail.example ESMTP\r\n",
-    "a status that is none": b"HTTP/1.1 99999 Odd\r\n\r\n",
+    "an invalid status": b"HTTP/1.1 99999 Odd\r\n\r\n",
 }
 
 
@@ -38,7 +38,7 @@ def test_a_broken_answer_is_an_engine_error(serve, what):
 
 
 @pytest.mark.parametrize("status", ["201 Created", "202 Accepted", "204 No Content"])
-def test_a_call_that_was_not_done_is_no_success(serve, status):
+def test_a_success_status_other_than_200_is_an_engine_error(serve, status):
     server = serve(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode())
     with pytest.raises(EngineError, match=status[:3]):
         HttpClient(server.url).post("/release_memory_occupation", {}, 30)
@@ -59,11 +59,11 @@ NO_INFO = {
 
 
 @pytest.mark.parametrize("what", NO_INFO)
-def test_what_no_sglang_server_says_of_itself(serve, what):
+def test_server_info_that_is_not_sglangs_is_an_engine_error(serve, what):
     server = serve(response(NO_INFO[what]))
     with pytest.raises(EngineError) as caught:
         SleepController(server.url)
-    str(caught.value).encode()  # it can be shown
+    str(caught.value).encode()  # does not raise
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -114,7 +114,7 @@ def test_a_lone_surrogate_can_be_shown_and_sent_on(serve):
     [{"a": float("nan")}, {"a": float("inf")}, {"a": object()}, {("a",): 1}, {"a": {1, 2}}],
     ids=["nan", "inf", "object", "key", "set"],
 )
-def test_what_json_cannot_say_is_never_sent(serve, payload):
+def test_a_payload_that_json_cannot_represent_is_refused(serve, payload):
     server = serve(response({}))
     with pytest.raises(ConfigError, match="JSON"):
         HttpClient(server.url).post("/generate", payload, 30)

@@ -1,4 +1,4 @@
-"""HTTP calls are bounded in time and size, whatever a server does, and leave nothing open."""
+"""HTTP calls keep their bounds on time and size with any server, and leave nothing open."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_a_call_ends_at_its_deadline_whatever_is_dripped(serve, what):
+def test_a_call_ends_at_its_deadline_if_the_server_drips_bytes(serve, what):
     server = serve(lambda connection: ENDLESS[what](server, connection))
     client = HttpClient(server.url)
     for call in (
@@ -54,18 +54,18 @@ def test_a_call_ends_at_its_deadline_whatever_is_dripped(serve, what):
         started = time.monotonic()
         with pytest.raises(EngineTimeoutError, match=r"in full within 0\.5 s"):
             call()
-        assert time.monotonic() - started < 10  # and not for ever, on a machine of any load
+        assert time.monotonic() - started < 10  # generous, for a loaded machine
 
 
 def test_a_server_that_does_not_read_is_a_timeout(serve):
-    listener = socket.create_server(("127.0.0.1", 0))  # accepts nothing; its buffers fill up
+    listener = socket.create_server(("127.0.0.1", 0))  # never accepts, so its buffers fill up
     with listener:
         client = HttpClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
         with pytest.raises(EngineTimeoutError):
             client.post("/generate", {"text": "x" * (8 * MIB)}, 0.5)
 
 
-def test_a_name_whose_look_up_hangs_is_a_timeout(monkeypatch):
+def test_a_name_lookup_that_hangs_is_a_timeout(monkeypatch):
     hang = threading.Event()
     real = socket.getaddrinfo
 
@@ -91,7 +91,7 @@ TIMEOUTS = [None, float("inf"), float("nan"), 0, -1, 1e300, 10**400, True, "1", 
 
 
 @pytest.mark.parametrize("timeout", TIMEOUTS, ids=lambda value: str(value)[:8])
-def test_an_invalid_timeout_is_refused_before_anything_is_asked(serve, timeout):
+def test_an_invalid_timeout_is_refused_before_any_request(serve, timeout):
     from memsaver.integrations.rollout.sglang.backend import backend_of
 
     server = serve(response({"internal_states": [], "version": "0.5.16"}))
@@ -119,7 +119,7 @@ def test_an_invalid_timeout_is_refused_before_anything_is_asked(serve, timeout):
 def flood(start: bytes):
     def answer(connection):
         connection.sendall(start)
-        for _ in range(8):  # some MiB, and no more
+        for _ in range(8):  # a few MiB
             connection.sendall(b"100000\r\n" + b"x" * MIB + b"\r\n")
 
     return answer
@@ -136,7 +136,7 @@ def test_an_answer_that_is_too_large_is_not_read(serve, start):
         HttpClient(server.url).post("/generate", {}, 30, max_bytes=2 * MIB)
 
 
-def test_headers_without_a_bound_are_refused(serve):
+def test_endless_headers_are_refused(serve):
     server = serve(OK_HEAD + b"X-Long: " + b"x" * MIB)
     with pytest.raises(EngineError):
         HttpClient(server.url).get("/server_info", 30)
@@ -164,13 +164,13 @@ def test_no_call_leaves_a_connection_open(serve):
     dripping.close()
     end = time.monotonic() + 30
     while len(open_descriptors()) > len(before) and time.monotonic() < end:
-        time.sleep(0.01)  # the servers' own ends
+        time.sleep(0.01)  # until the servers' ends are closed
     assert len(open_descriptors()) <= len(before)
 
 
 @pytest.fixture
 def tls(tmp_path, monkeypatch):
-    """A server's TLS, whose certificate is trusted where `monkeypatch` has SSL_CERT_FILE."""
+    """Return a server's TLS context and its certificate, which SSL_CERT_FILE can make trusted."""
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]

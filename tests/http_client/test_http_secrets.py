@@ -16,7 +16,7 @@ from memsaver.integrations.sglang.http_client import HttpClient
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308, 300, 304])
-def test_a_redirect_is_an_error_and_nobody_else_gets_the_key(serve, status):
+def test_a_redirect_is_an_error_and_the_key_is_not_forwarded(serve, status):
     other = serve(response({"internal_states": []}))
     target = other.url.replace("//", f"//user:{KEY}@") + f"/take?key={KEY}"
     answer = f"HTTP/1.1 {status} Moved\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n"
@@ -35,7 +35,7 @@ def test_a_redirect_is_an_error_and_nobody_else_gets_the_key(serve, status):
 
 
 @pytest.mark.parametrize("location", [None, "", "/elsewhere", "//[", "http://\x7f", "http://a:b@c"])
-def test_a_redirect_to_nowhere(serve, location):
+def test_a_redirect_without_a_valid_target_is_an_engine_error(serve, location):
     line = "" if location is None else f"Location: {location}\r\n"
     server = serve(f"HTTP/1.1 302 Found\r\n{line}Content-Length: 0\r\n\r\n".encode())
     with pytest.raises(EngineError) as caught:
@@ -76,11 +76,11 @@ def test_a_key_that_the_server_repeats_is_in_no_message(serve):
         ):
             with pytest.raises(EngineError) as caught:
                 call()
-            # The answer itself may be the variable of a frame, where it was accepted.
+            # A frame that accepted the answer may have it in a variable.
             assert "tell" not in texts_of(caught.value, variables=not status.startswith("200"))
 
 
-def test_what_a_server_says_of_its_own_keys_is_in_no_message(serve):
+def test_no_message_contains_the_servers_own_keys(serve):
     for info in ({"admin_api_key": "hidden"}, {"admin_api_key": "hidden", "internal_states": 1}):
         with pytest.raises(EngineError) as caught:
             SleepController(serve(response(info)).url)
@@ -104,7 +104,7 @@ def test_the_key_goes_to_the_server(serve):
     assert f"\r\nAuthorization: Bearer {KEY}\r\n" in head
 
 
-def test_no_proxy_of_the_environment_gets_the_request(serve, monkeypatch):
+def test_proxies_of_the_environment_are_ignored(serve, monkeypatch):
     proxy, server = serve(response({"proxy": 1})), serve(response({"internal_states": []}))
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, proxy.url)
@@ -116,7 +116,7 @@ BAD_KEYS = ["hidden\n", "hid\nden", "hid\r\nX: 1", "\thidden", "hid\0den", "hidd
 
 
 @pytest.mark.parametrize("key", [*BAD_KEYS, "", " ", 5, b"hidden", ["hidden"]], ids=repr)
-def test_a_key_that_no_header_carries_is_refused_unseen(key):
+def test_a_key_that_a_header_cannot_carry_is_refused_and_not_shown(key):
     for call in (
         lambda: connect("http://127.0.0.1:9", key),
         lambda: SleepController("http://127.0.0.1:9", api_key=key),
@@ -182,7 +182,7 @@ def test_an_address_may_have_a_path(serve, base):
     assert server.requests[0].startswith(f"GET {path} HTTP/1.1".encode())
 
 
-def test_without_httpx_it_says_what_to_install(run_python):
+def test_without_httpx_the_error_says_what_to_install(run_python):
     run_python(
         """
         import sys
@@ -200,7 +200,7 @@ def test_without_httpx_it_says_what_to_install(run_python):
     )
 
 
-def test_driving_an_engine_of_the_process_imports_no_httpx(run_python):
+def test_a_local_engine_does_not_import_httpx(run_python):
     run_python(
         """
         import sys

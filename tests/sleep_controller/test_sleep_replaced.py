@@ -1,4 +1,4 @@
-"""A server that is replaced by another one under a controller: nothing it knew is believed."""
+"""A controller whose server is replaced by another one discards its knowledge of the old one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 class Replaceable:
-    """A server with one scheduler, as a test sets it.
+    """A server with one scheduler, whose behaviour a test sets.
 
     Attributes:
         guarded: whether it has memsaver's plugin.
         idle: whether it has no request in flight.
         released: its released tags.
-        forgets: it accepts releases and resumes, and does not do them.
-        posts: the paths of the POSTs that it got.
+        forgets: whether it accepts releases and resumes without doing them.
+        posts: the paths of the POSTs that it received.
     """
 
     def __init__(self) -> None:
@@ -88,9 +88,9 @@ def test_a_guarded_server_replaced_by_a_bare_one_is_neither_asleep_nor_released(
         with pytest.raises(EngineError, match="was replaced"):
             call()
         assert controller.status is Status.UNKNOWN
-    assert server.posts == []  # it was asked for nothing
+    assert server.posts == []  # it received no request
     with pytest.raises(EngineBusyError):
-        SleepController(server.url).sleep()  # which sees that it is busy
+        SleepController(server.url).sleep()  # finds it busy
 
 
 def test_a_server_replaced_while_a_sleep_waits_is_not_released(server):
@@ -121,7 +121,7 @@ def test_a_guarded_server_that_returns_is_known_again(server):
     assert controller.sleep().skipped == ("kv_cache",)
 
 
-def test_a_bare_server_replaced_by_a_guarded_one_says_its_state(server):
+def test_a_bare_server_replaced_by_a_guarded_one_reports_its_state(server):
     server.guarded = False
     controller = SleepController(server.url)
     assert not controller.guarded

@@ -1,1 +1,1 @@
-"""Random walks over situations that single tests do not reach: see `__main__`."""
+"""Random walks through states that single tests do not reach. See `__main__`."""

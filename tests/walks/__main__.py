@@ -4,9 +4,9 @@
     make walks ARGS="--only disk --seed 1234"     one of them, from a seed
 
 Each walk is a module of this folder with `walk(seed, seconds)`, which runs for about `seconds`
-seconds, raises an AssertionError if a promise of memsaver does not hold, and returns its figures. A
-walk runs in a process of its own, which is ended with the stacks of all threads if it hangs.
-Without `--seed` the seeds are new each time; they are printed. Exits with 1 if a walk fails.
+seconds, raises an AssertionError if memsaver breaks a promise, and returns its figures. A walk runs
+in its own process. If it hangs, the process prints the stacks of all threads and ends. Without
+`--seed` each run chooses new seeds; it prints them. Exits with 1 if a walk fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from repository import ROOT
 
 WALKS = ("threads", "disk", "ranks")
-# Seconds that a walk may go on after its time is up: for what it waits for, and its last checks.
+# The most seconds that a walk may run after its time, for waits in progress and its last checks.
 GRACE_SECONDS = 120.0
 
 CHILD = """
@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(name: str, seed: int, seconds: float, folder: Path) -> bool:
-    """Run one walk in a process of its own and print its figures; whether it passed."""
+    """Run one walk in its own process and print its figures; return whether it passed."""
     limit = seconds + GRACE_SECONDS
     command = [sys.executable, "-c", CHILD, name, str(seed), str(seconds), str(limit)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}

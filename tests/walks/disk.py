@@ -1,15 +1,16 @@
-"""A random walk over disk backups that are damaged, cut, emptied and refused their space.
+"""A random walk over disk backups whose files are damaged, truncated, emptied or cannot grow.
 
-Tags lie on two devices. They are written to, paused with every policy, resumed, swapped, freed and
-loaded again with the same or with other contents, while the files of their backups are changed from
-outside and the limit of file sizes falls and rises. A model has the bytes of each block. It
-demands:
+The walk writes to tags on two devices, pauses them with every policy, resumes, swaps and frees
+them, and loads them again with the same or other contents. Meanwhile it changes the files of their
+backups from outside, and lowers and raises the limit of file sizes. A model has the bytes of each
+block. The walk checks:
 
-- after a resume or a swap every byte is the model's: nothing stale is returned as good;
-- a tag whose file nobody touched comes back;
-- a pause that fails leaves its tag mapped with its bytes, a resume that fails leaves it paused;
-- after a resume's `BackupError` what the error says heals the tag: free its blocks, resume it, load
-  its contents again; its next pause saves them, and the next resume brings them back.
+- after a resume or a swap every byte is the model's: stale bytes are never returned;
+- the resume of a tag whose file was not changed succeeds;
+- a failed pause leaves its tag mapped with its bytes, and a failed resume leaves it paused;
+- after a `BackupError` of a resume, the error's advice restores the tag: free its blocks, resume
+it,
+  load its contents again; its next pause saves them, and the next resume restores them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def noise() -> bytes:
 
 @dataclass
 class Block:
-    """Memory on a device, and the bytes that must lie in it."""
+    """Memory on a device, and its expected bytes."""
 
     device: int
     buffer: simulator.Buffer
@@ -61,7 +62,7 @@ class Block:
 
 @dataclass
 class Tag:
-    """A tag's blocks, and whether a file of its backup may be other than what was written."""
+    """A tag's blocks, and whether a file of its backup may have been changed."""
 
     name: str
     blocks: list[Block] = field(default_factory=list)
@@ -73,17 +74,17 @@ class Tag:
         assert memsaver.state(self.name) == state, (self.name, memsaver.state(self.name), state)
         if not self.paused:
             wrong = [hex(b.buffer.address) for b in self.blocks if not b.is_intact()]
-            assert not wrong, f"tag {self.name}: other bytes in {wrong}"
+            assert not wrong, f"tag {self.name}: wrong bytes in {wrong}"
 
 
 class Walk:
-    """The tags, the model, and what is done to them."""
+    """The tags, the model and the walk's operations."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
         self.folder = os.environ["MEMSAVER_DISK_DIR"]
         self.tags = [Tag(name) for name in NAMES]
-        self.owners: dict[int, Tag] = {}  # of files, by inode
+        self.owners: dict[int, Tag] = {}  # the files' tags, by inode
         self.done: collections.Counter[str] = collections.Counter()
         for tag in self.tags:
             with memsaver.region(tag.name, backup="disk"):
@@ -92,7 +93,7 @@ class Walk:
 
     @contextlib.contextmanager
     def adopting(self, tag: Tag):
-        """Take note whose the files are: those that are new afterwards are this tag's."""
+        """Record the files that the block creates as this tag's."""
         try:
             yield
         finally:
@@ -102,7 +103,7 @@ class Walk:
     # Contents.
 
     def contents(self) -> list[tuple[int, bytes]]:
-        """Make up blocks of a tag: a device and the bytes of each."""
+        """Choose a tag's blocks: the device and the bytes of each."""
         made = []
         for _ in range(self.dice.randint(1, 4)):
             size, at = self.dice.choice(SIZES), self.dice.randrange(2 * MIB)
@@ -135,7 +136,7 @@ class Walk:
         self.done["paused"] += 1
 
     def refused(self, error: BackupError, *tags: Tag) -> None:
-        """Take note of an error, which must name one of these tags."""
+        """Record an error, which must name one of these tags."""
         assert error.tag in {tag.name for tag in tags}, (error, error.tag)
         self.done["refused"] += 1
         for tag in tags:
@@ -152,7 +153,7 @@ class Walk:
             self.done["resumed"] += 1
 
     def heal(self, tag: Tag) -> None:
-        """Do what the error says, and save and restore with nothing in the way."""
+        """Follow the error's advice, then pause and resume the tag without disturbance."""
         assert tag.suspect, f"nobody damaged the backup of tag {tag.name}"
         kept = [(block.device, block.expected) for block in tag.blocks]
         same = self.dice.random() < 0.7
@@ -178,7 +179,7 @@ class Walk:
             with self.adopting(out):
                 memsaver.swap(out=out.name, into=into.name, backup=policy)
         except BackupError as error:
-            # A tag that could not be made whole again is paused, with nothing lost.
+            # A tag whose rollback failed is paused, and keeps its contents.
             out.paused = memsaver.state(out.name) == "paused"
             self.refused(error, out, into)
             if error.tag == into.name:
@@ -188,7 +189,7 @@ class Walk:
             into.paused = False
             self.done["swapped"] += 1
 
-    # What the program does.
+    # The program's operations.
 
     def write(self, tag: Tag) -> None:
         if tag.paused or not tag.blocks:
@@ -208,7 +209,7 @@ class Walk:
         if not tag.paused and len(tag.blocks) < 6:
             self.load(tag, self.contents()[:1])
 
-    # What happens to the files.
+    # Damage to files.
 
     def damage(self) -> None:
         """Change a file from outside."""
@@ -235,9 +236,9 @@ class Walk:
 
     @staticmethod
     def extents(file: int) -> list[tuple[int, int]]:
-        """Find the parts of a file that hold data."""
+        """Return the extents of a file that contain data."""
         found, at = [], 0
-        with contextlib.suppress(OSError):  # ENXIO: no more of it
+        with contextlib.suppress(OSError):  # ENXIO: no further data
             while True:
                 begin = os.lseek(file, at, os.SEEK_DATA)
                 at = os.lseek(file, begin, os.SEEK_HOLE)
@@ -246,7 +247,7 @@ class Walk:
 
     @contextlib.contextmanager
     def little_room(self):
-        """Let no file grow beyond a few MiB."""
+        """Limit file sizes to a few MiB, for the block."""
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         limit = self.dice.choice((0, 1, 5, 20)) * MIB
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -276,7 +277,7 @@ class Walk:
         if action in (self.damage, self.swap):
             action()
         elif action is memsaver.trim:
-            with self.adopting(tag):  # there will be no new ones
+            with self.adopting(tag):  # no new files are expected
                 memsaver.trim(wait=True)
         else:
             action(tag)
@@ -285,7 +286,7 @@ class Walk:
 
 
 def walk(seed: int, seconds: float) -> dict[str, object]:
-    """Walk for about `seconds`; the figures: how often each thing happened."""
+    """Walk for about `seconds`; return how often each event happened."""
     warnings.simplefilter("ignore", memsaver.MemsaverWarning)
     sim = Simulator()
     world = Walk(seed)

@@ -94,7 +94,7 @@ class BucketMemory:
         """What the engine's rank on this device gets, to open the tensors.
 
         Args:
-            views: as of `write`.
+            views: see `write`.
             load_format: "flattened_bucket" or "direct".
         """
         if load_format == "direct":

@@ -53,7 +53,7 @@ class Meetings:
             timeout: seconds that the step may take.
 
         Raises:
-            RankError, GroupError, MemsaverError: as of `Together`, on all ranks.
+            RankError, GroupError, MemsaverError: see `Together`; raised on all ranks.
         """
         failed: BaseException | None = None
         try:

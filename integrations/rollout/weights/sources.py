@@ -103,7 +103,7 @@ def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
         if called is None:
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"{name} is no tensor, but a {type(tensor).__name__}")
+            raise ConfigError(f"{name} must be a tensor, not {type(tensor).__name__}")
         if called in names:
             raise ConfigError(f"two tensors are called {called!r}")
         names.add(called)

@@ -372,7 +372,7 @@ class _Update:
         tally = self._tally
         why = "; ".join(tally.reasons)
         if not tally.ranks:
-            why = "the engine has not memsaver's plugin, so that it cannot compare what it holds"
+            why = "the engine lacks memsaver's plugin, so it cannot compare its weights"
         return {
             "received": tally.received,
             "held": tally.held,

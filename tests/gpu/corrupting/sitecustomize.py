@@ -1,7 +1,8 @@
-"""On the path of an engine's processes: lets a test change what the model holds after a load.
+"""Changes a model's parameters after a load; on the path of an engine's processes.
 
 While the file that MEMSAVER_TEST_CORRUPTS names exists, each load is followed by a change of the
-parameter that is named in it: of its last element, or of one bit of the byte whose number follows.
+parameter that the file names: of its last element, or, if a number follows, of one bit of the byte
+with this number.
 """
 
 import os

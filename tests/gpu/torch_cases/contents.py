@@ -91,7 +91,7 @@ def case_poison(tag: str) -> None:
 
 
 def case_damaged_disk_backup(tag: str) -> None:
-    """Contents that are loaded again after damage to their file are saved again."""
+    """Check that contents that are loaded again after damage to their file are saved again."""
     with tempfile.TemporaryDirectory() as folder:
         before = _C.option("disk_dir")
         memsaver.configure(disk_dir=folder)

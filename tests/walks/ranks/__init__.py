@@ -1,9 +1,10 @@
-"""Ranks that are interrupted, killed and given different arguments at every collective call.
+"""A random walk over collective calls with interrupts, killed ranks and different arguments.
 
 Each round is a group of two to four processes on gloo over the loopback interface, which make the
-same random calls. After each call all of them compare what they got (see `process`): nobody waited
-longer than the documented bound, the errors are typed and the same on all ranks, the tags are all
-paused or all mapped, and the contents are intact. In every third round one of them is killed.
+same random calls. After each call the ranks compare their outcomes (see `process`): no rank waited
+longer than the documented bound, the errors are typed and equal on all ranks, the tags are all
+paused or all mapped, and the contents are intact. In about a third of the rounds one rank is
+killed.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ CALLS = ("pause", "resume", "swap", "paused", "gather", "gathered", "on_leader",
 OF_TAGS = CALLS[:4]
 TAGS = ("host", "pageable", "disk")  # by their backups
 STEPS = 12
-ROUND_SECONDS = 240.0  # most of it for the timeouts that the ranks are given
-MILLISECONDS = 40.0  # within which signals come: about as long as a call takes
+ROUND_SECONDS = 240.0  # the longest round, mostly the ranks' timeouts
+MILLISECONDS = 40.0  # the latest signal after a call's begin: about the duration of a call
 
 
 def walk(seed: int, seconds: float) -> dict[str, object]:
-    """Play rounds for about `seconds` seconds; return how often what happened."""
+    """Play rounds for about `seconds` seconds; return how often each event happened."""
     dice = random.Random(seed)
     figures: Counter[str] = Counter()
     end = time.monotonic() + seconds
@@ -43,7 +44,7 @@ def walk(seed: int, seconds: float) -> dict[str, object]:
 
 
 def step(dice: random.Random, size: int) -> dict[str, Any]:
-    """One call of all ranks; by rank, a bad argument or an event."""
+    """Choose a call of all ranks, with bad arguments and events by rank."""
     call = dice.choice(CALLS)
     tags = dice.sample(TAGS, dice.randint(1, len(TAGS)))
     chosen: dict[str, Any] = {"call": call, "tags": tags, "odd": {}, "events": {}}
@@ -59,11 +60,12 @@ def step(dice: random.Random, size: int) -> dict[str, Any]:
 
 
 def played(plan: dict[str, Any], size: int) -> Counter[str]:
-    """Play a round; what happened in it, by the words of the ranks."""
+    """Play a round; return the ranks' counts of events."""
     victim = plan["victim"]
     code = f"from walks.ranks.process import play\nplay({plan!r})\n"
     with tempfile.TemporaryDirectory(prefix="memsaver-ranks-") as folder:
-        quiet = contextlib.redirect_stdout(io.StringIO())  # a failure has what the ranks printed
+        # A failure's error contains the output of the ranks.
+        quiet = contextlib.redirect_stdout(io.StringIO())
         try:
             with quiet:
                 said = rank_processes.run(

@@ -1,4 +1,4 @@
-"""One rank of a round: it makes the calls of the plan, and compares what it got with the others."""
+"""One rank of a round, which makes the plan's calls and compares its outcomes with the others'."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from memsaver.integrations.rollout.together import GRACE_SECONDS, Together
 from memsaver.integrations.sglang.ranks import Figures, Group
 
 TIMEOUT = 4.0  # seconds that a call waits for the other ranks
-CONTROL_SECONDS = 120.0  # that the ranks wait for each other between the calls
-# At most one exchange of a call waits in vain: until its timeout, and for the diagnosis. The rest
-# is for a loaded machine.
+CONTROL_SECONDS = 120.0  # the longest wait of the ranks for each other between calls
+# At most one exchange of a call fails after its timeout and the diagnosis. The rest is for a loaded
+# machine.
 BOUND = TIMEOUT + GRACE_SECONDS + 40.0
 SIZES = (3 << 20, 4096)
 
@@ -33,7 +33,7 @@ Step = dict[str, Any]
 
 
 class Odd(str):
-    """A name that cannot be put into words."""
+    """A tag whose `repr` raises."""
 
     def __repr__(self) -> str:
         raise ValueError("no words")
@@ -42,7 +42,7 @@ class Odd(str):
 
 
 class Fragile:
-    """A value that the rank which is named cannot read."""
+    """A value that one rank cannot unpickle."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -54,7 +54,7 @@ class Fragile:
 
 
 class Interrupts:
-    """SIGINT at some time of a block; later ones, when the block is over, do nothing."""
+    """Raises KeyboardInterrupt at some time in a block; a signal after the block has no effect."""
 
     def __init__(self) -> None:
         self._armed = False
@@ -80,7 +80,7 @@ class Interrupts:
 
 
 class Rank:
-    """This rank, with memory in tags whose contents are known."""
+    """This rank, with known contents in its tags."""
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -99,9 +99,9 @@ class Rank:
         self.connect()
 
     def connect(self) -> None:
-        """Make connections for the calls anew. A collective."""
+        """Make new connections for the calls. A collective."""
         self.group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT))
-        # Longer: on a loaded machine making connections takes its time.
+        # A longer timeout, because connecting is slow on a loaded machine.
         self.together = Together(self.group, CONTROL_SECONDS, "walk")
         self.together._timeout = TIMEOUT
 
@@ -120,7 +120,7 @@ class Rank:
         return found
 
     def outcome(self, step: Step) -> tuple[str, Any]:
-        """Make the call; what it gave or raised, and how long it took."""
+        """Make the call within its time bound; return its outcome."""
         odd = step["odd"].get(str(self.rank), "")
         event, delay = step["events"].get(str(self.rank), ("", 0.0))
         call = self.call_of(step, odd)
@@ -208,8 +208,8 @@ class Rank:
             raise error
 
     def compare(self, step: Step, before: dict[str, str], found: tuple[str, Any]) -> None:
-        """Check the outcome with those of the others. A collective."""
-        if found[0] == "lost" and step["call"] != "paused":  # whose resume may be what is lost
+        """Compare the outcome with the other ranks'. A collective."""
+        if found[0] == "lost" and step["call"] != "paused":  # its resume may have been lost
             assert self.states() == before, (step, before, self.states())
         self.check_contents()
         everyones = self.everyones((found, self.states()))
@@ -224,7 +224,8 @@ class Rank:
         if told and not any(step["odd"].values()):
             assert set(told[0]) <= {int(rank) for rank in step["events"]}, (step, told)
         if "lost" in kinds or "interrupted" in kinds:
-            # After a loss as it comes; after an interrupt in front of a call the next one differs.
+            # After a loss the states may differ; after an interrupt before a call, the calls
+            # differ.
             with contextlib.suppress(memsaver.UnknownTagError):
                 memsaver.resume()
         if "lost" in kinds:
@@ -242,7 +243,7 @@ def in_block(manager: Any) -> None:
 
 
 def play(plan: dict[str, Any]) -> None:
-    """Make the calls of the plan; print counts of what happened."""
+    """Make the plan's calls; print counts of events."""
     rank = Rank()
     for step in plan["steps"]:
         before = rank.states()
@@ -258,7 +259,7 @@ def play(plan: dict[str, Any]) -> None:
 
 
 def survive(rank: Rank, plan: dict[str, Any]) -> None:
-    """One rank is killed in a pause or a resume; the others end with an error that says so."""
+    """Kill one rank in a pause or a resume, and check that the others raise `GroupError`."""
     dist.barrier(rank.control)
     if rank.rank == plan["victim"]:
         threading.Timer(plan["at"], os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -275,7 +276,7 @@ def survive(rank: Rank, plan: dict[str, Any]) -> None:
         finally:
             assert time.monotonic() - start < BOUND
     else:
-        raise AssertionError("nobody was killed")
+        raise AssertionError("no rank was killed")
     if rank.rank == plan["victim"]:
         time.sleep(CONTROL_SECONDS)  # until it is killed
     rank.counts["survivors"] += 1
