@@ -47,7 +47,7 @@ class Latch:
 
 
 class Gate:
-    """Lets one block in at a time, of whichever thread.
+    """Lets one block in at a time, of whichever thread. No thread waits for itself.
 
     As `threading.Lock` with a timeout, of which an interrupt can come when it is taken, and before
     anybody knows.
@@ -64,7 +64,11 @@ class Gate:
 
     @contextlib.contextmanager
     def passed(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
-        """For the block, no other is in one. After so many seconds, what `late` gives is raised."""
+        """For the block, no other is in one.
+
+        What `late` returns is raised after that many seconds; at once if this thread is in a block,
+        and the gate is not reentrant.
+        """
         taken: list[bool] = []
         given: list[bool] = []
         try:
@@ -81,10 +85,13 @@ class Gate:
         while True:
             with interrupts_deferred(), self._lock:
                 me = threading.get_ident()
-                if not self._inside or (self._reentrant and self._inside[0] == me):
+                is_inside = bool(self._inside) and self._inside[0] == me
+                if not self._inside or (self._reentrant and is_inside):
                     self._inside.append(me)
                     taken.append(True)
                     return True
+                if is_inside:
+                    return False
                 left = self._left
             if not left.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                 return False

@@ -85,7 +85,9 @@ class LocalEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._driving = threading.Lock()  # held by the thread that drives the loop, or is about to
+        # Owned by the thread that drives the loop, or is about to. Reentrant, for a finalizer or a
+        # signal handler of that thread: a loop that runs already refuses to be driven.
+        self._driving = threading.RLock()
 
     @property
     def engine(self) -> Any:
@@ -130,6 +132,7 @@ class LocalEngine:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See `Engine`."""
         with self._driving:
+            self._check_idle()
             result = self._engine.generate(*args, **kwargs)
         return self._stream(iter(result)) if kwargs.get("stream") else result
 
@@ -137,10 +140,19 @@ class LocalEngine:
         end = object()
         while True:
             with self._driving:  # not between items, which may be long
+                self._check_idle()
                 item = next(items, end)
             if item is end:
                 return
             yield item
+
+    def _check_idle(self) -> None:
+        if self._engine.loop.is_running():
+            raise InvalidStateError(
+                "the engine cannot generate now, because its event loop is running already: in "
+                "this thread, which a finalizer or a signal handler has interrupted, or driven by "
+                "another caller; generate after that call"
+            )
 
     def run(self, what: str, ask: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> Any:
         """What `ask` returns on the engine's event loop.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import threading
@@ -13,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 from memsaver.distributed.errors import GroupError, ranks_text
-from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
-from memsaver.latches import Latch
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError, NotLoadedError
+from memsaver.latches import Gate, Latch
 
 __all__ = ["Channel", "usable_group"]
 
@@ -69,12 +68,7 @@ class Channel:
                 else "this torch has no gloo, over which the ranks would talk"
             )
         self._lane = lane
-        with _lock:
-            if lane:
-                self._link = _Link()
-                _lanes.add(self._link)
-            else:
-                self._link = _links.setdefault(self._group, _Link())
+        self._link = _Link() if lane else _links.setdefault(self._group, _Link())
 
     def _place_in_group(self) -> int:
         if self._group is self._dist.GroupMember.NON_GROUP_MEMBER:
@@ -100,20 +94,20 @@ class Channel:
             what: see there.
         """
         try:
-            with self._link.lock:
-                self._prepare(None if timeout is None else timedelta(seconds=timeout))
+            self._prepare(None if timeout is None else timedelta(seconds=timeout))
+        except MemsaverError:
+            raise
         except Exception as error:
             raise self._lost(error, what) from error
 
     def close(self) -> None:
         """End the lane's connections, and let go of the group and of torch's store. Idempotent.
 
-        Waits for no other rank. A call that is in progress in another thread ends first. While
-        anything of a group refers to torch's store, a later `init_process_group` in this process
-        may find this store again, with what the old group has left in it, and hang.
+        Waits for nothing. A call in progress in another thread keeps the connections until the call
+        ends. While anything of a group refers to torch's store, a later `init_process_group` in
+        this process may find this store again, with what the old group has left in it, and hang.
         """
-        with self._link.lock:
-            self._link.store = self._link.gloo = None
+        self._link.close()
         self._group = None
 
     def all_gather(self, payload: bytes, timeout: float | None, what: str) -> list[bytes]:
@@ -182,11 +176,9 @@ class Channel:
         link.meetings += 1
         wait = None if timeout is None else timedelta(seconds=timeout)
         try:
-            with link.lock:
-                self._prepare(wait)
+            carrier = self._prepare(wait)
             if link.store is not None:
                 link.store.set(str(self.rank), str(link.meetings))
-            carrier = link.gloo if self._needs_gloo else self._group
             limit = wait
             if self._needs_gloo and wait is None:  # it was made with the timeout of the first call
                 limit = self._dist.distributed_c10d.default_pg_timeout
@@ -195,23 +187,42 @@ class Channel:
                 work.wait()
             else:
                 work.wait(wait + timedelta(seconds=_GRACE_SECONDS))
+        except MemsaverError:
+            raise
         except Exception as error:
             raise self._lost(error, what) from error
         return result
 
-    def _prepare(self, wait: timedelta | None) -> None:
-        link = self._link
+    def _prepare(self, wait: timedelta | None) -> Any:
+        """The process group that carries the bytes, with its connections made.
+
+        Raises:
+            InvalidStateError: the channel is closed; or another call makes the connections, in this
+                thread (a finalizer or a signal handler came meanwhile) or for the whole timeout.
+        """
+        link, group = self._link, self._group
+        if group is None or link.closed:
+            raise InvalidStateError("the connections to the other ranks are closed")
         c10d = self._dist.distributed_c10d
-        name = f"memsaver/{self._group.group_name}"
+        name = f"memsaver/{group.group_name}"
         name += f"/{self._lane}" if self._lane else ""
         if link.store is None:
             with contextlib.suppress(Exception):  # then nobody can say who is missing
                 link.store = self._dist.PrefixStore(name, c10d._get_default_store())
-        if self._needs_gloo and link.gloo is None:
-            store = self._dist.PrefixStore(f"{name}/gloo", c10d._get_default_store())
-            link.gloo = self._dist.ProcessGroupGloo(
-                store, self._place, len(self.ranks), wait or c10d.default_pg_timeout
-            )
+        if not self._needs_gloo:
+            return group
+        limit = wait or c10d.default_pg_timeout
+        if not link.gloo:
+            with link.making.passed(limit.total_seconds(), _being_made):
+                if not link.gloo:
+                    store = self._dist.PrefixStore(f"{name}/gloo", c10d._get_default_store())
+                    link.gloo.append(
+                        self._dist.ProcessGroupGloo(store, self._place, len(self.ranks), limit)
+                    )
+        (carrier,) = link.gloo
+        if link.closed:
+            link.close()
+        return carrier
 
     def _lost(self, error: Exception, what: str) -> GroupError:
         missing = self._missing()
@@ -266,10 +277,28 @@ class _Link:
     """What this process keeps of a group from call to call; it does not keep the group."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # while the two below are made
+        self.making = Gate()  # passed by the thread that makes `gloo`
+        self.closed = False
         self.meetings = 0  # that this rank came to
         self.store: Any = None  # says how many meetings each rank came to
-        self.gloo: Any = None  # a process group of our own, where the group carries no CPU tensors
+        # A process group of our own, if the group carries no CPU tensors. It ends while the
+        # interpreter still runs: its threads do not survive the interpreter's end.
+        self.gloo: list[Any] = []
+        weakref.finalize(self, self.gloo.clear)
+
+    def close(self) -> None:
+        """End the connections. Idempotent, and waits for nothing."""
+        self.closed = True
+        self.store = None
+        self.gloo.clear()
+
+
+def _being_made() -> InvalidStateError:
+    return InvalidStateError(
+        "the connections to the other ranks are being made by another call of this process, in "
+        "another thread, or in this thread, which a finalizer or a signal handler has interrupted: "
+        "make this call after that one"
+    )
 
 
 def _behind(store: Any, ranks: list[int], meetings: int) -> tuple[int, ...]:
@@ -311,17 +340,7 @@ def _modules() -> tuple[Any, Any]:
     return torch, dist
 
 
-_lock = threading.Lock()
 _links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()  # by group
-_lanes: weakref.WeakSet[_Link] = weakref.WeakSet()  # of the channels that have one
-
-
-@atexit.register
-def _disconnect() -> None:
-    """End our groups while the interpreter still runs: their threads do not survive its end."""
-    with _lock:
-        for link in (*_links.values(), *_lanes):
-            link.gloo = None
 
 
 def _bytes_of(tensor: Any) -> bytes:

@@ -45,7 +45,6 @@ class Sender:
     def __init__(self, name: str, backend: str, size: int, timeout: float) -> None:
         self._name, self._backend, self._size = name, backend, size
         self._wait = timedelta(seconds=timeout)
-        self._lock = threading.Lock()  # of what follows, once ranks may come
         self._closed = False
         self._store: Any = None
         self._client: Any = None
@@ -93,13 +92,9 @@ class Sender:
 
     def connect(self) -> None:
         """Make the group. With gloo, wait until all ranks have come."""
-        made = self._make(self._client)
-        with self._lock:
-            if not self._closed:
-                self._group = made
-                return
-        # The join was given up meanwhile.
-        made.shutdown()
+        self._group = self._make(self._client)
+        if self._closed:  # the join was given up
+            self._shut_down()
 
     def _make(self, store: Any) -> Any:
         import torch.distributed as dist
@@ -165,19 +160,19 @@ class Sender:
 
         A `connect` that waits for ranks fails. If a broadcast hangs, the group ends after it.
         """
-        with self._lock:
-            self._closed = True
-            groups = [self._group] if self._group is not None else []
-            self._group = None
-        if groups:
-            Aside(lambda: _shut_down(groups)).wait(END_SECONDS)
+        self._closed = True
+        if self._group is not None:
+            Aside(self._shut_down).wait(END_SECONDS)
         self._store = self._client = None
 
+    def _shut_down(self) -> None:
+        """Shut the group down and drop it here, as both may wait; once, whichever thread comes.
 
-def _shut_down(groups: list[Any]) -> None:
-    """Shut a group down and drop it here, as both may wait."""
-    group = groups.pop()
-    group.shutdown()
+        Takes no lock: a finalizer or a signal handler may close the sender during its `close`.
+        """
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
 
 
 @contextlib.contextmanager
