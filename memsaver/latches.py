@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-from memsaver.interrupts import interrupts_deferred, once
+from memsaver.interrupts import signals_deferred
+from memsaver.native import _C
 
 __all__ = ["Gate", "Latch"]
 
@@ -70,20 +72,17 @@ class Gate:
         and the gate is not reentrant.
         """
         taken: list[bool] = []
-        given: list[bool] = []
+        give = functools.partial(self._give, taken)
         try:
             if not self._take(time.monotonic() + seconds, taken):
                 raise late()
             yield
         finally:
-            try:
-                once(given, self._give, taken)
-            finally:
-                once(given, self._give, taken)
+            _C.uninterrupted(give, True)
 
     def _take(self, deadline: float, taken: list[bool]) -> bool:
         while True:
-            with interrupts_deferred(), self._lock:
+            with signals_deferred(), self._lock:
                 me = threading.get_ident()
                 is_inside = bool(self._inside) and self._inside[0] == me
                 if not self._inside or (self._reentrant and is_inside):

@@ -8,9 +8,9 @@ from typing import Any
 
 import memsaver
 import memsaver.distributed
-from memsaver.distributed.signals import collective_block, signals_deferred
 from memsaver.integrations.lightrft.ranks import has_other_ranks, on_every_rank
 from memsaver.integrations.trainer import Offloaded, offload
+from memsaver.interrupts import collective_block, signals_deferred
 
 __all__ = ["OptimizerMemory"]
 

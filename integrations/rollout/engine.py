@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from memsaver.distributed.signals import signals_deferred
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.rollout.backend import Backend, PauseMode, Sample
 from memsaver.integrations.rollout.fence import Fence
@@ -18,6 +17,7 @@ from memsaver.integrations.rollout.sglang.backend import backend_of
 from memsaver.integrations.rollout.shared_sleep import SharedSleep, known_released
 from memsaver.integrations.rollout.together import Together
 from memsaver.integrations.sglang.fields import is_whole
+from memsaver.interrupts import signals_deferred
 
 __all__ = ["RolloutEngine"]
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from memsaver.distributed.signals import collective_block
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.engine import RolloutEngine
 from memsaver.integrations.rollout.fence import Fence
@@ -19,7 +18,7 @@ from memsaver.integrations.rollout.ranks import ALONE, Layout
 from memsaver.integrations.rollout.stages import RankStage, Stage, StageReport
 from memsaver.integrations.rollout.together import GRACE_SECONDS, Together, check_timeout
 from memsaver.integrations.rollout.trainer_memory import TrainerMemory
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import collective_block, interrupts_deferred
 from memsaver.statistics import stats
 
 __all__ = ["ColocatedSession", "Phase"]

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memsaver.distributed.errors import GroupError, RankError
-from memsaver.distributed.signals import collective_block, signals_deferred
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.backend import Backend
 from memsaver.integrations.rollout.fence import Fence
 from memsaver.integrations.rollout.together import Together, check_timeout
 from memsaver.integrations.sglang.protocol import RESUME_ORDER, WEIGHTS
 from memsaver.integrations.sglang.status import Status, needs_of, status_of
+from memsaver.interrupts import collective_block, signals_deferred
 
 if TYPE_CHECKING:
     from memsaver.integrations.sglang.reports import SleepReport

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from memsaver.distributed.attempts import Outcomes, Ranks
 from memsaver.distributed.channel import Channel, usable_group
-from memsaver.distributed.signals import interruptible, signals_deferred
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.failures import Told, error_of
 from memsaver.integrations.rollout.pickles import PICKLES
+from memsaver.interrupts import interruptible, signals_deferred
 from memsaver.latches import Gate
 
 __all__ = ["GRACE_SECONDS", "Together", "check_timeout"]

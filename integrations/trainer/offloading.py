@@ -11,7 +11,7 @@ from memsaver.blocks import Block
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError, UnknownTagError
 from memsaver.integrations.trainer.collection import Collection
 from memsaver.integrations.trainer.targets import targets_in
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import signals_deferred
 from memsaver.native import _C, Backup, backup_of, check_tag
 from memsaver.reports import Report
 
@@ -129,7 +129,7 @@ def close_all(handles: Sequence[Offloaded]) -> None:
     Raises:
         InvalidStateError: the tag of one is paused; all are as before.
     """
-    with interrupts_deferred():
+    with signals_deferred():
         waiting = [handle for handle in handles if not handle.is_closed]
         for handle in waiting:
             if handle.state is not memsaver.State.MAPPED:
@@ -222,7 +222,7 @@ def offload(
     collection.check()
     before = collection.bytes()[0]
     try:
-        with interrupts_deferred():
+        with signals_deferred():
             collection.watch()
             # Makes the tag, and says its backup, also where the first step has yet to make the
             # states.
@@ -235,7 +235,7 @@ def offload(
                     _unfinished.discard(other)
         return Offloaded(collection)
     except BaseException:
-        with interrupts_deferred():
+        with signals_deferred():
             if collection.bytes()[0] == before:
                 collection.unwatch()
             else:  # the tag can be paused under the targets

@@ -20,9 +20,9 @@ from memsaver.distributed.errors import GroupError, RankFailure, after_rollback
 from memsaver.distributed.messages import NOTHING, Codec
 from memsaver.distributed.reports import GroupReport, RankFigures
 from memsaver.distributed.rollback import Rollback
-from memsaver.distributed.signals import signals_deferred
 from memsaver.errors import ConfigError, MemsaverError, MemsaverWarning
 from memsaver.handles import Call
+from memsaver.interrupts import signals_deferred
 from memsaver.native import _C, emit_warnings
 from memsaver.reports import Report
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from memsaver.blocks import block
 from memsaver.distributed.agreement import together
 from memsaver.distributed.reports import GroupReport
-from memsaver.distributed.signals import signals_deferred
 from memsaver.handles import Call, state
-from memsaver.interrupts import once
-from memsaver.native import State
+from memsaver.interrupts import signals_deferred
+from memsaver.native import _C, State
 from memsaver.transitions import pause_call, resume_call, swap_call
 
 __all__ = ["pause", "paused", "resume", "swap"]
@@ -118,19 +118,16 @@ def paused(
     the others there. Yields the pause's report. Arguments and errors are those of `pause` and
     `resume`; where the resume fails, the tags stay paused on all ranks.
     """
-    going: tuple[str, ...] | None = None
+    resume_paused: Callable[[], None] | None = None
     try:
-        with signals_deferred():  # an interrupt is raised at its end, when `going` is known
+        with signals_deferred():  # an interrupt is raised at its end, when there is what to resume
             report = pause(*tags, group=group, backup=backup, timeout=timeout)
             going = report.local.changed
+            resume_paused = partial(_resume_paused, tags, going, group, timeout)
         yield report
     finally:
-        if going is not None:
-            begun: list[bool] = []
-            try:
-                once(begun, _resume_paused, tags, going, group, timeout)
-            finally:
-                once(begun, _resume_paused, tags, going, group, timeout)
+        if resume_paused is not None:
+            _C.uninterrupted(resume_paused, True)
 
 
 def _resume_paused(

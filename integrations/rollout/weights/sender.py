@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from memsaver.errors import ConfigError
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import signals_deferred
 from memsaver.latches import Latch
 
 __all__ = ["END_SECONDS", "Aside", "Sender"]
@@ -233,7 +233,7 @@ class Aside:
         thread = threading.Thread(
             target=self._run, args=([work],), name="memsaver-weights", daemon=True
         )
-        with interrupts_deferred():
+        with signals_deferred():
             thread.start()
 
     def _run(self, work: list[Callable[[], None]]) -> None:
