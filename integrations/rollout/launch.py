@@ -21,11 +21,11 @@ from typing import Any
 
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.integrations.rollout.sglang.backend import LocalBackend
-from memsaver.integrations.sglang.arguments import check_timeout
 from memsaver.integrations.sglang.engines import LocalEngine
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
 from memsaver.interrupts import interrupts_deferred
 from memsaver.latches import Latch
+from memsaver.timeouts import check_timeout
 
 __all__ = ["Gpu", "Placement", "gpu_of_this_process", "launch", "place"]
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
-from memsaver.integrations.sglang.arguments import check_timeout
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.sglang.protocol import Answer, SchedulerState, states_of
 from memsaver.integrations.sglang.served import ServedEngine
+from memsaver.timeouts import check_timeout
 
 __all__ = ["Engine", "LocalEngine", "ServedEngine", "connect"]
 

@@ -78,7 +78,7 @@ class Offloaded:
                 contents have changed.
             MemsaverError: what `memsaver.pause` raises.
         """
-        self._check_open()
+        self.check_open()
         return memsaver.pause(self.tag, backup=backup)
 
     def resume(self) -> Report:
@@ -88,7 +88,7 @@ class Offloaded:
             InvalidStateError: this is closed.
             MemsaverError: what `memsaver.resume` raises; all is paused as before then.
         """
-        self._check_open()
+        self.check_open()
         return memsaver.resume(self.tag)
 
     def paused(self, backup: str | None = None) -> Block[Report]:
@@ -98,7 +98,7 @@ class Offloaded:
         """
 
         def pausing() -> Block[Report]:
-            self._check_open()
+            self.check_open()
             return memsaver.paused(self.tag, backup=backup)
 
         return Block("paused", pausing, asynchronous=True)
@@ -114,11 +114,19 @@ class Offloaded:
         """
         close_all([self])
 
-    def _check_open(self) -> None:
+    def check_open(self, advice: str = "") -> None:
+        """Raise `InvalidStateError` if this was closed.
+
+        Args:
+            advice: what to do then; "" is for one who wants to pause or resume.
+        """
         if self._is_closed:
+            advice = advice or (
+                f"use memsaver.pause({self.tag!r}) for what is in the tag, or offload once more"
+            )
             raise InvalidStateError(
-                f"this was closed, and looks for nothing new: use memsaver.pause({self.tag!r}) for "
-                "what is in the tag, or offload once more",
+                f"the handle of tag {self.tag!r} was closed: it looks for nothing new, and does "
+                f"not keep a trainer from using memory that is paused; {advice}",
                 tag=self.tag,
             )
 

@@ -9,6 +9,7 @@ from memsaver.blocks import block
 from memsaver.distributed.agreement import together
 from memsaver.distributed.reports import GroupReport
 from memsaver.distributed.signals import signals_deferred
+from memsaver.distributed.words import listed, side
 from memsaver.handles import Call, state
 from memsaver.interrupts import once
 from memsaver.native import State
@@ -42,7 +43,7 @@ def pause(
         NotLoadedError: there is no torch, or none with gloo where the group needs it.
     """
     return together(
-        lambda: f"pause({_listed(tags) or 'every tag'})",
+        lambda: f"pause({listed(tags) or 'every tag'})",
         lambda: pause_call(tags, backup),
         group,
         timeout,
@@ -67,7 +68,7 @@ def resume(*tags: str, group: Any = None, timeout: float | None = None) -> Group
         InvalidStateError, NotLoadedError: as from `pause`.
     """
     return together(
-        lambda: f"resume({_listed(tags) or 'every tag'})",
+        lambda: f"resume({listed(tags) or 'every tag'})",
         lambda: resume_call(tags),
         group,
         timeout,
@@ -101,7 +102,7 @@ def swap(
         InvalidStateError, NotLoadedError: as from `pause`.
     """
     return together(
-        lambda: f"swap(out={_side(out)}, into={_side(into)})",
+        lambda: f"swap(out={side(out)}, into={side(into)})",
         lambda: swap_call(out, into, backup),
         group,
         timeout,
@@ -140,32 +141,8 @@ def _resume_paused(
     timeout: float | None,
 ) -> None:
     together(
-        lambda: f"resume(what paused({_listed(tags) or 'every tag'}) paused)",
+        lambda: f"resume(what paused({listed(tags) or 'every tag'}) paused)",
         lambda: Call("resume", [], [tag for tag in going if state(tag) is State.PAUSED], -1),
         group,
         timeout,
     )
-
-
-def _listed(tags: Sequence[object]) -> str:
-    """Return tags in words, the same for every order. Takes anything: `prepare` refuses it."""
-    return ", ".join(_texts(tags))
-
-
-def _side(tags: object) -> str:
-    if issubclass(type(tags), str) or not issubclass(type(tags), Sequence):
-        return _quoted(tags)
-    texts = _texts(tags)  # type: ignore[arg-type]
-    return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
-
-
-def _texts(tags: Sequence[object]) -> list[str]:
-    try:
-        return sorted({_quoted(tag) for tag in tags})
-    except Exception as error:
-        return [f"tags that cannot be listed ({type(error).__name__})"]
-
-
-def _quoted(tag: object) -> str:
-    # Of a string as it is, whatever a subclass makes of `repr`; of others the type alone.
-    return str.__repr__(tag) if issubclass(type(tag), str) else f"a {type(tag).__name__}"

@@ -8,18 +8,20 @@ import ctypes
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from memsaver.distributed.errors import GroupError, ranks_text
-from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError, NotLoadedError
 from memsaver.latches import Latch
 
-__all__ = ["Channel", "usable_group"]
+__all__ = ["Channel", "modules", "refusal_of"]
 
 _DIAGNOSIS_SECONDS = 5.0  # at most, to find out who is missing
 _STRAGGLER_SECONDS = 0.5  # without another rank coming, until those that have not are missing
+_GONE = " gave up"  # after the number of a meeting for which a rank waits no longer
 _GRACE_SECONDS = 5.0  # for a backend that does not keep an operation's own timeout
 
 
@@ -31,11 +33,12 @@ class Channel:
 
     Args:
         group: the group; None is the world.
-        lane: calls that go on beside others, say in another thread, have a lane of another name,
-            with connections of its own, which the group's other users do not see. A name is used
-            once.
+        lane: calls that go on beside others, say in another thread, have a lane of another name.
+            The k-th channel of a lane that is connected on a rank shares its connections with the
+            k-th on the other ranks, and with no other user of the group.
 
     Attributes:
+        lane: the lane's name.
         ranks: the group's ranks in the world, in the group's order.
         rank: this process's own, in the world.
 
@@ -47,15 +50,12 @@ class Channel:
     """
 
     def __init__(self, group: Any = None, lane: str = "") -> None:
-        self._torch, self._dist = _modules()
-        if not self._dist.is_initialized():
-            raise InvalidStateError(
-                "torch.distributed is not initialised, so there are no other ranks: call "
-                "torch.distributed.init_process_group first, or memsaver.pause, resume or swap for "
-                "this process alone"
-            )
+        self._torch, self._dist = modules()
+        refused = refusal_of(group)
+        if refused is not None:
+            raise refused
         self._group = self._dist.group.WORLD if group is None else group
-        self._place = self._place_in_group()
+        self._place = int(self._dist.get_rank(self._group))
         self.ranks: list[int] = self._dist.get_process_group_ranks(self._group)
         self.rank = self.ranks[self._place]
         config: str = self._dist.get_backend_config(self._group)
@@ -68,26 +68,15 @@ class Channel:
                 if not lane
                 else "this torch has no gloo, over which the ranks would talk"
             )
-        self._lane = lane
+        self.lane = lane
+        self._name = f"memsaver/{self._group.group_name}"
         with _lock:
             if lane:
+                self._name += f"/{lane}/{_connected.get(self._group, Counter())[lane]}"
                 self._link = _Link()
                 _lanes.add(self._link)
             else:
                 self._link = _links.setdefault(self._group, _Link())
-
-    def _place_in_group(self) -> int:
-        if self._group is self._dist.GroupMember.NON_GROUP_MEMBER:
-            raise InvalidStateError("this rank is not in the group: only its own ranks call")
-        _, odd = usable_group(self._group)
-        if odd is not None:
-            raise odd
-        try:
-            return int(self._dist.get_rank(self._group))
-        except (RuntimeError, ValueError) as error:
-            raise InvalidStateError(
-                f"the group cannot be used; was it destroyed? {error}"
-            ) from None
 
     def connect(self, timeout: float | None, what: str) -> None:
         """Make the lane's connections now, instead of in its first call.
@@ -99,7 +88,10 @@ class Channel:
             timeout: seconds, as of `all_gather`; likewise the rest.
             what: see there.
         """
+        with _lock:
+            _connected.setdefault(self._group, Counter())[self.lane] += 1
         try:
+            self._come()
             with self._link.lock:
                 self._prepare(None if timeout is None else timedelta(seconds=timeout))
         except Exception as error:
@@ -179,13 +171,11 @@ class Channel:
     ) -> Any:
         """The result of a collective that `start` begins; GroupError where it does not end well."""
         link = self._link
-        link.meetings += 1
         wait = None if timeout is None else timedelta(seconds=timeout)
         try:
+            self._come()
             with link.lock:
                 self._prepare(wait)
-            if link.store is not None:
-                link.store.set(str(self.rank), str(link.meetings))
             carrier = link.gloo if self._needs_gloo else self._group
             limit = wait
             if self._needs_gloo and wait is None:  # it was made with the timeout of the first call
@@ -199,18 +189,51 @@ class Channel:
             raise self._lost(error, what) from error
         return result
 
+    def announce(self) -> None:
+        """Say in torch's store that this rank has come to the next collective.
+
+        Raises:
+            RuntimeError: the store does not answer. Likewise the next two.
+        """
+        self._say(self._link.meetings + 1)
+
+    def withdraw(self) -> None:
+        """Take back what `announce` said."""
+        self._say(self._link.meetings)
+
+    def waiting(self) -> list[int]:
+        """Return the other ranks that wait in a collective for this rank."""
+        others = [rank for rank in self.ranks if rank != self.rank]
+        came = _came(self._stored(), others)
+        return [rank for rank in others if came.get(rank, 0) > self._link.meetings]
+
+    def _come(self) -> None:
+        self._link.meetings += 1
+        with contextlib.suppress(Exception):  # without a store nobody can say who is missing
+            self._stored()
+        if self._link.store is not None:
+            self._say(self._link.meetings)
+
+    def _say(self, meetings: int) -> None:
+        self._stored().set(str(self.rank), str(meetings))
+
+    def _stored(self) -> Any:
+        """Return the store in which the ranks say to how many collectives they came."""
+        with self._link.lock:
+            if self._link.store is None:
+                self._link.store = self._prefixed("")
+            return self._link.store
+
+    def _prefixed(self, end: str) -> Any:
+        store = self._dist.distributed_c10d._get_default_store()
+        return self._dist.PrefixStore(self._name + end, store)
+
     def _prepare(self, wait: timedelta | None) -> None:
         link = self._link
-        c10d = self._dist.distributed_c10d
-        name = f"memsaver/{self._group.group_name}"
-        name += f"/{self._lane}" if self._lane else ""
-        if link.store is None:
-            with contextlib.suppress(Exception):  # then nobody can say who is missing
-                link.store = self._dist.PrefixStore(name, c10d._get_default_store())
         if self._needs_gloo and link.gloo is None:
-            store = self._dist.PrefixStore(f"{name}/gloo", c10d._get_default_store())
+            timeout = wait or self._dist.distributed_c10d.default_pg_timeout
             link.gloo = self._dist.ProcessGroupGloo(
-                store, self._place, len(self.ranks), wait or c10d.default_pg_timeout
+                self._prefixed("/gloo"), self._place, len(self.ranks), timeout
             )
 
     def _lost(self, error: Exception, what: str) -> GroupError:
@@ -230,6 +253,7 @@ class Channel:
 
         def look() -> None:
             nonlocal late
+            store.set(str(self.rank), f"{meetings}{_GONE}")  # a late rank need not look here
             end = time.monotonic() + _STRAGGLER_SECONDS
             while late and time.monotonic() < end:
                 still = _behind(store, self.ranks, meetings)
@@ -241,25 +265,42 @@ class Channel:
         return late if store is not None and _done_in_time(look) else ()
 
 
-def usable_group(group: Any) -> tuple[Any, ConfigError | None]:
-    """Return the group; if it is no process group at all, the world and the error.
+def refusal_of(group: Any) -> MemsaverError | None:
+    """Return the error of a group that this rank cannot use; None if the rank can use it.
 
-    So a rank whose argument is wrong can tell the others, who most likely use the world.
+    Args:
+        group: the group; None is the world.
 
     Raises:
-        ConfigError: it is no process group, and torch.distributed is not initialised.
+        InvalidStateError: torch.distributed is not initialised, or this rank is not in the group,
+            so that no other rank waits for it there.
+        NotLoadedError: torch is not installed, or has no torch.distributed.
     """
-    _, dist = _modules()
-    none = dist.GroupMember.NON_GROUP_MEMBER
+    _, dist = modules()
+    if group is not None and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidStateError("this rank is not in the group: only its own ranks call")
     # By its type: an odd object answers an `isinstance` or a comparison in its own way.
-    if group is None or group is none or issubclass(type(group), dist.ProcessGroup):
-        return group, None
-    odd = ConfigError(
-        f"group is a process group of torch.distributed or None, not {type(group).__name__}"
-    )
+    odd = group is not None and not issubclass(type(group), dist.ProcessGroup)
+    refused: MemsaverError | None = None
+    if odd:
+        refused = ConfigError(
+            f"group is a process group of torch.distributed or None, not {type(group).__name__}"
+        )
     if not dist.is_initialized():
-        raise odd
-    return dist.group.WORLD, odd
+        raise refused or InvalidStateError(
+            "torch.distributed is not initialised, so there are no other ranks: call "
+            "torch.distributed.init_process_group first, or memsaver.pause, resume or swap for "
+            "this process alone"
+        )
+    if refused is None and group is not None:
+        try:
+            dist.get_process_group_ranks(group)
+            dist.get_rank(group)
+        except (KeyError, RuntimeError, ValueError):
+            refused = InvalidStateError(
+                "the group cannot be used, as torch.distributed does not know it: was it destroyed?"
+            )
+    return refused
 
 
 class _Link:
@@ -267,20 +308,30 @@ class _Link:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # while the two below are made
-        self.meetings = 0  # that this rank came to
-        self.store: Any = None  # says how many meetings each rank came to
+        self.meetings = 0  # collectives that this rank came to
+        self.store: Any = None  # says to how many of them each rank came
         self.gloo: Any = None  # a process group of our own, where the group carries no CPU tensors
 
 
 def _behind(store: Any, ranks: list[int], meetings: int) -> tuple[int, ...]:
     """The ranks that came to fewer meetings."""
+    came = _came(store, ranks, gone=True)
+    return tuple(rank for rank in ranks if came.get(rank, 0) < meetings)
+
+
+def _came(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]:
+    """Return by rank to how many meetings it came; without those that gave up, unless `gone`."""
     keys = [str(rank) for rank in ranks]
     # Two requests for all ranks, where each came at least once.
     known = keys if store.check(keys) else [key for key in keys if store.check([key])]
     many = store.has_extended_api()
     values = store.multi_get(known) if many else [store.get(key) for key in known]
-    came = {key: int(value) for key, value in zip(known, values, strict=True)}
-    return tuple(rank for rank in ranks if came.get(str(rank), 0) < meetings)
+    texts = zip(known, (value.decode() for value in values), strict=True)
+    return {
+        int(key): int(text.removesuffix(_GONE))
+        for key, text in texts
+        if gone or not text.endswith(_GONE)
+    }
 
 
 def _done_in_time(look: Callable[[], None]) -> bool:
@@ -298,7 +349,8 @@ def _done_in_time(look: Callable[[], None]) -> bool:
     return done.is_open()
 
 
-def _modules() -> tuple[Any, Any]:
+def modules() -> tuple[Any, Any]:
+    """Return torch and torch.distributed. Raises `NotLoadedError` if one of them is missing."""
     try:
         import torch
         import torch.distributed as dist
@@ -313,6 +365,8 @@ def _modules() -> tuple[Any, Any]:
 
 _lock = threading.Lock()
 _links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()  # by group
+# How many channels of each lane were connected, by group.
+_connected: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 _lanes: weakref.WeakSet[_Link] = weakref.WeakSet()  # of the channels that have one
 
 

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
-from memsaver.integrations.rollout.together import check_timeout
 from memsaver.integrations.rollout.weights.sender import END_SECONDS, Aside, Sender
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
+from memsaver.timeouts import check_timeout
 
 if TYPE_CHECKING:
     from memsaver.integrations.rollout.engine import RolloutEngine
