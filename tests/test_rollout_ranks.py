@@ -346,6 +346,8 @@ def test_two_groups_of_two(run_ranks):
 def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_of_the_mesh(run_ranks):
     run_ranks(
         """
+        from memsaver.integrations.rollout.weights import WeightGroup
+
         class Odd:
             __repr__ = __eq__ = __hash__ = __lt__ = __iter__ = lambda self, *_: 1 / 0
 
@@ -394,7 +396,19 @@ def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_of_the_mesh(run_ranks
                         else:
                             raise AssertionError(odd)
                         assert engine.refresh() is Status.AWAKE
+                for bad in ({"backend": "mpi"}, {"timeout": "soon"}, {"timeout": Odd()}):
+                    given = {"backend": "gloo", "timeout": 20, **(bad if RANK == 1 else {})}
+                    with pytest.raises(ConfigError, match="backend is one of|positive number"):
+                        WeightGroup(engine, **given)
             engine.close()
+        # A rank that is not in its mesh keeps nobody waiting, and does not wait.
+        from torch.distributed.device_mesh import DeviceMesh
+        part = DeviceMesh("cpu", [0, 2], mesh_dim_names=("dp",))
+        if RANK in (0, 2):
+            RolloutEngine.connect(target, part, timeout=40).close()
+        else:
+            with pytest.raises(ConfigError, match="not in the mesh"):
+                RolloutEngine.connect(target, part, timeout=40)
         # On all ranks.
         error = refused(ConfigError, RolloutEngine.connect, target, "dp", timeout=40)
         assert list(error.failures) == [0, 1, 2, 3]

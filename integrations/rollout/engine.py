@@ -13,7 +13,7 @@ from memsaver.integrations.rollout.fence import Fence, connections_of
 from memsaver.integrations.rollout.launch import gpu_of_this_process, launch, place
 from memsaver.integrations.rollout.output import RolloutOutput, check_samples
 from memsaver.integrations.rollout.prompts import Prompts, prompts_of
-from memsaver.integrations.rollout.ranks import ALONE, Layout, layout_of
+from memsaver.integrations.rollout.ranks import ALONE, Layout, NotInMeshError, layout_of
 from memsaver.integrations.rollout.sglang.backend import backend_of
 from memsaver.integrations.rollout.shared_sleep import SharedSleep, known_released
 from memsaver.integrations.rollout.together import Together, refuse
@@ -43,6 +43,12 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
     `failures` has it by rank. A rank that died or hangs is a `GroupError` on the others. No wait is
     without a bound: a call's `timeout`, in seconds, is for the engine's work, and before that the
     ranks wait for each other at most as long as the engine's own `timeout`.
+
+    Making an engine is a collective of the whole mesh, and an invalid argument on one rank is an
+    error on all of its ranks at once. A rank whose mesh is invalid looks for the ranks that wait
+    for it at most for `timeout`, and raises `GroupError` if there are none. A valid mesh that is
+    another one than on the other ranks ends in a `GroupError` after `timeout`; so do those who wait
+    for a rank that is not in its mesh, which raises `ConfigError` at once.
 
     Threads: `generate` in one, and beside it all other calls in another, as where
     `pause_generation` ends a generation; each rank with the same two. None inside an event loop.
@@ -105,6 +111,8 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
         self._connections = contextlib.ExitStack()  # what `close` ends, with that of updates
         try:
             layout = find()
+        except NotInMeshError:
+            raise
         except Exception as error:
             refuse(error, timeout, (_LANE, Fence.LANE))
         self.layout = layout

@@ -15,9 +15,17 @@ thread at a time. What they promise:
   took the memory meanwhile) is named with the state of its tags.
 - **Nobody waits for ever.** An exception on one rank (an unknown tag, a bad argument, a callback
   that raises) reaches all others at their next step; ranks that make different calls find out
-  before anything is changed. A `group` that is no process group counts as a bad argument of a call
-  on the world. A rank that died or hangs is a `GroupError` on the others, at once or when `timeout`
-  is over: each of them takes back what it did. torch closes the group's connections then.
+  before anything is changed. A rank that died or hangs is a `GroupError` on the others, at once or
+  when `timeout` is over: each of them takes back what it did. torch closes the group's connections
+  then.
+- **A wrong `group` on one rank.** If it is no process group, or one that was destroyed, the rank
+  looks in torch's store for the group on which other ranks wait for it, at most for `timeout`, and
+  fails there: all ranks raise a `RankError` at once. If it is another group of the rank's, or None
+  beside a group of some ranks, no rank can know which of the groups is the right one: each waits
+  until `timeout` is over, and raises `GroupError`. A rank that is not in its `group` raises
+  `InvalidStateError` at once, as all ranks outside of a group may do, and the others wait for it
+  until `timeout`. A `timeout` of None is the one that the group was made with, and 30 minutes for
+  a rank that looks for a group.
 - **Contents.** What has a backup keeps its bytes whatever happens. A pause is first begun on all
   ranks and then done on all, so that what can be refused is refused before contents without a
   backup are given up; if it fails after that, they are zeros where the rank had paused them.

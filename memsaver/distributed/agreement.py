@@ -52,7 +52,8 @@ def together(
     Raises:
         RankError: it failed on a rank.
         GroupError: the ranks cannot reach each other.
-        InvalidStateError, NotLoadedError: there is no group; the other ranks are not notified.
+        InvalidStateError, NotLoadedError: torch.distributed is not initialised or not installed, or
+            this rank is not in the group; the other ranks are not notified.
     """
     start = time.perf_counter()
     with signals_deferred():

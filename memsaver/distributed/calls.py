@@ -29,7 +29,8 @@ def pause(
     Args:
         tags: which ones, the same on all ranks, in any order; none at all means every tag that the
             rank has.
-        group: a `torch.distributed` group that this rank is in; None is the world.
+        group: a `torch.distributed` group that this rank is in; None is the world. See
+            `memsaver.distributed` for a wrong one on one of the ranks.
         backup: as in `memsaver.pause`. Each rank may choose its own.
         timeout: seconds to wait for the other ranks at each step, and so for the slowest one's
             copies; None is the timeout that the group was made with.

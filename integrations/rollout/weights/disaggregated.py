@@ -69,17 +69,20 @@ class WeightGroup:
     ) -> None:
         if not hasattr(engine, "together"):
             raise ConfigError(f"engine is a RolloutEngine, not a {type(engine).__name__}")
-        if backend not in _BACKENDS:
-            raise ConfigError(f"backend is one of {', '.join(_BACKENDS)}, not {backend!r}")
-        check_timeout(timeout)
         self._engine, self._backend, self._timeout = engine, backend, timeout
         self._broken = ""
         # An engine knows the names of groups also after their trainer was killed.
         self.name = f"memsaver-{secrets.token_hex(16)}"
-        self._sender = Sender(self.name, backend, 1 + engine.tp_size, timeout)
         self.joined = False
-        engine.together.on_leader(
-            "joining a group for weights", lambda: self._join(address, port), timeout
+
+        def check() -> None:
+            if backend not in _BACKENDS:
+                raise ConfigError(f"backend is one of {', '.join(_BACKENDS)}, not {backend!r}")
+            check_timeout(timeout)
+            self._sender = Sender(self.name, backend, 1 + engine.tp_size, timeout)
+
+        engine.together.gathered(
+            "joining a group for weights", check, lambda _: self._join(address, port), timeout
         )
         self.joined = True
 
