@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-from memsaver.interrupts import interrupts_deferred, once
+from memsaver.interrupts import signals_deferred
+from memsaver.native import _C
 
 __all__ = ["Gate", "Latch"]
 
@@ -47,7 +49,7 @@ class Latch:
 
 
 class Gate:
-    """Lets one block in at a time, of whichever thread.
+    """Lets one block in at a time, of whichever thread. No thread waits for itself.
 
     As `threading.Lock` with a timeout, of which an interrupt can come when it is taken, and before
     anybody knows.
@@ -64,27 +66,31 @@ class Gate:
 
     @contextlib.contextmanager
     def passed(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
-        """For the block, no other is in one. After so many seconds, what `late` gives is raised."""
+        """For the block, no other is in one.
+
+        What `late` returns is raised after that many seconds; at once if this thread is in a block,
+        and the gate is not reentrant.
+        """
         taken: list[bool] = []
-        given: list[bool] = []
+        give = functools.partial(self._give, taken)
         try:
             if not self._take(time.monotonic() + seconds, taken):
                 raise late()
             yield
         finally:
-            try:
-                once(given, self._give, taken)
-            finally:
-                once(given, self._give, taken)
+            _C.uninterrupted(give, True)
 
     def _take(self, deadline: float, taken: list[bool]) -> bool:
         while True:
-            with interrupts_deferred(), self._lock:
+            with signals_deferred(), self._lock:
                 me = threading.get_ident()
-                if not self._inside or (self._reentrant and self._inside[0] == me):
+                is_inside = bool(self._inside) and self._inside[0] == me
+                if not self._inside or (self._reentrant and is_inside):
                     self._inside.append(me)
                     taken.append(True)
                     return True
+                if is_inside:
+                    return False
                 left = self._left
             if not left.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                 return False

@@ -93,8 +93,8 @@ def on_resume(function: Callback, tag: str | None = None) -> Registration:
             stay resumed, the other callbacks run, and the first error propagates to the caller.
         tag: the callback's tag; None means every tag.
 
-    Also called if a pause fails after its `on_pause` callbacks ran. May be used as a decorator. If a
-    callback pauses the tag, the callbacks after it are not called: that pause has called theirs.
+    Also called if a pause fails after its `on_pause` callbacks ran. May be used as a decorator. If
+    a callback pauses the tag, the callbacks after it hear of that pause alone.
 
     Raises:
         ConfigError: `function` cannot be called, or `tag` is invalid.

@@ -18,7 +18,6 @@ import copyreg
 import importlib
 import io
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -29,26 +28,30 @@ __all__ = ["register"]
 
 _PROTOCOL = 4  # torch does the same for every one; a registered function is not told which it is
 
-_lock = threading.Lock()
 _registered = False
+# By type. The first that is made for a type stays: no lock, in which a finalizer could come here.
+_sending: dict[type, _Sending] = {}
+_pickling: dict[type, _Pickling] = {}
 
 
 def register(torch: Any) -> None:
-    """Ask here before a tensor is pickled or sent, from now on. Once per process; any thread."""
-    global _registered
-    with _lock:
-        if _registered:
-            return
-        importlib.import_module("torch.multiprocessing")  # registers torch's own way to send
-        # Not imported with memsaver: it takes a tenth of a second.
-        from multiprocessing.reduction import ForkingPickler
+    """Ask here before a tensor is pickled or sent, from now on. Once per process; any thread.
 
-        sent = ForkingPickler(io.BytesIO()).dispatch_table
-        for kind in (torch.Tensor, torch.nn.Parameter):
-            ForkingPickler.register(kind, _Sending(sent[kind]))
-            ways = copyreg.dispatch_table
-            ways[kind] = _Pickling(ways.get(kind, _reduced))
-        _registered = True
+    Takes no lock: a finalizer or a signal handler may call it during a call of the same thread.
+    """
+    global _registered
+    if _registered:
+        return
+    importlib.import_module("torch.multiprocessing")  # registers torch's own way to send
+    # Not imported with memsaver: it takes a tenth of a second.
+    from multiprocessing.reduction import ForkingPickler
+
+    sent = ForkingPickler(io.BytesIO()).dispatch_table
+    ways = copyreg.dispatch_table
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(kind, _sending.setdefault(kind, _Sending(sent[kind])))
+        ways[kind] = _pickling.setdefault(kind, _Pickling(ways.get(kind, _reduced)))
+    _registered = True
 
 
 def _reduced(tensor: Any) -> Any:

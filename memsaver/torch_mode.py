@@ -32,6 +32,9 @@ __all__ = ["Route", "TorchPools", "torch_pools"]
 def torch_pools(required: bool = True) -> TorchPools | None:
     """The process's torch pools, or None where torch cannot have any: see `required`.
 
+    Takes no lock, nor does anything in this module: a finalizer or a signal handler may need the
+    pools during a call of the same thread.
+
     Args:
         required: raise where nothing at all could serve a region: a real driver, but neither torch
             with CUDA nor preload mode. Without it, torch is not imported for the question.
@@ -39,9 +42,8 @@ def torch_pools(required: bool = True) -> TorchPools | None:
     Raises:
         NotLoadedError: with `required`, where there is no CUDA driver, or no torch with CUDA.
     """
-    global _pools
-    if _pools is not None:
-        return _pools
+    if _pools:
+        return _pools[0]
     try:
         _, library, simulated = _C.driver_info()
     except NotLoadedError:
@@ -66,11 +68,9 @@ def torch_pools(required: bool = True) -> TorchPools | None:
                 f"GPU, though {library} was opened; install a CUDA build of torch"
             )
         return None
-    with _lock:
-        if _pools is None:
-            pickling.register(torch)
-            _pools = TorchPools(torch)
-    return _pools
+    pickling.register(torch)
+    _pools.append(TorchPools(torch))
+    return _pools[0]
 
 
 class TorchPools:
@@ -137,9 +137,8 @@ class TorchPools:
             ConfigError: it is no pool.
         """
         name = None if pool is None else _pool_id(pool)
-        with _lock:
-            ours = _closed_pools.get(name) if name is not None else None
-            shared = _shared_pools.get((device, tag, name)) if name is not None else None
+        ours = _closed_pools.get(name) if name is not None else None
+        shared = _shared_pools.get((device, tag, name)) if name is not None else None
         if name is not None and ours is not None and _is_kept(ours):
             yield name
         elif shared is not None and _is_kept(shared):
@@ -147,8 +146,7 @@ class TorchPools:
         else:
             fresh = self.new_pool(device)
             if name is not None:
-                with _lock:
-                    _shared_pools[device, tag, name] = fresh
+                _shared_pools[device, tag, name] = fresh
             try:
                 yield _pool_id(fresh)
             finally:
@@ -196,10 +194,9 @@ class TorchPools:
 
     def capture_stream(self, device: int) -> Any:
         """The stream that graphs of a device are captured on where the caller names none."""
-        with _lock:
-            if device not in _capture_streams:
-                _capture_streams[device] = self.torch.cuda.Stream(device)
-            return _capture_streams[device]
+        if device not in _capture_streams:
+            _capture_streams.setdefault(device, self.torch.cuda.Stream(device))
+        return _capture_streams[device]
 
     def indices(self, devices: Devices) -> list[int]:
         """The indices of the devices that a caller named."""
@@ -376,8 +373,7 @@ class _Routes(threading.local):
 
 
 _routes = _Routes()
-_lock = threading.Lock()
-_pools: TorchPools | None = None
+_pools: list[TorchPools] = []  # the first is the process's; others lost a race, and are not used
 _capture_streams: dict[int, Any] = {}
 _spare_pools: dict[int, Any] = {}  # by device: an open, empty pool
 _closed_pools: dict[tuple[int, int], Any] = {}  # by the pool's id

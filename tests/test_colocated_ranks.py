@@ -267,6 +267,64 @@ def test_what_fails_on_a_rank_is_heard_by_all(run_ranks):
     )
 
 
+def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_at_once(run_ranks):
+    run_ranks(
+        """
+        class Odd:
+            __repr__ = __eq__ = __hash__ = __lt__ = __bool__ = lambda self, *_: 1 / 0
+
+        everyone = dist.new_group()
+        closed = dist.new_group()
+        dist.destroy_process_group(closed)
+        hooks = len(trainer.model._forward_pre_hooks)
+        config, state, key = "ConfigError", "InvalidStateError", "UnknownTagError"
+        start = time.monotonic()
+        for bad, kind in (
+            ({"backup": "none"}, config),
+            ({"backup": "tape"}, config),
+            ({"backup": Odd()}, None),
+            ({"state": 5}, config),
+            ({"engine": object()}, config),
+            ({"model": object()}, config),
+            ({"optimizer": object()}, config),
+            ({"on_stage": 5}, config),
+            ({"timeout": -1}, config),
+            ({"timeout": 10**400}, config),
+            ({"timeout": Odd()}, config),
+            ({"block_timeout": "soon"}, config),
+            ({"block_timeout": Odd()}, config),
+            ({"sleep": Odd()}, "ZeroDivisionError"),
+            ({"engine_keeps_weights": Odd()}, "ZeroDivisionError"),
+            ({"tags": "reference"}, config),
+            ({"tags": 5}, config),
+            ({"update_options": 5}, config),
+            ({"tags": ["never seen"]}, key),
+            ({"group": "everyone"}, config),
+            ({"group": Odd()}, config),
+            ({"group": closed}, state),
+        ):
+            for group in (None, everyone):
+                given = {
+                    "engine": engine,
+                    "model": trainer.model,
+                    "optimizer": trainer.optimizer,
+                    "group": group,
+                    "timeout": 40,
+                    **(bad if RANK == 1 else {}),
+                }
+                error = raised(memsaver.MemsaverError, lambda: ColocatedSession(**given))
+                assert list(error.failures) == [1], (bad.keys(), error)
+                assert kind in (None, error.failures[1].kind), error
+                assert gathered(str(error)) == [str(error)] * SIZE
+                assert len(trainer.model._forward_pre_hooks) == hooks, bad.keys()
+        assert time.monotonic() - start < 35, "no wait lasted until a timeout"
+        rollout(lambda engine: engine.generate(X))
+        training()
+        """,
+        2,
+    )
+
+
 def test_an_exception_in_a_block_of_a_rank_is_told_to_the_others(run_ranks):
     run_ranks(
         """

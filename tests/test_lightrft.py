@@ -486,6 +486,15 @@ with pytest.MonkeyPatch.context() as patch, engines.modules(patch) as classes:
     for each in (trainer, expected):
         each.step()
     assert trainer.contents() == expected.contents()
+    # One rank has no optimizer; the next call gives all ranks the same tag.
+    another = Trainer("adamw")
+    another.step()
+    for odd in (None, [], 5, object()):
+        error = raises(strategy.maybe_offload_optimizer, odd if rank == 2 else another.optimizer)
+        assert set(error.failures) == {2} and error.failures[2].kind == "ConfigError", error
+    strategy.maybe_offload_optimizer(another.optimizer)
+    assert memsaver.state("optimizer 2") == "paused"
+    strategy.maybe_load_optimizer(another.optimizer)
     memory.close()
     if engine is not None:
         assert scheduler.death is None

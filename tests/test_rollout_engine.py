@@ -141,8 +141,15 @@ def test_sleep_and_wake_up(make_engine, kind):
         engine.check("generate")
     with pytest.raises(InvalidStateError, match="kv_cache"):
         engine.generate([[1]])
-    with pytest.raises(ConfigError, match="optimizer"):
-        engine.wake_up("optimizer")
+    for tags, what in (
+        ("optimizer", "optimizer"),
+        ([], "None means all"),
+        ([5], "no memory called 5"),
+        (5, "no int"),
+    ):
+        for call in (engine.sleep, engine.wake_up, lambda tags: engine.asleep(tags).__enter__()):
+            with pytest.raises(ConfigError, match=what):
+                call(tags)
     assert engine.status is Status.WEIGHTS_ONLY
     assert engine.wake_up().changed == ("kv_cache",) and released == set()
     with engine.asleep() as report:

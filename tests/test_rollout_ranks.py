@@ -340,3 +340,80 @@ def test_two_groups_of_two(run_ranks):
         """,
         4,
     )
+
+
+@pytest.mark.timeout(180)
+def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_of_the_mesh(run_ranks):
+    run_ranks(
+        """
+        from memsaver.integrations.rollout.weights import WeightGroup
+
+        class Odd:
+            __repr__ = __eq__ = __hash__ = __lt__ = __iter__ = lambda self, *_: 1 / 0
+
+        start = time.monotonic()
+        names = ("dp", "tp")
+        meshes = [
+            (init_device_mesh("cpu", (2, 2), mesh_dim_names=names), {}),
+            (init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), {}),
+            (init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), {}),
+            (
+                init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "tp")),
+                {"dp": ("a", "b")},
+            ),
+        ]
+        manager, target = stand_in_engine()
+        for mesh, options in meshes:
+            for bad in (
+                {"mesh": "dp"},
+                {"mesh": Odd()},
+                {"tp": 5, "dp": 7},
+                {"dp": Odd()},
+                {"timeout": -1},
+                {"timeout": Odd()},
+            ):
+                given = {"mesh": mesh, **options, "timeout": 40, **(bad if RANK == 1 else {})}
+                try:
+                    RolloutEngine.connect(target, **given)
+                except MemsaverError as error:
+                    assert not isinstance(error, md.GroupError), repr(error)
+                    assert RANK != 1 or "rank 1" in str(error), error
+                else:
+                    raise AssertionError(bad)
+            engine = RolloutEngine.connect(target, mesh, timeout=40, **options)
+            assert rows(engine.generate([[RANK]], TWO)) == [[RANK, RANK + 1]]
+            engine.sleep(fence=True)
+            engine.wake_up(fence=True)
+            # Tags of one rank that are no tags; the engine's are those of the leader.
+            alone = engine.layout.tp_size == 1
+            if 1 in engine.layout.tp_ranks:
+                for odd in (5, [["weights"]], *(() if alone else ([Odd()], Odd()))):
+                    for call in (engine.sleep, engine.wake_up):
+                        try:
+                            call(odd if RANK == 1 else None, timeout=5)
+                        except MemsaverError as error:
+                            assert type(error) is (ConfigError if alone else md.RankError), error
+                        else:
+                            raise AssertionError(odd)
+                        assert engine.refresh() is Status.AWAKE
+                for bad in ({"backend": "mpi"}, {"timeout": "soon"}, {"timeout": Odd()}):
+                    given = {"backend": "gloo", "timeout": 20, **(bad if RANK == 1 else {})}
+                    with pytest.raises(ConfigError, match="backend is one of|positive number"):
+                        WeightGroup(engine, **given)
+            engine.close()
+        # A rank that is not in its mesh keeps nobody waiting, and does not wait.
+        from torch.distributed.device_mesh import DeviceMesh
+        part = DeviceMesh("cpu", [0, 2], mesh_dim_names=("dp",))
+        if RANK in (0, 2):
+            RolloutEngine.connect(target, part, timeout=40).close()
+        else:
+            with pytest.raises(ConfigError, match="not in the mesh"):
+                RolloutEngine.connect(target, part, timeout=40)
+        # On all ranks.
+        error = refused(ConfigError, RolloutEngine.connect, target, "dp", timeout=40)
+        assert list(error.failures) == [0, 1, 2, 3]
+        assert time.monotonic() - start < 35, "no wait lasted until a timeout"
+        dist.barrier()
+        """,
+        4,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import types
 
 import pytest
 
@@ -242,6 +243,15 @@ def test_a_loader_that_cannot_be_run_twice_says_why(manager):
     (check,) = checks_of(output.success, output.message)
     assert output.success and check.held == 0 and check.received == len(named)
     assert check.unverified == "RuntimeError: quantised already"
+
+
+@pytest.mark.parametrize("fields", ["", "[]", '{"names": 5}'])
+def test_an_order_that_is_none_fails_the_update_and_not_the_engine(manager, fields):
+    named, rank = weights(), manager(Model())
+    wrong = types.SimpleNamespace(text=lambda: f"memsaver:{fields}")
+    output = load(rank, named, wrong)
+    assert not output.success and "an order of checks" in output.message
+    assert load(rank, named, order(named)).success
 
 
 def test_orders_and_answers_are_text():

@@ -52,6 +52,12 @@ PYBIND11_MODULE(_C, m) {
   find_errors();
 
   m.def("uninterrupted", &uninterrupted, py::arg("function"), py::arg("is_patient") = false);
+  m.def("interruptible", &interruptible, py::arg("function"));
+  py::class_<DeferredBlock>(m, "SignalsDeferred")
+      .def(py::init<bool>(), py::arg("interrupts_alone") = false)
+      .def("__enter__", &DeferredBlock::enter)
+      .def("__exit__",
+           [](DeferredBlock& self, py::handle, py::handle, py::handle) { self.exit(); });
   // Native methods have no Python frame in which a signal handler could interrupt them.
   const auto method = [&m](const char* name, const py::object& function) {
     m.attr(name) = py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));

@@ -1,12 +1,14 @@
 #include "python/signals.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "python/calls.h"
 
 namespace memsaver::python {
 namespace {
 
+constexpr int kOther = 0;         // any signal but SIGINT
 constexpr int kMostTries = 1000;  // each failed try means that a handler of a new signal raised
 
 void keep(Raised& raised) {
@@ -34,25 +36,69 @@ py::object result_of(PyObject* result, Raised& failure) {
 
 }  // namespace
 
+bool SignalsDeferred::defers(int number, bool in_wait) {
+  bool is_open = false;
+  for (auto block = blocks_->rbegin(); block != blocks_->rend(); ++block) {
+    switch ((*block)->kind_) {
+      case Deferral::kOpen:
+        is_open = is_open || !(*block)->is_shut_;
+        break;
+      case Deferral::kBetween:
+        if (!is_open) return true;
+        break;
+      case Deferral::kWhole:
+        if (!in_wait) return true;
+        break;
+      case Deferral::kInterrupts:
+        if (number == SIGINT) return true;
+        break;
+      case Deferral::kPatient:
+        return true;
+    }
+  }
+  return false;
+}
+
 PyObject* SignalsDeferred::note(PyObject*, PyObject* args) {
   int number = 0;
   PyObject* frame = nullptr;
   if (!PyArg_ParseTuple(args, "iO", &number, &frame)) return nullptr;
   try {
-    if (deferring_) {
-      const auto has_number = [number](const Signal& one) { return one.number == number; };
-      if (std::none_of(came_->begin(), came_->end(), has_number)) {
-        came_->push_back({number, py::reinterpret_borrow<py::object>(frame)});
-      }
+    Signal signal{number, py::reinterpret_borrow<py::object>(frame)};
+    if (defers(number, false)) {
+      keep_waiting(std::move(signal));
       Py_RETURN_NONE;
     }
+    // In work that is open to handlers; or code in a block has read this handler and set it later.
+    const auto last = last_->find(number);
+    if (last == last_->end() || !last->second) Py_RETURN_NONE;
+    PyObject* const result = call(py::object(last->second), signal);
+    Raised raised;
+    if (result) deliver(raised, false);  // what came while the handler ran
+    if (!raised) return result;
+    Py_DECREF(result);
+    raised->restore();
+    return nullptr;
   } catch (...) {
     return PyErr_NoMemory();
   }
-  // A program read this handler during a deferral and installed it again afterwards.
-  const auto last = last_->find(number);
-  if (last == last_->end()) Py_RETURN_NONE;
-  return PyObject_CallFunction(last->second.ptr(), "iO", number, frame);
+}
+
+// In open work, signals that come while a handler runs wait, and so do those after a handler has
+// raised: a second exception could come when nobody is there to catch it.
+PyObject* SignalsDeferred::call(const py::object& handler, const Signal& signal) {
+  const auto is_open = [](const SignalsDeferred* block) {
+    return block->kind_ == Deferral::kOpen && !block->is_shut_;
+  };
+  const auto found = std::find_if(blocks_->rbegin(), blocks_->rend(), is_open);
+  SignalsDeferred* const open = found == blocks_->rend() ? nullptr : *found;
+  if (open) open->is_shut_ = true;
+  PyObject* const result =
+      PyObject_CallFunction(handler.ptr(), "iO", signal.number, signal.frame.ptr());
+  if (result && std::find(blocks_->begin(), blocks_->end(), open) != blocks_->end()) {
+    open->is_shut_ = false;
+  }
+  return result;
 }
 
 const py::object& SignalsDeferred::noter() {
@@ -83,118 +129,180 @@ bool SignalsDeferred::set_handler(int number, const py::object& handler,
   return false;
 }
 
-SignalsDeferred::SignalsDeferred(bool is_patient) {
-  if (deferring_) {
-    is_nested_ = main_ == PyThread_get_thread_ident();
-    if (is_nested_) {
-      was_patient_ = patient_;
-      patient_ = patient_ || is_patient;
-    }
-    return;
+SignalsDeferred::SignalsDeferred(Deferral kind) : kind_(kind) {
+  const bool is_nested = !blocks_->empty();
+  if (is_nested && main_ != PyThread_get_thread_ident()) return;
+  if (kind == Deferral::kOpen) {
+    if (!is_nested) return;
+    begin();
+    deliver(raised_, false);
+  } else {
+    const bool is_deferred = defers(kind == Deferral::kInterrupts ? SIGINT : kOther, false);
+    if (is_nested) begin();
+    if (!is_deferred) replace();
   }
+  if (!raised_ || kind == Deferral::kPatient) return;
+  end();
+  throw py::error_already_set(*raised_);
+}
+
+SignalsDeferred::~SignalsDeferred() {
+  if (!end()) return;
+  for (const Signal& one : take_due(false)) PyErr_SetInterruptEx(one.number);
+}
+
+void SignalsDeferred::replace() {
   static const auto* const get = new py::object(signal_module().attr("getsignal"));
+  const bool is_outermost = blocks_->empty();
   for (int number = 1; number < NSIG; ++number) {
+    if (kind_ == Deferral::kInterrupts && number != SIGINT) continue;
     PyObject* const found = PyObject_CallFunction(get->ptr(), "i", number);
     if (!found) {
       PyErr_Clear();  // there is no signal with this number
       continue;
     }
     auto handler = py::reinterpret_steal<py::object>(found);
-    if (!PyCallable_Check(handler.ptr()) || handler.is(noter())) continue;
-    Replaced replaced{number, handler, {}};
-    sigaction(number, nullptr, &replaced.action);
-    if (!set_handler(number, noter(), replaced.action, raised_, is_patient)) {
-      if (!raised_) return;  // not the main thread
-      restore();
-      throw py::error_already_set(*raised_);
+    if (!PyCallable_Check(handler.ptr())) continue;
+    py::object& last = (*last_)[number];
+    if (handler.is(noter())) {  // of a block around; or left behind, as one ended on another thread
+      if (!is_outermost || !last) continue;
+      handler = last;
     }
-    (*last_)[number] = handler;
-    replaced_->push_back(std::move(replaced));
-    is_active_ = true;
-    deferring_ = true;
+    Replaced replaced{number, handler, {}, last};
+    sigaction(number, nullptr, &replaced.action);
+    if (!set_handler(number, noter(), replaced.action, raised_, kind_ == Deferral::kPatient)) {
+      return;  // not the main thread, or a handler raised
+    }
+    last = std::move(handler);
+    replaced_.push_back(std::move(replaced));
+    if (!blocks_->empty()) continue;
+    begin();
     main_ = PyThread_get_thread_ident();
   }
-  if (is_active_) patient_ = is_patient;
 }
 
-SignalsDeferred::~SignalsDeferred() {
-  if (is_nested_) patient_ = was_patient_;
-  if (is_active_) restore();
+void SignalsDeferred::begin() {
+  blocks_->push_back(this);
+  is_active_ = true;
 }
 
 void SignalsDeferred::restore() {
-  if (!is_active_) return;
-  is_active_ = false;
   static const auto* const get = new py::object(signal_module().attr("getsignal"));
-  const std::vector<Replaced> all = std::move(*replaced_);
-  replaced_->clear();
+  const std::vector<Replaced> all = std::move(replaced_);
+  replaced_.clear();
   for (const Replaced& one : all) {
     PyObject* const now = PyObject_CallFunction(get->ptr(), "i", one.number);
     if (!now) PyErr_Clear();
     if (now == noter().ptr()) set_handler(one.number, one.handler, one.action, raised_, true);
     Py_XDECREF(now);
+    if (blocks_->size() > 1 && one.before) (*last_)[one.number] = one.before;
   }
-  deferring_ = patient_ = false;
 }
 
-void SignalsDeferred::deliver(std::vector<Signal> came, Raised& raised) {
+bool SignalsDeferred::end() {
+  if (!is_active_) return false;
+  is_active_ = false;
+  const auto found = std::find(blocks_->begin(), blocks_->end(), this);
+  if (found + 1 == blocks_->end()) {
+    restore();  // which can call handlers, and so change `blocks_`
+  } else {      // a block inside goes on
+    std::vector<Replaced>& inside = (*(found + 1))->replaced_;
+    inside.insert(inside.end(), std::make_move_iterator(replaced_.begin()),
+                  std::make_move_iterator(replaced_.end()));
+    replaced_.clear();
+  }
+  // Not there in a child that a handler has forked.
+  blocks_->erase(std::remove(blocks_->begin(), blocks_->end(), this), blocks_->end());
+  return true;
+}
+
+void SignalsDeferred::keep_waiting(Signal signal) {
+  for (const Signal& one : *came_) {
+    if (one.number == signal.number) return;
+  }
+  came_->push_back(std::move(signal));
+}
+
+std::vector<SignalsDeferred::Signal> SignalsDeferred::take_due(bool in_wait) {
+  const auto waits = [in_wait](const Signal& one) { return defers(one.number, in_wait); };
+  const auto due = std::stable_partition(came_->begin(), came_->end(), waits);
+  std::vector<Signal> out(std::make_move_iterator(due), std::make_move_iterator(came_->end()));
+  came_->erase(due, came_->end());
+  return out;
+}
+
+void SignalsDeferred::deliver(Raised& raised, bool in_wait) {
   static const auto* const get = new py::object(signal_module().attr("getsignal"));
-  for (const Signal& one : came) {
+  const std::vector<Signal> due = take_due(in_wait);
+  for (auto one = due.begin(); one != due.end(); ++one) {
+    if (defers(one->number, in_wait)) {  // a handler has raised in open work
+      keep_waiting(*one);
+      continue;
+    }
     auto handler =
-        py::reinterpret_steal<py::object>(PyObject_CallFunction(get->ptr(), "i", one.number));
-    if (handler && handler.is(noter())) handler = (*last_)[one.number];
+        py::reinterpret_steal<py::object>(PyObject_CallFunction(get->ptr(), "i", one->number));
+    if (handler && handler.is(noter())) handler = (*last_)[one->number];
     if (!handler || !PyCallable_Check(handler.ptr())) {
       PyErr_Clear();
       continue;
     }
-    PyObject* const result =
-        PyObject_CallFunction(handler.ptr(), "iO", one.number, one.frame.ptr());
+    PyObject* const result = call(handler, *one);
     if (!result) keep(raised);
     Py_XDECREF(result);
   }
 }
 
 Raised SignalsDeferred::finish() {
-  if (!is_active_) return std::move(raised_);
-  restore();
-  std::vector<Signal> came;
-  came.swap(*came_);
-  deliver(std::move(came), raised_);
+  if (end()) deliver(raised_, false);
   return std::move(raised_);
 }
 
 bool SignalsDeferred::deliver_in_wait() {
-  const bool mine = deferring_ && main_ == PyThread_get_thread_ident();
-  if (!mine || patient_ || came_->empty()) return true;
-  std::vector<Signal> came;
-  came.swap(*came_);
+  if (blocks_->empty() || main_ != PyThread_get_thread_ident()) return true;
   Raised raised;
-  deliver(std::move(came), raised);
+  deliver(raised, true);
   if (raised) raised->restore();
   return !raised;
 }
 
 void SignalsDeferred::forget() {
   came_->clear();
-  if (!deferring_) return;
-  deferring_ = patient_ = false;
-  Raised ignored;
-  const std::vector<Replaced> all = std::move(*replaced_);
-  replaced_->clear();
-  for (const Replaced& one : all) set_handler(one.number, one.handler, one.action, ignored, true);
+  const std::vector<SignalsDeferred*> blocks = std::move(*blocks_);
+  blocks_->clear();
+  for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) {
+    (*block)->is_active_ = false;
+    (*block)->restore();
+  }
 }
 
-// In the four functions below no owner of a Python object is alive during a call into Python,
+void DeferredBlock::exit() {
+  if (!block_) return;
+  const Raised raised = block_->finish();
+  block_.reset();
+  if (raised) throw py::error_already_set(*raised);
+}
+
+// In the five functions below no owner of a Python object is alive during a call into Python,
 // because interpreter exit ends daemon threads in such a call by unwinding their stacks.
 
-py::object uninterrupted(py::handle function, bool is_patient) {
-  SignalsDeferred deferred(is_patient);
+namespace {
+
+py::object call_with(Deferral kind, py::handle function) {
+  SignalsDeferred deferred(kind);
   Raised failure;
   py::object result = result_of(PyObject_CallNoArgs(function.ptr()), failure);
   if (const Raised raised = deferred.finish()) raise(*raised, failure);
   if (failure) throw py::error_already_set(*failure);
   return result;
 }
+
+}  // namespace
+
+py::object uninterrupted(py::handle function, bool is_patient) {
+  return call_with(is_patient ? Deferral::kPatient : Deferral::kWhole, function);
+}
+
+py::object interruptible(py::handle function) { return call_with(Deferral::kOpen, function); }
 
 py::object enter(py::handle manager) {
   static PyObject* const begin = name_of("_enter");
@@ -203,7 +311,7 @@ py::object enter(py::handle manager) {
   py::object value;
   Raised raised;
   {
-    SignalsDeferred deferred(false);
+    SignalsDeferred deferred(Deferral::kWhole);
     value = result_of(PyObject_CallMethodObjArgs(manager.ptr(), begin, nullptr), failure);
     raised = deferred.finish();
   }
@@ -212,7 +320,7 @@ py::object enter(py::handle manager) {
     return value;
   }
   if (!failure) {  // handlers raise only on the main thread
-    SignalsDeferred deferred(true);
+    SignalsDeferred deferred(Deferral::kPatient);
     const py::object trace = raised->trace() ? py::object(raised->trace()) : py::none();
     result_of(PyObject_CallMethodObjArgs(manager.ptr(), leave, raised->type().ptr(),
                                          raised->value().ptr(), trace.ptr(), nullptr),
@@ -224,7 +332,7 @@ py::object enter(py::handle manager) {
 
 py::object exit(py::handle manager, py::handle type, py::handle error, py::handle traceback) {
   static PyObject* const leave = name_of("_leave");
-  SignalsDeferred deferred(true);
+  SignalsDeferred deferred(Deferral::kPatient);
   Raised failure;
   py::object result = result_of(PyObject_CallMethodObjArgs(manager.ptr(), leave, type.ptr(),
                                                            error.ptr(), traceback.ptr(), nullptr),
@@ -244,7 +352,7 @@ py::object enter_interruptibly(py::handle manager) {
       result_of(PyObject_CallMethodObjArgs(manager.ptr(), begin, place, nullptr), failure);
   const py::object entered = py::reinterpret_steal<py::object>(place);
   if (!failure) return value;
-  SignalsDeferred deferred(true);
+  SignalsDeferred deferred(Deferral::kPatient);
   Raised second;
   result_of(PyObject_CallMethodObjArgs(manager.ptr(), undo, place, failure->value().ptr(), nullptr),
             second);

@@ -2,10 +2,18 @@
 //
 // Python calls a signal's handler on its main thread, between any two instructions of Python code,
 // and an exception of a handler leaves that code half done. While a SignalsDeferred exists, each
-// Python handler is replaced by one that only records the signal; the handlers are called at the
-// end. A signal that comes several times is handled once, as one that a process blocks. Otherwise
-// handlers that begin transitions, during which more signals come, would multiply. On other
-// threads, which run no handlers, a SignalsDeferred does nothing.
+// Python handler is replaced by one that only records the signal. The rules:
+//
+// - The handlers are called when the outermost block that defers signals ends; or before, in work
+//   that a kOpen block inside kBetween blocks opens to handlers.
+// - A signal that comes several times is handled once, as one that a process blocks. Otherwise
+//   handlers that begin transitions, during which more signals come, would multiply.
+// - If several handlers raise at the end, the first exception counts.
+// - A handler that a program sets in a block stays.
+// - Blocks nest, whatever their kinds, and may end in any order. A block that is destroyed without
+//   its finish() defers nothing more; the handlers of recorded signals are called soon after.
+// - Blocks concern the main thread. On other threads, which run no handlers, they do nothing; in a
+//   forked child they are over.
 //
 // Threads: every function needs the GIL.
 #pragma once
@@ -25,22 +33,29 @@ namespace py = pybind11;
 // The first exception that a handler raised, if any.
 using Raised = std::optional<py::error_already_set>;
 
+enum class Deferral {
+  kWhole,       // until the end, or until a wait for a tag, which a handler that raises ends
+  kPatient,     // until the end, also while the block waits for a tag
+  kInterrupts,  // as kPatient, but SIGINT alone
+  kBetween,     // as kPatient, except in a kOpen inside
+  kOpen,        // handlers run in spite of the kBetween blocks around; no effect on other kinds
+};
+
 class SignalsDeferred {
  public:
-  // `is_patient`: handlers are deferred also during waits for a tag. Otherwise they run in such a
-  // wait, and an exception of a handler ends it.
-  // Throws the exception of a handler that runs before the deferral begins; if `is_patient`,
-  // finish() returns it instead.
-  explicit SignalsDeferred(bool is_patient);
+  // Throws the exception of a handler that runs before the deferral begins or, if kOpen, of a
+  // handler of a recorded signal. If kPatient, finish() returns it instead.
+  explicit SignalsDeferred(Deferral kind);
   ~SignalsDeferred();
   SignalsDeferred(const SignalsDeferred&) = delete;
   SignalsDeferred& operator=(const SignalsDeferred&) = delete;
 
-  // Ends the deferral, calls the handlers of the recorded signals, and returns their exception.
+  // Ends the block. Calls the handlers of the recorded signals, unless a block around defers them,
+  // and returns their exception.
   Raised finish();
 
-  // Calls the handlers of the recorded signals while a call waits for a tag, unless the deferral is
-  // patient. Returns false, with Python's error set, if one raised.
+  // Calls the handlers of the recorded signals while a call waits for a tag, if every block allows
+  // that. Returns false, with Python's error set, if one raised.
   static bool deliver_in_wait();
 
   // Restores the handlers in a forked child, whose main thread may be another, and drops signals.
@@ -51,6 +66,7 @@ class SignalsDeferred {
     int number;
     py::object handler;
     struct sigaction action;
+    py::object before;  // what `last_` had for the signal
   };
   struct Signal {
     int number;
@@ -64,27 +80,54 @@ class SignalsDeferred {
   // a pending handler raised.
   static bool set_handler(int number, const py::object& handler, const struct sigaction& action,
                           Raised& raised, bool insist);
-  static void deliver(std::vector<Signal> came, Raised& raised);
+  // Whether a signal waits now, or would if the main thread waited for a tag.
+  static bool defers(int number, bool in_wait);
+  // Adds a signal to `came_`, unless it is there.
+  static void keep_waiting(Signal signal);
+  // The signals that came and need not wait, taken out of `came_`.
+  static std::vector<Signal> take_due(bool in_wait);
+  // Calls their handlers.
+  static void deliver(Raised& raised, bool in_wait);
+  static PyObject* call(const py::object& handler, const Signal& signal);
 
+  void replace();
+  void begin();
   void restore();
+  bool end();  // false if it had no effect, or has ended
 
-  bool is_active_ = false;  // this is the main thread's outermost deferral
-  bool is_nested_ = false;  // this is a nested deferral of the main thread
-  bool was_patient_ = false;
+  const Deferral kind_;
+  bool is_active_ = false;  // it is in `blocks_`; never on another thread than the main one
+  bool is_shut_ = false;    // kOpen: a handler runs, or has raised; further signals wait
+  std::vector<Replaced> replaced_;
   Raised raised_;
 
-  // State of the main thread's deferrals, under the GIL.
-  static inline bool deferring_ = false;
-  static inline unsigned long main_ = 0;  // the main thread's ident, while deferring_
-  static inline bool patient_ = false;
-  static inline std::vector<Replaced>* replaced_ = new std::vector<Replaced>;
-  static inline std::vector<Signal>* came_ = new std::vector<Signal>;
-  static inline std::map<int, py::object>* last_ = new std::map<int, py::object>;
+  // Of the main thread, under the GIL.
+  static inline unsigned long main_ = 0;  // the thread, while there are blocks
+  static inline auto* blocks_ = new std::vector<SignalsDeferred*>;  // innermost last
+  static inline auto* came_ = new std::vector<Signal>;
+  static inline auto* last_ = new std::map<int, py::object>;  // the handlers behind noter()
+};
+
+// The same as a context manager of Python's, in whose methods no signal's handler can come.
+class DeferredBlock {
+ public:
+  explicit DeferredBlock(bool interrupts_alone)
+      : kind_(interrupts_alone ? Deferral::kInterrupts : Deferral::kBetween) {}
+  void enter() { block_.emplace(kind_); }
+  void exit();
+
+ private:
+  const Deferral kind_;
+  std::optional<SignalsDeferred> block_;
 };
 
 // Calls function() with signals deferred, and returns its result. If a handler raises at the end,
 // throws that exception instead of returning the result or throwing function()'s exception.
 py::object uninterrupted(py::handle function, bool is_patient);
+
+// Calls function() with handlers running in spite of the kBetween blocks around, first those of
+// signals that came. After an exception out of a handler they are deferred again.
+py::object interruptible(py::handle function);
 
 // `__enter__` and `__exit__` of a context manager that has `_enter()` and `_leave(type, error,
 // traceback)`. No handler runs within either. If a handler raises at the end of `_enter()`,

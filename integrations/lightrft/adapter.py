@@ -9,8 +9,8 @@ from memsaver.errors import ConfigError
 from memsaver.integrations.lightrft.engine import WEIGHTS_POLICIES, EngineMemory
 from memsaver.integrations.lightrft.optimizers import OptimizerMemory
 from memsaver.integrations.sglang import Status
-from memsaver.integrations.sglang.arguments import check_timeout
 from memsaver.native import check_tag
+from memsaver.timeouts import check_timeout
 
 __all__ = ["Adapted", "adapt"]
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import memsaver
 import memsaver.distributed
-from memsaver.distributed.signals import collective_block, signals_deferred
+from memsaver.errors import ConfigError
 from memsaver.integrations.lightrft.ranks import has_other_ranks, on_every_rank
 from memsaver.integrations.trainer import Offloaded, offload
+from memsaver.interrupts import collective_block, signals_deferred
 
 __all__ = ["OptimizerMemory"]
 
@@ -37,10 +38,7 @@ class OptimizerMemory:
                 mapped.
         """
         inner, is_wrapped = _inner(optimizer)
-        if inner not in self._tags:
-            self._seen += 1
-            self._tags[inner] = self._tag if self._seen == 1 else f"{self._tag} {self._seen}"
-        if inner not in self._settled:
+        if not self._is_settled(inner):
             on_every_rank(
                 "putting the optimizer into a tag",
                 lambda: self._put(inner, is_wrapped),
@@ -58,7 +56,7 @@ class OptimizerMemory:
             MemsaverError: `memsaver.resume` raised this; the memory is paused.
         """
         inner, _ = _inner(optimizer)
-        if inner in self._settled:
+        if self._is_settled(inner):
             _resume([self._tags[inner]])
 
     @collective_block
@@ -83,7 +81,22 @@ class OptimizerMemory:
         self._handles.clear()
         self._settled.clear()
 
+    def _is_settled(self, inner: Any) -> bool:
+        try:
+            return inner in self._settled
+        except Exception:  # an odd object, which `_put` refuses on all ranks
+            return False
+
     def _put(self, inner: Any, is_wrapped: bool) -> None:
+        try:
+            is_new = inner not in self._tags
+            number = self._seen + is_new
+            self._tags.setdefault(inner, self._tag if number == 1 else f"{self._tag} {number}")
+            self._seen = number
+        except TypeError as error:
+            raise ConfigError(
+                f"an optimizer of torch's is offloaded, not a {type(inner).__name__}"
+            ) from error
         if inner not in self._handles:
             self._handles[inner] = offload(inner, tag=self._tags[inner], parameters=is_wrapped)
 

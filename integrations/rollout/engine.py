@@ -6,20 +6,22 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from memsaver.distributed.signals import signals_deferred
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.rollout.backend import Backend, PauseMode, Sample
-from memsaver.integrations.rollout.fence import Fence
+from memsaver.integrations.rollout.fence import Fence, connections_of
 from memsaver.integrations.rollout.launch import gpu_of_this_process, launch, place
 from memsaver.integrations.rollout.output import RolloutOutput, check_samples
 from memsaver.integrations.rollout.prompts import Prompts, prompts_of
-from memsaver.integrations.rollout.ranks import ALONE, Layout, layout_of
+from memsaver.integrations.rollout.ranks import ALONE, Layout, NotInMeshError, layout_of
 from memsaver.integrations.rollout.sglang.backend import backend_of
 from memsaver.integrations.rollout.shared_sleep import SharedSleep, known_released
-from memsaver.integrations.rollout.together import Together
+from memsaver.integrations.rollout.together import Together, refuse
 from memsaver.integrations.sglang.fields import is_whole
+from memsaver.interrupts import signals_deferred
 
 __all__ = ["RolloutEngine"]
+
+_LANE = "rollout"
 
 
 class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to mypy
@@ -41,6 +43,12 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
     `failures` has it by rank. A rank that died or hangs is a `GroupError` on the others. No wait is
     without a bound: a call's `timeout`, in seconds, is for the engine's work, and before that the
     ranks wait for each other at most as long as the engine's own `timeout`.
+
+    Making an engine is a collective of the whole mesh, and an invalid argument on one rank is an
+    error on all of its ranks at once. A rank whose mesh is invalid looks for the ranks that wait
+    for it at most for `timeout`, and raises `GroupError` if there are none. A valid mesh that is
+    another one than on the other ranks ends in a `GroupError` after `timeout`; so do those who wait
+    for a rank that is not in its mesh, which raises `ConfigError` at once.
 
     Threads: `generate` in one, and beside it all other calls in another, as where
     `pause_generation` ends a generation; each rank with the same two. None inside an event loop.
@@ -72,37 +80,50 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
         timeout: float = 600.0,
         pad_token_id: int = 0,
     ) -> None:
-        layout = layout if isinstance(layout, Layout) else layout_of(layout)
-        group = layout.tp_group
         self._begin(
-            layout, timeout, pad_token_id, Together(group, timeout, "rollout"), lambda: backend
+            lambda: layout if isinstance(layout, Layout) else layout_of(layout),
+            timeout,
+            pad_token_id,
+            lambda *_: backend,
         )
 
+    @signals_deferred()  # between its many collectives
     def _begin(
         self,
-        layout: Layout,
+        find: Callable[[], Layout],
         timeout: float,
         pad_token_id: int,
-        together: Together,
-        make: Callable[[], Backend | None],
+        make: Callable[[Layout, list[Any]], Backend | None],
+        prepare: Callable[[], Any] = lambda: None,
     ) -> None:
-        """Have the backend that the leader makes, or fail on all ranks."""
-        self.layout, self.timeout, self.pad_token_id = layout, timeout, pad_token_id
-        self.together = together
-        self.backend: Backend | None = None
-        self._generating = Together(layout.tp_group, timeout, "rollout/generate")
-        self._fence = Fence(layout, timeout)
-        self._closed = False
-        self._connections = contextlib.ExitStack()  # closed by `close`, those of updates too
-        for one in (together, self._generating, self._fence):
-            self._connections.callback(one.close)
+        """Have the backend that the leader makes, or fail on all ranks.
 
-        def check() -> None:
+        Args:
+            find: returns where this rank stands.
+            timeout: see `launch`.
+            pad_token_id: see `launch`.
+            make: makes the backend, on the leader, from what `prepare` returned on each rank.
+            prepare: called on each rank of the group.
+        """
+        self.timeout, self.pad_token_id = timeout, pad_token_id
+        self.backend: Backend | None = None
+        self._closed = False
+        self._connections = contextlib.ExitStack()  # what `close` ends, with that of updates
+        try:
+            layout = find()
+        except NotInMeshError:
+            raise
+        except Exception as error:
+            refuse(error, timeout, (_LANE, Fence.LANE))
+        self.layout = layout
+
+        def check() -> Any:
             if not is_whole(pad_token_id):
                 raise ConfigError(f"pad_token_id is a number, not {pad_token_id!r}")
+            return prepare()
 
-        def begin(_: object) -> tuple[int, frozenset[str] | None]:
-            made = make()
+        def begin(prepared: list[Any]) -> tuple[int, frozenset[str] | None]:
+            made = make(layout, prepared)
             if made is None:
                 raise ConfigError("the leader of the group has no engine")
             if not all(hasattr(made, name) for name in ("tp_size", "control", "close")):
@@ -114,12 +135,27 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
             return made.tp_size, known_released(made)
 
         try:
-            self.tp_size, self._released = together.gathered(
+            self._connect()
+            self.tp_size, self._released = self.together.gathered(
                 "the start of the engine", check, begin, timeout
             )
         except BaseException:
             self.close()
             raise
+
+    def _connect(self) -> None:
+        """Connect this rank with those of its engine and of all others. A collective of them."""
+        layout, timeout, refused = self.layout, self.timeout, None
+        try:
+            following = connections_of(layout)
+            self.together = Together(layout.tp_group, timeout, _LANE, following=following)
+            self._connections.callback(self.together.close)
+            self._generating = Together(layout.tp_group, timeout, "rollout/generate")
+            self._connections.callback(self._generating.close)
+        except BaseException as error:  # the ranks of other engines wait
+            refused = error
+        self._fence = Fence(layout, timeout, refused)
+        self._connections.callback(self._fence.close)
 
     @classmethod
     def launch(
@@ -152,16 +188,15 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
             ConfigError: the mesh, the GPUs or the arguments do not fit together.
             EngineError, EngineTimeoutError: the engine did not start, or not in time.
         """
-        layout = layout_of(mesh, tp=tp, dp=dp)
-        together = Together(layout.tp_group, timeout, "rollout")
-        gpus = together.gather("the choice of GPUs", gpu_of_this_process)
-        tp_size = None if mesh is None else layout.tp_size
 
-        def make() -> Backend:
+        def make(layout: Layout, gpus: list[Any]) -> Backend:
+            tp_size = None if mesh is None else layout.tp_size
             return launch(place(gpus, layout.dp_rank), tp_size, server_args, timeout)
 
         engine = cls.__new__(cls)
-        engine._begin(layout, timeout, pad_token_id, together, make)
+        engine._begin(
+            lambda: layout_of(mesh, tp=tp, dp=dp), timeout, pad_token_id, make, gpu_of_this_process
+        )
         return engine
 
     @classmethod
@@ -195,9 +230,8 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
                 (`pip install "memsaver[http]"`).
             EngineError, EngineTimeoutError: the engine cannot be reached in time.
         """
-        layout = layout_of(mesh, tp=tp, dp=dp)
 
-        def make() -> Backend:
+        def make(layout: Layout, _: object) -> Backend:
             mine = engine
             if isinstance(engine, list | tuple):
                 if len(engine) != layout.dp_size:
@@ -208,8 +242,7 @@ class RolloutEngine(SharedSleep):  # type: ignore[misc]  # its base is Any to my
             return backend_of(mine, api_key=api_key, timeout=min(timeout, 60.0))
 
         made = cls.__new__(cls)
-        together = Together(layout.tp_group, timeout, "rollout")
-        made._begin(layout, timeout, pad_token_id, together, make)
+        made._begin(lambda: layout_of(mesh, tp=tp, dp=dp), timeout, pad_token_id, make)
         return made
 
     # --- generating -------------------------------------------------------------------------------

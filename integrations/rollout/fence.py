@@ -6,20 +6,42 @@ from memsaver.integrations.rollout.failures import Told, error_of
 from memsaver.integrations.rollout.ranks import Layout
 from memsaver.integrations.rollout.together import GRACE_SECONDS, Together
 
-__all__ = ["Fence"]
+__all__ = ["Fence", "connections_of"]
 
 
 class Fence:
     """Lets ranks of different engines wait for each other, and hear of each other's failures.
 
+    Making one is a collective of the mesh.
+
     Args:
         layout: where this rank stands.
         timeout: seconds to wait for the others.
+        refused: what has failed on this rank already, to be raised on all ranks; or None.
+
+    Raises:
+        GroupError: not all ranks came in time.
+        MemsaverError: `refused`, as of `Together`.
     """
 
-    def __init__(self, layout: Layout, timeout: float) -> None:
+    LANE = "rollout/fence"
+
+    def __init__(
+        self, layout: Layout, timeout: float, refused: BaseException | None = None
+    ) -> None:
         self._layout, self._timeout = layout, timeout
-        self._along = [Together(group, timeout, "rollout/fence") for group in layout.dp_groups]
+        self._along: list[Together] = []
+        left = connections_of(layout)
+        for group in layout.dp_groups:
+            left -= group.size() > 1
+            try:
+                together = Together(group, timeout, self.LANE, refused=refused, following=left)
+                self._along.append(together)
+            except BaseException as error:  # the ranks along the other dimensions wait
+                refused = error
+        if refused is not None:
+            self.close()
+            raise refused
 
     def close(self) -> None:
         """Close the connections with the ranks of other engines. Idempotent; waits for no rank."""
@@ -56,6 +78,11 @@ class Fence:
         if each:
             size = self._layout.tp_size * self._layout.dp_size
             raise error_of(what, list(each.values()), size) from error
+
+
+def connections_of(layout: Layout) -> int:
+    """Return the number of collectives that making a fence is."""
+    return sum(group.size() > 1 for group in layout.dp_groups)
 
 
 def _told(leader: int, error: BaseException | None) -> list[Told]:

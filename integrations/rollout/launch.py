@@ -21,11 +21,11 @@ from typing import Any
 
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.integrations.rollout.sglang.backend import LocalBackend
-from memsaver.integrations.sglang.arguments import check_timeout
 from memsaver.integrations.sglang.engines import LocalEngine
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import signals_deferred
 from memsaver.latches import Latch
+from memsaver.timeouts import check_timeout
 
 __all__ = ["Gpu", "Placement", "gpu_of_this_process", "launch", "place"]
 
@@ -207,7 +207,7 @@ def _started(start: Callable[[], Any], deadline: float) -> Any:
             end_new()  # which SGLang waits for, and sees
 
     try:
-        with interrupts_deferred():
+        with signals_deferred():
             threading.Thread(target=watch, name="memsaver-engine-start", daemon=True).start()
         return start()
     except BaseException as error:

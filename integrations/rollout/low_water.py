@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from types import TracebackType
 
 from memsaver.errors import MemsaverError
-from memsaver.interrupts import interrupts_deferred, once
 from memsaver.latches import Latch
+from memsaver.native import _C
 from memsaver.statistics import device_memory
 
 __all__ = ["LowWater"]
@@ -38,26 +38,8 @@ class LowWater:
         """The most bytes that were in use."""
         return self.total - self.free
 
-    def __enter__(self) -> LowWater:
-        try:
-            self._begin()
-        except BaseException:
-            with interrupts_deferred():
-                self._end()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        ended: list[bool] = []
-        try:
-            once(ended, self._end)
-        finally:
-            once(ended, self._end)
+    __enter__ = _C.enter
+    __exit__ = _C.exit
 
     def look(self) -> None:
         """Take the present into account. Raises nothing."""
@@ -68,23 +50,22 @@ class LowWater:
         self.free = min(self.free, free) if self.total else free
         self.total = total
 
-    def _begin(self) -> None:
-        with interrupts_deferred():
-            self.look()
-            if not self.total:
-                return
-            self._thread = threading.Thread(
-                target=_keep_looking,
-                args=(weakref.ref(self), self._over),
-                name="memsaver-low-water",
-                daemon=True,
-            )
-            try:
-                self._thread.start()
-            except RuntimeError:  # no thread to be had: the beginning and the end remain
-                self._thread = None
+    def _enter(self) -> LowWater:
+        self.look()
+        if not self.total:
+            return self
+        thread = threading.Thread(
+            target=_keep_looking,
+            args=(weakref.ref(self), self._over),
+            name="memsaver-low-water",
+            daemon=True,
+        )
+        with contextlib.suppress(RuntimeError):  # no thread to be had: beginning and end remain
+            thread.start()
+            self._thread = thread
+        return self
 
-    def _end(self) -> None:
+    def _leave(self, *_: object) -> None:
         self._over.open()
         if self._thread is not None:
             self._thread.join()

@@ -8,7 +8,11 @@ from typing import Any
 
 from memsaver.errors import ConfigError, NotLoadedError
 
-__all__ = ["ALONE", "Layout", "layout_of"]
+__all__ = ["ALONE", "Layout", "NotInMeshError", "layout_of"]
+
+
+class NotInMeshError(ConfigError):
+    """This rank is not in the mesh, so that no other rank waits for it."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> L
         )
     place = mesh.get_coordinate()
     if place is None:
-        raise ConfigError("this rank is not in the mesh: only its own ranks call")
+        raise NotInMeshError("this rank is not in the mesh: only its own ranks call")
     coordinate = dict(zip(names, place, strict=True))
     sizes = dict(zip(names, mesh.shape, strict=True))
     # In the order that the caller names them, which need not be that of the mesh.

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from memsaver.distributed.signals import collective_block
-from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+from memsaver.errors import InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.engine import RolloutEngine
 from memsaver.integrations.rollout.fence import Fence
 from memsaver.integrations.rollout.low_water import LowWater
-from memsaver.integrations.rollout.ranks import ALONE, Layout
+from memsaver.integrations.rollout.session_arguments import (
+    check_options,
+    group_of,
+    layout_beside,
+)
 from memsaver.integrations.rollout.stages import RankStage, Stage, StageReport
-from memsaver.integrations.rollout.together import GRACE_SECONDS, Together, check_timeout
+from memsaver.integrations.rollout.together import GRACE_SECONDS, Together
 from memsaver.integrations.rollout.trainer_memory import TrainerMemory
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import collective_block, interrupts_deferred
 from memsaver.statistics import stats
+from memsaver.timeouts import check_timeout
 
 __all__ = ["ColocatedSession", "Phase"]
 
@@ -54,7 +57,8 @@ class ColocatedSession:
     the engine has already are not sent again.
 
     **Ranks.** On several ranks all calls are collectives of `group`, and so is making a session:
-    every rank enters and leaves the same blocks. Stages end on all ranks together. Where one fails
+    every rank enters and leaves the same blocks. An invalid argument on one rank is an error on all
+    of them at once. Stages end on all ranks together. Where one fails
     on a rank, every rank raises an error of the same kind (a `RankError`, where ranks fail
     differently), which names the ranks and says why. So does an exception that leaves a block on
     some ranks, at the end of the block; those ranks raise their own. An interrupt (Ctrl-C) counts
@@ -104,10 +108,12 @@ class ColocatedSession:
         on_stage: is told of each stage when it is over, failed ones included; must not raise.
 
     Raises:
-        ConfigError: a model or an optimizer that cannot be offloaded, a tag without a backup, or a
-            bad option.
+        ConfigError: a model or an optimizer that cannot be offloaded, a tag without a backup, a bad
+            option, or a `group` that is no process group. The other ranks learn of each of these.
         UnknownTagError: no region ever named one of `tags`.
-        InvalidStateError: a handle that is closed.
+        InvalidStateError: a handle or a group that is closed. This rank is not in `group`: an error
+            of this rank alone, and the group's ranks wait for each other until `timeout`.
+        GroupError: not all ranks made the session within `timeout`, or not on the same group.
         MemsaverError: what `offload` and `memsaver.distributed` raise, on all ranks.
     """
 
@@ -128,29 +134,30 @@ class ColocatedSession:
         block_timeout: float = 1800.0,
         on_stage: Callable[[StageReport], object] | None = None,
     ) -> None:
-        if backup == "none":
-            raise ConfigError("the trainer's memory needs a backup: its contents are its training")
-        if state is None and not callable(getattr(model, "state_dict", None)):
-            raise ConfigError(
-                f"which weights are to be sent is unknown: a {type(model).__name__} has no "
-                "state_dict(); give state=, which returns them"
-            )
-        check_timeout(timeout)
-        check_timeout(block_timeout, "block_timeout")
-        for name, given in (("state", state), ("on_stage", on_stage)):
-            if given is not None and not callable(given):
-                raise ConfigError(f"{name} is a function, not a {type(given).__name__}")
-        for name in ("update_weights", *(("sleep", "wake_up") if sleep else ())):
-            if not callable(getattr(engine, name, None)):
-                raise ConfigError(
-                    f"engine is a RolloutEngine, or has its methods: a {type(engine).__name__} has "
-                    f"no {name}()"
-                )
+        # No argument is looked at before all ranks can learn that it is invalid.
+        made: list[TrainerMemory] = []
+        options = {"tags": tags, "backup": backup, "timeout": timeout, "offloading": sleep}
+        everyone = group_of(group)
+        self._together = Together(everyone, timeout, "session")
+
+        def begin() -> None:
+            self._sleeps = bool(sleep)
+            self._keeps = bool(engine_keeps_weights) or not self._sleeps
+            check_options(state, model, engine, on_stage, update_options, self._sleeps)
+            check_timeout(block_timeout, "block_timeout")
+            made.append(TrainerMemory(model, optimizer, group=everyone, **options))
+
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._together.close)
+            undo.callback(lambda: [memory.undo() for memory in made])  # it failed on another rank
+            self._together.gather("the beginning of a session", begin, timeout)
+            layout = layout_beside(everyone)
+            self._fence = Fence(layout, timeout)
+            undo.pop_all()
+        (self._trainer,) = made
         self.engine = engine
         self.stages: list[StageReport] = []
         self._state = state if state is not None else model.state_dict
-        self._sleeps = sleep
-        self._keeps = engine_keeps_weights or not sleep
         self._options = update_options if update_options is not None else {}
         self._timeout = timeout
         self._block_timeout = block_timeout
@@ -158,25 +165,7 @@ class ColocatedSession:
         self._phase = Phase.IDLE
         self._owner = threading.Lock()  # held by whoever is in a block
         self._is_current = False  # whether the engine has the trainer's weights
-        layout = _layout_of(group)
         self._rank = layout.rank
-        everyone = layout.dp_groups[0] if layout.dp_groups else None
-        self._together = Together(everyone, timeout, "session")
-        self._fence = Fence(layout, timeout)
-        made: list[TrainerMemory] = []
-        options = {"tags": tags, "backup": backup, "timeout": timeout, "offloading": sleep}
-
-        def begin() -> None:
-            made.append(TrainerMemory(model, optimizer, group=everyone, **options))
-
-        try:
-            self._together.gather("the beginning of a session", begin, timeout)
-        except BaseException:
-            for memory in made:  # it failed on another rank
-                memory.undo()
-            self._disconnect()
-            raise
-        (self._trainer,) = made
 
     def __repr__(self) -> str:
         return f"<memsaver ColocatedSession: {self._phase.value}>"
@@ -415,13 +404,3 @@ def _tag_bytes() -> int:
         return stats().resident_bytes
     except MemsaverError:
         return 0
-
-
-def _layout_of(group: Any) -> Layout:
-    """All ranks of the group beside each other; of None the world, or this process alone."""
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return ALONE
-    everyone = dist.group.WORLD if group is None else group
-    rank, size = dist.get_rank(), dist.get_world_size(everyone)
-    return Layout(rank=rank, tp_ranks=(rank,), dp_groups=(everyone,), dp_size=size)

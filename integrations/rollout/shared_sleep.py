@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memsaver.distributed.errors import GroupError, RankError
-from memsaver.distributed.signals import collective_block, signals_deferred
-from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+from memsaver.distributed.words import side
+from memsaver.errors import InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.backend import Backend
 from memsaver.integrations.rollout.fence import Fence
-from memsaver.integrations.rollout.together import Together, check_timeout
+from memsaver.integrations.rollout.together import Together
 from memsaver.integrations.sglang.protocol import RESUME_ORDER, WEIGHTS
 from memsaver.integrations.sglang.status import Status, needs_of, status_of
+from memsaver.interrupts import collective_block, signals_deferred
+from memsaver.timeouts import check_timeout, is_timeout
 
 if TYPE_CHECKING:
     from memsaver.integrations.sglang.reports import SleepReport
@@ -235,7 +237,7 @@ class SharedSleep:
             failure = error
             self._released = self._after(error)
         if fence:  # the limit may be what is wrong with the call
-            self._fence.meet(fence, failure, None if isinstance(failure, ConfigError) else limit)
+            self._fence.meet(fence, failure, limit if is_timeout(limit) else None)
         if failure is not None:
             raise failure
         return report
@@ -269,7 +271,6 @@ def known_released(backend: Backend) -> frozenset[str] | None:
     return None if control.status is Status.UNKNOWN else frozenset(control.released)
 
 
-def _words(tags: str | Sequence[str] | None) -> str:
-    if tags is None:
-        return ""
-    return ", ".join(map(repr, [tags] if isinstance(tags, str) else tags))
+def _words(tags: object) -> str:
+    """Return tags in words, whatever they are."""
+    return "" if tags is None else side(tags).strip("[]")

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from memsaver.distributed.attempts import Outcomes, Ranks
-from memsaver.distributed.channel import Channel, usable_group
-from memsaver.distributed.signals import interruptible, signals_deferred
-from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+from memsaver.distributed.channel import Channel
+from memsaver.distributed.invalid_groups import awaited_channel, channel_of
+from memsaver.errors import InvalidStateError, MemsaverError
 from memsaver.integrations.rollout.failures import Told, error_of
 from memsaver.integrations.rollout.pickles import PICKLES
+from memsaver.interrupts import interruptible, signals_deferred
 from memsaver.latches import Gate
+from memsaver.timeouts import check_timeout, is_timeout
 
-__all__ = ["GRACE_SECONDS", "Together", "check_timeout"]
+__all__ = ["GRACE_SECONDS", "Together", "refuse"]
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -26,7 +26,6 @@ Result = TypeVar("Result")
 GRACE_SECONDS = 30.0
 
 _SECONDS = 600.0  # that ranks wait for each other unless somebody says otherwise
-_LONGEST_SECONDS = 1e7
 
 
 class Together:
@@ -50,46 +49,61 @@ class Together:
     Calls may run beside each other in several threads where each has its own `Together`; calls of
     one take turns. They use the CPU alone.
 
-    Making one is a collective.
+    Making one is a collective, which fails on all ranks if an argument is invalid on one of them.
 
     Args:
         group: a `torch.distributed` group; None, or one of a single rank: this process alone.
         timeout: seconds to wait until all ranks have come to a call.
         lane: a name for calls that go on beside others; the same on all ranks.
+        refused: what has failed on this rank already, to be raised on all ranks; or None.
+        following: the number of collectives that make one, and that follow this one even if it
+            fails. For a rank that cannot tell (see `refuse`).
 
     Raises:
         GroupError: not all ranks came to make it in time.
-        ConfigError: a bad group or timeout on some rank. Raised on all ranks, if the others use the
-            world or this one can tell what its group is.
-        InvalidStateError, NotLoadedError: as of `memsaver.distributed`.
+        ConfigError: a bad group or timeout on some rank. A rank with a bad group looks for the
+            group on which others wait for it, at most for `timeout`.
+        InvalidStateError, NotLoadedError: as of `memsaver.distributed`. Not in the group is an
+            error of this rank alone: who waits for it there, waits until `timeout`.
     """
 
-    def __init__(self, group: Any = None, timeout: float = _SECONDS, lane: str = "rollout") -> None:
-        self._timeout = timeout if _is_timeout(timeout) else _SECONDS
+    def __init__(
+        self,
+        group: Any = None,
+        timeout: float = _SECONDS,
+        lane: str = "rollout",
+        *,
+        refused: BaseException | None = None,
+        following: int = 0,
+    ) -> None:
         self._turn = Gate()
         self._ranks: Ranks | None = None
         self._channel: Channel | None = None
         self._closed = False
         self._is_leader = True
-        usable, odd = usable_group(group) if group is not None else (None, None)
+        self._timeout = timeout if is_timeout(timeout) else _SECONDS
+        invalid_group: MemsaverError | None = None
 
-        def check() -> None:
-            if odd is not None:
-                raise odd
+        def check() -> int:
+            for error in (refused, invalid_group):
+                if error is not None:
+                    raise error
             check_timeout(timeout)
+            return following
 
-        if usable is None:
+        if group is None:
             check()
             return
-        what = f"the ranks' connection for {lane}"
         with signals_deferred():
-            channel = Channel(usable, f"{lane}/{_number_of(usable, lane)}")
-            ranks = Ranks(channel if len(channel.ranks) > 1 else None)
+            channel, invalid_group = channel_of(group, _making(lane), self._timeout, lane)
             self._is_leader = channel.rank == channel.ranks[0]
             if len(channel.ranks) > 1:
-                channel.connect(self._timeout, what)
-                self._ranks, self._channel = ranks, channel
-            _values(ranks.attempt(what, check, timeout=self._timeout, codec=PICKLES))
+                self._channel, self._ranks = channel, Ranks(channel)
+            try:
+                _values(_connected(channel, self._timeout, check))
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def is_leader(self) -> bool:
@@ -193,17 +207,6 @@ class Together:
             yield self._ranks
 
 
-def check_timeout(timeout: object, name: str = "timeout") -> None:
-    """Raise `ConfigError` unless it is a positive number of seconds that a wait may take."""
-    if not _is_timeout(timeout):
-        raise ConfigError(f"{name} is a positive number of seconds, not {timeout!r}")
-
-
-def _is_timeout(timeout: object) -> bool:
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    return number and 0 < float(timeout) <= _LONGEST_SECONDS  # type: ignore[arg-type]
-
-
 def _values(outcomes: Outcomes[Given]) -> list[Given]:
     """The values of all ranks; raises the error of those that failed, the same on all ranks."""
     values: list[Given] = outcomes.values(_error_of)
@@ -218,13 +221,55 @@ def _error_of(outcomes: Outcomes[Any]) -> MemsaverError:
     return error
 
 
-def _number_of(group: Any, lane: str) -> int:
-    """Counts what is made for a group and a lane: the same on all ranks, as they make the same."""
-    with _lock:
-        counters = _counters.setdefault(group, {})
-        number: int = next(counters.setdefault(lane, itertools.count()))
-        return number
+def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
+    """Raise an error of this rank's arguments on all ranks that are about to make a `Together`.
+
+    For a rank that does not know its groups. It looks for the ranks that wait for it, and takes
+    part in as many of their collectives as they say.
+
+    Args:
+        error: the error. Raised for this rank alone if torch.distributed is not initialised.
+        timeout: seconds to look, for each collective; ignored if invalid.
+        lanes: the lanes that the others may make.
+
+    Raises:
+        MemsaverError: the error, as all ranks raise it.
+        GroupError: no other rank waited for this one in time, or a rank is gone.
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        raise error
+
+    def work() -> int:
+        raise error
+
+    raised: BaseException | None = None
+    limit = timeout if is_timeout(timeout) else _SECONDS
+    left = 1
+    with signals_deferred():
+        while left:
+            channel = awaited_channel(error, "a collective call", limit, lanes)
+            try:
+                outcomes = _connected(channel, limit, work)
+            finally:
+                channel.close()
+            try:
+                _values(outcomes)
+            except BaseException as told:
+                raised = raised or told
+            left = max((one.value for one in outcomes.each if one.value is not None), default=0)
+        raise raised or error
 
 
-_lock = threading.Lock()
-_counters: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+def _making(lane: str) -> str:
+    return f"the ranks' connection for {lane}"
+
+
+def _connected(channel: Channel, timeout: float, work: Callable[[], int]) -> Outcomes[int]:
+    """Connect a channel's ranks and do the work on each. A collective."""
+    what = _making(channel.lane)
+    several = len(channel.ranks) > 1
+    if several:
+        channel.connect(timeout, what)
+    ranks = Ranks(channel if several else None)
+    return ranks.attempt(what, work, timeout=timeout, codec=PICKLES)

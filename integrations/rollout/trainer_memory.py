@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import memsaver
 import memsaver.distributed
-from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+from memsaver.errors import ConfigError, MemsaverError
 from memsaver.handles import state
 from memsaver.integrations.trainer import Offloaded, offload
 from memsaver.integrations.trainer.offloading import close_all, has_no_backup
 from memsaver.native import check_tag
 
 __all__ = ["TrainerMemory"]
+
+_CLOSED = "offload once more, and make a session with that"
 
 
 class TrainerMemory:
@@ -48,8 +50,12 @@ class TrainerMemory:
         self._made: list[Offloaded] = []  # those that the caller did not give
         self.device = _current_device()
         self.model = ""
+        if backup == "none":
+            raise ConfigError("the trainer's memory needs a backup: its contents are its training")
         if isinstance(tags, str):
             raise ConfigError(f"tags is a sequence of tags, not {tags!r} alone")
+        if not isinstance(tags, Iterable):
+            raise ConfigError(f"tags is a sequence of tags, not a {type(tags).__name__}")
         others = [check_tag(tag) for tag in tags]
         self.others: tuple[str, ...] = ()
         if offloading:
@@ -75,7 +81,7 @@ class TrainerMemory:
     def _offloaded(self, target: Any, backup: str | None) -> Offloaded:
         if isinstance(target, Offloaded):
             handle = target
-            _check_open(handle)
+            handle.check_open(_CLOSED)
         else:
             handle = offload(target, backup=backup)
             self._made.append(handle)
@@ -97,7 +103,7 @@ class TrainerMemory:
             UnknownTagError: a tag is unknown.
         """
         for handle in self._handles:
-            _check_open(handle)
+            handle.check_open(_CLOSED)
         _check_backups(self.tags)
 
     def pause(self, *names: str) -> Any:
@@ -142,15 +148,6 @@ class TrainerMemory:
         """
         close_all(self._handles)
         self._group = None  # a group keeps torch's store alive
-
-
-def _check_open(handle: Offloaded) -> None:
-    if handle.is_closed:
-        raise InvalidStateError(
-            f"the handle of tag {handle.tag!r} is closed, so nothing would stop the trainer from "
-            "using paused memory: call offload again, and make a session with its handle",
-            tag=handle.tag,
-        )
 
 
 def _check_backups(tags: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Validation of a caller's arguments for a server: timeouts, addresses and API keys.
+"""Validation of a caller's arguments for a server: addresses and API keys.
 
 Errors are `ConfigError`. They never contain the rejected address or key, either of which may be a
 secret.
@@ -13,19 +13,10 @@ from urllib.parse import SplitResult, urlsplit
 
 from memsaver.errors import ConfigError
 
-__all__ = ["LONGEST_SECONDS", "Secret", "address_of", "check_timeout", "host_of", "secret_of"]
-
-LONGEST_SECONDS = 1e7  # the longest wait that the system's calls accept
+__all__ = ["Secret", "address_of", "host_of", "secret_of"]
 
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?")
 _SHORTEST_REDACTED = 4  # characters; anything shorter is part of ordinary words
-
-
-def check_timeout(timeout: object, name: str = "timeout") -> None:
-    """Raise `ConfigError` unless `timeout` is a positive number of seconds, 1e7 at most."""
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not number or not 0 < timeout <= LONGEST_SECONDS:  # type: ignore[operator]
-        raise ConfigError(f"{name} must be a positive number of seconds, not {timeout!r}")
 
 
 class Secret:

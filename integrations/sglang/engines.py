@@ -14,10 +14,10 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
-from memsaver.integrations.sglang.arguments import check_timeout
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.sglang.protocol import Answer, SchedulerState, states_of
 from memsaver.integrations.sglang.served import ServedEngine
+from memsaver.timeouts import check_timeout
 
 __all__ = ["Engine", "LocalEngine", "ServedEngine", "connect"]
 
@@ -86,7 +86,9 @@ class LocalEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._driving = threading.Lock()  # held by the thread that drives the loop, or is about to
+        # Owned by the thread that drives the loop, or is about to. Reentrant, for a finalizer or a
+        # signal handler of that thread: a loop that runs already refuses to be driven.
+        self._driving = threading.RLock()
 
     @property
     def engine(self) -> Any:
@@ -131,6 +133,7 @@ class LocalEngine:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See `Engine`."""
         with self._driving:
+            self._check_idle()
             result = self._engine.generate(*args, **kwargs)
         return self._stream(iter(result)) if kwargs.get("stream") else result
 
@@ -138,10 +141,19 @@ class LocalEngine:
         end = object()
         while True:
             with self._driving:  # not between items, which may be long
+                self._check_idle()
                 item = next(items, end)
             if item is end:
                 return
             yield item
+
+    def _check_idle(self) -> None:
+        if self._engine.loop.is_running():
+            raise InvalidStateError(
+                "the engine cannot generate now, because its event loop is running already: in "
+                "this thread, which a finalizer or a signal handler has interrupted, or driven by "
+                "another caller; generate after that call"
+            )
 
     def run(self, what: str, ask: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> Any:
         """Run a coroutine on the engine's event loop, and return its result.

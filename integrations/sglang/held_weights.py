@@ -20,12 +20,11 @@ from typing import Any
 from memsaver.integrations.sglang.loader_writes import (
     Load,
     Named,
+    Operation,
     Source,
     Storage,
     Writes,
-    replaced,
     storage_of,
-    tensors_in,
 )
 
 __all__ = ["Load", "Named", "differing", "watched"]
@@ -104,25 +103,18 @@ class _Comparison(Writes):  # type: ignore[misc]  # its base is Any to mypy
         super().__init__(model, source)
         self.differences = _Differences()
 
-    def write(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: list[Any],
-        names: list[str],
-    ) -> Any:
+    def write(self, operation: Operation, written: list[Any], names: list[str]) -> Any:
         """See `Writes`."""
-        if function._schema.name == "aten::copy_":
-            held, source = args[:2]
+        if operation.is_copy:
+            held, source = operation.args[:2]
             self._compare(held, source.expand(held.shape), names)
             return held
         # On copies: of whatever else writes, what it would leave is only known by doing it.
         copies = {id(tensor): tensor.clone() for tensor in written}
-        result = function(*replaced(args, copies), **replaced(kwargs, copies))
+        result = operation.run(copies)
         for tensor in written:
             self._compare(tensor, copies[id(tensor)], names)
-        return replaced(result, {id(copies[id(tensor)]): tensor for tensor in written})
+        return result
 
     def _compare(self, held: Any, expected: Any, names: list[str]) -> None:
         for part, theirs in _pieces(held, expected):
@@ -150,34 +142,26 @@ class _Replay(Writes):  # type: ignore[misc]  # likewise
         self._copies: dict[Storage, Any] = {}
         self._parts: list[tuple[list[str], Any]] = []
 
-    def read(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def read(self, operation: Operation) -> Any:
         """See `Writes`. Views stay views of the model's memory."""
-        tensors = () if _is_view(function) else tuple(tensors_in((args, kwargs)))
-        twins = {id(t): self._twin(t) for t in tensors if storage_of(t) in self._copied}
-        return function(*replaced(args, twins), **replaced(kwargs, twins))
+        return operation.run({} if _is_view(operation.function) else self._twins(operation))
 
-    def write(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: list[Any],
-        names: list[str],
-    ) -> Any:
+    def write(self, operation: Operation, written: list[Any], names: list[str]) -> Any:
         """See `Writes`."""
-        twins = {}
-        for tensor in tensors_in((args, kwargs)):
-            if storage_of(tensor) in self._copied:
-                twins[id(tensor)] = self._twin(tensor)
+        twins = self._twins(operation)
         for tensor in written:
             if id(tensor) in twins:
                 self._parts.append((names, tensor))
-            elif function._schema.name == "aten::copy_":
+            elif operation.is_copy:
                 return tensor
             else:
                 twins[id(tensor)] = tensor.clone()
-        result = function(*replaced(args, twins), **replaced(kwargs, twins))
-        return replaced(result, {id(twins[id(tensor)]): tensor for tensor in written})
+        return operation.run(twins)
+
+    def _twins(self, operation: Operation) -> dict[int, Any]:
+        """Return the copies' views in place of the arguments, by the arguments' ids."""
+        tensors = operation.tensors()
+        return {id(t): self._twin(t) for t in tensors if storage_of(t) in self._copied}
 
     def differences(self) -> _Differences:
         """Return the writes to places that hold something else than the copies do now."""

@@ -15,15 +15,11 @@ from http import HTTPStatus
 from typing import Any
 
 from memsaver.errors import ConfigError, NotLoadedError
-from memsaver.integrations.sglang.arguments import (
-    address_of,
-    check_timeout,
-    host_of,
-    secret_of,
-)
+from memsaver.integrations.sglang.arguments import address_of, host_of, secret_of
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.sglang.fields import encodable, parsed
 from memsaver.text import plain_text, size_text
+from memsaver.timeouts import check_timeout
 
 __all__ = ["ANSWER_BYTES", "HttpClient"]
 

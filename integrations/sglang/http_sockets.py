@@ -17,7 +17,7 @@ from typing import Any
 import httpcore
 import httpx
 
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import signals_deferred
 from memsaver.latches import Latch
 
 __all__ = ["DeadlineTransport"]
@@ -190,7 +190,7 @@ def _addresses(host: str, port: int, deadline: float) -> list[Any]:
         finally:
             done.open()
 
-    with interrupts_deferred():
+    with signals_deferred():
         threading.Thread(target=look_up, name="memsaver-resolve", daemon=True).start()
     if not done.wait(deadline - time.monotonic()):
         raise httpcore.ConnectTimeout

@@ -12,10 +12,11 @@ import concurrent.futures
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Load", "Named", "Source", "Storage", "Writes", "replaced", "storage_of", "tensors_in"]
+__all__ = ["Load", "Named", "Operation", "Source", "Storage", "Writes", "storage_of"]
 
 Named = Sequence[tuple[str, Any]]
 Load = Callable[[Iterable[tuple[str, Any]]], Any]
@@ -35,9 +36,41 @@ def _mode_class() -> Any:
         def __torch_dispatch__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            return self._owner.call(function, args, kwargs or {})
+            return self._owner.call(Operation(function, args, kwargs or {}))
 
     return Mode
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of torch's and its arguments."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is a plain copy from one tensor to another."""
+        return bool(self.function._schema.name == "aten::copy_")
+
+    def tensors(self) -> Iterator[Any]:
+        """Return the tensors among the arguments."""
+        return _tensors_in((self.args, self.kwargs))
+
+    def run(self, instead: Mapping[int, Any] | None = None) -> Any:
+        """Run the operation and return its result.
+
+        Args:
+            instead: by id of an argument, a tensor that the operation gets in its place. In the
+                result the argument stands again.
+        """
+        if not instead:
+            return self.function(*self.args, **self.kwargs)
+        result = self.function(*_replaced(self.args, instead), **_replaced(self.kwargs, instead))
+        given = {id(tensor): tensor for tensor in self.tensors()}
+        back = {id(other): given[key] for key, other in instead.items()}
+        return _replaced(result, back)
 
 
 class Writes:
@@ -58,37 +91,28 @@ class Writes:
         with _pools_inline(), torch.no_grad(), _mode_class()(self):
             return load(iter(self.source))
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, operation: Operation) -> Any:
         """Run an operation of torch's that the loader asks for."""
-        written = [t for t in _written(function, args, kwargs) if storage_of(t) in self._storages]
+        written = [t for t in _written(operation) if storage_of(t) in self._storages]
         if not written:
-            return self.read(function, args, kwargs)
+            return self.read(operation)
         marks = {id(tensor) for tensor in written}
-        sources = [t for t in tensors_in((args, kwargs)) if id(t) not in marks]
-        return self.write(function, args, kwargs, written, self.source.writes(sources))
+        sources = [tensor for tensor in operation.tensors() if id(tensor) not in marks]
+        return self.write(operation, written, self.source.writes(sources))
 
-    def read(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def read(self, operation: Operation) -> Any:
         """Run an operation that writes nothing to the model."""
-        return function(*args, **kwargs)
+        return operation.run()
 
-    def write(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: list[Any],
-        names: list[str],
-    ) -> Any:
+    def write(self, operation: Operation, written: list[Any], names: list[str]) -> Any:
         """Run an operation that writes to these tensors of the model's.
 
         Args:
-            function: the operation.
-            args: its arguments.
-            kwargs: its named arguments.
+            operation: the operation.
             written: the arguments that lie in the model's memory and are written to.
             names: the tensors that were given to the loader and that this is written from.
         """
-        return function(*args, **kwargs)
+        return operation.run()
 
 
 class Source:
@@ -176,15 +200,16 @@ def _writing_arguments(function: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _written(operation: Operation) -> list[Any]:
+    args, kwargs = operation.args, operation.kwargs
     return [
         tensor
-        for at, name in _writing_arguments(function)
-        for tensor in tensors_in(args[at] if at < len(args) else kwargs.get(name))
+        for at, name in _writing_arguments(operation.function)
+        for tensor in _tensors_in(args[at] if at < len(args) else kwargs.get(name))
     ]
 
 
-def tensors_in(value: Any) -> Iterator[Any]:
+def _tensors_in(value: Any) -> Iterator[Any]:
     """Return the tensors in nested containers."""
     import torch
     from torch.utils import _pytree
@@ -192,7 +217,7 @@ def tensors_in(value: Any) -> Iterator[Any]:
     return (leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def replaced(value: Any, by: dict[int, Any]) -> Any:
+def _replaced(value: Any, by: Mapping[int, Any]) -> Any:
     """The value with other tensors in place of those whose ids are keys."""
     from torch.utils import _pytree
 

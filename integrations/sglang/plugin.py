@@ -24,7 +24,6 @@ import importlib
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -191,11 +190,8 @@ def _version() -> str:
 
 def _first(what: str) -> bool:
     """Whether this process has not come here before."""
-    with _lock:
-        new = what not in _done
-        _done.add(what)
-    return new
+    mine = object()
+    return _done.setdefault(what, mine) is mine
 
 
-_done: set[str] = set()
-_lock = threading.Lock()
+_done: dict[str, object] = {}  # by name, the token of the call that came first

@@ -76,7 +76,7 @@ class Group:
 
     def barrier(self) -> None:
         """Wait until every rank has made this call, as a barrier in SGLang's own code does."""
-        if self._group is not None and len(self._ranks().ranks) > 1:
+        if self._group is not None and self.size > 1:
             import torch.distributed
 
             torch.distributed.barrier(self._group)
@@ -86,6 +86,11 @@ class Group:
         """This process's place in the group."""
         ranks = self._ranks()
         return ranks.ranks.index(ranks.rank)
+
+    @property
+    def size(self) -> int:
+        """The number of the group's ranks."""
+        return len(self._ranks().ranks)
 
     def _ranks(self) -> Ranks:
         return Ranks(Channel(self._group) if self._group is not None else None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 
 from memsaver.integrations.sglang.errors import EngineBusyError
-from memsaver.interrupts import interrupts_deferred, once
+from memsaver.interrupts import signals_deferred
 from memsaver.latches import Latch
+from memsaver.native import _C
 
 __all__ = ["Requests", "busy"]
 
@@ -31,18 +33,15 @@ class Requests:
     def one(self, check: Callable[[], None]) -> Iterator[None]:
         """For the block, a request is under way. What `check` raises keeps it from beginning."""
         counted: list[bool] = []
+        count_down = functools.partial(self._count_down, counted)
         try:
-            with interrupts_deferred(), self._lock:
+            with signals_deferred(), self._lock:
                 check()
                 self._under_way += 1
                 counted.append(True)
             yield
         finally:
-            begun: list[bool] = []
-            try:
-                once(begun, self._count_down, counted)
-            finally:
-                once(begun, self._count_down, counted)
+            _C.uninterrupted(count_down, True)
 
     def _count_down(self, counted: list[bool]) -> None:
         with self._lock:
@@ -66,8 +65,9 @@ class Requests:
             EngineBusyError: requests are under way, at the end of the time where it waits.
         """
         closed: list[bool] = []
+        open_again = functools.partial(self._open, closed)
         try:
-            with interrupts_deferred(), self._lock:
+            with signals_deferred(), self._lock:
                 if self._under_way and not wait:
                     raise busy()
                 self._closed = True
@@ -76,11 +76,7 @@ class Requests:
             self._wait(left)
             yield
         finally:
-            begun: list[bool] = []
-            try:
-                once(begun, self._open, closed)
-            finally:
-                once(begun, self._open, closed)
+            _C.uninterrupted(open_again, True)
 
     def _wait(self, left: Callable[[], float]) -> None:
         in_time = True

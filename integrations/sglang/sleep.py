@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memsaver.errors import InvalidStateError, MemsaverError
-from memsaver.integrations.sglang.arguments import check_timeout
 from memsaver.integrations.sglang.engines import Engine, connect
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.sglang.knowledge import Knowledge
@@ -23,6 +22,7 @@ from memsaver.integrations.sglang.reports import SleepReport, Step, rank_reports
 from memsaver.integrations.sglang.requests import Requests, busy
 from memsaver.integrations.sglang.status import Status, needs_of, selected, status_of
 from memsaver.latches import Gate
+from memsaver.timeouts import check_timeout
 
 __all__ = ["SleepController", "Status"]
 

@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memsaver.integrations.sglang.errors import EngineError
+from memsaver.integrations.sglang.fields import Fields, is_whole, parsed
 from memsaver.integrations.sglang.protocol import Failure, kind_of
 
 __all__ = ["Order", "RankCheck", "answer_text", "checks_of", "is_good", "unknown_to_all"]
 
 _PREFIX = "memsaver:"
+_ORDER = "an order of checks"
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,26 @@ class Order:
 
     @classmethod
     def from_text(cls, text: str | None) -> Order | None:
-        """The order whose `text` this is; None where it is no order."""
+        """The order whose `text` this is; None where it is no order.
+
+        Raises `EngineError` for a text that begins as an order and is not one.
+        """
         if not text or not text.startswith(_PREFIX):
             return None
-        fields = json.loads(text[len(_PREFIX) :])
-        return cls(
-            tuple(fields["names"]),
-            tuple(fields["looked_at"]),
-            tuple(tuple(row) for row in fields["sent"]),
-        )
+        read = Fields(parsed(text[len(_PREFIX) :], _ORDER), _ORDER)
+        names, places, rows = read.texts("names"), read.each("looked_at"), read.each("sent")
+        if not all(is_whole(place) and 0 <= place < len(names) for place in places):
+            raise EngineError(f"{_ORDER}: 'looked_at' is a list of places in 'names'")
+        for row in rows:
+            digests = row if isinstance(row, list | tuple) else ()
+            if len(digests) != len(places) or not all(isinstance(one, str) for one in digests):
+                raise EngineError(f"{_ORDER}: 'sent' is a list of a digest for each place")
+        return cls(names, tuple(places), tuple(map(tuple, rows)))
+
+    def check_ranks(self, count: int) -> None:
+        """Raise `EngineError` if it has no digests for some of `count` ranks."""
+        if 1 < len(self.sent) < count:
+            raise EngineError(f"{_ORDER} is for {len(self.sent)} ranks, and the engine has {count}")
 
     def digests(self, rank: int) -> dict[str, str]:
         """The digests of what was sent to a rank, by the name of the tensor."""
@@ -94,14 +107,22 @@ class RankCheck:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> RankCheck:
-        """The check whose `asdict` this is, lists in place of tuples or not."""
-        failure = fields["failure"]
+        """The check whose `asdict` this is, lists in place of tuples or not.
+
+        Raises `EngineError` for anything else.
+        """
+        read = Fields(fields, "a rank's check")
         return cls(
-            **{
-                **fields,
-                **{name: tuple(fields[name]) for name in ("damaged", "differing", "unused")},
-                "failure": Failure(**failure) if failure else None,
-            }
+            read.whole("rank"),
+            read.text("host"),
+            read.whole("pid"),
+            read.whole("received", 0),
+            read.whole("held", 0),
+            read.texts("damaged"),
+            read.texts("differing"),
+            read.texts("unused"),
+            read.text("unverified", ""),
+            Failure.from_fields(read.optional("failure")),
         )
 
 
@@ -151,7 +172,9 @@ def _checks_in(message: str) -> Iterator[RankCheck]:
     while at >= 0:
         try:
             rows, end = decoder.raw_decode(message, at + len(_PREFIX))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineError(f"the engine's answer was cut: {message[at:][:200]!r}") from error
+        if not isinstance(rows, list):
+            raise EngineError(f"the checks of an engine's ranks are no {type(rows).__name__}")
         yield from (RankCheck.from_fields(row) for row in rows)
         at = message.find(_PREFIX, end)

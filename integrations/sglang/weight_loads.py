@@ -26,6 +26,7 @@ from typing import Any
 
 from memsaver.errors import MemsaverError
 from memsaver.integrations.sglang.digests import digest
+from memsaver.integrations.sglang.errors import EngineError
 from memsaver.integrations.sglang.held_weights import Load, Named, differing, watched
 from memsaver.integrations.sglang.protocol import Failure
 from memsaver.integrations.sglang.ranks import Group
@@ -87,10 +88,15 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, meets: bo
         meets: whether the handler ends with a barrier of the group, where the ranks without an
             error wait for one that has one.
     """
-    order = Order.from_text(getattr(request, "rid", None))
+    group = Group(updater.tp_cpu_group)
+    try:
+        order = Order.from_text(getattr(request, "rid", None))
+        if order is not None:
+            order.check_ranks(group.size)
+    except EngineError as error:  # on all ranks alike, which have the same text
+        return _output_of(meets)(success=False, message=str(error))
     if order is None:
         return original(updater, request)
-    group = Group(updater.tp_cpu_group)
     check = _Check(order, group.rank)
     _current.append(check)
     done, message = False, ""

@@ -32,7 +32,7 @@ from memsaver.integrations.trainer.holdings import (
 )
 from memsaver.integrations.trainer.places import Places, tag_of
 from memsaver.integrations.trainer.simulated_storages import SimulatedStorages
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import signals_deferred
 from memsaver.torch_mode import torch_pools
 
 __all__ = ["Collection"]
@@ -239,7 +239,7 @@ class Collection:
 
         moving = self._movable(self._outside(targets, gradients=gradients))
         if moving:
-            with interrupts_deferred(), torch.no_grad():
+            with signals_deferred(), torch.no_grad():
                 self._memory.move(moving, self.tag)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):

@@ -11,7 +11,7 @@ from memsaver.blocks import Block
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError, UnknownTagError
 from memsaver.integrations.trainer.collection import Collection
 from memsaver.integrations.trainer.targets import targets_in
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import signals_deferred
 from memsaver.native import _C, Backup, backup_of, check_tag
 from memsaver.reports import Report
 
@@ -78,7 +78,7 @@ class Offloaded:
                 contents have changed.
             MemsaverError: what `memsaver.pause` raises.
         """
-        self._check_open()
+        self.check_open()
         return memsaver.pause(self.tag, backup=backup)
 
     def resume(self) -> Report:
@@ -88,7 +88,7 @@ class Offloaded:
             InvalidStateError: this is closed.
             MemsaverError: what `memsaver.resume` raises; all is paused as before then.
         """
-        self._check_open()
+        self.check_open()
         return memsaver.resume(self.tag)
 
     def paused(self, backup: str | None = None) -> Block[Report]:
@@ -98,7 +98,7 @@ class Offloaded:
         """
 
         def pausing() -> Block[Report]:
-            self._check_open()
+            self.check_open()
             return memsaver.paused(self.tag, backup=backup)
 
         return Block("paused", pausing, asynchronous=True)
@@ -114,11 +114,19 @@ class Offloaded:
         """
         close_all([self])
 
-    def _check_open(self) -> None:
+    def check_open(self, advice: str = "") -> None:
+        """Raise `InvalidStateError` if this was closed.
+
+        Args:
+            advice: what to do then; "" is for one who wants to pause or resume.
+        """
         if self._is_closed:
+            advice = advice or (
+                f"use memsaver.pause({self.tag!r}) for what is in the tag, or offload once more"
+            )
             raise InvalidStateError(
-                f"the handle of tag {self.tag!r} is closed and finds no new memory: call "
-                f"memsaver.pause({self.tag!r}) for the memory in the tag, or offload again",
+                f"the handle of tag {self.tag!r} is closed: it finds no new memory, and does not "
+                f"keep a trainer from using paused memory; {advice}",
                 tag=self.tag,
             )
 
@@ -129,7 +137,7 @@ def close_all(handles: Sequence[Offloaded]) -> None:
     Raises:
         InvalidStateError: the tag of a handle is paused; no handle was closed.
     """
-    with interrupts_deferred():
+    with signals_deferred():
         waiting = [handle for handle in handles if not handle.is_closed]
         for handle in waiting:
             if handle.state is not memsaver.State.MAPPED:
@@ -224,7 +232,7 @@ def offload(
     collection.check()
     before = collection.bytes()[0]
     try:
-        with interrupts_deferred():
+        with signals_deferred():
             collection.watch()
             # Makes the tag, and says its backup, also where the first step has yet to make the
             # states.
@@ -237,7 +245,7 @@ def offload(
                     _unfinished.discard(other)
         return Offloaded(collection)
     except BaseException:
-        with interrupts_deferred():
+        with signals_deferred():
             if collection.bytes()[0] == before:
                 collection.unwatch()
             else:  # the tag can be paused under the targets

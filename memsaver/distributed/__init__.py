@@ -15,9 +15,15 @@ thread at a time. They promise:
   another process took the memory) is named with the state of its tags.
 - **Bounded waits.** An exception on one rank (an unknown tag, a bad argument, a callback that
   raises) reaches all others at their next step. Ranks that make different calls all raise before
-  anything is changed. A `group` that is not a process group counts as a bad argument of a call on
-  the world. If a rank died or hangs, the others raise `GroupError`, at once or after `timeout`, and
-  undo their changes. torch then closes the group's connections.
+  anything is changed. If a rank died or hangs, the others raise `GroupError`, at once or after
+  `timeout`, and undo their changes. torch then closes the group's connections.
+- **An invalid `group` on one rank.** If it is not a process group, or was destroyed, the rank looks
+  in torch's store for the group on which other ranks wait for it, at most for `timeout`, and fails
+  there: all ranks raise a `RankError` at once. If it is another valid group of the rank, or None
+  beside a subgroup on the others, no rank can know which group is right: each waits until `timeout`
+  and raises `GroupError`. A rank that is not in its `group` raises `InvalidStateError` at once, as
+  all ranks outside a group may do, and the others wait for it until `timeout`. A `timeout` of None
+  is the group's own, and 30 minutes for a rank that looks for a group.
 - **Contents.** Contents with a backup are never lost. A pause is begun on all ranks before it is
   done on any, so that it is refused, if at all, before contents without a backup are lost; if it
   fails after that, these contents are zeros on ranks that had paused them.

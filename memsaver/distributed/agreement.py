@@ -15,16 +15,17 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from memsaver.distributed.attempts import Outcomes, Ranks
-from memsaver.distributed.channel import Channel, usable_group
 from memsaver.distributed.errors import GroupError, RankFailure, after_rollback
+from memsaver.distributed.invalid_groups import channel_of
 from memsaver.distributed.messages import NOTHING, Codec
 from memsaver.distributed.reports import GroupReport, RankFigures
 from memsaver.distributed.rollback import Rollback
-from memsaver.distributed.signals import signals_deferred
 from memsaver.errors import ConfigError, MemsaverError, MemsaverWarning
 from memsaver.handles import Call
+from memsaver.interrupts import signals_deferred
 from memsaver.native import _C, emit_warnings
 from memsaver.reports import Report
+from memsaver.timeouts import check_timeout
 
 __all__ = ["together"]
 
@@ -51,7 +52,8 @@ def together(
     Raises:
         RankError: the call failed on a rank.
         GroupError: the ranks cannot reach each other.
-        InvalidStateError, NotLoadedError: there is no group. The other ranks are not notified.
+        InvalidStateError, NotLoadedError: torch.distributed is not initialised or not installed, or
+            this rank is not in the group; the other ranks are not notified.
     """
     start = time.perf_counter()
     with signals_deferred():
@@ -82,13 +84,14 @@ class _Attempt:
         self.leaving: BaseException | None = None
         self.warning = ""
         self._what = what
-        usable, self._refused = usable_group(group)
-        self._ranks = Ranks(Channel(usable))
-        if not _is_timeout(timeout):
-            self._refused = ConfigError(
-                f"timeout must be a positive number of seconds or None, not {timeout!r}"
-            )
-            timeout = None
+        self._refused: MemsaverError | None = None
+        try:
+            check_timeout(timeout, optional=True)
+        except ConfigError as error:
+            self._refused, timeout = error, None
+        channel, refused = channel_of(group, what, timeout)
+        self._ranks = Ranks(channel)
+        self._refused = self._refused or refused
         self._timeout = timeout
         self._seconds = 0.0  # of this rank's own work
 
@@ -214,10 +217,3 @@ class _Attempt:
     def _keep(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, Exception) and self.leaving is None:
             self.leaving = error
-
-
-def _is_timeout(timeout: object) -> bool:
-    if timeout is None:
-        return True
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    return number and 0 < float(timeout) <= 1e7  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from memsaver.distributed.channel import Channel
 from memsaver.distributed.errors import GroupError, RankError, RankFailure, disagreed, failed
 from memsaver.distributed.messages import NOTHING, Account, Codec, Header, text_of
-from memsaver.distributed.signals import interruptible, signals_deferred
+from memsaver.interrupts import interruptible, signals_deferred
 
 __all__ = ["Outcome", "Outcomes", "Ranks"]
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from memsaver.blocks import block
 from memsaver.distributed.agreement import together
 from memsaver.distributed.reports import GroupReport
-from memsaver.distributed.signals import signals_deferred
+from memsaver.distributed.words import listed, side
 from memsaver.handles import Call, state
-from memsaver.interrupts import once
-from memsaver.native import State
+from memsaver.interrupts import signals_deferred
+from memsaver.native import _C, State
 from memsaver.transitions import pause_call, resume_call, swap_call
 
 __all__ = ["pause", "paused", "resume", "swap"]
@@ -28,7 +29,8 @@ def pause(
     Args:
         tags: which ones, the same on all ranks, in any order; none at all means every tag that the
             rank has.
-        group: a `torch.distributed` group that this rank is in; None is the world.
+        group: a `torch.distributed` group that this rank is in; None is the world. See
+            `memsaver.distributed` for a wrong one on one of the ranks.
         backup: as in `memsaver.pause`. Each rank may choose its own.
         timeout: seconds to wait for the other ranks at each step, and so for the slowest one's
             copies; None is the timeout that the group was made with.
@@ -42,7 +44,7 @@ def pause(
         NotLoadedError: there is no torch, or none with gloo where the group needs it.
     """
     return together(
-        lambda: f"pause({_listed(tags) or 'every tag'})",
+        lambda: f"pause({listed(tags) or 'every tag'})",
         lambda: pause_call(tags, backup),
         group,
         timeout,
@@ -67,7 +69,7 @@ def resume(*tags: str, group: Any = None, timeout: float | None = None) -> Group
         InvalidStateError, NotLoadedError: as from `pause`.
     """
     return together(
-        lambda: f"resume({_listed(tags) or 'every tag'})",
+        lambda: f"resume({listed(tags) or 'every tag'})",
         lambda: resume_call(tags),
         group,
         timeout,
@@ -101,7 +103,7 @@ def swap(
         InvalidStateError, NotLoadedError: as from `pause`.
     """
     return together(
-        lambda: f"swap(out={_side(out)}, into={_side(into)})",
+        lambda: f"swap(out={side(out)}, into={side(into)})",
         lambda: swap_call(out, into, backup),
         group,
         timeout,
@@ -118,19 +120,16 @@ def paused(
     the others there. Yields the pause's report. Arguments and errors are those of `pause` and
     `resume`; where the resume fails, the tags stay paused on all ranks.
     """
-    going: tuple[str, ...] | None = None
+    resume_paused: Callable[[], None] | None = None
     try:
-        with signals_deferred():  # an interrupt is raised at its end, when `going` is known
+        with signals_deferred():  # an interrupt is raised at its end, when there is what to resume
             report = pause(*tags, group=group, backup=backup, timeout=timeout)
             going = report.local.changed
+            resume_paused = partial(_resume_paused, tags, going, group, timeout)
         yield report
     finally:
-        if going is not None:
-            begun: list[bool] = []
-            try:
-                once(begun, _resume_paused, tags, going, group, timeout)
-            finally:
-                once(begun, _resume_paused, tags, going, group, timeout)
+        if resume_paused is not None:
+            _C.uninterrupted(resume_paused, True)
 
 
 def _resume_paused(
@@ -140,32 +139,8 @@ def _resume_paused(
     timeout: float | None,
 ) -> None:
     together(
-        lambda: f"resume(the tags that paused({_listed(tags) or 'every tag'}) had paused)",
+        lambda: f"resume(the tags that paused({listed(tags) or 'every tag'}) had paused)",
         lambda: Call("resume", [], [tag for tag in going if state(tag) is State.PAUSED], -1),
         group,
         timeout,
     )
-
-
-def _listed(tags: Sequence[object]) -> str:
-    """Return tags in words, the same for every order. `prepare` rejects invalid tags later."""
-    return ", ".join(_texts(tags))
-
-
-def _side(tags: object) -> str:
-    if issubclass(type(tags), str) or not issubclass(type(tags), Sequence):
-        return _quoted(tags)
-    texts = _texts(tags)  # type: ignore[arg-type]
-    return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
-
-
-def _texts(tags: Sequence[object]) -> list[str]:
-    try:
-        return sorted({_quoted(tag) for tag in tags})
-    except Exception as error:
-        return [f"tags that cannot be listed ({type(error).__name__})"]
-
-
-def _quoted(tag: object) -> str:
-    # A string as `str` quotes it, even if a subclass overrides `repr`; otherwise only the type.
-    return str.__repr__(tag) if issubclass(type(tag), str) else f"a {type(tag).__name__}"

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from memsaver.distributed.errors import GroupError, ranks_text
-from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
-from memsaver.latches import Latch
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError, NotLoadedError
+from memsaver.latches import Gate, Latch
 
-__all__ = ["Channel", "usable_group"]
+__all__ = ["Channel", "modules", "refusal_of"]
 
 _DIAGNOSIS_SECONDS = 5.0  # at most, to find out who is missing
 _STRAGGLER_SECONDS = 0.5  # without another rank coming, until those that have not are missing
+_GONE = " gave up"  # after the number of a meeting for which a rank waits no longer
 _GRACE_SECONDS = 5.0  # for a backend that does not keep an operation's own timeout
 
 
@@ -31,11 +32,12 @@ class Channel:
 
     Args:
         group: the group; None is the world.
-        lane: calls that go on beside others, say in another thread, have a lane of another name,
-            with connections of its own, which the group's other users do not see. A name is used
-            once.
+        lane: calls that go on beside others, say in another thread, have a lane of another name.
+            The k-th channel of a lane that is connected on a rank shares its connections with the
+            k-th on the other ranks, and with no other user of the group.
 
     Attributes:
+        lane: the lane's name.
         ranks: the group's ranks in the world, in the group's order.
         rank: this process's own, in the world.
 
@@ -47,15 +49,12 @@ class Channel:
     """
 
     def __init__(self, group: Any = None, lane: str = "") -> None:
-        self._torch, self._dist = _modules()
-        if not self._dist.is_initialized():
-            raise InvalidStateError(
-                "torch.distributed is not initialised, so there are no other ranks: call "
-                "torch.distributed.init_process_group first, or memsaver.pause, resume or swap for "
-                "this process alone"
-            )
+        self._torch, self._dist = modules()
+        refused = refusal_of(group)
+        if refused is not None:
+            raise refused
         self._group = self._dist.group.WORLD if group is None else group
-        self._place = self._place_in_group()
+        self._place = int(self._dist.get_rank(self._group))
         self.ranks: list[int] = self._dist.get_process_group_ranks(self._group)
         self.rank = self.ranks[self._place]
         config: str = self._dist.get_backend_config(self._group)
@@ -68,26 +67,13 @@ class Channel:
                 if not lane
                 else "this torch has no gloo, over which the ranks would talk"
             )
-        self._lane = lane
-        with _lock:
-            if lane:
-                self._link = _Link()
-                _lanes.add(self._link)
-            else:
-                self._link = _links.setdefault(self._group, _Link())
-
-    def _place_in_group(self) -> int:
-        if self._group is self._dist.GroupMember.NON_GROUP_MEMBER:
-            raise InvalidStateError("this rank is not in the group: only its own ranks call")
-        _, odd = usable_group(self._group)
-        if odd is not None:
-            raise odd
-        try:
-            return int(self._dist.get_rank(self._group))
-        except (RuntimeError, ValueError) as error:
-            raise InvalidStateError(
-                f"the group cannot be used; was it destroyed? {error}"
-            ) from None
+        self.lane = lane
+        self._name = f"memsaver/{self._group.group_name}"
+        if lane:
+            self._name += f"/{lane}/{_connected.get(self._group, Counter())[lane]}"
+            self._link = _Link()
+        else:
+            self._link = _links.setdefault(self._group, _Link())
 
     def connect(self, timeout: float | None, what: str) -> None:
         """Make the lane's connections now, instead of in its first call. A collective.
@@ -99,21 +85,24 @@ class Channel:
             timeout: seconds to wait. See `all_gather`, also for the errors.
             what: the call in words. See `all_gather`.
         """
+        _connected.setdefault(self._group, Counter())[self.lane] += 1
         try:
-            with self._link.lock:
-                self._prepare(None if timeout is None else timedelta(seconds=timeout))
+            self._come()
+            self._prepare(None if timeout is None else timedelta(seconds=timeout))
+        except MemsaverError:
+            raise
         except Exception as error:
             raise self._lost(error, what) from error
 
     def close(self) -> None:
         """Close the connections, and drop references to the group and torch's store. Idempotent.
 
-        Waits for no other rank, but for a call in progress in another thread. The references must
-        go: while an object of an old group refers to torch's store, a later `init_process_group` in
-        this process may use this store again, with the old group's keys, and hang.
+        Waits for nothing. A call in progress in another thread keeps the connections until the call
+        ends. The references must go: while an object of an old group refers to torch's store, a
+        later `init_process_group` in this process may use this store again, with the old group's
+        keys, and hang.
         """
-        with self._link.lock:
-            self._link.store = self._link.gloo = None
+        self._link.close()
         self._group = None
 
     def all_gather(self, payload: bytes, timeout: float | None, what: str) -> list[bytes]:
@@ -178,15 +167,10 @@ class Channel:
         what: str,
     ) -> Any:
         """The result of a collective that `start` begins; GroupError where it does not end well."""
-        link = self._link
-        link.meetings += 1
         wait = None if timeout is None else timedelta(seconds=timeout)
         try:
-            with link.lock:
-                self._prepare(wait)
-            if link.store is not None:
-                link.store.set(str(self.rank), str(link.meetings))
-            carrier = link.gloo if self._needs_gloo else self._group
+            self._come()
+            carrier = self._prepare(wait)
             limit = wait
             if self._needs_gloo and wait is None:  # it was made with the timeout of the first call
                 limit = self._dist.distributed_c10d.default_pg_timeout
@@ -195,23 +179,79 @@ class Channel:
                 work.wait()
             else:
                 work.wait(wait + timedelta(seconds=_GRACE_SECONDS))
+        except MemsaverError:
+            raise
         except Exception as error:
             raise self._lost(error, what) from error
         return result
 
-    def _prepare(self, wait: timedelta | None) -> None:
+    def announce(self) -> None:
+        """Say in torch's store that this rank has come to the next collective.
+
+        Raises:
+            RuntimeError: the store does not answer. The same holds for `withdraw` and `waiting`.
+        """
+        self._say(self._link.meetings + 1)
+
+    def withdraw(self) -> None:
+        """Undo `announce`."""
+        self._say(self._link.meetings)
+
+    def waiting(self) -> list[int]:
+        """Return the other ranks that wait in a collective for this rank."""
+        others = [rank for rank in self.ranks if rank != self.rank]
+        came = _came(self._stored(), others)
+        return [rank for rank in others if came.get(rank, 0) > self._link.meetings]
+
+    def _come(self) -> None:
         link = self._link
-        c10d = self._dist.distributed_c10d
-        name = f"memsaver/{self._group.group_name}"
-        name += f"/{self._lane}" if self._lane else ""
-        if link.store is None:
-            with contextlib.suppress(Exception):  # then nobody can say who is missing
-                link.store = self._dist.PrefixStore(name, c10d._get_default_store())
-        if self._needs_gloo and link.gloo is None:
-            store = self._dist.PrefixStore(f"{name}/gloo", c10d._get_default_store())
-            link.gloo = self._dist.ProcessGroupGloo(
-                store, self._place, len(self.ranks), wait or c10d.default_pg_timeout
-            )
+        if self._group is None or link.closed:
+            raise InvalidStateError("the connections to the other ranks are closed")
+        link.meetings += 1
+        with contextlib.suppress(Exception):  # without a store no rank can say which is missing
+            self._stored()
+        if link.store is not None:
+            self._say(link.meetings)
+
+    def _say(self, meetings: int) -> None:
+        self._stored().set(str(self.rank), str(meetings))
+
+    def _stored(self) -> Any:
+        """Return the store in which the ranks say to how many collectives they came."""
+        store = self._link.store
+        if store is None:
+            self._link.store = store = self._prefixed("")
+        return store
+
+    def _prefixed(self, end: str) -> Any:
+        store = self._dist.distributed_c10d._get_default_store()
+        return self._dist.PrefixStore(self._name + end, store)
+
+    def _prepare(self, wait: timedelta | None) -> Any:
+        """Return the process group that carries the bytes, with its connections made.
+
+        Raises:
+            InvalidStateError: the channel is closed; or another call makes the connections, in this
+                thread (below a finalizer or a signal handler) or for the whole timeout.
+        """
+        link, group = self._link, self._group
+        if group is None or link.closed:
+            raise InvalidStateError("the connections to the other ranks are closed")
+        carrier = group
+        if self._needs_gloo:
+            limit = wait or self._dist.distributed_c10d.default_pg_timeout
+            if not link.gloo:
+                with link.making.passed(limit.total_seconds(), _being_made):
+                    if not link.gloo:
+                        link.gloo.append(
+                            self._dist.ProcessGroupGloo(
+                                self._prefixed("/gloo"), self._place, len(self.ranks), limit
+                            )
+                        )
+            (carrier,) = link.gloo
+        if link.closed:  # by another thread meanwhile
+            link.close()
+        return carrier
 
     def _lost(self, error: Exception, what: str) -> GroupError:
         missing = self._missing()
@@ -230,6 +270,7 @@ class Channel:
 
         def look() -> None:
             nonlocal late
+            store.set(str(self.rank), f"{meetings}{_GONE}")  # a late rank need not look here
             end = time.monotonic() + _STRAGGLER_SECONDS
             while late and time.monotonic() < end:
                 still = _behind(store, self.ranks, meetings)
@@ -241,46 +282,91 @@ class Channel:
         return late if store is not None and _done_in_time(look) else ()
 
 
-def usable_group(group: Any) -> tuple[Any, ConfigError | None]:
-    """Return the group and None; if `group` is not a process group, the world and an error.
+def refusal_of(group: Any) -> MemsaverError | None:
+    """Return the error of a group that this rank cannot use; None if the rank can use it.
 
-    So a rank with a wrong argument can notify the others, which most likely use the world.
+    Args:
+        group: the group; None is the world.
 
     Raises:
-        ConfigError: `group` is not a process group, and torch.distributed is not initialised.
+        InvalidStateError: torch.distributed is not initialised, or this rank is not in the group,
+            so that no other rank waits for it there.
+        NotLoadedError: torch is not installed, or has no torch.distributed.
     """
-    _, dist = _modules()
-    none = dist.GroupMember.NON_GROUP_MEMBER
-    # Checks the type, because an object may override `isinstance` and comparison.
-    if group is None or group is none or issubclass(type(group), dist.ProcessGroup):
-        return group, None
-    odd = ConfigError(
-        f"group must be a process group of torch.distributed or None, not {type(group).__name__}"
-    )
+    _, dist = modules()
+    if group is not None and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidStateError("this rank is not in the group: only its own ranks call")
+    # By its type: an odd object answers an `isinstance` or a comparison in its own way.
+    odd = group is not None and not issubclass(type(group), dist.ProcessGroup)
+    refused: MemsaverError | None = None
+    if odd:
+        refused = ConfigError(
+            f"group is a process group of torch.distributed or None, not {type(group).__name__}"
+        )
     if not dist.is_initialized():
-        raise odd
-    return dist.group.WORLD, odd
+        raise refused or InvalidStateError(
+            "torch.distributed is not initialised, so there are no other ranks: call "
+            "torch.distributed.init_process_group first, or memsaver.pause, resume or swap for "
+            "this process alone"
+        )
+    if refused is None and group is not None:
+        try:
+            dist.get_process_group_ranks(group)
+            dist.get_rank(group)
+        except (KeyError, RuntimeError, ValueError):
+            refused = InvalidStateError(
+                "the group cannot be used, as torch.distributed does not know it: was it destroyed?"
+            )
+    return refused
 
 
 class _Link:
     """What this process keeps of a group from call to call; it does not keep the group."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # while the two below are made
-        self.meetings = 0  # that this rank came to
-        self.store: Any = None  # says how many meetings each rank came to
-        self.gloo: Any = None  # a process group of our own, where the group carries no CPU tensors
+        self.making = Gate()  # passed by the thread that makes `gloo`
+        self.closed = False
+        self.meetings = 0  # collectives that this rank came to
+        self.store: Any = None  # says to how many collectives each rank came
+        # A process group of our own, if the group carries no CPU tensors. It ends while the
+        # interpreter still runs: its threads do not survive the interpreter's end.
+        self.gloo: list[Any] = []
+        weakref.finalize(self, self.gloo.clear)
+
+    def close(self) -> None:
+        """End the connections. Idempotent, and waits for nothing."""
+        self.closed = True
+        self.store = None
+        self.gloo.clear()
+
+
+def _being_made() -> InvalidStateError:
+    return InvalidStateError(
+        "the connections to the other ranks are being made by another call of this process, in "
+        "another thread, or in this thread, which a finalizer or a signal handler has interrupted: "
+        "make this call after that one"
+    )
 
 
 def _behind(store: Any, ranks: list[int], meetings: int) -> tuple[int, ...]:
     """The ranks that came to fewer meetings."""
+    came = _came(store, ranks, gone=True)
+    return tuple(rank for rank in ranks if came.get(rank, 0) < meetings)
+
+
+def _came(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]:
+    """Return by rank to how many meetings it came; without those that gave up, unless `gone`."""
     keys = [str(rank) for rank in ranks]
     # Two requests for all ranks, where each came at least once.
     known = keys if store.check(keys) else [key for key in keys if store.check([key])]
     many = store.has_extended_api()
     values = store.multi_get(known) if many else [store.get(key) for key in known]
-    came = {key: int(value) for key, value in zip(known, values, strict=True)}
-    return tuple(rank for rank in ranks if came.get(str(rank), 0) < meetings)
+    texts = zip(known, (value.decode() for value in values), strict=True)
+    return {
+        int(key): int(text.removesuffix(_GONE))
+        for key, text in texts
+        if gone or not text.endswith(_GONE)
+    }
 
 
 def _done_in_time(look: Callable[[], None]) -> bool:
@@ -298,7 +384,8 @@ def _done_in_time(look: Callable[[], None]) -> bool:
     return done.is_open()
 
 
-def _modules() -> tuple[Any, Any]:
+def modules() -> tuple[Any, Any]:
+    """Return torch and torch.distributed. Raises `NotLoadedError` if one of them is missing."""
     try:
         import torch
         import torch.distributed as dist
@@ -311,17 +398,9 @@ def _modules() -> tuple[Any, Any]:
     return torch, dist
 
 
-_lock = threading.Lock()
 _links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()  # by group
-_lanes: weakref.WeakSet[_Link] = weakref.WeakSet()  # of the channels that have one
-
-
-@atexit.register
-def _disconnect() -> None:
-    """End our groups while the interpreter still runs: their threads do not survive its end."""
-    with _lock:
-        for link in (*_links.values(), *_lanes):
-            link.gloo = None
+# How many channels of each lane were connected, by group.
+_connected: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def _bytes_of(tensor: Any) -> bytes:

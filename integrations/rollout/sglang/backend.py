@@ -17,12 +17,12 @@ from memsaver.integrations.rollout.backend import PauseMode, Request, Sample
 from memsaver.integrations.rollout.sglang.samples import payload_of, sample_of
 from memsaver.integrations.rollout.sglang.weights import WeightCalls
 from memsaver.integrations.sglang import versions
-from memsaver.integrations.sglang.arguments import check_timeout
 from memsaver.integrations.sglang.engines import LocalEngine, ServedEngine
 from memsaver.integrations.sglang.engines import connect as link_to
 from memsaver.integrations.sglang.errors import EngineError
 from memsaver.integrations.sglang.fields import Fields, is_whole
 from memsaver.integrations.sglang.sleep import SleepController
+from memsaver.timeouts import check_timeout
 
 __all__ = ["LocalBackend", "ServedBackend", "backend_of"]
 

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
-from memsaver.integrations.rollout.together import check_timeout
 from memsaver.integrations.rollout.weights.sender import END_SECONDS, Aside, Sender
 from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
+from memsaver.timeouts import check_timeout
 
 if TYPE_CHECKING:
     from memsaver.integrations.rollout.engine import RolloutEngine
@@ -68,17 +68,20 @@ class WeightGroup:
     ) -> None:
         if not hasattr(engine, "together"):
             raise ConfigError(f"engine must be a RolloutEngine, not {type(engine).__name__}")
-        if backend not in _BACKENDS:
-            raise ConfigError(f"backend must be one of {', '.join(_BACKENDS)}, not {backend!r}")
-        check_timeout(timeout)
         self._engine, self._backend, self._timeout = engine, backend, timeout
         self._broken = ""
         # Random, because an engine remembers the groups of trainers that were killed.
         self.name = f"memsaver-{secrets.token_hex(16)}"
-        self._sender = Sender(self.name, backend, 1 + engine.tp_size, timeout)
         self.joined = False
-        engine.together.on_leader(
-            "joining a group for weights", lambda: self._join(address, port), timeout
+
+        def check() -> None:
+            if backend not in _BACKENDS:
+                raise ConfigError(f"backend is one of {', '.join(_BACKENDS)}, not {backend!r}")
+            check_timeout(timeout)
+            self._sender = Sender(self.name, backend, 1 + engine.tp_size, timeout)
+
+        engine.together.gathered(
+            "joining a group for weights", check, lambda _: self._join(address, port), timeout
         )
         self.joined = True
 

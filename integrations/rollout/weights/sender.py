@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from memsaver.errors import ConfigError
-from memsaver.interrupts import interrupts_deferred
+from memsaver.interrupts import signals_deferred
 from memsaver.latches import Latch
 
 __all__ = ["END_SECONDS", "Aside", "Sender"]
@@ -46,7 +46,6 @@ class Sender:
     def __init__(self, name: str, backend: str, size: int, timeout: float) -> None:
         self._name, self._backend, self._size = name, backend, size
         self._wait = timedelta(seconds=timeout)
-        self._lock = threading.Lock()  # guards the fields below once `connect` may run
         self._closed = False
         self._store: Any = None
         self._client: Any = None
@@ -94,13 +93,9 @@ class Sender:
 
     def connect(self) -> None:
         """Make the group. With gloo, wait until all ranks have joined."""
-        made = self._make(self._client)
-        with self._lock:
-            if not self._closed:
-                self._group = made
-                return
-        # `close` was called in the meantime.
-        made.shutdown()
+        self._group = self._make(self._client)
+        if self._closed:  # the join was given up
+            self._shut_down()
 
     def _make(self, store: Any) -> Any:
         import torch.distributed as dist
@@ -167,19 +162,19 @@ class Sender:
 
         A `connect` in progress fails. If a broadcast hangs, the group ends when the broadcast does.
         """
-        with self._lock:
-            self._closed = True
-            groups = [self._group] if self._group is not None else []
-            self._group = None
-        if groups:
-            Aside(lambda: _shut_down(groups)).wait(END_SECONDS)
+        self._closed = True
+        if self._group is not None:
+            Aside(self._shut_down).wait(END_SECONDS)
         self._store = self._client = None
 
+    def _shut_down(self) -> None:
+        """Shut the group down and drop it here, as both may wait; once, whichever thread comes.
 
-def _shut_down(groups: list[Any]) -> None:
-    """Shut a group down and drop its last reference here, because both may wait."""
-    group = groups.pop()
-    group.shutdown()
+        Takes no lock: a finalizer or a signal handler may close the sender during its `close`.
+        """
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
 
 
 @contextlib.contextmanager
@@ -240,7 +235,7 @@ class Aside:
         thread = threading.Thread(
             target=self._run, args=([work],), name="memsaver-weights", daemon=True
         )
-        with interrupts_deferred():
+        with signals_deferred():
             thread.start()
 
     def _run(self, work: list[Callable[[], None]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -264,20 +263,18 @@ class _Process:
 
 
 def _process(hook_mode: HookMode) -> _Process:
-    global _shared
-    with _lock:
-        environment = read_environment()
-        if environment.whole_process and hook_mode == "preload" and not memsaver.is_preloaded():
-            raise NotLoadedError(
-                "TMS_INIT_ENABLE makes the whole process a region, for which memsaver must be "
-                "preloaded, and it is not: start the process in configure_subprocess(), or with "
-                "LD_PRELOAD as torch_memory_saver.utils.get_binary_path_from_package says"
-            )
-        if _shared is None:
-            if environment.disk_dir is not None:
-                _set_disk_dir(environment.disk_dir)
-            _shared = _Process(environment)
-        return _shared
+    environment = read_environment()
+    if environment.whole_process and hook_mode == "preload" and not memsaver.is_preloaded():
+        raise NotLoadedError(
+            "TMS_INIT_ENABLE makes the whole process a region, for which memsaver must be "
+            "preloaded, and it is not: start the process in configure_subprocess(), or with "
+            "LD_PRELOAD as torch_memory_saver.utils.get_binary_path_from_package says"
+        )
+    if not _shared:
+        if environment.disk_dir is not None:
+            _set_disk_dir(environment.disk_dir)
+        _shared.append(_Process(environment))
+    return _shared[0]
 
 
 def _set_disk_dir(path: str) -> None:
@@ -288,5 +285,5 @@ def _set_disk_dir(path: str) -> None:
     memsaver.configure(disk_dir=path)
 
 
-_lock = threading.Lock()
-_shared: _Process | None = None
+# The first is the process's. No lock: a finalizer that allocates could come here in the middle.
+_shared: list[_Process] = []

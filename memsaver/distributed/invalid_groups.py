@@ -1,0 +1,103 @@
+"""The channel of a rank whose own `group` argument is invalid, so that the other ranks learn of it.
+
+Such a rank does not know on which of its groups the others wait for it. All ranks say in torch's
+store to how many collectives of a group they came, and there it looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from memsaver.distributed.channel import Channel, modules, refusal_of
+from memsaver.distributed.errors import GroupError
+from memsaver.errors import MemsaverError
+
+__all__ = ["awaited_channel", "channel_of"]
+
+_LOOK_SECONDS = 0.02  # between two looks into the store
+
+
+def channel_of(
+    group: Any, what: str, timeout: float | None, lane: str = ""
+) -> tuple[Channel, MemsaverError | None]:
+    """Return the channel of a group, or of the group on which others wait, and why not its own.
+
+    Args:
+        group: the group that the caller gave; None is the world.
+        what: the call in words, for the error.
+        timeout: seconds to look for a group on which other ranks wait. See `awaited_channel`.
+        lane: see `Channel`.
+
+    Raises:
+        InvalidStateError: this rank is not in the group, or torch.distributed is not initialised.
+        ConfigError: the group is invalid, and torch.distributed is not initialised.
+        GroupError: the group cannot be used, and no other rank waited in time.
+        NotLoadedError: see `Channel`.
+    """
+    refused = refusal_of(group)
+    if refused is None:
+        return Channel(group, lane), None
+    return awaited_channel(refused, what, timeout, [lane]), refused
+
+
+def awaited_channel(
+    refused: Exception, what: str, timeout: float | None, lanes: Sequence[str]
+) -> Channel:
+    """Return the channel on which other ranks wait for this rank, which cannot name its group.
+
+    It is a channel that another rank has come to before this rank, or the world's if all other
+    ranks came to that, also those that cannot name their groups either.
+
+    Args:
+        refused: why this rank cannot name it.
+        what: the call in words, for the error.
+        timeout: seconds to look; None is the default timeout of torch's groups, 30 minutes.
+        lanes: the lanes on which they may wait.
+
+    Raises:
+        GroupError: no other rank waited on any of this rank's groups in time, or torch's store does
+            not answer.
+    """
+    world, *others = _channels(lanes)
+    if not others or len(world.ranks) == 1:
+        return world
+    if timeout is None:
+        timeout = modules()[1].distributed_c10d.default_pg_timeout.total_seconds()
+    end = time.monotonic() + timeout
+    try:
+        world.announce()
+        while True:
+            if len(world.waiting()) == len(world.ranks) - 1:
+                return world
+            found = next((channel for channel in others if channel.waiting()), None)
+            if found is not None or time.monotonic() >= end:
+                break
+            time.sleep(_LOOK_SECONDS)
+        world.withdraw()
+    except RuntimeError as error:
+        raise GroupError(f"{what}: {refused}; and torch's store does not answer: {error}") from (
+            refused
+        )
+    if found is None:
+        raise GroupError(
+            f"{what}: {refused}; no other rank waited for this one on any of its groups within "
+            f"{timeout:g} s"
+        ) from refused
+    return found
+
+
+def _channels(lanes: Sequence[str]) -> list[Channel]:
+    """Return a channel for each lane of each group that this rank is in, the world first."""
+    dist = modules()[1]
+    world = dist.group.WORLD
+    known = dist.distributed_c10d._world.pg_group_ranks.items()
+    groups = [world, *(g for g, ranks in known if g is not world and len(ranks) > 1)]
+    channels = [Channel(world, lanes[0])]
+    for group in groups:
+        for lane in lanes[1:] if group is world else lanes:
+            with contextlib.suppress(MemsaverError):  # a group without gloo
+                channels.append(Channel(group, lane))
+    return channels

@@ -1,0 +1,43 @@
+"""Checks of the timeouts that callers pass."""
+
+from __future__ import annotations
+
+from memsaver.errors import ConfigError
+
+__all__ = ["LONGEST_SECONDS", "check_timeout", "is_timeout"]
+
+LONGEST_SECONDS = 1e7  # what the system's waits take
+
+
+def check_timeout(timeout: object, name: str = "timeout", *, optional: bool = False) -> None:
+    """Raise `ConfigError` unless `timeout` is a positive number of seconds, 1e7 at most.
+
+    Raises nothing else, whatever `timeout` is.
+
+    Args:
+        timeout: the value to check.
+        name: the argument's name, for the error.
+        optional: None is valid, too.
+    """
+    if timeout is None and optional:
+        return
+    if is_timeout(timeout):
+        return
+    try:
+        shown = repr(timeout)
+    except Exception:
+        shown = f"a {type(timeout).__name__}"
+    wanted = "a positive number of seconds" + (" or None" if optional else "")
+    raise ConfigError(f"{name} is {wanted}, not {shown}")
+
+
+def is_timeout(timeout: object) -> bool:
+    """Return whether it is a positive number of seconds, 1e7 at most. Raises nothing."""
+    # By its type: an odd object answers an `isinstance` or a comparison in its own way.
+    kind = type(timeout)
+    if not issubclass(kind, int | float) or kind is bool:
+        return False
+    try:
+        return bool(0 < timeout <= LONGEST_SECONDS)  # type: ignore[operator]
+    except Exception:
+        return False

@@ -1,0 +1,27 @@
+"""Device memory, for the cases."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def free(device: int = 0) -> int:
+    """Free bytes, as the driver says."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def numbers(count: int, offset: int = 0, device: str = "cuda") -> torch.Tensor:
+    """`count` MiB of a pattern of their own."""
+    return torch.arange(offset, offset + count * MIB // 4, dtype=torch.int32, device=device)
+
+
+def sum_of(tensor: torch.Tensor) -> int:
+    """The sum of all elements, which lies outside of any region."""
+    return int(tensor.sum(dtype=torch.int64).item())
