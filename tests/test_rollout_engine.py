@@ -145,7 +145,7 @@ def test_sleep_and_wake_up(make_engine, kind):
         ("optimizer", "optimizer"),
         ([], "None means all"),
         ([5], "no memory called 5"),
-        (5, "no int"),
+        (5, "not int"),
     ):
         for call in (engine.sleep, engine.wake_up, lambda tags: engine.asleep(tags).__enter__()):
             with pytest.raises(ConfigError, match=what):

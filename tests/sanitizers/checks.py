@@ -44,6 +44,7 @@ SUITE = [
     "test_double_failures.py",
     "test_no_memory.py",
     "test_interrupts.py",
+    "test_deferred_signals.py",
     "test_backup_failures.py",
     "test_timeline.py",
 ]
