@@ -84,6 +84,7 @@ class Job(Generic[Result]):
         what: str,
         work: Callable[[], Result],
         take_over: Callable[[], None] = lambda: None,
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
         """Start it.
 
@@ -95,6 +96,7 @@ class Job(Generic[Result]):
             take_over: called before the work, on the thread that does it. The garbage collector is
                 off until then, because a finalizer on the new thread could wait for a tag that this
                 thread owns, while this thread waits for the new one to start.
+            let_go: called when `done` is true, on the thread that did the work.
         """
         self._outcome: Outcome[Result] = Outcome(what)
         self._process = os.getpid()
@@ -107,7 +109,10 @@ class Job(Generic[Result]):
                     take_over()
                 finally:
                     _C.resume_collection()
-                _fill(places, work)
+                try:
+                    _fill(places, work)
+                finally:
+                    let_go()
 
         # Explicit, because a daemon thread's new threads are daemons by default.
         thread = threading.Thread(target=run, name=f"memsaver-{name}", daemon=False)

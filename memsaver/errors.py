@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from memsaver.redaction import redacted
+
 if TYPE_CHECKING:
     from memsaver.shortages import DeviceProcess, Holder
 
@@ -59,8 +61,8 @@ class MemsaverError(RuntimeError):
     def __init__(
         self, message: str, *, status: str = "", cuda_error: int = 0, call: str = "", tag: str = ""
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = redacted(message)
+        super().__init__(self.message)
         self.status = status or self._status
         self.cuda_error = cuda_error
         self.call = call

@@ -159,10 +159,11 @@ class Transition(Job[Report]):
             except BaseException as error:
                 call.abandon(error)
                 raise
-            finally:
-                reservation.release()
 
-        super().__init__(call.kind, str(call), work, reservation.take_over)
+        # Released when it is done: who gets a tag after it finds it done.
+        super().__init__(
+            call.kind, str(call), work, reservation.take_over, let_go=reservation.release
+        )
         # Not before: a finalizer that wants the tags while the thread is started, in the middle of
         # `threading`, would wait for that thread, and it for this one.
         reservation.hand_over()

@@ -27,8 +27,9 @@ def check_timeout(timeout: object, name: str = "timeout", *, optional: bool = Fa
         shown = repr(timeout)
     except Exception:
         shown = f"a {type(timeout).__name__}"
-    wanted = "a positive number of seconds" + (" or None" if optional else "")
-    raise ConfigError(f"{name} is {wanted}, not {shown}")
+    wanted = f"a positive number of seconds, at most {LONGEST_SECONDS:g}"
+    wanted += ", or None" if optional else ""
+    raise ConfigError(f"{name} must be {wanted}, not {shown}")
 
 
 def is_timeout(timeout: object) -> bool:

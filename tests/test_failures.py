@@ -26,6 +26,38 @@ SIZES = [4096, 100_000, PAGE + 512]
 # --- one call fails -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "transition, call",
+    [
+        ("pause", "cuMemUnmap"),
+        ("pause", "cuLaunchKernel"),
+        ("resume", "cuMemMap"),
+        ("resume", "cuMemSetAccess"),
+        ("swap", "cuEventRecord"),
+    ],
+)
+def test_the_error_of_a_driver_call_names_the_tags_and_the_bytes(
+    sim, tag, make_blocks, transition, call
+):
+    out, into = tag("out"), tag("into")
+    blocks = [make_blocks(name, [2 * MIB], backup="host")[0] for name in (out, into)]
+    memsaver.pause(into)
+    run, names = {
+        "pause": (lambda: memsaver.pause(out), {out}),
+        "resume": (lambda: memsaver.resume(into), {into}),
+        "swap": (lambda: memsaver.swap(out=out, into=into), {out, into}),
+    }[transition]
+    with simulator.fault(call, 999, times=0), pytest.raises(memsaver.DriverError) as caught:
+        run()
+    text = str(caught.value)
+    assert text.startswith(f"{call} failed with CUDA_ERROR_UNKNOWN (999)")
+    assert all(f"'{name}'" in text for name in names) and "2097152 bytes" in text
+    assert text.endswith("failed and was undone: it can be tried again")
+    run()
+    memsaver.resume()
+    assert all(block.is_intact() for block in blocks)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 @pytest.mark.parametrize("way", ["host, first", "host, other ranges", "none"])

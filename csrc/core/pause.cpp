@@ -21,6 +21,7 @@ class Pause : public Transition {
 
  private:
   std::vector<Change> execute() override;
+  uint64_t moved_bytes() const noexcept override { return device_bytes(steps_); }
   void end(Outcome outcome) noexcept override { state_.end(outcome); }
 
   const Clock::time_point start_ = Clock::now();

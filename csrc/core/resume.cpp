@@ -25,6 +25,7 @@ class Resume : public Transition {
 
  private:
   std::vector<Change> execute() override;
+  uint64_t moved_bytes() const noexcept override { return device_bytes(steps_); }
   void end(Outcome outcome) noexcept override { state_.end(outcome); }
   void map_and_copy();
   void map_and_copy_on(std::vector<Step*>& own, const Step*& at,

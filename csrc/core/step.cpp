@@ -145,7 +145,7 @@ std::vector<std::string> names_of(const std::vector<Tag*>& tags) {
   return names;
 }
 
-uint64_t device_bytes(const std::vector<Step>& steps) {
+uint64_t device_bytes(const std::vector<Step>& steps) noexcept {
   uint64_t bytes = 0;
   for (const Step& step : steps) bytes += step.device_bytes;
   return bytes;

@@ -61,7 +61,7 @@ void on_each_device(std::vector<Step>& steps,
 
 // For messages and profilers: the names of tags, and the device memory of steps in sum.
 std::vector<std::string> names_of(const std::vector<Tag*>& tags);
-uint64_t device_bytes(const std::vector<Step>& steps);
+uint64_t device_bytes(const std::vector<Step>& steps) noexcept;
 
 // Gives back what destructors could not, on the devices concerned.
 void collect_all_strays(const std::vector<Step>& steps);

@@ -78,6 +78,7 @@ class Swap : public Transition {
 
  private:
   std::vector<Change> execute() override;
+  uint64_t moved_bytes() const noexcept override { return device_bytes(out_); }
   void end(Outcome outcome) noexcept override {
     going_.end(outcome);
     coming_.end(outcome);

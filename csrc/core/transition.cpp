@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "core/driver.h"
+#include "core/text.h"
 
 namespace memsaver {
 
@@ -10,6 +11,37 @@ Label::Label(Act act) : act(act) {
   static std::atomic<uint64_t> last{0};
   number = ++last;
 }
+
+namespace {
+
+const char* name_of(Act act) {
+  switch (act) {
+    case Act::kPause:
+      return "pause";
+    case Act::kResume:
+      return "resume";
+    default:
+      return "swap";
+  }
+}
+
+// Adds the tags and bytes of a transition to an error that names no tag: a driver call's, say.
+// Needs host memory; without it the error stays as it is.
+void add_context(Error& error, Act act, const std::vector<Tag*>& tags, uint64_t bytes) noexcept {
+  try {
+    std::vector<std::string> names;
+    for (const Tag* tag : tags) names.push_back(tag->name);
+    for (const std::string& name : names) {
+      if (error.message.find(quoted(name)) != std::string::npos) return;
+    }
+    error.message += std::string("; the ") + name_of(act) + " of " + format_names(names) + ", " +
+                     format_bytes(bytes) + ", failed";
+    if (error.addition[0] == 0) error.message += " and was undone: it can be tried again";
+  } catch (const std::bad_alloc&) {
+  }
+}
+
+}  // namespace
 
 std::vector<Change> Transition::run() {
   if (!hold_) throw Error(Status::kInvalidState, "the transition was run already");
@@ -27,6 +59,10 @@ std::vector<Change> Transition::run() {
     std::vector<Change> rows = execute();
     let_go(Phase::kDone);
     return rows;
+  } catch (Error& error) {
+    let_go(Phase::kFailed);
+    add_context(error, label_.act, tags_, moved_bytes());
+    throw;
   } catch (...) {
     let_go(Phase::kFailed);
     throw;

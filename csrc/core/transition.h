@@ -76,6 +76,8 @@ class Transition {
       : hold_(std::move(hold)), tags_(hold_->tags()), rows_(std::move(rows)), label_(act) {}
 
   virtual std::vector<Change> execute() = 0;
+  // The device memory that it gives back, or else takes, bytes.
+  virtual uint64_t moved_bytes() const noexcept = 0;
   virtual void end(Outcome outcome) noexcept = 0;  // ends the StateChanges
   // All memory is mapped and all copies are queued: work behind the events finds the contents.
   void announce_queued(std::vector<Event> events);

@@ -12,6 +12,7 @@ import re
 from urllib.parse import SplitResult, urlsplit
 
 from memsaver.errors import ConfigError
+from memsaver.redaction import register
 
 __all__ = ["Secret", "address_of", "host_of", "secret_of"]
 
@@ -20,16 +21,18 @@ _SHORTEST_REDACTED = 4  # characters; anything shorter is part of ordinary words
 
 
 class Secret:
-    """An API key that does not appear in a `repr` or a message.
+    """An API key that does not appear in a `repr`, nor in the message of any memsaver error.
 
     Args:
         text: the key; "" if there is none.
     """
 
-    __slots__ = ("_text",)
+    __slots__ = ("__weakref__", "_text")
 
     def __init__(self, text: str = "") -> None:
         self._text = text
+        if text:
+            register(self)
 
     def __bool__(self) -> bool:
         return bool(self._text)
@@ -42,10 +45,10 @@ class Secret:
         return self._text
 
     def hidden_in(self, text: str) -> str:
-        """Return `text` with the key replaced by "<secret>", also where JSON escapes it."""
+        """Return `text` with the key replaced by "<secret>", in any case and however escaped."""
         if len(self._text) >= _SHORTEST_REDACTED:
-            for form in (self._text, json.dumps(self._text)[1:-1]):
-                text = text.replace(form, "<secret>")
+            for form in (self._text, json.dumps(self._text)[1:-1], repr(self._text)[1:-1]):
+                text = re.sub(re.escape(form), "<secret>", text, flags=re.IGNORECASE)
         return text
 
 

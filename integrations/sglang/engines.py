@@ -67,12 +67,9 @@ def connect(engine: Any, api_key: str | None = None) -> Engine:
     if isinstance(engine, LocalEngine | ServedEngine):
         link: Engine = engine
         return link
-    missing = [
-        name for name in ("loop", "tokenizer_manager", "generate") if not hasattr(engine, name)
-    ]
-    if missing:
+    if not all(hasattr(engine, name) for name in ("loop", "tokenizer_manager", "generate")):
         raise ConfigError(
-            f"neither an sglang.Engine nor a URL: {type(engine).__name__} has no `{missing[0]}`"
+            f"the engine must be an sglang.Engine or a server's URL, not {type(engine).__name__}"
         )
     return LocalEngine(engine)
 

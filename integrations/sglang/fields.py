@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from memsaver.integrations.sglang.errors import EngineError
+from memsaver.redaction import redacted
 
 __all__ = ["Fields", "encodable", "is_number", "is_whole", "parsed"]
 
@@ -121,7 +122,7 @@ class Fields:
 
     def _refuse(self, name: str, words: str, value: object) -> Any:
         try:
-            shown = repr(value)[:_SHOWN_CHARACTERS]
+            shown = redacted(repr(value))[:_SHOWN_CHARACTERS]
         except (ValueError, RecursionError):  # a number of thousands of digits
             shown = f"a {type(value).__name__}"
         raise EngineError(f"{self._source}: {name!r} must be {words}, not {shown}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from http_servers import KEY, response, scheduler_state, texts_of
 
-from memsaver.errors import ConfigError
+from memsaver.errors import ConfigError, MemsaverError
 from memsaver.integrations.rollout import RolloutEngine
 from memsaver.integrations.sglang import SleepController
 from memsaver.integrations.sglang.engines import ServedEngine, connect
@@ -78,6 +78,49 @@ def test_a_key_that_the_server_repeats_is_in_no_message(serve):
                 call()
             # A frame that accepted the answer may have it in a variable.
             assert "tell" not in texts_of(caught.value, variables=not status.startswith("200"))
+
+
+ANSWERS_WITH_THE_KEY = [
+    *(
+        {name: value}
+        for name in ("scheduler", "released", "idle")
+        for value in (KEY, [KEY], {KEY: 1})
+    ),
+    *(
+        {"last": {name: value}}
+        for name in ("scheduler", "operation", "tags", "held", "lost", "ranks", "failure", "number")
+        for value in (KEY, [KEY], {KEY: 1})
+    ),
+    {"last": {"failure": {"kind": KEY, "message": KEY, "tag": KEY}}},
+    {"last": {"failure": {"kind": "MemsaverError", "message": "m", "needed": KEY}}},
+    *(
+        {"rank": {name: value}}
+        for name in ("rank", "host", "pid", "seconds", "device_bytes", "copied_bytes", "failure")
+        for value in (KEY, [KEY], {KEY: KEY})
+    ),
+]
+
+
+@pytest.mark.parametrize("fields", ANSWERS_WITH_THE_KEY, ids=str)
+def test_a_key_in_a_field_of_a_state_is_in_no_message(serve, fields):
+    server = serve(response({"internal_states": [{"memsaver": scheduler_state(**fields)}]}))
+    for call in (
+        lambda: SleepController(server.url, api_key=KEY).wake_up(),
+        lambda: ServedEngine(server.url, KEY).states(30),
+    ):
+        try:
+            call()
+        except MemsaverError as error:
+            assert "tell" not in texts_of(error, variables=False)
+
+
+def test_a_key_as_the_host_of_a_redirect_is_in_no_message(serve):
+    key = "sk-SECRET-12345"
+    for place in (key, key.lower()):
+        server = serve(response(b"", "302 Found", f"Location: http://{place}/\r\n"))
+        with pytest.raises(EngineError, match="redirect") as caught:
+            HttpClient(server.url, key).get("/server_info", 30)
+        assert "secret-1" not in texts_of(caught.value, variables=False).lower()
 
 
 def test_no_message_contains_the_servers_own_keys(serve):

@@ -6,9 +6,12 @@ import pytest
 from installed import SGLANG, is_for_want_of_kernels, needs
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def process_group(tmp_path_factory):
-    """A torch.distributed world of this process alone, as SGLang's schedulers have."""
+    """A torch.distributed world of this process alone, as SGLang's schedulers have.
+
+    For one test: others in this process expect that torch.distributed is not initialised.
+    """
     dist = pytest.importorskip("torch.distributed")
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

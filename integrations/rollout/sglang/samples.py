@@ -11,6 +11,7 @@ from memsaver.errors import ConfigError
 from memsaver.integrations.rollout.backend import Request, Sample
 from memsaver.integrations.sglang.errors import EngineError
 from memsaver.integrations.sglang.fields import encodable, is_whole
+from memsaver.redaction import redacted
 from memsaver.text import plain_text
 
 __all__ = ["payload_of", "sample_of"]
@@ -62,7 +63,7 @@ def sample_of(output: Mapping[str, Any]) -> Sample:
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(
             f"the engine's output is not one of SGLang's ({type(error).__name__}: {error}): "
-            f"{plain_text(str(output))[:200]}"
+            f"{plain_text(redacted(str(output)))[:200]}"
         ) from error
     if logprobs is not None and len(logprobs) != len(tokens):
         if finish != "abort":
