@@ -309,7 +309,9 @@ MS_API ms_status ms_torch_malloc_of(const char* tag, int backup, ms_torch_malloc
  */
 MS_API ms_status ms_refresh_peers(ms_error* error);
 
-/* --- transitions */
+/* --- transitions
+ *
+ * The functions below call none of the callbacks that Python's on_pause and on_resume register. */
 
 /* A number that every allocation, free and opened region raises. */
 MS_API uint64_t ms_changes(void);

@@ -185,7 +185,7 @@ class LocalEngine:
             if ended := self._ended():
                 raise EngineError(f"the engine died before it answered {what}: {ended}")
             raise EngineTimeoutError(
-                f"the engine did not answer {what} within {timeout:g} s; it may be dead, or busy"
+                f"the engine did not answer {what} within {timeout:.3g} s; it may be dead, or busy"
             )
         try:
             return future.result()

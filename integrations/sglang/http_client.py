@@ -138,7 +138,7 @@ class HttpClient:
                 finally:
                     response.close()
             except httpcore.TimeoutException:
-                return EngineTimeoutError(f"{url} did not answer in full within {timeout:g} s")
+                return EngineTimeoutError(f"{url} did not answer in full within {timeout:.3g} s")
             except httpcore.ConnectError as error:
                 return EngineError(f"{url} cannot be reached: {error}")
             except httpcore.NetworkError as error:

@@ -86,6 +86,8 @@ def raise_unlike(
         names,
         f"the senders of weights have different contents: {senders[0]} differs from others",
         [senders[at] for at in unlike],
+        "This bucket was not sent, but earlier ones of the update may have been: make the senders' "
+        "weights equal, then update again before the engine generates",
     )
 
 
@@ -140,7 +142,12 @@ def _raise_differing(bucket: Bucket, checks: Sequence[RankCheck], field: str, wh
 
 
 def _mismatch(
-    bucket: Bucket, names: set[str], what: str, ranks: Sequence[str]
+    bucket: Bucket,
+    names: set[str],
+    what: str,
+    ranks: Sequence[str],
+    advice: str = "The sender's weights are as they were, and some of the engine's are new: update "
+    "them again before it generates",
 ) -> WeightMismatchError:
     tensors = tuple(name for name in bucket.names if name in names)
     shown = ", ".join(tensors[:_SHOWN])
@@ -148,8 +155,7 @@ def _mismatch(
     where = f", on {', '.join(ranks)}" if ranks else ""
     error = WeightMismatchError(
         f"{len(tensors)} of the {len(bucket.slots)} tensors of a bucket: {what}{where}: {shown}"
-        f"{more}. The sender's weights are as they were, and some of the engine's are new: update "
-        "them again before it generates"
+        f"{more}. {advice}"
     )
     error.tensors = tensors
     return error
