@@ -278,7 +278,7 @@ def test_ranks_that_would_get_no_weights(make_world, kind, given):
 
 
 def test_what_is_no_engine(make_world):
-    with pytest.raises(ConfigError, match="neither an"):
+    with pytest.raises(ConfigError, match="must be an sglang"):
         backend_of(object())
     with pytest.raises(EngineError, match="cannot be reached"):
         backend_of("http://127.0.0.1:9")

@@ -25,9 +25,10 @@ const char* name_of(Act act) {
   }
 }
 
-// Adds the tags and bytes of a transition to an error that names no tag: a driver call's, say.
-// Needs host memory; without it the error stays as it is.
+// Adds the tags and bytes of a transition to the message of an error that names no tag, such as a
+// driver call's. Needs host memory; without it the message stays as it is.
 void add_context(Error& error, Act act, const std::vector<Tag*>& tags, uint64_t bytes) noexcept {
+  if (error.message.empty()) return;  // for want of memory: marshal.cpp writes a message then
   try {
     std::vector<std::string> names;
     for (const Tag* tag : tags) names.push_back(tag->name);
