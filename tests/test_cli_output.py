@@ -77,7 +77,10 @@ WORDS = {
     "run --tag ü✓ -- true": 0,
     "run -- ü✓": 127,
 }
-CASES = [(words, "ascii") for words in WORDS]
+CASES = [
+    pytest.param(words, "ascii", marks=[pytest.mark.preloads] if words.startswith("run") else [])
+    for words in WORDS
+]
 CASES += [(words, "latin-1") for words in ("demo", "doctor", "bench --size 32MiB --rounds 1")]
 CASES += [(words, "C") for words in ("demo", "trace t.json", "trace ü.json")]
 
