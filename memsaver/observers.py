@@ -154,7 +154,8 @@ def _call(callbacks: list[Registration], kind: str, tag: str, keep_going: bool =
     if STATES[_C.tag_state(tag)] is not State.MAPPED:
         return
     for callback in concerned:
-        # A callback or a finalizer has paused the tag: the callbacks left were told of that.
+        # A callback or a finalizer has paused the tag again, and that pause called the other
+        # callbacks.
         if _latest[tag] is not this:
             break
         try:

@@ -408,6 +408,16 @@ def example(monkeypatch):
     yield from _modules_of(monkeypatch, EXAMPLE)
 
 
+@pytest.fixture
+def scene(sim, tag):
+    """A colocated session with a trainer and a stand-in for an engine, on one simulated device."""
+    from colocated_scene import Scene  # imports torch
+
+    made = Scene(tag)
+    yield made
+    made.__dict__.clear()  # pytest keeps it
+
+
 def _modules_of(monkeypatch, folder, *others):
     """`import_module` with the folder on its path; forgets what came from there, or the others."""
     monkeypatch.syspath_prepend(folder)

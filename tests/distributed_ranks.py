@@ -76,7 +76,7 @@ def registered(register, function, *, on):
 
 @contextlib.contextmanager
 def full(on):
-    # Another process holds what a device has left, on one rank.
+    # On one rank another process holds the rest of the device's memory.
     free, _ = memsaver.device_memory(0)
     if RANK == on:
         sim.occupy(free)

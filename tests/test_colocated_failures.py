@@ -7,16 +7,9 @@ from memsaver.integrations.rollout import Phase
 
 torch = pytest.importorskip("torch")
 
-from colocated_scene import Scene, X, paused  # noqa: E402
+from colocated_scene import X, paused  # noqa: E402
 from driver_faults import DRIVER_CALLS  # noqa: E402
 from trainers import bytes_of  # noqa: E402
-
-
-@pytest.fixture
-def scene(sim, tag):
-    made = Scene(tag)
-    yield made
-    made.__dict__.clear()  # pytest keeps it
 
 
 @pytest.mark.parametrize("call", ["wake_up weights", "update_weights", "wake_up all", "sleep"])

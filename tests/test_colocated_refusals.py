@@ -15,13 +15,6 @@ from colocated_scene import Scene, X, paused  # noqa: E402
 from trainers import Trainer  # noqa: E402
 
 
-@pytest.fixture
-def scene(sim, tag):
-    made = Scene(tag)
-    yield made
-    made.__dict__.clear()  # pytest keeps it
-
-
 def test_blocks_are_not_nested(scene, in_thread):
     session = scene.session
     for outer, inner in [

@@ -16,13 +16,6 @@ from trainers import Trainer, bytes_of, lies_in, states_of  # noqa: E402
 GIB = 1 << 30
 
 
-@pytest.fixture
-def scene(sim, tag):
-    made = Scene(tag)
-    yield made
-    made.__dict__.clear()  # pytest keeps it
-
-
 def test_each_has_the_memory_that_the_other_gave(scene, sim):
     session, engine = scene.session, scene.engine
     for step in range(3):

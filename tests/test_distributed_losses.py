@@ -113,7 +113,7 @@ def test_ranks_that_die_or_hang(run_ranks):
         assert states("w", "kv") == ["mapped"] * 2 and intact(weights + cache)
         dist.barrier()
 
-        # One hangs in a step: what was begun is given up, what has no backup keeps its bytes.
+        # One rank hangs in a step: the others undo the call, and lose no contents without a backup.
         with registered(memsaver.on_pause, lambda tag: time.sleep(3), on=1):
             error = lost(md.pause, "w", "kv", group=groups[1], timeout=1)
         assert error.missing == (() if RANK == 1 else (1,))

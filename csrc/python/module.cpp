@@ -57,14 +57,14 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<bool>(), py::arg("interrupts_alone") = false)
       .def("__enter__", &DeferredBlock::enter)
       .def("__exit__",
-           [](DeferredBlock& self, py::handle, py::handle, py::handle) { self.exit(); });
+           [](DeferredBlock& self, py::handle, py::handle, py::handle) { self.leave(); });
   // Native methods have no Python frame in which a signal handler could interrupt them.
   const auto method = [&m](const char* name, const py::object& function) {
     m.attr(name) = py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
   };
-  method("enter", py::cpp_function(&enter));
+  method("enter", py::cpp_function(&enter_block));
   method("enter_interruptibly", py::cpp_function(&enter_interruptibly));
-  method("exit", py::cpp_function(&exit));
+  method("exit", py::cpp_function(&leave_block));
   py::module_::import("os").attr("register_at_fork")(
       py::arg("after_in_child") = py::cpp_function(&SignalsDeferred::forget));
 

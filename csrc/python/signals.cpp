@@ -275,7 +275,7 @@ void SignalsDeferred::forget() {
   }
 }
 
-void DeferredBlock::exit() {
+void DeferredBlock::leave() {
   if (!block_) return;
   const Raised raised = block_->finish();
   block_.reset();
@@ -304,7 +304,7 @@ py::object uninterrupted(py::handle function, bool is_patient) {
 
 py::object interruptible(py::handle function) { return call_with(Deferral::kOpen, function); }
 
-py::object enter(py::handle manager) {
+py::object enter_block(py::handle manager) {
   static PyObject* const begin = name_of("_enter");
   static PyObject* const leave = name_of("_leave");
   Raised failure;
@@ -330,7 +330,8 @@ py::object enter(py::handle manager) {
   raise(*raised, failure);
 }
 
-py::object exit(py::handle manager, py::handle type, py::handle error, py::handle traceback) {
+py::object leave_block(py::handle manager, py::handle type, py::handle error,
+                       py::handle traceback) {
   static PyObject* const leave = name_of("_leave");
   SignalsDeferred deferred(Deferral::kPatient);
   Raised failure;

@@ -114,7 +114,7 @@ class DeferredBlock {
   explicit DeferredBlock(bool interrupts_alone)
       : kind_(interrupts_alone ? Deferral::kInterrupts : Deferral::kBetween) {}
   void enter() { block_.emplace(kind_); }
-  void exit();
+  void leave();
 
  private:
   const Deferral kind_;
@@ -131,10 +131,10 @@ py::object interruptible(py::handle function);
 
 // `__enter__` and `__exit__` of a context manager that has `_enter()` and `_leave(type, error,
 // traceback)`. No handler runs within either. If a handler raises at the end of `_enter()`,
-// `_leave()` is called before the exception is thrown. exit() returns the result of `_leave()`,
-// which says whether the error is suppressed.
-py::object enter(py::handle manager);
-py::object exit(py::handle manager, py::handle type, py::handle error, py::handle traceback);
+// `_leave()` is called before the exception is thrown. leave_block() returns the result of
+// `_leave()`, which says whether the error is suppressed.
+py::object enter_block(py::handle manager);
+py::object leave_block(py::handle manager, py::handle type, py::handle error, py::handle traceback);
 
 // `__enter__` of a context manager whose `_enter(place)` takes long and so may be interrupted by
 // handlers. `_enter` appends to the list `place` what it has entered; if it raises,

@@ -21,7 +21,7 @@ class Fence:
 
     Raises:
         GroupError: not all ranks came in time.
-        MemsaverError: `refused`, as of `Together`.
+        MemsaverError: the error in `refused`. See `Together`.
     """
 
     LANE = "rollout/fence"

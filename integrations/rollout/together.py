@@ -63,8 +63,8 @@ class Together:
         GroupError: not all ranks came to make it in time.
         ConfigError: a bad group or timeout on some rank. A rank with a bad group looks for the
             group on which others wait for it, at most for `timeout`.
-        InvalidStateError, NotLoadedError: as of `memsaver.distributed`. Not in the group is an
-            error of this rank alone: who waits for it there, waits until `timeout`.
+        InvalidStateError, NotLoadedError: see `memsaver.distributed`. A rank that is not in the
+            group raises the error alone; ranks that wait for it there wait until `timeout`.
     """
 
     def __init__(
