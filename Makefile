@@ -12,6 +12,10 @@ BIN := $(VENV)/bin
 # Python compiles modules when it imports them; pip would compile all of torch.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 EDITABLE := $(PIP_INSTALL) --no-build-isolation --editable
+# Says what a silent step does, which happens once: $(call say,Installing ...), without a comma.
+say = @echo "$(1) (once, some minutes)"
+# The folders that tests import from, as in pyproject.toml and tests/support/repository.py.
+TEST_PROGRAM := PYTHONPATH=tests:tests/support $(BIN)/python -m
 BUILD_FILES := pyproject.toml setup.py build_support/native.py build_support/artefacts.py
 
 .DEFAULT_GOAL := help
@@ -27,11 +31,13 @@ help:  ## Show this help
 .PHONY: demo
 demo: build  ## Show what memsaver does, on the GPU or on the simulated driver
 	@if [ -e /dev/nvidiactl ] && ! $(BIN)/python -c "import torch" 2>/dev/null; then \
+	  echo "Installing torch, as there is a GPU (once, some minutes)"; \
 	  $(PIP_INSTALL) "torch>=2.6"; fi
 	$(BIN)/memsaver demo
 
 .PHONY: build
 build: $(VENV)/.installed  ## Build the libraries into memsaver/, only what changed
+	@echo "Building the libraries (a minute or two at first, then only what changed)"
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
 .PHONY: test
@@ -45,23 +51,23 @@ test-long: $(VENV)/.installed-test $(VENV)/.installed-wheel build  ## Run the lo
 .PHONY: faults
 faults: ARGS ?= --every 12
 faults: $(VENV)/.installed-test build  ## Fail the calls to the driver and the system (ARGS to choose)
-	@PYTHONPATH=tests $(BIN)/python -m faults $(ARGS)
+	@$(TEST_PROGRAM) faults $(ARGS)
 
 .PHONY: model
 model: $(VENV)/.installed-test build  ## Do random calls beside a model (ARGS to choose)
-	@PYTHONPATH=tests $(BIN)/python -m model $(ARGS)
+	@$(TEST_PROGRAM) model $(ARGS)
 
 .PHONY: walks
 walks: $(VENV)/.installed-test build  ## Walk at random through threads, damaged backups and ranks (ARGS to choose)
-	@PYTHONPATH=tests $(BIN)/python -m walks $(ARGS)
+	@$(TEST_PROGRAM) walks $(ARGS)
 
 .PHONY: sanitize
 sanitize: $(VENV)/.installed-test  ## Run the native code under sanitizers (ARGS to choose)
-	@PYTHONPATH=tests $(BIN)/python -m sanitizers $(ARGS)
+	@$(TEST_PROGRAM) sanitizers $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-fuzz  ## Fuzz the C ABI and the options (ARGS="--seconds 600" for longer)
-	@PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
+	@$(TEST_PROGRAM) fuzz $(ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.installed-lint build  ## Check style and types, changing nothing
@@ -87,12 +93,13 @@ bench: build  ## Measure pause and resume (BENCH_ARGS to choose)
 	$(BIN)/python benchmarks/pause_resume.py $(BENCH_ARGS)
 
 .PHONY: pages
-pages: build  ## Write what is generated: tables of measured figures, the command line's page
+pages: build  ## Write what is generated: tables of figures and of names, the command line's page
 	$(BIN)/python benchmarks/readme_table.py
 	$(BIN)/python benchmarks/readme_picture.py
 	$(BIN)/python benchmarks/measured_page.py
 	$(BIN)/memsaver trace benchmarks/results/shared_gpu.json --picture docs/assets/shared_gpu.png
 	$(BIN)/typer memsaver.cli utils docs --name memsaver --title "Command line" --output docs/reference/cli.md
+	$(BIN)/python build_support/reference_tables.py
 
 .PHONY: docs
 docs: $(VENV)/.installed-docs  ## Build the documentation's site into build/site
@@ -120,33 +127,40 @@ distclean: clean  ## Remove the environment too
 	rm -rf $(VENV)
 
 $(VENV)/.made: build_support/make_venv.py
+	$(call say,Making the virtual environment $(VENV))
 	"$(PYTHON)" build_support/make_venv.py $(VENV)
 	@touch $@
 
 $(VENV)/.requirements: $(VENV)/.made pyproject.toml build_support/requires.py
+	$(call say,Installing what the build needs)
 	$(PIP_INSTALL) "tomli>=2; python_version < '3.11'"
 	$(BIN)/python build_support/requires.py > $(VENV)/requirements.txt
 	$(PIP_INSTALL) --requirement $(VENV)/requirements.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements $(BUILD_FILES)
+	$(call say,Building and installing memsaver)
 	$(EDITABLE) .
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.requirements $(BUILD_FILES)
+	$(call say,Building memsaver and installing what its tests need)
 	$(EDITABLE) ".[$$(cat $(VENV)/test-extra)]"
 	@touch $@ $(VENV)/.installed
 
 # Without memsaver itself: these build it, or read its sources.
 $(VENV)/.installed-docs $(VENV)/.installed-wheel: $(VENV)/.installed-%: $(VENV)/.requirements
+	$(call say,Installing what make $* needs)
 	$(BIN)/python build_support/requires.py $* > $(VENV)/requirements-$*.txt
 	$(PIP_INSTALL) --requirement $(VENV)/requirements-$*.txt
 	@touch $@
 
 $(VENV)/.installed-fuzz: $(VENV)/.requirements $(BUILD_FILES)
+	$(call say,Building memsaver and installing what fuzzing needs)
 	$(EDITABLE) ".[fuzz]"
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-lint: $(VENV)/.requirements $(BUILD_FILES)
+	$(call say,Building memsaver and installing what lint needs)
 	$(EDITABLE) ".[lint]"
 	@touch $@ $(VENV)/.installed

@@ -1,7 +1,7 @@
-"""Child processes: each library under measurement lives in one of its own.
+"""Child processes: each measured library runs in a process of its own.
 
-The parent sends requests, one JSON line each, and gets one JSON line for each (serve.py). A request
-names a method of the child's worker and its arguments; the reply is what the method returned.
+The parent sends requests as JSON lines and receives one JSON line for each (serve.py). A request
+names a method of the child's worker and its arguments; the reply is the method's result.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-REPLY_SECONDS = 180  # requests take less unless they say so; a child that takes longer hangs
-CLOSE_SECONDS = 60  # the system unpins and frees 32 GB meanwhile
+REPLY_SECONDS = 180  # the default limit; a child that takes longer counts as hanging
+CLOSE_SECONDS = 60  # the system may have to unpin and free 32 GB
 
 SERVE = Path(__file__).resolve().with_name("serve.py")
 
-# torch's settings change what memory it asks for; torch_memory_saver refuses some.
+# torch's settings change its requests for memory; torch_memory_saver rejects some of them.
 NOT_INHERITED = ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Failed(Exception):
-    """Something could not be measured."""
+    """A measurement failed."""
 
 
 class Ended(Failed):
-    """A child ended early, or hung and was ended."""
+    """A child ended early, or was ended because it hung."""
 
 
 @contextlib.contextmanager
 def attempt(failures: list[str]) -> Iterator[None]:
-    """What fails inside is taken note of, and the rest goes on."""
+    """Record an error of the block in `failures`, and continue."""
     try:
         yield
     except Failed as error:
@@ -45,14 +45,14 @@ def attempt(failures: list[str]) -> Iterator[None]:
 
 
 class Child:
-    """A process that serves. Starting one does not wait for it.
+    """A process that serves requests. The constructor does not wait for it.
 
     Args:
-        worker: "module:class" of what serves.
-        name: the library's name, in messages and for the worker.
-        environment: its variables, instead of this process's.
-        cwd: where it runs, instead of here.
-        tree: it starts processes of its own. Those that are left when it ends are ended too.
+        worker: "module:class" of the child's worker.
+        name: the library's name, for messages and for the worker.
+        environment: the child's variables, instead of this process's.
+        cwd: the child's working directory, instead of this process's.
+        tree: whether the child starts processes, which `close` also ends.
         settings: further arguments of the worker.
     """
 
@@ -80,11 +80,11 @@ class Child:
         )
 
     def ready(self) -> None:
-        """Waits until the child has imported what it needs, so that it disturbs nobody later."""
+        """Wait until the child has imported its modules, so that imports disturb no measurement."""
         self.ask("ready")
 
     def ask(self, do: str, within: float = REPLY_SECONDS, **arguments: Any) -> dict[str, Any]:
-        """Sends a request and waits for its reply, for so many seconds."""
+        """Send a request and wait at most `within` seconds for its reply."""
         assert self._process.stdin
         what = " ".join([do, *map(str, arguments.values())])
         request = json.dumps({"do": do, "arguments": arguments})
@@ -117,7 +117,7 @@ class Child:
         return line
 
     def close(self) -> None:
-        """Lets the process end, or ends it; its memory is free when this returns."""
+        """Ask the process to end, or kill it. Its memory is free when this returns."""
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -134,7 +134,7 @@ class Child:
         self._end_tree()
 
     def _end_tree(self) -> None:
-        """Ends the processes that the child started; its group is what it is the first of."""
+        """Kill the processes that the child started, which are in its process group."""
         if self._tree:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

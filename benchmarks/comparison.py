@@ -1,4 +1,4 @@
-"""Rows of memsaver against the libraries that are its peers."""
+"""Rows that compare memsaver with other libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def compared(
     found: Mapping[str, Sequence[float]],
     limit: Sequence[float] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each peer with values, where memsaver has some too. Less is better."""
+    """Return a row for each peer if both it and memsaver have values. Less is better."""
     if not found.get(OURS):
         return
     for name, peer in PEERS.items():
@@ -22,6 +22,6 @@ def compared(
             yield results.measurement(metric, found[OURS], peer, found[name], limit)
 
 
-def tell(metric: str, values: Sequence[float]) -> None:
-    """Prints what no row holds: memsaver's values where no peer was measured."""
+def show(metric: str, values: Sequence[float]) -> None:
+    """Print memsaver's values if no peer was measured."""
     print(f"{metric}: {list(values)}")

@@ -1,4 +1,4 @@
-"""How much of the GPU's memory is in use, by NVML, and the most of it between two moments."""
+"""The GPU's memory in use, by NVML, and its peaks between two moments."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 
 LIBRARY = "libnvidia-ml.so.1"
-INTERVAL = 0.01  # seconds between two readings: a bucket of weights is there for longer
+INTERVAL = 0.01  # seconds between two readings; a bucket of weights exists for longer
 
 
 def first_gpu() -> str:
-    """The first GPU that is visible: its number, or what CUDA_VISIBLE_DEVICES calls it."""
+    """Return the first visible GPU: its number, or its name in CUDA_VISIBLE_DEVICES."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
 
 
@@ -26,17 +26,17 @@ class _Memory(ctypes.Structure):
 
 
 class DeviceMemory:
-    """The memory of the first visible GPU, in use by whichever process. Starts no CUDA context.
+    """The memory in use on the first visible GPU, by all processes. Creates no CUDA context.
 
     Raises:
-        RuntimeError: NVML is not there, or does not say.
+        RuntimeError: NVML is missing or does not report it.
     """
 
     def __init__(self) -> None:
         try:
             self._library = ctypes.CDLL(LIBRARY)
         except OSError as error:
-            raise RuntimeError(f"NVML, which says how much memory is in use: {error}") from None
+            raise RuntimeError(f"NVML, which reports the memory in use: {error}") from None
         self._call("nvmlInit_v2")
         self._device = ctypes.c_void_p()
         gpu = first_gpu()
@@ -48,7 +48,7 @@ class DeviceMemory:
         self.total = self._read().total
 
     def used(self) -> int:
-        """Bytes in use, what the driver keeps for itself included. Any thread."""
+        """Return the bytes in use, including the driver's own. Any thread."""
         found = self._read()
         return int(found.total - found.free)
 
@@ -64,10 +64,10 @@ class DeviceMemory:
 
 
 class Peaks:
-    """The most that was in use in each stage, by readings of a thread of its own.
+    """The peak of memory in use in each stage, sampled by a thread.
 
     Args:
-        used: bytes in use now; called from that thread too.
+        used: returns the bytes in use; called on that thread too.
         interval: seconds between two readings.
     """
 
@@ -76,12 +76,12 @@ class Peaks:
         self._interval = interval
         self._lock = threading.Lock()
         self._highest = 0
-        self.stages: dict[str, int] = {}  # bytes; of stages that ended
+        self.stages: dict[str, int] = {}  # bytes, for stages that have ended
         threading.Thread(target=self._watch, name="peaks", daemon=True).start()
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What lies inside is this stage. Stages follow each other; one within another is wrong."""
+        """Measure the block as a stage. Stages must not be nested."""
         now = self._used()
         with self._lock:
             self._highest = now

@@ -1,4 +1,4 @@
-"""What a disk can do: direct I/O by 4 threads in pieces of 16 MiB. And the page cache, emptied."""
+"""The speed of a disk: direct I/O by 4 threads in pieces of 16 MiB. Also empties the page cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PIECE = 16 << 20
 
 
 class DirectFile:
-    """A file of so many bytes, a multiple of PIECE, in a directory; nothing of it stays behind.
+    """A temporary file of `total` bytes, a multiple of PIECE, in a directory.
 
-    Raises OSError where the file system has no direct I/O or no space.
+    Raises OSError if the file system has no direct I/O or no space.
     """
 
     def __init__(self, directory: Path, total: int) -> None:
@@ -36,17 +36,19 @@ class DirectFile:
             buffer.write(os.urandom(PIECE))
 
     def write_ms(self) -> float:
-        """Milliseconds of writing all of it, laid out anew before, as `fio` does by default."""
+        """Return the milliseconds of writing the whole file, newly allocated as `fio` does by
+        default.
+        """
         os.ftruncate(self._file, 0)
         os.posix_fallocate(self._file, 0, self._pieces * PIECE)
         return self._timed_ms(os.pwritev)
 
     def read_ms(self) -> float:
-        """Milliseconds of reading all of it."""
+        """Return the milliseconds of reading the whole file."""
         return self._timed_ms(os.preadv)
 
     def close(self) -> None:
-        """Gives the space back."""
+        """Release the space."""
         os.close(self._file)
 
     def _timed_ms(self, call: Callable[[int, list[mmap.mmap], int], int]) -> float:
@@ -63,9 +65,9 @@ class DirectFile:
 
 
 def drop_page_cache(directory: Path) -> int:
-    """Writes back what is cached of the files in a directory and drops it; how many files.
+    """Write back and drop the page cache of a directory's files; return the number of files.
 
-    Those with a name, and those that this process has open.
+    Includes files with a name and files that this process has open.
     """
     os.sync()
     dropped = 0
@@ -80,7 +82,7 @@ def drop_page_cache(directory: Path) -> int:
     inside = f"{directory.resolve()}/"
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            # One without a name looks like "/directory/#123 (deleted)".
+            # A file without a name looks like "/directory/#123 (deleted)".
             if os.readlink(link).startswith(inside):
                 os.posix_fadvise(int(link.name), 0, 0, os.POSIX_FADV_DONTNEED)
                 dropped += 1

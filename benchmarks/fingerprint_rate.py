@@ -1,14 +1,13 @@
-"""How fast the fingerprint kernel reads device memory, beside a device copy in the same run.
+"""Measure the fingerprint kernel's read rate, beside a device copy in the same run.
 
     python benchmarks/fingerprint_rate.py [--gb 16] [--cycles 15] [--output FILE]
 
-Both work on random bytes in one torch tensor and take turns. A fingerprint's time is that of the
-whole call, from Python to Python, waiting for the device and reading the results included; the
-bytes are those read. A copy's time is the GPU's own, and its bytes are those read and written. One
-call of each comes first and does not count: it loads the kernel and pins the host memory that later
-calls use again.
+Both use random bytes in one torch tensor and alternate. A fingerprint's time is that of the whole
+call in Python, including the wait for the device and the reading of the results; its bytes are the
+bytes read. A copy's time is the GPU's own, and its bytes are those read and written. A first call
+of each does not count: it loads the kernel and pins host memory that later calls reuse.
 
-Prints a JSON row and merges it into --output, where one is given (see results.py).
+Prints a JSON row and merges it into --output, if given (see results.py).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 import results
 import torch
 
-from memsaver.native import _C
+from memsaver._runtime.native import _C
 
 PEER = "device copy (torch)"
 

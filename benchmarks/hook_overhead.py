@@ -1,9 +1,9 @@
-"""What a preloaded process pays for a cudaMalloc/cudaFree pair outside any region.
+"""Measure the overhead of the hooks for a cudaMalloc/cudaFree pair outside any region.
 
-In one preloaded process, pairs through the hooks and pairs that call the runtime's own functions
-take turns of a few milliseconds: two processes would differ by more than the hooks cost, because of
-where their libraries and contexts happen to lie. Several processes are measured one after another.
-Prints one JSON row for each size: nanoseconds per pair, medians over all turns.
+In one preloaded process, pairs through the hooks and pairs of the runtime's own functions alternate
+every few milliseconds. Two processes would differ by more than the overhead, because of the
+addresses of their libraries and contexts. Several processes are measured one after another. Prints
+one JSON row for each size: nanoseconds per pair, medians over all turns.
 
     python benchmarks/hook_overhead.py [--processes 5] [--turns 60]
 """
@@ -23,14 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memsaver.preload import preload_env
+from memsaver._memory.preload import preload_env
 
 SIZES = {"512B": 512, "1MiB": 1 << 20, "2MiB": 2 << 20}
 TURN_SECONDS = 0.005
 
-# Arguments: the runtime's path, whose functions are called where the name alone reaches the hooks.
-# Reads "bytes pairs direct" lines and answers each with the nanoseconds of one pair. One allocation
-# of every size stays alive, so that a pair does not give a block of the driver's back and forth.
+# Argument: the path of the runtime, whose own functions are called by address, because their names
+# resolve to the hooks. Reads "bytes pairs direct" lines and answers each with the nanoseconds of a
+# pair. One allocation of every size stays alive, so that no pair releases a whole driver block.
 PROGRAM = r"""
 #include <dlfcn.h>
 
@@ -83,7 +83,7 @@ int main(int, char** arguments) {
 
 
 def find_runtime() -> Path:
-    """The CUDA runtime that torch brings along, else a toolkit's."""
+    """Return the CUDA runtime that torch includes, else a toolkit's."""
     folders: list[Path] = []
     spec = importlib.util.find_spec("nvidia")
     if spec is not None:
@@ -99,7 +99,7 @@ def find_runtime() -> Path:
 
 
 def build(folder: Path) -> Path:
-    """Compiles the program, linked to the runtime as torch's own libraries are."""
+    """Compile the program, linked to the runtime like torch's own libraries."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise RuntimeError("no C++ compiler found; install g++ or set CXX")
@@ -112,7 +112,7 @@ def build(folder: Path) -> Path:
 
 
 class Process:
-    """One running copy of the program, preloaded."""
+    """A running copy of the program, preloaded."""
 
     def __init__(self, program: Path) -> None:
         env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
@@ -126,7 +126,7 @@ class Process:
         )
 
     def pair_ns(self, size: int, pairs: int, direct: bool) -> float:
-        """Nanoseconds of a pair, the mean of so many, through the hooks or past them."""
+        """Return the mean nanoseconds of `pairs` pairs, through the hooks or past them."""
         assert self._child.stdin and self._child.stdout
         try:
             self._child.stdin.write(f"{size} {pairs} {int(direct)}\n")
@@ -139,14 +139,14 @@ class Process:
         return float(answer)
 
     def close(self) -> None:
-        """Ends the program and waits for it."""
+        """End the program and wait for it."""
         self._child.communicate()
 
 
 def measure(processes: int = 5, turns: int = 60) -> list[dict[str, Any]]:
-    """Measures on the current GPU. Needs a built memsaver, a compiler and a CUDA runtime.
+    """Measure on the current GPU. Needs a built memsaver, a compiler and a CUDA runtime.
 
-    Raises RuntimeError where one of these is missing.
+    Raises RuntimeError if one of these is missing.
     """
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in SIZES}
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +160,7 @@ def measure(processes: int = 5, turns: int = 60) -> list[dict[str, Any]]:
                     pairs = max(20, int(TURN_SECONDS * 1e9 / estimate))
                     process.pair_ns(size, pairs, direct=False)
                     for turn in range(turns):
-                        # Who goes first alternates.
+                        # The order alternates.
                         for direct in (False, True) if (turn + number) % 2 else (True, False):
                             times[name][direct].append(process.pair_ns(size, pairs, direct))
             finally:
@@ -182,7 +182,7 @@ def measure(processes: int = 5, turns: int = 60) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the rows."""
+    """Print the rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--processes", type=int, default=5, help="default 5")
     parser.add_argument("--turns", type=int, default=60, help="turns per size (default 60)")

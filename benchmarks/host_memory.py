@@ -1,9 +1,9 @@
-"""Host memory: how much of it is in use, and touching it before anything is measured.
+"""Host memory: how much is in use, and touching it before a measurement.
 
-    python host_memory.py BYTES     touches so many bytes and ends; prints the seconds it took
+    python host_memory.py BYTES     touches BYTES bytes and ends; prints the seconds
 
-A virtual machine may get its memory only when it is first touched, by whichever process, at 2 to
-3 GB/s, once. A library would be charged for that by the accident of going first.
+A virtual machine may get its memory only at the first access by any process, at 2 to 3 GB/s, once.
+Without touching, the first measured library would pay for that.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pathlib import Path
 MIB = 1 << 20
 GIB = 1 << 30
 
-PASSES = 4  # at most, each a process of its own
-FAST = 8e9  # bytes a second: memory that the machine already has, with several CPUs
-FAST_CPU = 1.5e9  # with few, for each
+PASSES = 4  # limit of passes, each in a process of its own
+FAST = 8e9  # bytes per second if the machine already has the memory, with several CPUs
+FAST_CPU = 1.5e9  # the same for each CPU, with few
 
 
 def meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes."""
+    """Return the values of /proc/meminfo in bytes."""
     return _kilobytes(Path("/proc/meminfo").read_text())
 
 
 def in_use() -> dict[str, int]:
-    """Bytes of host memory: resident in this process; of those anonymous; and of the machine.
+    """Return host memory in bytes: resident in this process, its anonymous part, and the machine's.
 
-    Pinned memory may be in the first two or only in the last, as the driver made it. A figure that
-    this system does not have is left out.
+    The driver may count pinned memory in the first two or only in the last. Figures that this
+    system lacks are left out.
     """
     found = {}
     for key, path, name in (
@@ -50,9 +50,10 @@ def in_use() -> dict[str, int]:
 
 
 def growth(before: dict[str, int], after: dict[str, int]) -> tuple[int, int]:
-    """Bytes taken between two readings of `in_use`: by the process, and on the machine.
+    """Return the bytes allocated between two readings of `in_use`: by the process and the machine.
 
-    The process's are those of the figure that grew most; on the machine others count too.
+    The process's bytes are those of the figure that grew most. The machine's include other
+    processes.
     """
     grown = {key: after[key] - before[key] for key in before if key in after}
     machine = grown.pop("machine")
@@ -70,7 +71,7 @@ def _kilobytes(text: str) -> dict[str, int]:
 
 
 def touch(total: int) -> float:
-    """Takes so many bytes in this process, writes to all of them with all CPUs; the seconds."""
+    """Allocate `total` bytes, write to all of them with all CPUs, and return the seconds."""
     cpus = len(os.sched_getaffinity(0))
     area = mmap.mmap(-1, total)
     with contextlib.suppress(OSError, AttributeError):
@@ -88,9 +89,9 @@ def touch(total: int) -> float:
 
 
 def touch_elsewhere(total: int) -> str:
-    """Lets processes touch so many bytes, or what there is, until that is fast; what happened.
+    """Touch `total` bytes in child processes until the rate is high. Return a summary.
 
-    Each ends and gives its memory back to the system, which keeps it.
+    Each process ends and releases its memory to the system, which keeps it.
     """
     total = min(total, int(0.8 * meminfo()["MemAvailable"])) // MIB * MIB
     fast = min(FAST, FAST_CPU * len(os.sched_getaffinity(0)))
@@ -108,4 +109,4 @@ def touch_elsewhere(total: int) -> str:
 
 if __name__ == "__main__":
     print(touch(int(sys.argv[1])), flush=True)
-    os._exit(0)  # the mapping is in use by an address that ctypes holds
+    os._exit(0)  # ctypes still refers to the mapping

@@ -1,26 +1,26 @@
-"""The search for the largest KV cache that fits, with few engines.
+"""Search for the largest KV cache that fits, with few engines.
 
-An engine that fits tells how much memory was left at its tightest moment. The next one gets a KV
-cache that uses that up; so the second engine is near the largest, and the third settles it.
+An engine that fits reports its least free memory. The next engine gets a KV cache that uses that
+memory; so the second engine is near the largest, and the third confirms it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-RESOLUTION = 0.004  # of the tokens: what is not worth another engine
-KEEP = 256 << 20  # bytes that a proposal leaves: no two engines are the same
-STEP_BACK = 0.01  # of the tokens, after the first that does not fit; then twice as many
+RESOLUTION = 0.004  # part of the tokens; smaller differences are not worth another engine
+KEEP = 256 << 20  # bytes that a proposal leaves free, because engines differ
+STEP_BACK = 0.01  # part of the tokens after the first failure; doubled after each further one
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of an engine.
+    """The result of one engine.
 
     Attributes:
-        tokens: of its KV cache.
-        spare: bytes that were left at the tightest moment; None where it did not fit.
-        why: what happened where it did not fit.
+        tokens: the size of its KV cache.
+        spare: its least free memory in bytes; None if it did not fit.
+        why: the reason if it did not fit.
     """
 
     tokens: int
@@ -41,23 +41,23 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """The largest that fits."""
+        """Return the largest trial that fits."""
         return max((one for one in self.trials if not one.why), key=_tokens, default=None)
 
     @property
     def failing(self) -> Trial | None:
-        """The smallest that does not fit, of those larger than the largest that does."""
+        """Return the smallest trial that does not fit, above the largest that does."""
         least = self.best.tokens if self.best else 0
         larger = (one for one in self.trials if one.why and one.tokens > least)
         return min(larger, key=_tokens, default=None)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the largest is known as closely as it is looked for."""
+        """Return whether the largest size is known to the required resolution."""
         return self.best is not None and self.proposal() is None
 
     def proposal(self) -> int | None:
-        """How many tokens to try next; None where no other is worth it, or nothing is known."""
+        """Return the tokens to try next; None if no trial is useful, or nothing is known."""
         best, failing = self.best, self.failing
         if failing is None and best is None:
             return None
@@ -68,7 +68,7 @@ class Search:
             return int(failing.tokens * (1 - min(back, 0.5))) or None
         assert best.spare is not None
         if sum(one.tokens == best.tokens for one in self.trials) > 1:
-            return None  # engines do not take more, whatever is asked for
+            return None  # engines do not accept more
         wanted = best.tokens + (best.spare - KEEP) // self.cell
         if wanted - best.tokens <= RESOLUTION * best.tokens:
             return None

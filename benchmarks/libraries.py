@@ -1,4 +1,4 @@
-"""The memory savers under measurement, behind one interface, in torch mode."""
+"""The measured memory savers behind one interface, in torch mode."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ PEERS = {DEFAULT: "torch_memory_saver", RETAINED: "torch_memory_saver, retained 
 
 
 class Library(Protocol):
-    """What the measurements ask of a memory saver."""
+    """The operations of a memory saver that are measured."""
 
     def region(
         self, tag: str, backup: str = "none", devices: Sequence[int] = (0,)
     ) -> AbstractContextManager[Any]:
-        """Tensors made inside belong to the tag. A backup is none, host or disk."""
+        """Assign tensors created inside to the tag. A backup is none, host or disk."""
 
     def pause(self, tag: str) -> object:
-        """Gives the tag's memory back."""
+        """Release the tag's memory."""
 
     def resume(self, tag: str) -> object:
-        """Takes memory for the tag again."""
+        """Map memory for the tag again."""
 
     def swap(self, out: str, into: str) -> object:
-        """Pauses one tag and resumes another."""
+        """Pause one tag and resume another."""
 
     def trim(self) -> None:
-        """Gives back host memory that holds no backup, where the library can."""
+        """Release host memory without a backup, if the library can."""
 
     def use_disk(self, directory: str) -> None:
-        """Where backups on disk go."""
+        """Set the directory of backups on disk."""
 
 
 class Memsaver:
@@ -43,7 +43,7 @@ class Memsaver:
     def __init__(self) -> None:
         import memsaver
 
-        # Looked up call by call: one without `swap` can still be measured in the other parts.
+        # Looked up at each call: a version without `swap` can still be measured otherwise.
         self._memsaver: Any = memsaver
         self.pause = memsaver.pause
         self.resume = memsaver.resume
@@ -102,7 +102,7 @@ class TorchMemorySaver:
 
 
 def open_library(name: str) -> Library:
-    """The library of a name: OURS, or one of PEERS. One in a process."""
+    """Return a library by name: OURS, or one of PEERS. One per process."""
     if name == OURS:
         return Memsaver()
     if name not in PEERS:

@@ -1,13 +1,12 @@
-"""What an allocation costs in a tag of 1,000 and in one of 100,000, on the simulated driver.
+"""Measure the cost of an allocation in tags of 1,000 and 100,000, on the simulated driver.
 
     python benchmarks/limits.py [--large 100000] [--output benchmarks/results/limits.json]
 
-Of each step, the time inside driver calls is the simulator's and is left out: a library between
-memsaver and the simulator, built here, measures it. What is left is memsaver's own, in nanoseconds
-per allocation, the least of some rounds; `growth` is the large tag's over the small one's. Lookups
-are made through Python, so that their figures have about 100 ns of the interpreter's in them; in
-mixed order they go from one end of the tag's memory to the other, and what grows is the time that
-a CPU waits for what is in no cache.
+The time inside driver calls is the simulator's and is excluded: a library between memsaver and the
+simulator, built here, measures it. The rest is memsaver's own time, in nanoseconds per allocation,
+the least of several rounds; `growth` is the ratio of the large tag's time to the small one's.
+Lookups are called from Python, which adds about 100 ns. In mixed order they jump across the tag's
+memory, and the growth is the time that a CPU waits for memory outside its caches.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ word {0}(word a, word b, word c, word d, word e, word f, word g, word h, word i,
 
 
 def timing_driver(simulator: Path, folder: str) -> str:
-    """The path of a driver that passes every call on to the simulator and measures it."""
+    """Build a driver that forwards every call to the simulator and times it; return its path."""
     listed = subprocess.run(["nm", "-D", str(simulator)], capture_output=True, text=True).stdout
     names = re.findall(r" T (cu\w+)", listed)
     lines = ["#define _GNU_SOURCE", "#include <dlfcn.h>", "#include <time.h>"]
@@ -64,7 +63,7 @@ def timing_driver(simulator: Path, folder: str) -> str:
 
 
 class Steps:
-    """Nanoseconds of memsaver's own per allocation, the least of all rounds."""
+    """The nanoseconds of memsaver's own work per allocation, the least of all rounds."""
 
     def __init__(self, inside: ctypes.CDLL) -> None:
         self.inside = inside.seconds_inside
@@ -73,7 +72,7 @@ class Steps:
 
     @contextmanager
     def step(self, name: str, count: int) -> Iterator[None]:
-        """Measure the block, which does something to so many allocations."""
+        """Measure the block, which handles `count` allocations."""
         driver, start = self.inside(), time.perf_counter()
         yield
         seconds = time.perf_counter() - start - (self.inside() - driver)
@@ -81,9 +80,9 @@ class Steps:
 
 
 def measure(steps: Steps, count: int, backup: str, holes: bool) -> dict[str, float]:
-    """One tag from its first allocation to its last."""
+    """Measure one tag from its first allocation to its last."""
     import memsaver
-    from memsaver.native import _C, backup_code
+    from memsaver._runtime.native import _C, backup_code
 
     for turn in range(ROUNDS if count <= SMALL else 3):
         name = f"{count} {backup} {holes} {turn}"
@@ -124,15 +123,15 @@ def measure(steps: Steps, count: int, backup: str, holes: bool) -> dict[str, flo
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--large", type=int, default=100_000, help="allocations of the large tag")
+    parser.add_argument("--large", type=int, default=100_000, help="allocations in the large tag")
     parser.add_argument("--output", type=Path, help="a JSON file to write")
     arguments = parser.parse_args()
     os.environ["MEMSAVER_DRIVER"] = "sim"
-    from memsaver.native import LIBRARY_DIR
+    from memsaver._runtime.native import LIBRARY_DIR
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MEMSAVER_DRIVER"] = timing_driver(LIBRARY_DIR / "libmemsaver_sim.so", folder)
@@ -142,7 +141,7 @@ def main() -> None:
         rows = []
         for backup in ("none", "host"):
             for holes in (False, True):
-                measure(Steps(inside), SMALL, backup, holes)  # what the first use costs
+                measure(Steps(inside), SMALL, backup, holes)  # warm up
                 small = measure(Steps(inside), SMALL, backup, holes)
                 large = measure(Steps(inside), arguments.large, backup, holes)
                 for step in small:

@@ -1,7 +1,7 @@
-"""Writes docs/measured.md, the page of what was measured, from benchmarks/results.
+"""Write docs/measured.md, the page of measurements, from benchmarks/results.
 
-python benchmarks/measured_page.py           docs/measured.md
-python benchmarks/measured_page.py --check   exit status 1 if it is not what is there
+python benchmarks/measured_page.py           writes docs/measured.md
+python benchmarks/measured_page.py --check   exits with status 1 if the page is outdated
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from readme_table import LINES, RESULTS, ROOT, dates, figure
+from readme_table import RESULTS, ROOT, dates, figure
 
 PAGE = ROOT / "docs" / "measured.md"
 LIMITS = RESULTS.with_name("limits.json")
 RELIABILITY = RESULTS.with_name("reliability.json")
 
-# Beginnings of metrics, by section. A metric belongs to the first that fits.
+# Prefixes of metrics, by section. A metric belongs to the first section that matches.
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Swaps", ("swap_",)),
     ("Without a backup", ("kv_", "discarded_", "many_")),
@@ -27,12 +27,12 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Host memory", ("host_",)),
     ("SGLang, an 8B model", ("sglang_",)),
     ("A step of RL, an 8B model", ("rl_",)),
-    ("What a region costs while it is there", ("region_", "malloc_")),
+    ("Cost of an active region", ("region_", "malloc_")),
     ("Others", ("",)),
 )
 ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8)
 
-# Those that the README's table leaves out, or names in fewer words.
+# The titles of the rows.
 WORDS = {
     "discarded_16GB_pause_at_once_ms": "pause 16 GB in 195 tensors right after its resume, ms",
     "discarded_16GB_resume_at_once_ms": "resume 16 GB in 195 tensors right after its pause, ms",
@@ -45,7 +45,7 @@ WORDS = {
     "kv_64GiB_pause_at_once_ms": "pause 64 GiB right after its resume, ms",
     "kv_64GiB_resume_at_once_ms": "resume 64 GiB right after its pause, ms",
     "swap_64GiB_ms": "swap 64 GiB for 64 GiB right after the last swap, no backup, ms",
-    "swap_64GiB_spaced_ms": "the same half a second after the last swap, ms",
+    "swap_64GiB_spaced_ms": "the same, but half a second after the last swap, ms",
     "swap_16GB_ms": "swap 16 GB for 16 GB, backed up to the host, ms",
     "backed_changed_pause_rate": "rate of these pauses, % of a plain copy",
     "backed_changed_resume_rate": "rate of these resumes, % of a plain copy",
@@ -59,24 +59,52 @@ WORDS = {
     "malloc_free_pair_2MiB_ns": "cudaMalloc + cudaFree of 2 MiB under preload, ns",
     "region_bandwidth_resumed": "the same after a pause and a resume, %",
     "fingerprint_rate_GBps": "rate of fingerprints, GB/s",
-    "host_machine_paused_MiB": "the same by what the machine has less, MiB",
-    "host_machine_trimmed_MiB": "host memory left by what the machine has less, MiB",
+    "host_machine_paused_MiB": "the same, measured as the machine's decrease in free memory, MiB",
+    "host_machine_trimmed_MiB": "host memory left, as the machine's decrease in free memory, MiB",
     "sglang_release_weights_first_ms": "first release of 16 GB of weights, backed up, ms",
     "sglang_start_s": "start of the engine, s",
     "rl_kv_tokens_fraction_at_once": "the same waking all at once",
-    "rl_peak_GiB": "most memory in use in a step, GiB",
-    "rl_engine_sleep_ms": "the engine's KV cache, weights and graphs go, ms",
-    "rl_trainer_wake_ms": "the trainer's weights and optimizer come back, ms",
-    "rl_optimizer_sleep_ms": "the optimizer goes, ms",
-    "rl_weights_wake_ms": "the engine's weights and graphs come back, ms",
-    "rl_copy_goes_ms": "the trainer's copy of the weights goes, ms",
-    "rl_kv_wake_ms": "the KV cache comes back, ms",
-    "rl_train_ms": "kernels over the trainer's memory, ms",
-    "rl_update_ms": "the engine gets the new weights, ms",
-    "rl_generate_ms": "generates 8 x 64 tokens from 1024 each, ms",
+    "rl_peak_GiB": "peak memory in use in a step, GiB",
+    "rl_engine_sleep_ms": "pause of the engine's KV cache, weights and graphs, ms",
+    "rl_trainer_wake_ms": "resume of the trainer's weights and optimizer, ms",
+    "rl_optimizer_sleep_ms": "pause of the optimizer, ms",
+    "rl_weights_wake_ms": "resume of the engine's weights and graphs, ms",
+    "rl_copy_goes_ms": "pause of the trainer's copy of the weights, ms",
+    "rl_kv_wake_ms": "resume of the KV cache, ms",
+    "rl_train_ms": "kernels on the trainer's memory, ms",
+    "rl_update_ms": "update of the engine's weights, ms",
+    "rl_generate_ms": "generation of 8 x 64 tokens from prompts of 1024, ms",
+    "sglang_release_weights_ms": "release 16 GB of new weights, backed up, ms",
+    "sglang_release_weights_unchanged_ms": "the same, weights unchanged, ms",
+    "sglang_resume_weights_ms": "resume the weights, ms",
+    "sglang_release_kv_ms": "release the KV cache, ms",
+    "sglang_resume_kv_ms": "resume the KV cache, ms",
+    "sglang_decode_tokens_per_s": "decoding before and after a cycle, tokens/s",
+    "sglang_resident_MiB": "memory in use, all tags released, MiB",
+    "sglang_max_mem_fraction": "largest mem_fraction_static beside a trainer",
+    "rl_transition_seconds": "all transitions of engine and trainer, s",
+    "rl_kv_tokens_fraction": "KV tokens beside a trainer, waking in stages",
+    "kv_64GiB_pause_ms": "pause 64 GiB, no backup, ms",
+    "kv_64GiB_resume_ms": "resume 64 GiB, no backup, ms",
+    "many_10k_pause_ms": "pause 10,000 allocations of 2 MiB, ms",
+    "many_10k_resume_ms": "resume 10,000 allocations of 2 MiB, ms",
+    "backed_first_pause_ms": "first pause of 16 GB, backed up to the host, ms",
+    "backed_changed_resume_ms": "resumes of 16 GB from the host, ms",
+    "backed_unchanged_pause_ms": "pauses of 16 GB, nothing changed, ms",
+    "disk_pause_ms": "pause of 8 GB, backed up to disk, ms",
+    "disk_resume_ms": "resume of 8 GB from disk, not cached, ms",
+    "host_overhead_paused_MiB": "host memory in addition to a backup of 16 GB, MiB",
+    "region_bandwidth": "device copy in region memory, % of plain memory",
+    "malloc_free_pair_512B_ns": "cudaMalloc + cudaFree of 512 B under preload, ns",
 }
-for _metric, _peer, _words in LINES:
-    WORDS.setdefault(_metric, _words.removeprefix("SGLang, 8B: ").removeprefix("RL step, 8B: "))
+
+# The steps of limits.py whose names in its results are not what the page calls them.
+STEPS = {
+    "free, mixed": "free, random order",
+    "look at a backup, in order": "view a backup, in order",
+    "look at a backup, mixed": "view a backup, random order",
+    "whose is it, mixed": "look up the owner, random order",
+}
 
 HEAD = """\
 ---
@@ -86,29 +114,43 @@ hide: [toc]
 
 <!-- Written by benchmarks/measured_page.py: do not edit. -->
 
-Everything that `benchmarks/results/h200.json` holds, on {gpu}, {dates}
+This page contains all measurements of `benchmarks/results/h200.json`, on {gpu}, {dates}
 ({versions}).
-`make bench` measures again, on the machine it runs on.
+`make bench` repeats them on your machine.
 
-How to read it: memsaver and the peer of a row took turns in one run, on the same tensors (SGLang
-engines: one after the other). Values are medians, with the least and the greatest of the cycles in
-parentheses; `ended`: the peer did not get there. `limit` is what the driver's bare calls, a plain
-pinned copy, or direct I/O of the same bytes cost in that run. `ratio` is how many times better
-memsaver is; memory counts as 1 MiB at least. An absolute time is the figure of one machine. Without
-a backup, half a second lies between a pause and its resume, but for "right after": memory that was
-freed a moment ago is cleared by the driver first.
+In each row, memsaver and the peer alternated in one run, on the same tensors (SGLang engines ran
+one after the other). Values are medians, with the minimum and maximum of the cycles in parentheses;
+`ended` means that the peer ended before the measurement. `limit` is the time of the driver's bare
+calls, of a plain pinned copy, or of direct I/O of the same bytes, in the same run. `ratio` is how
+many times better memsaver is; for this ratio, memory below 1 MiB counts as 1 MiB. Absolute times
+apply to one machine only. Without a backup, each resume starts half a second after its pause, when
+the driver has cleared the freed memory; rows with "right after" omit this wait.
+
+`retained backup` is torch_memory_saver's setting `retain_cpu_backup=True`, which keeps a backup's
+pinned host memory for the next pause; by default, each resume releases it. What explains some rows:
+
+- Single cycles took up to twice the median, for bare driver calls as well as for both libraries.
+- From the first resume on, memsaver makes fewer driver calls for 64 GiB in 1 GiB tensors.
+- Pauses of two GPUs at the same time take 7 % longer than a pause of one GPU; repeated plain copies
+  of both GPUs, through 1 GiB of host memory each, take hardly any longer.
+- In an RL step, one side wakes right after the other side's pause, when the driver must first clear
+  the memory; this probably explains the 5 % lost against retained backups.
+- The disk was the machine's virtual disk; the direct I/O limit writes a newly allocated file each
+  time, as memsaver's first pause does.
+- The results were written by `benchmarks/pause_resume.py`, `sglang_cycle.py` and `rl_cycle.py`; the
+  file has the single cycles (except for `cudaMalloc`) and the commit.
 """
 
 
 def median(value: float, cycles: object) -> str:
-    """A value, and the least and the greatest of its cycles, where there are several figures."""
+    """Return a value, and the range of its cycles if there are several figures."""
     if not isinstance(cycles, list) or len(cycles) < 2:
         return figure(value)
     return f"{figure(value)} ({figure(min(cycles))} to {figure(max(cycles))})"
 
 
 def table(rows: list[Mapping[str, Any]]) -> list[str]:
-    """The rows of a section as Markdown."""
+    """Return the rows of a section as Markdown."""
     lines = [
         "| what | memsaver | peer | its value | limit | ratio |",
         "|---|--:|---|--:|--:|--:|",
@@ -131,52 +173,54 @@ def table(rows: list[Mapping[str, Any]]) -> list[str]:
 
 
 def growth(limits: Mapping[str, Any]) -> list[str]:
-    """How the time per allocation grows with their number."""
+    """Return a table of the time per allocation for small and large tags."""
     small, large = f"{limits['small']:,}", f"{limits['large']:,}"
     lines = [
-        f"Time per allocation of {limits['allocation_bytes']} bytes on the simulated driver: with "
-        f"{small} of them, with {large}, and how many times",
-        "the latter is the former. `holes`: of twice as many, every other one was freed before.",
+        f"Time per allocation of {limits['allocation_bytes']} bytes on the simulated driver, with "
+        f"{small} and with {large} allocations;",
+        "`growth` is the ratio of the two. With `holes`, twice as many were allocated, and every "
+        "other one was freed first.",
         "",
         f"| | backup | holes | {small}, ns | {large}, ns | growth |",
         "|---|---|---|--:|--:|--:|",
     ]
     for row in limits["rows"]:
-        holes = "yes" if row["holes"] else "no"
+        step, holes = STEPS.get(row["step"], row["step"]), "yes" if row["holes"] else "no"
         lines.append(
-            f"| {row['step']} | {row['backup']} | {holes} | {row['small_ns']:,.1f} "
+            f"| {step} | {row['backup']} | {holes} | {row['small_ns']:,.1f} "
             f"| {row['large_ns']:,.1f} | {row['growth']:.2f} |"
         )
     return lines
 
 
 def reliability(found: Mapping[str, Any]) -> list[str]:
-    """What the fault sweep, the sanitizers, the fuzzer and the soak found."""
+    """Return the results of the fault sweep, the sanitizers, the fuzzer and the soak."""
     faults, soak, checked = found["faults"], found["soak"], found["sanitizers"]
     fuzzed = [found["fuzz"][what] for what in ("abi", "options")]
     failed = sum(one["failed"] for one in fuzzed)
     return [
-        f"- **Faults**: {faults['injected']:,} failing calls to the driver and the system in "
-        f"{faults['scenarios']} scenarios, on the simulated driver; after {faults['passed']:,} of",
-        "  them the error, the contents and what is left were as "
-        f"[the design](design.md#faults) says ({faults['failed']} were not). "
-        "`make faults ARGS=` does it again.",
+        f"- **Faults**: {faults['injected']:,} calls to the driver and the system were made to "
+        f"fail in {faults['scenarios']} scenarios, on the simulated",
+        f"  driver; after {faults['passed']:,} of them, the error, the contents and the remaining "
+        "objects were as",
+        f"  [the design](design.md#faults) requires ({faults['failed']} were not). "
+        "`make faults ARGS=` repeats the test.",
         f"- **Sanitizers**: {checked['tests']} tests and {checked['stresses']} runs of a stress "
-        f"({checked['operations']:,} operations) under the",
+        f"test ({checked['operations']:,} operations) under the",
         f"  address, undefined-behaviour and thread sanitizers: {checked['failed']} failed. "
-        "`make sanitize` does it again.",
+        "`make sanitize` repeats them.",
         f"- **Fuzzing**: {fuzzed[0]['inputs']:,} inputs to the C interface and "
-        f"{fuzzed[1]['inputs']:,} to the options in {found['fuzz']['seconds']} s, guided by what",
-        f"  they reach in the core: {failed} failed. `make fuzz` does it again.",
+        f"{fuzzed[1]['inputs']:,} to the options in {found['fuzz']['seconds']} s, guided by their",
+        f"  coverage of the core: {failed} failed. `make fuzz` starts a new run.",
         f"- **Soak**: {soak['cycles']:,} random steps in {soak['seconds']:.0f} s on "
-        f"{soak['device']} with {soak['processes']} processes, contents checked: "
-        f"{soak['device_bytes'] / 1e9:,.0f} GB of device memory",
-        f"  given back and taken, {soak['copied_bytes'] / 1e9:,.0f} GB copied.",
+        f"{soak['device']} with {soak['processes']} processes released and mapped "
+        f"{soak['device_bytes'] / 1e9:,.0f} GB of device",
+        f"  memory and copied {soak['copied_bytes'] / 1e9:,.0f} GB; the contents were checked.",
     ]
 
 
 def page() -> str:
-    """The page, from the result files as they are."""
+    """Return the page for the current result files."""
     rows = json.loads(RESULTS.read_text())
     versions = ", ".join(f"{name} {text}" for name, text in rows[0]["versions"].items())
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
@@ -196,7 +240,7 @@ def page() -> str:
 
 
 def main() -> None:
-    """Writes, or checks."""
+    """Write the page, or check it."""
     wanted = page()
     if "--check" in sys.argv:
         there = PAGE.read_text() if PAGE.exists() else ""

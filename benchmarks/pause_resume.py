@@ -15,26 +15,26 @@ What is measured
     bandwidth   a kernel on memory of a region against the same kernel on plain memory
     hook        a cudaMalloc/cudaFree pair outside any region, preloaded or not (hook_overhead.py)
 
-Each library and setting lives in a process of its own. Without a backup, so does the raw sequence
-of driver calls that is the limit (handles of 1 GiB, one reservation, nothing else), and the
-processes take turns, cycle by cycle in rotating order; all but the one whose turn it is are paused,
-so that each of them meets the same device. With a backup, a plain copy between the device and 1 GiB
-of pinned memory, of as many bytes, is the limit. All values count: none is left out as a warm-up or
-an outlier.
+Each library and setting runs in a process of its own. Without a backup, the limit is the bare
+sequence of driver calls (handles of 1 GiB, one reservation, nothing else), also in its own process.
+The processes take turns, cycle by cycle in rotating order; all processes but the current one are
+paused, so that each finds the device in the same state. With a backup, the limit is a plain copy of
+the same number of bytes between the device and 1 GiB of pinned memory. All values count: none is
+excluded as a warm-up or an outlier.
 
-Without a backup, between a pause and any resume that follows lies a wait of --gap seconds, as work
-in between would be, so that the driver's clearing of released memory is not what is measured. The
-metrics that end in _at_once_ms have no wait: each resume follows its pause immediately. Swaps of
-tags without a backup follow each other at once; those in _spaced_ms come after such a wait.
+Without a backup, a wait of --gap seconds lies between a pause and any later resume, as work would,
+so that the driver's clearing of released memory is not measured. The metrics that end in
+_at_once_ms have no wait: each resume follows its pause immediately. Swaps of tags without a backup
+follow each other immediately; those in _spaced_ms follow such a wait.
 
-A virtual machine may get its memory only when it is first touched, by whichever process, at 2 to
-3 GB/s, once. So before any library measures a backup, throw-away processes touch --touch-gib of
-host memory and end, over and over until it is fast: for every library alike.
+A virtual machine may get its memory only at the first access by any process, at 2 to 3 GB/s, once.
+So before any library measures a backup, throw-away processes touch --touch-gib of host memory
+repeatedly until that is fast, for all libraries alike.
 
-What has a backup is full of random bits. In every cycle the sums of each MiB before the pause are
-compared with those after the resume; a library that loses bytes is a failure, and no row.
+Memory with a backup is full of random bits. In every cycle the sums of each MiB before the pause
+are compared with those after the resume; a library that loses bytes is a failure and gets no row.
 
-Prints a table and merges its rows into --output (see results.py), each when it is there.
+Prints a table and merges each row into --output as soon as it exists (see results.py).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ import runs
 from parts import backed, bandwidth, discarded, disk, hook, host, swap, two_gpu
 from raw_driver import count_gpus
 
-# Name -> what measures it, in this order; what has the same is called once. The last one when no
-# other process uses the device.
+# By name, the module that measures it, in this order; a shared module is called once. The last one
+# needs the device for itself.
 PARTS: dict[str, runs.Measure] = {
     **dict.fromkeys(discarded.WORKLOADS, discarded.measure),
     "backed": backed.measure,
@@ -69,7 +69,7 @@ DISK_DIR = Path("/var/tmp")  # /tmp may lie in memory
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures what was asked for; an exit status."""
+    """Run the selected measurements, and return an exit status."""
     compared = options.peer and set(options.only) & set(WITH_PEER)
     if compared and importlib.util.find_spec("torch_memory_saver") is None:
         print(
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Draws docs/assets/measured.svg, the README's picture, from benchmarks/results/h200.json.
+"""Draw docs/assets/measured.svg, a picture of docs/comparison.md, from the result file.
 
 python benchmarks/readme_picture.py           (needs matplotlib)
 """
@@ -20,10 +20,11 @@ METRICS = {
     "sglang_resume_kv_ms": "resume the KV cache",
 }
 _OURS, _PEERS = "#3b6fb6", "#c3c8cf"
+PEER = "torch_memory_saver, default setting"
 
 
 def bars(rows: Sequence[dict[str, Any]]) -> list[tuple[str, float, float, float]]:
-    """For each of METRICS: what it is, memsaver's and the peer's milliseconds, the ratio."""
+    """Return for each of METRICS: its title, memsaver's and the peer's milliseconds, the ratio."""
     of = {row["metric"]: row for row in rows}
     return [
         (words, of[name]["memsaver"], of[name]["peer_value"], of[name]["ratio"])
@@ -32,15 +33,16 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[tuple[str, float, float, float]
 
 
 def label(ms: float, ratio: float | None = None) -> str:
-    """What stands beside a bar."""
+    """Return the label of a bar."""
     times = "" if ratio is None else f" · {ratio:,.0f}x" if ratio >= 10 else f" · {ratio:.1f}x"
     return f"{ms:,.0f} ms{times}"
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the picture."""
+    """Write the picture."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     shown = bars(rows)
     first = next(row for row in rows if row["metric"] in METRICS)
@@ -74,6 +76,12 @@ def draw(rows: Sequence[dict[str, Any]]) -> None:
         axes.xaxis.set_visible(False)
         axes.tick_params(left=False)
         axes.spines[:].set_visible(False)
+        axes.legend(
+            [Patch(color=_OURS), Patch(color=_PEERS)],
+            ["memsaver", PEER],
+            loc="lower right",
+            frameon=False,
+        )
         versions = first["versions"]
         figure.suptitle(
             f"SGLang {versions['sglang']}, 8B model, one {first['gpu']}: "

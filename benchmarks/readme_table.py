@@ -1,7 +1,7 @@
-"""Writes the table of measured figures in README.md from benchmarks/results/h200.json.
+"""Write the tables in README.md and docs/comparison.md from benchmarks/results/h200.json.
 
-python benchmarks/readme_table.py           between the markers in README.md
-python benchmarks/readme_table.py --check   exit status 1 if it is not what is there
+python benchmarks/readme_table.py           writes them between the markers in both files
+python benchmarks/readme_table.py --check   exits with status 1 if a table is outdated
 """
 
 from __future__ import annotations
@@ -14,101 +14,110 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
 README = ROOT / "README.md"
+COMPARISON = ROOT / "docs" / "comparison.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 DEFAULT = "torch_memory_saver"
 RETAINED = "torch_memory_saver, retained backup"
 
-ALONE = "memsaver, the engine alone on the GPU"
+# Metric and title of each row. A row shows memsaver beside the peer's default and best settings;
+# docs/measured.md has the other metrics.
+LINES: tuple[tuple[str, str], ...] = (
+    ("kv_64GiB_pause_ms", "pause 64 GiB without a backup, ms"),
+    ("kv_64GiB_resume_ms", "resume 64 GiB without a backup, ms"),
+    ("backed_changed_pause_ms", "pause 16 GB with a backup in host memory, all of it changed, ms"),
+    ("backed_unchanged_pause_ms", "the same pause, nothing changed, ms"),
+    ("backed_changed_resume_ms", "resume 16 GB from host memory, ms"),
+    ("rl_transition_seconds", "all pauses and resumes of an RL step, 8B model, s"),
+)
 
-# Metric, peer (None: the first in the file), and what it is, in the order of the table. What the
-# file does not have is left out; what is left out here is in docs/measured.md.
-LINES: tuple[tuple[str, str | None, str], ...] = (
-    ("sglang_release_weights_ms", None, "SGLang, 8B: release 16 GB of new weights, backed up, ms"),
-    ("sglang_release_weights_unchanged_ms", None, "SGLang, 8B: the same, weights as they were, ms"),
-    ("sglang_resume_weights_ms", None, "SGLang, 8B: resume the weights, ms"),
-    ("sglang_release_kv_ms", None, "SGLang, 8B: release the KV cache, ms"),
-    ("sglang_resume_kv_ms", None, "SGLang, 8B: resume the KV cache, ms"),
-    ("sglang_decode_tokens_per_s", None, "SGLang, 8B: decoding before and after, tokens/s"),
-    ("sglang_resident_MiB", None, "SGLang, 8B: memory in use when all is released, MiB"),
-    ("sglang_max_mem_fraction", None, "SGLang, 8B: largest mem_fraction_static beside a trainer"),
-    ("rl_transition_seconds", DEFAULT, "RL step, 8B: all transitions of engine and trainer, s"),
-    ("rl_transition_seconds", RETAINED, "RL step, 8B: all transitions of engine and trainer, s"),
-    ("rl_kv_tokens_fraction", ALONE, "RL step, 8B: KV tokens, waking in stages beside a trainer"),
-    ("rl_kv_tokens_fraction_at_once", ALONE, "RL step, 8B: the same, waking all at once"),
-    ("kv_64GiB_pause_ms", None, "pause 64 GiB, no backup, ms"),
-    ("kv_64GiB_resume_ms", None, "resume 64 GiB, no backup, ms"),
-    ("many_10k_pause_ms", None, "pause 10,000 allocations of 2 MiB, ms"),
-    ("many_10k_resume_ms", None, "resume 10,000 allocations of 2 MiB, ms"),
-    ("swap_64GiB_ms", None, "swap 64 GiB for 64 GiB, no backup, ms"),
-    ("backed_first_pause_ms", DEFAULT, "first pause of 16 GB, backed up to the host, ms"),
-    ("backed_changed_pause_ms", DEFAULT, "later pauses, all contents changed, ms"),
-    ("backed_changed_pause_ms", RETAINED, "later pauses, all contents changed, ms"),
-    ("backed_changed_resume_ms", DEFAULT, "resumes of 16 GB from the host, ms"),
-    ("backed_unchanged_pause_ms", RETAINED, "pauses of 16 GB, nothing changed, ms"),
-    ("disk_pause_ms", DEFAULT, "pause of 8 GB, backed up to disk, ms"),
-    ("disk_resume_ms", DEFAULT, "resume of 8 GB from disk, not cached, ms"),
-    ("host_overhead_paused_MiB", DEFAULT, "host memory beyond 16 GB backed up, MiB"),
-    ("region_bandwidth", None, "device copy in region memory, % of plain memory"),
-    ("malloc_free_pair_512B_ns", None, "cudaMalloc + cudaFree of 512 B under preload, ns"),
+# Of docs/comparison.md: the README's rows, and those in which the peer does better.
+COMPARED = (
+    *LINES[:2],
+    ("many_10k_pause_ms", "pause 10,000 allocations of 2 MiB without a backup, ms"),
+    ("many_10k_resume_ms", "resume them, ms"),
+    ("backed_first_pause_ms", "first pause of 16 GB with a backup in host memory, ms"),
+    *LINES[2:5],
+    ("backed_unchanged_resume_ms", "resume 16 GB after a pause that copied nothing, ms"),
+    ("lora_pause_ms", "pause 16 GB, 1 % of the tensors changed, ms"),
+    ("disk_pause_ms", "pause 8 GB with a backup on disk, ms"),
+    ("disk_resume_ms", "resume 8 GB from disk, not cached, ms"),
+    ("host_overhead_paused_MiB", "host memory in addition to a backup of 16 GB, MiB"),
+    ("host_overhead_trimmed_MiB", "host memory left after a resume and trim, MiB"),
+    ("sglang_release_weights_ms", "SGLang, 8B: release 16 GB of new weights with a backup, ms"),
+    ("sglang_resume_weights_ms", "SGLang, 8B: resume the weights, ms"),
+    ("sglang_release_kv_ms", "SGLang, 8B: release the KV cache, ms"),
+    ("sglang_resume_kv_ms", "SGLang, 8B: resume the KV cache, ms"),
+    ("sglang_resident_MiB", "SGLang, 8B: memory in use with all tags released, MiB"),
+    ("rl_kv_wake_ms", "RL step, 8B: resume the KV cache right after the trainer's pause, ms"),
+    *LINES[5:],
 )
 
 
 def figure(value: float) -> str:
-    """A value of a row, as the tables show it."""
+    """Format a value of a row for the tables."""
     return f"{value:,.1f}" if abs(value) > 1 else f"{value:.3g}"
 
 
 def dates(rows: list[dict[str, Any]]) -> str:
-    """When the rows were measured."""
+    """Return the dates of the measurements."""
     found = sorted({row["date"] for row in rows})
     return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown, as LINES says."""
+def table(rows: list[dict[str, Any]], wanted: tuple[tuple[str, str], ...] = LINES) -> str:
+    """Return the wanted rows as Markdown; metrics that the file lacks are omitted."""
     shown = []
-    for metric, peer, words in LINES:
-        of = (row for row in rows if row["metric"] == metric and peer in (None, row["peer"]))
-        row = next(of, None)
-        if row is not None:
-            shown.append((words, row))
-    first = shown[0][1]
+    for metric, words in wanted:
+        by_peer = {row["peer"]: row for row in rows if row["metric"] == metric}
+        if by_peer:
+            shown.append((words, by_peer))
+    all_rows = [row for _, by_peer in shown for row in by_peer.values()]
+    first = all_rows[0]
     versions = ", ".join(f"{name} {text}" for name, text in first["versions"].items())
     lines = [
-        f"On one {first['gpu']}, or two where it says so, {dates([row for _, row in shown])}",
-        f"({versions}), medians;",
-        "the two of a row took turns in one run (SGLang engines: one after the other); `ratio` is",
-        "how many times better memsaver is. All rows: [measured](docs/measured.md).",
+        f"Medians on one {first['gpu']}, {dates(all_rows)}",
+        f"({versions}). Less is better.",
         "",
-        "| | memsaver | peer | | ratio |",
-        "|---|---|---|---|---|",
+        "| | memsaver | torch_memory_saver, default | torch_memory_saver, retained |",
+        "|---|--:|--:|--:|",
     ]
-    for words, row in shown:
-        ended = row["peer_value"] is None
-        theirs, ratio = (
-            ("ended", "") if ended else (figure(row["peer_value"]), f"{row['ratio']:.2f}")
-        )
-        lines.append(
-            f"| {words} | {figure(row['memsaver'])} | {row['peer']} | {theirs} | {ratio} |"
-        )
+    for words, by_peer in shown:
+        ours = figure(next(iter(by_peer.values()))["memsaver"])
+        theirs = (their_figure(by_peer.get(peer)) for peer in (DEFAULT, RETAINED))
+        lines.append(f"| {words} | {ours} | {' | '.join(theirs)} |")
     return "\n".join(lines)
 
 
-def rewritten(readme: str, rows: list[dict[str, Any]]) -> str:
-    """The README with the table of these rows."""
-    before, rest = readme.split(BEGIN)
+def their_figure(row: dict[str, Any] | None) -> str:
+    """Return the peer's value and ratio in a row, or why there is none."""
+    if row is None:
+        return "not measured"
+    if row["peer_value"] is None:
+        return "ended"
+    ratio = row["ratio"]
+    return f"{figure(row['peer_value'])} ({ratio:,.{0 if ratio >= 100 else 2}f}x)"
+
+
+def rewritten(
+    page: str, rows: list[dict[str, Any]], wanted: tuple[tuple[str, str], ...] = LINES
+) -> str:
+    """Return the page with the table of these rows."""
+    before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table(rows)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table(rows, wanted)}\n{END}{after}"
 
 
 def main() -> None:
-    """Writes, or checks."""
-    readme = README.read_text()
-    wanted = rewritten(readme, json.loads(RESULTS.read_text()))
-    if "--check" in sys.argv:
-        sys.exit(0 if wanted == readme else "README.md: run benchmarks/readme_table.py")
-    README.write_text(wanted)
+    """Write the tables, or check them."""
+    rows = json.loads(RESULTS.read_text())
+    for path, wanted in ((README, LINES), (COMPARISON, COMPARED)):
+        there = path.read_text()
+        page = rewritten(there, rows, wanted)
+        if "--check" not in sys.argv:
+            path.write_text(page)
+        elif page != there:
+            sys.exit(f"{path.name}: run benchmarks/readme_table.py")
 
 
 if __name__ == "__main__":

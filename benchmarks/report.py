@@ -1,4 +1,4 @@
-"""What is called good, and the table that says what is."""
+"""The goals of the benchmarks, and the table of results with them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from libraries import DEFAULT, PEERS, RETAINED
 
 @dataclass(frozen=True)
 class Goal:
-    """What a row must reach.
+    """A goal for a row.
 
     Attributes:
         ratio: the least ratio; or
-        at_most: the most that memsaver's own value may be; or
-        alone: what memsaver's value must reach, and the peer's must not.
-        peer: the peer it is for; None for all.
+        at_most: the greatest value of memsaver; or
+        alone: a value that memsaver must reach and the peer must not.
+        peer: the peer that the goal applies to; None for all.
         otherwise: another metric, whose goal may be reached instead.
     """
 
@@ -30,7 +30,7 @@ class Goal:
     otherwise: str | None = None
 
     def is_met(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row reaches this, whatever `otherwise` says."""
+        """Return whether a row reaches this goal, without regard to `otherwise`."""
         if self.at_most is not None:
             return float(row["memsaver"]) <= self.at_most
         if self.alone is not None:
@@ -43,7 +43,7 @@ class Goal:
         return f">= {self.alone:g} alone" if self.alone is not None else f"{self.ratio:.3f}"
 
 
-# Patterns of metrics; the first that fits counts. What fits none has no goal.
+# Patterns of metrics; the first match counts. Metrics without a match have no goal.
 GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("*_at_once_ms", None),
     ("kv_*_ms", Goal(1.0)),
@@ -80,13 +80,13 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
 
 
 def goal(metric: str, peer: str) -> Goal | None:
-    """What a metric must reach against a peer, if there is something."""
+    """Return the goal of a metric against a peer, or None."""
     found = next((goal for pattern, goal in GOALS if fnmatchcase(metric, pattern)), None)
     return found if found and found.peer in (None, peer) else None
 
 
 def verdict(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Whether a row of these reaches its goal: "", "yes", "by METRIC", "not met" or "no peer"."""
+    """Return whether a row reaches its goal: "", "yes", "by METRIC", "not met" or "no peer"."""
     wanted = goal(row["metric"], row["peer"])
     if wanted is None:
         return ""
@@ -102,7 +102,7 @@ def verdict(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the table."""
+    """Print the table."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""The file of results that benchmarks write: a JSON list of stamped rows, none edited by hand.
+"""The file of benchmark results: a JSON list of rows, never edited by hand.
 
 Several benchmarks share one file. Writing replaces the rows of the same bench, metric and peer and
 keeps all others, so that one benchmark can be run again alone.
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from memsaver.whole_files import replace_file
+from memsaver._runtime.whole_files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_PATH = ROOT / "benchmarks" / "results" / "h200.json"
@@ -24,23 +24,23 @@ DISTRIBUTIONS = ("memsaver", "torch", "torch_memory_saver", "sglang")
 
 
 class Measurement(TypedDict):
-    """What a benchmark found out about one metric against one peer."""
+    """A benchmark's result for one metric against one peer."""
 
     bench: str  # the benchmark's name
-    # Its unit is the end of the name: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps; a fraction where
-    # it is called so; percent without one.
+    # The suffix of the name is its unit: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps; a fraction if
+    # the name says so; else percent.
     metric: str
     memsaver: float  # the median
-    peer: str  # what it is compared with
-    peer_value: float | None  # the peer's median, in the same unit; None: it did not get there
-    # How many times better memsaver is: above 1 is better, whichever way the unit goes. None
-    # without a value of the peer's.
+    peer: str  # the library or setting that it is compared with
+    peer_value: float | None  # the peer's median, in the same unit; None: it failed
+    # How many times better memsaver is: above 1 is better for every unit. None without a peer's
+    # value.
     ratio: float | None
-    limit: float | None  # what the driver itself takes for the same, measured in the same run
+    limit: float | None  # the driver's own value, measured in the same run
 
 
 class Row(Measurement, total=False):
-    """A measurement with its circumstances. `detail` is there where it helps."""
+    """A measurement with its circumstances. `detail` is optional."""
 
     gpu: str
     versions: dict[str, str]  # of the driver and of DISTRIBUTIONS, where installed
@@ -53,7 +53,7 @@ KEYS = (*Measurement.__annotations__, "gpu", "versions", "commit", "date", "deta
 
 
 def ratio(memsaver: float, peer: float, *, higher_is_better: bool = False) -> float:
-    """How many times better memsaver's value is than the peer's."""
+    """Return how many times better memsaver's value is than the peer's."""
     return round(memsaver / peer if higher_is_better else peer / memsaver, 4)
 
 
@@ -67,9 +67,10 @@ def measurement(
     bench: str = "pause_resume",
     higher_is_better: bool = False,
 ) -> dict[str, Any]:
-    """The row of a metric, from every value.
+    """Return the row of a metric, from all values.
 
-    Amounts of memory may be nothing or, by noise, less: for the ratio they are a MiB at least.
+    Amounts of memory may be zero or, through noise, negative: for the ratio they count as at least
+    1 MiB.
     """
     digits = 4 if "fraction" in metric else 3
     ours, others = (round(statistics.median(values), digits) for values in (memsaver, theirs))
@@ -92,7 +93,7 @@ def measurement(
 def unanswered(
     metric: str, memsaver: Sequence[float], peer: str, why: str, *, bench: str
 ) -> dict[str, Any]:
-    """The row of a metric that the peer has no value of, which says why."""
+    """Return the row of a metric without a value of the peer, with the reason."""
     return {
         "bench": bench,
         "metric": metric,
@@ -108,7 +109,7 @@ def unanswered(
 def percentage(
     metric: str, memsaver_ms: Sequence[float], peer: str, peer_ms: Sequence[float]
 ) -> dict[str, Any]:
-    """The row of memsaver's rate in percent of the rate at which a peer moves the same bytes."""
+    """Return the row of memsaver's rate in percent of the peer's rate for the same bytes."""
     percent = round(100 * statistics.median(peer_ms) / statistics.median(memsaver_ms), 2)
     return {
         "bench": "pause_resume",
@@ -123,7 +124,7 @@ def percentage(
 
 
 def stamp(directory: Path = ROOT) -> dict[str, Any]:
-    """The circumstances of a run on this machine, now. Starts no CUDA context."""
+    """Return the circumstances of a run on this machine. Creates no CUDA context."""
     gpu, driver = _gpu_and_driver()
     versions = {"driver": driver}
     for name in DISTRIBUTIONS:
@@ -143,21 +144,21 @@ def stamp(directory: Path = ROOT) -> dict[str, Any]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; none where there is no file."""
+    """Return the rows of a file; none if the file does not exist."""
     if not path.exists():
         return []
     rows = json.loads(path.read_text())
     if not isinstance(rows, list):
-        raise ValueError(f"{path} is no list of rows")
+        raise ValueError(f"{path} is not a list of rows")
     return rows
 
 
 def write(
     path: Path, measured: Iterable[Mapping[str, Any]], circumstances: Mapping[str, Any]
 ) -> int:
-    """Stamps what was measured and merges it into the file; the number of rows it then has.
+    """Stamp the measurements and merge them into the file; return its number of rows.
 
-    A row in the file with the same bench, metric and peer is replaced where it stands.
+    A row with the same bench, metric and peer is replaced in its place.
     """
     new: dict[tuple[str, str, str], dict[str, Any]] = {}
     for measurement in measured:
@@ -168,7 +169,7 @@ def write(
     path.parent.mkdir(parents=True, exist_ok=True)
     text = (
         "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
-    )  # a row is a line of a diff
+    )  # one line per row, for diffs
     replace_file(path, text.encode())
     return len(rows)
 
@@ -189,7 +190,7 @@ def _output(*command: str, directory: Path | None = None) -> str | None:
 
 def _gpu_and_driver() -> tuple[str, str]:
     query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    # With several GPUs in view, the benchmarks use the first.
+    # The benchmarks use the first of several visible GPUs.
     first = (_output(*query) or "").split("\n")[0]
     name, _, driver = first.rpartition(", ")
     if name:
@@ -204,7 +205,7 @@ def _gpu_and_driver() -> tuple[str, str]:
 
 
 def _commit(directory: Path) -> str:
-    told = os.environ.get("BENCH_COMMIT")  # of a copy of the tree, say
+    told = os.environ.get("BENCH_COMMIT")  # for example, of a copy of the tree
     commit = told or _output("git", "rev-parse", "HEAD", directory=directory)
     if told or not commit:
         return told or "unknown"

@@ -1,26 +1,25 @@
-"""A whole step of RL on one GPU: an SGLang engine and a trainer that take turns with its memory.
+"""Measure a step of RL on one GPU: an SGLang engine and a trainer share its memory in turns.
 
     PYTHONPATH=where/torch_memory_saver/lies python benchmarks/rl_cycle.py [--only kv,step]
 
 Needs SGLang, and memsaver installed so that SGLang finds its plugin. The engine serves a model of
-Qwen3-8B's shape with random weights, 16.4 GB, CUDA graphs included. The trainer, in the process of
+Qwen3-8B's shape with random weights, 16.4 GB, including CUDA graphs. The trainer, in the process of
 the engine's caller, has a copy of the weights in bfloat16 and an optimizer with --states states of
-that size; its kernels go over all of it. Both are backed up in host memory: with memsaver by
-memsaver.integrations.trainer.offload, with torch_memory_saver in regions. What a step is made of
-is in rl_engine.py.
+that size; its kernels use all of it. Both are backed up in host memory: with memsaver by
+memsaver.integrations.trainer.offload, with torch_memory_saver in regions. See rl_engine.py for the
+stages of a step.
 
 What is measured
     kv      the largest KV cache with which a step completes: waking in stages, waking all at once,
             and the engine alone on the GPU; the peer's waking in stages. About 6 minutes
-    step    seconds of each transition of a step, and the most memory in use in each stage, of
-            memsaver and torch_memory_saver, and with its option to retain host memory the
-            seconds. About 6 minutes, most of them the peer's
+    step    seconds of each transition of a step, and the peak of memory in use in each stage, for
+            memsaver and torch_memory_saver; with the peer's option to retain host memory, only
+            the seconds. About 6 minutes, most of them the peer's
 
-Each library's engine and trainer live in processes of their own, and have the GPU for themselves.
-A peer that ends is no end of the run: its rows say so, or have what it did before. Memory in use is
-what NVML says. Host memory is touched before (--touch-gib), for the reason that pause_resume.py
-has. Progress goes to the error output. Prints a table and merges its rows into --output (see
-results.py), each when it is there.
+Each library's engine and trainer run in processes of their own, with the GPU for themselves. If a
+peer ends early, the run continues: its rows say so, or have its results up to then. NVML reports
+the memory in use. Host memory is touched first (--touch-gib); see pause_resume.py. Progress goes to
+stderr. Prints a table and merges each row into --output as soon as it exists (see results.py).
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ PARTS: dict[str, runs.Measure] = {"kv": rl_kv.measure, "step": rl_step.measure}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures what was asked for; an exit status."""
+    """Run the selected measurements, and return an exit status."""
     return sglang_benchmark.run(PARTS, options, options.peer, device_memory.DeviceMemory)
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """What parses a number that is not less."""
+    """Return a parser of integers that are at least `least`."""
 
     def parse(text: str) -> int:
         number = int(text)
@@ -55,7 +54,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def fraction_of(text: str) -> float:
-    """The value of --fraction."""
+    """Parse the value of --fraction."""
     fraction = float(text)
     if not 0 < fraction < 1:
         raise argparse.ArgumentTypeError("a number between 0 and 1")
@@ -63,11 +62,21 @@ def fraction_of(text: str) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = sglang_benchmark.parser(__doc__, PARTS, wait=0.5, touch_gib=72)
     add = made.add_argument
-    add("--steps", type=at_least(1), default=3, help="of each library, after one that is not told")
-    add("--states", type=at_least(1), default=2, help="of the optimizer, each as the weights")
+    add(
+        "--steps",
+        type=at_least(1),
+        default=3,
+        help="for each library, after one that does not count",
+    )
+    add(
+        "--states",
+        type=at_least(1),
+        default=2,
+        help="number of optimizer states, each as large as the weights",
+    )
     add(
         "--fraction",
         type=fraction_of,
@@ -79,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         "--engine-backup",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="of the engine's weights, in step; in kv the update brings them",
+        help="backup of the engine's weights in step; kv needs none because of its update",
     )
     add("--kv-seconds", type=float, default=360, help="after which kv starts no other engine")
     add("--step-seconds", type=float, default=330, help="after which step starts no other engine")

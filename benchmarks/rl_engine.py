@@ -1,19 +1,19 @@
-"""An engine and a trainer on one GPU through a step of RL, stage by stage.
+"""Run an engine and a trainer on one GPU through a step of RL, stage by stage.
 
 A step begins with the engine awake and the trainer asleep:
 
-    engine_sleep     KV cache, weights and graphs of the engine go                    transition
-    trainer_wake     the trainer's weights and optimizer states come back             transition
-    train            gradients, and kernels over all of the trainer's memory
-    optimizer_sleep  the optimizer's states go, and what torch kept of the gradients  transition
-    weights_wake     the engine's weights and graphs come back                        transition
-    update           the trainer's weights go to the engine in buckets
-    copy_goes        the trainer's weights go                                         transition
-    kv_wake          the KV cache comes back                                          transition
+    engine_sleep     pause the engine's KV cache, weights and graphs              transition
+    trainer_wake     resume the trainer's weights and optimizer states            transition
+    train            compute gradients, with kernels over all of the trainer's memory
+    optimizer_sleep  pause the optimizer's states, and drop the cached gradients  transition
+    weights_wake     resume the engine's weights and graphs                       transition
+    update           send the trainer's weights to the engine in buckets
+    copy_goes        pause the trainer's weights                                  transition
+    kv_wake          resume the KV cache                                          transition
     generate
 
-Waking all at once, weights_wake brings the KV cache too, and there is no kv_wake. The first step of
-an engine has no trainer_wake: the trainer takes its memory then ("make").
+If everything wakes at once, weights_wake also brings the KV cache, and there is no kv_wake. The
+first step of an engine has no trainer_wake: the trainer allocates its memory instead ("make").
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ TRANSITIONS = (
     "kv_wake",
 )
 WORK = ("train", "update", "generate")
-# What is in use in these does not depend on the engine's KV cache.
+# The memory in use in these stages does not depend on the engine's KV cache.
 ENGINE_AWAY = ("make", "trainer_wake", "train", "optimizer_sleep")
 
-# Of what is generated: a prefill as large as SGLang's pieces of one on this GPU, and some decoding.
+# Requests for generation: a prefill as large as SGLang's chunks on this GPU, and some decoding.
 REQUESTS, PROMPT, TOKENS = 8, 1024, 64
 
 
 class Loop(EngineWorker):
-    """Takes an engine, and a trainer in the process of the engine's caller, through steps.
+    """Runs an engine, and a trainer in the process of the engine's caller, through steps.
 
     Args:
-        name: whose saver both have.
+        name: the memory saver of both.
         model: the model's directory.
-        small: whether the model there is the small one.
+        small: whether the model is the small one.
         fraction: mem_fraction_static.
-        backup: whether the engine's weights keep their contents.
+        backup: whether the engine's weights have a backup.
         wait: seconds of rest before the engine sleeps.
         device: the trainer's torch device.
-        states: of the optimizer, for each weight.
-        bucket_bytes: how many of the weights go to the engine together, unless one is larger.
-        tokens: the most that the KV cache is to hold; 0: as many as the fraction leaves room for.
+        states: the number of optimizer states for each weight.
+        bucket_bytes: bytes of weights that are sent together, unless one weight is larger.
+        tokens: the limit of the KV cache; 0: as many as the fraction allows.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Loop(EngineWorker):
         self._memory = DeviceMemory()
         self._peaks = Peaks(self._memory.used)
         self._seconds: dict[str, float] = {}
-        self._held: RlTrainer | None = None  # the trainer with all its memory, once it is made
+        self._held: RlTrainer | None = None  # the trainer with all its memory, once it exists
         self._sent = ""  # the checksum of the engine's weights
 
     def start(self) -> dict[str, Any]:
-        """Starts the engine; how many tokens its KV cache holds, as it says itself."""
+        """Start the engine; return the size of its KV cache in tokens, as it reports."""
         with self._peaks.stage("start"):
             found = super().start()
         self._start_peak = self._peaks.stages.pop("start")
@@ -94,9 +94,9 @@ class Loop(EngineWorker):
         return found | {"tokens": min(capacities), "total": self._memory.total}
 
     def alone(self) -> dict[str, Any]:
-        """Generates, before there is a trainer.
+        """Generate without a trainer.
 
-        Without what torch has kept since the start: a release lets that go, too.
+        First drops torch's cache from the start, which a release drops too.
         """
         self._begin()
         self.rest()
@@ -106,7 +106,7 @@ class Loop(EngineWorker):
         return self._found()
 
     def fit(self, at_once: bool) -> dict[str, Any]:
-        """A step; "refused" tells of memory that did not do. Other errors are errors."""
+        """Run a step. "refused" in the result reports a lack of memory; other errors are raised."""
         try:
             return self.step(seed=1, at_once=at_once)
         except Exception as error:
@@ -115,10 +115,10 @@ class Loop(EngineWorker):
             raise
 
     def step(self, seed: int, at_once: bool = False) -> dict[str, Any]:
-        """A step: seconds and bytes in use of each stage.
+        """Run a step; return the seconds and the bytes in use of each stage.
 
-        "lost" tells of contents that are others than before, "unchecked" why the engine's are not
-        known; "weights" is the checksum of the engine's after the update.
+        "lost" reports changed contents, "unchecked" why the engine's contents are unknown;
+        "weights" is the checksum of the engine's weights after the update.
         """
         self._begin()
         if self._backup and not self._sent:
@@ -145,19 +145,19 @@ class Loop(EngineWorker):
         return self._found() | self._checked()
 
     def release(self, tags: Sequence[str]) -> None:
-        """Tags of the engine go, with one call."""
+        """Release tags of the engine in one call."""
         answers = self.engine.release_memory_occupation(tags=list(tags))
         for tag in tags:
             self._check_answers(tag, answers)
 
     def resume(self, tags: Sequence[str]) -> None:
-        """Tags of the engine come back, with one call."""
+        """Resume tags of the engine in one call."""
         answers = self.engine.resume_memory_occupation(tags=list(tags))
         for tag in tags:
             self._check_answers(tag, answers)
 
     def rollout(self) -> None:
-        """Generates, and checks that all of it came."""
+        """Generate, and check the number of tokens."""
         prompts = [
             [10 + (37 * number + at) % 8000 for at in range(PROMPT)] for number in range(REQUESTS)
         ]
@@ -166,9 +166,9 @@ class Loop(EngineWorker):
             raise RuntimeError(f"the engine generated {tokens} of {REQUESTS * TOKENS} tokens")
 
     def update_in_buckets(self) -> None:
-        """The trainer's weights go to the engine, in buckets that lie outside any region.
+        """Send the trainer's weights to the engine, in buckets outside any region.
 
-        When this ends, the engine has let go of them, and their memory is the driver's again.
+        On return the engine has released the buckets, and their memory is the driver's again.
         """
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -198,7 +198,7 @@ class Loop(EngineWorker):
         let_go(self._device, before)
 
     def _is_want_of_memory(self, error: Exception) -> bool:
-        """Whether it was too much, for the trainer, a saver, or by what the engine says."""
+        """Return whether an error is a lack of memory: the trainer's, a saver's or the engine's."""
         import torch
 
         if self._name == OURS:
@@ -218,7 +218,7 @@ class Loop(EngineWorker):
         self._peaks.stages.clear()
 
     def _stage(self, name: str, call: Callable[[], object]) -> None:
-        """Times a call, with the trainer's device idle before and after, and watches memory."""
+        """Time a call, with the trainer's device idle before and after, and watch memory."""
         self._synchronise()
         with self._peaks.stage(name):
             begin = time.perf_counter()
@@ -241,14 +241,14 @@ class Loop(EngineWorker):
         }
 
     def _check_weights(self) -> None:
-        """That a resume brought the engine's weights back, if they have a backup."""
+        """Check that a resume restored the engine's weights, if they have a backup."""
         if self._backup and self._sent and not self._lost:
             found, problem = self.checksum()
             if found != self._sent:
                 self._lost = f"the engine's weights: {problem or found}"
 
     def _checked(self) -> dict[str, Any]:
-        """What `step` says of contents, after its update."""
+        """Return the result of `step` about contents, after its update."""
         if not self._backup:
             return {"lost": self._lost, "unchecked": "", "weights": ""}
         old, (self._sent, unchecked) = self._sent, self.checksum()
@@ -257,7 +257,7 @@ class Loop(EngineWorker):
         return {"lost": self._lost, "unchecked": unchecked, "weights": self._sent}
 
     def _collect(self) -> None:
-        """Lets torch use the memory of buckets again that the engine has let go of."""
+        """Make torch reuse the memory of buckets that the engine has released."""
         import torch
 
         if self._device == "cuda":
@@ -270,7 +270,7 @@ class Loop(EngineWorker):
 
 
 def buckets(weights: Iterable[tuple[str, Any]], at_most: int) -> Iterator[list[tuple[str, Any]]]:
-    """Weights in order, as many together as have so many bytes; a larger one alone."""
+    """Yield weights in order, grouped up to `at_most` bytes; a larger weight alone."""
     part: list[tuple[str, Any]] = []
     size = 0
     for name, tensor in weights:

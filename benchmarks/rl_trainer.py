@@ -1,8 +1,8 @@
 """A trainer beside an engine: weights and optimizer states in two tags of a memory saver.
 
-Both tags have a backup in host memory. With memsaver, `offload` puts them there; with
-torch_memory_saver, they are made in regions, as its users make them. Gradients live for a step.
-Imports torch.
+Both tags have a backup in host memory. With memsaver, `offload` moves them there; with
+torch_memory_saver, they are created in regions, as is usual for it. Gradients exist for one step.
+Importing this module imports torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ WEIGHTS, OPTIMIZER = "trainer_weights", "trainer_optimizer"
 
 
 class Averages(torch.optim.Optimizer):
-    """As many running averages of the gradients as asked for, each as large as the parameters.
+    """Running averages of the gradients, `count` of them, each as large as the parameters.
 
-    Two are what Adam has. All kernels work in place.
+    Adam has two. All kernels work in place.
     """
 
     def __init__(self, parameters: Iterable[Any], count: int) -> None:
@@ -41,19 +41,19 @@ class Averages(torch.optim.Optimizer):
 
 
 class Saver(Protocol):
-    """How a library holds a trainer's memory."""
+    """A library's way to manage a trainer's memory."""
 
     def hold_weights(self, make: Callable[[], Any]) -> Any:
-        """A module that is made by this call, its parameters in the tag WEIGHTS."""
+        """Create a module by this call, with its parameters in the tag WEIGHTS."""
 
     def hold_states(self, optimizer: Any, first_step: Callable[[], None]) -> None:
-        """Takes the first step; the states that it makes go into the tag OPTIMIZER."""
+        """Run the first step; the optimizer states that it creates go into the tag OPTIMIZER."""
 
     def pause(self, tag: str) -> None:
-        """Gives the tag's memory back."""
+        """Release the tag's memory."""
 
     def resume(self, *tags: str) -> None:
-        """Takes memory for the tags again."""
+        """Map memory for the tags again."""
 
 
 class Offloads:
@@ -83,7 +83,7 @@ class Offloads:
 
 
 class Regions:
-    """torch_memory_saver: whatever is made inside a region is in its tag."""
+    """torch_memory_saver: allocations inside a region belong to its tag."""
 
     def __init__(self, name: str) -> None:
         self._library = libraries.open_library(name)
@@ -105,13 +105,13 @@ class Regions:
 
 
 class Trainer:
-    """A copy of a model's weights in bfloat16, and an optimizer of them. Made awake.
+    """A copy of a model's weights in bfloat16, and their optimizer. Created awake.
 
     Args:
-        name: whose memory saver it has.
-        states: how many states the optimizer has for each weight.
+        name: the name of its memory saver.
+        states: the number of optimizer states for each weight.
         device: the torch device; "cpu" with memsaver's simulated driver.
-        seed: of the first weights.
+        seed: the seed of the first weights.
     """
 
     def __init__(self, name: str, shape: Shape, states: int, device: str, seed: int = 0) -> None:
@@ -130,7 +130,7 @@ class Trainer:
 
     @property
     def weights(self) -> list[tuple[str, Any]]:
-        """Names, as checkpoints have them, and the weights themselves."""
+        """Return the weights with their names in checkpoints."""
         return [
             (name, parameter.detach())
             for name, parameter in zip(self._names, self._model.parameters(), strict=True)
@@ -138,40 +138,40 @@ class Trainer:
 
     @property
     def bytes(self) -> int:
-        """Of the weights and the optimizer's states."""
+        """Return the size of the weights and of the optimizer's states."""
         return sum(int(tensor.nbytes) for tensor in self._tensors())
 
     def train(self, seed: int) -> None:
-        """A step with gradients that the seed determines."""
+        """Run a step with gradients that the seed determines."""
         self._make_gradients(seed)
         self._optimizer.step()
         self._let_gradients_go()
 
     def sleep_optimizer(self) -> None:
-        """The optimizer's memory goes, and what torch keeps of the gradients'."""
+        """Release the optimizer's memory, and torch's cache of the gradients'."""
         if self._device == "cuda":
             torch.cuda.empty_cache()
         self._saver.pause(OPTIMIZER)
 
     def sleep_weights(self) -> None:
-        """The weights' memory goes."""
+        """Release the weights' memory."""
         self._saver.pause(WEIGHTS)
 
     def wake(self) -> None:
-        """Both come back."""
+        """Resume both tags."""
         self._saver.resume(WEIGHTS, OPTIMIZER)
 
     def remember(self) -> None:
-        """Takes note of all contents, for `lost`."""
+        """Record all contents, for `lost`."""
         self._sums = workloads.sums(self._tensors())
 
     def lost(self) -> str:
-        """What of the contents is not as it was noted; "" where all is."""
+        """Describe the contents that differ from the record; "" if none do."""
         wrong = int((workloads.sums(self._tensors()) != self._sums).sum())
         return f"{wrong} of {len(self._sums)} pieces of the trainer's memory" if wrong else ""
 
     def synchronise(self) -> None:
-        """Waits until the device has done what this process asked of it."""
+        """Wait until the device has done this process's work."""
         if self._device == "cuda":
             torch.cuda.synchronize()
 
@@ -192,7 +192,7 @@ class Trainer:
 
 
 def _module(shape: Shape, device: str) -> Any:
-    """The weights as parameters, in the order of `checkpoint`: small random numbers."""
+    """Create the weights as parameters, in the order of `checkpoint`: small random numbers."""
     module = torch.nn.Module()
     for number, (_, size) in enumerate(checkpoint(shape)):
         tensor = torch.empty(size, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""Runs the parts of a benchmark, one after the other, and keeps what each of them found."""
+"""Run the parts of a benchmark one after the other, and keep their results."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import report
 import results
 from children import Failed
 
-# Yields rows; what could not be measured goes into the list of failures.
+# Yields rows; failed measurements go into the list of failures.
 Measure = Callable[[argparse.Namespace, list[str]], Iterator[dict[str, Any]]]
 
 
 def run(measures: Iterable[Measure], options: argparse.Namespace) -> int:
-    """Measures, merges each row into `options.output` when it is there, prints; an exit status.
+    """Measure, merge each row into `options.output` at once, print, and return an exit status.
 
-    So what was found is kept where the run is ended from outside.
+    Results are kept even if the run is ended from outside.
     """
     circumstances = results.stamp()
     rows: list[dict[str, Any]] = []
@@ -34,7 +34,7 @@ def run(measures: Iterable[Measure], options: argparse.Namespace) -> int:
                 count = results.write(options.output, [row], circumstances)
         except Failed as error:
             failures.append(str(error))
-        except Exception as error:  # one part's mistake does not cost the others their results
+        except Exception as error:  # an error in one part must not lose the results of others
             traceback.print_exc()
             failures.append(f"{measure.__module__}: {type(error).__name__}: {error}")
         name = measure.__module__.removeprefix("parts.")
@@ -48,7 +48,7 @@ def run(measures: Iterable[Measure], options: argparse.Namespace) -> int:
 
 
 def part_names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """What parses the value of --only."""
+    """Return the parser of the value of --only."""
     names = list(known)
 
     def parse(text: str) -> list[str]:

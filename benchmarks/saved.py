@@ -1,4 +1,4 @@
-"""Tensors whose contents must survive, and the plain copy that bounds how fast they can."""
+"""Tensors whose contents must be restored, and the plain copy that limits the speed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import workloads
 from libraries import Library
 from workloads import GIB
 
-GIVEN_BACK = 0.98  # of the tensors' bytes, at least, by the driver's free memory
+LEAST_RELEASED = 0.98  # least released part of the tensors' bytes, by the driver's free memory
 
 
 class Saved:
     """A tag with a backup, full of random bits.
 
-    Everything raises RuntimeError where bytes, addresses or freed memory are not what they must be.
+    All methods raise RuntimeError if bytes, addresses or freed memory are wrong.
     """
 
     def __init__(
@@ -40,43 +40,43 @@ class Saved:
         workloads.stop_collecting()
 
     def change(self, tensors: slice = slice(None)) -> None:
-        """Changes all words of the chosen tensors."""
+        """Change all words of the chosen tensors."""
         workloads.change(self.tensors[tensors])
 
     def remember(self) -> None:
-        """Takes note of the contents, for `check`."""
+        """Record the contents, for `check`."""
         self._sums = workloads.sums(self.tensors)
         workloads.synchronise(self._devices)
 
     def check(self) -> None:
-        """Compares addresses and contents with those taken note of."""
+        """Compare addresses and contents with the recorded ones."""
         if [tensor.data_ptr() for tensor in self.tensors] != self._addresses:
             raise RuntimeError(f"an address of {self.tag} moved")
         wrong = int((workloads.sums(self.tensors) != self._sums).sum())
         if wrong:
             raise RuntimeError(
-                f"{wrong} of {len(self._sums)} pieces of {self.tag} came back with other contents"
+                f"{wrong} of {len(self._sums)} pieces of {self.tag} have changed in the resume"
             )
 
     def pause(self) -> float:
-        """Milliseconds of a pause."""
+        """Return the milliseconds of a pause."""
         self.remember()
         before = workloads.free_bytes(self._devices)
         spent = workloads.timed_ms(lambda: self._library.pause(self.tag), self._devices)
         freed = workloads.free_bytes(self._devices) - before
-        if freed < GIVEN_BACK * self.bytes:
-            raise RuntimeError(f"a pause of {self.tag} gave back {freed} of {self.bytes} bytes")
+        if freed < LEAST_RELEASED * self.bytes:
+            raise RuntimeError(f"a pause of {self.tag} released {freed} of {self.bytes} bytes")
         return spent
 
     def resume(self) -> float:
-        """Milliseconds of a resume, after which the contents are checked."""
+        """Return the milliseconds of a resume, after which the contents are checked."""
         spent = workloads.timed_ms(lambda: self._library.resume(self.tag), self._devices)
         self.check()
         return spent
 
 
 class PlainCopy:
-    """Copies between a device and a pinned buffer of 1 GiB, over and over, of so many bytes."""
+    """Repeated copies of `total` bytes between a device and a pinned buffer of 1 GiB."""
 
     def __init__(self, total: int, gpu: int = 0) -> None:
         import torch
@@ -85,14 +85,14 @@ class PlainCopy:
         self._sizes = [min(GIB, total - at) for at in range(0, total, GIB)]
         self._host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True).fill_(1)
         self._device = torch.empty(GIB, dtype=torch.uint8, device=f"cuda:{gpu}").fill_(1)
-        self._other: PlainCopy | None = None  # whose buffers the other direction uses
+        self._other: PlainCopy | None = None  # has the buffers of the other direction
 
     def queue_out(self) -> None:
-        """From the device, without waiting."""
+        """Queue copies from the device, without waiting."""
         self._copy(self._host, self._device)
 
     def queue_in(self) -> None:
-        """To the device, without waiting."""
+        """Queue copies to the device, without waiting."""
         self._copy(self._device, self._host)
 
     def _copy(self, target: Any, source: Any) -> None:
@@ -100,15 +100,15 @@ class PlainCopy:
             target[:size].copy_(source[:size], non_blocking=True)
 
     def out_ms(self) -> float:
-        """From the device."""
+        """Return the milliseconds of copies from the device."""
         return workloads.timed_ms(self.queue_out)
 
     def in_ms(self) -> float:
-        """To the device."""
+        """Return the milliseconds of copies to the device."""
         return workloads.timed_ms(self.queue_in)
 
     def both_ms(self) -> float:
-        """Both directions at once, so many bytes each."""
+        """Return the milliseconds of both directions at once, `total` bytes each."""
         if self._other is None:
             self._other = PlainCopy(sum(self._sizes))
             self._streams = self._torch.cuda.Stream(), self._torch.cuda.Stream()

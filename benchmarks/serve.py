@@ -1,4 +1,4 @@
-"""The other end of children.py: python serve.py MODULE:CLASS LIBRARY SETTINGS."""
+"""The child's side of children.py: python serve.py MODULE:CLASS LIBRARY SETTINGS."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any, ClassVar
 
 
 class Worker:
-    """What a child does on request: its methods, which return what JSON can hold.
+    """The operations of a child: methods with results that JSON supports.
 
-    Made at the first request, with the library's name and the settings as arguments.
+    Created at the first request, with the library's name and the settings as arguments.
     """
 
-    imports: ClassVar[tuple[str, ...]] = ("torch",)  # at once: all children do that together
+    imports: ClassVar[tuple[str, ...]] = ("torch",)  # imported at start, by all children at once
 
 
 def serve(path: str, name: str, settings: dict[str, Any]) -> None:
-    """Answers requests until there are no more."""
+    """Serve requests until the end of the input."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no reply
+    os.dup2(2, 1)  # libraries may print, which must not look like a reply
     module, _, attribute = path.partition(":")
     kind: type[Any] = getattr(importlib.import_module(module), attribute)
     for wanted in kind.imports:
-        with contextlib.suppress(ImportError):  # the first request will say so
+        with contextlib.suppress(ImportError):  # the first request reports it
             importlib.import_module(wanted)
     worker: Any = None
     for line in sys.stdin:
@@ -43,7 +43,7 @@ def serve(path: str, name: str, settings: dict[str, Any]) -> None:
             reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
-    os._exit(0)  # memory is still paused: not every library can free that at exit
+    os._exit(0)  # memory is still paused, which not every library can free at exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks of SGLang engines do around their parts."""
+"""Common parts of the benchmarks of SGLang engines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sglang_model import BIG, SMALL, write_config
 def parser(
     description: str | None, parts: Mapping[str, runs.Measure], wait: float, touch_gib: float
 ) -> argparse.ArgumentParser:
-    """A command line with what all of these benchmarks take.
+    """Return a command line with the options that all of these benchmarks have.
 
     Args:
         description: the benchmark's docstring.
-        parts: by their names.
-        wait: seconds of rest, the default; likewise
-        touch_gib: GiB.
+        parts: the names of the parts.
+        wait: the default of --wait, in seconds.
+        touch_gib: the default of --touch-gib, in GiB.
     """
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -47,13 +47,13 @@ def run(
     needs_peer: bool,
     check: Callable[[], object] = lambda: None,
 ) -> int:
-    """Measures the parts that were asked for, of a model that is written for it; an exit status.
+    """Run the selected parts with a new model, and return an exit status.
 
     Args:
-        parts: by their names, in the order of measuring.
-        options: of the command line. Notes there where the model is, and what is in use already.
+        parts: the parts by name, in the order of measuring.
+        options: the command line's. Receives the model's path and the memory in use at the start.
         needs_peer: whether torch_memory_saver must be installed.
-        check: raises RuntimeError where something else is missing.
+        check: raises RuntimeError if something else is missing.
     """
     wrong = _why_not(options, needs_peer, check)
     if wrong:
@@ -68,7 +68,7 @@ def run(
 
 
 def _why_not(options: argparse.Namespace, needs_peer: bool, check: Callable[[], object]) -> str:
-    """What is missing; "" where all is there."""
+    """Describe a missing requirement; "" if there is none."""
     if importlib.util.find_spec("sglang") is None:
         return "SGLang is not installed"
     missing = why_no_peer() if needs_peer else ""

@@ -1,9 +1,9 @@
-"""An SGLang engine through the memory cycle of RL training: memsaver beside torch_memory_saver.
+"""Measure an SGLang engine in the memory cycle of RL training, with both memory savers.
 
     PYTHONPATH=where/torch_memory_saver/lies python benchmarks/sglang_cycle.py [--only cycle]
 
 Needs SGLang, and memsaver installed so that SGLang finds its plugin. The engine serves a model of
-Qwen3-8B's shape with random weights, 16.4 GB, on one GPU, CUDA graphs included.
+Qwen3-8B's shape with random weights, 16.4 GB, on one GPU, including CUDA graphs.
 
 What is measured
     fraction    the largest mem_fraction_static with which an engine wakes up beside a trainer that
@@ -12,18 +12,17 @@ What is measured
                 with nothing changed, and after a weight update; decoding before and after; memory
                 in use when all is released; the start of the engine
 
-Each engine lives in a process of its own and has the GPU for itself, memsaver's and the peer's one
-after the other. The first engine of a run compiles kernels: it is never one whose start counts.
-Before each step lies a wait of --wait seconds, so that the driver's clearing of released memory is
-not what is measured. Times are those of the engine's caller. All values count.
+Each engine runs in a process of its own with the GPU for itself, memsaver's and the peer's one
+after the other. The first engine of a run compiles kernels, and its start does not count. Before
+each step is a wait of --wait seconds, so that the driver's clearing of released memory is not
+measured. Times are those of the engine's caller. All values count.
 
-New weights come from tensors of a trainer, in the process of the engine's caller, which are freed
+New weights come from tensors of a trainer in the process of the engine's caller, which are freed
 before the release. The engine's checksums of its weights before each release and after the resume
-are compared; a library that loses bytes is a failure, and no row.
+are compared; a library that loses bytes is a failure and gets no row.
 
-Host memory is touched before (--touch-gib), for the reason that pause_resume.py has. Progress goes
-to the error output. Prints a table and merges its rows into --output (see results.py), after each
-part.
+Host memory is touched first (--touch-gib); see pause_resume.py. Progress goes to stderr. Prints a
+table and merges its rows into --output (see results.py), after each part.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import runs
 import sglang_benchmark
 from parts import sglang_fraction, sglang_tags
 
-# The order of measuring: the second needs kernels that are compiled.
+# The order of measuring: the second part needs compiled kernels.
 PARTS: dict[str, runs.Measure] = {
     "fraction": sglang_fraction.measure,
     "cycle": sglang_tags.measure,
@@ -43,12 +42,12 @@ PARTS: dict[str, runs.Measure] = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures what was asked for; an exit status."""
+    """Run the selected measurements, and return an exit status."""
     return sglang_benchmark.run(PARTS, options, options.peer and "cycle" in options.only)
 
 
 def fractions_of(text: str) -> list[float]:
-    """The value of --fractions."""
+    """Parse the value of --fractions."""
     try:
         found = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -59,13 +58,18 @@ def fractions_of(text: str) -> list[float]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = sglang_benchmark.parser(__doc__, PARTS, wait=1.0, touch_gib=24)
     add = made.add_argument
     add("--cycles", type=int, default=3, help="cycles with new weights, and as many without")
     add("--decodes", type=int, default=5, help="batches of 8 x 256 tokens, before and after")
-    add("--fractions", type=fractions_of, default="0.86,0.90,0.94", help="of fraction, to be tried")
-    add("--trainer-gb", type=float, default=16.4, help="GB that its trainer holds, at least")
+    add(
+        "--fractions",
+        type=fractions_of,
+        default="0.86,0.90,0.94",
+        help="mem_fraction_static values that fraction tries",
+    )
+    add("--trainer-gb", type=float, default=16.4, help="least size of its trainer in GB")
     return made
 
 

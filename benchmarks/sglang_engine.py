@@ -1,7 +1,8 @@
-"""An SGLang engine in a process of its own, with one memory saver or the other.
+"""An SGLang engine in a process of its own, with one of the two memory savers.
 
-The saver is the one that SGLang finds: memsaver by its plugin, torch_memory_saver where that is
-turned off. Both may be installed. Every start is checked: no figure comes from the wrong one.
+SGLang finds the saver itself: memsaver through its plugin, or torch_memory_saver if the plugin is
+disabled. Both may be installed. Every start is checked, so that all figures belong to the named
+saver.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ PEER_DISTRIBUTION = "torch_memory_saver"
 PEER_LIBRARY = "torch_memory_saver_hook"  # in the names of the peer's libraries
 
 START_SECONDS = 300  # kernels are compiled on first use
-FREE_SECONDS = 60  # until the memory of a process that ended is free
-NOISE_MIB = 64  # between two readings of what nobody changed
+FREE_SECONDS = 60  # limit for the memory of an ended process to become free
+NOISE_MIB = 64  # between two readings of unchanged memory
 
-# How the settings of the savers, of SGLang's plugins and of torch's allocator begin; the benchmark
-# makes its own.
+# Prefixes of the settings of the savers, of SGLang's plugins and of torch's allocator, which the
+# benchmark sets itself.
 DROPPED = (
     "LD_PRELOAD",
     "MEMSAVER_",
@@ -51,12 +52,12 @@ _begin = time.monotonic()
 
 
 def say(text: str) -> None:
-    """Progress, with the seconds since the start, to the error output."""
+    """Print progress to stderr, with the seconds since the start."""
     print(f"[{time.monotonic() - _begin:6.1f}] {text}", file=sys.stderr, flush=True)
 
 
 def used_mib() -> float:
-    """MiB of the first GPU that is visible in use, as the driver says. Starts no CUDA context."""
+    """Return the MiB in use on the first visible GPU, by the driver. Creates no CUDA context."""
     query = (
         "nvidia-smi",
         "-i",
@@ -68,24 +69,24 @@ def used_mib() -> float:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
         return float(done.stdout.split()[0])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        raise RuntimeError(f"nvidia-smi does not say how much memory is in use: {error}") from None
+        raise RuntimeError(f"nvidia-smi does not report the memory in use: {error}") from None
 
 
 def why_no_peer() -> str:
-    """Why torch_memory_saver cannot be measured; "" where it can."""
+    """Return why torch_memory_saver cannot be measured; "" if it can."""
     if importlib.util.find_spec(PEER_DISTRIBUTION) is None:
         return "torch_memory_saver is not installed"
     try:
         version = importlib.metadata.version(PEER_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
-        return ""  # put there without its metadata
+        return ""  # installed without its metadata
     if "memsaver" in version.partition("+")[2]:
         return f"torch_memory_saver {version} is memsaver under that name"
     return ""
 
 
 def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables of an engine with the saver of that name, wherever its process runs."""
+    """Return the variables of an engine with the named saver, for every process of it."""
     found = {key: value for key, value in inherited.items() if not key.startswith(DROPPED)}
     places = [place for place in found.get("PYTHONPATH", "").split(os.pathsep) if place]
     if places:
@@ -95,7 +96,7 @@ def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[st
         found["TMS_RETAIN_CPU_BACKUP"] = "1"
     found["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     found.setdefault("NCCL_GRAPH_REGISTER", "0")
-    found.setdefault("SGLANG_IS_FLASHINFER_AVAILABLE", "false")  # its kernels are not asked for
+    found.setdefault("SGLANG_IS_FLASHINFER_AVAILABLE", "false")  # its kernels are not needed
     if os.path.isdir("/usr/local/cuda"):
         found.setdefault("CUDA_HOME", "/usr/local/cuda")
     return found
@@ -105,11 +106,11 @@ def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[st
 def running(
     worker: str, name: str, options: argparse.Namespace, **settings: Any
 ) -> Iterator[tuple[Child, dict[str, Any]]]:
-    """An engine for the block, and what its `start` said. When this ends, its memory is free."""
+    """Start an engine for the block; yield it and the result of `start`. Frees its memory."""
     wait_until_free(options.idle_mib)
     say(f"{name}: starting an engine")
     variables = environment(name)
-    if options.device == "cpu":  # an engine that stands in, with a trainer whose tensors do
+    if options.device == "cpu":  # a fake engine and a fake trainer
         variables["MEMSAVER_DRIVER"] = "sim"
     with Child(
         worker,
@@ -128,12 +129,12 @@ def running(
         options.compiled = True
         say(f"{name}: up after {started['seconds']:.1f} s, {started['used']:.0f} MiB in use")
         yield child, started
-        with contextlib.suppress(Failed):  # it is ended anyway
+        with contextlib.suppress(Failed):  # it is killed anyway
             child.ask("stop")
 
 
 def wait_until_free(idle_mib: float) -> None:
-    """Waits until no more memory is in use than so much. Raises Failed where it stays in use."""
+    """Wait until at most `idle_mib` are in use. Raises Failed on a timeout."""
     end = time.monotonic() + FREE_SECONDS
     while (used := used_mib()) > idle_mib + NOISE_MIB:
         if time.monotonic() > end:
@@ -142,9 +143,9 @@ def wait_until_free(idle_mib: float) -> None:
 
 
 def mapped(part: str) -> bool:
-    """Whether a process of this session has a file mapped with this in its path."""
+    """Return whether a process of this session has mapped a file with `part` in its path."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if os.getsid(int(pid)) == os.getsid(0) and part in Path(f"/proc/{pid}/maps").read_text(
                 errors="replace"
             ):
@@ -153,18 +154,18 @@ def mapped(part: str) -> bool:
 
 
 class EngineWorker(Worker):
-    """Starts the engine, and asks it for what all measurements need.
+    """Starts the engine, and calls it for all measurements.
 
     Args:
-        name: whose saver it has.
+        name: the name of the memory saver.
         model: the model's directory.
-        small: whether the model there is the small one.
+        small: whether the model is the small one.
         fraction: mem_fraction_static.
-        backup: whether weights keep their contents.
-        wait: seconds of rest, in which the driver clears what was released.
-        trainer_bytes: what the trainer holds, where that is more than the weights.
+        backup: whether weights have a backup.
+        wait: seconds of rest, in which the driver clears released memory.
+        trainer_bytes: the trainer's memory, if that is more than the weights.
         device: the trainer's torch device.
-        tokens: the most that the KV cache is to hold; 0: as many as the fraction leaves room for.
+        tokens: the limit of the KV cache; 0: as many as the fraction allows.
     """
 
     imports: ClassVar[tuple[str, ...]] = ("torch", "sglang")
@@ -188,7 +189,7 @@ class EngineWorker(Worker):
         self.trainer = Trainer(SMALL if small else BIG, trainer_bytes, device)
 
     def start(self) -> dict[str, Any]:
-        """Starts the engine, and checks whose saver it has."""
+        """Start the engine, and check its memory saver."""
         import sglang
 
         begin = time.perf_counter()
@@ -213,23 +214,23 @@ class EngineWorker(Worker):
         return {"seconds": seconds, "used": used_mib()}
 
     def stop(self) -> dict[str, Any]:
-        """Ends the engine."""
+        """End the engine."""
         self.engine.shutdown()
         return {}
 
     def rest(self) -> None:
-        """Waits: the driver clears released memory, and the engine becomes idle."""
+        """Wait: the driver clears released memory, and the engine becomes idle."""
         time.sleep(self._wait)
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> int:
-        """Generates so many tokens for each prompt; how many there are in all."""
+        """Generate `tokens` tokens for each prompt; return the total number."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         ids = [list(prompt) for prompt in prompts]
         replies = self.engine.generate(input_ids=ids, sampling_params=sampling)
         return sum(len(reply["output_ids"]) for reply in replies)
 
     def release_ms(self, tag: str) -> float:
-        """Milliseconds of a release, as its caller sees it."""
+        """Return the milliseconds of a release, measured by the caller."""
         begin = time.perf_counter()
         answers = self.engine.release_memory_occupation(tags=[tag])
         spent = round((time.perf_counter() - begin) * 1e3, 3)
@@ -237,7 +238,7 @@ class EngineWorker(Worker):
         return spent
 
     def resume_ms(self, tag: str) -> float:
-        """Milliseconds of a resume, as its caller sees it."""
+        """Return the milliseconds of a resume, measured by the caller."""
         begin = time.perf_counter()
         answers = self.engine.resume_memory_occupation(tags=[tag])
         spent = round((time.perf_counter() - begin) * 1e3, 3)
@@ -245,13 +246,13 @@ class EngineWorker(Worker):
         return spent
 
     def update(self) -> None:
-        """Sends the trainer's weights to the engine, which copies them into its own."""
+        """Send the trainer's weights to the engine, which copies them into its own."""
         done, message = self.engine.update_weights_from_tensor(self.trainer.weights)
         if not done:
             raise RuntimeError(f"the weights were not updated: {message}")
 
     def checksum(self) -> tuple[str, str]:
-        """Of the bytes of all weights, by the engine; or "" and why there is none."""
+        """Return the engine's checksum of all weights; or "" and the reason."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         ask = self.engine.tokenizer_manager.check_weights
@@ -260,7 +261,7 @@ class EngineWorker(Worker):
         return (checksum, "") if done and checksum else ("", message or "no checksum")
 
     def states(self) -> list[dict[str, Any]]:
-        """What each scheduler says of itself."""
+        """Return the internal state of each scheduler."""
         ask = self.engine.tokenizer_manager.get_internal_state
         found: list[dict[str, Any]] = self.engine.loop.run_until_complete(ask())
         return found
@@ -277,7 +278,7 @@ class EngineWorker(Worker):
             )
 
     def _check_answers(self, tag: str, answers: Any) -> None:
-        """memsaver's hooks tell what they moved. There may be no pausable graphs."""
+        """Check the bytes that memsaver's hooks report. There may be no pausable graphs."""
         if self._name == OURS and tag != GRAPH:
             ranks = [rank for answer in answers or () for rank in answer.ranks]
             if not ranks or not all(rank.device_bytes.get(tag) for rank in ranks):

@@ -1,4 +1,4 @@
-"""The model of the engines under measurement, a Qwen3 with random weights, and a trainer of it."""
+"""The model of the measured engines, a Qwen3 with random weights, and its trainer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 HEAD, KV_HEADS = 128, 8
-DROP_SECONDS = 20  # until an engine has let go of the tensors that it was sent
+DROP_SECONDS = 20  # limit for an engine to release tensors that it received
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a model is."""
+    """The size of a model."""
 
     layers: int
     hidden: int
@@ -30,7 +30,7 @@ SMALL = Shape(layers=4, hidden=512, inter=1024, vocab=8192, heads=8)
 
 
 def write_config(shape: Shape, directory: Path) -> None:
-    """The model's config.json, which is all that an engine with dummy weights reads."""
+    """Write the model's config.json, which suffices for an engine with dummy weights."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -56,12 +56,12 @@ def write_config(shape: Shape, directory: Path) -> None:
 
 
 def kv_bytes(shape: Shape) -> int:
-    """Bytes of the KV cache for each token, in bfloat16."""
+    """Return the bytes of the KV cache for each token, in bfloat16."""
     return 2 * shape.layers * KV_HEADS * HEAD * 2
 
 
 def checkpoint(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the weights, as checkpoints have them."""
+    """Yield names and shapes of the weights, as in checkpoints."""
     hidden, inter = shape.hidden, shape.inter
     queries, keys = shape.heads * HEAD, KV_HEADS * HEAD
     yield "model.embed_tokens.weight", (shape.vocab, hidden)
@@ -83,10 +83,10 @@ def checkpoint(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 class Trainer:
-    """A copy of the weights on the GPU, in memory of its own, which engines may be sent.
+    """A copy of the weights on the GPU, in memory of its own, that can be sent to engines.
 
     Args:
-        total: bytes to hold, where that is more than the weights.
+        total: bytes to allocate, if that is more than the weights.
         device: the torch device.
     """
 
@@ -94,10 +94,10 @@ class Trainer:
         self._shape, self._total, self._device = shape, total, device
         self.weights: list[tuple[str, Any]] = []
         self._rest: Any = None
-        self._others = 0  # bytes of this process's, of which nothing is known here
+        self._others = 0  # bytes of this process that belong to other code
 
     def take(self, seed: int) -> None:
-        """Takes memory for new weights: small random numbers, others for each seed."""
+        """Allocate new weights: small random numbers that the seed determines."""
         import torch
 
         if self._device == "cuda":
@@ -113,16 +113,16 @@ class Trainer:
             torch.cuda.synchronize()
 
     def drop(self) -> None:
-        """Gives all of it back to the driver. RuntimeError where an engine does not let go."""
+        """Release all memory to the driver. RuntimeError if an engine still uses it."""
         self.weights.clear()
         self._rest = None
         let_go(self._device, self._others)
 
 
 def let_go(device: str, at_most: int) -> None:
-    """Gives back what torch keeps, once engines have let go of the tensors that they were sent.
+    """Release torch's cache, once engines have released the tensors that they received.
 
-    RuntimeError where more than so many bytes are still in tensors of this process then.
+    RuntimeError if more than `at_most` bytes are still in tensors of this process.
     """
     import torch
 
@@ -130,7 +130,7 @@ def let_go(device: str, at_most: int) -> None:
     if device != "cuda":
         return
     end = time.monotonic() + DROP_SECONDS
-    while True:  # torch keeps what another process has a handle of
+    while True:  # torch keeps memory to which another process has a handle
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
         left = torch.cuda.memory_allocated() - at_most

@@ -1,13 +1,13 @@
-"""A rollout engine and a trainer whose memory together is larger than the GPU, recorded.
+"""Record a rollout engine and a trainer whose memory together exceeds the GPU's.
 
     python benchmarks/shared_gpu.py [--steps 2] [--out benchmarks/results/shared_gpu.json]
 
-Steps as an RL framework takes them: generate, put the engine to sleep, train, wake the weights,
-update them, put the trainer to sleep, wake the KV cache. The engine's weights (16 GiB, with
-a backup), KV cache and graph, and the trainer's states (with a backup) are torch tensors in tags;
-kernels read and write them in every phase. What is written is the `memsaver.timeline()` of the
-steps after the first, in which the machine has yet to find the memory for the backups;
-`memsaver trace FILE --picture shared_gpu.svg` draws it.
+Steps as in an RL framework: generate, put the engine to sleep, train, wake the weights, update
+them, put the trainer to sleep, wake the KV cache. The engine's weights (16 GiB, with a backup), KV
+cache and graph, and the trainer's states (with a backup) are torch tensors in tags; kernels use
+them in every phase. Writes the `memsaver.timeline()` of all steps but the first, in which the
+machine still allocates the memory of the backups; `memsaver trace FILE --picture shared_gpu.svg`
+draws it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import memsaver
 GIB = 1 << 30
 ROOT = Path(__file__).parent.parent
 WEIGHTS, TRAINER = 16 * GIB, 48 * GIB
-SPARE = 6 * GIB  # for torch, cuBLAS and what the driver keeps
+SPARE = 6 * GIB  # for torch, cuBLAS and the driver
 
 
 def filled(nbytes: int, value: int) -> list[torch.Tensor]:
-    """Tensors of a GiB each, every element `value`."""
+    """Return tensors of a GiB each, with every element `value`."""
     count = nbytes // GIB
     return [torch.full((GIB // 4,), value, dtype=torch.int32, device="cuda") for _ in range(count)]
 
 
 def work(tensors: list[torch.Tensor], seconds: float, add: int = 0) -> None:
-    """Reads the tensors over and over, then adds a number to each element."""
+    """Read the tensors repeatedly, then add a number to each element."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for tensor in tensors:
@@ -45,7 +45,7 @@ def work(tensors: list[torch.Tensor], seconds: float, add: int = 0) -> None:
 
 
 def without_root(saved: str) -> str:
-    """A saved timeline, its callers named from the source tree on: not where that lies."""
+    """Return a saved timeline with the callers' paths relative to the source tree."""
     return saved.replace(f"{ROOT.resolve()}/", "")
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     memsaver.pause("trainer")
     with memsaver.region("weights", backup="host"):
         weights = filled(WEIGHTS, 1)
-    with memsaver.region("kv_cache"):
+    with memsaver.region("kv_cache", backup="none"):
         kv = filled(cache, 1)
     with memsaver.graph(graph, tag="cuda_graph"):
         total = torch.stack([tensor[:1024].max() for tensor in weights]).sum()

@@ -1,4 +1,4 @@
-"""The tensors that are measured, and their contents. Imports torch only inside its functions."""
+"""The measured tensors, and their contents. Imports torch only inside functions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 MANY = 10_000
-WORDS = MIB // 8  # of 64 bits in the pieces whose sums are compared
+WORDS = MIB // 8  # 64-bit words in the pieces whose sums are compared
 
 
 def decoder_shapes() -> Iterator[tuple[int, ...]]:
-    """The weights of a Llama with 8 billion parameters, fused as inference engines fuse them."""
+    """Yield the weight shapes of an 8B Llama, fused as in inference engines."""
     hidden, inter, vocab, layers, kv = 4096, 14336, 128256, 32, 1024
     yield (vocab, hidden)
     for _ in range(layers):
@@ -30,14 +30,14 @@ def decoder_shapes() -> Iterator[tuple[int, ...]]:
 
 
 def decoder_bytes() -> int:
-    """The bytes of the decoder's weights in bfloat16."""
+    """Return the size of the decoder's weights in bfloat16."""
     return sum(
         2 * (shape[0] * shape[1] if len(shape) > 1 else shape[0]) for shape in decoder_shapes()
     )
 
 
 def decoder(device: int = 0) -> list[Any]:
-    """The decoder's 195 weight tensors, 16 GB, with any contents."""
+    """Create the decoder's 195 weight tensors, 16 GB, with undefined contents."""
     import torch
 
     return [
@@ -47,7 +47,7 @@ def decoder(device: int = 0) -> list[Any]:
 
 
 def blocks(count: int, size: int) -> list[Any]:
-    """So many tensors of so many bytes, with any contents."""
+    """Create `count` tensors of `size` bytes, with undefined contents."""
     import torch
 
     return [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(count)]
@@ -57,14 +57,14 @@ def blocks(count: int, size: int) -> list[Any]:
 
 
 def words_of(tensor: Any) -> Any:
-    """A tensor's bytes as integers of 64 bits, flat; it must have a multiple of 8 bytes."""
+    """Return a tensor's bytes as flat 64-bit integers; their number must be a multiple of 8."""
     import torch
 
     return tensor.view(-1).view(torch.int64)
 
 
 def randomise(tensors: Iterable[Any], seed: int) -> None:
-    """Fills tensors with random bits that the seed determines."""
+    """Fill tensors with random bits that the seed determines."""
     import torch
 
     torch.manual_seed(seed)
@@ -73,13 +73,13 @@ def randomise(tensors: Iterable[Any], seed: int) -> None:
 
 
 def change(tensors: Iterable[Any]) -> None:
-    """Changes every 64-bit word of the tensors."""
+    """Change every 64-bit word of the tensors."""
     for tensor in tensors:
         words_of(tensor).add_(1)
 
 
 def sums(tensors: Iterable[Any]) -> Any:
-    """The sum of each MiB of the tensors (of what is left over at their ends too), on the CPU."""
+    """Return the sum of each MiB of the tensors (and of their remainders), on the CPU."""
     import torch
 
     found = []
@@ -93,7 +93,7 @@ def sums(tensors: Iterable[Any]) -> Any:
 
 
 def all_zero(tensors: Iterable[Any]) -> bool:
-    """Whether every byte of the tensors is zero, by their sums."""
+    """Return whether every byte of the tensors is zero, by their sums."""
     return not sums(tensors).any().item()
 
 
@@ -101,7 +101,7 @@ def all_zero(tensors: Iterable[Any]) -> bool:
 
 
 def start_cuda(devices: Sequence[int] = (0,)) -> None:
-    """Makes the context of each device."""
+    """Create the context of each device."""
     import torch
 
     for device in devices:
@@ -109,7 +109,7 @@ def start_cuda(devices: Sequence[int] = (0,)) -> None:
 
 
 def synchronise(devices: Sequence[int] = (0,)) -> None:
-    """Waits until the devices have nothing to do."""
+    """Wait until the devices are idle."""
     import torch
 
     for device in devices:
@@ -117,14 +117,14 @@ def synchronise(devices: Sequence[int] = (0,)) -> None:
 
 
 def free_bytes(devices: Sequence[int] = (0,)) -> int:
-    """Free memory of the devices, as the driver says."""
+    """Return the free memory of the devices, as reported by the driver."""
     import torch
 
     return sum(int(torch.cuda.mem_get_info(device)[0]) for device in devices)
 
 
 def timed_ms(call: Callable[[], object], devices: Sequence[int] = (0,)) -> float:
-    """Milliseconds of a call, with the devices idle before and after."""
+    """Return the milliseconds of a call, with the devices idle before and after."""
     synchronise(devices)
     start = time.perf_counter()
     call()
@@ -133,7 +133,7 @@ def timed_ms(call: Callable[[], object], devices: Sequence[int] = (0,)) -> float
 
 
 def stop_collecting() -> None:
-    """Lets no garbage collection among thousands of tensors fall into a measurement."""
+    """Disable garbage collection, which is slow among thousands of tensors, during measurements."""
     gc.collect()
     gc.freeze()
     gc.disable()

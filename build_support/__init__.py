@@ -1,1 +1,1 @@
-"""What setup.py and the Makefile need to build; not part of the package."""
+"""Build support for setup.py and the Makefile; not part of the package."""

@@ -1,13 +1,13 @@
-"""The native artefacts: what is built from which sources."""
+"""The native artefacts and their sources."""
 
 from build_support.native import Artefact
 
 ARTEFACTS = [
     Artefact(
         "libmemsaver",
-        sources=["csrc/core/*.cpp", "csrc/hooks/torch_allocator.cpp"],
-        exports="csrc/core/exports.map",
-        embeds={"csrc/core/kernel_image.cpp": "csrc/kernels/fingerprint.fatbin"},
+        sources=["csrc/core/*/*.cpp", "csrc/hooks/torch_allocator.cpp"],
+        exports="csrc/core/abi/exports.map",
+        embeds={"csrc/core/driver/kernel_image.cpp": "csrc/kernels/fingerprint.fatbin"},
     ),
     Artefact(
         "libmemsaver_preload",

@@ -1,19 +1,19 @@
-"""Compiles the device code: `python build_support/kernels.py`, or `make kernels`.
+"""Compile the device code: `python build_support/kernels.py`, or `make kernels`.
 
 Needed only after a change of csrc/kernels/*: the result, fingerprint.fatbin, is in the repository,
-and every build puts it into libmemsaver.so as it is. Beside it lies fingerprint.fatbin.json, which
-says what it was made from; a test compares that with the sources.
+and every build embeds it in libmemsaver.so. Beside it is fingerprint.fatbin.json with the hashes of
+its sources, which a test compares with the sources.
 
-Three programs of NVIDIA's do it, from CUDA_HOME or PATH, or else from PyPI, into build/cuda:
+Uses three programs of NVIDIA's, from CUDA_HOME or PATH, or else from PyPI in build/cuda:
 
     nvcc       C++ to PTX, for the lowest architecture that this nvcc knows
-    ptxas      PTX to machine code, of CUDA 12.8 or 12.9: what ptxas 13 writes cannot be read by the
-               drivers of CUDA 12 before 12.8 (ELF ABI 8), for whatever GPU
-    fatbinary  all of it into one file, uncompressed: older drivers do not know every compression
+    ptxas      PTX to machine code, of CUDA 12.8 or 12.9: the drivers of CUDA 12 before 12.8 cannot
+               read the output of ptxas 13 (ELF ABI 8), on any GPU
+    fatbinary  all of it into one file, uncompressed: older drivers lack some compressions
 
-Between the first two the PTX is declared to be of PTX_VERSION and for PTX_TARGET, which nvcc 13
-could not be told to write. ptxas checks that it is. So the PTX is compiled by every driver from 525
-on, for the GPUs without machine code.
+Between the first two, the PTX is declared as PTX_VERSION and PTX_TARGET, which nvcc 13 cannot
+write; ptxas checks the declaration. So every driver from 525 on compiles the PTX, for GPUs without
+machine code.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ASSEMBLER_VERSIONS = ("12.8", "12.9")
 
 
 def described() -> dict[str, object]:
-    """What the result depends on, as it is now: the hashes of the sources, and the options."""
+    """Return the current inputs of the result: the hashes of the sources, and the options."""
     return {
         "sources": {name: _sha256(FOLDER / name) for name in SOURCES},
         "options": {
@@ -98,7 +98,7 @@ def _version(program: Path) -> str:
 
 
 def _toolkit() -> Path | None:
-    """The folder with the programs of a CUDA toolkit."""
+    """Return the folder with the programs of a CUDA toolkit, or None."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     folders = [Path(home) / "bin" for home in homes if home]
     nvcc = shutil.which("nvcc")
@@ -109,7 +109,7 @@ def _toolkit() -> Path | None:
 
 
 def _install(packages: list[str], program: str) -> Path:
-    """The folder with a program of PyPI's packages, which are kept in build/cuda."""
+    """Return the folder with a program of PyPI's packages, installed in build/cuda."""
     name = re.sub(r"[^\w.]+", "-", packages[0]).strip("-.")
     target = ROOT / "build" / "cuda" / name
     if not list(target.glob(f"nvidia/*/bin/{program}")):
@@ -124,7 +124,7 @@ def _install(packages: list[str], program: str) -> Path:
 
 
 def compile_kernels(output: Path) -> dict[str, str]:
-    """Writes the fatbin; returns the versions of the programs."""
+    """Write the fatbin; return the versions of the programs."""
     tools = _toolkit() or _install(PYPI_COMPILER, "nvcc")
     assembler = tools / "ptxas"
     if not _version(assembler).startswith(ASSEMBLER_VERSIONS):
@@ -158,7 +158,7 @@ def compile_kernels(output: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Compiles, and writes down from what."""
+    """Compile, and record the inputs."""
     output = FOLDER / FATBIN
     before = described()
     programs = compile_kernels(output)

@@ -1,8 +1,8 @@
-"""Makes the development environment: `python build_support/make_venv.py .venv`.
+"""Create the development environment: `python build_support/make_venv.py .venv`.
 
-Where this interpreter already has a torch, the environment sees it (it may be the only build that
-fits the machine's GPU) and the tests use it; else the tests install the one that is pinned. Which
-extra that is, `test-base` or `test`, is left in the file `test-extra` of the environment.
+If this interpreter already has torch, the environment uses it (it may be the only build for the
+machine's GPU), and so do the tests; otherwise the tests install the pinned version. The file
+`test-extra` of the environment has the extra to install, `test-base` or `test`.
 """
 
 import site
@@ -13,9 +13,9 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Makes the environment, in place of one that lies there."""
+    """Create the environment, replacing an existing one."""
     target = Path(sys.argv[1])
-    if sys.version_info < (3, 10):  # noqa: UP036 - an older one is told so here
+    if sys.version_info < (3, 10):  # noqa: UP036 - a clear message for older ones
         sys.exit(f"memsaver needs Python 3.10 or newer; {sys.executable} is {sys.version}")
     if find_spec("ensurepip") is None:
         sys.exit(
@@ -29,7 +29,7 @@ def main() -> None:
         system_site_packages=has_torch and not nested, clear=True, symlinks=True, with_pip=True
     ).create(target)
     if has_torch and nested:
-        # An environment made from an environment would see the base installation, not this one.
+        # An environment created from an environment would use the base installation.
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         paths = "\n".join(site.getsitepackages())
         (target / "lib" / version / "site-packages" / "outer.pth").write_text(paths + "\n")

@@ -1,12 +1,12 @@
-"""Builds the native artefacts with ninja, behind setuptools' build_ext.
+"""Build the native artefacts with ninja, for setuptools' build_ext command.
 
 Environment:
     CXX                    the compiler, by default g++, else c++
     MEMSAVER_CXXFLAGS      appended to every compilation
     MEMSAVER_LDFLAGS       appended to every link
     MEMSAVER_WERROR=1      warnings are errors
-    MEMSAVER_CUDA_INCLUDE  the folder with cuda.h, or `pip` for the one of nvidia-cuda-runtime;
-                           NVTX's headers are taken from there too, else from nvidia-nvtx
+    MEMSAVER_CUDA_INCLUDE  the folder with cuda.h, or `pip` for that of nvidia-cuda-runtime; also
+                           searched for NVTX's headers, before nvidia-nvtx
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LDFLAGS = [
     "-Wl,-z,noexecstack",
     "-Wl,--enable-new-dtags",
 ]
-# A library that is preloaded may need nothing but libc, and says at link time what it misses.
+# A preloaded library must depend only on libc, and must report missing symbols at link time.
 # Unused parts of the static libstdc++ are dropped, because its random_device needs a new C library.
 STANDALONE_LDFLAGS = ["-static-libstdc++", "-static-libgcc", "-Wl,-z,defs", "-Wl,--gc-sections"]
 
@@ -64,8 +64,8 @@ class Artefact:
 
     `sources` are globs and `exports` is a version script, both relative to the repository root;
     `links` names other artefacts, found at run time in the same folder. A Python module shares
-    the process's C++ runtime, because pybind11 throws; everything else brings its own. `embeds`
-    names, for a source, the file whose bytes it takes in: its path is MEMSAVER_EMBEDDED there.
+    the process's C++ runtime, because pybind11 throws; other artefacts link their own. `embeds`
+    names, for a source, the file that it embeds, whose path it receives as MEMSAVER_EMBEDDED.
     """
 
     name: str
@@ -77,19 +77,21 @@ class Artefact:
 
     @property
     def file_name(self) -> str:
-        """Its name in the package."""
+        """Return the file's name in the package."""
         suffix = sysconfig.get_config_var("EXT_SUFFIX") if self.python_module else ".so"
         return self.name + suffix
 
     def source_files(self, root: Path) -> list[str]:
-        """The sources that exist, relative to the root."""
+        """Return the existing sources, relative to the root."""
         files = [path for glob in self.sources for path in sorted(root.glob(glob))]
         if not files:
             raise SystemExit(f"memsaver: no sources for {self.name}: {', '.join(self.sources)}")
         return [path.relative_to(root).as_posix() for path in files]
 
     def extension(self, root: Path) -> Extension:
-        """The artefact as setuptools knows it, which then places it and names it in the sdist."""
+        """Return the artefact as a setuptools extension, which installs it and adds it to the
+        sdist.
+        """
         return Extension(f"{PACKAGE}.{self.name}", self.source_files(root), language="c++")
 
 
@@ -97,9 +99,9 @@ class Artefact:
 class Variant:
     """A way to build the artefacts, in a build folder of its own.
 
-    `cxxflags` and `ldflags` come after all others. With `shared_runtime` all artefacts use the
-    process's C++ runtime: a sanitizer has to see what that does too. `sources` adds some to an
-    artefact, by its name.
+    `cxxflags` and `ldflags` follow all others. With `shared_runtime` all artefacts use the
+    process's C++ runtime, which a sanitizer must observe. `sources` adds sources to an artefact,
+    by its name.
     """
 
     name: str
@@ -109,8 +111,10 @@ class Variant:
     sources: dict[str, list[str]] = field(default_factory=dict)
 
     def build_dir(self, root: Path) -> Path:
-        """Where its objects and artefacts lie; outside setuptools' own folders, which an editable
-        install throws away: every way to build is incremental.
+        """Return the folder of objects and artefacts.
+
+        It lies outside setuptools' own folders, which an editable install deletes, so every build
+        is incremental.
         """
         return root / "build" / f"{self.name}-{sys.implementation.cache_tag}"
 
@@ -120,13 +124,13 @@ ORDINARY = Variant("native")
 
 @dataclass(frozen=True)
 class Header:
-    """A header of NVIDIA's: a CUDA toolkit has it, and so has each of the pip packages."""
+    """A header of NVIDIA's, found in a CUDA toolkit or in any of the pip packages."""
 
-    path: str  # as it is included
+    path: str  # as in the #include
     packages: tuple[str, ...]
 
     def folders_of_packages(self) -> list[Path]:
-        """The include folders of those packages that are installed."""
+        """Return the include folders of the installed packages."""
         depth = len(Path(self.path).parts)
         folders = []
         for package in self.packages:
@@ -144,9 +148,9 @@ NVTX = Header("nvtx3/nvToolsExt.h", ("nvidia-nvtx", "nvidia-nvtx-cu12"))
 
 
 def include_folders() -> list[Path]:
-    """The folders with cuda.h and NVTX: of a toolkit, else of the pip packages.
+    """Return the folders with cuda.h and NVTX: a toolkit's, else those of the pip packages.
 
-    A toolkit may be installed without NVTX; the two need not come from one place.
+    A toolkit may lack NVTX, so the two may come from different places.
     """
     asked = os.environ.get("MEMSAVER_CUDA_INCLUDE", "")
     named = asked not in ("", "pip")
@@ -179,7 +183,7 @@ def _toolkits() -> list[Path]:
 
 
 def ninja_program() -> str:
-    """The ninja of the pip package, else one on PATH."""
+    """Return the ninja of the pip package, else one on PATH."""
     try:
         import ninja
 
@@ -195,7 +199,7 @@ def ninja_program() -> str:
 
 
 def compiler() -> str:
-    """The C++ compiler's command line, which may have a launcher in front."""
+    """Return the C++ compiler's command line, which may begin with a launcher."""
     found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not found:
         raise SystemExit("memsaver: no C++ compiler found; install g++ or set CXX")
@@ -205,7 +209,7 @@ def compiler() -> str:
 def ninja_file(
     root: Path, artefacts: list[Artefact], version: str, variant: Variant = ORDINARY
 ) -> str:
-    """The text of build.ninja. Paths to outputs are relative to the build folder."""
+    """Return the text of build.ninja. Paths of outputs are relative to the build folder."""
     import pybind11
 
     def from_root(path: str) -> str:
@@ -217,8 +221,6 @@ def ninja_file(
         f'-DMEMSAVER_VERSION="{version}"',
         f"-ffile-prefix-map={root}=.",
         f"-I{root / 'csrc'}",
-        "-iquote",
-        str(root / "csrc/core"),
         *(word for folder in include_folders() for word in ("-isystem", str(folder))),
     ]
     python_includes = [sysconfig.get_path("include"), pybind11.get_include()]
@@ -278,7 +280,7 @@ def _escape(path: str) -> str:
 
 
 def install_file(source: Path, target: Path) -> None:
-    """Copies unless the bytes are the same; by rename, as a process may have the old one mapped."""
+    """Copy a changed file; by rename, because a process may have mapped the old one."""
     if target.is_file() and target.read_bytes() == source.read_bytes():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -295,15 +297,15 @@ def build(
     variant: Variant = ORDINARY,
     options: Sequence[str] = (),
 ) -> Path:
-    """Builds what changed, with these options of ninja's; gives the folder with the artefacts.
+    """Build with these options of ninja's; return the folder with the artefacts.
 
-    Exits where that fails.
+    Exits if the build fails.
     """
     folder = variant.build_dir(root)
     folder.mkdir(parents=True, exist_ok=True)
     command = [ninja_program(), "-C", str(folder), *options]
     with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ninja itself does not keep two builds apart
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ninja does not exclude concurrent builds
         (folder / "build.ninja").write_text(ninja_file(root, artefacts, version, variant))
         if subprocess.run(command).returncode:
             raise SystemExit("memsaver: the native build failed")
@@ -311,14 +313,14 @@ def build(
 
 
 def place(root: Path, artefacts: list[Artefact], built: Path, package: Path) -> None:
-    """Copies what was built, and the public header, into a package's folder."""
+    """Copy the artefacts and the public header into a package's folder."""
     for artefact in artefacts:
         install_file(built / artefact.file_name, package / artefact.file_name)
     install_file(root / "csrc" / PUBLIC_HEADER, package / "include" / PUBLIC_HEADER)
 
 
 def build_native(root: Path, artefacts: list[Artefact]) -> type[build_ext]:
-    """The build_ext command for these artefacts."""
+    """Return the build_ext command for these artefacts."""
     by_name = {f"{PACKAGE}.{artefact.name}": artefact for artefact in artefacts}
 
     class NativeBuild(build_ext):

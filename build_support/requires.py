@@ -1,7 +1,7 @@
-"""Prints requirements of pyproject.toml, one a line, for `pip install -r`.
+"""Print requirements of pyproject.toml, one per line, for `pip install -r`.
 
-requires.py         what a build needs
-requires.py EXTRA   what that extra needs, without memsaver itself
+requires.py         the requirements of a build
+requires.py EXTRA   the requirements of that extra, without memsaver itself
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10, for which the Makefile has installed it
+except ModuleNotFoundError:  # Python 3.10: the Makefile has installed the package
     import tomli as tomllib
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())

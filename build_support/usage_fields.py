@@ -1,7 +1,7 @@
-"""Writes the figures of MS_USAGE_FIELDS into TagStats: `python build_support/usage_fields.py`.
+"""Write the figures of MS_USAGE_FIELDS into TagStats: `python build_support/usage_fields.py`.
 
 Run it after a change of that list in csrc/memsaver.h: it generates the attributes of TagStats in
-memsaver/statistics.py, their types and their documentation. A test compares the two.
+memsaver/_inspection/statistics.py, their types and their documentation. A test compares the two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = ROOT / "csrc" / "memsaver.h"
-MODULE = ROOT / "memsaver" / "statistics.py"
+MODULE = ROOT / "memsaver" / "_inspection" / "statistics.py"
 
 PYTHON_TYPES = {"uint64_t": "int", "double": "float"}
 FIELD = re.compile(r'X\((\w+), (\w+),((?:\s*"[^"]*")+)\)')

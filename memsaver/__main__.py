@@ -1,4 +1,4 @@
-"""`python -m memsaver`."""
+"""Run the command line: `python -m memsaver`."""
 
 from memsaver.cli import main
 

@@ -1,19 +1,20 @@
-"""What memsaver raises and warns.
+"""The exceptions and warnings of memsaver.
 
-Every error says what happened, with which tag and how many bytes, and what to do. After one,
-nothing is lost and nothing is half-done: a failed pause leaves its tags mapped, a failed resume
-leaves them paused with their backups.
+Every error says what happened, with which tag and how many bytes, and what to do. After an error no
+contents are lost and nothing is left incomplete: a failed pause leaves its tags mapped, and a
+failed resume leaves them paused with their backups.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memsaver.redaction import redacted
+from memsaver._runtime.redaction import redacted
 
 if TYPE_CHECKING:
-    from memsaver.shortages import DeviceProcess, Holder
+    from memsaver._memory.shortages import DeviceProcess, Holder
 
 __all__ = [
     "BackupError",
@@ -27,21 +28,26 @@ __all__ = [
     "OutOfHostMemoryError",
     "PerformanceWarning",
     "UnknownTagError",
+    "UsageWarning",
 ]
 
 
 class MemsaverWarning(RuntimeWarning):
-    """A failure that could reach no caller, such as memory of a deleted tensor that stays held.
+    """A failure that could not be raised, such as a failed release of a deleted tensor's memory.
 
-    And what costs silently: see `PerformanceWarning`.
+    See also `PerformanceWarning`, for silent costs, and `UsageWarning`, for probable mistakes.
     """
 
 
 class PerformanceWarning(MemsaverWarning):
-    """Something that works, and silently costs memory or time. Once for each tag.
+    """A silent cost in memory or time of code that works. Emitted once for each tag.
 
-    `warnings.simplefilter("ignore", memsaver.PerformanceWarning)` silences them.
+    `warnings.simplefilter("ignore", memsaver.PerformanceWarning)` silences these warnings.
     """
+
+
+class UsageWarning(MemsaverWarning):
+    """A probable mistake, such as the first pause of a tag without memory. Emitted once per tag."""
 
 
 class MemsaverError(RuntimeError):
@@ -49,14 +55,14 @@ class MemsaverError(RuntimeError):
 
     Attributes:
         status: the name of the C ABI's status, such as "OUT_OF_DEVICE_MEMORY".
-        cuda_error: the CUresult of `call`, 0 where no driver call failed.
+        cuda_error: the CUresult of `call`, or 0 if no driver call failed.
         call: the CUDA driver call that failed, or "".
-        os_error: the errno of a file operation that failed, 0 where none did.
+        os_error: the errno of the file operation that failed, or 0.
         tag: the tag concerned (at most its first 127 bytes), or "".
     """
 
     os_error: int = 0
-    _status = "INTERNAL"  # of a kind, where nobody says more
+    _status = "INTERNAL"  # the default of a class
 
     def __init__(
         self, message: str, *, status: str = "", cuda_error: int = 0, call: str = "", tag: str = ""
@@ -73,16 +79,16 @@ class MemsaverError(RuntimeError):
 
 
 class OutOfDeviceMemoryError(MemsaverError):
-    """Device memory is not to be had; the same call may succeed once some is free.
+    """Not enough device memory; the same call may succeed after memory is freed.
 
     Attributes:
         needed: bytes that the call needed on the device.
-        free: bytes that were free there.
-        device: the device's index; -1 where that is not known, and the two below are empty then.
-        holders: the tags that held memory there when the error was made, those with most first,
-            and which of them could have been paused.
-        processes: other processes that held memory there, those with most first. NVML says so,
-            where nvidia-ml-py is installed (`pip install "memsaver[nvml]"`); else empty.
+        free: bytes that were free on the device.
+        device: the device's index; -1 if it is unknown, and then the attributes below are empty.
+        holders: the tags with memory on the device when the error was created, largest first, and
+            whether each of them could have been paused.
+        processes: other processes with memory on the device, largest first, as reported by NVML.
+            Empty unless nvidia-ml-py is installed (`pip install "memsaver[nvml]"`).
     """
 
     _status = "OUT_OF_DEVICE_MEMORY"
@@ -94,11 +100,11 @@ class OutOfDeviceMemoryError(MemsaverError):
 
 
 class OutOfHostMemoryError(MemsaverError):
-    """A backup found no host memory, or none that could be pinned.
+    """Not enough host memory for a backup, or not enough that could be pinned.
 
     Attributes:
-        needed: bytes that could not be had.
-        free: bytes that could have been had, where that is known, else 0.
+        needed: bytes that could not be allocated.
+        free: bytes that could have been allocated, or 0 if unknown.
     """
 
     _status = "OUT_OF_HOST_MEMORY"
@@ -107,19 +113,19 @@ class OutOfHostMemoryError(MemsaverError):
 
 
 class InvalidStateError(MemsaverError):
-    """A valid call at the wrong time: a region of a paused tag, a pause inside a capture."""
+    """A call that is invalid in the current state, such as a region of a paused tag."""
 
     _status = "INVALID_STATE"
 
 
 class UnknownTagError(MemsaverError, KeyError):
-    """No region ever named the tag. The message lists the known ones."""
+    """No region has ever named the tag. The message lists the known tags."""
 
     _status = "UNKNOWN_TAG"
 
 
 class BackupError(MemsaverError, OSError):
-    """A backup could not be written or read; `errno` and `strerror` say why, as in any OSError.
+    """A backup could not be written or read; see `errno` and `strerror`, as in any OSError.
 
     If a pause raises it, the tags are mapped, with their contents. If a resume raises it, the tags
     are paused, and another resume may succeed. If the file is damaged, free the tag's tensors (with
@@ -127,7 +133,7 @@ class BackupError(MemsaverError, OSError):
     The next pause writes a new file.
 
     Attributes:
-        needed: bytes that the failed operation should have reserved, written or read.
+        needed: bytes that the failed operation tried to reserve, write or read.
         free: bytes that were free on the disk if it was full, else 0.
     """
 
@@ -137,19 +143,19 @@ class BackupError(MemsaverError, OSError):
 
 
 class DriverError(MemsaverError):
-    """A CUDA driver call failed; `call` and `cuda_error` say which, and how."""
+    """A CUDA driver call failed; see `call` and `cuda_error`."""
 
     _status = "DRIVER_FAILED"
 
 
 class NotLoadedError(MemsaverError):
-    """What the call needs is not there: a driver, a GPU, torch with CUDA, the native library."""
+    """Something that the call needs is missing: a driver, a GPU, torch with CUDA, the library."""
 
     _status = "NOT_LOADED"
 
 
 class ConfigError(MemsaverError, ValueError):
-    """A value that no state would make valid: an empty tag, an unknown backup or option."""
+    """A value that is invalid in every state: an empty tag, an unknown backup or option."""
 
     _status = "BAD_CONFIG"
 
@@ -170,6 +176,11 @@ _STATUSES: dict[int, tuple[str, type[MemsaverError]]] = {
 }
 
 
+# Called with each new error that the C ABI returns, to add facts that need the native library: the
+# holders of memory (`_memory.shortages`), a tag of a similar name (`_runtime.native`).
+completions: list[Callable[[MemsaverError], None]] = []
+
+
 def error_of(
     status: int,
     message: str,
@@ -181,7 +192,7 @@ def error_of(
     os_error: int,
     device: int = -1,
 ) -> MemsaverError:
-    """The exception for a status of the C ABI. Called by `memsaver._C`."""
+    """Return the exception for a status of the C ABI. Called by `memsaver._C`."""
     name, kind = _STATUSES.get(status, ("INTERNAL", MemsaverError))
     if kind is OutOfDeviceMemoryError:
         message = "CUDA out of memory: " + message
@@ -192,8 +203,7 @@ def error_of(
     if isinstance(error, OutOfDeviceMemoryError | OutOfHostMemoryError | BackupError):
         error.needed, error.free = needed, free
     if isinstance(error, OutOfDeviceMemoryError):
-        from memsaver.shortages import add_holders  # which needs the native library
-
         error.device = device
-        add_holders(error)
+    for complete in completions:
+        complete(error)
     return error

@@ -1,10 +1,10 @@
-"""The simulated CUDA driver (MEMSAVER_DRIVER=sim): rollout code on a laptop, faults on demand.
+"""The simulated CUDA driver (MEMSAVER_DRIVER=sim): run rollout code on a laptop, inject faults.
 
 Simulated device memory is host memory at the simulated addresses, so CPU code can read and write it
-directly; paused memory faults when touched, as on a GPU. torch cannot allocate there by itself:
-`empty` makes a CPU tensor over memory of the open region. Without a device of their own, `empty`
-and `buffer` take the region's where it names one, else the first. What it cannot show: kernels
-other than memsaver's own, torch's allocator, the speed of anything.
+directly; accesses to paused memory fault, as on a GPU. torch cannot allocate simulated memory by
+itself: `empty` creates a CPU tensor over memory of the open region. Without a device argument,
+`empty` and `buffer` use the region's device if it has one, else the first device. Not simulated:
+kernels other than memsaver's own, torch's allocator, and speed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memsaver import pickling
-from memsaver.blocks import block
-from memsaver.devices import Device, index_of
+from memsaver._memory import pickling
+from memsaver._memory.devices import Device, index_of
+from memsaver._memory.regions import named_devices
+from memsaver._runtime.blocks import block
+from memsaver._runtime.native import _C, LIBRARY_DIR, emit_warnings
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
-from memsaver.native import _C, LIBRARY_DIR, emit_warnings
-from memsaver.regions import named_devices
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +30,12 @@ __all__ = ["active", "buffer", "control", "empty", "fault"]
 
 
 def active() -> bool:
-    """Whether this process runs on the simulated driver. Opens the driver."""
+    """Return whether this process uses the simulated driver. Opens the driver."""
     return _C.driver_info()[2]
 
 
 def control() -> ctypes.CDLL:
-    """The simulator's control functions, with the types that csrc/sim/sim.h gives them."""
+    """Return the simulator's control functions, with the types of csrc/sim/sim.h."""
     library = ctypes.CDLL(str(LIBRARY_DIR / "libmemsaver_sim.so"))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
@@ -60,9 +60,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @block
 def fault(call: str, code: int, *, nth: int = 1, times: int = 1) -> Iterator[None]:
-    """Make the `nth` coming driver call of that name, and `times - 1` after it, fail with `code`.
+    """Make the `nth` call of a driver function and the next `times - 1` calls fail with `code`.
 
-    `times=0` is for ever, until the block ends. The call has no effect then.
+    `times=0` means all calls until the block ends. A failing call has no effect.
 
     Raises:
         ConfigError: the simulator has no such call.
@@ -86,7 +86,8 @@ class Buffer:
         self.address = _C.malloc(nbytes, _device(device))
         self.nbytes = nbytes
         self.array = (ctypes.c_char * nbytes).from_address(self.address)
-        # The array may outlive this object, in a tensor over it; the memory lives as long as it.
+        # A tensor may keep the array longer than this object; the memory exists as long as the
+        # array.
         weakref.finalize(self.array, _free, self.address)
 
 
@@ -99,9 +100,9 @@ def _count(number: Any, what: str) -> int:
     try:
         count = operator.index(number)
     except TypeError:
-        raise ConfigError(f"{what} is a whole number, not {number!r}") from None
+        raise ConfigError(f"{what} must be an integer, not {number!r}") from None
     if not 0 <= count < 1 << 64:
-        raise ConfigError(f"{what} is from 0 to 2^64 - 1, not {count}")
+        raise ConfigError(f"{what} must be from 0 to 2^64 - 1, not {count}")
     return count
 
 
@@ -114,24 +115,24 @@ def _device(device: Device) -> int:
 
 
 def buffer(nbytes: int, device: Device = None) -> Buffer:
-    """Simulated device memory in the tag of the open region, uninitialised.
+    """Allocate simulated device memory in the tag of the open region, uninitialised.
 
     Raises:
-        ConfigError: the size or the device cannot be one.
-        InvalidStateError: no region is open, or none of that device; or the driver is a real one.
+        ConfigError: the size or the device is invalid.
+        InvalidStateError: no region is open for that device, or the driver is not simulated.
         OutOfDeviceMemoryError: the simulated device is full.
     """
     return Buffer(nbytes, device)
 
 
 def empty(shape: Sequence[int] | int, dtype: Any = None, device: Device = None) -> torch.Tensor:
-    """A CPU torch tensor over simulated device memory of the open region, uninitialised.
+    """Create a CPU torch tensor over simulated memory of the open region, uninitialised.
 
-    Freed when the last tensor over it is gone. `dtype` is torch's default where None.
+    The memory is freed with the last tensor over it. A `dtype` of None is torch's default.
 
     Raises:
-        ConfigError: the shape, the dtype or the device cannot be one.
-        InvalidStateError: no region is open, or none of that device; or the driver is a real one.
+        ConfigError: the shape, the dtype or the device is invalid.
+        InvalidStateError: no region is open for that device, or the driver is not simulated.
         NotLoadedError: torch is not installed.
         OutOfDeviceMemoryError: the simulated device is full.
     """

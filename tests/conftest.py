@@ -1,8 +1,8 @@
-"""What the tests share: the choice of the driver, the simulator's controls, child processes.
+"""Shared fixtures: the choice of the driver, the simulator's controls, child processes.
 
 The library's state belongs to the process. Most tests run in this process on the simulated driver,
-with tags of their own, and the fixture `sim` checks that nothing of theirs is left. What needs a
-fresh process (environment, fork, exit, several devices) runs in a child, by `run_python`.
+with their own tags, and the fixture `sim` checks that they leave nothing behind. Tests that need a
+new process (environment, fork, exit, several devices) use a child, with `run_python`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from child_process import environment_without, run_code
 from driver_choice import GPUS, asks_for_gpu_tests, why_not
 from dropin_environment import build_wheel, make_site, run_with
-from repository import ROOT
+from repository import IMPORT_PATH, ROOT, TESTS
 from simulated_driver import Block, Simulator
 from tags import Tags, leftovers
 from tasks import Task
 
 BENCHMARKS = ROOT / "benchmarks"
 EXAMPLE = ROOT / "examples" / "grpo"
-PEER = ROOT / "tests" / "fixtures" / "peer"
+PEER = TESTS / "fixtures" / "peer"
 
 
 # --- which driver ---------------------------------------------------------------------------------
@@ -94,9 +93,9 @@ def simulator_library():
 
 @pytest.fixture
 def sim(simulator_library, tag):
-    """The simulator. Afterwards nothing of the test may be left, and no rule of a driver broken."""
+    """The simulator. Checks after the test for leaks, and for violations of the driver's rules."""
     import memsaver
-    from memsaver.native import _C
+    from memsaver._runtime.native import _C
 
     sim = simulator_library
     sim.reset()
@@ -126,7 +125,7 @@ def sim(simulator_library, tag):
 
 @pytest.fixture
 def tag(request):
-    """Makes tag names of this test's own: `tag("weights")`."""
+    """Makes unique tag names for this test: `tag("weights")`."""
     return Tags(request.node.name)
 
 
@@ -146,10 +145,10 @@ def make_blocks(sim):
 
 @pytest.fixture
 def each_fault(sim, in_thread):
-    """Yields every fault that can meet an action, after counting what it calls.
+    """Yield every fault that can occur in an action, after counting the action's driver calls.
 
-    `before` puts everything into place, for the count and for each fault again. The action has a
-    thread of its own, so that a context that could not be popped concerns nobody else.
+    `before` prepares the state, for the count and again for each fault. The action runs on its own
+    thread, so that a context that could not be popped affects no other test.
     """
     from driver_faults import DRIVER_CALLS, Fault
 
@@ -170,7 +169,7 @@ def each_fault(sim, in_thread):
 
 @pytest.fixture
 def attempt(sim, in_thread):
-    """Does an action under faults: its error, or None. An error that is not typed is a failure."""
+    """Run an action under faults; return its error, or None. Fails if the error is not typed."""
     from driver_faults import TYPED
 
     from memsaver.errors import MemsaverError
@@ -193,7 +192,7 @@ def attempt(sim, in_thread):
 
 @pytest.fixture
 def memory(sim, tag):
-    """Memory of a tag whose bytes are known: three pieces of a fingerprint and a part of one."""
+    """A tag's memory with known bytes: three pieces of a fingerprint, and a part of a piece."""
     from fingerprint_memory import Memory
 
     import memsaver
@@ -216,7 +215,7 @@ def registered():
 
 @pytest.fixture
 def make_paused(make_blocks):
-    """A tag that is paused: its blocks."""
+    """Makes a paused tag, and returns its blocks."""
     import memsaver
 
     def make(
@@ -231,7 +230,7 @@ def make_paused(make_blocks):
 
 @pytest.fixture
 def slow(sim):
-    """Makes every copy wait, so that a pause or a resume takes that long."""
+    """Delays every copy, so that a pause or a resume takes at least that long."""
 
     def set_delay(seconds=0.15):
         sim.stream_delay(seconds)
@@ -244,7 +243,7 @@ def slow(sim):
 def options():
     """Sets options for the test: `options(share_bytes="2MiB")`."""
     import memsaver
-    from memsaver.native import _C
+    from memsaver._runtime.native import _C
 
     before: dict[str, str] = {}
 
@@ -282,7 +281,7 @@ def wait_until():
 
 @pytest.fixture
 def plain(monkeypatch):
-    """An environment without variables that the checks look at; gives its monkeypatch."""
+    """An environment without the variables that the checks read; returns its monkeypatch."""
     prefixes = ("MEMSAVER_", "NCCL_", "PYTORCH_", "SGLANG_", "LD_", "TMPDIR", "TORCH_", "CUDA_")
     for name in list(os.environ):
         if name.startswith(prefixes) and name not in ("MEMSAVER_DRIVER", "LD_LIBRARY_PATH"):
@@ -293,7 +292,7 @@ def plain(monkeypatch):
 
 @pytest.fixture
 def system(plain, tmp_path):
-    """A system of files: `system({"/proc/meminfo": "..."})`."""
+    """A fake system root with files: `system({"/proc/meminfo": "..."})`."""
     plain.setenv("MEMSAVER_TEST_SYSTEM_ROOT", str(tmp_path))
 
     def make(files):
@@ -331,16 +330,16 @@ def recorded(sim, tag, make_blocks):
 
 @pytest.fixture
 def run_python(tmp_path):
-    """Runs code in a fresh process: `run_python(code, MEMSAVER_SIM_DEVICES=2)`.
+    """Runs code in a new process: `run_python(code, MEMSAVER_SIM_DEVICES=2)`.
 
-    Gives a CompletedProcess. The environment is this one without memsaver's variables, with the
-    simulated driver; a variable given as None is not set.
+    Returns a CompletedProcess. The environment is this process's without memsaver's variables, with
+    the simulated driver; a variable whose value is None is not set.
     """
-    from memsaver.native import LIBRARY_DIR
+    from memsaver._runtime.native import LIBRARY_DIR
 
     def run(code: str, *, status: int | None = 0, timeout: float = 60, **env):
         environment = environment_without("MEMSAVER_")
-        paths = [str(Path(__file__).parent), str(LIBRARY_DIR.parent)]
+        paths = [IMPORT_PATH, str(LIBRARY_DIR.parent)]
         environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
         environment["MEMSAVER_DRIVER"] = "sim"
         for name, value in env.items():
@@ -358,7 +357,7 @@ def run_python(tmp_path):
 
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
-    """The folder of this test's sockets, which those who look, look into, and in no other."""
+    """The folder of this test's sockets, the only one that `memsaver top` searches here."""
     from memsaver.cli import watched
 
     folder = tmp_path / "runtime"
@@ -373,19 +372,19 @@ def runtime(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def dropin_wheel(tmp_path_factory):
-    """The wheel of the distribution, built as pip builds it."""
+    """The distribution's wheel, built with pip."""
     return build_wheel(tmp_path_factory.mktemp("dropin"))
 
 
 @pytest.fixture(scope="session")
 def dropin_site(dropin_wheel):
-    """A folder of packages with memsaver and the wheel's contents in it."""
+    """A site-packages folder with memsaver and the wheel's contents."""
     return make_site(dropin_wheel)
 
 
 @pytest.fixture
 def run_dropin(dropin_site, tmp_path):
-    """Runs Python code after the usual import; gives its CompletedProcess, status checked."""
+    """Runs Python code after the usual import; checks its status, and returns its process."""
 
     def go(code, *, status=0, packages=dropin_site, **env):
         return run_with(packages, code, tmp_path, status, **env)
@@ -398,19 +397,19 @@ def run_dropin(dropin_site, tmp_path):
 
 @pytest.fixture
 def benchmark_module(monkeypatch):
-    """Imports one of the benchmarks' modules, and what stands in for a peer, for this test."""
+    """Imports a module of the benchmarks, and the fake of a peer, for this test."""
     yield from _modules_of(monkeypatch, BENCHMARKS, PEER)
 
 
 @pytest.fixture
 def example(monkeypatch):
-    """Imports one of the modules of examples/grpo, for this test alone."""
+    """Imports a module of examples/grpo, only for this test."""
     yield from _modules_of(monkeypatch, EXAMPLE)
 
 
 @pytest.fixture
 def scene(sim, tag):
-    """A colocated session with a trainer and a stand-in for an engine, on one simulated device."""
+    """A colocated session with a trainer and a fake engine, on one simulated device."""
     from colocated_scene import Scene  # imports torch
 
     made = Scene(tag)
@@ -419,7 +418,7 @@ def scene(sim, tag):
 
 
 def _modules_of(monkeypatch, folder, *others):
-    """`import_module` with the folder on its path; forgets what came from there, or the others."""
+    """Return `import_module` with the folder on its path; removes the folder's modules later."""
     monkeypatch.syspath_prepend(folder)
     before = set(sys.modules)
     yield importlib.import_module

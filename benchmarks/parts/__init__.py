@@ -1,1 +1,4 @@
-"""One file for each group of metrics: `measure` in the parent, and the worker of its children."""
+"""The parts of the benchmarks, one file for each group of metrics.
+
+Each file has `measure`, which runs in the parent process, and the worker of its child processes.
+"""

@@ -1,8 +1,8 @@
 """Pause and resume of 16 GB with a backup in host memory: the first time, changed, unchanged, lora.
 
-Each process is closed before the next begins, so that at most one holds a backup. The first pause
-comes from processes of their own; the last of each library's goes on with the later cycles. In
-memsaver's, a plain pinned copy of as many bytes lies beside each pause and each resume.
+Each process ends before the next begins, so that at most one has a backup. First pauses are
+measured in separate processes; each library's last process then also runs the later cycles. In
+memsaver's, a plain pinned copy of the same size precedes each pause and resume of changed contents.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ CHANGES = {
 
 PLAIN = "plain pinned copy"
 
-Values = dict[str, list[float]]  # by what was done
+Values = dict[str, list[float]]  # by operation
 
 
 class Backed(Worker):
-    """Pauses and resumes the decoder with a backup, and copies plainly."""
+    """Pauses and resumes the decoder with a backup, and runs plain copies."""
 
     def __init__(self, name: str) -> None:
         workloads.start_cuda()
         self._library = open_library(name)
 
     def first(self) -> dict[str, Any]:
-        """The first pause of this process, and its resume."""
+        """Run this process's first pause, and a resume."""
         self._saved = Saved(self._library, "weights", "host", workloads.decoder)
         return {"pause": self._saved.pause(), "resume": self._saved.resume()}
 
     def prepare_plain(self) -> dict[str, Any]:
-        """Makes the plain copy's buffers."""
+        """Create the plain copy's buffers."""
         self._plain = PlainCopy(self._saved.bytes)
         return {}
 
     def cycle(self, kind: str, plain: bool) -> dict[str, Any]:
-        """Changes what the kind says, then pauses and resumes."""
+        """Change the tensors that `kind` selects, then pause and resume."""
         found: dict[str, Any] = {}
         self._saved.change(CHANGES[kind])
         if plain:
@@ -65,7 +65,7 @@ class Backed(Worker):
 
 
 def later_cycles(child: Child, cycles: int) -> Values:
-    """The times of a child that has had its first pause, by kind and call."""
+    """Return the times of a child's cycles after its first pause, by kind and call."""
     slow = child.name == DEFAULT
     planned = {
         "changed": min(cycles, SLOW_CHANGED) if slow else cycles,
@@ -84,7 +84,7 @@ def later_cycles(child: Child, cycles: int) -> Values:
 
 
 def rows(first: Values, later: dict[str, Values]) -> Iterator[dict[str, Any]]:
-    """All rows, from the first pauses and the later times of each library."""
+    """Yield all rows, from the first pauses and the later times of each library."""
 
     def of(key: str) -> Values:
         return {name: found[key] for name, found in later.items() if key in found}
@@ -103,7 +103,7 @@ def rows(first: Values, later: dict[str, Values]) -> Iterator[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of backed_* and lora_*."""
+    """Yield the rows of backed_* and lora_*."""
     names = [OURS, *([DEFAULT] if options.peer else ())] * options.processes
     names += [RETAINED] if options.peer else []
     last = {name: at for at, name in enumerate(names)}
@@ -120,7 +120,7 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
                 if at == last[child.name]:
                     later[child.name] = later_cycles(child, options.backed_cycles)
     if not set(PEERS) & set(later) and OURS in later:
-        comparison.tell("backed_first_pause_ms", first[OURS])
+        comparison.show("backed_first_pause_ms", first[OURS])
         for key, values in later[OURS].items():
-            comparison.tell(f"backed_{key}_ms", values)
+            comparison.show(f"backed_{key}_ms", values)
     yield from rows(first, later)

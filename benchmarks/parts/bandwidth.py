@@ -1,4 +1,4 @@
-"""A kernel on memory of a region against the same kernel on plain memory."""
+"""The bandwidth of a kernel on a region's memory, compared with plain memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve import Worker
 from workloads import GIB
 
 TURNS = 40
-WARM_UP = 5  # these bring the clocks up
+WARM_UP = 5  # turns in which the clocks rise
 
 
 class Bandwidth(Worker):
@@ -25,12 +25,12 @@ class Bandwidth(Worker):
         import torch
 
         if name != OURS:
-            raise ValueError(f"{name} has no part in this")
+            raise ValueError(f"{name} is not measured here")
         workloads.start_cuda()
         self._torch = torch
 
     def bandwidth(self) -> dict[str, Any]:
-        """GB/s of a kernel that reads one tensor and writes another, for memory of each kind."""
+        """Return the GB/s of a kernel that reads one tensor and writes another, by memory kind."""
         import memsaver
 
         with memsaver.region("bandwidth"):
@@ -67,7 +67,7 @@ class Bandwidth(Worker):
 
 
 def rows(found: dict[str, dict[str, list[float]]]) -> Iterator[dict[str, Any]]:
-    """Bandwidth on region memory in percent of that on plain memory; GB/s are in the detail."""
+    """Yield the bandwidth on region memory in percent of plain memory; GB/s are in the detail."""
     for when, speeds in found.items():
         plain = statistics.median(speeds["plain"])
         percent = round(100 * statistics.median(speeds["region"]) / plain, 2)
@@ -84,6 +84,6 @@ def rows(found: dict[str, dict[str, list[float]]]) -> Iterator[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """The bandwidth of fresh memory, and of resumed memory."""
+    """Yield the rows of new memory and of resumed memory."""
     with attempt(failures), Child("parts.bandwidth:Bandwidth", OURS) as child:
         yield from rows(child.ask("bandwidth"))

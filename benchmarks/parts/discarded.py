@@ -1,7 +1,8 @@
 """Pause and resume without a backup: the workloads kv, discarded and many.
 
-All libraries' processes, and that of the driver's bare calls, take turns, cycle by cycle in
-rotating order; all but the one whose turn it is are paused, so that each meets the same device.
+The processes of all libraries and of the bare driver calls take turns, cycle by cycle in rotating
+order; all processes except the current one are paused, so that each finds the device in the same
+state.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import workloads
 from children import Child, Failed, attempt
 from libraries import OURS, PEERS, Library, open_library
 from raw_driver import LIMIT, RawDriver
-from saved import GIVEN_BACK
+from saved import LEAST_RELEASED
 from serve import Worker
 from workloads import GIB, MANY, MIB
 
@@ -27,7 +28,7 @@ Times = dict[str, dict[str, list[float]]]  # by child, by "pause_ms" and "resume
 
 
 class Tensors:
-    """A library with the workloads' tensors."""
+    """The workloads' tensors in a library's regions."""
 
     def __init__(self, library: Library, counted: bool) -> None:
         self.pause, self.resume = library.pause, library.resume
@@ -37,7 +38,7 @@ class Tensors:
         self._addresses: dict[str, list[int]] = {}
 
     def setup(self, workload: str, kv_gib: int) -> int:
-        """Makes the tensors; their bytes."""
+        """Create the tensors, and return their bytes."""
         before = self._segments()
         with self._library.region(workload):
             tensors = self._allocate(workload, kv_gib)
@@ -46,7 +47,7 @@ class Tensors:
             if made != [2 * MIB] * MANY:
                 raise RuntimeError(
                     f"torch made {len(made)} allocations of {sorted(set(made))} bytes, not {MANY} "
-                    "of 2 MiB: this torch cuts up memory in another way"
+                    "of 2 MiB: this version of torch divides memory differently"
                 )
             if self._counted:
                 self._check_count(workload)
@@ -56,7 +57,7 @@ class Tensors:
         return sum(tensor.nbytes for tensor in tensors)
 
     def use(self, workload: str) -> None:
-        """Writes to all of the memory, as its user would."""
+        """Write to all of the memory."""
         tensors = self._tensors[workload]
         for tensor in tensors:
             tensor.fill_(1)
@@ -69,15 +70,15 @@ class Tensors:
             return workloads.blocks(kv_gib, GIB)
         if workload == "discarded":
             return workloads.decoder()
-        # torch asks for 2 MiB of memory where a tensor has up to 1 MiB; from there to 10 MiB it
-        # asks for 20 MiB and cuts that up itself: 10,000 tensors of 2 MiB would be 1,000
-        # allocations. Tensors of 1 MiB fill a segment of 2 MiB two by two: 20,000 of them are
-        # 10,000 allocations of 2 MiB, in either library. `setup` counts them.
+        # torch allocates 2 MiB for tensors of up to 1 MiB. For tensors of up to 10 MiB it allocates
+        # 20 MiB and divides that itself, so 10,000 tensors of 2 MiB would be 1,000 allocations. Two
+        # tensors of 1 MiB fill a segment of 2 MiB, so 20,000 of them are 10,000 allocations of
+        # 2 MiB, in either library. `setup` counts the allocations.
         return workloads.blocks(2 * MANY, MIB)
 
     @staticmethod
     def _segments() -> dict[int, int]:
-        """Address and bytes of what torch got for pools other than its own."""
+        """Return the addresses and bytes of torch's segments in pools other than its own."""
         import torch
 
         return {
@@ -97,7 +98,7 @@ class Tensors:
 
 
 class Bare:
-    """The driver's calls for as many bytes."""
+    """Bare driver calls for the same number of bytes."""
 
     def __init__(self) -> None:
         self._driver = RawDriver()
@@ -108,7 +109,7 @@ class Bare:
         )
 
     def setup(self, workload: str, kv_gib: int) -> int:
-        """Maps the workload's bytes; how many."""
+        """Map the workload's bytes, and return their number."""
         total = {
             "kv": kv_gib * GIB,
             "discarded": workloads.decoder_bytes(),
@@ -126,27 +127,27 @@ class Discarding(Worker):
         self._memory = Bare() if name == LIMIT else Tensors(open_library(name), name == OURS)
 
     def setup(self, workload: str) -> dict[str, Any]:
-        """Makes the workload's memory and leaves it mapped."""
+        """Create the workload's memory, and leave it mapped."""
         size = self._memory.setup(workload, self._kv_gib)
         workloads.synchronise()
         workloads.stop_collecting()
         return {"bytes": size}
 
     def pause(self, workload: str) -> dict[str, Any]:
-        """Pauses a mapped workload."""
+        """Pause a mapped workload."""
         before = workloads.free_bytes()
         milliseconds = workloads.timed_ms(lambda: self._memory.pause(workload))
         return {"pause_ms": milliseconds, "freed": workloads.free_bytes() - before}
 
     def resume(self, workload: str) -> dict[str, Any]:
-        """Resumes a paused workload and uses its memory."""
+        """Resume a paused workload, and use its memory."""
         milliseconds = workloads.timed_ms(lambda: self._memory.resume(workload))
         self._memory.use(workload)
         workloads.synchronise()
         return {"resume_ms": milliseconds}
 
     def at_once(self, workload: str) -> dict[str, Any]:
-        """Pauses a mapped workload, and resumes it without a wait."""
+        """Pause a mapped workload, and resume it without a wait."""
         paused = workloads.timed_ms(lambda: self._memory.pause(workload))
         resumed = workloads.timed_ms(lambda: self._memory.resume(workload))
         self._memory.use(workload)
@@ -157,7 +158,7 @@ class Discarding(Worker):
 def take_turns(
     children: Sequence[Child], workload: str, cycles: int, gap: float
 ) -> tuple[Times, Times]:
-    """Every child's times with the wait and without it. All are left paused."""
+    """Return each child's times with and without the wait. All are left paused."""
     spaced: Times = {child.name: {"pause_ms": [], "resume_ms": []} for child in children}
     at_once: Times = {child.name: {"pause_ms": [], "resume_ms": []} for child in children}
 
@@ -166,8 +167,8 @@ def take_turns(
     def pause(child: Child) -> None:
         reply = child.ask("pause", workload=workload)
         freed, size = reply["freed"], sizes[child.name]
-        if freed < GIVEN_BACK * size:
-            raise Failed(f"{child.name} gave back {freed} of {size} bytes of {workload}")
+        if freed < LEAST_RELEASED * size:
+            raise Failed(f"{child.name} released {freed} of {size} bytes of {workload}")
         spaced[child.name]["pause_ms"].append(reply["pause_ms"])
         time.sleep(gap)
 
@@ -192,23 +193,23 @@ def take_turns(
 
 
 def label(workload: str, kv_gib: int) -> str:
-    """The workload in the name of a metric."""
+    """Return the workload's part of a metric's name."""
     return {"kv": f"kv_{kv_gib}GiB", "discarded": "discarded_16GB", "many": "many_10k"}[workload]
 
 
 def rows(name: str, times: Times, suffix: str) -> Iterator[dict[str, Any]]:
-    """A row for each of pause and resume, and each peer."""
+    """Yield a row for pause and resume with each peer."""
     for key in ("pause_ms", "resume_ms"):
         metric = f"{name}_{key.removesuffix('_ms')}{suffix}_ms"
         values = {child: found[key] for child, found in times.items()}
         yield from comparison.compared(metric, values, values[LIMIT])
         if not set(PEERS) & set(values):
-            comparison.tell(metric, values[OURS])
-            comparison.tell(f"{metric}, {LIMIT}", values[LIMIT])
+            comparison.show(metric, values[OURS])
+            comparison.show(f"{metric}, {LIMIT}", values[LIMIT])
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of the workloads that are asked for."""
+    """Yield the rows of the selected workloads."""
     names = [OURS, LIMIT, *(PEERS if options.peer else ())]
     with contextlib.ExitStack() as stack:
         children = [

@@ -1,7 +1,8 @@
-"""Pause and resume of 8 GB with a backup on disk, beside direct I/O in the same directory.
+"""Pause and resume of 8 GB with a backup on disk, compared with direct I/O in the same directory.
 
 The libraries and the direct I/O take turns. Before a resume the files' pages are dropped from the
-page cache, so that it reads from the disk. Direct I/O has a file that was written once before.
+page cache, so that the resume reads from the disk. Direct I/O uses a file that was written once
+before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from workloads import GIB, MIB
 
 TENSORS, TENSOR_BYTES = 60, 128 * MIB
 TOTAL = TENSORS * TENSOR_BYTES
-PATIENCE = 600  # seconds for a request: a slow disk
+PATIENCE = 600  # seconds for a request, because the disk may be slow
 
 DIRECT = f"direct I/O, {THREADS} threads"
 
@@ -41,7 +42,7 @@ class Disk(Worker):
         self._library.use_disk(directory)
 
     def setup(self) -> dict[str, Any]:
-        """Makes the tensors."""
+        """Create the tensors."""
 
         def tensors() -> list[Any]:
             return workloads.blocks(TENSORS, TENSOR_BYTES)
@@ -50,7 +51,7 @@ class Disk(Worker):
         return {"bytes": self._saved.bytes}
 
     def cycle(self) -> dict[str, Any]:
-        """Changes all contents, pauses, and resumes from a cold file."""
+        """Change all contents, pause, and resume from a file that is not cached."""
         self._saved.change()
         paused = self._saved.pause()
         files = drop_page_cache(self._directory)
@@ -59,13 +60,13 @@ class Disk(Worker):
 
 @contextlib.contextmanager
 def place(directory: Path, copies: int) -> Iterator[Path]:
-    """A new directory in the given one, with room for so many backups; removed with its files."""
+    """Yield a new subdirectory with room for `copies` backups; remove it with its files."""
     try:
         free = shutil.disk_usage(directory).free
         if free < (copies * TOTAL) + GIB:
             raise Failed(
-                f"disk: {free / GIB:.1f} GiB are free in {directory}, {copies} times "
-                f"{TOTAL / GIB:.1f} are needed: choose another --disk-dir"
+                f"disk: {free / GIB:.1f} GiB are free in {directory}, but {copies} times "
+                f"{TOTAL / GIB:.1f} GiB are needed: choose another --disk-dir"
             )
         made = Path(tempfile.mkdtemp(prefix="memsaver-bench-", dir=directory))
     except OSError as error:
@@ -78,14 +79,14 @@ def place(directory: Path, copies: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def direct_file(directory: Path, failures: list[str]) -> Iterator[DirectFile | None]:
-    """The file that direct I/O is measured with, written and read once; None without direct I/O."""
+    """Yield a file for direct I/O, written and read once; None without direct I/O."""
     file: DirectFile | None = None
     try:
         file = DirectFile(directory, TOTAL)
         file.write_ms()
         file.read_ms()
     except OSError as error:
-        failures.append(f"disk: no direct I/O in {directory} ({error}): no rates")
+        failures.append(f"disk: no direct I/O in {directory} ({error}), so there are no rates")
         if file:
             file.close()
             file = None
@@ -97,7 +98,7 @@ def direct_file(directory: Path, failures: list[str]) -> Iterator[DirectFile | N
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of disk_*."""
+    """Yield the rows of disk_*."""
     found: dict[str, dict[str, list[float]]] = {}
     with attempt(failures), contextlib.ExitStack() as stack:
         names = [OURS, *([DEFAULT] if options.peer else ())]
@@ -121,7 +122,7 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
                 if isinstance(turn, Child):
                     reply = turn.ask("cycle", within=PATIENCE)
                     if turn.name != OURS and not reply["files"]:
-                        print(f"disk: no file of {turn.name} was seen; its resume may be warm")
+                        print(f"disk: found no file of {turn.name}; its resume may read a cache")
                 else:
                     reply = {"pause": turn.write_ms(), "resume": turn.read_ms()}
                 values = found[turn.name if isinstance(turn, Child) else DIRECT]
@@ -131,7 +132,7 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
 
 
 def rows(found: dict[str, dict[str, list[float]]]) -> Iterator[dict[str, Any]]:
-    """Milliseconds against the peer, and rates against direct I/O."""
+    """Yield milliseconds compared with the peer, and rates compared with direct I/O."""
     for what in ("pause", "resume"):
         values = {name: times[what] for name, times in found.items() if times[what]}
         direct, ours = values.get(DIRECT), values.get(OURS)
@@ -141,4 +142,4 @@ def rows(found: dict[str, dict[str, list[float]]]) -> Iterator[dict[str, Any]]:
         if direct:
             yield results.percentage(f"disk_{what}_rate", ours, DIRECT, direct)
         if not set(PEERS) & set(values):
-            comparison.tell(f"disk_{what}_ms", ours)
+            comparison.show(f"disk_{what}_ms", ours)

@@ -1,4 +1,4 @@
-"""A cudaMalloc/cudaFree pair outside any region, preloaded or not: hook_overhead.py."""
+"""The overhead of a cudaMalloc/cudaFree pair outside any region (see hook_overhead.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import results
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows of hook_overhead.py, with the ratio and the keys that all rows have."""
+    """Yield the rows of hook_overhead.py, with the ratio and the keys that all rows have."""
     try:
         import hook_overhead
 

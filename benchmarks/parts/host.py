@@ -1,10 +1,10 @@
-"""Host memory beyond the bytes that are backed up, and what is left of it after a resume.
+"""Host memory in addition to the bytes that are backed up, while paused and after a resume.
 
-MiB more than before the first pause, each library in a process of its own: while 16 GB are paused,
-less these 16 GB, and after a resume and, for memsaver, trim(wait=True). The figures are those of
-the process where the backup is in them; memory that the driver pinned may be in the machine's
-alone. The metrics host_machine_* are the machine's in any case: page tables and what the driver
-keeps are in them, and whatever other processes do.
+The figures are MiB in addition to those before the first pause, each library in its own process:
+while 16 GB are paused, minus these 16 GB; and after a resume and, for memsaver, trim(wait=True).
+They are the process's figures if these include the backup; memory that the driver pinned may only
+be in the machine's figures. The metrics host_machine_* are always the machine's: they include page
+tables, memory that the driver keeps, and the memory of other processes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SLOW_CYCLES = 1
 
 
 class Host(Worker):
-    """Looks at its own memory around a pause."""
+    """Measures its own memory before, during and after a pause."""
 
     def __init__(self, name: str) -> None:
         workloads.start_cuda()
         self._library = open_library(name)
 
     def setup(self) -> dict[str, Any]:
-        """Makes the tensors, and has used every kernel that a cycle uses."""
+        """Create the tensors, and load every kernel that a cycle uses."""
         self._saved = Saved(self._library, "weights", "host", workloads.decoder)
         self._saved.change()
         self._saved.remember()
@@ -44,7 +44,7 @@ class Host(Worker):
         return {"bytes": self._saved.bytes}
 
     def cycle(self) -> dict[str, Any]:
-        """Bytes above those before the first pause, while paused and when all is given back."""
+        """Return the additional MiB since `setup`, while paused and after a release of all."""
         self._saved.change()
         self._saved.pause()
         paused = host_memory.in_use()
@@ -53,7 +53,7 @@ class Host(Worker):
         trimmed = host_memory.in_use()
         process, machine = host_memory.growth(self._before, paused)
         left, machine_left = host_memory.growth(self._before, trimmed)
-        if process < self._saved.bytes / 2:  # the process's figures do not have the backup
+        if process < self._saved.bytes / 2:  # the process's figures do not include the backup
             process, left = machine, machine_left
         return {
             "host_overhead_paused_MiB": in_mib(process - self._saved.bytes),
@@ -64,19 +64,19 @@ class Host(Worker):
 
 
 def in_mib(size: int) -> float:
-    """Bytes in MiB, rounded."""
+    """Convert bytes to MiB, rounded."""
     return round(size / MIB, 1)
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of host_*."""
+    """Yield the rows of host_*."""
     found: dict[str, dict[str, list[float]]] = {}
     with contextlib.ExitStack() as stack:
         names = [OURS, *(PEERS if options.peer else ())]
         children = [stack.enter_context(Child("parts.host:Host", name)) for name in names]
         for child in children:
             with attempt(failures):
-                child.ready()  # imports later would be in the machine's figure
+                child.ready()  # later imports would change the machine's figures
         for child in children:
             with child, attempt(failures):
                 child.ask("setup")
@@ -86,4 +86,4 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
     for metric, values in found.items():
         yield from comparison.compared(metric, values)
         if OURS in values and not set(PEERS) & set(values):
-            comparison.tell(metric, values[OURS])
+            comparison.show(metric, values[OURS])

@@ -1,13 +1,15 @@
-"""The largest KV cache of an engine: alone on the GPU, and beside a trainer that shares it.
+"""The largest KV cache of an engine: alone on the GPU, and with a trainer that shares the GPU.
 
-Beside the trainer, the engine goes through a whole step (see rl_engine.py), in which the trainer
-holds a copy of the weights until the engine has them. Waking in stages, the KV cache comes back
-when that copy is gone; waking at once, while it is there. A KV cache fits where the engine starts,
-the step completes and the engine generates. Tokens are what the engine says that it has room for.
+With the trainer, the engine runs a whole step (see rl_engine.py), in which the trainer has a copy
+of the weights until the engine has received them. If the engine wakes in stages, the KV cache is
+resumed after that copy is released; if it wakes all at once, before. A KV cache fits if the engine
+starts, the step completes and the engine generates. The number of tokens is the capacity that the
+engine reports.
 
-The first engine, with less than fits, is measured in all three ways; what was left over says where
-the search for each goes on (kv_search.py), with an engine for each trial. The peer's waking in
-stages is tried at the number of tokens that memsaver's completed with, and less if need be.
+The first engine, with a small KV cache, is measured in all three ways; its remaining free memory
+determines where the search for each way continues (kv_search.py), with an engine for each trial.
+The peer, waking in stages, is first tried with the number of tokens that memsaver completed with,
+and then with fewer.
 """
 
 from __future__ import annotations
@@ -34,22 +36,22 @@ ALONE_PEER = "memsaver, the engine alone on the GPU"
 
 ALONE, STAGED, AT_ONCE, PEER_STAGED = "alone", "staged", "at once", "peer, staged"
 
-PROBE = 0.75  # mem_fraction_static of the first engine: all ways fit
-FULL = 0.995  # of the others: what is asked for in tokens is the limit
-PEER_TRIES = 3  # engines of the peer's: it may never complete
-STATES = 1  # of the optimizer, which is away where memory is tight
-STEP_SECONDS = 150  # that a step may take; the peer's takes a minute
+PROBE = 0.75  # mem_fraction_static of the first engine, with which all ways fit
+FULL = 0.995  # mem_fraction_static of the others, so that the requested tokens are the limit
+PEER_TRIES = 3  # the number of engines of the peer, which may never complete
+STATES = 1  # optimizer states, which are paused when memory is scarce
+STEP_SECONDS = 150  # the limit for a step; the peer's takes a minute
 
 
 @dataclass
 class Way:
-    """A way to use the GPU's memory, and what was found about it.
+    """A way to use the GPU's memory, and its trials.
 
     Attributes:
-        name: of the way.
-        saver: whose the engines have.
-        search: its trials.
-        given_up: why there are no more of them; "" where there may be.
+        name: the way's name.
+        saver: the engines' memory saver.
+        search: the trials.
+        given_up: the reason why there are no more trials, or "".
     """
 
     name: str
@@ -59,25 +61,25 @@ class Way:
 
     @property
     def tokens(self) -> int:
-        """The most that fit; 0 where none did."""
+        """The largest number of tokens that fit; 0 if none did."""
         return self.search.best.tokens if self.search.best else 0
 
 
 def probe(ways: Sequence[Way], options: argparse.Namespace) -> None:
-    """One engine of memsaver's, in each of the ways; alone first, while there is no trainer."""
+    """Try each of memsaver's ways in one engine; alone first, because there is no trainer yet."""
     own = [way for way in ways if way.saver == OURS]
     with engine(OURS, options, PROBE, 0) as (child, started):
         for way in sorted(own, key=lambda way: way.name != ALONE):
             reply = ask(child, way)
             note(way, reply, started["tokens"])
             if reply["refused"]:
-                break  # it is in no state to go on
+                break  # the engine cannot continue
 
 
 def try_one(way: Way, tokens: int, options: argparse.Namespace) -> None:
-    """An engine with room for so many tokens, in one way. That it ends is an answer too.
+    """Try an engine with room for `tokens` tokens. The engine's end counts as a refusal.
 
-    Raises Failed where something else went wrong than a want of memory.
+    Raises Failed for failures other than a lack of memory.
     """
     say(f"{way.name}: trying {tokens:,} tokens")
     wait_until_free(options.idle_mib)
@@ -95,7 +97,7 @@ def try_one(way: Way, tokens: int, options: argparse.Namespace) -> None:
 def engine(
     library: str, options: argparse.Namespace, fraction: float, tokens: int
 ) -> contextlib.AbstractContextManager[tuple[Child, dict[str, Any]]]:
-    """A running engine whose weights need no backup: the update brings them."""
+    """Return a running engine whose weights need no backup, because an update replaces them."""
     return running(
         WORKER,
         library,
@@ -109,7 +111,7 @@ def engine(
 
 
 def ask(child: Child, way: Way) -> dict[str, Any]:
-    """What a running engine says of one way, or that it ended. Raises Failed for lost contents."""
+    """Return a running engine's result for one way. Raises Failed if contents were lost."""
     try:
         if way.name == ALONE:
             return child.ask("alone", within=STEP_SECONDS)
@@ -122,18 +124,18 @@ def ask(child: Child, way: Way) -> dict[str, Any]:
 
 
 def note(way: Way, reply: Mapping[str, Any], tokens: int) -> None:
-    """Takes note of an answer."""
+    """Record and print a result."""
     if reply["refused"]:
         trial = Trial(tokens, why=reply["refused"])
     else:
         trial = Trial(tokens, spare=int(reply["spare"]))
     way.search.trials.append(trial)
-    told = trial.why or f"fits, {int(reply['spare']) / MIB:,.0f} MiB left"
-    say(f"{way.name}: {tokens:,} tokens: {told}")
+    outcome = trial.why or f"fits, {int(reply['spare']) / MIB:,.0f} MiB left"
+    say(f"{way.name}: {tokens:,} tokens: {outcome}")
 
 
 def proposal(way: Way, ways: Sequence[Way]) -> int | None:
-    """How many tokens a way should try next; None where it should not."""
+    """Return the number of tokens to try next; None for no further trial."""
     if way.given_up or (way.saver != OURS and len(way.search.trials) >= PEER_TRIES):
         return None
     if way.search.trials:
@@ -142,7 +144,7 @@ def proposal(way: Way, ways: Sequence[Way]) -> int | None:
 
 
 def look(ways: Sequence[Way], options: argparse.Namespace, failures: list[str]) -> None:
-    """Trials, in turns of the ways, until all are settled or there is no time for another."""
+    """Run trials of the ways in turn, until all are settled or the time is over."""
     end = time.monotonic() + options.kv_seconds
     with attempt(failures):
         probe(ways, options)
@@ -160,7 +162,7 @@ def one_more(
     failures: list[str],
     end: float,
 ) -> bool:
-    """Another trial of a way, if one is worth it and there is time; whether there was one."""
+    """Run another trial of a way if it is useful and there is time; return whether it ran."""
     tokens = proposal(way, ways)
     if tokens is None or time.monotonic() > end:
         return False
@@ -173,18 +175,18 @@ def one_more(
 
 
 def rows(found: Mapping[str, Way], failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of fractions of the tokens that the engine has alone."""
+    """Yield rows of fractions of the tokens of an engine that is alone on the GPU."""
     alone = found[ALONE]
     if not alone.search.is_settled:
-        failures.append(f"{METRIC}: the engine alone was not settled; more --kv-seconds may do")
+        failures.append(f"{METRIC}: the engine alone was not settled; increase --kv-seconds")
         return
     fractions = {name: way.tokens / alone.tokens for name, way in found.items()}
-    trials = {"trials": {name: told(way) for name, way in found.items()}}
+    trials = {"trials": {name: trials_of(way) for name, way in found.items()}}
 
     def is_known(name: str, metric: str) -> bool:
         if found[name].search.is_settled:
             return True
-        failures.append(f"{metric}: {name} was not settled; more --kv-seconds may do")
+        failures.append(f"{metric}: {name} was not settled; increase --kv-seconds")
         return False
 
     def with_trials(row: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +203,7 @@ def rows(found: Mapping[str, Way], failures: list[str]) -> Iterator[dict[str, An
 def peer_row(
     peer: Way, fractions: Mapping[str, float], failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """The row of waking in stages with the peer: the most that it completed with, or why never."""
+    """Yield the peer's row for waking in stages: its largest KV cache, or the reason for none."""
     ended = next((one.why for one in peer.search.trials if one.why), "") or peer.given_up
     is_over = peer.given_up or len(peer.search.trials) >= PEER_TRIES
     if peer.tokens:
@@ -211,20 +213,20 @@ def peer_row(
         yield results.unanswered(METRIC, ours, PEERS[DEFAULT], ended, bench=BENCH)
     else:
         failures.append(
-            f"{METRIC}: no time to try the peer with less; more --kv-seconds may do: {ended}"
+            f"{METRIC}: no time to try the peer with less; increase --kv-seconds: {ended}"
             if ended
-            else f"{METRIC}: no time to try the peer; more --kv-seconds may do"
+            else f"{METRIC}: no time to try the peer; increase --kv-seconds"
         )
 
 
 def measured(metric: str, ours: float, peer: str, theirs: float) -> dict[str, Any]:
-    """A row of two fractions."""
+    """Return a row of two fractions."""
     values = [round(ours, 4)], peer, [round(theirs, 4)]
     return results.measurement(metric, *values, bench=BENCH, higher_is_better=True)
 
 
-def told(way: Way) -> list[dict[str, Any]]:
-    """The trials of a way, in their order."""
+def trials_of(way: Way) -> list[dict[str, Any]]:
+    """Return the trials of a way, in order, for the row's detail."""
     return [
         {"tokens": one.tokens}
         | ({"refused": one.why} if one.why else {"spare_MiB": (one.spare or 0) // MIB})
@@ -233,7 +235,7 @@ def told(way: Way) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of rl_kv_tokens_*."""
+    """Yield the rows of rl_kv_tokens_*."""
     cell = kv_bytes(SMALL if options.small else BIG)
     names = [(STAGED, OURS), (ALONE, OURS), (AT_ONCE, OURS)]
     names += [(PEER_STAGED, DEFAULT)] if options.peer else []

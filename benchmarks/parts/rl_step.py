@@ -1,16 +1,16 @@
 """Steps of RL in which an engine and a trainer share a GPU: seconds and memory of each stage.
 
-What a step is, is in rl_engine.py. One library after the other has the GPU, with an engine whose
-weights are backed up and a trainer whose weights and optimizer states are. The first step of each
-makes the trainer, and does not count; in the others, both libraries have had their first backups.
-Stages follow each other at once, as in a trainer, but for a rest before the engine sleeps.
+rl_engine.py describes a step. One library after the other has the GPU, with an engine and a trainer
+whose weights and optimizer states are backed up. The first step of each library creates the
+trainer, and does not count; in the other steps, all backups exist already. Stages follow each other
+immediately, as in a real trainer, except for a rest before the engine sleeps.
 
-Contents are compared: all of the trainer's after each wake-up, the engine's weights by its own
-checksum; and, since the seeds are the same, the engine's weights after each update between the
-libraries. A library that loses contents has no figures.
+Contents are compared: all of the trainer's after each wake-up, and the engine's weights with its
+own checksum. Because the seeds are the same, the engine's weights after each update are also
+compared between the libraries. A library that loses contents has no figures.
 
-The peer is measured as SGLang's users have it, and once more with its option to retain its host
-memory, of which only the whole step has a row.
+The peer is measured with its default settings in SGLang, and once more with its option to retain
+host memory, for which only the whole step has a row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sglang_engine import running, say
 
 BENCH = "rl_cycle"
 WORKER = "rl_engine:Loop"
-STEP_SECONDS = 300  # that a step may take; the peer's takes a minute
+STEP_SECONDS = 300  # the limit for a step; the peer's takes a minute
 GIB = 1 << 30
 
 TOTAL, PEAK = "rl_transition_seconds", "rl_peak_GiB"
@@ -39,13 +39,13 @@ TOTAL, PEAK = "rl_transition_seconds", "rl_peak_GiB"
 
 @dataclass
 class Found:
-    """What was measured of one library.
+    """Measurements for one library.
 
     Attributes:
-        seconds: of each stage, a value for each step.
-        peaks: likewise, in GiB of the GPU's memory in use.
+        seconds: for each stage, its duration in each step.
+        peaks: for each stage, the peak of the GPU's memory in use in each step, in GiB.
         weights: the checksum of the engine's weights after each update.
-        failed: why there is no more, or nothing.
+        failed: the reason why the measurement ended early, or "".
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Found:
     failed: str = ""
 
     def add(self, reply: Mapping[str, Any]) -> None:
-        """Another step."""
+        """Add the result of a step."""
         for stage, spent in reply["seconds"].items():
             self.seconds.setdefault(stage, []).append(spent)
         for stage, most in reply["peaks"].items():
@@ -63,18 +63,18 @@ class Found:
 
     @property
     def totals(self) -> list[float]:
-        """Seconds of the transitions of each step."""
+        """The sum of all transitions of each step, in seconds."""
         each = [self.seconds.get(name, []) for name in TRANSITIONS]
         return [round(sum(step), 4) for step in zip(*each, strict=True)]
 
     @property
     def highest(self) -> list[float]:
-        """GiB of the stage with most in use, of each step."""
+        """The highest peak of each step, in GiB."""
         return [max(step) for step in zip(*self.peaks.values(), strict=True)]
 
 
 def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> Found:
-    """The steps of one library, up to a failure; none where it lost contents."""
+    """Measure one library's steps, up to a failure; return none if contents were lost."""
     found = Found()
     try:
         with running(
@@ -106,7 +106,7 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> 
 
 
 def rows(ours: Found, theirs: Found | None) -> Iterator[dict[str, Any]]:
-    """The rows of whole steps, then one for each stage that takes time."""
+    """Yield the rows of whole steps, then one for each measured stage."""
     if not ours.totals:
         return
     values = {
@@ -118,7 +118,7 @@ def rows(ours: Found, theirs: Found | None) -> Iterator[dict[str, Any]]:
         values[f"rl_{stage}_ms"] = mine, others
     for metric, (mine, others) in values.items():
         if theirs is None:
-            comparison.tell(metric, mine)
+            comparison.show(metric, mine)
             continue
         row = compared(metric, mine, DEFAULT, others, theirs.failed)
         if metric == PEAK:
@@ -127,12 +127,12 @@ def rows(ours: Found, theirs: Found | None) -> Iterator[dict[str, Any]]:
 
 
 def milliseconds(found: Found | None, stage: str) -> list[float]:
-    """Of a stage, in each step."""
+    """Return the duration of a stage in each step."""
     return [round(spent * 1e3, 1) for spent in found.seconds.get(stage, [])] if found else []
 
 
 def retained_row(ours: Found, theirs: Found) -> dict[str, Any]:
-    """The row of whole steps against the peer that retains its host memory."""
+    """Return the row of whole steps, compared with the peer that retains host memory."""
     row = compared(TOTAL, ours.totals, RETAINED, theirs.totals, theirs.failed)
     row["detail"]["peer_stages"] = theirs.seconds
     return row
@@ -141,7 +141,7 @@ def retained_row(ours: Found, theirs: Found) -> dict[str, Any]:
 def compared(
     metric: str, ours: Sequence[float], peer: str, theirs: Sequence[float], why: str
 ) -> dict[str, Any]:
-    """A row; where the peer ended, one that says so."""
+    """Return a row; if the peer ended early, the row reports that."""
     if not theirs:
         return results.unanswered(metric, ours, PEERS[peer], why, bench=BENCH)
     row = results.measurement(metric, ours, PEERS[peer], theirs, bench=BENCH)
@@ -151,7 +151,7 @@ def compared(
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of rl_*, but for the KV cache."""
+    """Yield the rows of rl_*, except those of the KV cache."""
     end = time.monotonic() + options.step_seconds
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))
@@ -161,13 +161,13 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
     if theirs is None or not ours.totals:
         return
     if time.monotonic() > end:
-        failures.append(f"{PEERS[RETAINED]}: no time to try it; more --step-seconds may do")
+        failures.append(f"{PEERS[RETAINED]}: no time to measure it; increase --step-seconds")
         return
     yield retained_row(ours, peer_of(ours, RETAINED, options, failures))
 
 
 def peer_of(ours: Found, name: str, options: argparse.Namespace, failures: list[str]) -> Found:
-    """The steps of a peer, whose engine must have the weights that memsaver's had."""
+    """Measure a peer's steps; its engine must have the same weights as memsaver's."""
     theirs = measure_one(name, options, failures)
     pairs = zip(ours.weights, theirs.weights, strict=False)
     if any(mine and other and mine != other for mine, other in pairs):

@@ -1,10 +1,11 @@
-"""The largest mem_fraction_static with which an engine can wake up beside a trainer.
+"""The largest mem_fraction_static with which an engine can wake up next to a trainer.
 
-The trainer has taken its memory while the engine slept, and holds a copy of the weights until the
-engine has them. Waking at once, all memory comes back while the trainer still holds its copy.
-Waking in stages, the weights come back and are updated, the trainer drops its copy, and the KV
-cache comes back. Both are tried in one engine for each fraction, first all at once: an engine that
-ran out of memory must still be there, wake up when the trainer has made room, and go on.
+The trainer allocates memory while the engine sleeps, and has a copy of the weights until the engine
+has received them. If the engine wakes all at once, it resumes all memory while the trainer still
+has its copy. If it wakes in stages, the weights are resumed and updated, the trainer drops its
+copy, and the KV cache is resumed. Both ways are tried in one engine for each fraction, first all at
+once: an engine that ran out of memory must stay alive, wake up after the trainer has released its
+memory, and continue.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ METRIC = "sglang_max_mem_fraction"
 STAGED, AT_ONCE = "staged", "at_once"
 PEER = "memsaver, waking all at once"
 
-Outcomes = dict[float, str]  # by fraction: "" where it completed, else what went wrong
+Outcomes = dict[float, str]  # by fraction: "" if the way completed, else the problem
 
 
 class Waking(EngineWorker):
-    """Puts the engine to sleep and wakes it up, beside a trainer."""
+    """Puts the engine to sleep and wakes it up next to a trainer."""
 
     def at_once(self) -> dict[str, Any]:
-        """All memory at once, while the trainer has its copy."""
+        """Resume all memory at once, while the trainer has its copy."""
         self._sleep(seed=1)
         refused = self._wake(TAGS)
         if not refused:
@@ -42,7 +43,7 @@ class Waking(EngineWorker):
         return {"refused": refused}
 
     def staged(self) -> dict[str, Any]:
-        """Weights, update, away with the trainer's copy, KV cache."""
+        """Resume and update the weights, drop the trainer's copy, and resume the KV cache."""
         self._sleep(seed=2)
         refused = self._wake((GRAPH, WEIGHTS))
         if not refused:
@@ -61,7 +62,7 @@ class Waking(EngineWorker):
         self.trainer.take(seed)
 
     def _wake(self, tags: Sequence[str]) -> str:
-        """Resumes tags; why they stay released, or ""."""
+        """Resume tags; return the reason if they stay released, or ""."""
         import memsaver
 
         try:
@@ -71,9 +72,9 @@ class Waking(EngineWorker):
         return ""
 
     def _recover(self) -> None:
-        refused = self._wake(TAGS)  # what is there already stays
+        refused = self._wake(TAGS)  # mapped tags stay mapped
         if refused:
-            raise RuntimeError(f"the engine does not wake up beside nobody: {refused}")
+            raise RuntimeError(f"the engine does not wake up on an otherwise idle GPU: {refused}")
 
     def _drop(self) -> None:
         self.trainer.drop()
@@ -81,7 +82,7 @@ class Waking(EngineWorker):
 
     def _use(self) -> None:
         if self.generate([[5, 6, 7, 8]], 16) != 16:
-            raise RuntimeError("the engine does not generate after it woke up")
+            raise RuntimeError("the engine does not generate after its wake-up")
 
 
 def try_one(
@@ -90,7 +91,7 @@ def try_one(
     failures: list[str],
     found: Mapping[str, Outcomes],
 ) -> None:
-    """Both ways at one fraction, the second in another engine where the first ended this one."""
+    """Try both ways with one fraction, in two engines if the first way ends its engine."""
     ways = [AT_ONCE, STAGED]
     while ways:
         with running(
@@ -106,7 +107,7 @@ def try_one(
                 way = ways.pop(0)
                 try:
                     outcome = child.ask(way)["refused"]
-                except Failed as error:  # more than a want of memory
+                except Failed as error:  # a failure other than a lack of memory
                     outcome, alive = str(error), False
                     failures.append(f"mem_fraction_static {fraction}, {way}: {error}")
                 found[way][fraction] = outcome
@@ -114,7 +115,7 @@ def try_one(
 
 
 def rows(found: Mapping[str, Outcomes], failures: list[str]) -> Iterator[dict[str, Any]]:
-    """The row of the largest fractions, or a failure where one of the ways never completed."""
+    """Yield the row of the largest fractions; record a failure if a way never completed."""
     largest = {
         way: max((at for at, wrong in outcomes.items() if not wrong), default=None)
         for way, outcomes in found.items()
@@ -122,7 +123,7 @@ def rows(found: Mapping[str, Outcomes], failures: list[str]) -> Iterator[dict[st
     ours, theirs = largest[STAGED], largest[AT_ONCE]
     if ours is None or theirs is None:
         if any(found.values()):
-            comparison.tell(METRIC, [value for value in (ours, theirs) if value is not None])
+            comparison.show(METRIC, [value for value in (ours, theirs) if value is not None])
         never = " and ".join(way for way, value in largest.items() if value is None)
         failures.append(f"{METRIC}: {never} never completed; try smaller --fractions")
         return
@@ -135,7 +136,7 @@ def rows(found: Mapping[str, Outcomes], failures: list[str]) -> Iterator[dict[st
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """The row of sglang_max_mem_fraction."""
+    """Yield the row of sglang_max_mem_fraction."""
     found: dict[str, Outcomes] = {STAGED: {}, AT_ONCE: {}}
     for fraction in options.fractions:
         with attempt(failures):

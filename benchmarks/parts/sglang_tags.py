@@ -1,9 +1,9 @@
 """Release and resume of each tag of an SGLang engine, with decoding before and after.
 
-One engine after the other has the GPU. Each goes through one cycle as it comes from the loader;
-then, turn by turn, through one with nothing changed, and one with new weights that a trainer sent
-it. The engine's own checksum of its weights before a release is compared with that after the
-resume. What was measured before an engine failed counts, unless it had lost contents.
+One engine after the other has the GPU. Each runs one cycle with the weights as loaded, and then
+alternates cycles with unchanged weights and with new weights from a trainer. The engine's own
+checksums of its weights before a release and after the resume are compared. Measurements before an
+engine's failure count, unless it lost contents.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from children import Child, attempt
 from libraries import DEFAULT, OURS, PEERS
 from sglang_engine import BENCH, GRAPH, KV_CACHE, WEIGHTS, EngineWorker, running, say, used_mib
 
-FRACTION = 0.75  # leaves room for a trainer's copy of the weights beside the engine
+FRACTION = 0.75  # leaves room for a trainer's copy of the weights
 REQUESTS, PROMPT, TOKENS = 8, 64, 256
 
-# Of the metric of a release of the weights, by the kind of cycle.
+# Suffixes of the metric for releasing the weights, by the kind of cycle.
 SUFFIXES = {"first": "_first", "changed": "", "unchanged": "_unchanged"}
 LATER = "resident_later"
 
@@ -35,7 +35,7 @@ class Cycling(EngineWorker):
     """Releases and resumes tags, and decodes."""
 
     def decode(self, times: int) -> dict[str, Any]:
-        """Tokens per second, of so many batches after one that does not count."""
+        """Return the tokens per second of `times` batches, after one that does not count."""
         starts = [10 + number * PROMPT for number in range(REQUESTS)]
         prompts = [list(range(start, start + PROMPT)) for start in starts]
         rates = []
@@ -47,9 +47,10 @@ class Cycling(EngineWorker):
         return {"tokens_per_s": rates[1:]}
 
     def cycle(self, seed: int | None) -> dict[str, Any]:
-        """Milliseconds of each step, and MiB in use meanwhile; with new weights for a seed.
+        """Run a cycle, with new weights if there is a seed.
 
-        "lost" tells of weights that are others than before, "unchecked" why that is not known.
+        Returns the milliseconds of each step and the MiB in use while everything is released.
+        "lost": why the weights differ from before; "unchecked": why they could not be compared.
         """
         self.rest()
         before, problem = self.checksum()
@@ -73,12 +74,12 @@ class Cycling(EngineWorker):
         self.rest()
         found["resume_kv"] = self.resume_ms(KV_CACHE)
         after, problem = self.checksum() if before else (before, problem)
-        lost = "" if before == after else f"the weights are not what they were: {problem or after}"
+        lost = "" if before == after else f"the weights have changed: {problem or after}"
         return {"times": found, "lost": lost, "unchecked": problem}
 
 
 def kinds(cycles: int) -> Iterator[tuple[str, int | None]]:
-    """What each cycle is called, and the seed of its new weights."""
+    """Yield the kind of each cycle, and the seed of its new weights, if any."""
     yield "first", None
     for seed in range(1, cycles + 1):
         yield "unchanged", None
@@ -86,7 +87,7 @@ def kinds(cycles: int) -> Iterator[tuple[str, int | None]]:
 
 
 def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> Found:
-    """All values of one library, up to a failure; none where it lost contents."""
+    """Measure one library, up to a failure; return no values if contents were lost."""
     found: Found = {}
     worker = f"{__name__}:Cycling"
     with (
@@ -95,7 +96,7 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> 
     ):
         add(found, "start_s", started["seconds"])
         decode(child, "decode_before", options, found)
-        told = False
+        reported = False
         for kind, seed in kinds(options.cycles):
             reply = child.ask("cycle", seed=seed)
             times = reply["times"]
@@ -103,9 +104,9 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> 
             if reply["lost"]:
                 failures.append(f"{name}, {kind}: {reply['lost']}")
                 return {}
-            if reply["unchecked"] and not told:
+            if reply["unchecked"] and not reported:
                 failures.append(f"{name}: contents were not compared: {reply['unchecked']}")
-                told = True
+                reported = True
             add(found, f"release_weights{SUFFIXES[kind]}_ms", times["release_weights"])
             for step in ("resume_weights", "release_kv", "resume_kv"):
                 add(found, f"{step}_ms", times[step])
@@ -116,18 +117,18 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> 
 
 
 def add(found: Found, metric: str, *values: float) -> None:
-    """More values of a metric."""
+    """Add values to a metric."""
     found.setdefault(metric, []).extend(values)
 
 
 def decode(child: Child, metric: str, options: argparse.Namespace, found: Found) -> None:
-    """Measures decoding."""
+    """Measure decoding."""
     add(found, metric, *child.ask("decode", times=options.decodes)["tokens_per_s"])
     say(f"{child.name}: {metric}: {statistics.median(found[metric]):.0f} tokens/s")
 
 
 def rows(found: Mapping[str, Found]) -> Iterator[dict[str, Any]]:
-    """A row for each metric that both libraries have; memsaver's values alone are printed."""
+    """Yield a row for each metric that both libraries have; print metrics of memsaver alone."""
     ours = found.get(OURS, {})
     theirs = found.get(DEFAULT, {})
     for metric in (
@@ -151,12 +152,12 @@ def rows(found: Mapping[str, Found]) -> Iterator[dict[str, Any]]:
                 }
             yield row
         elif metric in ours:
-            comparison.tell(f"sglang_{metric}", ours[metric])
+            comparison.show(f"sglang_{metric}", ours[metric])
     yield from decode_row(ours, theirs)
 
 
 def decode_row(ours: Found, theirs: Found) -> Iterator[dict[str, Any]]:
-    """Decoding before the first release and after the last resume, together."""
+    """Yield the row of decoding, before the first release and after the last resume together."""
     metric, parts = "sglang_decode_tokens_per_s", ("decode_before", "decode_after")
     values = [[value for part in parts for value in one.get(part, [])] for one in (ours, theirs)]
     if all(values):
@@ -169,11 +170,11 @@ def decode_row(ours: Found, theirs: Found) -> Iterator[dict[str, Any]]:
         }
         yield row
     elif values[0]:
-        comparison.tell(metric, values[0])
+        comparison.show(metric, values[0])
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of sglang_*, but for the fraction."""
+    """Yield the rows of sglang_*, except the fraction's."""
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))
     found: dict[str, Found] = {}

@@ -1,4 +1,4 @@
-"""One tag out and another in: with backups, against memsaver's own two calls; without, at once."""
+"""Swaps of two tags: with backups, compared with a pause and a resume; and without backups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serve import Worker
 from workloads import GIB
 
 CALLS = "memsaver, pause then resume"
-SPARE = GIB  # what else may come and go on the device during a swap
+SPARE = GIB  # the tolerance for other changes of free device memory during a swap
 
 
 class Backed(Worker):
@@ -29,7 +29,7 @@ class Backed(Worker):
         self._library = open_library(name)
 
     def setup(self) -> dict[str, Any]:
-        """Makes the tags, one after the other."""
+        """Create the tags, one after the other."""
         self._out = Saved(self._library, "a", "host", workloads.decoder, seed=1)
         self._out.pause()
         self._here = Saved(self._library, "b", "host", workloads.decoder, seed=2)
@@ -39,7 +39,7 @@ class Backed(Worker):
         return {"bytes": self._here.bytes}
 
     def turn(self, swap_first: bool) -> dict[str, Any]:
-        """Swaps there in one way and back in the other, all contents changed before each."""
+        """Swap in one way, and back in the other way, with all contents changed before each."""
         found = {"plain": self._plain.both_ms()}
         for kind in ("swap", "calls") if swap_first else ("calls", "swap"):
             found[kind] = self._move(kind == "swap")
@@ -63,16 +63,16 @@ class Backed(Worker):
 
 
 class Discarding(Worker):
-    """Two tags of so many GiB without backups."""
+    """Two tags of `gib` GiB without backups."""
 
     def __init__(self, name: str, gib: int) -> None:
         workloads.start_cuda()
         self._library = open_library(name)
-        self._zeros = name == OURS  # what it promises for memory without a backup
+        self._zeros = name == OURS  # whether memory without a backup must read as zero
         self._gib = gib
 
     def setup(self) -> dict[str, Any]:
-        """Makes the tags, one after the other."""
+        """Create the tags, one after the other."""
         self._tensors: dict[str, list[Any]] = {}
         self._addresses: dict[str, list[int]] = {}
         self._here, self._out = "b", "a"
@@ -87,7 +87,7 @@ class Discarding(Worker):
         return {}
 
     def swap(self) -> dict[str, Any]:
-        """Milliseconds of a swap."""
+        """Return the milliseconds of a swap."""
         here, out, free = self._here, self._out, workloads.free_bytes()
         spent = workloads.timed_ms(lambda: self._library.swap(here, out))
         check_free(free)
@@ -106,14 +106,14 @@ class Discarding(Worker):
 
 
 def check_free(before: int) -> None:
-    """Raises where a swap left both tags mapped."""
+    """Raise if a swap left both tags mapped."""
     free = workloads.free_bytes()
     if free < before - SPARE:
         raise RuntimeError(f"{free} bytes are free after a swap, {before} were before it")
 
 
 def backed(cycles: int) -> Iterator[dict[str, Any]]:
-    """Swaps of 16 GB with backups."""
+    """Yield the row of swaps of 16 GB with backups."""
     found: dict[str, list[float]] = {"swap": [], "calls": [], "plain": []}
     with Child("parts.swap:Backed", OURS) as child:
         child.ask("setup")
@@ -124,7 +124,7 @@ def backed(cycles: int) -> Iterator[dict[str, Any]]:
 
 
 def discarding(gib: int, cycles: int, gap: float, peer: bool) -> Iterator[dict[str, Any]]:
-    """Swaps without backups: at once, one after the other; and after a wait each."""
+    """Yield the rows of swaps without backups, one after the other and each after a wait."""
     at_once: dict[str, list[float]] = {}
     spaced: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
@@ -141,15 +141,15 @@ def discarding(gib: int, cycles: int, gap: float, peer: bool) -> Iterator[dict[s
                 for _ in range(cycles):
                     time.sleep(gap)
                     spaced.setdefault(child.name, []).append(child.ask("swap")["swap"])
-            time.sleep(gap)  # the driver clears what the process had
+            time.sleep(gap)  # the driver clears the ended process's memory
     for metric, found in ((f"swap_{gib}GiB_ms", at_once), (f"swap_{gib}GiB_spaced_ms", spaced)):
         yield from comparison.compared(metric, found)
         if not set(PEERS) & set(found):
-            comparison.tell(metric, found[OURS])
+            comparison.show(metric, found[OURS])
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of swap_*."""
+    """Yield the rows of swap_*."""
     with attempt(failures):
         yield from backed(options.backed_cycles)
     with attempt(failures):

@@ -1,6 +1,7 @@
-"""A tag with 16 GB on each of two GPUs, backed up, against one with 16 GB on one GPU.
+"""A backed-up tag with 16 GB on each of two GPUs, compared with 16 GB on one GPU.
 
-The steady state, all contents changed between; each in a process of its own, one after the other.
+Measures later cycles, with all contents changed in between; each tag in its own process, one after
+the other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Spread(Worker):
         self._library = open_library(name)
 
     def setup(self) -> dict[str, Any]:
-        """Makes the tensors; they have been paused once."""
+        """Create the tensors, and pause them once."""
 
         def tensors() -> list[Any]:
             return [tensor for gpu in self._gpus for tensor in workloads.decoder(gpu)]
@@ -40,12 +41,12 @@ class Spread(Worker):
         return {"bytes": self._saved.bytes}
 
     def cycle(self) -> dict[str, Any]:
-        """Changes all contents, pauses and resumes."""
+        """Change all contents, pause and resume."""
         self._saved.change()
         return {"pause": self._saved.pause(), "resume": self._saved.resume()}
 
     def plain(self) -> dict[str, Any]:
-        """Plain copies of as many bytes, on all GPUs at once."""
+        """Run plain copies of the same number of bytes, on all GPUs at once."""
         share = self._saved.bytes // len(self._gpus)
         copies = [PlainCopy(share, gpu) for gpu in self._gpus]
 
@@ -59,7 +60,7 @@ class Spread(Worker):
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of two_gpu_*."""
+    """Yield the rows of two_gpu_*."""
     found: dict[int, dict[str, list[float]]] = {}
     with attempt(failures), contextlib.ExitStack() as stack:
         children = {

@@ -1,4 +1,4 @@
-// The hooks: a foreign signature in, the C ABI of memsaver.h or the real function out.
+// The hooks: each calls either the C ABI of memsaver.h or the real function of the CUDA runtime.
 #include <string.h>
 
 #include "hooks/preload_runtime.h"
@@ -7,7 +7,7 @@
 namespace memsaver::hooks {
 namespace {
 
-// Of cudaError_t, the same in every version.
+// Values of cudaError_t, which are the same in every version.
 constexpr int kSuccess = 0;
 constexpr int kErrorInvalidValue = 1;
 constexpr int kErrorMemoryAllocation = 2;
@@ -21,7 +21,7 @@ constexpr int kCaptureRelaxed = 2;  // of cudaStreamCaptureMode
 
 constexpr int kNotServed = -1;
 
-// The real function, called as if this library were absent.
+// Calls the real function, as if this library were absent.
 template <Call call, typename... Arguments>
 inline int forward(const void* caller, Arguments... arguments) {
   auto* function = real<call>(caller);
@@ -29,13 +29,14 @@ inline int forward(const void* caller, Arguments... arguments) {
                                                   : kErrorInitializationError;
 }
 
-// Stream 0 means the thread's own stream in programs built that way.
+// Maps stream 0 to the thread's own stream, its meaning in programs built that way.
 void* per_thread(void* stream) {
   return stream != nullptr ? stream : reinterpret_cast<void*>(uintptr_t{2});
 }
 
-// Whether the process's libmemsaver.so, the first that was loaded, is the one beside this library.
-// Another installation's serves its own hooks, and these stay out.
+// Returns whether the process's libmemsaver.so, the first that was loaded, is the one beside this
+// library. If another installation's library was loaded first, its own hooks serve the process, and
+// these hooks do nothing.
 bool has_own_core() {
   static const bool own = [] {
     const bool same = strcmp(ms_version(), MEMSAVER_VERSION) == 0;
@@ -49,12 +50,13 @@ bool has_own_core() {
   return own;
 }
 
-// Memory of ours in *pointer, or a cudaError_t; kNotServed if the real function should answer:
-// the runtime cannot name a device or there is no driver (its own error says why), or a pause of
-// the process's region, or a fork, came between asking and allocating.
+// Allocates tagged memory in *pointer, or returns a cudaError_t. Returns kNotServed if the real
+// function should serve the call: the runtime cannot determine a device or there is no driver (its
+// own error says why), or a pause of the process's tag, or a fork, happened between the check and
+// the allocation.
 [[gnu::cold, gnu::noinline]] int allocate(const void* caller, void** pointer, size_t bytes) {
   if (!has_own_core()) return kNotServed;
-  // A thread's current device is known to its runtime alone until that has started a context.
+  // Until a thread's runtime has created a context, only the runtime knows its current device.
   int device = -1;
   auto* get_device = real<Call::cudaGetDevice>(caller);
   if (get_device != nullptr && get_device(&device) != kSuccess) return kNotServed;
@@ -68,7 +70,7 @@ bool has_own_core() {
     case MS_INVALID_STATE:
       return kNotServed;
     default:
-      ms_warn(error.message);  // the caller's signature has no room for it
+      ms_warn(error.message);  // the hook's signature cannot return the message
       return kErrorMemoryAllocation;
   }
 }
@@ -78,10 +80,10 @@ bool has_own_core() {
   switch (ms_free(pointer, &error)) {
     case MS_OK:
       return kSuccess;
-    case MS_NOT_OURS:  // inside an allocation, or freed already
+    case MS_NOT_OURS:  // an interior pointer, or memory that was already freed
     case MS_INVALID_ARGUMENT:
       return kErrorInvalidValue;
-    case MS_INVALID_STATE:  // what the runtime says in a forked child
+    case MS_INVALID_STATE:  // the runtime's error in a forked child
     case MS_NOT_LOADED:
       return kErrorInitializationError;
     default:
@@ -94,33 +96,34 @@ inline bool wanted(void** pointer, size_t bytes) {
   return __builtin_expect(ms_wants() != 0, 0) && pointer != nullptr && bytes != 0;
 }
 
-// Whether work submitted to the stream goes into a graph; 0 and *capturing, or a cudaError_t.
-int ask_capturing(const void* caller, void* stream, bool* capturing) {
+// Sets *capturing to whether work on the stream is captured into a graph. Returns 0 or a
+// cudaError_t.
+int query_capturing(const void* caller, void* stream, bool* capturing) {
   int status = kCaptureNone;
   const int error = forward<Call::cudaStreamIsCapturing>(caller, stream, &status);
   *capturing = status != kCaptureNone;
   return error;
 }
 
-// An allocation in a capture is a node of the graph, freed by another node of it: it stays the
-// runtime's. Outside one, memory that is there at once satisfies whatever the stream orders.
+// During a capture, an allocation is a node of the graph, freed by another node: the runtime serves
+// it. Otherwise memory that is available at once satisfies every order of the stream.
 [[gnu::cold, gnu::noinline]] int allocate_on_stream(const void* caller, void** pointer,
                                                     size_t bytes, void* stream) {
   bool capturing = false;
-  if (ask_capturing(caller, stream, &capturing) != kSuccess || capturing) return kNotServed;
+  if (query_capturing(caller, stream, &capturing) != kSuccess || capturing) return kNotServed;
   return allocate(caller, pointer, bytes);
 }
 
-// Waits for the stream's work, then frees. While the stream is captured nothing is freed (the
-// graph may use the memory at every replay, and waiting would end the capture): an error says so,
-// as the runtime does for memory from outside the graph.
+// Waits for the stream's work, then frees. While the stream is captured nothing is freed, because
+// the graph may use the memory at every replay, and a wait would end the capture. In that case
+// returns an error, as the runtime does for memory from outside the graph.
 [[gnu::cold, gnu::noinline]] int release_on_stream(const void* caller, void* pointer,
                                                    void* stream) {
   bool capturing = false;
-  if (const int error = ask_capturing(caller, stream, &capturing)) return error;
+  if (const int error = query_capturing(caller, stream, &capturing)) return error;
   if (capturing) return kErrorStreamCaptureUnsupported;
-  // Waiting is forbidden, and breaks the capture, while another thread captures in the default
-  // mode: not in the relaxed one, since this stream has no part in it.
+  // In the default mode, waiting while another thread captures is forbidden and breaks the capture.
+  // The relaxed mode allows it, because this stream is not part of that capture.
   int mode = kCaptureRelaxed;
   const bool exchanged =
       forward<Call::cudaThreadExchangeStreamCaptureMode>(caller, &mode) == kSuccess;

@@ -1,41 +1,41 @@
 // The functions of the CUDA runtime that libmemsaver_preload.so interposes, and those it calls.
 //
-// This list is the only place that names them: the exported symbols, their signatures, the
-// handlers that must exist and the table of real functions all come from it. A hook is one line
-// here and one on_NAME in preload.cpp; without the latter the library does not link.
+// All uses are generated from this list: the exported symbols, their signatures, the handlers and
+// the table of real functions. A hook is one line here and one on_NAME in preload.cpp; without the
+// latter the library does not link.
 //
-// The runtime's types are written out rather than included, so that one binary serves CUDA 11.2
-// to 13: cudaError_t and the enumerations are int, cudaStream_t is a pointer, and the 64 bytes
-// of a cudaIpcMemHandle_t are only ever passed on.
+// The runtime's types are written out instead of included, so that one binary supports CUDA 11.2 to
+// 13: cudaError_t and the enumerations are int, cudaStream_t is a pointer, and the 64 bytes of a
+// cudaIpcMemHandle_t are only passed on.
 //
-// Why each is here
-//   cudaMalloc           what torch's caching allocator, graph capture and nearly everybody use.
-//   cudaFree             takes back what cudaMalloc gave, and also memory of cudaMallocAsync.
-//   cudaMallocAsync      torch's backend:cudaMallocAsync, CuPy's and RMM's asynchronous pools.
-//   cudaFreeAsync        may be handed memory of ours, whichever function gave it.
+// Reason for each function
+//   cudaMalloc           used by torch's caching allocator, graph capture and most programs.
+//   cudaFree             frees memory of cudaMalloc and also of cudaMallocAsync.
+//   cudaMallocAsync      used by torch's backend:cudaMallocAsync, and by CuPy's and RMM's pools.
+//   cudaFreeAsync        may receive memsaver's memory of either allocation function.
 //   ..._ptsz             the same two in programs built with --default-stream per-thread, whose
 //                        headers rename them; stream 0 is then the thread's own stream.
-//   cudaIpcGetMemHandle  memory of ours has no such handle. The runtime would say so with an error
-//                        that it keeps, and torch would report it at an unrelated call later on.
+//   cudaIpcGetMemHandle  memsaver's memory has no such handle. The runtime would record an error,
+//                        and torch would report it at a later, unrelated call.
 //
-// Why others are not
-//   cudaMallocFromPoolAsync      names a pool that the caller made, limits, shares and trims.
-//   cudaMallocManaged, ...Host   not device memory: they migrate, or live on the host.
-//   cudaMallocPitch, 3D, Array   rows, textures and mipmaps have a layout that the driver picks.
+// Reason for not interposing others
+//   cudaMallocFromPoolAsync      names a pool that the caller creates, limits, shares and trims.
+//   cudaMallocManaged, ...Host   not device memory: they migrate, or are on the host.
+//   cudaMallocPitch, 3D, Array   rows, textures and mipmaps have a layout that the driver chooses.
 //                                cudaFree and cudaFreeAsync pass their memory on as foreign.
-//   cudaMemGetInfo               the driver's answer is right: paused memory is free.
-//   cudaPointerGetAttributes, copies, memsets   work on mapped memory as on any other.
-//   cudaDeviceReset              leaves memory of the virtual-memory calls as it is.
-//   dlsym, dlopen                who asks a library for its own cudaMalloc gets that one, for
-//                                allocating and for freeing alike; changing what dlsym means
-//                                breaks other tools.
+//   cudaMemGetInfo               the driver's answer is correct: paused memory is free.
+//   cudaPointerGetAttributes, copies, memsets   work on mapped memory as on other memory.
+//   cudaDeviceReset              does not change memory of the virtual-memory calls.
+//   dlsym, dlopen                a program that looks up a library's own cudaMalloc gets that
+//                                function, for allocations and frees alike; a changed dlsym
+//                                would break other tools.
 //   cuMemAlloc, cuMemCreate      the driver's own calls (torch's expandable segments, Numba, and
 //                                runtimes linked in statically): the layer that this library
-//                                stands on.
+//                                uses itself.
 #ifndef MEMSAVER_HOOKS_PRELOAD_LIST_H_
 #define MEMSAVER_HOOKS_PRELOAD_LIST_H_
 
-// X(name, (parameters), arguments...): every one returns a cudaError_t.
+// X(name, (parameters), arguments...): each function returns a cudaError_t.
 #define MEMSAVER_HOOKS(X)                                                                       \
   X(cudaMalloc, (void** pointer, size_t bytes), pointer, bytes)                                 \
   X(cudaFree, (void* pointer), pointer)                                                         \
@@ -45,7 +45,7 @@
   X(cudaFreeAsync_ptsz, (void* pointer, void* stream), pointer, stream)                         \
   X(cudaIpcGetMemHandle, (void* handle, void* pointer), handle, pointer)
 
-// Called, never interposed.
+// Called, but not interposed.
 #define MEMSAVER_CALLED(X)                                              \
   X(cudaGetDevice, (int* device), device)                               \
   X(cudaStreamIsCapturing, (void* stream, int* status), stream, status) \

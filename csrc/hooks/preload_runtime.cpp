@@ -12,10 +12,10 @@ std::atomic<Caller*> first_caller;
 
 namespace {
 
-constexpr unsigned kMaxCallers = 128;  // more than that work, uncached
+constexpr unsigned kMaxCallers = 128;  // further callers work without the cache
 
-// Hooks run in the middle of other allocators and during process exit: nothing here is allocated
-// or destroyed.
+// Hooks run in the middle of other allocators and during process exit, so nothing here allocates or
+// is destroyed.
 Caller callers[kMaxCallers];
 std::atomic<unsigned> used_callers;
 
@@ -25,11 +25,11 @@ constexpr const char* kNames[] = {
 #undef X
 };
 
-// A loaded object as the dynamic linker describes it, with the strings that it owns.
+// A loaded object as described by the dynamic linker. Owns its strings.
 struct Object {
   uintptr_t begin = 0, end = 0;
   const char* path = "";          // "" for the program itself
-  const char* version = nullptr;  // of the CUDA runtime that it was linked against
+  const char* version = nullptr;  // the version of the CUDA runtime that it was linked against
 
   bool contains(const void* address) const {
     const auto value = reinterpret_cast<uintptr_t>(address);
@@ -52,7 +52,7 @@ const char* wanted_version(const dl_phdr_info& info, uintptr_t dynamic) {
     if (entry->d_tag == DT_VERNEEDNUM) count = entry->d_un.d_val;
   }
   if (strings == 0 || needs == 0) return nullptr;
-  // The dynamic linker relocates some of these in place, which ones depends on the platform.
+  // The dynamic linker relocates some of these addresses in place, depending on the platform.
   if (strings < info.dlpi_addr) strings += info.dlpi_addr;
   if (needs < info.dlpi_addr) needs += info.dlpi_addr;
   const auto* text = reinterpret_cast<const char*>(strings);
@@ -67,7 +67,7 @@ const char* wanted_version(const dl_phdr_info& info, uintptr_t dynamic) {
   return nullptr;
 }
 
-// The object that an address lies in; an empty one for generated code.
+// Returns the object that contains an address; an empty one for generated code.
 Object object_at(const void* address) {
   struct Search {
     const void* address;
@@ -97,7 +97,7 @@ Object object_at(const void* address) {
   return search.found;
 }
 
-// Copies the path of the n-th loaded runtime. False if there are fewer.
+// Copies the path of the n-th loaded runtime. Returns false if there are fewer.
 bool runtime_path(unsigned n, char (&path)[PATH_MAX]) {
   struct Search {
     unsigned left;
@@ -138,7 +138,7 @@ class Finder {
   }
 
  private:
-  // Looks in a loaded object and its dependencies; `exact` insists on the caller's version.
+  // Searches a loaded object and its dependencies; `exact` requires the caller's version.
   void* in_object(const char* path, bool exact) const {
     void* handle = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
     if (handle == nullptr) return nullptr;
@@ -149,8 +149,9 @@ class Finder {
     return found;
   }
 
-  // The function, its object kept loaded from now on; null if calling it would come back here:
-  // this library's own, or that of an interposer that is itself the caller.
+  // Returns the function, and keeps its object loaded from now on. Returns null if calling it would
+  // recurse: this library's own function, or the function of an interposer that is itself the
+  // caller.
   void* usable(void* function, bool* runtime = nullptr) const {
     Dl_info own, its;
     if (function == nullptr || dladdr(function, &its) == 0 || its.dli_fname == nullptr) {
@@ -176,7 +177,7 @@ void remember(const Object& object, Call call, void* function) {
     caller = caller->next;
   }
   if (caller == nullptr) {
-    // Two threads may both add the object: the one found first is used, the other idles.
+    // Two threads may both add the object: the first one found is used.
     if (used_callers.load(std::memory_order_relaxed) >= kMaxCallers) return;
     const unsigned slot = used_callers.fetch_add(1, std::memory_order_relaxed);
     if (slot >= kMaxCallers) return;
@@ -199,7 +200,7 @@ void* find_real(Call call, const void* return_address) noexcept {
   const Object caller = object_at(return_address);
   void* function = Finder(kNames[static_cast<unsigned>(call)], caller).find();
   if (function != nullptr) remember(caller, call, function);
-  dlerror();  // a failed lookup of ours must not be reported to a caller who asks for his own
+  dlerror();  // a caller's dlerror() must not report a failed lookup of this library
   errno = saved_errno;
   return function;
 }

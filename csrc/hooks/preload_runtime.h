@@ -1,17 +1,17 @@
-// Which function a hook's caller would have reached if this library were not in the process.
+// Finds the function that a hook's caller would call if this library were not in the process.
 //
-// A process may hold several CUDA runtimes: torch's, a renamed copy that another package bundles,
-// one of another major version; global or in a local scope, where RTLD_NEXT does not look. A
-// runtime keeps its current device and last error to itself, so a call must end in the one to
-// which the rest of the caller is bound. The dynamic linker's own order finds it:
-//   1. the global scope behind this library: other preloaded interposers first, then a runtime in
-//      it, unless the caller was linked against another symbol version (libcudart.so.12 / .13);
+// A process may have several CUDA runtimes: torch's, a renamed copy bundled with another package,
+// one of another major version; in the global scope, or in a local scope that RTLD_NEXT does not
+// search. Each runtime has its own current device and last error, so a call must reach the runtime
+// that the rest of the caller uses. The search follows the dynamic linker's order:
+//   1. the global scope after this library: other preloaded interposers first, then a runtime,
+//      unless the caller was linked against another symbol version (libcudart.so.12 / .13);
 //   2. the scope of the caller's own dependencies: a runtime loaded with RTLD_LOCAL;
 //   3. a global runtime of another version;
-//   4. any loaded runtime, of the caller's version first: for callers that name none, such as
-//      ctypes, a plug-in that leans on its host, or an interposer in front of this library.
-// A call that the compiler turned into a jump shows its caller's caller. The memory is the
-// driver's whichever runtime asks for it.
+//   4. any loaded runtime, of the caller's version first: for callers that are linked to none, such
+//      as ctypes, a plug-in that relies on its host, or an interposer that precedes this library.
+// If the compiler turned a call into a jump, the search starts at the caller's caller. The memory
+// is the driver's, whichever runtime allocates it.
 #ifndef MEMSAVER_HOOKS_PRELOAD_RUNTIME_H_
 #define MEMSAVER_HOOKS_PRELOAD_RUNTIME_H_
 
@@ -44,24 +44,26 @@ MEMSAVER_CALLED(X)
 #undef X
 // clang-format on
 
-// What has been found for the calls of one loaded object. Never freed; `real` fills up over time.
-// The objects that the functions lie in stay loaded from then on. Another object that is loaded
-// where this one was inherits what was found for it.
+// The functions found for the calls of one loaded object. Never freed. Entries of `real` are
+// resolved lazily. The objects of the functions stay loaded. An object that is loaded later at the
+// same addresses inherits the entry.
 struct Caller {
   uintptr_t begin, bytes;
   Caller* next;
   std::atomic<void*> real[static_cast<unsigned>(Call::kCount)];
 };
 
-// The callers known so far, the latest first.
+// The callers known so far, latest first.
 extern std::atomic<Caller*> first_caller;
 
-// The search itself. Null if the process holds no such function: nothing is remembered then, and
-// the next call searches again. Any thread, at any time, without a lock of ours: the dynamic
-// linker's is taken, which a thread may hold already (in a constructor). Keeps errno.
+// Searches for a function. Returns null if the process has no such function; nothing is cached
+// then, and the next call searches again. Any thread, at any time. Takes none of memsaver's
+// locks, only the dynamic linker's, which a thread may already own (in a constructor). Preserves
+// errno.
 void* find_real(Call call, const void* return_address) noexcept;
 
-// The function for a caller, or null. After the first time some loads and a comparison.
+// Returns the function for a caller, or null. After the first call, costs some loads and a
+// comparison.
 template <Call call>
 typename Signature<call>::Function* real(const void* return_address) noexcept {
   const auto address = reinterpret_cast<uintptr_t>(return_address);

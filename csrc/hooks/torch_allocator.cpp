@@ -1,7 +1,7 @@
-// torch_allocator: the two signatures of torch's CUDAPluggableAllocator over the C ABI.
+// torch_allocator: the two functions of torch's CUDAPluggableAllocator, on top of the C ABI.
 //
-// torch hands an allocator's functions nothing to know their owner by, so the pools of one tag have
-// a function of their own: one of a fixed number that are compiled in, bound to its tag for ever.
+// torch passes no context to an allocator's functions, so the pools of each tag have their own
+// function: one of a fixed number of compiled functions, bound to its tag permanently.
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t kPlaces = 256;
 
-// Names of tags, copied; a place is written once, before its function is given to anybody.
+// Copies of tag names. An entry is written once, before its function is returned to a caller.
 std::atomic<const char*> bound[kPlaces];
 std::mutex binding;
 
@@ -31,7 +31,7 @@ void* allocate(ptrdiff_t bytes, int device, void* stream) {
 template <size_t Place>
 void* allocate_for(ptrdiff_t bytes, int device, void* stream) {
   ms_error error;
-  // Waits while the tag is being paused or resumed, and refuses while it is paused.
+  // Waits while a transition of the tag is in progress, and fails while the tag is paused.
   if (ms_region_enter(bound[Place].load(std::memory_order_acquire), MS_BACKUP_DEFAULT, &error) !=
       MS_OK) {
     ms_warn(error.message);
@@ -73,8 +73,8 @@ void ms_torch_free(void* pointer, size_t, int device, void*) {
 
 ms_status ms_torch_malloc_of(const char* tag, int backup, ms_torch_malloc_function* function,
                              ms_error* error) {
-  if (!function) return refuse(MS_INVALID_ARGUMENT, "there is no place for the answer", error);
-  const ms_status entered = ms_region_enter(tag, backup, error);  // makes the tag, or refuses it
+  if (!function) return refuse(MS_INVALID_ARGUMENT, "the pointer for the result is null", error);
+  const ms_status entered = ms_region_enter(tag, backup, error);  // creates the tag, or fails
   if (entered != MS_OK) return entered;
   ms_region_exit(nullptr);
   const std::lock_guard<std::mutex> lock(binding);
@@ -90,8 +90,8 @@ ms_status ms_torch_malloc_of(const char* tag, int backup, ms_torch_malloc_functi
     return MS_OK;
   }
   return refuse(MS_INVALID_STATE,
-                "256 tags have torch pools of their own already, which is as many as can: use "
-                "one of them, or regions",
+                "256 tags already have torch pools, which is the maximum: use one of them, or "
+                "regions",
                 error);
 }
 

@@ -1,11 +1,12 @@
-// fingerprint: the kernel that finds the fingerprints of many pieces of device memory.
+// fingerprint: the kernel that computes the fingerprints of many pieces of device memory.
 //
 //   ms_fingerprint<<<(count + 3) / 4, kThreads>>>(pieces, digests, count)
 //
-// A block does four pieces at once, whole. A thread takes the same places of each, so that the key
-// for them, which costs as much as the sums of three pieces, is found once. `pieces` and `digests`
-// may lie in host memory: a block reads its pieces once and writes their digests once. Addresses
-// that are not multiples of 16 are read in smaller bits, at a fraction of the speed.
+// A block processes four whole pieces at once. A thread processes the same offsets of each piece,
+// so that the key for these offsets, which costs as much as the sums of three pieces, is computed
+// once. `pieces` and `digests` may be in host memory: a block reads its pieces once and writes
+// their digests once. Memory at addresses that are not multiples of 16 is read in smaller units, at
+// a fraction of the speed.
 #define MS_FINGERPRINT_FUNCTION __device__ __forceinline__
 #include "kernels/fingerprint_hash.h"
 
@@ -19,15 +20,15 @@ constexpr uint32_t kStride = kThreads * kChunkBytes;  // from one chunk of a thr
 constexpr uint32_t kWarps = kThreads / 32;
 constexpr uint32_t kAll = 0xffffffffu;
 
-// Of one thread: its sums for each piece, and the chunks that are on their way to it.
+// The state of one thread: its sums for each piece, and the chunks that are being loaded.
 struct Work {
   uint64_t address[kPiecesPerBlock];
-  uint32_t bytes[kPiecesPerBlock];  // that are read in aligned chunks
+  uint32_t bytes[kPiecesPerBlock];  // the bytes that are read in aligned chunks
   uint64_t sums[kPiecesPerBlock][kLanes];
   uint4 next[kPiecesPerBlock];
 };
 
-// Fetches the chunks at `offset` of those pieces that reach so far; kSure: all do.
+// Loads the chunks at `offset` of the pieces that are long enough; kSure: all pieces are.
 template <bool kSure>
 __device__ __forceinline__ void fetch(Work& work, uint32_t offset) {
 #pragma unroll
@@ -38,7 +39,7 @@ __device__ __forceinline__ void fetch(Work& work, uint32_t offset) {
   }
 }
 
-// Sums the chunks at `offset`, which were fetched, while those after them are.
+// Adds the loaded chunks at `offset` to the sums, while the next chunks are being loaded.
 template <bool kSure>
 __device__ __forceinline__ void step(Work& work, uint32_t offset) {
   uint4 chunks[kPiecesPerBlock];
@@ -49,7 +50,7 @@ __device__ __forceinline__ void step(Work& work, uint32_t offset) {
   chunk_key(offset, key);
 #pragma unroll
   for (int i = 0; i < kKeyWords; ++i) {
-    asm volatile("" : "+r"(key[i]));  // found here, not once more for each piece that needs it
+    asm volatile("" : "+r"(key[i]));  // computed here, not again for each piece that needs it
   }
 #pragma unroll
   for (uint32_t p = 0; p < kPiecesPerBlock; ++p) {
@@ -59,7 +60,7 @@ __device__ __forceinline__ void step(Work& work, uint32_t offset) {
   }
 }
 
-// The chunk of `left` bytes, up to 16, at any address, as words.
+// Reads a chunk of `left` bytes (up to 16) at any address, as words.
 __device__ __forceinline__ void read_part(uint64_t address, uint32_t left, uint32_t words[4]) {
   if (left == kChunkBytes && address % 4 == 0) {
 #pragma unroll
@@ -73,7 +74,7 @@ __device__ __forceinline__ void read_part(uint64_t address, uint32_t left, uint3
   }
 }
 
-// Adds up `count` sums of each thread of the warp, in its first.
+// Adds up `kCount` sums over the threads of the warp, into its first thread.
 template <int kCount>
 __device__ __forceinline__ void sum_warp(uint64_t* sums) {
 #pragma unroll 1
@@ -125,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
       if (thread % 32 == 0) sums[p][lane][thread / 32] = work.sums[p][lane];
     }
   }
-  // What is left of each piece: its last bytes, or all of it where it is not aligned.
+  // The rest of each piece: its last bytes, or all of it if it is not aligned.
 #pragma unroll 1
   for (uint32_t p = 0; p < kPiecesPerBlock; ++p) {
     const uint64_t address = mine[p].address;

@@ -8,29 +8,29 @@
 //
 // with the additions inside modulo 2^32, the products exact and the sum modulo 2^64: UMAC's NH with
 // a Toeplitz key (Black, Halevi, Krawczyk, Krovetz, Rogaway: "UMAC: Fast and Secure Message
-// Authentication", CRYPTO 1999), and a term for the length. It depends on the bytes and their
-// places in the piece, not on the piece's address nor on who sums what.
+// Authentication", CRYPTO 1999), and a term for the length. The result depends only on the bytes
+// and their offsets in the piece, not on the piece's address or on how threads divide the work.
 //
-// Two different pieces of equal length agree, under a random key, in one lane with a chance of at
-// most 2^-32 and in all four with at most 2^-128, however long they are (the paper's theorem on
-// NH^T). The key here is pseudo-random and fixed, so that every process finds the same: the bound
-// is for contents that were not chosen with the key in mind, as weights are not. It is no defence
-// against somebody who makes two pieces agree on purpose.
+// Under a random key, two different pieces of equal length agree in one lane with a probability of
+// at most 2^-32, and in all four with at most 2^-128, whatever their length (the paper's theorem on
+// NH^T). The key here is pseudo-random and fixed, so that all processes compute the same result:
+// the bound applies to contents that were not chosen with knowledge of the key, such as weights. It
+// does not protect against deliberately constructed collisions.
 #pragma once
 
 #include <stdint.h>
 
-// What a compiler for several targets needs in front of a function; fingerprint.cu says.
+// The qualifiers of a function for several targets; fingerprint.cu defines them.
 #ifndef MS_FINGERPRINT_FUNCTION
 #define MS_FINGERPRINT_FUNCTION inline
 #endif
 
 namespace memsaver {
 
-// No piece is larger.
+// The largest size of a piece.
 constexpr uint64_t kFingerprintBytes = 1 << 20;
 
-// What the kernel takes, and gives for it. Both lie in host memory that the device reaches.
+// The kernel's input and output, in host memory that the device can access.
 struct alignas(16) FingerprintPiece {
   uint64_t address, bytes;
 };
@@ -48,12 +48,13 @@ namespace fingerprint {
 
 constexpr int kLanes = 4;
 
-// The message is taken in chunks of 16 bytes: two pairs of words, for which the lanes need ten
+// The message is processed in chunks of 16 bytes: two pairs of words, for which the lanes need ten
 // words of the key.
 constexpr uint32_t kChunkBytes = 16;
 constexpr int kKeyWords = 4 + 2 * (kLanes - 1);
 
-// How the kernel is launched: (count + 3) / 4 blocks of so many threads, no shared memory.
+// The kernel's launch configuration: (count + 3) / 4 blocks of kThreads threads, no dynamic shared
+// memory.
 constexpr uint32_t kPiecesPerBlock = 4;
 constexpr uint32_t kThreads = 256;
 
@@ -77,7 +78,7 @@ MS_FINGERPRINT_FUNCTION uint64_t product(uint32_t even, uint32_t odd, const uint
   return static_cast<uint64_t>(even + key[0]) * static_cast<uint64_t>(odd + key[1]);
 }
 
-// Adds a chunk's first pair, or both.
+// Adds a chunk's first pair (add_pair) or both pairs (add_chunk).
 MS_FINGERPRINT_FUNCTION void add_pair(uint64_t lanes[kLanes], const uint32_t words[4],
                                       const uint32_t key[kKeyWords]) {
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -90,7 +91,7 @@ MS_FINGERPRINT_FUNCTION void add_chunk(uint64_t lanes[kLanes], const uint32_t wo
   add_pair(lanes, words + 2, key + 2);
 }
 
-// Adds the chunk at `offset` of a piece, of which only `bytes` bytes (1 to 16) are the piece's and
+// Adds the chunk at `offset` of a piece, of which only `bytes` bytes (1 to 16) belong to the piece;
 // the rest of `words` is zero.
 MS_FINGERPRINT_FUNCTION void add_part(uint64_t lanes[kLanes], const uint32_t words[4],
                                       uint32_t offset, uint32_t bytes) {
@@ -100,7 +101,7 @@ MS_FINGERPRINT_FUNCTION void add_part(uint64_t lanes[kLanes], const uint32_t wor
   if (bytes > 8) add_pair(lanes, words + 2, key + 2);
 }
 
-// What the length adds to a lane: so that a piece differs from one with zeros at its end.
+// The length's contribution to a lane, so that a piece differs from one with appended zeros.
 MS_FINGERPRINT_FUNCTION uint64_t length_term(uint64_t bytes, int lane) {
   return bytes * (0x9e3779b97f4a7c15ull + 2 * static_cast<uint64_t>(lane));
 }

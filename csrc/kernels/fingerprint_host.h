@@ -1,4 +1,4 @@
-// fingerprint_host: the fingerprint of a piece of host memory, the same that the kernel finds on a
+// fingerprint_host: the fingerprint of a piece of host memory, equal to the kernel's result on a
 // device.
 #pragma once
 
@@ -11,7 +11,8 @@
 
 namespace memsaver {
 
-// Of at most kFingerprintBytes. Any thread; takes 2 MiB for a table at the first use.
+// Returns the fingerprint of at most kFingerprintBytes bytes. Any thread. Allocates a table of 1
+// MiB at the first use.
 inline Digest fingerprint_of(const void* bytes, uint64_t size) {
   using namespace fingerprint;
   static const std::vector<uint32_t>* const table = [] {

@@ -1,4 +1,4 @@
-// calls: the C ABI called from Python: without the GIL, failures as exceptions, lists as lists.
+// calls: calls of the C ABI from Python: without the GIL, with exceptions and Python lists.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,9 +17,9 @@ namespace memsaver::python {
 
 namespace py = pybind11;
 
-// No GIL for its life. As pybind11's gil_scoped_release, but at the interpreter's exit Python ends
-// a daemon's thread where it takes the GIL again, by unwinding its stack, which must be let
-// through.
+// Releases the GIL for its lifetime. Unlike pybind11's gil_scoped_release, its destructor may
+// throw: during interpreter exit, Python ends a daemon thread that takes the GIL again by unwinding
+// its stack.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -48,7 +48,7 @@ inline py::str text_of(const char* text) {
   return py::reinterpret_steal<py::str>(decoded);
 }
 
-// The function of memsaver.errors that makes exceptions. Looked up when the module is loaded,
+// The function of memsaver.errors that creates exceptions. Looked up when the module is loaded,
 // because finalizers at interpreter exit cannot import anything. Never released.
 inline py::handle error_of;
 
@@ -66,7 +66,7 @@ inline void check(ms_status status, const ms_error& error) {
   throw py::error_already_set();
 }
 
-// Makes the call without the GIL, then raises what it reported. The call gets the ms_error to fill.
+// Makes the call without the GIL, then raises its error. The call receives the ms_error to fill.
 template <typename Call>
 inline void without_gil(Call call) {
   ms_error error{};
@@ -112,7 +112,7 @@ class HandlersInWaits {
   HandlersInWaits* outer_ = nullptr;
 };
 
-// As without_gil, for a call that may wait for a tag. An exception of a signal handler propagates.
+// Like without_gil, for a call that may wait for a tag. A signal handler's exception propagates.
 template <typename Call>
 inline void interruptibly(Call call) {
   ms_error error{};

@@ -1,5 +1,5 @@
-// module: memsaver._C, the C ABI in Python's types. Translation only; what to call when is Python's
-// affair.
+// module: memsaver._C, the C ABI with Python's types. It only converts arguments and results; all
+// decisions are made in Python.
 //
 // Every call that can wait releases the GIL. A failure becomes the exception that
 // memsaver.errors.error_of builds.
@@ -25,15 +25,15 @@ namespace {
 
 using Pair = std::pair<uint64_t, uint64_t>;
 
-// A process has one libmemsaver.so, the first that was loaded: a preloaded one may be another
-// installation's.
+// Throws unless the process's libmemsaver.so, the first that was loaded, is this package's: a
+// preloaded one may belong to another installation.
 void require_own_core() {
   if (std::string(ms_version()) == MEMSAVER_VERSION) return;
   Dl_info info{};
   dladdr(reinterpret_cast<const void*>(&ms_version), &info);
   throw py::import_error(std::string("this package is memsaver " MEMSAVER_VERSION
                                      ", and the process has libmemsaver.so of memsaver ") +
-                         ms_version() + " already, from " +
+                         ms_version() + " from " +
                          (info.dli_fname ? info.dli_fname : "another place") +
                          ": use one installation, and take the other's library out of LD_PRELOAD");
 }
@@ -159,7 +159,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("free", [](uint64_t address) {
     without_gil([&](ms_error* error) { return ms_free(pointer(address), error); });
   });
-  // The addresses of the two functions that torch wants of an allocator.
+  // Returns the addresses of the two functions that torch needs from an allocator.
   m.def("torch_allocator", [](const std::string& tag, int backup) {
     ms_torch_malloc_function function = nullptr;
     without_gil(
@@ -212,33 +212,15 @@ PYBIND11_MODULE(_C, m) {
       .def("wait_stream", &Transition::wait_stream, py::arg("stream"))
       .def("give_up", &Transition::give_up);
   m.def(
-      "pause_begin",
-      [](const std::vector<std::string>& tags, int backup, const std::vector<Pair>& dead,
-         std::optional<uint64_t> changes) {
-        const std::vector<const char*> names = pointers(tags);
-        const std::vector<ms_range> unsaved = ranges_of(dead);
-        return begun([&](ms_transition** transition, ms_error* error) {
-          return ms_pause_begin(names.data(), names.size(), backup, unsaved.data(), unsaved.size(),
-                                changes ? &*changes : nullptr, transition, error);
-        });
-      },
-      py::arg("tags"), py::arg("backup"), py::arg("dead"), py::arg("changes") = py::none());
-  m.def("resume_begin", [](const std::vector<std::string>& tags) {
-    const std::vector<const char*> names = pointers(tags);
-    return begun([&](ms_transition** transition, ms_error* error) {
-      return ms_resume_begin(names.data(), names.size(), transition, error);
-    });
-  });
-  m.def(
-      "swap_begin",
+      "begin",
       [](const std::vector<std::string>& out, const std::vector<std::string>& into, int backup,
          const std::vector<Pair>& dead, std::optional<uint64_t> changes) {
         const std::vector<const char*> going = pointers(out), coming = pointers(into);
         const std::vector<ms_range> unsaved = ranges_of(dead);
         return begun([&](ms_transition** transition, ms_error* error) {
-          return ms_swap_begin(going.data(), going.size(), coming.data(), coming.size(), backup,
-                               unsaved.data(), unsaved.size(), changes ? &*changes : nullptr,
-                               transition, error);
+          return ms_transition_begin(going.data(), going.size(), coming.data(), coming.size(),
+                                     backup, unsaved.data(), unsaved.size(),
+                                     changes ? &*changes : nullptr, transition, error);
         });
       },
       py::arg("out"), py::arg("into"), py::arg("backup"), py::arg("dead"),
@@ -277,7 +259,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("timeline_start", [](size_t capacity) {
     without_gil([&](ms_error* error) { return ms_timeline_start(capacity, error); });
   });
-  // The events, and how many older ones were dropped.
+  // Returns the events, and the number of older events that were dropped.
   m.def("timeline_read", [] {
     ms_event* rows = nullptr;
     size_t count = 0;
@@ -309,7 +291,7 @@ PYBIND11_MODULE(_C, m) {
                        [](const ms_range& r) { return py::make_tuple(r.address, r.bytes); });
       },
       py::arg("tag"), py::arg("device") = -1);
-  // None for a foreign address.
+  // Returns None for a foreign address.
   m.def("locate", [](uint64_t address) -> py::object {
     ms_location found{};
     ms_error error{};
@@ -323,7 +305,7 @@ PYBIND11_MODULE(_C, m) {
     return py::make_tuple(text_of(found.tag), found.device, found.state, found.address, found.bytes,
                           found.since_seconds, found.thread, text_of(found.caller));
   });
-  // The memoryview is writable in any case: who asked for reading only must not write.
+  // The memoryview is always writable: a caller that requested read access must not write.
   m.def(
       "backup_view",
       [](uint64_t address, uint64_t bytes, bool writable, bool retained) {
@@ -341,6 +323,13 @@ PYBIND11_MODULE(_C, m) {
     without_gil(
         [&](ms_error* error) { return ms_host_memory(&held_bytes, &available_bytes, error); });
     return py::make_tuple(held_bytes, available_bytes);
+  });
+  m.def("deferred_releases", [] {
+    uint64_t objects = 0, device_bytes = 0, host_bytes = 0;
+    without_gil([&](ms_error* error) {
+      return ms_deferred_releases(&objects, &device_bytes, &host_bytes, error);
+    });
+    return py::make_tuple(objects, device_bytes, host_bytes);
   });
   m.def("fingerprint", [](const std::vector<Pair>& ranges) {
     std::vector<ms_range> wanted;

@@ -24,7 +24,7 @@ class Reservation {
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
 
-  // Waits for the tags and reserves them. Raises as ms_reserve, and a signal handler's exception.
+  // Waits for the tags and reserves them. Raises like ms_reserve, and a signal handler's exception.
   void take() {
     if (tags_.empty() || reservation_) return;
     const std::vector<const char*> names = pointers(tags_);

@@ -8,7 +8,7 @@
 namespace memsaver::python {
 namespace {
 
-constexpr int kOther = 0;         // any signal but SIGINT
+constexpr int kOther = 0;         // any signal except SIGINT
 constexpr int kMostTries = 1000;  // each failed try means that a handler of a new signal raised
 
 void keep(Raised& raised) {
@@ -28,7 +28,7 @@ void keep(Raised& raised) {
 
 PyObject* name_of(const char* text) { return PyUnicode_InternFromString(text); }
 
-// Returns the result of a call; null, with the error in `failure`, if it raised.
+// Returns the result of a call, or null, with the error in `failure`, if the call raised.
 py::object result_of(PyObject* result, Raised& failure) {
   if (!result) keep(failure);
   return py::reinterpret_steal<py::object>(result);
@@ -69,12 +69,13 @@ PyObject* SignalsDeferred::note(PyObject*, PyObject* args) {
       keep_waiting(std::move(signal));
       Py_RETURN_NONE;
     }
-    // In work that is open to handlers; or code in a block has read this handler and set it later.
+    // In work that is open to handlers, or if code in a block has read this handler and set it
+    // later.
     const auto last = last_->find(number);
     if (last == last_->end() || !last->second) Py_RETURN_NONE;
     PyObject* const result = call(py::object(last->second), signal);
     Raised raised;
-    if (result) deliver(raised, false);  // what came while the handler ran
+    if (result) deliver(raised, false);  // signals that arrived while the handler ran
     if (!raised) return result;
     Py_DECREF(result);
     raised->restore();
@@ -84,8 +85,8 @@ PyObject* SignalsDeferred::note(PyObject*, PyObject* args) {
   }
 }
 
-// In open work, signals that come while a handler runs wait, and so do those after a handler has
-// raised: a second exception could come when nobody is there to catch it.
+// In open work, signals wait while a handler runs and after a handler has raised, because a second
+// exception could arrive where no code catches it.
 PyObject* SignalsDeferred::call(const py::object& handler, const Signal& signal) {
   const auto is_open = [](const SignalsDeferred* block) {
     return block->kind_ == Deferral::kOpen && !block->is_shut_;
@@ -164,7 +165,8 @@ void SignalsDeferred::replace() {
     auto handler = py::reinterpret_steal<py::object>(found);
     if (!PyCallable_Check(handler.ptr())) continue;
     py::object& last = (*last_)[number];
-    if (handler.is(noter())) {  // of a block around; or left behind, as one ended on another thread
+    // Set by an enclosing block, or left by a block that ended on another thread.
+    if (handler.is(noter())) {
       if (!is_outermost || !last) continue;
       handler = last;
     }
@@ -204,14 +206,14 @@ bool SignalsDeferred::end() {
   is_active_ = false;
   const auto found = std::find(blocks_->begin(), blocks_->end(), this);
   if (found + 1 == blocks_->end()) {
-    restore();  // which can call handlers, and so change `blocks_`
-  } else {      // a block inside goes on
+    restore();  // may call handlers, and so change `blocks_`
+  } else {      // an inner block continues
     std::vector<Replaced>& inside = (*(found + 1))->replaced_;
     inside.insert(inside.end(), std::make_move_iterator(replaced_.begin()),
                   std::make_move_iterator(replaced_.end()));
     replaced_.clear();
   }
-  // Not there in a child that a handler has forked.
+  // The entry is missing in a child that a handler has forked.
   blocks_->erase(std::remove(blocks_->begin(), blocks_->end(), this), blocks_->end());
   return true;
 }

@@ -1,19 +1,19 @@
 // signals: deferral of Python's signal handlers, for calls that must not be interrupted halfway.
 //
 // Python calls a signal's handler on its main thread, between any two instructions of Python code,
-// and an exception of a handler leaves that code half done. While a SignalsDeferred exists, each
+// and a handler's exception leaves that code incomplete. While a SignalsDeferred exists, each
 // Python handler is replaced by one that only records the signal. The rules:
 //
-// - The handlers are called when the outermost block that defers signals ends; or before, in work
-//   that a kOpen block inside kBetween blocks opens to handlers.
-// - A signal that comes several times is handled once, as one that a process blocks. Otherwise
-//   handlers that begin transitions, during which more signals come, would multiply.
+// - The handlers are called at the end of the outermost block that defers signals, or earlier in a
+//   kOpen block inside kBetween blocks.
+// - A signal that arrives several times is handled once, like a signal that a process blocks.
+//   Otherwise handlers that begin transitions, during which more signals arrive, would multiply.
 // - If several handlers raise at the end, the first exception counts.
-// - A handler that a program sets in a block stays.
+// - A handler that a program sets in a block stays set.
 // - Blocks nest, whatever their kinds, and may end in any order. A block that is destroyed without
-//   its finish() defers nothing more; the handlers of recorded signals are called soon after.
-// - Blocks concern the main thread. On other threads, which run no handlers, they do nothing; in a
-//   forked child they are over.
+//   finish() no longer defers signals; the handlers of recorded signals are called soon afterwards.
+// - Blocks affect the main thread. On other threads, which run no handlers, they do nothing; in a
+//   forked child they have ended.
 //
 // Threads: every function needs the GIL.
 #pragma once
@@ -34,31 +34,32 @@ namespace py = pybind11;
 using Raised = std::optional<py::error_already_set>;
 
 enum class Deferral {
-  kWhole,       // until the end, or until a wait for a tag, which a handler that raises ends
-  kPatient,     // until the end, also while the block waits for a tag
-  kInterrupts,  // as kPatient, but SIGINT alone
-  kBetween,     // as kPatient, except in a kOpen inside
-  kOpen,        // handlers run in spite of the kBetween blocks around; no effect on other kinds
+  kWhole,       // until the end or a wait for a tag; a handler's exception ends the wait
+  kPatient,     // until the end, even while the block waits for a tag
+  kInterrupts,  // like kPatient, but only SIGINT
+  kBetween,     // like kPatient, except in a kOpen block inside
+  kOpen,        // handlers run despite enclosing kBetween blocks; no effect on other kinds
 };
 
 class SignalsDeferred {
  public:
   // Throws the exception of a handler that runs before the deferral begins or, if kOpen, of a
-  // handler of a recorded signal. If kPatient, finish() returns it instead.
+  // recorded signal's handler. If kPatient, finish() returns the exception instead.
   explicit SignalsDeferred(Deferral kind);
   ~SignalsDeferred();
   SignalsDeferred(const SignalsDeferred&) = delete;
   SignalsDeferred& operator=(const SignalsDeferred&) = delete;
 
-  // Ends the block. Calls the handlers of the recorded signals, unless a block around defers them,
-  // and returns their exception.
+  // Ends the block. Calls the handlers of the recorded signals, unless an enclosing block defers
+  // them, and returns their exception.
   Raised finish();
 
   // Calls the handlers of the recorded signals while a call waits for a tag, if every block allows
   // that. Returns false, with Python's error set, if one raised.
   static bool deliver_in_wait();
 
-  // Restores the handlers in a forked child, whose main thread may be another, and drops signals.
+  // Restores the handlers in a forked child, whose main thread may be a different one, and discards
+  // the recorded signals.
   static void forget();
 
  private:
@@ -66,7 +67,7 @@ class SignalsDeferred {
     int number;
     py::object handler;
     struct sigaction action;
-    py::object before;  // what `last_` had for the signal
+    py::object before;  // the entry of `last_` for the signal
   };
   struct Signal {
     int number;
@@ -80,35 +81,35 @@ class SignalsDeferred {
   // a pending handler raised.
   static bool set_handler(int number, const py::object& handler, const struct sigaction& action,
                           Raised& raised, bool insist);
-  // Whether a signal waits now, or would if the main thread waited for a tag.
+  // Returns whether a signal waits now, or would if the main thread waited for a tag.
   static bool defers(int number, bool in_wait);
-  // Adds a signal to `came_`, unless it is there.
+  // Adds a signal to `came_`, unless it is in the list.
   static void keep_waiting(Signal signal);
-  // The signals that came and need not wait, taken out of `came_`.
+  // Removes the signals that need not wait from `came_`, and returns them.
   static std::vector<Signal> take_due(bool in_wait);
-  // Calls their handlers.
+  // Calls the handlers of these signals.
   static void deliver(Raised& raised, bool in_wait);
   static PyObject* call(const py::object& handler, const Signal& signal);
 
   void replace();
   void begin();
   void restore();
-  bool end();  // false if it had no effect, or has ended
+  bool end();  // returns false if the block had no effect, or has ended
 
   const Deferral kind_;
-  bool is_active_ = false;  // it is in `blocks_`; never on another thread than the main one
-  bool is_shut_ = false;    // kOpen: a handler runs, or has raised; further signals wait
+  bool is_active_ = false;  // it is in `blocks_`; only on the main thread
+  bool is_shut_ = false;    // kOpen: a handler is running or has raised; further signals wait
   std::vector<Replaced> replaced_;
   Raised raised_;
 
-  // Of the main thread, under the GIL.
+  // State of the main thread; needs the GIL.
   static inline unsigned long main_ = 0;  // the thread, while there are blocks
   static inline auto* blocks_ = new std::vector<SignalsDeferred*>;  // innermost last
   static inline auto* came_ = new std::vector<Signal>;
   static inline auto* last_ = new std::map<int, py::object>;  // the handlers behind noter()
 };
 
-// The same as a context manager of Python's, in whose methods no signal's handler can come.
+// A SignalsDeferred as a Python context manager. No handler runs in its methods.
 class DeferredBlock {
  public:
   explicit DeferredBlock(bool interrupts_alone)
@@ -125,8 +126,8 @@ class DeferredBlock {
 // throws that exception instead of returning the result or throwing function()'s exception.
 py::object uninterrupted(py::handle function, bool is_patient);
 
-// Calls function() with handlers running in spite of the kBetween blocks around, first those of
-// signals that came. After an exception out of a handler they are deferred again.
+// Calls function() with handlers running despite enclosing kBetween blocks, first those of recorded
+// signals. After a handler raises, further signals are deferred again.
 py::object interruptible(py::handle function);
 
 // `__enter__` and `__exit__` of a context manager that has `_enter()` and `_leave(type, error,
@@ -136,9 +137,9 @@ py::object interruptible(py::handle function);
 py::object enter_block(py::handle manager);
 py::object leave_block(py::handle manager, py::handle type, py::handle error, py::handle traceback);
 
-// `__enter__` of a context manager whose `_enter(place)` takes long and so may be interrupted by
-// handlers. `_enter` appends to the list `place` what it has entered; if it raises,
-// `_undo(place, error)` is called with signals deferred.
+// `__enter__` of a context manager whose `_enter(place)` takes long, so handlers may interrupt it.
+// `_enter` appends each entered object to the list `place`; if it raises, `_undo(place, error)` is
+// called with signals deferred.
 py::object enter_interruptibly(py::handle manager);
 
 }  // namespace memsaver::python

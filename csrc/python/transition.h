@@ -1,4 +1,4 @@
-// transition: a pause, a resume or a swap that was begun, as an object of Python's.
+// transition: a begun pause, resume or swap, as a Python object.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,30 +23,30 @@ inline py::list list_of_changes(ms_change* rows, size_t count) {
   });
 }
 
-// A transition that was begun; it is freed as soon as it was run, which lets its tags go. Any
-// thread may call it, under the GIL.
+// A begun transition. It is freed after its run, which releases its tags. Any thread may use it;
+// needs the GIL.
 class Transition {
  public:
   Transition() = default;
   Transition(const Transition&) = delete;
   Transition& operator=(const Transition&) = delete;
-  // One that was not run is given up, which may take as long as the devices' work.
+  // Cancels a transition that was not run, which may wait for the devices' work.
   ~Transition() {
     if (!transition_) return;
     try {
-      let_go();
+      free_transition();
     } catch (...) {
-      // The interpreter is ending this thread, a daemon's, and a destructor cannot be unwound.
+      // The interpreter is ending this daemon thread, and a destructor cannot be unwound.
       for (;;) pause();
     }
   }
 
-  // Makes it the one that has been begun.
+  // Takes ownership of a begun transition.
   void adopt(ms_transition* begun) { transition_.reset(begun, &ms_transition_free); }
 
-  // Once.
+  // Runs the transition. Can be called once.
   py::list run() {
-    require(transition_ && !was_run_, "the transition was given up, or run before");
+    require(transition_ && !was_run_, "the transition was cancelled or already run");
     was_run_ = true;
     ms_change* rows = nullptr;
     size_t count = 0;
@@ -58,26 +58,26 @@ class Transition {
     }
     has_succeeded_ = status == MS_OK;
     progress_ = read_progress();
-    let_go();
+    free_transition();
     check(status, error);
     return list_of_changes(rows, count);
   }
 
   // Lets another thread run the transition. Call it before run().
   void hand_over() {
-    require(transition_ && !was_run_, "the transition was given up, or run before");
+    require(transition_ && !was_run_, "the transition was cancelled or already run");
     without_gil([&](ms_error* error) { return ms_transition_hand_over(transition_.get(), error); });
   }
 
-  // Before run().
+  // Sets the caller's description. Call it before run().
   void set_caller(const std::string& caller) {
-    require(transition_ && !was_run_, "the transition was given up, or run before");
+    require(transition_ && !was_run_, "the transition was cancelled or already run");
     without_gil([&](ms_error* error) {
       return ms_transition_set_caller(transition_.get(), caller.c_str(), error);
     });
   }
 
-  // Bytes done and in all; as they were in the end, once it was run.
+  // Returns the bytes copied so far and in total; after the run, the final values.
   std::pair<uint64_t, uint64_t> progress() const {
     return transition_ ? read_progress() : progress_;
   }
@@ -85,17 +85,17 @@ class Transition {
   void wait_stream(uint64_t stream) {
     const std::shared_ptr<ms_transition> transition = transition_;
     if (!transition) {
-      require(has_succeeded_, "the transition failed, or was given up");
-      return;  // all is done, whatever the stream
+      require(has_succeeded_, "the transition failed or was cancelled");
+      return;  // the transition is over, so every stream is ordered after it
     }
     without_gil([&](ms_error* error) {
       return ms_transition_wait_stream(transition.get(), pointer(stream), error);
     });
   }
 
-  // One that was not run never happened. After run() nothing.
+  // Cancels the transition, unless run() was called.
   void give_up() {
-    if (!was_run_) let_go();
+    if (!was_run_) free_transition();
   }
 
  private:
@@ -111,8 +111,8 @@ class Transition {
     return progress;
   }
 
-  // Frees it. Threads that wait for it on a stream leave now that it is over.
-  void let_go() {
+  // Frees the transition, after the threads that wait for it in wait_stream() have left.
+  void free_transition() {
     std::shared_ptr<ms_transition> last = std::move(transition_);
     const WithoutGil released;
     while (last.use_count() > 1) std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -124,7 +124,7 @@ class Transition {
   std::pair<uint64_t, uint64_t> progress_{0, 0};
 };
 
-// `begin` gets the place for the transition, and the ms_error to fill.
+// Begins a transition. `begin` receives the pointer to set and the ms_error to fill.
 template <typename Begin>
 std::unique_ptr<Transition> begun(Begin begin) {
   auto made = std::make_unique<Transition>();

@@ -14,7 +14,7 @@ constexpr uint64_t kBlockAlignment = 512;
 
 void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 
-// 0 when there is no room.
+// Maps address space without access; returns 0 if there is none.
 uint64_t map_nothing(uint64_t size, uint64_t alignment, uint64_t hint) {
   if (hint != 0 && hint % alignment == 0) {
     void* got = mmap(pointer(hint), size, PROT_NONE, kReserveFlags | MAP_FIXED_NOREPLACE, -1, 0);
@@ -159,7 +159,7 @@ CUresult AddressSpace::set_access(Range range, const CUmemAccessDesc* descriptio
     }
     const Range& whole = at->second.range;
     if (mprotect(pointer(whole.address), whole.size, protection(access)) != 0) {
-      for (auto done = first; done != at; ++done) {  // leave the earlier ones as they were
+      for (auto done = first; done != at; ++done) {  // restore the earlier ones
         mprotect(pointer(done->second.range.address), done->second.range.size,
                  protection(done->second.access));
       }

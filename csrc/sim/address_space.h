@@ -1,12 +1,12 @@
 // Virtual addresses: reservations, mappings of physical memory into them, and access rights.
 //
-// A reservation is PROT_NONE address space; a mapping is a shared mapping of the device's file
-// over part of one, PROT_NONE until access is set. So two mappings of one memory alias, and a
-// touch from the host of what is unmapped or without access faults. cuMemAlloc's blocks are
-// mappings without a reservation, accessible from the start; they lie in chunks, which those below
+// A reservation is PROT_NONE address space; a mapping is a shared mapping of a part of the device's
+// file into it, PROT_NONE until access is set. Two mappings of the same memory are therefore
+// aliases, and a host access to unmapped or inaccessible memory faults. cuMemAlloc's blocks are
+// mappings without a reservation, accessible from the start; they lie in chunks, which blocks below
 // kGranularity share.
 //
-// Needs the caller's lock for every call. No call has an effect when it returns an error.
+// Every call needs the caller's lock. A call that returns an error has no effect.
 #pragma once
 
 #include <cuda.h>
@@ -34,15 +34,15 @@ struct Range {
 struct Mapping {
   Range range;
   std::shared_ptr<PhysicalMemory> memory;
-  uint64_t offset = 0;           // of the range within the memory; 0 unless a block
-  uint64_t id = 0;               // the memory's, or the block's own; never used twice in a process
-  bool from_alloc = false;       // cuMemAlloc: every device may use it
+  uint64_t offset = 0;           // the range's offset in the memory; 0 unless a block
+  uint64_t id = 0;               // the memory's id, or the block's own; unique in a process
+  bool from_alloc = false;       // a block of cuMemAlloc: every device may access it
   std::vector<unsigned> access;  // CUmemAccess_flags by device ordinal
 
   bool allows(int device, bool write) const;
 };
 
-// Part of a mapping, in terms of the memory behind it. Keeps that memory alive.
+// A part of a mapping, as a part of its physical memory. Keeps that memory alive.
 struct Piece {
   std::shared_ptr<PhysicalMemory> memory;
   uint64_t offset = 0;  // within the memory
@@ -51,35 +51,36 @@ struct Piece {
 
 class AddressSpace {
  public:
-  // Multiples of kGranularity. `alignment` 0 means kGranularity. `hint` is taken when it is free
-  // and aligned.
+  // Reserves addresses. Arguments are multiples of kGranularity; an `alignment` of 0 means
+  // kGranularity. `hint` is used if it is free and aligned.
   CUresult reserve(uint64_t size, uint64_t alignment, uint64_t hint, uint64_t* address);
-  // Exactly one whole reservation, without mappings.
+  // Frees a reservation. The range must be exactly one reservation without mappings.
   CUresult free(Range range);
 
-  // Reserved throughout (in one reservation or several neighbours), whole memory, no overlap.
+  // Maps the whole memory. The range must be reserved (one reservation or adjacent ones) and
+  // unmapped.
   CUresult map(Range range, std::shared_ptr<PhysicalMemory> memory);
-  // Reserved throughout; takes the mappings in it, none of which may reach out of it. There need
-  // not be any.
+  // Removes all mappings in a reserved range, if there are any; none may extend beyond the range.
   CUresult unmap(Range range);
-  // Begins with a mapping, and cuts none. Goes no further than the first hole, which is no error.
-  // `descriptions` replace the rights of the devices they name.
+  // Sets access rights. The range must begin at a mapping and must not split a mapping; it is
+  // processed up to the first hole, which is not an error. `descriptions` replace the rights of the
+  // devices that they name.
   CUresult set_access(Range range, const CUmemAccessDesc* descriptions, size_t count,
                       int device_count);
 
-  // A block for cuMemAlloc, of `size` bytes rounded up. `id` becomes the block's.
+  // Allocates a block for cuMemAlloc, of `size` bytes rounded up, with the id `id`.
   CUresult allocate(DeviceMemory* device, uint64_t size, uint64_t id, uint64_t* address);
   CUresult free_block(uint64_t address);
   void free_blocks_of(int device);
 
-  // The mapping or block that holds `address`; null when there is none.
+  // Returns the mapping or block that contains `address`; null if there is none.
   const Mapping* find(uint64_t address) const;
-  // The memory behind the range, in order. False when a byte of it is unmapped or `device` may
-  // not access it that way.
+  // Returns the memory of the range, in order. Returns false if a byte is unmapped or `device`
+  // lacks the access.
   bool pieces(Range range, int device, bool write, std::vector<Piece>* out) const;
-  // The reservation that holds `address`; empty when there is none.
+  // Returns the reservation that contains `address`; empty if there is none.
   Range reservation(uint64_t address) const;
-  // True when the address is reserved or in a chunk: the device's, whether mapped or not.
+  // Returns whether the address is reserved or in a chunk, mapped or not.
   bool owns(uint64_t address) const;
 
   uint64_t reservation_count() const { return reservations_.size(); }
@@ -90,15 +91,15 @@ class AddressSpace {
  private:
   using Mappings = std::map<uint64_t, Mapping>;
   using Chunks = std::map<uint64_t, std::shared_ptr<PhysicalMemory>>;
-  bool is_reserved(Range range) const;  // throughout
-  bool is_unmapped(Range range) const;  // throughout
-  // Where `size` bytes are free in a chunk of the device; 0 when there is none.
+  bool is_reserved(Range range) const;  // the whole range
+  bool is_unmapped(Range range) const;  // the whole range
+  // Returns an address with `size` free bytes in a chunk of the device; 0 if there is none.
   uint64_t room_in_chunks(int device, uint64_t size) const;
   CUresult add_chunk(std::shared_ptr<PhysicalMemory> memory, uint64_t* address);
   Chunks::const_iterator find_chunk(uint64_t address) const;
 
   std::map<uint64_t, uint64_t> reservations_;  // address to size
-  Chunks chunks_;                              // by address; one without blocks is given back
+  Chunks chunks_;                              // by address; a chunk without blocks is released
   Mappings mappings_;
   uint64_t reserved_bytes_ = 0;
   uint64_t block_count_ = 0;

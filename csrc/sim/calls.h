@@ -1,4 +1,4 @@
-// What every entry point does first.
+// The common beginning of every entry point.
 #pragma once
 
 #include <cuda.h>
@@ -10,16 +10,16 @@ namespace memsaver::sim {
 enum class Needs {
   kNothing,  // works before cuInit
   kInit,
-  kContext,  // a current context that is retained and not broken
+  kContext,  // a current context that is retained and intact
 };
 
-// Holds the state's lock for the duration of a call. Counts the call, applies faults, and checks
-// what the call needs:
+// Locks the state for the duration of a call, counts the call, applies faults, and checks the
+// call's requirements:
 //
 //   Call call("cuMemGetInfo", Needs::kContext);
 //   if (call.refused()) return call.status();
 //
-// In a forked child it takes no lock and refuses.
+// In a forked child the call takes no lock and fails.
 class Call {
  public:
   Call(const char* name, Needs needs);
@@ -28,7 +28,7 @@ class Call {
   CUresult status() const { return status_; }
   const char* name() const { return name_; }
   Lock* lock() { return &lock_; }
-  // Only with Needs::kContext.
+  // Returns the current context. Only with Needs::kContext.
   Context* context() const { return context_; }
   Device* device() const { return state().devices[context_->device].get(); }
 

@@ -114,7 +114,7 @@ CUresult Captures::follow(const StreamPtr& stream, const Event& event, bool* run
       *runs_now = true;
       return CUDA_SUCCESS;
     }
-    if (event.ticket == nullptr) return CUDA_SUCCESS;  // never recorded: nothing to follow
+    if (event.ticket == nullptr) return CUDA_SUCCESS;  // never recorded: nothing to wait for
     stream->capture->invalid = true;
     return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
   }

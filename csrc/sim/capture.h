@@ -1,6 +1,6 @@
-// Stream captures: what they record, and which calls they forbid.
+// Stream captures: the recorded operations, and the calls that captures forbid.
 //
-// A capture records copies, sets and host functions in the order of the calls; replaying runs them
+// A capture records copies, sets and host functions in the order of the calls; a replay runs them
 // one after the other on one stream. Needs the lock of state.h.
 #pragma once
 
@@ -20,7 +20,7 @@ struct Graph {
 
 struct Capture {
   CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
-  pthread_t thread{};  // that began it
+  pthread_t thread{};  // the thread that began the capture
   StreamPtr origin;
   bool invalid = false;
   Graph graph;
@@ -29,29 +29,31 @@ struct Capture {
 class Captures {
  public:
   CUresult begin(const StreamPtr& stream, CUstreamCaptureMode mode);
-  // Ends in every case but those of a stream or thread that did not begin one.
+  // Ends the capture, even on error, unless the stream or thread did not begin one.
   CUresult end(const StreamPtr& stream, Graph* graph);
 
-  // For a call that may wait for the device or that the driver counts as potentially unsafe:
-  // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, with the captures in the way invalidated, unless the
-  // calling thread's mode and the captures' modes let it pass.
+  // Checks a call that may wait for the device, or that the driver considers potentially unsafe.
+  // Returns CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and invalidates the conflicting captures, unless
+  // the modes of the calling thread and of the captures allow the call.
   CUresult admit_unsafe_call();
-  // cuCtxSynchronize: refused, and every capture of the context invalidated, in whatever mode.
+  // Checks cuCtxSynchronize: fails and invalidates every capture of the context, in any mode.
   CUresult admit_context_wait(const Context* context);
-  // Work on the legacy stream: CUDA_ERROR_STREAM_CAPTURE_IMPLICIT when a blocking stream of the
-  // context captures, which `invalidate` then makes invalid.
+  // Checks work on the legacy stream: CUDA_ERROR_STREAM_CAPTURE_IMPLICIT if a blocking stream of
+  // the context is capturing, which `invalidate` invalidates.
   CUresult admit_legacy_stream(const Context* context, bool invalidate);
-  // A wait for the stream: refused when it captures itself, else as admit_unsafe_call.
+  // Checks a wait for the stream: fails if the stream is capturing, else like admit_unsafe_call.
   CUresult admit_stream_wait(const StreamPtr& stream);
 
-  // Records instead of running. CUDA_ERROR_STREAM_CAPTURE_INVALIDATED when it no longer can.
+  // Records the operation instead of running it. CUDA_ERROR_STREAM_CAPTURE_INVALIDATED if the
+  // capture is invalid.
   CUresult record(Capture* capture, const Operation& operation);
-  // The waiting stream follows the event: into its capture when that is being captured. Sets
-  // *runs_now when neither side captures.
+  // Makes the stream wait for the event, and join its capture if there is one. Sets *runs_now if
+  // neither side is capturing.
   CUresult follow(const StreamPtr& stream, const Event& event, bool* runs_now);
 
   void drop_all_of(const Context* context);
-  // The stream is being destroyed: a capture that it began is over, one that it joined invalid.
+  // Called when the stream is destroyed: ends a capture that it began, invalidates one that it
+  // joined.
   void leave(const StreamPtr& stream);
   uint64_t active() const { return active_.size(); }
 

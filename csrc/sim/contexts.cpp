@@ -49,7 +49,7 @@ CUresult release(Lock* lock, Context* context) {
     return CUDA_SUCCESS;
   }
   shared.streams.wait(lock, shared.streams.pending(context));
-  if (--context->retained > 0) return CUDA_SUCCESS;  // somebody retained it meanwhile
+  if (--context->retained > 0) return CUDA_SUCCESS;  // another thread retained it during the wait
   shared.captures.drop_all_of(context);
   const std::vector<StreamPtr> streams = shared.streams.all();
   for (const StreamPtr& stream : streams) {

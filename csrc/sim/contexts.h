@@ -12,32 +12,34 @@
 
 namespace memsaver::sim {
 
-// Lives as long as the process; its address is the CUcontext. Empty while nobody retains it.
+// A primary context; its address is the CUcontext. Never destroyed. Has no objects while it is not
+// retained.
 struct Context {
   explicit Context(int ordinal) : device(ordinal) {}
 
   const int device;
   unsigned retained = 0;
   StreamPtr legacy;
-  std::map<uint64_t, StreamPtr> per_thread;  // by a number of the thread
-  CUresult broken = CUDA_SUCCESS;            // what every call returns after an illegal access
+  std::map<uint64_t, StreamPtr> per_thread;  // by thread number
+  CUresult broken = CUDA_SUCCESS;            // the result of every call after an illegal access
 
   CUcontext handle() { return reinterpret_cast<CUcontext>(this); }
   StreamPtr stream_of_this_thread();
 };
 
-// Null when the handle is not a retained context's.
+// Returns the context of a handle; null if it is not a retained context's.
 Context* find_context(CUcontext handle);
 
 void retain(Context* context);
-// The last release waits for the context's work (giving up the lock) and then frees its streams,
-// events, modules, cuMemAlloc blocks and host memory. Memory of the virtual-memory calls stays.
+// Releases a reference. The last release waits for the context's work (with the lock released),
+// then frees its streams, events, modules, cuMemAlloc blocks and host memory. Memory of the
+// virtual-memory calls stays.
 CUresult release(Lock* lock, Context* context);
 
 // The calling thread's stack.
-Context* current_context();           // null when there is none
+Context* current_context();           // null if there is none
 void set_current(Context* context);   // replaces the top; null pops it
-bool push_current(Context* context);  // false when the stack is full
-bool pop_current(Context** context);  // false when it is empty
+bool push_current(Context* context);  // false if the stack is full
+bool pop_current(Context** context);  // false if the stack is empty
 
 }  // namespace memsaver::sim

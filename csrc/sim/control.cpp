@@ -2,6 +2,7 @@
 #include <cstring>
 #include <string>
 
+#include "host_faults.h"
 #include "sim.h"
 #include "state.h"
 
@@ -127,6 +128,10 @@ void sim_deinitialize(int gone) {
   if (in_forked_child()) return;
   Lock lock(state().mutex);
   state().deinitialized = gone != 0;
+}
+
+void sim_explain_host_faults(sim_paused_tag paused_tag) {
+  if (!in_forked_child() && paused_tag != nullptr) explain_host_faults(paused_tag);
 }
 
 }  // extern "C"

@@ -18,7 +18,7 @@ PhysicalMemory::PhysicalMemory(DeviceMemory* device, uint64_t offset, uint64_t s
                                const CUmemAllocationProp& properties)
     : device_(device), offset_(offset), size_(size), id_(id), properties_(properties) {}
 
-PhysicalMemory::~PhysicalMemory() { device_->give_back(offset_, size_); }
+PhysicalMemory::~PhysicalMemory() { device_->release(offset_, size_); }
 
 int PhysicalMemory::fd() const { return device_->fd(); }
 
@@ -34,7 +34,8 @@ DeviceMemory::~DeviceMemory() {
 bool DeviceMemory::open() {
   fd_ = memfd_create("memsaver-sim-device", MFD_CLOEXEC);
   if (fd_ < 0) return false;
-  // Beyond the process's limit of file sizes (RLIMIT_FSIZE) this would end the process by a signal.
+  // A file size beyond the process's limit (RLIMIT_FSIZE) would raise a signal that ends the
+  // process.
   rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < static_cast<rlim_t>(kFileBytes)) {
     errno = EFBIG;
@@ -57,7 +58,7 @@ uint64_t DeviceMemory::free_bytes() const {
   return taken < occupied_ || taken > capacity_ ? 0 : capacity_ - taken;
 }
 
-void DeviceMemory::give_back(uint64_t offset, uint64_t size) {
+void DeviceMemory::release(uint64_t offset, uint64_t size) {
   fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
             static_cast<off_t>(size));
   used_ -= size;

@@ -1,9 +1,9 @@
 // Physical memory of one simulated device.
 //
-// One memfd per device, however many handles there are. Every allocation gets a file offset that
-// was never used before (the file is sparse and 2^62 bytes long), so fresh memory reads as zero,
-// nothing fragments, and neighbours in creation order are neighbours in the file. What is given
-// back is punched out of the file and returns to the operating system at once.
+// Each device has one memfd. Every allocation gets a file offset that was never used before (the
+// file is sparse and 2^62 bytes long), so new memory reads as zero, nothing fragments, and
+// allocations in sequence are adjacent in the file. Released memory is punched out of the file and
+// returns to the operating system at once.
 #pragma once
 
 #include <cuda.h>
@@ -18,8 +18,8 @@ constexpr uint64_t kGranularity = 2ull << 20;
 
 class DeviceMemory;
 
-// Owns one piece of a device's memory; the piece is given back with the last owner. Immutable.
-// The last owner may go away on any thread, with or without the lock.
+// Owns one piece of a device's memory, which is released with the last owner. Immutable. The last
+// owner may be destroyed on any thread, with or without the lock.
 class PhysicalMemory {
  public:
   PhysicalMemory(DeviceMemory* device, uint64_t offset, uint64_t size, uint64_t id,
@@ -32,7 +32,7 @@ class PhysicalMemory {
   int ordinal() const;
   uint64_t offset() const { return offset_; }
   uint64_t size() const { return size_; }
-  // The handle value under which the memory is known; never used twice in a process.
+  // Returns the memory's handle value, which is unique in a process.
   uint64_t id() const { return id_; }
   const CUmemAllocationProp& properties() const { return properties_; }
 
@@ -44,7 +44,8 @@ class PhysicalMemory {
   const CUmemAllocationProp properties_;
 };
 
-// Capacity and bookkeeping. create() and occupy() need the caller's lock; the rest does not.
+// Capacity and accounting of a device. create() and occupy() need the caller's lock; the rest does
+// not.
 class DeviceMemory {
  public:
   DeviceMemory(int ordinal, uint64_t capacity_bytes);
@@ -52,12 +53,12 @@ class DeviceMemory {
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
 
-  // Creates the backing file. False when the operating system refuses.
+  // Creates the backing file. Returns false if the operating system fails.
   bool open();
-  // `size` is a multiple of kGranularity. Null when that much is not free.
+  // Allocates `size` bytes, a multiple of kGranularity. Returns null if that much is not free.
   std::shared_ptr<PhysicalMemory> create(uint64_t size, uint64_t id,
                                          const CUmemAllocationProp& properties);
-  // Bytes held by others than this process.
+  // Sets the number of bytes used by other processes.
   void occupy(uint64_t bytes) { occupied_ = bytes; }
 
   int fd() const { return fd_; }
@@ -68,7 +69,7 @@ class DeviceMemory {
 
  private:
   friend class PhysicalMemory;
-  void give_back(uint64_t offset, uint64_t size);
+  void release(uint64_t offset, uint64_t size);
 
   const int ordinal_;
   const uint64_t capacity_;

@@ -1,4 +1,4 @@
-// What a caller did wrong, kept for a test to read. Needs the caller's lock.
+// Records callers' errors for tests. Needs the caller's lock.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ class Diagnostics {
 
   uint64_t violations() const { return violations_; }
   uint64_t illegal_accesses() const { return illegal_accesses_; }
-  // The first kKept entries of both kinds, in order.
+  // Returns the first kKept entries of both kinds, in order.
   const std::vector<std::string>& entries() const { return entries_; }
 
  private:

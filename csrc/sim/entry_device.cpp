@@ -13,7 +13,7 @@ namespace {
 constexpr int kDriverVersion = 13000;
 
 struct Attribute {
-  int name;  // CUdevice_attribute; a number where CUDA 12.0's header lacks the name
+  int name;  // CUdevice_attribute; a number if CUDA 12.0's header lacks the name
   int value;
 };
 
@@ -88,7 +88,8 @@ CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
   return CUDA_SUCCESS;
 }
 
-// Spelt out: CUDA 12 declares it beside an older cuDeviceGetUuid, CUDA 13 in its place.
+// With the suffix, because CUDA 12 declares it in addition to an older cuDeviceGetUuid, and CUDA 13
+// instead of it.
 CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
   Call call("cuDeviceGetUuid", Needs::kInit);
   if (call.refused()) return call.status();

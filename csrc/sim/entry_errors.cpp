@@ -1,4 +1,5 @@
-// Entry points: names and descriptions of error codes. They work at any time, in any process.
+// Entry points: names and descriptions of error codes. They can be called at any time, in any
+// process.
 #include <cuda.h>
 
 namespace {

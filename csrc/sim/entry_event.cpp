@@ -12,7 +12,7 @@ std::shared_ptr<Event> find_event(CUevent handle) {
   return found == state().events.end() ? nullptr : found->second;
 }
 
-// A query or a wait: not for an event inside a capture, nor while a capture forbids such calls.
+// Checks a query or a wait: fails for an event inside a capture, and while a capture forbids it.
 CUresult admit(const Event* event) {
   if (event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   if (event->captured) {
@@ -98,7 +98,7 @@ CUresult cuEventSynchronize(CUevent handle) {
   return call.context()->broken;
 }
 
-// The driver exports two names with one behaviour; which one cuda.h declares depends on its age.
+// The driver exports two names with one behaviour; cuda.h declares one of them, by version.
 #undef cuEventElapsedTime
 CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) {
   return elapsed(milliseconds, start, end);

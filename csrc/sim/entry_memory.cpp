@@ -15,12 +15,12 @@ CUresult put(void* data, T value) {
   return CUDA_SUCCESS;
 }
 
-// The common view of a device or host address.
+// The properties of a device or host address.
 struct Known {
   CUmemorytype type;
   int device;
-  CUcontext context;  // null for memory of the virtual-memory calls, which belongs to none
-  Range range;        // of a mapping: its reservation
+  CUcontext context;  // null for memory of the virtual-memory calls, which has no context
+  Range range;        // for a mapping: its reservation
   unsigned long long id;
 };
 
@@ -42,16 +42,16 @@ bool look_up(uint64_t address, Known* known) {
   return false;
 }
 
-// Waits for all that was submitted to the device before, whatever the stream: what frees plain or
-// host memory does, and no capture minds. Gives up the lock.
+// Waits for all work submitted earlier to the device, on every stream, as frees of plain or host
+// memory do even during captures. Releases the lock while waiting.
 CUresult wait_for_device(Call* call, int device) {
   const Context& context = state().device(device)->context;
   state().streams.wait(call->lock(), state().streams.pending(&context));
   return context.broken;
 }
 
-// What cuMemFreeHost (`registered` false) and cuMemHostUnregister (true) do.
-CUresult give_up(Call* call, void* pointer, bool registered) {
+// Implements cuMemFreeHost (`registered` false) and cuMemHostUnregister (true).
+CUresult free_pinned(Call* call, void* pointer, bool registered) {
   const CUresult admitted = state().captures.admit_unsafe_call();
   if (admitted != CUDA_SUCCESS) return admitted;
   HostMemory& host = state().host;
@@ -137,7 +137,7 @@ CUresult cuMemHostAlloc(void** address, size_t size, unsigned int flags) {
 CUresult cuMemFreeHost(void* address) {
   Call call("cuMemFreeHost", Needs::kContext);
   if (call.refused()) return call.status();
-  return give_up(&call, address, false);
+  return free_pinned(&call, address, false);
 }
 
 CUresult cuMemHostRegister(void* address, size_t size, unsigned int flags) {
@@ -157,7 +157,7 @@ CUresult cuMemHostRegister(void* address, size_t size, unsigned int flags) {
 CUresult cuMemHostUnregister(void* address) {
   Call call("cuMemHostUnregister", Needs::kContext);
   if (call.refused()) return call.status();
-  return give_up(&call, address, true);
+  return free_pinned(&call, address, true);
 }
 
 CUresult cuMemHostGetDevicePointer(CUdeviceptr* device_address, void* address, unsigned int flags) {
@@ -199,7 +199,7 @@ CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdevi
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
       return put(data, static_cast<size_t>(known.range.size));
     case CU_POINTER_ATTRIBUTE_MAPPED:
-      return put(data, 1u);  // whatever the access
+      return put(data, 1u);  // independent of access rights
     default:
       return CUDA_ERROR_NOT_SUPPORTED;
   }

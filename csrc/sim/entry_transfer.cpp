@@ -1,11 +1,11 @@
 // Entry points: copies and sets.
 //
-// A device range must be mapped and accessible when the call is made (CUDA_ERROR_INVALID_VALUE)
-// and still be so when it runs (an illegal access). A host range that begins in pinned memory must
+// A device range must be mapped and accessible at the time of the call (CUDA_ERROR_INVALID_VALUE)
+// and when the operation runs (an illegal access). A host range that begins in pinned memory must
 // end there (CUDA_ERROR_INVALID_VALUE). Copies to or from pageable host memory are complete when
-// the call returns, on whatever stream; those of pinned memory are not, unless the call is a
-// synchronous one that involves the host. cuMemcpyDtoD and cuMemsetD* go to the legacy stream and
-// do not wait.
+// the call returns, on every stream. Copies with pinned memory are not, unless the call is
+// synchronous and involves the host. cuMemcpyDtoD and cuMemsetD* use the legacy stream and do not
+// wait.
 #include <cuda.h>
 
 #include <vector>

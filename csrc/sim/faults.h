@@ -1,5 +1,4 @@
-// The simulated driver's calls by name: how often each was made, and which are to fail.
-// Needs the caller's lock.
+// The simulated driver's calls by name: counters, and injected failures. Needs the caller's lock.
 #pragma once
 
 #include <cuda.h>
@@ -23,10 +22,10 @@ class Faults {
  public:
   Faults();
 
-  // False when the name is unknown or nth is 0.
+  // Adds a fault. Returns false if the name is unknown or nth is 0.
   bool add(const Fault& fault);
   void clear();
-  // Counts a call. CUDA_SUCCESS unless a fault is due.
+  // Counts a call. Returns CUDA_SUCCESS unless a fault applies.
   CUresult count(std::string_view call);
   uint64_t calls(std::string_view call) const;
 

@@ -1,6 +1,6 @@
-// Host memory that the simulated device can reach without staging: pinned and registered.
+// Host memory that the simulated device can access without staging: pinned and registered.
 //
-// Needs the caller's lock for every call. No call has an effect when it returns an error.
+// Every call needs the caller's lock. A call that returns an error has no effect.
 #pragma once
 
 #include <cuda.h>
@@ -14,28 +14,28 @@ namespace memsaver::sim {
 
 class HostMemory {
  public:
-  // Zeroed pages, charged to `device`'s context.
+  // Allocates zeroed pages, for the context of `device`.
   CUresult allocate(uint64_t size, int device, uint64_t* address);
   CUresult free(uint64_t address);
-  // The pages around the range must be mapped. It must not overlap what is registered
-  // (CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED; a shared page is no overlap) nor lie in pages
-  // allocated here (CUDA_ERROR_INVALID_VALUE).
+  // Registers a range. The pages around it must be mapped. It must not overlap a registered range
+  // (CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED; a shared page is not an overlap) or lie in pages
+  // that allocate() returned (CUDA_ERROR_INVALID_VALUE).
   CUresult add(Range range, int device);
   CUresult remove(uint64_t address);
-  // What belongs to a context goes with it.
+  // Frees the memory of a device's context.
   void drop_all_of(int device);
 
   struct Entry {
-    Range range;  // as asked for
-    Range taken;  // from others: its pages when allocated, the range itself when registered
+    Range range;  // as requested
+    Range taken;  // unavailable to others: whole pages if allocated, the range itself if registered
     int device = 0;
     bool registered = false;
   };
-  // The entry whose range holds the address; null when there is none.
+  // Returns the entry whose range contains the address; null if there is none.
   const Entry* find(uint64_t address) const;
-  // True when one entry holds the whole range.
+  // Returns whether one entry contains the whole range.
   bool contains(Range range) const;
-  // True when the range begins in an entry and ends outside of it.
+  // Returns whether the range begins in an entry and ends outside it.
   bool leaves(Range range) const;
 
   void set_limit(uint64_t bytes) { limit_ = bytes; }

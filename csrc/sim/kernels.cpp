@@ -12,7 +12,7 @@ namespace {
 
 using namespace fingerprint;
 
-// As transfer.h's resolve, but of the host's memory only what is pinned.
+// Like transfer.h's resolve, but only for pinned host memory.
 bool reach(const Range& range, int device, bool write, std::vector<Span>* spans) {
   const State& shared = state();
   if (!shared.space.owns(range.address) && !shared.host.contains(range)) return false;
@@ -32,7 +32,7 @@ bool is_image(const void* image) {
   const char* at = static_cast<const char*>(image);
   constexpr char kFatbin[] = {'\x50', '\xed', '\x55', '\xba'};
   constexpr char kElf[] = {'\x7f', 'E', 'L', 'F'};
-  // Byte by byte: a text may end before the fourth.
+  // Compares byte by byte, because the text may have fewer than four bytes.
   const auto begins = [&](const char* magic, size_t size) {
     return std::mismatch(magic, magic + size, at).first == magic + size;
   };
@@ -60,7 +60,7 @@ bool prepare_launch(unsigned blocks, unsigned threads, void* const* arguments, O
 void note_reads(Operation* launch, int device) {
   launch->reads.clear();
   std::vector<FingerprintPiece> pieces;
-  if (!read_pieces(*launch, device, &pieces)) return;  // what it then meets when it runs
+  if (!read_pieces(*launch, device, &pieces)) return;  // the launch reports it when it runs
   for (const FingerprintPiece& piece : pieces) {
     if (piece.bytes > 0) launch->reads.push_back({piece.address, piece.bytes});
   }

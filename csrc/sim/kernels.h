@@ -1,5 +1,5 @@
-// The one kernel that the simulated device runs: memsaver's own, on the CPU. Of an image it looks
-// at the first bytes alone.
+// The only kernel of the simulated device: memsaver's own, run on the CPU. Only the first bytes of
+// an image are examined.
 #pragma once
 
 #include <cuda.h>
@@ -10,22 +10,23 @@ namespace memsaver::sim {
 
 struct Module {
   Context* context = nullptr;
-  CUfunction kernel = nullptr;  // ms_fingerprint; null until somebody asked for it
+  CUfunction kernel = nullptr;  // ms_fingerprint; null until it is looked up
 };
 
-// Whether the bytes begin as a fatbin, an ELF object or PTX does.
+// Returns whether the bytes begin like a fatbin, an ELF object or PTX.
 bool is_image(const void* image);
 bool is_kernel(const char* name);
 
-// Fills in what a launch works on. `arguments` are those of cuLaunchKernel. False for a geometry
-// that the kernel is not made for.
+// Sets the operands of a launch. `arguments` are those of cuLaunchKernel. Returns false for a
+// geometry that the kernel does not support.
 bool prepare_launch(unsigned blocks, unsigned threads, void* const* arguments, Operation* launch);
 
-// Notes what the launch would read if it ran now. Needs the lock of state.h.
+// Records the ranges that the launch would read if it ran now. Needs the lock of state.h.
 void note_reads(Operation* launch, int device);
 
-// Runs it; gives up the lock meanwhile. False when it met memory that the device cannot reach
-// (*culprit): unmapped, without access, or of the host and not pinned.
+// Runs the launch with the lock released. Returns false and sets *culprit if the device cannot
+// access
+// memory: unmapped, without access, or unpinned host memory.
 bool run_launch(Lock* lock, const Operation& launch, int device, Range* culprit);
 
 }  // namespace memsaver::sim

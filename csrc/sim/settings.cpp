@@ -12,7 +12,7 @@
 namespace memsaver::sim {
 namespace {
 
-// Digits only, from *text on; moves *text behind them.
+// Reads the digits at *text, and advances *text past them.
 bool read_number(const char** text, uint64_t* value) {
   if (**text < '0' || **text > '9') return false;
   char* end = nullptr;
@@ -68,7 +68,7 @@ const char* value_of(const char* name) {
   return text != nullptr && *text != '\0' ? text : nullptr;
 }
 
-// As it may be shown: the first bytes, without what is not plain text.
+// Returns the first bytes for display, restricted to plain text.
 std::string shown(const char* text) {
   constexpr size_t kMost = 60;
   std::string out(text, strnlen(text, kMost));

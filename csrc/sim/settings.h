@@ -11,11 +11,12 @@ namespace memsaver::sim {
 
 struct Settings {
   int devices = 1;
-  uint64_t memory_bytes = 80ull << 30;  // of each device, a multiple of kGranularity
+  uint64_t memory_bytes = 80ull << 30;  // per device, a multiple of kGranularity
   std::vector<Fault> faults;
 };
 
-// What a variable must be whose value makes no sense; then *settings is unspecified. "": all do.
+// Returns the problem of the first invalid variable; *settings is then unspecified. Returns "" if
+// all are valid.
 std::string read_settings(Settings* settings);
 
 }  // namespace memsaver::sim

@@ -1,29 +1,30 @@
 // Control interface of the simulated CUDA driver (libmemsaver_sim.so).
 //
-// The library exports the CUDA driver's names and behaves like the driver of a machine with
-// SIM_MAX_DEVICES or fewer GPUs; the functions below steer it and look inside. Plain C, no CUDA
-// types. Sizes are bytes. Every function may be called from any thread, before cuInit too unless
-// it names a device, and never waits for work in flight. In a forked child of an initialised
+// The library exports the CUDA driver's names and behaves like the driver of a machine with at most
+// SIM_MAX_DEVICES GPUs. The functions below control it and report its state. Plain C, no CUDA
+// types. Sizes are in bytes. Every function may be called on any thread, even before cuInit unless
+// it names a device, and never waits for work in progress. In a forked child of an initialised
 // process they do nothing and return -1 or 0, and every driver call there returns
 // CUDA_ERROR_NOT_INITIALIZED.
 //
-// Its answers are those that the driver of an H200 gave (tests/conformance). It differs on purpose
-// in these:
+// Its results are those of the driver of an H200 (tests/conformance), with these intended
+// differences:
 //   - A handle that was destroyed or never existed is an error, CUDA_ERROR_INVALID_VALUE or
 //     CUDA_ERROR_INVALID_HANDLE; the driver reads freed memory, and may crash.
-//   - The host can touch device memory while it is mapped and accessible, and faults otherwise.
-//   - A mapping must end where its reservation does, or before; the driver was seen to map beyond.
-//   - A module of whatever code has one kernel, memsaver's own ms_fingerprint, which runs on the
-//     CPU, in the geometry that it was made for alone.
+//   - The host can access device memory while it is mapped and accessible, and faults otherwise;
+//     sim_explain_host_faults explains such a fault.
+//   - A mapping must lie within its reservation; the driver was observed to map beyond it.
+//   - Every module, whatever its code, has one kernel, memsaver's own ms_fingerprint, which runs on
+//     the CPU and only with its own launch geometry.
 //
-// Read from the environment at the first cuInit; a value that makes no sense makes cuInit return
+// These variables are read at the first cuInit; an invalid value makes cuInit return
 // CUDA_ERROR_INVALID_VALUE:
 //   MEMSAVER_SIM_DEVICES  number of devices, 0 to SIM_MAX_DEVICES, default 1 (0: cuInit returns
 //                         CUDA_ERROR_NO_DEVICE)
 //   MEMSAVER_SIM_MEMORY   memory of each device, default 80GiB; a number of bytes, or one with the
 //                         suffix KiB, MiB, GiB or TiB; rounded down to 2 MiB
 //   MEMSAVER_SIM_FAULTS   comma-separated call:nth:code[:times], each as in sim_fail
-// sim_settings_problem says which variable that was.
+// sim_settings_problem returns the name of the invalid variable.
 #ifndef MEMSAVER_SIM_SIM_H_
 #define MEMSAVER_SIM_SIM_H_
 
@@ -36,7 +37,7 @@ extern "C" {
 
 enum { SIM_MAX_DEVICES = 16 };
 
-// What the simulated driver holds at one moment. All of it is taken under one lock.
+// The simulated driver's objects at one moment, counted under one lock.
 struct sim_totals {
   uint64_t handles;           // from cuMemCreate or cuMemRetainAllocationHandle, not fully released
   uint64_t mappings;          // cuMemMap without cuMemUnmap
@@ -53,58 +54,70 @@ struct sim_totals {
   uint64_t retained_contexts;  // cuDevicePrimaryCtxRetain without Release, all devices
   uint64_t queued_operations;  // submitted and not completed, all streams
   uint64_t violations;         // see sim_violation
-  uint64_t illegal_accesses;   // operations that touched memory they could not, see sim_violation
+  uint64_t illegal_accesses;   // accesses without access rights, see sim_violation
   uint64_t devices;            // 0 before cuInit
-  uint64_t physical_bytes[SIM_MAX_DEVICES];  // of each device, as cuMemGetInfo counts it
+  uint64_t physical_bytes[SIM_MAX_DEVICES];  // memory in use on each device, as in cuMemGetInfo
 };
 
-// Copies the reason why cuInit failed into buffer (cut to size, zero-terminated): an environment
-// variable and its valid values, or a limit of the process. Returns the length of the whole text,
-// or 0 if cuInit has not failed.
+// Copies the reason why cuInit failed into buffer (truncated to size, zero-terminated): an
+// environment variable and its valid values, or a limit of the process. Returns the length of the
+// whole text, or 0 if cuInit has not failed.
 int sim_settings_problem(char* buffer, size_t size);
 
-// Makes the nth call (1: the next one) of the driver function `call` return `code` without any
-// effect, and the times-1 calls after it too (times 0: every later call). `call` is the plain name
+// Makes the nth call (1: the next one) of the driver function `call`, and the times-1 calls after
+// it (times 0: every later call), return `code` without any effect. `call` is the plain name
 // ("cuMemCreate", not "cuMemAlloc_v2"). Several faults may be set for one name; each counts every
-// call. Returns 0, or -1 when the name is not one of the simulated driver's or nth is 0.
+// call. Returns 0, or -1 if the simulated driver has no such function or nth is 0.
 int sim_fail(const char* call, uint64_t nth, int code, uint64_t times);
-// Forgets all faults, those from the environment included.
+// Removes all faults, including those from the environment.
 void sim_clear_faults(void);
-// Calls of that name so far, failed ones included; 0 for an unknown name.
+// Returns the number of calls of that name so far, including failed calls; 0 for an unknown name.
 uint64_t sim_calls(const char* call);
 
 // Fills *totals. Returns 0, or -1 in a forked child (*totals is then all zero).
 int sim_counts(struct sim_totals* totals);
 
-// Violations are calls that take memory away from work in flight: cuMemUnmap of a range that queued
-// or running operations touch; cuMemFree, cuMemFreeHost and cuMemHostUnregister, which wait for all
-// work of the device that was submitted before them, of a range that work submitted meanwhile
-// touches. Illegal accesses are operations that reached memory that was not mapped or not
-// accessible when they ran.
-// Both are written into one list, the first 1000 as text. Copies entry `index` into buffer (cut to
-// size, zero-terminated) and returns the length of the whole text, or -1 past the end.
+// Violations are calls that remove memory from work in progress: cuMemUnmap of a range that queued
+// or running operations access; cuMemFree, cuMemFreeHost and cuMemHostUnregister (which wait for
+// all work submitted earlier to the device) of a range that work submitted during that wait
+// accesses. Illegal accesses are operations on memory that was unmapped or inaccessible when they
+// ran. Both are kept in one list, the first 1000 as text. Copies entry `index` into buffer
+// (truncated to size, zero-terminated) and returns the length of the whole text, or -1 past the
+// end.
 int sim_violation(uint64_t index, char* buffer, size_t size);
-// Empties the list, sets both counts to 0, and heals contexts that an illegal access has broken.
+// Empties the list, sets both counts to 0, and restores contexts after illegal accesses.
 void sim_clear_violations(void);
 
-// Memory of the device that "another process" holds, replacing what an earlier call said. More
-// than what is free leaves 0 free. Returns 0, or -1 for an unknown device.
+// Sets the device memory used by "another process". A value above the free memory leaves 0 free.
+// Returns 0, or -1 for an unknown device.
 int sim_occupy(int device, uint64_t bytes);
-// Pinned and registered host memory that can be had in sum (default: no limit); beyond it
-// cuMemHostAlloc and cuMemHostRegister return CUDA_ERROR_OUT_OF_MEMORY.
+// Limits the sum of pinned and registered host memory (default: no limit); above it cuMemHostAlloc
+// and cuMemHostRegister return CUDA_ERROR_OUT_OF_MEMORY.
 void sim_host_limit(uint64_t bytes);
 
-// Every copy, set, launch and host function waits this long before it starts (default 0).
+// Delays the start of every copy, set, launch and host function (default 0).
 void sim_stream_delay(uint64_t microseconds);
-// Copies take at least size / rate (bytes per second; default 0: as fast as they go).
+// Makes copies take at least size / rate (bytes per second; default 0: no limit).
 void sim_copy_rate(uint64_t bytes_per_second);
-// While held (1), no stream starts another operation; 0 lets them go on. A call that waits for
-// work waits as long.
+// With 1, no stream starts another operation, and calls that wait for work keep waiting; 0
+// continues.
 void sim_hold_streams(int held);
 
 // 1: every driver call from now on returns CUDA_ERROR_DEINITIALIZED, as at process exit after the
 // driver's own teardown; 0: back to normal. State is kept.
 void sim_deinitialize(int gone);
+
+// Returns the tag of the paused memory at an address, zero-terminated, or null for an address that
+// is not paused memory. Runs in a signal handler on any thread, so it may make only
+// async-signal-safe calls.
+typedef const char* (*sim_paused_tag)(uint64_t address);
+
+// From the first call on, a host access to memory for which `paused_tag` returns a tag writes a
+// line with the address and the tag to stderr: installs a handler of SIGSEGV, which then restores
+// the action that it replaced, so that the fault repeats and meets that action. Other faults, and
+// signals sent by a process, pass without a line. The library with `paused_tag` stays loaded. Later
+// calls have no effect.
+void sim_explain_host_faults(sim_paused_tag paused_tag);
 
 #ifdef __cplusplus
 }

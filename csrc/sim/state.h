@@ -1,7 +1,7 @@
-// The one state of the simulated driver, and the way into it.
+// The single state of the simulated driver, and access to it.
 //
-// A single mutex guards everything; it is held through each call, and given up only while waiting
-// for work or running it. The state is never destroyed: streams may run until the process is gone.
+// One mutex guards everything. Each call locks it, and unlocks it only while waiting for work or
+// running it. The state is never destroyed, because streams may run until the process ends.
 #pragma once
 
 #include <cuda.h>
@@ -33,7 +33,7 @@ struct Device {
   Context context;
 };
 
-// What a CUmemGenericAllocationHandle stands for.
+// The object of a CUmemGenericAllocationHandle.
 struct Handle {
   std::shared_ptr<PhysicalMemory> memory;
   uint64_t references = 0;
@@ -41,7 +41,8 @@ struct Handle {
 
 struct State {
   std::mutex mutex;
-  std::condition_variable changed;  // something was submitted, completed, closed or let go
+  std::condition_variable
+      changed;  // an operation was submitted or completed, or a stream closed or released
 
   bool initialized = false;
   bool settings_read = false;
@@ -60,19 +61,19 @@ struct State {
   std::map<CUgraphExec, Graph> executables;
   std::map<CUmodule, Module> modules;
 
-  // A value for a handle of any kind; never 0, 1 or 2, and never used twice in a process.
+  // Returns a value for a handle of any kind; never 0, 1 or 2, and unique in a process.
   uint64_t next_handle();
-  Device* device(int ordinal);  // null for an unknown one
+  Device* device(int ordinal);  // null for an unknown device
 };
 
 State& state();
 
-// True in a child forked after cuInit: its state is a copy with the threads missing.
+// Returns whether this is a child forked after cuInit: its state is a copy, without the threads.
 bool in_forked_child();
 
 // Reads the environment and creates the devices, once. Needs the lock.
 CUresult initialize();
-// Reads the environment's faults alone, so that cuInit itself can be made to fail.
+// Reads only the environment's faults, so that cuInit itself can be made to fail.
 CUresult read_environment();
 
 }  // namespace memsaver::sim

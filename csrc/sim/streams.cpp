@@ -42,7 +42,7 @@ std::string describe(const char* call, const Range& range) {
   return text;
 }
 
-// A thread of the simulated device: takes no signals meant for the program.
+// Starts a thread of the simulated device, which blocks the program's signals.
 bool start_thread(void* (*body)(void*), void* argument) {
   sigset_t all, before;
   sigfillset(&all);
@@ -54,7 +54,8 @@ bool start_thread(void* (*body)(void*), void* argument) {
   return started;
 }
 
-// A copy or a set; gives up the lock meanwhile. False when it met memory that was not there.
+// Runs a copy or a set with the lock released. Returns false if memory was unmapped or
+// inaccessible.
 bool run_transfer(Lock* lock, const Operation& operation, int device) {
   const bool copies = operation.kind == Operation::Kind::kCopy;
   std::vector<Span> destination, source;

@@ -1,9 +1,9 @@
-// Streams: in-order queues of operations, each run by a thread of its own.
+// Streams: in-order queues of operations, each run by its own thread.
 //
-// Every function needs the lock of state.h; those that wait give it up meanwhile and say so.
-// Operations start when the ones they depend on are complete. The legacy stream of a context
-// depends on all of its blocking streams and they on it; streams created with
-// CU_STREAM_NON_BLOCKING stand apart.
+// Every function needs the lock of state.h; functions that wait release the lock and say so. An
+// operation starts when its dependencies are complete. A context's legacy stream depends on all of
+// its blocking streams, and they depend on it; streams created with CU_STREAM_NON_BLOCKING are
+// independent of it.
 #pragma once
 
 #include <cuda.h>
@@ -23,21 +23,21 @@ using Lock = std::unique_lock<std::mutex>;
 struct Capture;
 struct Context;
 
-// Completion of one operation.
+// The completion of one operation.
 struct Ticket {
   bool done = false;
-  double milliseconds = 0;  // when, by the monotonic clock
+  double milliseconds = 0;  // time of completion, by the monotonic clock
 };
 using TicketPtr = std::shared_ptr<Ticket>;
 
 struct Operation {
   enum class Kind { kMarker, kCopy, kSet, kHostFunction, kLaunch };
   Kind kind = Kind::kMarker;
-  const char* call = "";     // what submitted it, for diagnostics
-  Range destination;         // kCopy, kSet; of a kLaunch what it writes
-  Range source;              // kCopy; of a kLaunch the list of what it reads
-  std::vector<Range> reads;  // kLaunch: what stood there when it was submitted
-  uint32_t value = 0;        // kSet, in the lowest `width` bytes
+  const char* call = "";     // the call that submitted it, for diagnostics
+  Range destination;         // kCopy, kSet; for a kLaunch, the range that it writes
+  Range source;              // kCopy; for a kLaunch, the list of ranges that it reads
+  std::vector<Range> reads;  // kLaunch: that list at the time of submission
+  uint32_t value = 0;        // kSet: the value, in the lowest `width` bytes
   unsigned width = 1;        // 1 or 4
   CUhostFn function = nullptr;
   void* argument = nullptr;
@@ -53,10 +53,10 @@ struct Stream {
   Context* context = nullptr;
   bool legacy = false;
   bool blocking = true;  // synchronises with the legacy stream
-  bool closed = false;   // destroyed; runs what is queued
+  bool closed = false;   // destroyed; still runs its queue
   bool has_worker = false;
   std::deque<Operation> queue;  // the front one may be running
-  TicketPtr last;               // of the operation submitted last; may be null
+  TicketPtr last;               // the ticket of the last operation; may be null
   std::shared_ptr<Capture> capture;
 };
 using StreamPtr = std::shared_ptr<Stream>;
@@ -64,7 +64,7 @@ using StreamPtr = std::shared_ptr<Stream>;
 struct Event {
   Context* context = nullptr;
   bool timing = true;
-  TicketPtr ticket;  // of the last record; null before
+  TicketPtr ticket;  // of the last record; null if never recorded
   std::weak_ptr<Capture> capture;
   bool captured = false;  // the last record was into a capture
 };
@@ -72,29 +72,29 @@ struct Event {
 class Streams {
  public:
   StreamPtr create(Context* context, CUstream handle, bool blocking);
-  // The stream accepts nothing more and goes away when it is idle.
+  // Closes a stream: it accepts no operations, and is removed when it is idle.
   void close(const StreamPtr& stream);
 
-  // The stream behind a handle, special values included; null for an unknown one. The per-thread
-  // stream is the calling thread's in `current`.
+  // Returns the stream of a handle, including special values; null for an unknown one. The
+  // per-thread stream is the calling thread's in `current`.
   StreamPtr find(CUstream handle, Context* current);
-  // All that run or may run operations, closed ones with work left included.
+  // Returns all streams that run or may run operations, including closed ones with work left.
   const std::vector<StreamPtr>& all() const { return all_; }
   uint64_t created() const;
 
-  // Queues the operation. Null when no thread could be had for the stream.
+  // Queues the operation. Returns null if no thread could be started for the stream.
   TicketPtr submit(const StreamPtr& stream, Operation operation);
-  // What cuStreamSynchronize waits for.
+  // Returns the operations that cuStreamSynchronize waits for.
   std::vector<TicketPtr> pending(const StreamPtr& stream) const;
   std::vector<TicketPtr> pending(const Context* context) const;
-  // Waits; gives up the lock.
+  // Waits for the tickets with the lock released.
   void wait(Lock* lock, const std::vector<TicketPtr>& tickets);
 
   // Records a violation for each queued or running operation that touches the range.
   void report_use(const char* call, const Range& range);
   uint64_t queued_operations() const;
 
-  // Delays of sim.h.
+  // Set the delays of sim.h.
   void set_delay(uint64_t microseconds) { delay_us_ = microseconds; }
   void set_copy_rate(uint64_t bytes_per_second) { copy_rate_ = bytes_per_second; }
   void hold(bool held);

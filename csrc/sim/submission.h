@@ -1,4 +1,4 @@
-// From an entry point to a stream: checks, capture, queue, and the waits that the call promises.
+// Submission of work to a stream: checks, capture, queue, and the waits that each call guarantees.
 #pragma once
 
 #include <cuda.h>
@@ -9,13 +9,13 @@ namespace memsaver::sim {
 
 enum class Completion {
   kLater,         // returns once the work is queued
-  kBeforeReturn,  // the call waits for it, giving up the lock
+  kBeforeReturn,  // the call waits for the work, with the lock released
 };
 
-// Submits to the stream, or records into its capture.
+// Submits the operation to the stream, or records it into the stream's capture.
 CUresult submit(Call* call, const StreamPtr& stream, Operation operation, Completion completion);
 
-// The stream behind a handle in the call's context; CUDA_ERROR_INVALID_HANDLE.
+// Returns the stream of a handle in the call's context, or CUDA_ERROR_INVALID_HANDLE.
 CUresult find_stream(Call* call, CUstream handle, StreamPtr* stream);
 
 }  // namespace memsaver::sim

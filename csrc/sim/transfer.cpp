@@ -18,8 +18,9 @@ constexpr uint64_t kBufferBytes = 256 << 10;
 
 char* host(uint64_t address) { return reinterpret_cast<char*>(address); }
 
-// Copies within this process. Returns false if either side has no memory. Needs no descriptor, and
-// the limit of file sizes does not apply. If the system forbids the call, a bad address faults.
+// Copies within this process. Returns false if either side is not accessible memory. Needs no
+// descriptor, and the limit of file sizes does not apply. If the system forbids the call, a bad
+// address faults.
 bool copy_memory(char* to, const char* from, uint64_t size) {
   while (size > 0) {
     const iovec local{to, size}, remote{const_cast<char*>(from), size};
@@ -86,7 +87,7 @@ bool copy_on_device(int to, uint64_t to_at, int from, uint64_t from_at, uint64_t
   while (size > 0) {
     const uint64_t step = std::min<uint64_t>(size, buffer.size());
     if (!read_file(from, from_at, buffer.data(), step)) return false;
-    // Zeros need no memory: a copy of untouched memory stays free of cost.
+    // Zeros need no memory: a copy of untouched memory allocates none.
     const bool fine =
         is_zero(buffer, step) ? punch(to, to_at, step) : write_file(to, to_at, buffer.data(), step);
     if (!fine) return false;

@@ -13,26 +13,27 @@
 
 namespace memsaver::sim {
 
-// Neighbouring bytes in a device's file, or in the host's memory.
+// Adjacent bytes in a device's file, or in host memory.
 struct Span {
   std::shared_ptr<PhysicalMemory> memory;  // null: host
   uint64_t position = 0;                   // in the file, or an address
   uint64_t size = 0;
 };
 
-// Finds what stands behind an address range at this moment, for `device` to read or write. False
-// when a device address in it is unmapped or without access. Needs the lock of state.h.
+// Returns the memory of an address range at this moment, for `device` to read or write. Returns
+// false if a device address in it is unmapped or inaccessible. Needs the lock of state.h.
 bool resolve(const Range& range, int device, bool write, std::vector<Span>* spans);
 
-// Both without the lock. False when host memory was not readable or writable, or the operating
-// system had no memory left; bytes before that point are moved. Sizes of both sides are equal.
+// Copies, without the lock; both sides have equal sizes. Returns false if host memory was not
+// readable or writable, or the operating system was out of memory; bytes before that point are
+// copied.
 bool copy(const std::vector<Span>& destination, const std::vector<Span>& source);
-// Fills with the lowest `width` bytes of value (1 or 4; sizes are multiples of it). Setting zero
-// gives the memory back to the operating system.
+// Fills the spans with the lowest `width` bytes (1 or 4) of `value`; sizes are multiples of
+// `width`. Zeros return the memory to the operating system. Returns false like copy().
 bool fill(const std::vector<Span>& destination, uint32_t value, unsigned width);
 
-// The bytes of spans, to or from a buffer of the simulator's own. Without the lock or with it.
-// False as above.
+// Copy spans to or from one of the simulator's own buffers, with or without the lock. Return false
+// like copy().
 bool fetch(const std::vector<Span>& source, void* buffer);
 bool store(const void* buffer, const std::vector<Span>& destination);
 

@@ -1,18 +1,18 @@
-"""GRPO's advantages: how much better an answer is than others to the same problem."""
+"""GRPO's advantages: the value of an answer relative to other answers to the same problem."""
 
 from __future__ import annotations
 
 import torch
 
-_LEAST = 1e-6  # of a deviation: groups whose answers are all worth the same teach nothing
+_LEAST = 1e-6  # the least deviation: a group with equal rewards has no advantages
 
 
 def group_advantages(rewards: torch.Tensor, samples: int) -> torch.Tensor:
-    """Each reward less the mean of its group, in the group's standard deviations.
+    """Return each reward minus the mean of its group, divided by the group's standard deviation.
 
     Args:
-        rewards: [groups * samples], the samples of a group one after the other.
-        samples: how many a group has.
+        rewards: [groups * samples], with the samples of a group next to each other.
+        samples: the number of samples in a group.
     """
     groups = rewards.reshape(-1, samples).double()
     centred = groups - groups.mean(1, keepdim=True)

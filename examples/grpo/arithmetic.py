@@ -1,4 +1,4 @@
-"""The task: sums, whose answers can be checked."""
+"""The task: sums, because their answers can be checked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Problem:
     """A problem and its only right answer.
 
     Attributes:
-        text: such as "3+4=".
-        answer: such as "7".
+        text: the problem, such as "3+4=".
+        answer: the right answer, such as "7".
     """
 
     text: str
@@ -22,16 +22,16 @@ class Problem:
 
 
 def problems(count: int, largest: int, seed: int, step: int) -> list[Problem]:
-    """Those of a step; the same for the same arguments, on every machine."""
+    """Return a step's problems; equal arguments give equal problems on every machine."""
     chance = random.Random(f"{seed} {step}")
     pairs = [(chance.randint(0, largest), chance.randint(0, largest)) for _ in range(count)]
     return [Problem(f"{a}+{b}=", str(a + b)) for a, b in pairs]
 
 
 def reward(problem: Problem, answer: str) -> float:
-    """What an answer is worth, as `Vocabulary.decode` gives it: its end is ".".
+    """Return the reward for an answer from `Vocabulary.decode`, which should end with ".".
 
-    All for the right number, a tenth for any number, nothing for what is none or has no end.
+    1.0 for the right number, 0.1 for another number, 0.0 for anything else.
     """
     if answer == f"{problem.answer}.":
         return RIGHT

@@ -1,4 +1,4 @@
-"""A rollout as rows to learn from: each prompt with its answer, padded on the right."""
+"""Converts a rollout to training rows: each prompt with its answer, padded on the right."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from memsaver.integrations.rollout import RolloutOutput
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of this rank.
+    """This rank's rows.
 
     Attributes:
         tokens: int64 [rows, length]: prompt, answer, padding.
-        mask: float32 [rows, length - 1]: 1 where the next token is one of the answer's.
-        engine_logprobs: float32 likewise: what the engine sampled them with; 0 elsewhere.
+        mask: float32 [rows, length - 1]: 1 if the next token belongs to the answer, else 0.
+        engine_logprobs: float32 [rows, length - 1]: the log-probabilities with which the engine
+            sampled the answer's tokens; 0 elsewhere.
         advantages: float32 [rows].
     """
 
@@ -27,23 +28,23 @@ class Batch:
     advantages: torch.Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
+        """Return a copy on a device."""
         return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
     def rows(self, begin: int, end: int) -> Batch:
-        """Some of them."""
+        """Return a range of rows."""
         return Batch(*(getattr(self, name)[begin:end] for name in self.__dataclass_fields__))
 
 
 def batch_of(
     prompts: Sequence[Sequence[int]], output: RolloutOutput, advantages: torch.Tensor
 ) -> Batch:
-    """The rows of a rollout.
+    """Return the rows of a rollout.
 
     Args:
-        prompts: as they were given to `RolloutEngine.generate`.
-        output: what it gave.
-        advantages: of each of its samples.
+        prompts: the prompts that were passed to `RolloutEngine.generate`.
+        output: its result.
+        advantages: the advantage of each sample.
     """
     count = len(output)
     length = max(len(prompt) for prompt in prompts) + int(output.lengths.max())

@@ -1,4 +1,4 @@
-"""Compares two runs, bit for bit. The status is 1 where they differ.
+"""Compares two runs, bit for bit. The exit status is 1 if they differ.
 
 python compare.py sleeping.json plain.json
 """
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from results import Results
 
-# What the seeds and the settings decide; seconds and peaks are the machine's.
+# The figures that depend only on seeds and settings; seconds and peaks depend on the machine.
 FIGURES = ("answers", "reward", "right", "loss", "gradient", "gap")
 
 
 def differences(first: Results, second: Results) -> list[str]:
-    """In which figures of which step two runs differ, the first of them first; [] if in none."""
+    """Return descriptions of the differences between two runs, in the order of steps."""
     found = []
     settings = {
         name: (first.settings[name], second.settings.get(name))
@@ -23,7 +23,7 @@ def differences(first: Results, second: Results) -> list[str]:
         if name != "sleep" and first.settings[name] != second.settings.get(name)
     }
     if settings:
-        return [f"they were given other settings: {settings}"]
+        return [f"they have different settings: {settings}"]
     if first.ranks != second.ranks:
         found.append(f"{first.ranks} and {second.ranks} ranks")
     if len(first.steps) != len(second.steps):
@@ -38,7 +38,7 @@ def differences(first: Results, second: Results) -> list[str]:
 
 
 def main(paths: list[str]) -> int:
-    """The exit status."""
+    """Compare two files, and return the exit status."""
     if len(paths) != 2:
         print("usage: python compare.py FIRST.json SECOND.json", file=sys.stderr)
         return 2

@@ -1,9 +1,9 @@
-"""What makes two runs with the same seeds the same, bit for bit.
+"""Settings that make two runs with the same seeds bit-identical.
 
-Called before CUDA is used. In short: one seed for all of torch, kernels that always add in one
-order, and the same on every rank. The engine's part is in `engines.py`: SGLang's batch-invariant
-kernels, a seed for each sample, and no prefix cache, so that an answer depends neither on what was
-asked beside it nor on what was asked before.
+Call this module's function before CUDA is used. It sets one seed for all of torch, selects kernels
+that always add in the same order, and does so on every rank. The engine's settings are in
+`engines.py`: SGLang's batch-invariant kernels, a seed for each sample, and no prefix cache, so that
+an answer depends neither on other prompts in the batch nor on earlier ones.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 
 import torch
 
-# SGLang sets the first for its deterministic inference, in the process that starts it: on all ranks
-# or on none.
+# SGLang sets the first variable for deterministic inference, but only in the process that starts
+# the engine. All ranks need the same value.
 VARIABLES = {"NCCL_ALGO": "allreduce:tree", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 

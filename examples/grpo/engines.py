@@ -1,4 +1,4 @@
-"""The engine of a run: SGLang's, or the model's copy."""
+"""The run's engine: SGLang, or a copy of the model."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from vocabulary import Vocabulary
 
 from memsaver.integrations.rollout import RolloutEngine
 
-# CUDA graphs can be given back too; SGLang's own switch for it.
+# Lets CUDA graphs release memory too; SGLang's own switch.
 ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
 
 
 def sglang_arguments(settings: Settings, vocabulary: Vocabulary, folder: Path) -> dict[str, Any]:
-    """What `sglang.Engine` is started with.
+    """Return the arguments for `sglang.Engine`.
 
     Args:
-        settings: of the run.
-        vocabulary: of its model.
-        folder: an empty one for what SGLang reads of a model with random weights.
+        settings: the run's settings.
+        vocabulary: the model's vocabulary.
+        folder: an empty folder, for the configuration of a model with random weights.
     """
     return {
         "model_path": str(write_config(settings.model, vocabulary, folder)),
-        # The first rollout brings the weights: a model of random weights has none on disk.
+        # The first rollout sends the weights: a model with random weights has no weights on disk.
         "load_format": "dummy" if settings.model in SHAPES else "auto",
         "dtype": "bfloat16",
         "mem_fraction_static": settings.memory_fraction,
         "enable_memory_saver": True,
-        "disable_prefill_cuda_graph": True,  # or the graphs could not be given back
+        "disable_prefill_cuda_graph": True,  # otherwise the graphs could not release memory
         "attention_backend": settings.attention,
         "random_seed": settings.seed,
         "log_level": "warning",
-        # The same answers whatever is asked beside or before (see determinism.py).
+        # Answers do not depend on other prompts in the batch or on earlier ones (determinism.py).
         "enable_deterministic_inference": True,
         "sampling_backend": "pytorch",
         "disable_radix_cache": True,
@@ -56,11 +56,11 @@ def make_engine(
     """Start the run's engine, or connect to it. A collective.
 
     Args:
-        settings: of the run.
-        vocabulary: of its model.
-        place: where this process stands.
-        folder: an empty one.
-        servers: URLs of engines that run already, one for each data-parallel rank.
+        settings: the run's settings.
+        vocabulary: the model's vocabulary.
+        place: this process's place among the ranks.
+        folder: an empty folder.
+        servers: URLs of running engines, one for each data-parallel rank.
     """
     if settings.engine == "model":
         model = make_model(settings.model, vocabulary, settings.seed, torch.device("cpu"))

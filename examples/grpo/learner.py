@@ -1,4 +1,4 @@
-"""One step of learning from a rollout, on this rank and together with the others."""
+"""A training step on a rollout, on all ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ _LARGEST_GRADIENT = 1.0
 
 @dataclass(frozen=True)
 class Learned:
-    """What a step did, over all ranks.
+    """The figures of a training step, over all ranks.
 
     Attributes:
-        loss: of the last pass.
-        gradient: the norm of its gradient before it was clipped.
-        gap: the mean difference between the log-probabilities that the engine sampled with and
-            those that the trainer has for the same tokens, before it learned: small where the
-            engine has the trainer's weights.
+        loss: the loss of the last pass.
+        gradient: the norm of its gradient before clipping.
+        gap: the mean difference between the engine's and the trainer's log-probabilities of the
+            sampled tokens, before the step: small if the engine has the trainer's weights.
     """
 
     loss: float
@@ -32,7 +31,7 @@ class Learned:
 
 
 class Learner:
-    """A model that learns from rollouts. On several ranks, the model is FSDP2's."""
+    """Trains a model on rollouts. On several ranks, the model is sharded by FSDP2."""
 
     def __init__(self, model: Any, settings: Settings, device: torch.device) -> None:
         self.model = model
@@ -44,7 +43,7 @@ class Learner:
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
 
     def learn(self, batch: Batch) -> Learned:
-        """Take the optimizer steps of a rollout. A collective."""
+        """Run the optimizer steps for a rollout. A collective."""
         batch = batch.to(self._device)
         total = self._sum(batch.mask.sum())
         old, gap = self._old_logprobs(batch, total)
@@ -65,12 +64,12 @@ class Learner:
                 self._settings.clip,
                 total,
             )
-            (part * self._ranks).backward()  # of which FSDP takes the mean over the ranks
+            (part * self._ranks).backward()  # because FSDP averages gradients over the ranks
             loss += part.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), _LARGEST_GRADIENT)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)  # so that a pause has no gradients to keep
+        self.optimizer.zero_grad(set_to_none=True)  # so that a pause has no gradients to save
         return self._sum(loss), float(norm)
 
     @torch.no_grad()
@@ -87,7 +86,7 @@ class Learner:
         return token_logprobs(logits, rows.tokens, self._settings.temperature)
 
     def _parts(self, batch: Batch) -> list[tuple[int, Batch]]:
-        """As many rows as one forward takes."""
+        """Split a batch into parts for one forward each."""
         size = self._settings.rows
         return [(at, batch.rows(at, at + size)) for at in range(0, len(batch.tokens), size)]
 

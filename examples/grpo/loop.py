@@ -1,4 +1,4 @@
-"""GRPO: answer, judge, learn, with one set of GPUs for all of it."""
+"""The steps of GRPO: generate answers, compute rewards, train, all on the same GPUs."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def run(
     place: Place,
     engine: Any,
     model: Any,
-    told: Callable[[int, Step], object] = lambda number, step: None,
+    on_step: Callable[[int, Step], object] = lambda number, step: None,
 ) -> Results:
-    """All steps of a run. A collective.
+    """Run all steps, and return the results. A collective.
 
     Args:
-        settings: of the run.
-        vocabulary: of the model.
-        place: where this process stands.
-        engine: a `RolloutEngine`, or what is used here of one.
-        model: the policy; on several ranks, FSDP2's.
-        told: called after each step.
+        settings: the run's settings.
+        vocabulary: the model's vocabulary.
+        place: this process's place among the ranks.
+        engine: a `RolloutEngine`, or an object with the methods used here.
+        model: the policy; on several ranks, sharded by FSDP2.
+        on_step: called after each step.
 
     Raises:
-        SettingsError: the problems of a step cannot be shared out to the ranks.
+        SettingsError: a step's problems cannot be divided among the ranks.
     """
     settings.check(place.ranks)
     learner = Learner(model, settings, place.device)
@@ -59,7 +59,7 @@ def run(
     for number in range(settings.steps):
         step = take_step(number, settings, vocabulary, place, session, learner)
         results.steps.append(step)
-        told(number, step)
+        on_step(number, step)
     with session.training():
         mine = digest_of(model.state_dict())
     results.weights = digest_over_ranks(mine)
@@ -76,7 +76,7 @@ def take_step(
     session: ColocatedSession,
     learner: Learner,
 ) -> Step:
-    """One rollout, and what is learned from it."""
+    """Run one rollout, and train on it."""
     asked = problems(settings.prompts, settings.largest, settings.seed, number)
     mine = asked[place.rank :: place.ranks]
     each = [problem for problem in mine for _ in range(settings.samples)]
@@ -105,7 +105,7 @@ def take_step(
 def sampling(
     number: int, settings: Settings, vocabulary: Vocabulary, place: Place, count: int
 ) -> list[dict[str, Any]]:
-    """How each answer of this rank is sampled: by a seed of its own."""
+    """Return the sampling parameters of each of this rank's answers, each with its own seed."""
     first = ((settings.seed * settings.steps + number) * place.ranks + place.rank) * count
     return [
         {
@@ -119,19 +119,19 @@ def sampling(
 
 
 def engine_dtype(settings: Settings) -> torch.dtype:
-    """That of the engine's weights."""
+    """Return the type of the engine's weights."""
     return torch.bfloat16 if settings.engine == "sglang" else torch.float32
 
 
 def weights_for(dtype: torch.dtype, model: Any) -> dict[str, Any]:
-    """The weights to send: FSDP2's are shards still. Tied ones stay one tensor, and go once."""
+    """Return the weights to send. FSDP2's stay sharded, and tied ones remain one tensor."""
     state = model.state_dict(keep_vars=True)
     cast = {id(tensor): tensor.detach().to(dtype) for tensor in state.values()}
     return {name: cast[id(tensor)] for name, tensor in state.items()}
 
 
 def update_options(settings: Settings, number: int) -> dict[str, Any]:
-    """Those of `RolloutEngine.update_weights`, for an update of that number."""
+    """Return the options of `RolloutEngine.update_weights` for the update with this number."""
     return {
         "version": str(number),
         "bucket_bytes": settings.bucket_mib << 20,
@@ -140,7 +140,7 @@ def update_options(settings: Settings, number: int) -> dict[str, Any]:
 
 
 def mean_over_ranks(values: torch.Tensor) -> list[float]:
-    """The mean of each value over the ranks. A collective, over the CPU."""
+    """Return the mean of each value over the ranks. A collective on the CPU."""
     if dist.is_initialized():
         dist.all_reduce(values)
         values = values / dist.get_world_size()

@@ -1,8 +1,8 @@
 """An engine without SGLang: a copy of the model in this process, for machines without a GPU.
 
-It has what the example uses of a `RolloutEngine`, and its memory is in tags, so that it sleeps and
-wakes as SGLang does: its weights have no backup, and are gone after a sleep until they are updated.
-It is slow, computing every token from the beginning, and each rank has one of its own.
+It has the methods of a `RolloutEngine` that the example uses, and its memory is in tags, so that it
+sleeps and wakes like SGLang: its weights have no backup, and are lost in a sleep until they are
+updated. It is slow, because it computes every token from the beginning. Each rank has its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memsaver.integrations.rollout import RolloutOutput, Sample
 from memsaver.integrations.trainer import offload
 
 _TAGS = {"weights": "engine weights", "kv_cache": "engine kv_cache"}
-_KV_BYTES = 256 << 20  # nothing computes with it; it is there to be given back
+_KV_BYTES = 256 << 20  # unused; it exists only so that a sleep releases it
 
 
 class ModelEngine:
@@ -30,9 +30,9 @@ class ModelEngine:
         self._pad = pad
         self._device = device
         self._version: str | None = None
-        # Not its buffers: what is in no state is not updated, and would stay lost.
+        # Without buffers: a state dict may lack them, so updates would not restore them.
         offload(list(self._model.parameters()), tag=_TAGS["weights"], backup="none").close()
-        with memsaver.region(_TAGS["kv_cache"]):
+        with memsaver.region(_TAGS["kv_cache"], backup="none"):
             self._kv_cache: Any = (
                 simulator.buffer(_KV_BYTES)
                 if simulator.active()
@@ -43,21 +43,21 @@ class ModelEngine:
                 tensor.zero_()
 
     def sleep(self, tags: Any = None, *, wait_idle: bool = False, timeout: float = 0.0) -> Any:
-        """As of `RolloutEngine`; there are no requests to wait for."""
+        """See `RolloutEngine.sleep`; there are no requests to wait for."""
         return memsaver.pause(*_named(tags))
 
     def wake_up(self, tags: Any = None, *, timeout: float = 0.0) -> Any:
-        """As of `RolloutEngine`."""
+        """See `RolloutEngine.wake_up`."""
         return memsaver.resume(*_named(tags))
 
     @torch.no_grad()
     def update_weights(
         self, state: Mapping[str, torch.Tensor], version: str | None = None, **_: Any
     ) -> None:
-        """Copy a state, that of FSDP2 too. A collective then."""
+        """Copy a state dict into the model. With FSDP2's shards, a collective."""
         mine = self._model.state_dict()
         if set(mine) != set(state):
-            raise memsaver.ConfigError(f"not the same tensors: {sorted(set(mine) ^ set(state))}")
+            raise memsaver.ConfigError(f"different tensors: {sorted(set(mine) ^ set(state))}")
         for name, tensor in state.items():
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             mine[name].copy_(full)
@@ -70,7 +70,7 @@ class ModelEngine:
         sampling_params: Sequence[Mapping[str, Any]],
         **_: Any,
     ) -> RolloutOutput:
-        """As of `RolloutEngine`, with a mapping of parameters for each prompt."""
+        """See `RolloutEngine.generate`; takes a mapping of parameters for each prompt."""
         for tag in _TAGS.values():
             if memsaver.state(tag) is not memsaver.State.MAPPED:
                 raise memsaver.InvalidStateError(f"{tag} is {memsaver.state(tag)}", tag=tag)
@@ -99,15 +99,15 @@ class ModelEngine:
         return RolloutOutput.of(samples, range(len(samples)), self._pad)
 
     def close(self) -> None:
-        """As of `RolloutEngine`."""
+        """See `RolloutEngine.close`."""
 
     def _predict(self, rows: list[list[int]], going: list[int]) -> torch.Tensor:
-        """The log-probabilities of the next token of some rows, on the CPU."""
+        """Return the log-probabilities of the next token of some rows, on the CPU."""
         lengths = torch.tensor([len(rows[row]) for row in going])
         tokens = torch.full((len(going), int(lengths.max())), self._pad)
         for at, row in enumerate(going):
             tokens[at, : len(rows[row])] = torch.tensor(rows[row])
-        # Padding on the right is not looked at by what is before it.
+        # Tokens do not attend to the padding on their right.
         logits = self._model(input_ids=tokens.to(self._device), use_cache=False).logits
         last = logits[torch.arange(len(going)), lengths.to(logits.device) - 1]
         return last.float().cpu().log_softmax(-1)

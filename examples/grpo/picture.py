@@ -1,19 +1,21 @@
-"""A run as a picture: the reward, the memory of each stage, and where the time goes."""
+"""A picture of a run: the reward, and the memory and the time of each stage."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from results import Results
 from tables import GIB, median_seconds, peak_bytes
 
 _BLOCKS = {"generate": "#4e79a7", "train": "#f0a03c"}
 _MOVES = "#9aa5b1"
+_LEGEND = {**_BLOCKS, "pause, resume or update": _MOVES}
 
 
 def save_picture(results: Results, path: Path) -> None:
-    """Write it, in the format that the name's ending says."""
+    """Write the picture, in the format of the file name's extension."""
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     top, bottom = figure.subfigures(2, 1)
     reward = top.subplots()
@@ -37,6 +39,12 @@ def save_picture(results: Results, path: Path) -> None:
     memory.set_title("highest peak of a device, GiB", loc="left", fontsize=10)
     time.barh(names, [1e3 * median_seconds(results)[name] for name in names], color=colours)
     time.set_title("median of a step, ms", loc="left", fontsize=10)
+    time.legend(
+        [Patch(color=colour) for colour in _LEGEND.values()],
+        list(_LEGEND),
+        loc="lower right",
+        fontsize=8,
+    )
     for axes in (memory, time):
         axes.grid(alpha=0.3, axis="x")
     kind = "sleeping" if results.settings["sleep"] else "without sleep"

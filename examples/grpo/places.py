@@ -1,4 +1,4 @@
-"""Where this process stands: alone, or a rank that torchrun or Ray has started."""
+"""This process's place: a single process, or a rank that torchrun or Ray has started."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ class Place:
     """A rank, its device and its groups.
 
     Attributes:
-        rank: from 0.
-        ranks: how many there are.
-        device: its own.
-        engine_mesh: the dimensions "dp" and "tp", for the engines; None of one process.
-        shard_mesh: all ranks, over which FSDP2 shares out the model; None of one process.
+        rank: the rank, from 0.
+        ranks: the number of ranks.
+        device: the rank's device.
+        engine_mesh: the mesh of the engines, with the dimensions "dp" and "tp"; None for a single
+            process.
+        shard_mesh: the mesh of all ranks, over which FSDP2 shards the model; None for a single
+            process.
     """
 
     rank: int
@@ -32,13 +34,13 @@ class Place:
 
 
 def take_place(tp: int) -> Place:
-    """This process's place, by the variables that torchrun sets. Joins the other ranks.
+    """Return this process's place, from torchrun's variables. Joins the other ranks.
 
     Args:
-        tp: the ranks that share an engine; 0 is all of them.
+        tp: the number of ranks that share an engine; 0 means all ranks.
 
     Raises:
-        SettingsError: the ranks cannot be shared out so.
+        SettingsError: the number of ranks is not a multiple of `tp`.
     """
     on_gpu = torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_RANK", 0))
@@ -48,7 +50,7 @@ def take_place(tp: int) -> Place:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     tp = tp or ranks
     if ranks % tp:
-        raise SettingsError(f"{ranks} ranks cannot be shared out in engines of {tp}")
+        raise SettingsError(f"{ranks} ranks cannot be divided into engines of {tp}")
     if ranks == 1:
         return Place(0, 1, device)
     dist.init_process_group(
@@ -60,6 +62,6 @@ def take_place(tp: int) -> Place:
 
 
 def leave_place() -> None:
-    """End the group, if there is one."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

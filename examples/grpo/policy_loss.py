@@ -1,4 +1,4 @@
-"""The loss of a policy's tokens: the clipped surrogate of PPO and GRPO."""
+"""The loss of a policy: the clipped surrogate of PPO and GRPO."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 def token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """The log-probability of each token but the first, float32 [rows, length - 1].
+    """Return the log-probability of each token except the first, float32 [rows, length - 1].
 
     Args:
-        logits: [rows, length, vocabulary], of which those before a token predict it.
+        logits: [rows, length, vocabulary]; the logits at a position predict the next token.
         tokens: [rows, length].
-        temperature: of the sampling, which belongs to the policy that answers.
+        temperature: the temperature of the sampling, which is part of the sampled policy.
     """
     predictions = torch.log_softmax(logits[:, :-1].float() / temperature, -1)
     return predictions.gather(-1, tokens[:, 1:, None]).squeeze(-1)
@@ -27,15 +27,16 @@ def clipped_loss(
     clip: float,
     total: float,
 ) -> torch.Tensor:
-    """The loss of some rows, as their part of the mean over `total` tokens.
+    """Return the loss of some rows, as their part of the mean over `total` tokens.
 
     Args:
-        logprobs: [rows, tokens], of the policy that learns.
-        old_logprobs: likewise, of the policy that answered.
+        logprobs: [rows, tokens], of the policy that is trained.
+        old_logprobs: the same for the policy that generated the answers.
         advantages: [rows].
         mask: [rows, tokens], 1 for a token of the answer.
-        clip: ratios count between 1 - clip and 1 + clip.
-        total: the tokens of all rows on all ranks, so that rows count alike however they are split.
+        clip: the ratio of probabilities is clipped to 1 - clip to 1 + clip.
+        total: the number of tokens in all rows on all ranks, so that the result does not depend on
+            the division into rows and ranks.
     """
     ratio = torch.exp(logprobs - old_logprobs)
     gain = advantages[:, None]

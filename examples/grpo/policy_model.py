@@ -1,4 +1,4 @@
-"""The policy: a Qwen3 of `transformers`, with random weights or a checkpoint's."""
+"""The policy: a Qwen3 model from `transformers`, with random weights or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from vocabulary import Vocabulary
 
-# hidden size, MLP, layers, heads, KV heads, the size of a head
+# hidden size, MLP size, layers, heads, KV heads, head size
 SHAPES = {
     "tiny": (64, 128, 2, 2, 2, 32),
     "small": (512, 1536, 8, 8, 4, 64),
@@ -18,7 +18,7 @@ SHAPES = {
 
 
 def config_of(model: str, vocabulary: Vocabulary) -> Any:
-    """The configuration of a model with random weights, or of a checkpoint."""
+    """Return the configuration of a model with random weights, or of a checkpoint."""
     from transformers import AutoConfig, Qwen3Config
 
     if model not in SHAPES:
@@ -41,9 +41,9 @@ def config_of(model: str, vocabulary: Vocabulary) -> Any:
 
 
 def make_model(model: str, vocabulary: Vocabulary, seed: int, device: torch.device) -> Any:
-    """The model in float32, the same on every rank.
+    """Return the model in float32, equal on every rank.
 
-    Its attention is the plain one: torch's fused ones add up in an order of their own in backward.
+    Uses eager attention, because the backward of torch's fused kernels is not deterministic.
     """
     from transformers import AutoModelForCausalLM
 
@@ -57,7 +57,7 @@ def make_model(model: str, vocabulary: Vocabulary, seed: int, device: torch.devi
 
 
 def shard(model: Any, mesh: Any) -> Any:
-    """The model with FSDP2: each layer, and the rest, shared out over a mesh's ranks."""
+    """Return the model with FSDP2: each layer, and the rest, sharded over a mesh's ranks."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.model.layers:
@@ -66,7 +66,7 @@ def shard(model: Any, mesh: Any) -> Any:
 
 
 def write_config(model: str, vocabulary: Vocabulary, folder: Path) -> Path:
-    """A folder that an engine can start from, before it is sent the weights."""
+    """Return a folder from which an engine can start before it receives weights."""
     if model not in SHAPES:
         return Path(model)
     values = config_of(model, vocabulary).to_dict()

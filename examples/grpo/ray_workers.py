@@ -5,10 +5,10 @@
     python ray_workers.py --ranks 2 --engine model --model tiny      no GPU
 
 Each group of `tp` ranks is on one machine with its engine: an actor that starts an SGLang server on
-the GPUs of the group's ranks. memsaver needs nothing of the actors' environment: SGLang loads it as
-a plugin. With --preload the engines' actors get `memsaver.preload_env()`, so that what other
-libraries allocate inside of regions belongs to these too. Ray starts an actor with an environment
-of its own in a fresh process, which is what preloading takes.
+the GPUs of the group's ranks. memsaver needs no variables in the actors' environment, because
+SGLang loads it as a plugin. With --preload the engines' actors have `memsaver.preload_env()`, so
+that allocations of other libraries inside regions belong to the regions too. Ray starts an actor
+that has its own environment in a new process, which preloading requires.
 """
 
 from __future__ import annotations
@@ -28,24 +28,29 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
-import ray
 import typer
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+try:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ModuleNotFoundError:
+    sys.exit("not installed: ray (pip install ray)")
+from requirements import check_installed
 from settings import ENGINES, Settings, SettingsError
 from train import one_of, publish, results_name
 
 START_SECONDS = 300
 END_SECONDS = 15
-# Servers ask for no key, and take pickles: nobody but their own machine's ranks reaches them.
+# Servers need no key and accept pickles, so only ranks on their own machine may reach them.
 HOST = "127.0.0.1"
 
 
 class EngineWorker:
-    """An actor that has an SGLang server in processes of its own.
+    """An actor that runs an SGLang server in separate processes.
 
-    They end with `stop`, and with the actor's process, whatever ends that: the kernel kills the
-    server then, and SGLang's processes end with their server.
+    They end with `stop`, and with the actor's process, even if it is killed: the kernel then kills
+    the server, and SGLang's processes end with their server.
     """
 
     def __init__(self) -> None:
@@ -53,10 +58,11 @@ class EngineWorker:
         self._folder = tempfile.TemporaryDirectory(prefix="grpo-engine-")
 
     def start(self, settings: Settings, tp: int, gpus: Sequence[str]) -> str:
-        """Start a server on some of this machine's GPUs; its URL, when it answers.
+        """Start a server on some of this machine's GPUs, and return its URL when it answers.
 
         Raises:
-            RuntimeError: it ended, or did not answer in time; the message has the end of its log.
+            RuntimeError: the server ended, or did not answer in time; the message has the end of
+                its log.
         """
         from engines import ENVIRONMENT, sglang_arguments
         from policy_model import SHAPES
@@ -69,8 +75,8 @@ class EngineWorker:
         environment = {
             **ENVIRONMENT,
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            # /health would generate, which kills a server that sleeps; and its ranks may start with
-            # different free memory beside a trainer.
+            # /health would generate, which ends a sleeping server. The server's ranks may start
+            # with different amounts of free memory if trainers use the GPUs.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         }
@@ -79,10 +85,10 @@ class EngineWorker:
     def serve(
         self, program: Sequence[str], arguments: Mapping[str, Any], environment: Mapping[str, str]
     ) -> str:
-        """Run a server of Python's that has `/health`; its URL, when it is ready.
+        """Run a Python server that has `/health`, and return its URL when it is ready.
 
-        SGLang's has done its own first generation then. Before, that may meet an engine that sleeps
-        already, which it does not survive.
+        By then, SGLang has finished its warm-up generation. Otherwise that generation could run on
+        an engine that is already asleep, and end it.
         """
         import with_parent
 
@@ -110,11 +116,11 @@ class EngineWorker:
         return url
 
     def environment(self) -> dict[str, str]:
-        """That of this actor's process."""
+        """Return the environment of this actor's process."""
         return dict(os.environ)
 
     def stop(self) -> None:
-        """End the server's processes. Twice is allowed."""
+        """End the server's processes. Idempotent."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -126,23 +132,23 @@ class EngineWorker:
 
 
 class TrainerRank:
-    """An actor that is a rank of the trainer, with a GPU of its own where there is one."""
+    """An actor that is a rank of the trainer, with its own GPU unless the run uses no GPUs."""
 
     def gpus(self) -> list[str]:
-        """What CUDA_VISIBLE_DEVICES calls them."""
+        """Return the names of the actor's GPUs for CUDA_VISIBLE_DEVICES."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def meeting_place(self) -> tuple[str, int]:
-        """An address and a free port of this machine."""
+        """Return an address and a free port of this machine."""
         return ray.util.get_node_ip_address(), _free_port()
 
     def run(
         self, settings: Settings, rank: int, ranks: int, master: tuple[str, int], urls: list[str]
     ) -> Any:
-        """This rank's part of the run; rank 0 has the results."""
+        """Run this rank's part, and return the results on rank 0."""
         os.environ |= {
             "RANK": str(rank),
-            "LOCAL_RANK": "0",  # of the GPUs that Ray lets this process see
+            "LOCAL_RANK": "0",  # among the GPUs that Ray makes visible to this process
             "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": master[0],
             "MASTER_PORT": str(master[1]),
@@ -153,23 +159,23 @@ class TrainerRank:
 
 
 def run_on_ray(settings: Settings, ranks: int, preload: bool) -> Any:
-    """A run on the Ray that this process is connected to; its results.
+    """Run on the Ray cluster that this process is connected to, and return the results.
 
     Args:
-        settings: of the run.
-        ranks: of the trainer, each with a GPU; without SGLang, without one.
-        preload: give the engines' actors the environment of `memsaver.preload_env`.
+        settings: the run's settings.
+        ranks: the number of the trainer's ranks. Each has a GPU if the engine is SGLang.
+        preload: whether to add `memsaver.preload_env()` to the environment of the engines' actors.
 
     Raises:
-        SettingsError: the ranks cannot share the run, or are more than Ray has GPUs or CPUs for.
+        SettingsError: the ranks cannot divide the run, or Ray has too few GPUs or CPUs.
     """
     settings.check(ranks)
     tp = settings.tp or ranks
     if ranks % tp:
-        raise SettingsError(f"{ranks} ranks cannot be shared out in engines of {tp}")
+        raise SettingsError(f"{ranks} ranks cannot be divided into engines of {tp}")
     settings = dataclasses.replace(settings, tp=tp)
     served = settings.engine == "sglang"
-    # A bundle is on one machine: a group of ranks, and its engine.
+    # A bundle is on one machine, and contains a group of ranks and its engine.
     bundle = {"CPU": tp + int(served), **({"GPU": tp} if served else {})}
     has = ray.cluster_resources()
     for kind, each in bundle.items():
@@ -208,17 +214,17 @@ def run_on_ray(settings: Settings, ranks: int, preload: bool) -> Any:
 
 
 def worker_options(preload: bool) -> dict[str, Any]:
-    """How an engine's actor is made: Ray's options for its environment."""
+    """Return Ray's options for the environment of an engine's actor."""
     if not preload:
         return {}
     import memsaver
 
-    # Of the machine that this runs on: memsaver must be installed at the same place on all.
+    # With this machine's paths, so memsaver must be installed in the same folder on all machines.
     return {"runtime_env": {"env_vars": memsaver.preload_env()}}
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments of `sglang.Engine` as those of its server."""
+    """Convert arguments of `sglang.Engine` to command-line arguments of SGLang's server."""
     words = []
     for name, value in arguments.items():
         if value is not False:
@@ -246,27 +252,33 @@ def _answers(url: str) -> bool:
 
 
 def main(
-    ranks: Annotated[int, typer.Option(min=1, help="Of the trainer: one for each GPU.")] = 1,
-    tp: Annotated[int, typer.Option(min=0, help="Of an engine; 0: all ranks.")] = 0,
-    address: Annotated[str, typer.Option(help="A cluster's, or local.")] = "local",
+    ranks: Annotated[int, typer.Option(min=1, help="The trainer's ranks: one for each GPU.")] = 1,
+    tp: Annotated[int, typer.Option(min=0, help="The ranks of an engine; 0: all.")] = 0,
+    address: Annotated[str, typer.Option(help="The address of a cluster, or local.")] = "local",
     preload: Annotated[bool, typer.Option("--preload", help="Preload the engines.")] = False,
     engine: Annotated[
-        str, typer.Option(callback=one_of(*ENGINES), help="As of train.py.")
+        str, typer.Option(callback=one_of(*ENGINES), help="See train.py.")
     ] = "sglang",
-    model: Annotated[str, typer.Option(help="As of train.py.")] = "small",
+    model: Annotated[str, typer.Option(help="See train.py.")] = "small",
     steps: Annotated[int, typer.Option(min=1)] = Settings.steps,
     sleep: Annotated[bool, typer.Option("--sleep/--no-sleep")] = True,
-    out: Annotated[Path, typer.Option(callback=results_name, help="As of train.py.")] = Path(
+    out: Annotated[Path, typer.Option(callback=results_name, help="See train.py.")] = Path(
         "grpo-ray"
     ),
+    picture: Annotated[bool, typer.Option("--picture/--no-picture", help="See train.py.")] = True,
 ) -> None:
-    """Train by GRPO with Ray's actors."""
+    """Train with GRPO in Ray actors."""
+    settings = Settings(engine=engine, model=model, steps=steps, sleep=sleep, tp=tp)
+    try:
+        # The engines' machines may have a GPU where this one has none.
+        check_installed(settings, picture=picture, started=address != "local")
+    except SettingsError as error:
+        raise typer.BadParameter(str(error)) from None
     # The actors' processes import this folder's modules.
     here = {"working_dir": str(Path(__file__).parent)}
     ray.init(address=address, runtime_env=here)
     try:
-        settings = Settings(engine=engine, model=model, steps=steps, sleep=sleep, tp=tp)
-        publish(run_on_ray(settings, ranks, preload), out)
+        publish(run_on_ray(settings, ranks, preload), out, picture)
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from None
     finally:

@@ -1,4 +1,4 @@
-"""What a run found, as a file of JSON: numbers are written so that they can be compared exactly."""
+"""A run's results as a JSON file; numbers are written exactly, for comparison."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Step:
     """A step of a run.
 
     Attributes:
-        reward: the mean over all answers of all ranks.
-        right: the fraction of them that is right.
-        loss: of the last pass.
-        gradient: its norm.
-        gap: as of `Learned`.
+        reward: the mean reward of all answers on all ranks.
+        right: the fraction of right answers.
+        loss: the loss of the last pass.
+        gradient: the norm of its gradient.
+        gap: see `Learned.gap`.
         answers: a digest of all tokens of all ranks' answers.
-        stages: of each stage that the step had: seconds, and the highest of all ranks' peaks.
+        stages: for each stage of the step, its seconds and the highest peak of all ranks.
     """
 
     reward: float
@@ -40,14 +40,14 @@ class Step:
 
 @dataclass
 class Results:
-    """A run.
+    """The results of a run.
 
     Attributes:
-        settings: what it was given.
-        device: what it ran on.
-        ranks: how many.
+        settings: the run's settings.
+        device: the name of its devices.
+        ranks: the number of ranks.
         total_bytes: the memory of a device.
-        steps: in order.
+        steps: the steps, in order.
         weights: a digest of the trainer's weights on all ranks at the end.
     """
 
@@ -59,16 +59,16 @@ class Results:
     weights: str = ""
 
     def save(self, path: Path) -> None:
-        """Write them."""
+        """Write the results to a file."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """What `save` has written.
+        """Read a file that `save` wrote.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it has no results of this version.
+            ValueError: the file has no results of this version.
         """
         try:
             fields = json.loads(path.read_text())
@@ -78,7 +78,7 @@ class Results:
             raise ValueError(f"{path} has no results of a run: {error}") from error
 
     def stages(self) -> dict[str, list[dict[str, float]]]:
-        """What each stage took in each step, in the order in which they come."""
+        """Return the figures of each stage in each step, in the order of first occurrence."""
         found: dict[str, list[dict[str, float]]] = {}
         for step in self.steps:
             for name, figures in step.stages.items():
@@ -87,7 +87,7 @@ class Results:
 
 
 def figures_of(reports: Iterable[StageReport]) -> dict[str, dict[str, float]]:
-    """A step's stages. Those that came twice are taken together."""
+    """Return the figures of a step's stages. Combines stages that ran twice."""
     found: dict[str, dict[str, float]] = {}
     for report in reports:
         known = found.get(report.stage.value, {"seconds": 0.0, "peak_bytes": 0})
@@ -99,7 +99,7 @@ def figures_of(reports: Iterable[StageReport]) -> dict[str, dict[str, float]]:
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> str:
-    """A digest of the bytes of tensors; of FSDP2's, of this rank's shards."""
+    """Return a digest of the bytes of tensors; for FSDP2's, of this rank's shards."""
     total = hashlib.sha256()
     for tensor in tensors.values() if isinstance(tensors, Mapping) else tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -109,7 +109,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> s
 
 
 def digest_over_ranks(mine: str) -> str:
-    """One digest of those of all ranks, the same on each. A collective, over the CPU."""
+    """Combine the digests of all ranks into one, equal on all ranks. A collective on the CPU."""
     if not dist.is_initialized():
         return mine
     all_digests = [""] * dist.get_world_size()

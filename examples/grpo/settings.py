@@ -1,4 +1,4 @@
-"""What a run is given: its task, its model, its steps."""
+"""A run's settings: its task, its model, its steps."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ VERIFY = ("off", "sampled", "full")
 
 
 class SettingsError(ValueError):
-    """Settings that no run can be made with: what does not fit."""
+    """Invalid settings; the message names the problem."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a run's figures depend on, but the machine.
+    """All settings that a run's results depend on, except the machine.
 
     Attributes:
         engine: "sglang", or "model": a copy of the model that generates in this process, for
             machines without a GPU.
-        sleep: whether trainer and engine give each other their memory.
-        steps: steps of rollout and training.
-        prompts: problems of a step, over all ranks.
-        samples: answers to each problem: a group, of which the mean is the baseline.
+        sleep: whether trainer and engine release memory to each other.
+        steps: the number of steps of rollout and training.
+        prompts: the number of problems in a step, over all ranks.
+        samples: the number of answers to each problem; their mean reward is the baseline.
         largest: the largest number in a problem.
-        answer_tokens: how long an answer may be.
-        temperature: of the sampling.
+        answer_tokens: the maximum number of tokens in an answer.
+        temperature: the sampling temperature.
         rate: the learning rate.
-        clip: how far the ratio of new to old probability counts.
-        passes: optimizer steps on the same rollout.
-        rows: sequences of a forward; more are accumulated.
-        seed: of the weights, the problems and the sampling.
+        clip: the clipping range of the ratio of new to old probability.
+        passes: the number of optimizer steps on the same rollout.
+        rows: the number of sequences in a forward; gradients of several forwards are accumulated.
+        seed: the seed of the weights, the problems and the sampling.
         model: "tiny", "small" or "0.6b" for a Qwen3 with random weights, or the folder of one.
-        tp: the engine's tensor-parallel ranks; 0 is all ranks.
-        memory_fraction: of the GPU, for the engine's weights and KV cache.
+        tp: the number of the engine's tensor-parallel ranks; 0 means all ranks.
+        memory_fraction: the fraction of the GPU for the engine's weights and KV cache.
         attention: the engine's attention backend.
-        bucket_mib: weights are sent in buckets of this size, in MiB.
-        verify: how what the engine holds is compared with what was sent: "off", "sampled", "full".
+        bucket_mib: the size of the buckets in which weights are sent, in MiB.
+        verify: the verification of sent weights: "off", "sampled" or "full".
     """
 
     engine: str = "sglang"
@@ -60,10 +60,10 @@ class Settings:
     verify: str = "sampled"
 
     def check(self, ranks: int) -> None:
-        """See to it that so many ranks can share this run.
+        """Check that `ranks` ranks can divide this run's problems.
 
         Raises:
-            SettingsError: the problems of a step cannot be shared out to them.
+            SettingsError: the number of problems in a step is not a multiple of `ranks`.
         """
         if self.prompts % ranks:
-            raise SettingsError(f"{self.prompts} problems cannot be shared out to {ranks} ranks")
+            raise SettingsError(f"{self.prompts} problems cannot be divided among {ranks} ranks")

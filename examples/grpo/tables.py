@@ -1,4 +1,4 @@
-"""A run as tables on a terminal."""
+"""Tables of a run for a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 def draw(console: Console, results: Results) -> None:
-    """The rewards, and what each stage took and held."""
+    """Print the rewards, and the time and memory of each stage."""
     console.print(rewards(results))
     console.print(stages(results))
     total = results.total_bytes / GIB
@@ -22,7 +22,7 @@ def draw(console: Console, results: Results) -> None:
 
 
 def rewards(results: Results) -> Table:
-    """About ten of the steps."""
+    """Return a table of about ten steps."""
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for name in ("step", "reward", "right", "loss", "gradient", "engine's gap"):
         table.add_column(name, justify="right")
@@ -42,7 +42,7 @@ def rewards(results: Results) -> Table:
 
 
 def stages(results: Results) -> Table:
-    """Each stage: the median of its seconds, and its highest peak."""
+    """Return a table of the stages: the median duration and the highest peak of each."""
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("stage")
     for name in ("ms", "% of a step", "peak, GiB"):
@@ -61,7 +61,7 @@ def stages(results: Results) -> Table:
 
 
 def median_seconds(results: Results) -> dict[str, float]:
-    """Of each stage; the first step, which warms up, counts where it is the only one."""
+    """Return each stage's median duration, without the first step, which warms up, if possible."""
     return {
         name: statistics.median([row["seconds"] for row in rows[1:] or rows])
         for name, rows in results.stages().items()
@@ -69,5 +69,5 @@ def median_seconds(results: Results) -> dict[str, float]:
 
 
 def peak_bytes(results: Results) -> dict[str, float]:
-    """Of each stage."""
+    """Return each stage's highest peak."""
     return {name: max(row["peak_bytes"] for row in rows) for name, rows in results.stages().items()}

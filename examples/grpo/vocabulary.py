@@ -1,4 +1,4 @@
-"""The few tokens that arithmetic needs: an own vocabulary, or those tokens of a model's."""
+"""The few tokens for arithmetic: a small vocabulary, or the same tokens of a model's vocabulary."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SYMBOLS = tuple("0123456789+-*=")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens by their numbers.
+    """The numbers of tokens.
 
     Attributes:
-        ids: the number of each symbol.
-        pad: what fills the ends of rows.
-        start: in front of a problem.
-        end: after an answer.
-        size: how many tokens the model knows.
+        ids: the token of each symbol.
+        pad: the token for padding.
+        start: the token before a problem.
+        end: the token after an answer.
+        size: the number of tokens that the model knows.
     """
 
     ids: Mapping[str, int]
@@ -32,15 +32,15 @@ class Vocabulary:
 
     @classmethod
     def own(cls) -> Vocabulary:
-        """One for a model with random weights; 32 tokens, so that ranks can share it out."""
+        """Return a vocabulary for a model with random weights; 32 tokens, to divide among ranks."""
         return cls({symbol: 3 + i for i, symbol in enumerate(SYMBOLS)}, 0, 1, 2, 32)
 
     @classmethod
     def of_model(cls, folder: Path) -> Vocabulary:
-        """That of a checkpoint, whose tokenizer has the symbols as tokens of their own.
+        """Return a checkpoint's vocabulary. Its tokenizer must have each symbol as one token.
 
         Raises:
-            SettingsError: it has not, or there is none.
+            SettingsError: the tokenizer lacks a symbol, or there is no checkpoint.
         """
         try:
             config = json.loads((folder / "config.json").read_text())
@@ -62,10 +62,10 @@ class Vocabulary:
         )
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a problem, with the start in front."""
+        """Return the tokens of a problem, after the start token."""
         return [self.start, *(self.ids[symbol] for symbol in text)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; "." is the end, "?" what is no symbol."""
+        """Return the text of tokens: "." for the end token, "?" for any other non-symbol."""
         symbols = {number: symbol for symbol, number in self.ids.items()} | {self.end: "."}
         return "".join(symbols.get(int(token), "?") for token in tokens)

@@ -1,8 +1,8 @@
-"""Runs a Python program that is killed when the process that started it ends, whatever ends that.
+"""Runs a Python program that is killed when its parent process ends for any reason.
 
-python with_parent.py PARENT PROGRAM ARGUMENT...      PARENT is that process's id
+python with_parent.py PARENT PROGRAM ARGUMENT...      PARENT is the parent's process id
 
-Linux keeps this over an exec, but not over a fork: a program's own children are its own matter.
+Linux keeps this setting across an exec, but not across a fork: children of the program survive it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, program: list[str]) -> None:
-    """Become the program."""
+    """Replace this process with the program."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # it ended before the call of prctl
         sys.exit(1)
     os.execv(sys.executable, [sys.executable, *program])
 

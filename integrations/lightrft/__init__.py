@@ -1,25 +1,25 @@
-"""LightRFT's strategies over memsaver: the engine's sleep in stages, and the optimizer's.
+"""Memory management for LightRFT's strategies: the engine sleeps in stages, the optimizer pauses.
 
     from memsaver.integrations.lightrft import adapt
 
     strategy = get_strategy(args)  # LightRFT's
     adapt(strategy)  # on every rank, before strategy.setup_inference_engine(...)
 
-The methods of the strategy that are about memory are memsaver's from then on, with LightRFT's
-names, arguments and order, so that its trainers need no change:
+Afterwards memsaver implements the strategy's memory methods, with LightRFT's names, arguments and
+order, so that its trainers need no change:
 
-| method | what it does now |
+| method | effect |
 |---|---|
-| `maybe_sleep_inference_engine` | waits for requests in flight, gives KV cache and graphs back |
-| `wakeup_inference_engine` | has them again; without room, an error that can be repeated |
-| `update_engine_weights` | wakes the weights alone: the rest comes with the next generation |
-| `maybe_offload_optimizer` | gives the optimizer's memory back, its addresses kept |
-| `maybe_load_optimizer` | has it again |
-| `save_ckpt`, `load_ckpt` | as LightRFT's, with the optimizer's memory there |
+| `maybe_sleep_inference_engine` | waits for requests in flight, releases KV cache and graphs |
+| `wakeup_inference_engine` | maps them again; after an error the call may be repeated |
+| `update_engine_weights` | wakes only the weights; the next generation wakes the rest |
+| `maybe_offload_optimizer` | releases the optimizer's memory, and keeps its addresses |
+| `maybe_load_optimizer` | maps it again |
+| `save_ckpt`, `load_ckpt` | LightRFT's, with the optimizer's memory mapped |
 
 A failure on one rank is an error on all of them. Importing this imports neither torch nor LightRFT.
 """
 
-from memsaver.integrations.lightrft.adapter import Adapted, adapt
+from .adapter import Adapted, adapt
 
 __all__ = ["Adapted", "adapt"]

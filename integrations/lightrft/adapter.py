@@ -1,20 +1,21 @@
-"""`adapt`, and what it gives: the memory methods of LightRFT's strategy interface."""
+"""`adapt` and `Adapted`: the memory methods of LightRFT's strategy interface."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from memsaver._runtime.native import check_tag
+from memsaver._runtime.timeouts import check_timeout
 from memsaver.errors import ConfigError
-from memsaver.integrations.lightrft.engine import WEIGHTS_POLICIES, EngineMemory
-from memsaver.integrations.lightrft.optimizers import OptimizerMemory
-from memsaver.integrations.sglang import Status
-from memsaver.native import check_tag
-from memsaver.timeouts import check_timeout
+
+from ..engine.status import Status
+from .engine_memory import WEIGHTS_POLICIES, EngineMemory
+from .optimizers import OptimizerMemory
 
 __all__ = ["Adapted", "adapt"]
 
-# The methods of a strategy that are replaced, and what else of it is used.
+# The methods of a strategy that are replaced, and its other attributes in use.
 _METHODS = (
     "maybe_sleep_inference_engine",
     "wakeup_inference_engine",
@@ -28,9 +29,10 @@ _USED = ("args", "inference_engine", "inference_engine_status", "sync_and_clear_
 
 
 class Adapted:
-    """A strategy's methods that are about memory; made by `adapt`.
+    """The memory methods of a strategy, returned by `adapt`.
 
-    LightRFT calls them as the strategy's own. Every rank makes the same calls, from one thread.
+    LightRFT calls them as methods of the strategy. Every rank makes the same calls, from one
+    thread.
     """
 
     def __init__(
@@ -46,37 +48,38 @@ class Adapted:
 
     @property
     def status(self) -> Status | None:
-        """What of this rank's engine is there; None where this rank has none.
+        """The status of this rank's engine; None on a rank without an engine.
 
-        The strategy's `inference_engine_status` is kept as LightRFT keeps it, and says `SLEEPED`
-        until all is there.
+        The strategy's `inference_engine_status` is set as LightRFT sets it, and is `SLEEPED` until
+        all memory is mapped.
         """
         controller = self._engine.controller() if self._is_ours() else None
         return controller.status if controller is not None else None
 
     def maybe_sleep_inference_engine(self) -> None:
-        """Wait until the engine is idle, and give its memory back; if `args.enable_engine_sleep`.
+        """Wait until the engine is idle, and release its memory, if `args.enable_engine_sleep`.
 
         Raises:
-            RankError: it failed on a rank, which is named; the call may be made again.
-            EngineBusyError, EngineTimeoutError, EngineError, MemsaverError: the same, where there
+            RankError: the sleep failed on a rank, which the message names; the call may be
+                repeated.
+            EngineBusyError, EngineTimeoutError, EngineError, MemsaverError: the failure, if there
                 are no other ranks.
         """
         if not self._is_ours():
             self._originals["maybe_sleep_inference_engine"]()
         elif getattr(self._strategy.args, "enable_engine_sleep", False):
-            self._note("SLEEPED")  # also after a failure: a wake-up sees to what sleeps
+            self._note("SLEEPED")  # even after a failure: the wake-up finds the sleeping tags
             self._engine.sleep()
             self._strategy.sync_and_clear_cache()
 
     def wakeup_inference_engine(self) -> None:
-        """Have the engine's memory again. In an update of the weights: that of the weights.
+        """Map the engine's memory again; in an update of the weights, only the weights.
 
         Raises:
-            RankError: it failed on a rank, which is named: no memory, say, as a trainer still holds
-                it. The engine lives, what could not be had sleeps on, and the call may be made
-                again.
-            OutOfDeviceMemoryError, EngineError, MemsaverError: the same, where there are no other
+            RankError: the wake-up failed on a rank, which the message names, for example because a
+                trainer still uses the memory. The engine is alive, the tags stay released, and the
+                call may be repeated.
+            OutOfDeviceMemoryError, EngineError, MemsaverError: the failure, if there are no other
                 ranks.
             InvalidStateError: the weights were released without a backup, and were not sent again.
         """
@@ -88,10 +91,10 @@ class Adapted:
                 self._note("WAKEUP")
 
     def update_engine_weights(self, actor: Any) -> None:
-        """LightRFT's, with the KV cache and the graphs left asleep where they are.
+        """Call LightRFT's method, without waking the KV cache and the graphs.
 
-        So they take no memory while there are two copies of weights; the next generation wakes
-        them. Errors are LightRFT's, and those of `wakeup_inference_engine`.
+        So these use no memory while there are two copies of the weights; the next generation wakes
+        them. Raises LightRFT's errors, and those of `wakeup_inference_engine`.
         """
         if not self._is_ours():
             self._originals["update_engine_weights"](actor)
@@ -100,14 +103,15 @@ class Adapted:
             self._originals["update_engine_weights"](actor)
 
     def maybe_offload_optimizer(self, optimizer: Any) -> Any:
-        """Give the optimizer's memory back, with a backup on the host; if offloading is on.
+        """Release the optimizer's memory, with a backup on the host, if offloading is on.
 
-        The first call moves it into a tag, for which a batch of tensors (512 MiB at most, or one
-        larger tensor) exists twice for a moment. A step until `maybe_load_optimizer` is an error.
+        The first call moves the memory into a tag; during the move, a batch of tensors (512 MiB at
+        most, or one larger tensor) exists twice. A step before `maybe_load_optimizer` raises an
+        error.
 
         Raises:
-            RankError: it failed on a rank, and nothing is given back on any.
-            ConfigError, OutOfHostMemoryError, MemsaverError: the same, where there are no other
+            RankError: the call failed on a rank, and nothing is released on any rank.
+            ConfigError, OutOfHostMemoryError, MemsaverError: the failure, if there are no other
                 ranks.
         """
         if self._offloads():
@@ -115,36 +119,37 @@ class Adapted:
         return optimizer
 
     def maybe_load_optimizer(self, optimizer: Any, device: Any = None) -> Any:
-        """Have the optimizer's memory again, at the addresses and on the device where it was.
+        """Map the optimizer's memory again, at its addresses and on its device.
 
         Raises:
-            RankError: it failed on a rank, and it is given back on all, with its backup.
-            OutOfDeviceMemoryError, MemsaverError: the same, where there are no other ranks.
+            RankError: the call failed on a rank; the memory stays released on all ranks, with its
+                backup.
+            OutOfDeviceMemoryError, MemsaverError: the failure, if there are no other ranks.
         """
         if self._offloads():
             self._optimizers.resume(optimizer)
         return optimizer
 
     def save_ckpt(self, *args: Any, **kwargs: Any) -> Any:
-        """LightRFT's, with the memory of all optimizers there meanwhile.
+        """Call LightRFT's method with the memory of all optimizers mapped.
 
-        Errors are LightRFT's, and those of `maybe_load_optimizer`.
+        Raises LightRFT's errors, and those of `maybe_load_optimizer`.
         """
         with self._optimizers.there():
             return self._originals["save_ckpt"](*args, **kwargs)
 
     def load_ckpt(self, *args: Any, **kwargs: Any) -> Any:
-        """As `save_ckpt`."""
+        """Call LightRFT's method like `save_ckpt`."""
         with self._optimizers.there():
             return self._originals["load_ckpt"](*args, **kwargs)
 
     def close(self) -> None:
-        """Give the strategy its own methods back, and the optimizers their memory. A collective.
+        """Restore the strategy's own methods, and resume the optimizers. A collective.
 
-        The engine stays as it is: wake it first, if LightRFT is to go on with it.
+        The engine's state does not change: wake it first if LightRFT continues to use it.
 
         Raises:
-            RankError, MemsaverError: an optimizer's memory could not be had; nothing has changed.
+            RankError, MemsaverError: an optimizer could not be resumed; nothing has changed.
         """
         self._optimizers.close()
         for name in _METHODS:
@@ -152,7 +157,7 @@ class Adapted:
                 delattr(self._strategy, name)
 
     def _is_ours(self) -> bool:
-        """Whether there is an engine, and SGLang's."""
+        """Return whether the strategy has an engine of SGLang."""
         strategy = self._strategy
         kind = getattr(strategy, "inference_engine_type", None)
         return strategy.inference_engine is not None and kind == "sglang"
@@ -163,7 +168,7 @@ class Adapted:
         return bool(getattr(self._strategy.args, "adam_offload", False))
 
     def _note(self, name: str) -> None:
-        """Keep LightRFT's own status, an enumeration of LightRFT's."""
+        """Set LightRFT's own status, an enumeration of LightRFT."""
         strategy = self._strategy
         strategy.inference_engine_status = type(strategy.inference_engine_status)[name]
 
@@ -178,16 +183,17 @@ def adapt(
 ) -> Adapted:
     """Make memsaver manage the memory of a LightRFT strategy. Call this on every rank.
 
-    Call it before the strategy makes its engine (`setup_inference_engine`), and before the first
-    training step. LightRFT keeps managing engines other than SGLang's.
+    Call it before the strategy creates its engine (`setup_inference_engine`), and before the first
+    training step. LightRFT still manages engines other than SGLang's.
 
     Args:
         strategy: the result of LightRFT's `get_strategy`. Its methods are replaced on this object.
         weights: the policy for the engine's weights in a sleep. "keep", LightRFT's own: the sleep
-            releases only the KV cache and the graphs. "backup": it releases the weights too, and
-            the wake-up restores them from the host; the engine must have been started with
-            `enable_weights_cpu_backup`. "resend": it releases the weights without a backup, and
-            LightRFT sends them from the actor when the engine wakes, unless it was just updated.
+            releases only the KV cache and the graphs. "backup": the sleep releases the weights too,
+            and the wake-up restores them from the host; the engine must have been started with
+            `enable_weights_cpu_backup`. "resend": the sleep releases the weights without a backup,
+            and LightRFT sends them from the actor when the engine wakes, unless it was just
+            updated.
         offload_optimizer: whether `maybe_offload_optimizer` does anything. None follows LightRFT's
             `--adam_offload`. With DeepSpeed, which keeps the states on the host with that flag,
             None means True without the flag.
@@ -201,11 +207,11 @@ def adapt(
     missing = [name for name in (*_METHODS, *_USED) if not hasattr(strategy, name)]
     if missing:
         raise ConfigError(
-            f"{type(strategy).__name__} is not a strategy of LightRFT's as it is known here: it "
+            f"{type(strategy).__name__} is not a LightRFT strategy that memsaver supports: it "
             f"has no {', '.join(missing)}"
         )
     if "maybe_offload_optimizer" in vars(strategy):
-        raise ConfigError("this strategy is adapted already: close what adapt gave before")
+        raise ConfigError("this strategy is already adapted: close the earlier result of adapt")
     if weights not in WEIGHTS_POLICIES:
         raise ConfigError(f"weights cannot be {weights!r}: it is one of {WEIGHTS_POLICIES}")
     check_tag(tag)

@@ -1,4 +1,4 @@
-"""The memory of a LightRFT strategy's optimizers, given back between steps."""
+"""Releases the memory of a LightRFT strategy's optimizers between steps."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 
 import memsaver
 import memsaver.distributed
+from memsaver._runtime.interrupts import collective_block, signals_deferred
 from memsaver.errors import ConfigError
-from memsaver.integrations.lightrft.ranks import has_other_ranks, on_every_rank
-from memsaver.integrations.trainer import Offloaded, offload
-from memsaver.interrupts import collective_block, signals_deferred
+
+from ..trainer import Offloaded, offload
+from .ranks import has_other_ranks, on_every_rank
 
 __all__ = ["OptimizerMemory"]
 
 
 class OptimizerMemory:
-    """Optimizers, each in a tag of its own. Every rank makes the same calls, from one thread."""
+    """Optimizers, each in its own tag. Every rank makes the same calls, from one thread."""
 
     def __init__(self, tag: str) -> None:
         self._tag = tag
-        # By optimizer: its tag, from when it is first seen; its handle, on this rank; and those
-        # that have one on all ranks. Tags and the last are the same everywhere.
+        # Each optimizer's tag, assigned when it is first seen, and its handle on this rank; then
+        # the optimizers that have a handle on all ranks. Only the handles may differ among ranks.
         self._tags: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._handles: weakref.WeakKeyDictionary[Any, Offloaded] = weakref.WeakKeyDictionary()
         self._settled: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -33,7 +34,7 @@ class OptimizerMemory:
         """Release an optimizer's memory, on every rank or on none. A second call does nothing.
 
         Raises:
-            RankError: it failed on a rank; the memory is mapped on all ranks.
+            RankError: the pause failed on a rank; the memory is mapped on all ranks.
             ConfigError, MemsaverError: `offload` or `memsaver.pause` raised this; the memory is
                 mapped.
         """
@@ -42,7 +43,7 @@ class OptimizerMemory:
             on_every_rank(
                 "putting the optimizer into a tag",
                 lambda: self._put(inner, is_wrapped),
-                "on the others it is in the tag, which changes nothing; call it again",
+                "on the other ranks it is in the tag, which changes no contents; call it again",
             )
             self._settled.add(inner)
         _pause([self._tags[inner]])
@@ -51,8 +52,8 @@ class OptimizerMemory:
         """Map an optimizer's memory again, on every rank or on none. Does nothing if it is mapped.
 
         Raises:
-            RankError: it failed on a rank, for example without enough memory; the memory is paused
-                on all ranks.
+            RankError: the resume failed on a rank, for example without enough memory; the memory
+                is paused on all ranks.
             MemsaverError: `memsaver.resume` raised this; the memory is paused.
         """
         inner, _ = _inner(optimizer)
@@ -61,7 +62,7 @@ class OptimizerMemory:
 
     @collective_block
     def there(self) -> Iterator[None]:
-        """Map the memory of all optimizers for the block. Raises as `resume` and `pause` do."""
+        """Map the memory of all optimizers for the block. Raises like `resume` and `pause`."""
         tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
         if tags:
             _resume(tags)
@@ -72,7 +73,7 @@ class OptimizerMemory:
                 _pause(tags)
 
     def close(self) -> None:
-        """Resume all optimizers, and stop moving their new memory. Raises as `resume` does."""
+        """Resume all optimizers, and stop moving their new memory. Raises like `resume`."""
         tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
         if tags:
             _resume(tags)
@@ -84,7 +85,7 @@ class OptimizerMemory:
     def _is_settled(self, inner: Any) -> bool:
         try:
             return inner in self._settled
-        except Exception:  # an odd object, which `_put` refuses on all ranks
+        except Exception:  # an unsuitable object, which `_put` rejects on all ranks
             return False
 
     def _put(self, inner: Any, is_wrapped: bool) -> None:
@@ -95,17 +96,17 @@ class OptimizerMemory:
             self._seen = number
         except TypeError as error:
             raise ConfigError(
-                f"an optimizer of torch's is offloaded, not a {type(inner).__name__}"
+                f"only torch optimizers can be offloaded, not a {type(inner).__name__}"
             ) from error
         if inner not in self._handles:
             self._handles[inner] = offload(inner, tag=self._tags[inner], parameters=is_wrapped)
 
 
 def _inner(optimizer: Any) -> tuple[Any, bool]:
-    """The optimizer that has the states, and whether a wrapper is around it.
+    """Return the optimizer that has the states, and whether a wrapper contains it.
 
-    LightRFT's wrapper for mixed precision has it as `optim`, and gives it master weights of its own
-    in place of the model's parameters. Its own hooks, as an optimizer's, are never called.
+    LightRFT's mixed-precision wrapper contains the optimizer as `optim`, which updates master
+    weights instead of the model's parameters. The wrapper's own optimizer hooks are never called.
     """
     inner = optimizer
     while hasattr(getattr(inner, "optim", None), "param_groups"):

@@ -1,4 +1,4 @@
-"""Work of some ranks, whose failure is raised on all ranks."""
+"""Runs work on ranks, and raises a failure of one rank on all of them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def has_other_ranks() -> bool:
 
 
 def on_every_rank(what: str, work: Callable[[], object], after: str) -> None:
-    """Do this rank's part, and raise if it failed on any rank. A collective over the world.
+    """Run this rank's part, and raise if it failed on any rank. A collective over the world.
 
-    An interrupt on one rank is a `RankError` on the others, and is raised again on its own rank.
+    An interrupt on one rank raises `RankError` on the others, and is raised again on its own rank.
 
     Args:
-        what: the call in words.
+        what: a description of the call, for messages.
         work: this rank's part; may do nothing.
-        after: the state after a failure, in words, for the error.
+        after: a description of the state after a failure, for the error.
 
     Raises:
         RankError: the work failed on a rank. Equal on all ranks; on a rank that failed, `__cause__`
             is the rank's own exception.
         GroupError: a rank is unreachable.
-        MemsaverError: the exception of the work, if there are no other ranks.
+        MemsaverError: the exception that the work raised, if there are no other ranks.
     """
     if not has_other_ranks():
         work()

@@ -1,4 +1,4 @@
-"""What goes wrong in a rollout, beside the errors of memsaver and of its engine."""
+"""Errors specific to rollouts, in addition to those of memsaver and of engines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ __all__ = ["WeightMismatchError"]
 
 
 class WeightMismatchError(MemsaverError):
-    """An engine holds other weights than it was sent. The sender's are as they were.
+    """An engine's weights differ from those sent. The sender's weights are unchanged.
 
-    Some of the engine's weights are new by then, and others are not: update them again before it
-    generates.
+    Some of the engine's weights are new and others are not: update them again before it generates.
 
     Attributes:
-        tensors: the names of the tensors concerned, as they were sent.
+        tensors: the sender's names of the tensors concerned.
     """
 
     _status = "WEIGHTS_DIFFER"

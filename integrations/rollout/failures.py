@@ -1,4 +1,4 @@
-"""Serialised errors, with which an error of one rank is raised on all."""
+"""Serialised errors, so that an error of one rank can be raised on all ranks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from memsaver.distributed.errors import RankFailure, failed
 from memsaver.distributed.messages import Account
 from memsaver.errors import MemsaverError
-from memsaver.integrations.rollout.pickles import PICKLES, pack, unpack
 
-__all__ = ["Told", "error_of"]
+from .pickles import PICKLES, pack, unpack
+
+__all__ = ["SerializedError", "error_of"]
 
 
 @dataclass(frozen=True)
-class Told:
+class SerializedError:
     """A serialised error: an exception and the rank that raised it.
 
     Attributes:
-        failure: the exception in words, for a `RankError`.
+        failure: the description of the exception, for a `RankError`.
         error: the exception itself, if it is memsaver's and can be pickled; else None.
     """
 
@@ -26,7 +27,7 @@ class Told:
     error: MemsaverError | None
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> Told:
+    def of(cls, rank: int, error: BaseException) -> SerializedError:
         """Make the serialised error of a rank's exception."""
         known = error if isinstance(error, MemsaverError) else None
         return cls(Account.of(error, "").failure(rank), known)
@@ -37,35 +38,34 @@ class Told:
             error = PICKLES.pack_error(self.error) if self.error is not None else b""
         except Exception:  # it cannot be pickled, or its class needs other arguments
             error = b""
-        packed: bytes = pack((self.failure, error))
-        return packed
+        return pack((self.failure, error))
 
     @staticmethod
-    def parse(data: bytes) -> Told:
+    def parse(data: bytes) -> SerializedError:
         """Read the bytes that a rank packed."""
         failure, packed = unpack(data)
         try:
             error = unpack(packed) if packed else None
         except Exception:  # this rank does not have the class
             error = None
-        return Told(failure, error)
+        return SerializedError(failure, error)
 
 
-def error_of(what: str, told: Sequence[Told], size: int) -> MemsaverError:
+def error_of(what: str, errors: Sequence[SerializedError], size: int) -> MemsaverError:
     """Return the error to raise on all ranks.
 
     Args:
-        what: the call in words.
-        told: the errors of the ranks that failed.
+        what: a description of the call, for messages.
+        errors: the errors of the ranks that failed.
         size: the number of ranks.
 
     Returns:
         An error of the same class as the ranks' errors, if these are memsaver's and all of one
         class; else a `RankError`. Both have `failures` by rank.
     """
-    general = failed(what, size, {one.failure.rank: one.failure for one in told}, "")
-    error = told[0].error
-    if error is None or len({type(one.error) for one in told}) > 1:
+    general = failed(what, size, {one.failure.rank: one.failure for one in errors}, "")
+    error = errors[0].error
+    if error is None or len({type(one.error) for one in errors}) > 1:
         return general
     error.message = general.message
     vars(error)["failures"] = general.failures

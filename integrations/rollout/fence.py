@@ -1,26 +1,26 @@
-"""`Fence`: the engines of a whole mesh, where a call is to be done on all of them."""
+"""`Fence`: a barrier over the engines of a whole mesh, for calls that must complete on all."""
 
 from __future__ import annotations
 
-from memsaver.integrations.rollout.failures import Told, error_of
-from memsaver.integrations.rollout.ranks import Layout
-from memsaver.integrations.rollout.together import GRACE_SECONDS, Together
+from .failures import SerializedError, error_of
+from .ranks import Layout
+from .together import GRACE_SECONDS, Together
 
 __all__ = ["Fence", "connections_of"]
 
 
 class Fence:
-    """Lets ranks of different engines wait for each other, and hear of each other's failures.
+    """A barrier between ranks of different engines, which also propagates their failures.
 
     Making one is a collective of the mesh.
 
     Args:
-        layout: where this rank stands.
-        timeout: seconds to wait for the others.
-        refused: what has failed on this rank already, to be raised on all ranks; or None.
+        layout: this rank's place in the mesh.
+        timeout: seconds to wait for the other ranks.
+        refused: an earlier failure of this rank, to be raised on all ranks; or None.
 
     Raises:
-        GroupError: not all ranks came in time.
+        GroupError: not all ranks reached the barrier in time.
         MemsaverError: the error in `refused`. See `Together`.
     """
 
@@ -49,18 +49,19 @@ class Fence:
             together.close()
         self._layout = self._layout.without_groups()
 
-    def meet(self, what: str, error: BaseException | None, timeout: float | None = None) -> None:
-        """Wait for all ranks of the mesh; an error that an engine's ranks bring is raised on all.
+    def wait(self, what: str, error: BaseException | None, timeout: float | None = None) -> None:
+        """Wait for all ranks of the mesh, and raise on all of them if an engine's ranks failed.
 
         Args:
-            what: the call in words, the same on all ranks.
-            error: what failed with this rank's engine, the same on all ranks of it, or None.
-            timeout: seconds that the others' engines may take, where that is longer than this
-                fence's own. An engine that fails at the end of them is waited for still.
+            what: a description of the call, the same on all ranks.
+            error: the failure of this rank's engine, the same on all its ranks; or None.
+            timeout: seconds that the other engines may take, if longer than this fence's own
+                timeout. A failure at the end of that time is still reported.
 
         Raises:
-            error: where there is one engine alone; or it is an interrupt, for this rank alone.
-            MemsaverError: the error of the engines' ranks, see `Together`.
+            error: `error` itself, if there is only one engine; an interrupt is raised only on its
+                own rank.
+            MemsaverError: the error of the engines' ranks; see `Together`.
             GroupError: not all ranks made the call.
         """
         if self._layout.dp_size == 1:
@@ -68,11 +69,11 @@ class Fence:
                 raise error
             return
         limit = max(self._timeout, timeout or 0.0) + GRACE_SECONDS
-        packed = [one.packed() for one in _told(self._layout.leader, error)]
+        packed = [one.packed() for one in _failures(self._layout.leader, error)]
         for together in self._along:
             rows = together.gather(what, packed.copy, limit)
             packed = [one for row in rows for one in row]
-        each = {one.failure.rank: one for one in map(Told.parse, packed)}
+        each = {one.failure.rank: one for one in map(SerializedError.parse, packed)}
         if error is not None and not isinstance(error, Exception):
             raise error
         if each:
@@ -81,14 +82,14 @@ class Fence:
 
 
 def connections_of(layout: Layout) -> int:
-    """Return the number of collectives that making a fence is."""
+    """Return the number of collectives that creating a fence takes."""
     return sum(group.size() > 1 for group in layout.dp_groups)
 
 
-def _told(leader: int, error: BaseException | None) -> list[Told]:
-    """What failed, by the ranks that it failed on."""
+def _failures(leader: int, error: BaseException | None) -> list[SerializedError]:
+    """Return an engine's error once for each rank that failed; [] without an error."""
     if error is None:
         return []
-    one = Told.of(leader, error)
+    one = SerializedError.of(leader, error)
     failures = getattr(error, "failures", None) or {leader: one.failure}
-    return [Told(failure, one.error) for failure in failures.values()]
+    return [SerializedError(failure, one.error) for failure in failures.values()]

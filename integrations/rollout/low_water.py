@@ -1,4 +1,4 @@
-"""The least free memory that a device had for a time."""
+"""`LowWater`: the least free memory of a device during a block."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import contextlib
 import threading
 import weakref
 
+from memsaver._inspection.statistics import device_memory
+from memsaver._runtime.latches import Latch
+from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError
-from memsaver.latches import Latch
-from memsaver.native import _C
-from memsaver.statistics import device_memory
 
 __all__ = ["LowWater"]
 
-_SECONDS = 0.005  # between two looks; one takes the driver some microseconds
+_SECONDS = 0.005  # between two samples, each of which takes the driver some microseconds
 
 
 class LowWater:
-    """A block's low-water mark of a device's free memory, whoever uses the memory.
+    """The low-water mark of a device's free memory in a block; counts the use of all processes.
 
-    Looks at the beginning, at the end, and in between from a thread of its own: what comes and goes
-    between two looks is not seen.
+    Samples at the beginning, at the end, and in between on its own thread. Memory that is allocated
+    and released between two samples is not seen.
 
     Attributes:
-        free: the least free bytes that were seen; with
-        total: the device's bytes. Both are 0 where no driver can be asked.
+        free: the smallest free memory of all samples, in bytes; 0 without a driver.
+        total: the device's total memory, in bytes; 0 without a driver.
     """
 
     def __init__(self, device: int) -> None:
@@ -35,14 +35,14 @@ class LowWater:
 
     @property
     def peak(self) -> int:
-        """The most bytes that were in use."""
+        """The peak memory in use, in bytes."""
         return self.total - self.free
 
     __enter__ = _C.enter
     __exit__ = _C.exit
 
     def look(self) -> None:
-        """Take the present into account. Raises nothing."""
+        """Take a sample. Raises nothing."""
         try:
             free, total = device_memory(self._device)
         except MemsaverError:
@@ -60,7 +60,9 @@ class LowWater:
             name="memsaver-low-water",
             daemon=True,
         )
-        with contextlib.suppress(RuntimeError):  # no thread to be had: beginning and end remain
+        with contextlib.suppress(
+            RuntimeError
+        ):  # without a thread, the beginning and the end remain
             thread.start()
             self._thread = thread
         return self
@@ -73,7 +75,7 @@ class LowWater:
 
 
 def _keep_looking(water: weakref.ref[LowWater], over: Latch) -> None:
-    """Until it is over, or nobody has it any more."""
+    """Take samples until the block ends, or the object is deleted."""
     while not over.wait(_SECONDS):
         kept = water()
         if kept is None:

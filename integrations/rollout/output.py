@@ -1,4 +1,4 @@
-"""`RolloutOutput`: what a rollout generated, as tensors."""
+"""`RolloutOutput`: the samples of a rollout, as tensors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memsaver.integrations.rollout.backend import Sample
-from memsaver.integrations.sglang.errors import EngineError
-from memsaver.integrations.sglang.fields import is_whole
+from ..engine.errors import EngineError
+from ..engine.fields import is_whole
+from ..engine.interface import Sample
 
 if TYPE_CHECKING:
     import torch
@@ -17,14 +17,14 @@ __all__ = ["RolloutOutput", "check_samples"]
 
 
 def check_samples(samples: Any, count: int) -> list[Sample]:
-    """What an engine gave for so many requests. Raises `EngineError` where it is no such thing."""
+    """Return an engine's samples for `count` requests. Raises `EngineError` if they are invalid."""
     several = list(samples) if isinstance(samples, Iterable) else None
     if several is None or not all(isinstance(one, Sample) for one in several):
         raise EngineError(
-            f"the engine must return a list of samples, and returned a {type(samples).__name__}"
+            f"the engine must return a list of samples, not a {type(samples).__name__}"
         )
     if len(several) != count:
-        raise EngineError(f"the engine gave {len(several)} samples for {count} requests")
+        raise EngineError(f"the engine returned {len(several)} samples for {count} requests")
     for number, one in enumerate(several):
         if not isinstance(one.token_ids, Sequence) or not all(map(is_whole, one.token_ids)):
             raise EngineError(f"the engine returned tokens of sample {number} that are not numbers")
@@ -34,7 +34,7 @@ def check_samples(samples: Any, count: int) -> list[Sample]:
             )
         if one.logprobs is not None and len(one.logprobs) != len(one.token_ids):
             raise EngineError(
-                f"the engine gave {len(one.logprobs)} log-probabilities for the "
+                f"the engine returned {len(one.logprobs)} log-probabilities for the "
                 f"{len(one.token_ids)} tokens of sample {number}"
             )
     return several
@@ -46,22 +46,22 @@ def _is_real(value: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RolloutOutput:
-    """Samples of a batch of prompts: CPU tensors with a row for each, padded on the right.
+    """Samples for a batch of prompts: CPU tensors with a row for each sample, padded on the right.
 
-    A row is one sample, without its prompt. The samples of a prompt stand together, in the order of
-    the prompts.
+    A row is a sample without its prompt. The samples of a prompt are adjacent, in the order of the
+    prompts.
 
     Attributes:
-        token_ids: int64 [n, longest]; `pad_token_id` where padded.
+        token_ids: int64 [n, longest]; padded with `pad_token_id`.
         attention_mask: int64 [n, longest]: 1 for a token, 0 for padding.
-        logprobs: float32 [n, longest]: the log-probability that each token was sampled with; 0
-            where padded. None where the engine gives none.
-        lengths: int64 [n]: how many tokens each sample has.
-        prompt_index: int64 [n]: which of this rank's prompts each sample is of, from 0.
-        finish_reasons: of each sample: "stop", "length", or "abort" where it was ended early.
-        weight_version: what the weights were called when they were finished; None where the engine
-            says none, or where it changed among these samples.
-        pad_token_id: what stands where there is no token.
+        logprobs: float32 [n, longest]: the log-probability with which each token was sampled; 0 for
+            padding. None if the engine reports none.
+        lengths: int64 [n]: the number of tokens of each sample.
+        prompt_index: int64 [n]: the number of each sample's prompt among this rank's, from 0.
+        finish_reasons: for each sample: "stop", "length", or "abort" if it was ended early.
+        weight_version: the version of the weights at the end of the samples; None if the engine
+            reports none, or if it differs among these samples.
+        pad_token_id: the token that fills the padding.
     """
 
     token_ids: torch.Tensor
@@ -80,12 +80,12 @@ class RolloutOutput:
     def of(
         cls, samples: Sequence[Sample], prompt_index: Sequence[int], pad_token_id: int = 0
     ) -> RolloutOutput:
-        """The samples as tensors.
+        """Return the samples as tensors.
 
         Args:
-            samples: row by row.
-            prompt_index: which prompt each is of.
-            pad_token_id: what padding is filled with.
+            samples: the samples, row by row.
+            prompt_index: the number of each sample's prompt.
+            pad_token_id: the token that fills the padding.
         """
         import torch
 

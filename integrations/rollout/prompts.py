@@ -1,4 +1,4 @@
-"""What a caller gives to `RolloutEngine.generate`, as requests: one for each sample."""
+"""The arguments of `RolloutEngine.generate` as requests, one for each sample."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.rollout.backend import Request
-from memsaver.integrations.sglang.fields import is_whole
+
+from ..engine.fields import is_whole
+from ..engine.interface import Request
 
 __all__ = ["Prompts", "prompts_of"]
 
@@ -18,8 +19,8 @@ class Prompts:
     """A rank's prompts.
 
     Attributes:
-        requests: one for each sample, those of a prompt together, in the prompts' order.
-        index: which prompt each of them is of, from 0.
+        requests: one for each sample; those of a prompt are adjacent, in the order of the prompts.
+        index: the number of each request's prompt, from 0.
     """
 
     requests: list[Request]
@@ -32,20 +33,19 @@ def prompts_of(
     attention_mask: Any = None,
     multimodal: Sequence[Mapping[str, Any] | None] | None = None,
 ) -> Prompts:
-    """The requests for some prompts.
+    """Return the requests for prompts.
 
     Args:
         input_ids: a list of lists of tokens, a list of 1-D tensors, or a 2-D tensor.
-        sampling_params: one mapping for all prompts, or one for each. "n" is how many samples are
-            wanted of a prompt, 1 where it is missing; where there is a "sampling_seed", the k-th
-            sample has that seed plus k, since they would be the same otherwise.
-        attention_mask: of a padded tensor: 1 for a token and 0 for the padding, on whatever side of
-            the tokens that is.
-        multimodal: for each prompt, what belongs to it beside its tokens, or None.
+        sampling_params: one mapping for all prompts, or one for each. "n" is the number of samples
+            per prompt (default 1). With a "sampling_seed", sample k uses that seed plus k, because
+            equal seeds would give equal samples.
+        attention_mask: for a padded tensor: 1 for tokens and 0 for padding, on either side.
+        multimodal: for each prompt, its parts other than tokens, or None.
 
     Raises:
-        ConfigError: a prompt is empty or has no whole numbers from 0 on, or a list has not one
-            entry for each prompt.
+        ConfigError: a prompt is empty or contains something other than non-negative integers, a
+            list has the wrong length, or another argument is invalid.
     """
     prompts = _token_lists(input_ids, attention_mask)
     each_params = _for_each({} if sampling_params is None else sampling_params, len(prompts))
@@ -58,10 +58,10 @@ def prompts_of(
         named = dict(params)
         count = named.pop("n", 1)
         if not is_whole(count) or count < 1:
-            raise ConfigError(f"sampling_params: n is a number of samples, not {count!r}")
+            raise ConfigError(f"sampling_params: n must be a positive integer, not {count!r}")
         seed = named.get("sampling_seed")
         if seed is not None and not is_whole(seed):
-            raise ConfigError(f"sampling_params: sampling_seed is a number, not {seed!r}")
+            raise ConfigError(f"sampling_params: sampling_seed must be an integer, not {seed!r}")
         for sample in range(count):
             own = named if seed is None or not sample else {**named, "sampling_seed": seed + sample}
             requests.append(Request(tokens, own, extra))
@@ -75,7 +75,7 @@ def _for_each(params: Any, count: int) -> list[Mapping[str, Any]]:
     several = list(params) if isinstance(params, Iterable) else None
     if several is None or not _are_for(several, count, Mapping):
         raise ConfigError(
-            f"sampling_params is a mapping, or a list of one for each of {count} prompts"
+            f"sampling_params must be a mapping, or a list with one for each of {count} prompts"
         )
     return several
 
@@ -85,7 +85,9 @@ def _extras(multimodal: Any, count: int) -> list[Mapping[str, Any] | None]:
         return [None] * count
     several = list(multimodal) if isinstance(multimodal, Iterable) else None
     if several is None or not _are_for(several, count, (Mapping, type(None))):
-        raise ConfigError(f"multimodal is a list of a mapping or None for each of {count} prompts")
+        raise ConfigError(
+            f"multimodal must be a list with a mapping or None for each of {count} prompts"
+        )
     return several
 
 
@@ -97,14 +99,14 @@ def _token_lists(input_ids: Any, attention_mask: Any) -> list[list[int]]:
     if hasattr(input_ids, "dim"):
         rows = _rows_of(input_ids, attention_mask)
     elif attention_mask is not None:
-        raise ConfigError("an attention_mask belongs to a padded tensor of input_ids")
+        raise ConfigError("an attention_mask needs input_ids that are a padded tensor")
     else:
         try:
             rows = [_list_of(row) for row in input_ids]
         except TypeError:
             raise ConfigError(
-                "input_ids is a list of prompts, each a list of tokens, or a tensor with a row for "
-                "each prompt"
+                "input_ids must be a list of prompts, each a list of tokens, or a tensor with a "
+                "row for each prompt"
             ) from None
     for number, row in enumerate(rows):
         if not row:
@@ -112,32 +114,32 @@ def _token_lists(input_ids: Any, attention_mask: Any) -> list[list[int]]:
         wrong = next((t for t in row if not is_whole(t) or t < 0), None)
         if wrong is not None:
             raise ConfigError(
-                f"prompt {number}: a token is a whole number from 0 on, not {wrong!r}"
+                f"prompt {number}: a token must be a non-negative integer, not {wrong!r}"
             )
     return rows
 
 
 def _rows_of(input_ids: Any, attention_mask: Any) -> list[list[int]]:
     if input_ids.dim() != 2:
-        raise ConfigError(f"a tensor of input_ids has 2 dimensions, not {input_ids.dim()}")
+        raise ConfigError(f"a tensor of input_ids must have 2 dimensions, not {input_ids.dim()}")
     if attention_mask is None:
         return [row.tolist() for row in input_ids]
     if not hasattr(attention_mask, "dim"):
         raise ConfigError(
-            f"the attention_mask of a tensor is a tensor, not {type(attention_mask).__name__}"
+            f"the attention_mask of a tensor must be a tensor, not {type(attention_mask).__name__}"
         )
     if attention_mask.shape != input_ids.shape:
         raise ConfigError(
-            f"the attention_mask's shape is {tuple(attention_mask.shape)}, and that of input_ids "
-            f"{tuple(input_ids.shape)}"
+            f"the attention_mask's shape {tuple(attention_mask.shape)} differs from that of "
+            f"input_ids, {tuple(input_ids.shape)}"
         )
     tokens, masks = input_ids.tolist(), attention_mask.tolist()
     for number, mask in enumerate(masks):
-        told = "".join("1" if one == 1 else "0" if one == 0 else "?" for one in mask)
-        if "?" in told or "0" in told.strip("0"):
+        digits = "".join("1" if one == 1 else "0" if one == 0 else "?" for one in mask)
+        if "?" in digits or "0" in digits.strip("0"):
             raise ConfigError(
-                f"prompt {number}: an attention_mask has 1 for the tokens, which stand together, "
-                "and 0 for the padding beside them"
+                f"prompt {number}: an attention_mask must be 1 for a contiguous run of tokens and "
+                "0 for the padding"
             )
     return [
         [token for token, mask in zip(row, kept, strict=True) if mask]
@@ -147,6 +149,6 @@ def _rows_of(input_ids: Any, attention_mask: Any) -> list[list[int]]:
 
 def _list_of(row: Any) -> list[Any]:
     listed: list[Any] = row.tolist() if hasattr(row, "tolist") else list(row)
-    if not isinstance(listed, list):  # of a tensor without dimensions
+    if not isinstance(listed, list):  # the result for a tensor without dimensions
         raise TypeError
     return listed

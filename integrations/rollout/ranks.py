@@ -1,4 +1,4 @@
-"""Which rank is in which tensor-parallel group, out of a `DeviceMesh`."""
+"""The places of ranks in tensor-parallel groups, from a `DeviceMesh`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ __all__ = ["ALONE", "Layout", "NotInMeshError", "layout_of"]
 
 
 class NotInMeshError(ConfigError):
-    """This rank is not in the mesh, so that no other rank waits for it."""
+    """This rank is not in the mesh, so no other rank waits for it."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank stands. Ranks are those of the world, unless they are called tp or dp ranks.
+    """The place of this rank. "Rank" is the rank in the world; tp and dp ranks are named as such.
 
     Attributes:
         rank: this process's rank.
-        tp_group: the process group of the ranks that share an engine; None of a process alone.
-        tp_ranks: its ranks, in the engine's order. The first one is the leader, and has the engine.
-        tp_rank: this rank's place among them.
+        tp_group: the process group of the ranks that share an engine; None for a single process.
+        tp_ranks: its ranks, in the engine's order. The first one is the leader, which has the
+            engine.
+        tp_rank: this rank's position in `tp_ranks`.
         dp_groups: for each dimension that is not tensor-parallel, the process group of the ranks
             with the same tp rank along it, the innermost last.
-        dp_rank: which engine this rank belongs to, from 0.
-        dp_size: how many engines there are.
+        dp_rank: the number of this rank's engine, from 0.
+        dp_size: the number of engines.
     """
 
     rank: int = 0
@@ -40,7 +41,7 @@ class Layout:
 
     @property
     def tp_size(self) -> int:
-        """How many ranks share an engine."""
+        """The number of ranks that share an engine."""
         return len(self.tp_ranks)
 
     @property
@@ -50,7 +51,7 @@ class Layout:
 
     @property
     def is_leader(self) -> bool:
-        """Whether that is this one."""
+        """Whether this rank is the leader."""
         return self.tp_rank == 0
 
     def without_groups(self) -> Layout:
@@ -62,17 +63,17 @@ ALONE = Layout()
 
 
 def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> Layout:
-    """Where this rank stands in a mesh.
+    """Return the place of this rank in a mesh.
 
     Args:
-        mesh: a `torch.distributed.device_mesh.DeviceMesh` with named dimensions that this rank is
-            in; None is this process alone.
-        tp: the dimension whose ranks share an engine. Where the mesh has none of that name, every
-            rank has an engine of its own.
+        mesh: a `torch.distributed.device_mesh.DeviceMesh` that contains this rank and has named
+            dimensions; None means this process alone.
+        tp: the dimension whose ranks share an engine. If the mesh has no such dimension, every rank
+            has its own engine.
         dp: the other dimensions, as one name or several ("replicate", "shard"), outermost first.
 
     Raises:
-        ConfigError: it is no mesh, its dimensions are others, or this rank is not in it.
+        ConfigError: `mesh` is not a mesh, has other dimensions, or does not contain this rank.
         NotLoadedError: torch is not installed.
     """
     if mesh is None:
@@ -81,23 +82,23 @@ def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> L
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
     except ImportError:
-        raise NotLoadedError("a mesh is one of torch.distributed, and torch is not there") from None
+        raise NotLoadedError("a mesh needs torch.distributed, and torch is not installed") from None
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh is a DeviceMesh or None, not {type(mesh).__name__}")
+        raise ConfigError(f"mesh must be a DeviceMesh or None, not {type(mesh).__name__}")
     names = tuple(mesh.mesh_dim_names or ())
     others = (dp,) if isinstance(dp, str) else tuple(dp)
     unknown = [name for name in names if name != tp and name not in others]
     if not names or unknown:
         raise ConfigError(
-            f"the mesh's dimensions are {', '.join(map(repr, names)) or 'without names'}: name the "
+            f"the mesh's dimensions are {', '.join(map(repr, names)) or 'unnamed'}: name the "
             f"tensor-parallel one (tp={tp!r}) and all others (dp={dp!r})"
         )
     place = mesh.get_coordinate()
     if place is None:
-        raise NotInMeshError("this rank is not in the mesh: only its own ranks call")
+        raise NotInMeshError("this rank is not in the mesh: only the mesh's ranks make the call")
     coordinate = dict(zip(names, place, strict=True))
     sizes = dict(zip(names, mesh.shape, strict=True))
-    # In the order that the caller names them, which need not be that of the mesh.
+    # In the caller's order, which may differ from the mesh's.
     outer = [name for name in others if name in sizes]
     dp_rank, dp_size = 0, 1
     for name in outer:

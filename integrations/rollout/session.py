@@ -1,4 +1,4 @@
-"""`ColocatedSession`: a trainer and an engine on the same GPUs, in the order in which they fit."""
+"""`ColocatedSession`: a trainer and an engine that use the same GPUs in turn."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+from memsaver._inspection.statistics import stats
+from memsaver._runtime.interrupts import collective_block, interrupts_deferred
+from memsaver._runtime.native import BackupChoice
+from memsaver._runtime.timeouts import check_timeout
 from memsaver.errors import InvalidStateError, MemsaverError
-from memsaver.integrations.rollout.engine import RolloutEngine
-from memsaver.integrations.rollout.fence import Fence
-from memsaver.integrations.rollout.low_water import LowWater
-from memsaver.integrations.rollout.session_arguments import (
-    check_options,
-    group_of,
-    layout_beside,
-)
-from memsaver.integrations.rollout.stages import RankStage, Stage, StageReport
-from memsaver.integrations.rollout.together import GRACE_SECONDS, Together
-from memsaver.integrations.rollout.trainer_memory import TrainerMemory
-from memsaver.interrupts import collective_block, interrupts_deferred
-from memsaver.statistics import stats
-from memsaver.timeouts import check_timeout
+
+from .fence import Fence
+from .low_water import LowWater
+from .rollout_engine import RolloutEngine
+from .session_arguments import check_options, group_of, layout_beside
+from .stages import RankStage, Stage, StageReport
+from .together import GRACE_SECONDS, Together
+from .trainer_memory import TrainerMemory
 
 __all__ = ["ColocatedSession", "Phase"]
 
@@ -31,16 +29,16 @@ _WEIGHTS = "weights"  # the engine's tag for them
 
 
 class Phase(str, Enum):
-    """What a session is at. Its values are their names in lower case."""
+    """The state of a session. The values are the names in lower case."""
 
     IDLE = "idle"  # between blocks, also after an error
-    MOVING = "moving"  # memory goes from one side to the other
+    MOVING = "moving"  # memory moves between the trainer and the engine
     ROLLOUT = "rollout"  # in `with session.rollout()`
     TRAINING = "training"  # in `with session.training()`
 
 
 class ColocatedSession:
-    """Takes a trainer and an engine through their steps, each with the memory that the other gave.
+    """Runs the steps of a trainer and an engine, which use the same GPU memory in turn.
 
         session = ColocatedSession(engine, model, optimizer)
         for step in range(steps):
@@ -49,72 +47,71 @@ class ColocatedSession:
             with session.training():  # the trainer has its weights, its states, and the GPU
                 train(output)
 
-    What happens between the blocks are the stages of `Stage`, in their order. Entering a rollout,
-    the trainer's work is waited for on all ranks and torch's cache emptied; the optimizer is
-    paused; the engine's weights wake, and are updated from the trainer's; the trainer's copy is
-    paused; the KV cache and the graphs wake. At the end of the block the engine sleeps. Entering a
-    training, the trainer's memory is resumed. What is as a stage wants it is left out: weights that
-    the engine has already are not sent again.
+    Between the blocks the session runs the stages of `Stage`, in order. To enter a rollout, it
+    waits until the trainer's work is finished on all ranks and empties torch's cache; pauses the
+    optimizer; wakes the engine's weights, and updates them from the trainer's; pauses the trainer's
+    copy; and wakes the KV cache and the graphs. At the end of the block the engine sleeps. To enter
+    a training, it resumes the trainer's memory. A stage with nothing to do is skipped: current
+    weights are not sent again.
 
     **Ranks.** On several ranks all calls are collectives of `group`, and so is making a session:
-    every rank enters and leaves the same blocks. An invalid argument on one rank is an error on all
-    of them at once. Stages end on all ranks together. Where one fails
-    on a rank, every rank raises an error of the same kind (a `RankError`, where ranks fail
-    differently), which names the ranks and says why. So does an exception that leaves a block on
-    some ranks, at the end of the block; those ranks raise their own. An interrupt (Ctrl-C) counts
-    as such a failure, also one that comes between two stages: its own rank raises it again.
+    every rank enters and leaves the same blocks. An invalid argument on one rank raises an error on
+    all ranks immediately. Stages end on all ranks together. If a stage fails on a rank, every rank
+    raises an error of the same class (a `RankError`, if ranks fail differently), with the ranks and
+    the reasons in its message. An exception that leaves a block on some ranks is raised on these
+    ranks, and the others raise such an error at the end of the block. An interrupt (Ctrl-C) counts
+    as a failure, even between two stages: its own rank raises it again.
 
-    **Errors.** Nothing is lost. A stage that failed ends the call in front of it, the session is
-    idle, and either block can be entered again: it does what has not been done. After a failed
-    pause the trainer's memory is mapped, after a failed resume it is paused with its backup, and
-    the engine is as its own error says. After an update that failed the engine's weights are
-    unknown, and it is given to nobody until the next rollout has updated them; the trainer's are
-    intact.
-    After an exception in a rollout's block the engine stays awake; the next block sees to that.
-    What was called out of order raises `InvalidStateError`, and nothing has changed.
+    **Errors.** Nothing is lost. A failed stage ends the call, the session is idle, and either block
+    can be entered again: it runs the remaining stages. After a failed pause the trainer's
+    memory is mapped, after a failed resume it is paused with its backup, and the engine's own error
+    describes the engine. After a failed update the engine's weights are unknown, and no block can
+    use the engine until the next rollout has updated them; the trainer's weights are intact. After
+    an exception in a rollout's block the engine stays awake until the next block. A call out of
+    order raises `InvalidStateError`, and changes nothing.
 
     Gradients that exist when a rollout begins are kept with the optimizer, which costs time and
-    host memory: `optimizer.zero_grad()` at the end of a step. One thread at a time. The weights are
-    changed inside of `training()` only; whoever changes them elsewhere calls `weights_changed()`.
+    host memory: call `optimizer.zero_grad()` at the end of a step. One thread at a time. Change the
+    weights only inside `training()`, or call `weights_changed()`.
 
     Attributes:
         engine: the engine.
-        stages: the reports of the latest rollout and what came after it, failed stages included.
+        stages: the reports of the latest rollout and of later stages, including failed ones.
 
     Args:
-        engine: a `RolloutEngine`, or what has its `sleep`, `wake_up` and `update_weights`. It may
-            be awake or asleep.
-        model: the trainer's model, whose parameters and buffers go into the tag "model"; or the
-            `Offloaded` of it.
+        engine: a `RolloutEngine`, or an object with its `sleep`, `wake_up` and `update_weights`;
+            awake or asleep.
+        model: the trainer's model, whose parameters and buffers go into the tag "model"; or its
+            `Offloaded`.
         optimizer: its optimizer, or several, whose states and gradients go into the tag
-            "optimizer"; or the `Offloaded` of it. None where there is none on the GPU.
-        state: gives the weights to send, as `RolloutEngine.update_weights` takes them; None is
+            "optimizer"; or its `Offloaded`. None if no optimizer is on the GPU.
+        state: returns the weights to send, as `RolloutEngine.update_weights` takes them; None means
             `model.state_dict()`.
-        tags: more tags of the trainer's that are paused and resumed with the optimizer, such as
-            that of a reference model; the same on all ranks. Each is known and has a backup.
-        group: a `torch.distributed` group of all ranks of the trainer; None is the world, or this
-            process alone where torch.distributed is not initialised.
-        backup: where the trainer's memory goes, as for `offload`. "none" is refused, because the
+        tags: further tags of the trainer, such as a reference model's, which are paused and resumed
+            with the optimizer; equal on all ranks. Each must exist and have a backup.
+        group: a `torch.distributed` group of all ranks of the trainer; None means the world, or
+            this process alone if torch.distributed is not initialised.
+        backup: the backup of the trainer's memory: see `offload`. "none" is an error, because the
             contents are needed.
-        sleep: False: nothing sleeps and nothing is paused, all else is done as with it, for
-            comparing the two.
-        engine_keeps_weights: the engine's weights survive its sleep (SGLang's
-            `enable_weights_cpu_backup`), so that they are sent after a training only.
-        update_options: for `RolloutEngine.update_weights`; or what gives them for each update, such
-            as the version that the weights are to be called.
-        timeout: seconds that a stage may take on each rank. One that fails at the end of them is
-            waited for.
+        sleep: False, for comparison runs, skips sleeping and pausing; everything else is unchanged.
+        engine_keeps_weights: whether the engine's weights survive its sleep (SGLang's
+            `enable_weights_cpu_backup`), so that they are sent only after a `training` block.
+        update_options: the options of `RolloutEngine.update_weights`; or a function that returns
+            them for each update, such as the new version of the weights.
+        timeout: seconds for a stage on each rank. Ranks wait for each other a little longer, so
+            that they learn of a stage that fails at the end of its time.
         block_timeout: seconds to wait for the other ranks at the beginning and the end of a block.
-        on_stage: is told of each stage when it is over, failed ones included; must not raise.
+        on_stage: called with the report of each stage, even of failed ones; must not raise.
 
     Raises:
-        ConfigError: a model or an optimizer that cannot be offloaded, a tag without a backup, a bad
-            option, or a `group` that is no process group. The other ranks learn of each of these.
+        ConfigError: the model or an optimizer cannot be offloaded, a tag has no backup, an option
+            is invalid, or `group` is not a process group. Raised on all ranks.
         UnknownTagError: no region ever named one of `tags`.
-        InvalidStateError: a handle or a group that is closed. This rank is not in `group`: an error
-            of this rank alone, and the group's ranks wait for each other until `timeout`.
+        InvalidStateError: a handle or the group is closed; or this rank is not in `group`, in which
+            case only this rank raises it, and the group's ranks wait for each other until
+            `timeout`.
         GroupError: not all ranks made the session within `timeout`, or not on the same group.
-        MemsaverError: what `offload` and `memsaver.distributed` raise, on all ranks.
+        MemsaverError: see `offload` and `memsaver.distributed`; raised on all ranks.
     """
 
     def __init__(
@@ -126,7 +123,7 @@ class ColocatedSession:
         state: Callable[[], Any] | None = None,
         tags: Sequence[str] = (),
         group: Any = None,
-        backup: str | None = None,
+        backup: BackupChoice | None = None,
         sleep: bool = True,
         engine_keeps_weights: bool = False,
         update_options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
@@ -134,27 +131,33 @@ class ColocatedSession:
         block_timeout: float = 1800.0,
         on_stage: Callable[[StageReport], object] | None = None,
     ) -> None:
-        # No argument is looked at before all ranks can learn that it is invalid.
-        made: list[TrainerMemory] = []
-        options = {"tags": tags, "backup": backup, "timeout": timeout, "offloading": sleep}
+        # Arguments are checked only when all ranks can learn that one is invalid.
         everyone = group_of(group)
         self._together = Together(everyone, timeout, "session")
 
-        def begin() -> None:
-            self._sleeps = bool(sleep)
-            self._keeps = bool(engine_keeps_weights) or not self._sleeps
-            check_options(state, model, engine, on_stage, update_options, self._sleeps)
-            check_timeout(block_timeout, "block_timeout")
-            made.append(TrainerMemory(model, optimizer, group=everyone, **options))
-
         with contextlib.ExitStack() as undo:
             undo.callback(self._together.close)
-            undo.callback(lambda: [memory.undo() for memory in made])  # it failed on another rank
+
+            def begin() -> None:
+                self._sleeps = bool(sleep)
+                self._keeps = bool(engine_keeps_weights) or not self._sleeps
+                check_options(state, model, engine, on_stage, update_options, self._sleeps)
+                check_timeout(block_timeout, "block_timeout")
+                self._trainer = TrainerMemory(
+                    model,
+                    optimizer,
+                    group=everyone,
+                    tags=tags,
+                    backup=backup,
+                    timeout=timeout,
+                    offloading=self._sleeps,
+                )
+                undo.callback(self._trainer.undo)  # if another rank fails
+
             self._together.gather("the beginning of a session", begin, timeout)
             layout = layout_beside(everyone)
             self._fence = Fence(layout, timeout)
             undo.pop_all()
-        (self._trainer,) = made
         self.engine = engine
         self.stages: list[StageReport] = []
         self._state = state if state is not None else model.state_dict
@@ -163,7 +166,7 @@ class ColocatedSession:
         self._block_timeout = block_timeout
         self._on_stage = on_stage
         self._phase = Phase.IDLE
-        self._owner = threading.Lock()  # held by whoever is in a block
+        self._owner = threading.Lock()  # held inside a block
         self._is_current = False  # whether the engine has the trainer's weights
         self._rank = layout.rank
 
@@ -172,37 +175,36 @@ class ColocatedSession:
 
     @property
     def phase(self) -> Phase:
-        """What the session is at."""
+        """The session's state."""
         return self._phase
 
     @property
     def trainer_tags(self) -> tuple[str, ...]:
-        """The trainer's tags, the model's first; () where nothing sleeps."""
-        tags: tuple[str, ...] = self._trainer.tags
-        return tags
+        """The trainer's tags, the model's first; () without `sleep`."""
+        return self._trainer.tags
 
     @property
     def engine_is_current(self) -> bool:
-        """Whether the engine has the weights that the trainer has, as far as the session knows."""
+        """Whether the engine has the trainer's weights, as far as the session knows."""
         return self._is_current
 
     def weights_changed(self) -> None:
-        """Say that the trainer's weights were changed outside of `training()`, on all ranks."""
+        """Report a change of the trainer's weights outside of `training()`, on all ranks."""
         self._is_current = False
 
     @collective_block
     def rollout(self) -> Iterator[RolloutEngine]:
-        """The engine has the GPU for the block, and the trainer's weights. Gives the engine.
+        """Give the engine the GPU and the trainer's weights for the block. Yields the engine.
 
         Raises:
             InvalidStateError: inside another block of this session; or the session or one of its
                 handles is closed.
-            ConfigError: a tag of the trainer's has lost its backup; nothing is paused.
-            RankError: the block or a stage failed on some ranks, or they called different things.
-            GroupError: a rank died, hangs, or did not come in time; start the job again.
-            OutOfDeviceMemoryError: memory for the engine is not there. What has been done holds,
-                and the next call goes on from there.
-            EngineError, MemsaverError: what a stage raised, likewise.
+            ConfigError: a tag of the trainer has lost its backup; nothing is paused.
+            RankError: the block or a stage failed on some ranks, or they made different calls.
+            GroupError: a rank died, hangs, or was late; restart the job.
+            OutOfDeviceMemoryError: too little memory is free for the engine. Earlier stages stay
+                done, and the next call continues from there.
+            EngineError, MemsaverError: a stage failed; the next call continues from there.
         """
         with self._turn("rollout"):
             self.stages = []
@@ -215,9 +217,9 @@ class ColocatedSession:
 
     @collective_block
     def training(self) -> Iterator[None]:
-        """The trainer has the GPU for the block, with its weights and states.
+        """Give the trainer the GPU for the block, with its weights and states.
 
-        Raises what `rollout` does.
+        Raises: see `rollout`.
         """
         with self._turn("training"):
             self._sleep()
@@ -231,14 +233,14 @@ class ColocatedSession:
                 self._trainer.synchronize()
 
     def close(self) -> None:
-        """Take the hooks from the model and the optimizer; the engine is left as it is.
+        """Remove the hooks from the model and the optimizer; the engine stays as it is.
 
-        The tensors stay where they are, in the tags; the session cannot be used any more, and its
-        connections with other ranks end. Closing twice is allowed.
+        The tensors stay in the tags, at their addresses; the session cannot be used any more, and
+        its connections with other ranks end. Closing twice is allowed.
 
         Raises:
             InvalidStateError: inside a block, or some of the trainer's memory is paused: `with
-                session.training(): pass` brings it back. Nothing is closed.
+                session.training(): pass` resumes it. Nothing is closed.
         """
         if self._phase is not Phase.IDLE:
             raise InvalidStateError(f"the session cannot be closed in a {self._phase.value}")
@@ -246,7 +248,7 @@ class ColocatedSession:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """End the connections with other ranks, so that torch.distributed can be started again."""
+        """End the connections with other ranks, so that torch.distributed can be restarted."""
         self._together.close()
         self._fence.close()
 
@@ -285,13 +287,13 @@ class ColocatedSession:
 
     @contextlib.contextmanager
     def _turn(self, name: str) -> Iterator[None]:
-        """For the block nobody else enters one; the ranks are known to have entered the same."""
+        """Ensure that all ranks enter the same block, and that no other thread enters one."""
         mine = False
         try:
             with interrupts_deferred():
                 mine = self._owner.acquire(blocking=False)
             error: MemsaverError | None = None
-            # What this rank is about to do follows from what is in these words.
+            # The description determines the stages that this rank will run.
             what = (
                 f"{name}() of a session whose engine is {'' if self._is_current else 'not '}current"
             )
@@ -320,12 +322,12 @@ class ColocatedSession:
         action: Callable[[], Any],
         afterwards: Callable[[], object] | None = None,
     ) -> None:
-        """Do it on every rank.
+        """Run a stage on every rank.
 
         Args:
-            stage: which one.
+            stage: the stage.
             action: this rank's part.
-            afterwards: what is done when all ranks have done theirs; must not fail.
+            afterwards: called after the stage on all ranks; must not fail.
         """
         started = time.perf_counter()
         result, error = None, None
@@ -342,7 +344,7 @@ class ColocatedSession:
 
     @contextlib.contextmanager
     def _block(self, stage: Stage) -> Iterator[None]:
-        """The caller's own stage."""
+        """Run the block as the caller's stage."""
         started = time.perf_counter()
         error = None
         with LowWater(self._trainer.device) as water:
@@ -353,11 +355,11 @@ class ColocatedSession:
             seconds = time.perf_counter() - started
         try:
             self._conclude(stage, started, seconds, water, None, error, self._block_timeout)
-        except Exception:  # an interrupt of this rank counts more than its error
+        except Exception:  # this rank's own exception takes precedence
             if error is None:
                 raise
         if error is not None:
-            raise error  # what the caller raised is what the caller gets
+            raise error  # the caller's own exception
 
     def _conclude(
         self,
@@ -369,7 +371,7 @@ class ColocatedSession:
         error: BaseException | None,
         timeout: float,
     ) -> None:
-        """Hear how the others fared, and tell of it. Raises where one failed."""
+        """Exchange the results with all ranks, and report the stage. Raises if a rank failed."""
         mine = RankStage(self._rank, seconds, water.peak, water.total, _tag_bytes())
         ranks: tuple[RankStage, ...] = ()
         failed = ""
@@ -387,15 +389,15 @@ class ColocatedSession:
     def _meet(
         self, what: str, mine: RankStage | None, error: BaseException | None, timeout: float
     ) -> tuple[Any, ...]:
-        """What all ranks bring, if none brings an error."""
+        """Return the values of all ranks; raise if a rank has an error."""
         try:
             everyones = self._together.gather(what, lambda: (mine, error is not None), timeout)
             if any(failed for _, failed in everyones):
-                self._fence.meet(what, error)
+                self._fence.wait(what, error)
         except Exception:
             if error is None or isinstance(error, Exception):
                 raise
-            raise error from None  # an interrupt, or the process's exit, is for this rank alone
+            raise error from None  # an interrupt or an exit is raised only on its own rank
         return tuple(theirs for theirs, _ in everyones)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a `ColocatedSession`: what it can use, and which ranks it is for."""
+"""Checks of a `ColocatedSession`'s arguments, and its ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.rollout.ranks import ALONE, Layout
+
+from .ranks import ALONE, Layout
 
 __all__ = ["check_options", "group_of", "layout_beside"]
 
@@ -20,27 +21,27 @@ def check_options(
     update_options: object,
     sleep: bool,
 ) -> None:
-    """Raise `ConfigError` unless a session can use them."""
+    """Raise `ConfigError` if an argument is invalid."""
     if state is None and not callable(getattr(model, "state_dict", None)):
         raise ConfigError(
-            f"which weights are to be sent is unknown: a {type(model).__name__} has no "
-            "state_dict(); give state=, which returns them"
+            f"the weights to send are unknown: a {type(model).__name__} has no state_dict(); pass "
+            "state=, a function that returns them"
         )
     for name, given in (("state", state), ("on_stage", on_stage)):
         if given is not None and not callable(given):
-            raise ConfigError(f"{name} is a function, not a {type(given).__name__}")
+            raise ConfigError(f"{name} must be a function, not a {type(given).__name__}")
     if not (
         update_options is None or isinstance(update_options, Mapping) or callable(update_options)
     ):
         raise ConfigError(
-            "update_options is a mapping, or a function that returns one, not a "
+            "update_options must be a mapping, or a function that returns one, not a "
             f"{type(update_options).__name__}"
         )
     for name in ("update_weights", *(("sleep", "wake_up") if sleep else ())):
         if not callable(getattr(engine, name, None)):
             raise ConfigError(
-                f"engine is a RolloutEngine, or has its methods: a {type(engine).__name__} has no "
-                f"{name}()"
+                "engine must be a RolloutEngine or have its methods: a "
+                f"{type(engine).__name__} has no {name}()"
             )
 
 
@@ -53,7 +54,7 @@ def group_of(group: Any) -> Any:
 
 
 def layout_beside(everyone: Any) -> Layout:
-    """Return the place of this rank if all ranks of a group stand beside each other."""
+    """Return this rank's place in a group in which every rank is an engine of its own."""
     if everyone is None:
         return ALONE
     dist: Any = sys.modules["torch.distributed"]

@@ -1,4 +1,4 @@
-"""The stages of a colocated step, in their order, and what is known of each when it is over."""
+"""The stages of a colocated step, in order, and their reports."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ class Stage(str, Enum):
     """A stage of a step. Its values are their names in lower case."""
 
     # Entering a rollout:
-    SETTLE = "settle"  # all work of the trainer is done on all ranks; torch's cache goes
-    PAUSE_OPTIMIZER = "pause_optimizer"  # all of the trainer's memory but the model's
-    RESUME_MODEL = "resume_model"  # where it is paused: two rollouts in a row
+    SETTLE = "settle"  # wait for the trainer's work on all ranks; empty torch's cache
+    PAUSE_OPTIMIZER = "pause_optimizer"  # all of the trainer's memory except the model's
+    RESUME_MODEL = "resume_model"  # if it is paused, for example between two successive rollouts
     WAKE_WEIGHTS = "wake_weights"  # the engine's
-    UPDATE = "update"  # from the trainer's model; torch's cache goes
+    UPDATE = "update"  # from the trainer's model; empty torch's cache
     PAUSE_MODEL = "pause_model"  # the trainer's copy
     WAKE_REST = "wake_rest"  # the engine's KV cache and graphs
     # The block, and leaving it:
     GENERATE = "generate"
     SLEEP = "sleep"  # the engine, all of it
     # Training:
-    RESUME_TRAINER = "resume_trainer"  # model, optimizer, and what goes with them
+    RESUME_TRAINER = "resume_trainer"  # all of the trainer's tags
     TRAIN = "train"  # the block
 
 
 @dataclass(frozen=True)
 class RankStage:
-    """A stage on one rank.
+    """The report of a stage on one rank.
 
     Attributes:
         rank: the rank in the world.
-        seconds: how long its own part took, without waiting for others.
-        peak_bytes: the most memory of its device that was in use meanwhile, by whatever process,
-            as the driver says: looked at every few milliseconds. 0 where there is no driver.
-        total_bytes: the memory that its device has.
-        tag_bytes: device memory that memsaver's tags in this process held at the end.
+        seconds: the duration of the rank's own part, without the wait for others.
+        peak_bytes: the most memory of its device that was in use during the stage, by all
+            processes, from samples every few milliseconds. 0 without a driver.
+        total_bytes: the device's memory.
+        tag_bytes: device memory of memsaver's tags in this process at the end.
     """
 
     rank: int
@@ -50,15 +50,15 @@ class RankStage:
 
 @dataclass(frozen=True)
 class StageReport:
-    """A stage that is over.
+    """The report of a stage.
 
     Attributes:
-        stage: which one.
-        seconds: how long it took here, waiting for the other ranks included.
-        ranks: each rank's part, in the group's order; () where it failed.
-        result: what it gave on this rank: the report of the pause, resume, sleep, wake-up or weight
-            update; None for the others.
-        error: the class and the text of what it raised on this rank, or "".
+        stage: the stage.
+        seconds: its duration on this rank, including the wait for the other ranks.
+        ranks: the reports of the ranks, in the group's order; () if the stage failed.
+        result: the report of the pause, resume, sleep, wake-up or weight update on this rank; None
+            for other stages.
+        error: the class and the message of its exception on this rank, or "".
     """
 
     stage: Stage
@@ -74,5 +74,5 @@ class StageReport:
 
     @property
     def slowest(self) -> RankStage | None:
-        """The rank that the others waited for; None where it failed."""
+        """The rank for which the others waited; None if the stage failed."""
         return max(self.ranks, key=lambda rank: rank.seconds, default=None)

@@ -1,4 +1,4 @@
-"""`Together`: what a group's ranks do at once, so that each gets the result, or the same error."""
+"""`Together`: collective calls of a group's ranks, with the same outcome on all of them."""
 
 from __future__ import annotations
 
@@ -7,64 +7,66 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from memsaver._runtime.interrupts import interruptible, signals_deferred
+from memsaver._runtime.latches import Gate
+from memsaver._runtime.timeouts import check_timeout, is_timeout
 from memsaver.distributed.attempts import Outcomes, Ranks
 from memsaver.distributed.channel import Channel
 from memsaver.distributed.invalid_groups import awaited_channel, channel_of
 from memsaver.errors import InvalidStateError, MemsaverError
-from memsaver.integrations.rollout.failures import Told, error_of
-from memsaver.integrations.rollout.pickles import PICKLES
-from memsaver.interrupts import interruptible, signals_deferred
-from memsaver.latches import Gate
-from memsaver.timeouts import check_timeout, is_timeout
+
+from .failures import SerializedError, error_of
+from .pickles import PICKLES
 
 __all__ = ["GRACE_SECONDS", "Together", "refuse"]
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 
-# For a leader to find out that its engine does not answer, beside the time that the engine has.
+# Additional time for a leader to detect that its engine does not answer.
 GRACE_SECONDS = 30.0
 
-_SECONDS = 600.0  # that ranks wait for each other unless somebody says otherwise
+_SECONDS = 600.0  # the default time for which ranks wait for each other
 
 
 class Together:
-    """The ranks of a group, of which the first is the leader, for calls that all of them make.
+    """Collective calls of a group's ranks. The group's first rank is the leader.
 
-    All make the same calls in the same order. Where one fails on a rank, all raise the same error:
-    of the kind that it has there, where it is one of memsaver's and all failures are of that kind,
-    else a `RankError`. Its message names the call, the ranks and their reasons, its `failures` are
-    as those of a `RankError`, and its cause is the rank's own exception there.
+    All ranks make the same calls in the same order. If a call fails on a rank, all ranks raise the
+    same error: of the failure's class if all failures are memsaver's and of one class, otherwise a
+    `RankError`. Its message names the call, the ranks and their reasons, it has the `failures` of a
+    `RankError`, and on a rank that failed its cause is the rank's own exception.
 
-    Nobody waits for ever: a rank that is dead or hangs is a `GroupError` on the others when the
-    timeout is over. The group is of no more use to them then; other users of the same process group
-    are not concerned.
+    Every wait is bounded: if a rank died or hangs, the others raise `GroupError` after the timeout.
+    They cannot use this object afterwards; other users of the process group are unaffected.
 
-    An interrupt (Ctrl-C) or an exit on one rank is a `RankError` on the others, and is raised again
-    on its own rank. One that comes while the ranks exchange results is raised there at the end of
-    the call, which the others may have completed.
+    An interrupt (Ctrl-C) or an exit on one rank raises `RankError` on the others, and is raised
+    again on its own rank. An interrupt during the exchange of results is raised at the end of the
+    call, which the other ranks may have completed.
 
-    Results and errors travel as pickles between the ranks of one job (see pickles.py). A result
-    that one rank cannot unpickle is an error on all.
-    Calls may run beside each other in several threads where each has its own `Together`; calls of
-    one take turns. They use the CPU alone.
+    Results and errors are pickled for the other ranks of the job (see pickles.py). A result that
+    one rank cannot unpickle is an error on all ranks.
+
+    Calls in several threads may run concurrently if each thread has its own `Together`; calls of
+    one object are serialized. They use only the CPU.
 
     Making one is a collective, which fails on all ranks if an argument is invalid on one of them.
 
     Args:
-        group: a `torch.distributed` group; None, or one of a single rank: this process alone.
-        timeout: seconds to wait until all ranks have come to a call.
-        lane: a name for calls that go on beside others; the same on all ranks.
-        refused: what has failed on this rank already, to be raised on all ranks; or None.
-        following: the number of collectives that make one, and that follow this one even if it
-            fails. For a rank that cannot tell (see `refuse`).
+        group: a `torch.distributed` group; None, or a group of one rank, means this process alone.
+        timeout: seconds to wait for all ranks to make a call.
+        lane: a name that separates these calls from concurrent ones; the same on all ranks.
+        refused: an earlier failure of this rank, to be raised on all ranks; or None.
+        following: the number of further `Together` objects that the ranks make after this one,
+            even if making this one fails. Used by ranks that do not know their group (see
+            `refuse`).
 
     Raises:
-        GroupError: not all ranks came to make it in time.
-        ConfigError: a bad group or timeout on some rank. A rank with a bad group looks for the
-            group on which others wait for it, at most for `timeout`.
+        GroupError: not all ranks made the call within `timeout`.
+        ConfigError: an invalid group or timeout on some rank. A rank with an invalid group looks
+            for the group on which others wait for it, at most for `timeout`.
         InvalidStateError, NotLoadedError: see `memsaver.distributed`. A rank that is not in the
-            group raises the error alone; ranks that wait for it there wait until `timeout`.
+            group is the only one to raise the error; ranks that wait for it wait until `timeout`.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Together:
     def close(self) -> None:
         """End the connections with the other ranks. Idempotent; waits for none of them.
 
-        Calls after it are an `InvalidStateError`, unless this process is alone.
+        Later calls raise `InvalidStateError`, unless this process is the only rank.
         """
         if self._channel is not None:
             self._closed = True
@@ -122,27 +124,24 @@ class Together:
     def on_leader(
         self, what: str, action: Callable[[], Result], timeout: float | None = None
     ) -> Result:
-        """Do something on the leader, for all.
+        """Run `action` on the leader, and return its result on all ranks.
 
         Args:
-            what: the call in words, the same on all ranks.
-            action: called on the leader alone; must end within `timeout`, by an error if need be.
-            timeout: seconds that it may take; None is that of this object.
-
-        Returns:
-            Its result, on all ranks.
+            what: a description of the call, the same on all ranks.
+            action: called only on the leader; must return or raise within `timeout`.
+            timeout: the limit for `action` in seconds; None means this object's timeout.
         """
         return self.gathered(what, lambda: None, lambda _: action(), timeout)
 
     def gather(
         self, what: str, work: Callable[[], Given], timeout: float | None = None
     ) -> list[Given]:
-        """Do something on every rank; the results of all in the group's order, on all.
+        """Run `work` on every rank, and return all results, in the group's order, on all ranks.
 
         Args:
-            what: the call in words, the same on all ranks.
+            what: a description of the call, the same on all ranks.
             work: called on every rank.
-            timeout: seconds to wait for the others; None is that of this object.
+            timeout: seconds to wait for the others; None means this object's timeout.
         """
         if self._ranks is None:
             return [interruptible(work)]
@@ -157,9 +156,9 @@ class Together:
         action: Callable[[list[Given]], Result],
         timeout: float | None = None,
     ) -> Result:
-        """`gather` and then `on_leader` with what was gathered, as one call.
+        """Run `gather`, then `on_leader` with its results, as one call.
 
-        Where `prepare` fails on a rank, `action` is not called.
+        If `prepare` fails on any rank, `action` is not called.
         """
         if self._ranks is None:
             given = [interruptible(prepare)]
@@ -171,7 +170,7 @@ class Together:
             def of_leader() -> Result | None:
                 return action(everyones) if self._is_leader else None
 
-            # The others wait as long as the action may take, and a little more.
+            # The other ranks wait a little longer than the action may take.
             limit = (self._timeout if timeout is None else timeout) + GRACE_SECONDS
             done = ranks.attempt(
                 what, of_leader, timeout=limit, codec=PICKLES, step="by the leader"
@@ -179,12 +178,12 @@ class Together:
             results = _values(done)
             return results[0]  # type: ignore[return-value]
 
-    def meet(self, what: str, error: BaseException | None = None) -> None:
-        """Wait for all ranks; an error that one of them brings is raised on all.
+    def wait(self, what: str, error: BaseException | None = None) -> None:
+        """Wait for all ranks, and raise on all of them if one passes an error.
 
         Args:
-            what: the call in words, the same on all ranks.
-            error: what has failed here, or None.
+            what: a description of the call, the same on all ranks.
+            error: this rank's failure, or None.
         """
 
         def work() -> None:
@@ -195,7 +194,7 @@ class Together:
 
     @contextlib.contextmanager
     def _one_at_a_time(self, what: str) -> Iterator[Ranks]:
-        """For the block, no other thread makes a call, and signals are handled in its attempts."""
+        """Exclude calls of other threads for the block, and handle signals only in its attempts."""
         if self._closed:
             raise InvalidStateError(f"{what} needs other ranks, and this connection was closed")
         assert self._ranks is not None
@@ -208,33 +207,33 @@ class Together:
 
 
 def _values(outcomes: Outcomes[Given]) -> list[Given]:
-    """The values of all ranks; raises the error of those that failed, the same on all ranks."""
-    values: list[Given] = outcomes.values(_error_of)
-    return values
+    """Return the values of all ranks; if ranks failed, raise the same error on all of them."""
+    return outcomes.values(_error_of)
 
 
 def _error_of(outcomes: Outcomes[Any]) -> MemsaverError:
     if outcomes.calls:
         return outcomes.error("nothing was done")
-    told = [Told(one.failure, one.error) for one in outcomes.each if one.failure is not None]
-    error: MemsaverError = error_of(outcomes.what, told, len(outcomes.each))
-    return error
+    errors = [
+        SerializedError(one.failure, one.error) for one in outcomes.each if one.failure is not None
+    ]
+    return error_of(outcomes.what, errors, len(outcomes.each))
 
 
 def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
-    """Raise an error of this rank's arguments on all ranks that are about to make a `Together`.
+    """Raise an error in this rank's arguments on all ranks that are about to make a `Together`.
 
-    For a rank that does not know its groups. It looks for the ranks that wait for it, and takes
-    part in as many of their collectives as they say.
+    Used by a rank that does not know its groups. It finds the ranks that wait for it, and joins as
+    many of their collectives as they request.
 
     Args:
-        error: the error. Raised for this rank alone if torch.distributed is not initialised.
-        timeout: seconds to look, for each collective; ignored if invalid.
-        lanes: the lanes that the others may make.
+        error: the error. Raised only on this rank if torch.distributed is not initialised.
+        timeout: seconds to search for the ranks of each collective; ignored if invalid.
+        lanes: the lanes that the other ranks may use.
 
     Raises:
-        MemsaverError: the error, as all ranks raise it.
-        GroupError: no other rank waited for this one in time, or a rank is gone.
+        MemsaverError: the error that all ranks raise because of `error`.
+        GroupError: no other rank waited for this one in time, or a rank died.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
@@ -255,8 +254,8 @@ def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
                 channel.close()
             try:
                 _values(outcomes)
-            except BaseException as told:
-                raised = raised or told
+            except BaseException as shared:
+                raised = raised or shared
             left = max((one.value for one in outcomes.each if one.value is not None), default=0)
         raise raised or error
 
@@ -266,7 +265,7 @@ def _making(lane: str) -> str:
 
 
 def _connected(channel: Channel, timeout: float, work: Callable[[], int]) -> Outcomes[int]:
-    """Connect a channel's ranks and do the work on each. A collective."""
+    """Connect a channel's ranks and run the work on each. A collective."""
     what = _making(channel.lane)
     several = len(channel.ranks) > 1
     if several:

@@ -1,4 +1,4 @@
-"""A trainer's memory on all ranks: its tags, and what torch keeps for itself."""
+"""A trainer's memory on all ranks: its tags, and torch's cache."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import Any
 
 import memsaver
 import memsaver.distributed
+from memsaver._runtime.native import BackupChoice, check_tag
+from memsaver._transitions.handles import state
 from memsaver.errors import ConfigError, MemsaverError
-from memsaver.handles import state
-from memsaver.integrations.trainer import Offloaded, offload
-from memsaver.integrations.trainer.offloading import close_all, has_no_backup
-from memsaver.native import check_tag
+
+from ..trainer import Offloaded, offload
+from ..trainer.offloading import close_all, has_no_backup
 
 __all__ = ["TrainerMemory"]
 
-_CLOSED = "offload once more, and make a session with that"
+_CLOSED = "call offload again, and make a new session with the handle"
 
 
 class TrainerMemory:
-    """The tags of a model, an optimizer and what goes with it. Calls are collectives of a group.
+    """The tags of a model, its optimizer and further memory. Calls are collectives of a group.
 
     Attributes:
-        model: the model's tag alone.
-        others: the optimizer's, and those that go and come with it.
-        device: the index of the device that is meant where one is.
+        model: the model's tag.
+        others: the optimizer's tag, and those that are paused and resumed with it.
+        device: the index of the trainer's device.
     """
 
     def __init__(
@@ -36,26 +37,26 @@ class TrainerMemory:
         *,
         group: Any,
         tags: Sequence[str],
-        backup: str | None,
+        backup: BackupChoice | None,
         timeout: float,
         offloading: bool,
     ) -> None:
-        """See `ColocatedSession`. Where not `offloading`, nothing is put into tags.
+        """See `ColocatedSession`. Without `offloading`, nothing is put into tags.
 
-        A group of None is this process alone.
+        A group of None means this process alone.
         """
         self._group = group
         self._timeout = timeout
         self._handles: list[Offloaded] = []
-        self._made: list[Offloaded] = []  # those that the caller did not give
+        self._made: list[Offloaded] = []  # made here, not by the caller
         self.device = _current_device()
         self.model = ""
         if backup == "none":
             raise ConfigError("the trainer's memory needs a backup: its contents are its training")
         if isinstance(tags, str):
-            raise ConfigError(f"tags is a sequence of tags, not {tags!r} alone")
+            raise ConfigError(f"tags must be a sequence of tags, not the single tag {tags!r}")
         if not isinstance(tags, Iterable):
-            raise ConfigError(f"tags is a sequence of tags, not a {type(tags).__name__}")
+            raise ConfigError(f"tags must be a sequence of tags, not a {type(tags).__name__}")
         others = [check_tag(tag) for tag in tags]
         self.others: tuple[str, ...] = ()
         if offloading:
@@ -66,19 +67,21 @@ class TrainerMemory:
                 self.undo()
                 raise
 
-    def _offload(self, model: Any, optimizer: Any, others: list[str], backup: str | None) -> None:
+    def _offload(
+        self, model: Any, optimizer: Any, others: list[str], backup: BackupChoice | None
+    ) -> None:
         self.model = self._offloaded(model, backup).tag
         if optimizer is not None:
             others.insert(0, self._offloaded(optimizer, backup).tag)
         if self.model in others:
             raise ConfigError(
-                f"the model shares tag {self.model!r} with other memory, which is paused earlier "
-                "than the model: give the model its own tag",
+                f"the model shares tag {self.model!r} with memory that is paused before the model: "
+                "give the model its own tag",
                 tag=self.model,
             )
         self.others = tuple(dict.fromkeys(others))
 
-    def _offloaded(self, target: Any, backup: str | None) -> Offloaded:
+    def _offloaded(self, target: Any, backup: BackupChoice | None) -> Offloaded:
         if isinstance(target, Offloaded):
             handle = target
             handle.check_open(_CLOSED)
@@ -107,7 +110,7 @@ class TrainerMemory:
         _check_backups(self.tags)
 
     def pause(self, *names: str) -> Any:
-        """Pause these on all ranks, or on none; None where there is nothing to be paused."""
+        """Pause tags on all ranks, or on none. Returns None without tags."""
         if not names:
             return None
         if self._group is None:
@@ -115,7 +118,7 @@ class TrainerMemory:
         return memsaver.distributed.pause(*names, group=self._group, timeout=self._timeout)
 
     def resume(self, *names: str) -> Any:
-        """Resume these on all ranks, or on none; None where there is nothing to be resumed."""
+        """Resume tags on all ranks, or on none. Returns None without tags."""
         if not names:
             return None
         if self._group is None:
@@ -123,21 +126,21 @@ class TrainerMemory:
         return memsaver.distributed.resume(*names, group=self._group, timeout=self._timeout)
 
     def synchronize(self) -> None:
-        """Wait for all work of this rank's device; errors of kernels come out here."""
+        """Wait until this rank's device has finished all work. Raises the errors of its kernels."""
         torch = _torch_with_cuda()
         if torch is not None:
             torch.cuda.synchronize(self.device)
 
     def empty_cache(self) -> None:
-        """Give the driver what torch keeps for later."""
+        """Release torch's cache to the driver."""
         torch = _torch_with_cuda()
         if torch is not None:
             torch.cuda.empty_cache()
 
     def undo(self) -> None:
-        """Take away the hooks that this has made, and leave those of the caller's handles."""
+        """Remove the hooks that were made here, but not those of the caller's handles."""
         for handle in self._made:
-            with contextlib.suppress(MemsaverError):  # what led here says more
+            with contextlib.suppress(MemsaverError):  # the error that led here says more
                 handle.close()
 
     def close(self) -> None:
@@ -151,13 +154,13 @@ class TrainerMemory:
 
 
 def _check_backups(tags: Sequence[str]) -> None:
-    """Refuse tags whose contents a pause would lose."""
+    """Raise `ConfigError` for a tag whose contents a pause would lose."""
     for tag in tags:
-        state(tag)  # known
+        state(tag)  # raises if the tag is unknown
         if has_no_backup(tag):
             raise ConfigError(
-                f"tag {tag!r} has no backup, so a pause would lose the trainer's contents: give it "
-                f'a backup, by offload(..., backup="host") or memsaver.region({tag!r}, '
+                f"tag {tag!r} has no backup, so a pause would lose the trainer's contents: choose "
+                f'a backup with offload(..., backup="host") or memsaver.region({tag!r}, '
                 'backup="host")',
                 tag=tag,
             )

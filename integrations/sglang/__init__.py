@@ -1,30 +1,28 @@
-"""memsaver under SGLang.
+"""memsaver as SGLang's memory saver.
 
 With memsaver installed, an unmodified SGLang (0.5.11 or newer) uses it as its memory saver in every
 process of an engine that has `enable_memory_saver=True`; nothing has to be imported or configured,
-and torch_memory_saver is not needed. `memsaver.integrations.sglang.plugin` says how, and
-`memsaver.integrations.sglang.settings` how to turn it off.
+and torch_memory_saver is not needed. `memsaver.integrations.sglang.plugin` describes the mechanism,
+and `memsaver.integrations.sglang.settings` the variables that turn it off.
 
-What is imported from here is for whoever drives an engine: `SleepController`, what it says, and
-what it raises beside memsaver's own errors.
+A program that drives an engine imports from this package: `SleepController`, its status and
+reports, and the errors that it raises in addition to memsaver's own. The other modules implement
+`memsaver.integrations.engine` for SGLang.
 
-Importing this imports neither SGLang nor torch. It is no replacement of the name `sglang`.
+Importing this package imports neither SGLang nor torch. It does not replace the name `sglang`.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from ..lazy import exports
+
 if TYPE_CHECKING:
-    from memsaver.integrations.sglang.errors import (
-        EngineBusyError,
-        EngineError,
-        EngineTimeoutError,
-    )
-    from memsaver.integrations.sglang.reports import SleepReport, Step
-    from memsaver.integrations.sglang.sleep import SleepController
-    from memsaver.integrations.sglang.status import Status
+    from ..engine.errors import EngineBusyError, EngineError, EngineTimeoutError
+    from ..engine.reports import SleepReport, Step
+    from ..engine.status import Status
+    from .sleep import SleepController
 
 __all__ = [
     "EngineBusyError",
@@ -36,25 +34,16 @@ __all__ = [
     "Step",
 ]
 
-# Imported when asked for: SGLang's processes load the plugin beside them, and none of them.
-_HOMES = {
-    "EngineBusyError": "errors",
-    "EngineError": "errors",
-    "EngineTimeoutError": "errors",
-    "SleepController": "sleep",
-    "SleepReport": "reports",
-    "Status": "status",
-    "Step": "reports",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value  # found without this from now on
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+# Imported at their first use: SGLang's processes import only the plugin from this package.
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "EngineBusyError": "..engine.errors",
+        "EngineError": "..engine.errors",
+        "EngineTimeoutError": "..engine.errors",
+        "SleepController": ".sleep",
+        "SleepReport": "..engine.reports",
+        "Status": "..engine.status",
+        "Step": "..engine.reports",
+    },
+)

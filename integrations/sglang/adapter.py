@@ -1,4 +1,4 @@
-"""What SGLang sees as its memory saver."""
+"""`MemsaverAdapter`: memsaver as SGLang's memory saver."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import memsaver
-from memsaver import parts
-from memsaver.integrations.sglang import settings
-from memsaver.native import Backup
-from memsaver.reports import Report
+from memsaver._runtime.native import Backup
+from memsaver._transitions import parts
+from memsaver._transitions.reports import Report
+
+from . import settings
 
 __all__ = ["MemsaverAdapter"]
 
@@ -19,33 +20,36 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 class MemsaverAdapter:
-    """The interface of SGLang's `TorchMemorySaverAdapter`, of 0.5.16 and 0.5.23, over memsaver.
+    """Implements SGLang's `TorchMemorySaverAdapter`, of 0.5.16 and 0.5.23, with memsaver.
 
-    SGLang makes one for each pool, graph runner and model runner; they hold nothing, as memsaver's
-    state belongs to the process. Any thread, as `memsaver.region` says. Errors are memsaver's.
+    SGLang creates an adapter for each pool, graph runner and model runner. Adapters have no state,
+    because memsaver's state belongs to the process. Threads: see `memsaver.region`. Raises
+    memsaver's errors.
     """
 
     @property
     def enabled(self) -> bool:
-        """True: it saves memory."""
+        """Return True: this saver always saves memory."""
         return True
 
     def check_validity(self, caller_name: str) -> None:
-        """SGLang's own warns here of a saver that is not enabled; this one always is."""
+        """Do nothing: SGLang's own method warns about a saver that is not enabled."""
 
     def configure_subprocess(self) -> AbstractContextManager[None]:
-        """Around the start of a scheduler process: preload mode if asked for, else nothing.
+        """Return a context manager in which SGLang starts a scheduler process.
 
-        See `settings`. In preload mode it changes `os.environ` meanwhile, as `memsaver.preload`.
+        The process starts in preload mode if `settings` request it.
+
+        In this case `os.environ` is changed for the block: see `memsaver.preload`.
         """
         return memsaver.preload() if settings.is_preloading() else contextlib.nullcontext()
 
     def region(self, tag: str, enable_cpu_backup: bool = False) -> memsaver.region:
-        """Put tensors made inside into `tag`; with `enable_cpu_backup` they keep their contents.
+        """Put tensors that are created in the block into `tag`, with a backup if requested.
 
         See `memsaver.region`. Regions of one tag may have different policies, which become parts of
-        the tag (`memsaver.parts`): a draft model may keep its weights while the main model does
-        not.
+        the tag (`memsaver._transitions.parts`): a draft model may keep its weights while the
+        main model does not.
         """
         backup = _backup(enable_cpu_backup)
         return memsaver.region(parts.name_of(tag, backup), backup=backup)
@@ -59,7 +63,7 @@ class MemsaverAdapter:
         tag: str = "cuda_graph",
         enable_cpu_backup: bool = False,
     ) -> AbstractContextManager[None]:
-        """`torch.cuda.graph` whose memory belongs to `tag`; see `memsaver.graph`."""
+        """Capture a graph with its memory in `tag`: see `memsaver.graph`."""
         backup = _backup(enable_cpu_backup)
         return memsaver.graph(
             cuda_graph,
@@ -71,22 +75,22 @@ class MemsaverAdapter:
         )
 
     def disable(self) -> AbstractContextManager[object]:
-        """Tensors made inside belong to no tag."""
+        """Keep tensors that are created in the block outside of all tags."""
         return memsaver.disabled()
 
     def pause(self, tag: str) -> Report | None:
-        """Give the memory of `tag` back; None, and nothing done, where no region ever named it."""
+        """Release the memory of `tag`. Returns None, and does nothing, if no region named it."""
         names = parts.names_of(tag)
         if not names:
-            _logger.debug("nothing to pause: no region and no graph of tag %r was made", tag)
+            _logger.debug("nothing to pause: tag %r has no region and no graph", tag)
             return None
         return memsaver.pause(*names)
 
     def resume(self, tag: str) -> Report | None:
-        """Bring the memory of `tag` back; None as in `pause`."""
+        """Map the memory of `tag` again. Returns None if no region named it."""
         names = parts.names_of(tag)
         if not names:
-            _logger.debug("nothing to resume: no region and no graph of tag %r was made", tag)
+            _logger.debug("nothing to resume: tag %r has no region and no graph", tag)
             return None
         return memsaver.resume(*names)
 

@@ -1,7 +1,6 @@
-"""Calls to an engine: an `sglang.Engine` of this process, or a server at a URL.
+"""SGLang as an `Engine`: an `sglang.Engine` in this process, or a server at a URL.
 
-Each call is one request and keeps no state; `sleep.SleepController` keeps the state. Every call has
-a timeout in seconds, except a generation of this process's engine.
+Every call has a timeout in seconds, except a generation by an engine in this process.
 """
 
 from __future__ import annotations
@@ -10,47 +9,39 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any
 
+from memsaver._runtime.timeouts import check_timeout
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
-from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
-from memsaver.integrations.sglang.protocol import Answer, SchedulerState, states_of
-from memsaver.integrations.sglang.served import ServedEngine
-from memsaver.timeouts import check_timeout
 
-__all__ = ["Engine", "LocalEngine", "ServedEngine", "connect"]
+from ..engine.errors import EngineError, EngineTimeoutError
+from ..engine.messages import Answer, SchedulerState
+from .protocol import states_of
+from .replies import Reply, UnknownRequestError
+from .served import ServedEngine
+
+__all__ = ["LocalEngine", "ServedEngine", "connect"]
 
 _POLL_SECONDS = 0.05
 
-
-class Engine(Protocol):
-    """What a controller needs of an engine.
-
-    Errors: `EngineTimeoutError` where there is no answer in time, `EngineError` where the engine is
-    gone or refuses, memsaver's own where its hooks in the schedulers tell of one.
-    """
-
-    def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
-        """Release memory. Returns the schedulers' answers, [] if they do not reach the caller."""
-
-    def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
-        """Resume memory. Returns answers as `release` does."""
-
-    def states(self, timeout: float) -> list[SchedulerState]:
-        """How the schedulers are, one for each data-parallel rank; [] without memsaver's hooks."""
-
-    def flush(self, timeout: float) -> bool:
-        """Flush the prefix cache; False where requests are in flight, and nothing was done."""
-
-    def abort(self, timeout: float) -> None:
-        """Abort all requests; they may take a moment to end."""
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as `sglang.Engine.generate` does. `ServedEngine.generate` has a timeout."""
+# The classes of SGLang's requests, by the methods that accept them.
+_REQUESTS = {
+    "begin_weight_update": "BeginWeightUpdateReqInput",
+    "check_weights": "CheckWeightsReqInput",
+    "continue_generation": "ContinueGenerationReqInput",
+    "destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
+    "end_weight_update": "EndWeightUpdateReqInput",
+    "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
+    "pause_generation": "PauseGenerationReqInput",
+    "release_memory_occupation": "ReleaseMemoryOccupationReqInput",
+    "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
+    "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
+    "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+}
 
 
-def connect(engine: Any, api_key: str | None = None) -> Engine:
+def connect(engine: Any, api_key: str | None = None) -> LocalEngine | ServedEngine:
     """Return an `Engine` for the calls to `engine`.
 
     Args:
@@ -65,8 +56,7 @@ def connect(engine: Any, api_key: str | None = None) -> Engine:
     if isinstance(engine, str):
         engine = ServedEngine(engine, api_key)
     if isinstance(engine, LocalEngine | ServedEngine):
-        link: Engine = engine
-        return link
+        return engine
     if not all(hasattr(engine, name) for name in ("loop", "tokenizer_manager", "generate")):
         raise ConfigError(
             f"the engine must be an sglang.Engine or a server's URL, not {type(engine).__name__}"
@@ -77,14 +67,14 @@ def connect(engine: Any, api_key: str | None = None) -> Engine:
 class LocalEngine:
     """An `sglang.Engine` of this process. Any thread, but none inside an event loop.
 
-    Its calls run on the engine's event loop, which one thread can drive at a time. While another
-    one does (it generates, say), that thread runs them; generations take turns.
+    Calls run on the engine's event loop, which one thread can drive at a time. While another thread
+    drives it, for example in a generation, that thread runs them; generations are serialised.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        # Owned by the thread that drives the loop, or is about to. Reentrant, for a finalizer or a
-        # signal handler of that thread: a loop that runs already refuses to be driven.
+        # Owned by the thread that drives the loop, or is about to. Reentrant for a finalizer or a
+        # signal handler of that thread: `_check_idle` detects a running loop.
         self._driving = threading.RLock()
 
     @property
@@ -94,38 +84,64 @@ class LocalEngine:
 
     def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
         """See `Engine`."""
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput as Request
-
-        request = Request(tags=list(tags))
-        ask = self._engine.tokenizer_manager.release_memory_occupation
-        return self.run("a release", lambda: ask(request, None), timeout) or []
+        return self._submit("release_memory_occupation", {"tags": list(tags)}, timeout) or []
 
     def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
         """See `Engine`."""
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput as Request
-
-        request = Request(tags=list(tags))
-        ask = self._engine.tokenizer_manager.resume_memory_occupation
-        return self.run("a resume", lambda: ask(request, None), timeout) or []
+        return self._submit("resume_memory_occupation", {"tags": list(tags)}, timeout) or []
 
     def states(self, timeout: float) -> list[SchedulerState]:
         """See `Engine`."""
-        ask = self._engine.tokenizer_manager.get_internal_state
-        states: list[SchedulerState] = states_of(self.run("its state", ask, timeout))
-        return states
+        query = self._engine.tokenizer_manager.get_internal_state
+        return states_of(self.run("the query of its state", query, timeout))
 
     def flush(self, timeout: float) -> bool:
         """See `Engine`."""
-        ask = self._engine.tokenizer_manager.flush_cache
-        return bool(self.run("a flush", ask, timeout).success)
+        flush = self._engine.tokenizer_manager.flush_cache
+        return bool(self.run("a flush", flush, timeout).success)
 
     def abort(self, timeout: float) -> None:
         """See `Engine`."""
+        self._abort([{"abort_all": True}], timeout)
 
-        async def ask() -> None:
-            self._engine.tokenizer_manager.abort_request(abort_all=True)
+    def abort_requests(self, rids: Sequence[str], timeout: float) -> None:
+        """Abort requests by their ids, if they are in flight."""
+        self._abort([{"rid": rid} for rid in rids], timeout)
 
-        self.run("an abort", ask, timeout)
+    def arguments(self, timeout: float) -> dict[str, Any]:
+        """Return the engine's arguments about its ranks, and its version if known."""
+        try:
+            from sglang.version import __version__ as version
+        except ImportError:
+            version = None
+        given = self._engine.tokenizer_manager.server_args
+        names = ("tp_size", "pp_size", "dp_size", "enable_dp_attention", "skip_tokenizer_init")
+        return {**{name: getattr(given, name, None) for name in names}, "version": version}
+
+    def generated(self, payload: Mapping[str, Any], timeout: float) -> Any:
+        """Return the outputs for the fields of a `GenerateReqInput` with several prompts."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        manager = self._engine.tokenizer_manager
+
+        async def generate() -> Any:
+            return await manager.generate_request(GenerateReqInput(**payload), None).__anext__()
+
+        return self.run("a generation", generate, timeout)
+
+    def ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> Reply:
+        """Send one of SGLang's requests, by the name of its method.
+
+        Raises:
+            UnknownRequestError: this version of SGLang does not have the method.
+        """
+        if not hasattr(self._engine.tokenizer_manager, name):
+            raise UnknownRequestError(f"this version of SGLang has no {name}")
+        answer = self._submit(name, fields, timeout)
+        if not isinstance(answer, tuple):
+            return Reply()
+        success, message, *more = answer
+        return Reply(bool(success), str(message), more[0] or () if more else ())
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See `Engine`."""
@@ -134,10 +150,28 @@ class LocalEngine:
             result = self._engine.generate(*args, **kwargs)
         return self._stream(iter(result)) if kwargs.get("stream") else result
 
+    def _submit(self, name: str, fields: Mapping[str, Any], timeout: float) -> Any:
+        from sglang.srt.managers import io_struct
+
+        request = getattr(io_struct, _REQUESTS[name])(**fields)
+        method = getattr(self._engine.tokenizer_manager, name)
+
+        async def submit() -> Any:
+            return await method(request)
+
+        return self.run(name.replace("_", " "), submit, timeout)
+
+    def _abort(self, each: Sequence[Mapping[str, Any]], timeout: float) -> None:
+        async def abort() -> None:
+            for chosen in each:
+                self._engine.tokenizer_manager.abort_request(**chosen)
+
+        self.run("an abort", abort, timeout)
+
     def _stream(self, items: Iterator[Any]) -> Iterator[Any]:
         end = object()
         while True:
-            with self._driving:  # not between items, which may be long
+            with self._driving:  # released between items, because that may take long
                 self._check_idle()
                 item = next(items, end)
             if item is end:
@@ -147,17 +181,17 @@ class LocalEngine:
     def _check_idle(self) -> None:
         if self._engine.loop.is_running():
             raise InvalidStateError(
-                "the engine cannot generate now, because its event loop is running already: in "
-                "this thread, which a finalizer or a signal handler has interrupted, or driven by "
-                "another caller; generate after that call"
+                "the engine cannot generate now, because its event loop is already running: either "
+                "a finalizer or a signal handler interrupted this thread in another call, or "
+                "another caller drives the loop; generate after that call"
             )
 
-    def run(self, what: str, ask: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> Any:
+    def run(self, what: str, work: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> Any:
         """Run a coroutine on the engine's event loop, and return its result.
 
         Args:
-            what: the call in words, for errors.
-            ask: makes the coroutine.
+            what: a description of the call, for errors.
+            work: returns the coroutine.
             timeout: seconds until the coroutine is cancelled.
 
         Raises:
@@ -171,21 +205,21 @@ class LocalEngine:
         loop: asyncio.AbstractEventLoop = self._engine.loop
         if _is_in_event_loop():
             raise InvalidStateError(
-                "the controller cannot wait inside an event loop: call it by "
+                "the controller cannot wait inside an event loop: call it with "
                 "`await asyncio.to_thread(...)`"
             )
         if loop.is_closed():
             raise EngineError("the engine was shut down")
         if ended := self._ended():
             raise EngineError(f"the engine is dead: {ended}")
-        future = asyncio.run_coroutine_threadsafe(ask(), loop)
+        future = asyncio.run_coroutine_threadsafe(work(), loop)
         self._drive(loop, future, time.monotonic() + timeout)
         if not future.done():
             future.cancel()
             if ended := self._ended():
                 raise EngineError(f"the engine died before it answered {what}: {ended}")
             raise EngineTimeoutError(
-                f"the engine did not answer {what} within {timeout:.3g} s; it may be dead, or busy"
+                f"the engine did not answer {what} within {timeout:.3g} s; it may be dead or busy"
             )
         try:
             return future.result()
@@ -193,7 +227,7 @@ class LocalEngine:
             raise
         except Exception as error:
             raise EngineError(
-                f"the engine failed at {what}: {type(error).__name__}: {error}"
+                f"the engine failed during {what}: {type(error).__name__}: {error}"
             ) from error
 
     def _drive(
@@ -202,10 +236,10 @@ class LocalEngine:
         future: concurrent.futures.Future[Any],
         deadline: float,
     ) -> None:
-        """Wait until `future`, which runs on `loop`, is done, or `deadline` is over.
+        """Wait until `future`, which runs on `loop`, is done, or until `deadline`.
 
-        No longer than the engine's processes live. Another thread may drive the loop when this
-        begins, or later, or stop doing so.
+        Also ends if one of the engine's processes ends. Another thread may begin or stop driving
+        the loop at any time.
         """
 
         async def watch() -> None:
@@ -213,7 +247,7 @@ class LocalEngine:
             while not (answer.done() or self._ended()) and time.monotonic() < deadline:
                 await asyncio.wait([answer], timeout=min(_POLL_SECONDS, _left(deadline)))
             if answer.done() and not answer.cancelled():
-                answer.exception()  # else asyncio logs it as one that nobody asked for
+                answer.exception()  # otherwise asyncio logs that it was never retrieved
 
         while not (future.done() or loop.is_closed()) and time.monotonic() < deadline:
             if self._ended():
@@ -224,14 +258,14 @@ class LocalEngine:
             watching = watch()
             try:
                 loop.run_until_complete(watching)
-            except RuntimeError:  # somebody who knows nothing of this was faster
+            except RuntimeError:  # another caller has just started the loop
                 watching.close()
                 time.sleep(0.001)
             finally:
                 self._driving.release()
 
     def _ended(self) -> str:
-        """Which of the engine's processes ended, in words; "" where they live or are not known."""
+        """Describe the engine's process that ended; "" if all are alive or unknown."""
         watchdog = getattr(self._engine.tokenizer_manager, "_subprocess_watchdog", None)
         for process in getattr(watchdog, "_processes", ()):
             if not process.is_alive():

@@ -1,7 +1,7 @@
-"""SGLang's own handlers of release and resume: what memsaver needs of them, and how it calls them.
+"""Calls to SGLang's own handlers for release and resume, for memsaver's hooks.
 
-They do their part (caches, model buffers, queues, bookkeeping) with a saver that does nothing,
-since the saver's work is done before or after them, on all ranks at once.
+The handlers do their part (caches, model buffers, queues, bookkeeping) with a saver that does
+nothing: memsaver releases and maps memory before or after them, on all ranks together.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.sglang.errors import EngineBusyError
-from memsaver.integrations.sglang.protocol import WEIGHTS
-from memsaver.integrations.sglang.ranks import Group
+
+from ..engine.errors import EngineBusyError
+from ..engine.ranks import Group
+from ..engine.tags import WEIGHTS, check_known
 
 __all__ = [
-    "asked_tags",
     "check_idle",
     "is_as_expected",
     "is_idle",
@@ -29,11 +29,12 @@ __all__ = [
     "move_stash_to_host",
     "output_of",
     "request_for",
+    "requested_tags",
     "run",
     "stash_of",
 ]
 
-# Of the weight updater, which has the handlers. `stashed_model_static_state` comes and goes.
+# Attributes of the weight updater, which has the handlers. A stash exists only during a release.
 _FIELDS = (
     "scheduler",
     "memory_saver_adapter",
@@ -52,7 +53,7 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 def is_as_expected(updater: Any) -> bool:
-    """Whether the handlers are those of a known SGLang. Logs what they lack, once each."""
+    """Return whether the handlers have the expected interface. Logs each missing part once."""
     missing = [
         f"{type(updater).__name__} has no {name}"
         for name in (*_FIELDS, _GROUP)
@@ -77,42 +78,40 @@ def _missing_of_outputs() -> list[str]:
 @functools.cache
 def _log(what: str) -> None:
     _logger.error(
-        "memsaver cannot guard the release and resume of this SGLang: %s. SGLang's own handlers "
-        "work with memsaver as their saver, and do not survive what fails in them",
+        "memsaver cannot protect release and resume in this version of SGLang: %s. SGLang's own "
+        "handlers use memsaver as their saver, but an error inside them ends the engine",
         what,
     )
 
 
 def output_of(operation: str, text: str) -> Any:
-    """What SGLang answers to a release or a resume, with a text in it."""
+    """Return SGLang's reply to a release or a resume, with `text` as its `rid`."""
     messages = importlib.import_module("sglang.srt.managers.io_struct")
     return getattr(messages, _OUTPUTS[operation])(rid=text)
 
 
-def asked_tags(request: Any, order: Sequence[str]) -> list[str]:
-    """Return the tags of a request, in the order in which SGLang works on them.
+def requested_tags(request: Any, order: Sequence[str]) -> list[str]:
+    """Return the tags of a request, in the order in which SGLang processes them.
 
     Raises:
         ConfigError: SGLang does not have one of the tags, or the request's tags are not a list.
     """
-    tags = request.tags or order  # none at all, or an empty list, are all of them to SGLang
+    tags = request.tags or order  # to SGLang, None and an empty list mean all tags
     if isinstance(tags, str) or not isinstance(tags, Iterable):
         raise ConfigError(f"tags must be a list of names, not {type(tags).__name__}")
-    unknown = [tag for tag in tags if tag not in order]
-    if unknown:
-        raise ConfigError(f"SGLang has no memory called {unknown[0]!r}; it has {', '.join(order)}")
+    check_known(tags, order)
     return [tag for tag in order if tag in tags]
 
 
 def request_for(request: Any, tags: Sequence[str]) -> Any:
-    """The request, for these tags."""
+    """Return a copy of the request, with these tags."""
     request = copy.copy(request)
     request.tags = list(tags)
     return request
 
 
 def is_idle(updater: Any) -> bool:
-    """As the handler of this version of SGLang asks it."""
+    """Return whether the engine is idle, with the same check as this version's handler."""
     paused = getattr(updater.scheduler, "_engine_paused", False)
     if "ignore_waiting" in inspect.signature(updater.is_fully_idle).parameters:
         return bool(updater.is_fully_idle(ignore_waiting=paused))
@@ -120,29 +119,29 @@ def is_idle(updater: Any) -> bool:
 
 
 def check_idle(updater: Any) -> None:
-    """Raise `EngineBusyError` where requests are in flight."""
+    """Raise `EngineBusyError` if requests are in flight."""
     if not is_idle(updater):
         raise EngineBusyError(
-            "the engine has requests in flight: memory can be released when they are done; "
+            "the engine has requests in flight: memory can be released after they end; "
             "wait for them, or abort them"
         )
 
 
 def stash_of(updater: Any) -> Any:
-    """The model's buffers, which a release keeps for the resume; None where it has none."""
+    """Return the model's buffers that a release keeps for the resume; None if there are none."""
     return getattr(updater, _STASH, None)
 
 
 def keep_stash(updater: Any, stash: Any) -> None:
-    """Have it kept for the next resume."""
+    """Keep buffers for the next resume."""
     setattr(updater, _STASH, stash)
 
 
 def move_stash_to_host(updater: Any) -> None:
-    """Hold the stash, copies of the model's buffers on the device, in host memory.
+    """Move the stash, copies of the model's buffers on the device, to host memory.
 
-    SGLang's handler of a resume takes it from there. The device's memory goes back to the driver,
-    with whatever else torch had cached by then.
+    SGLang's resume handler copies the stash from host memory. Releases the stash's device memory
+    to the driver, with all other memory in torch's cache.
     """
     stash = stash_of(updater)
     buffers = stash.get("buffers", []) if isinstance(stash, dict) else []
@@ -156,10 +155,10 @@ def move_stash_to_host(updater: Any) -> None:
 
 
 def run(original: Callable[..., Any], updater: Any, request: Any, tags: Sequence[str]) -> None:
-    """SGLang's part of a release or a resume, while everything is mapped.
+    """Run SGLang's part of a release or a resume, while all memory is mapped.
 
-    Collective where the weights are among the tags: the handlers meet at a barrier, to which a rank
-    whose handler raises before it comes, too. What the handler raises passes through.
+    Collective if the weights are among the tags: the handlers wait at a barrier, which a rank joins
+    even if its handler raises before it. The handler's exceptions propagate.
     """
     saver = _NoSaver()
     theirs, updater.memory_saver_adapter = updater.memory_saver_adapter, saver
@@ -167,7 +166,7 @@ def run(original: Callable[..., Any], updater: Any, request: Any, tags: Sequence
         original(updater, request_for(request, tags))
     except Exception:
         # A release stops at the barrier right before it pauses, a resume right after it resumes.
-        if WEIGHTS in tags and WEIGHTS not in saver.asked:
+        if WEIGHTS in tags and WEIGHTS not in saver.received:
             Group(updater.tp_cpu_group).barrier()
         raise
     finally:
@@ -175,7 +174,7 @@ def run(original: Callable[..., Any], updater: Any, request: Any, tags: Sequence
 
 
 def is_running(updater: Any) -> bool:
-    """Whether `run` is under way: who calls the handlers now is memsaver."""
+    """Return whether `run` is in progress, that is, whether memsaver is calling the handlers."""
     return isinstance(getattr(updater, "memory_saver_adapter", None), _NoSaver)
 
 
@@ -183,19 +182,19 @@ class _NoSaver:
     """A saver for SGLang's handlers that does nothing.
 
     Attributes:
-        asked: the tags that it was to pause, or to resume.
+        received: the tags of its calls of `pause` and `resume`.
     """
 
     enabled = True
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.received: list[str] = []
 
     def check_validity(self, caller_name: str = "") -> None:
         pass
 
     def pause(self, tag: str) -> None:
-        self.asked.append(tag)
+        self.received.append(tag)
 
     def resume(self, tag: str) -> None:
-        self.asked.append(tag)
+        self.received.append(tag)

@@ -1,4 +1,4 @@
-"""Where memsaver's hooks are in SGLang, and how they get there."""
+"""The methods of SGLang that memsaver hooks, and the installation of the hooks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from memsaver.integrations.sglang import scheduler, tokenizer, weight_loads
-from memsaver.integrations.sglang.updaters import of_scheduler
+from . import scheduler, tokenizer, weight_loads
+from .updaters import of_scheduler
 
 __all__ = ["install", "install_in", "left_out_by", "modules"]
 
@@ -19,13 +19,13 @@ _MIXIN = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeig
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-_INSTALLED = "_memsaver_hooks"  # of a class
+_INSTALLED = "_memsaver_hooks"  # an attribute of a class
 
 
 def install() -> None:
-    """Put the hooks in place at once, importing the modules that they are on. Idempotent.
+    """Import the modules to hook, and install all hooks. Idempotent.
 
-    To be called before the scheduler is made, when SGLang's modules can be imported.
+    Call this before the scheduler is created, and when SGLang's modules can be imported.
     """
     for name in modules():
         try:
@@ -33,23 +33,23 @@ def install() -> None:
         except ModuleNotFoundError as error:
             if error.name is None or not name.startswith(error.name):
                 raise
-            continue  # this SGLang has no such module
+            continue  # this version of SGLang has no such module
         install_in(module)
 
 
 def modules() -> tuple[str, ...]:
-    """The modules of SGLang's that have something to hook, for `install_in`.
+    """Return SGLang's modules with methods to hook, for `install_in`.
 
-    No SGLang has all of them: the handlers have moved.
+    No version of SGLang has all of them, because the handlers have moved.
     """
     targets = (*_hooks(), *_hooks_of_updates())
     return tuple(dict.fromkeys(target.rsplit(".", 2)[0] for target in targets))
 
 
 def left_out_by(name: str) -> tuple[str, ...]:
-    """Those of `modules()` that this SGLang has not, if they are not there when `name` is.
+    """Return the modules of `modules()` that SGLang lacks if `name` was imported without them.
 
-    The scheduler imports whatever has its handlers.
+    The scheduler imports the module with its handlers.
     """
     if name != _SCHEDULER.rpartition(".")[0]:
         return ()
@@ -57,10 +57,10 @@ def left_out_by(name: str) -> tuple[str, ...]:
 
 
 def install_in(module: ModuleType) -> None:
-    """Put the hooks on one of `modules()` in place, which has been imported. Idempotent.
+    """Install the hooks in one of `modules()`, which has been imported. Idempotent.
 
-    Not by SGLang's registry: some processes do not ask it, and it imports whatever has a hook, the
-    whole scheduler in a process that only detokenizes, say.
+    Does not use SGLang's registry: some processes do not apply it, and it imports each module with
+    a hook, for example the whole scheduler in a process that only detokenizes.
     """
     updates = _hooks_of_updates()
     for target, (kind, hook) in (_hooks() | updates).items():
@@ -77,10 +77,10 @@ def install_in(module: ModuleType) -> None:
 
 
 def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
-    """By method: which kind of hook, in the words of SGLang's registry, and the hook.
+    """Return the hook for each method, and its kind as in SGLang's registry.
 
-    AROUND is called with the original and its arguments, AFTER with its result and its arguments,
-    REPLACE with its arguments.
+    AROUND hooks are called with the original and its arguments, AFTER hooks with its result and its
+    arguments, and REPLACE hooks with its arguments.
     """
     return {
         f"{_UPDATER}.release_memory_occupation": ("AROUND", scheduler.release),
@@ -88,25 +88,25 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{_MIXIN}.release_memory_occupation": ("AROUND", of_scheduler(scheduler.release)),
         f"{_MIXIN}.resume_memory_occupation": ("AROUND", of_scheduler(scheduler.resume)),
         f"{_SCHEDULER}.get_internal_state": ("AFTER", scheduler.add_state),
-        f"{_TOKENIZER}.release_memory_occupation": ("REPLACE", tokenizer.ask_to_release),
-        f"{_TOKENIZER}.resume_memory_occupation": ("REPLACE", tokenizer.ask_to_resume),
+        f"{_TOKENIZER}.release_memory_occupation": ("REPLACE", tokenizer.request_release),
+        f"{_TOKENIZER}.resume_memory_occupation": ("REPLACE", tokenizer.request_resume),
     }
 
 
 def _hooks_of_updates() -> dict[str, tuple[str, Callable[..., Any]]]:
-    """Of weight updates, likewise. A version may lack some of the methods."""
+    """Return the hooks of weight updates. A version of SGLang may lack some of the methods."""
     return {
         f"{_UPDATER}.update_weights_from_tensor": ("AROUND", weight_loads.load_tensors),
         f"{_UPDATER}.update_weights_from_distributed": ("AROUND", weight_loads.load_broadcast),
         f"{_RUNNER}.update_weights_from_tensor": ("AROUND", weight_loads.load_given),
-        # 0.5.16 receives and loads in one, 0.5.23 in two.
+        # 0.5.16 receives and loads in one method, 0.5.23 in two.
         f"{_RUNNER}.update_weights_from_distributed": ("AROUND", weight_loads.load_through),
         f"{_RUNNER}.load_weights_from_distributed": ("AROUND", weight_loads.load_through),
     }
 
 
 def _wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-    """The method with its hook, which has by position what the caller gives by SGLang's names."""
+    """Return the method with its hook, which receives the caller's named arguments by position."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

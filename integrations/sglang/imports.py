@@ -1,7 +1,7 @@
-"""Doing something when a module is imported, without importing it.
+"""Callbacks that run after the import of a module, without importing it.
 
-A platform plugin of SGLang runs in the middle of SGLang's own imports, where what the plugin wants
-cannot be imported yet: it needs modules that are half made.
+A platform plugin of SGLang runs during SGLang's own imports, when the modules that the plugin needs
+cannot be imported yet, because their own dependencies are only partly imported.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["no_longer", "when_imported"]
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call `then(module)` once: now, if the module is there, else right after its import.
+    """Call `then(module)` once: now, if the module is imported, else right after its import.
 
-    On the thread that imports it, before anybody else sees the module. What `then` raises ends that
-    import. An import that fails is waited out; the next one counts. Nothing happens where the
-    module is being imported now: ask again later. Nor where it is awaited already.
+    Calls it on the importing thread, before other code can use the module. An exception that `then`
+    raises ends the import. After a failed import, waits for the next one. Does nothing if the
+    module is being imported now (the caller must call again later), or if it is already awaited.
     """
     module = sys.modules.get(name)
     if module is None:
@@ -31,14 +31,14 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 def no_longer(name: str) -> None:
-    """Await the import of a module no more, if it was awaited."""
+    """Stop awaiting the import of a module."""
     for finder in list(sys.meta_path):
         if isinstance(finder, _Finder) and finder.name == name:
             sys.meta_path.remove(finder)
 
 
 class _Finder(MetaPathFinder):
-    """Finds the one module by those behind it on the path, and leaves once that is imported."""
+    """Finds one module through the other finders, and removes itself after the import."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self.name = name
@@ -47,7 +47,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's own spec, with a loader that calls `then` when it has loaded."""
+        """Return the module's own spec, with a loader that calls `then` after loading."""
         if fullname != self.name:
             return None
         for finder in [finder for finder in sys.meta_path if finder is not self]:
@@ -60,18 +60,18 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads by the module's own loader, which it leaves in its place."""
+    """Loads with the module's own loader, and restores that loader in the module's attributes."""
 
     def __init__(self, loader: Loader, finder: _Finder) -> None:
         self._loader = loader
         self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the module's own loader does."""
+        """Call the module's own loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the module's own loader does; then what was asked for."""
+        """Call the module's own loader, then the callback."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader

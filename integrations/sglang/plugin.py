@@ -1,20 +1,20 @@
-"""The entry points by which SGLang finds memsaver, and what they put in place.
+"""The entry points through which SGLang finds memsaver, and their effects.
 
-SGLang has two groups of entry points, and neither is enough. `sglang.srt.plugins` is loaded in the
-main process and in spawned schedulers, but in no Ray actor of SGLang's, and in 0.5.16 in no
-data-parallel controller; `sglang.srt.platforms` is asked in every process, in the middle of
-SGLang's imports. So memsaver is in both, under the name `memsaver`; whichever comes first, the
-result is the same:
+SGLang has two groups of entry points, and neither is sufficient. `sglang.srt.plugins` is loaded in
+the main process and in spawned schedulers, but not in SGLang's Ray actors, and in 0.5.16 not in the
+data-parallel controller; `sglang.srt.platforms` is loaded in every process, during SGLang's
+imports. So memsaver is in both, under the name `memsaver`; the effects are the same in either
+order:
 
-- the factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, gives memsaver's, where
-  one that is enabled is asked for;
+- The factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, returns memsaver's saver
+  if an enabled one is requested.
 - SGLang's release, resume and weight updates have the hooks of
-  `memsaver.integrations.sglang.hooks`. An update is as ever, unless memsaver's own sender asks for
-  checks (`weight_loads`).
+  `memsaver.integrations.sglang.hooks`. An update is unchanged unless memsaver's own sender requests
+  verification (`weight_loads`).
 
-They are put in place when SGLang imports the modules concerned. Until a saver is asked for, nothing
-else happens: no driver is opened, no torch imported. SGLang with `enable_memory_saver=False` works
-as without memsaver.
+The effects begin when SGLang imports the modules concerned. Before the first request for a saver no
+driver is opened and torch is not imported. With `enable_memory_saver=False`, SGLang works as it
+does without memsaver.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from types import ModuleType
 from typing import Any
 
 import memsaver
+from memsaver._memory.preload import is_preloaded
+from memsaver._runtime.native import _C
 from memsaver.errors import NotLoadedError
-from memsaver.integrations.sglang import hooks, settings, versions
-from memsaver.integrations.sglang.adapter import MemsaverAdapter
-from memsaver.integrations.sglang.imports import no_longer, when_imported
-from memsaver.native import _C
-from memsaver.preload import is_preloaded
+
+from . import hooks, settings, versions
+from .adapter import MemsaverAdapter
+from .imports import no_longer, when_imported
 
 __all__ = ["create", "load_platform", "load_plugin"]
 
@@ -45,10 +46,10 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 def load_plugin() -> None:
-    """The entry point of the group `sglang.srt.plugins`: hooks in SGLang's registry. Idempotent.
+    """Load memsaver as a plugin of the group `sglang.srt.plugins`. Idempotent.
 
     Raises:
-        ConfigError: an environment variable of `settings` has no meaning; SGLang logs it.
+        ConfigError: an environment variable of `settings` is invalid; SGLang logs the error.
     """
     if not settings.is_on():
         return
@@ -61,25 +62,25 @@ def load_plugin() -> None:
 
 
 def load_platform() -> None:
-    """The entry point of the group `sglang.srt.platforms`. Idempotent.
+    """Load memsaver as a plugin of the group `sglang.srt.platforms`. Idempotent.
 
-    Returns None, which tells SGLang that there is no such platform: it takes its own.
+    Returns None, so that SGLang uses its own platform.
 
     Raises:
-        ConfigError: as `load_plugin`.
+        ConfigError: see `load_plugin`.
     """
     if settings.is_on():
         when_imported(_ADAPTERS, _replace_factory)
         _hook_schedulers()
-        # Now: Ray actors make their groups before they ask for a saver.
+        # Now, because Ray actors create their groups before they request a saver.
         _keep_nccl_from_registering()
 
 
 def create(original: Callable[..., Any], enable: bool) -> Any:
-    """SGLang's `TorchMemorySaverAdapter.create`, around its original. Any thread.
+    """Wrap SGLang's `TorchMemorySaverAdapter.create`. Any thread.
 
     Raises:
-        NotLoadedError: a saver is asked for, and there is no CUDA driver for it to use.
+        NotLoadedError: an enabled saver is requested, and there is no CUDA driver.
     """
     if not enable:
         return original(enable=enable)
@@ -92,7 +93,7 @@ def _replace_factory(module: ModuleType) -> None:
     original = getattr(owner, "create", None)
     if original is None:
         _logger.warning(
-            "memsaver is not active: this SGLang has no %s.%s.create. %s",
+            "memsaver is not active: this version of SGLang has no %s.%s.create. %s",
             _ADAPTERS,
             _CLASS,
             versions.doubt(_version()) or "",
@@ -102,21 +103,20 @@ def _replace_factory(module: ModuleType) -> None:
 
 
 def _start() -> None:
-    """What the first enabled saver of a process needs, and says."""
+    """Prepare the process for its first enabled saver, and log it."""
     try:
         _C.driver_info()
     except NotLoadedError as error:
         raise NotLoadedError(
-            f"SGLang was asked for a memory saver (enable_memory_saver), and memsaver, which is "
-            f"installed for it, cannot work here: {error}. On a machine without NVIDIA GPUs set "
-            "MEMSAVER_SGLANG=0"
+            f"SGLang requests a memory saver (enable_memory_saver), but memsaver cannot work here: "
+            f"{error}. On a machine without NVIDIA GPUs set MEMSAVER_SGLANG=0"
         ) from error
     _keep_nccl_from_registering()
     if not _first("started"):
         return
     _hook_schedulers()
     mode = "preload mode" if is_preloaded() else "torch mode"
-    graphs = "CUDA graphs included" if settings.graphs_are_pausable() else "without CUDA graphs"
+    graphs = "with CUDA graphs" if settings.graphs_are_pausable() else "without CUDA graphs"
     _logger.info(
         "memsaver %s is SGLang's memory saver in process %d (%s, %s)",
         memsaver.__version__,
@@ -129,8 +129,8 @@ def _start() -> None:
         _logger.warning("%s", doubt)
     if _C.option("poison") == "on":
         _logger.warning(
-            "memsaver's option poison is on (MEMSAVER_POISON): SGLang relies on zeros in what "
-            "comes back of its KV cache, and may generate nonsense after a resume; turn it off"
+            "memsaver's option poison is on (MEMSAVER_POISON): SGLang relies on a zeroed KV cache "
+            "after a resume, and may generate nonsense; turn it off"
         )
     registers = os.environ.get(_NCCL, "0")
     if settings.graphs_are_pausable() and registers != "0":
@@ -143,7 +143,7 @@ def _start() -> None:
 
 
 def _hook_schedulers() -> None:
-    """Now or when they are imported; once more where they are being imported. Idempotent."""
+    """Install the hooks in imported modules now, and in others at their import. Idempotent."""
     for name in hooks.modules():
         when_imported(name, _hook)
     for name in hooks.modules():
@@ -156,9 +156,10 @@ def _hook(module: ModuleType) -> None:
     try:
         hooks.install_in(module)
     except Exception:
-        # The saver works without; what SGLang's own handlers do not survive, they then do not.
+        # The saver works without the hooks, but fatal calls of SGLang's own handlers stay fatal.
         _logger.exception(
-            "memsaver cannot guard the release and resume of this SGLang: %s is not as expected",
+            "memsaver cannot protect release and resume in this version of SGLang: %s does not "
+            "have the expected interface",
             module.__name__,
         )
 
@@ -168,30 +169,30 @@ def _is_being_imported(module: ModuleType) -> bool:
 
 
 def _await_no_more(name: str) -> None:
-    """A module is there: what it would have imported, and has not, never comes."""
+    """Stop awaiting the modules that an imported module would have imported."""
     for other in hooks.left_out_by(name):
         no_longer(other)
 
 
 def _keep_nccl_from_registering() -> None:
-    """Turn off what binds NCCL to the pages of a graph, for this process and its children.
+    """Prevent NCCL from registering a graph's pages, in this process and its children.
 
-    A resume puts new pages behind a graph's addresses, while collectives that NCCL registered at
-    the capture go on using the old ones. SGLang 0.5.23 does the same itself.
+    A resume maps new pages at a graph's addresses, but collectives that NCCL registered during the
+    capture would still use the old pages. SGLang 0.5.23 sets the variable itself.
     """
     if settings.graphs_are_pausable():
         os.environ.setdefault(_NCCL, "0")
 
 
 def _version() -> str:
-    """The version that SGLang says of itself."""
+    """Return the version that SGLang reports."""
     return str(importlib.import_module("sglang.version").__version__)
 
 
 def _first(what: str) -> bool:
-    """Whether this process has not come here before."""
+    """Return whether this is the first call with this name in the process."""
     mine = object()
     return _done.setdefault(what, mine) is mine
 
 
-_done: dict[str, object] = {}  # by name, the token of the call that came first
+_done: dict[str, object] = {}  # by name, the token of the first call

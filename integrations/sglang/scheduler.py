@@ -1,28 +1,28 @@
-"""Release and resume in SGLang's scheduler processes: all ranks or none, and never the end of one.
+"""Release and resume in SGLang's scheduler processes: on all ranks or none, and never fatal.
 
-SGLang's handlers trust their caller: a busy engine fails an assertion, a tag that is not released
-a KeyError, and what the saver raises passes through; each ends the engine. The hooks here stand
-around these handlers. They leave out what is done already, refuse what would be fatal, and do the
-saver's work themselves, where every rank of a tensor-parallel group learns of every other's failure
-before any goes on. SGLang's own handlers then do the rest (caches, model buffers, queues,
-bookkeeping), with a saver that does nothing.
+SGLang's handlers trust their caller: they assert that the engine is idle, raise a KeyError for a
+tag that is not released, and propagate the saver's exceptions; each of these ends the engine. The
+hooks here wrap these handlers. They skip tags that already are in the requested state, reject fatal
+calls, and do the saver's work themselves, with an exchange of failures between the ranks of a
+tensor-parallel group before any rank continues. SGLang's own handlers do the rest (caches, model
+buffers, queues, bookkeeping), with a saver that does nothing.
 
-| what happens | what holds then, on every rank |
+| event | state afterwards, on every rank |
 |---|---|
-| a release of what is released, a resume of what is not | nothing has changed; no error |
-| the engine is busy, or a tag unknown | nothing has changed |
-| a release is refused before it is done | mapped, with contents; the KV cache is flushed |
-| a release fails later | mapped; contents without a backup may be gone, the KV cache is flushed |
-| a resume fails | released as before, with backups; the same call may be made again |
+| a release of released tags, a resume of mapped tags | unchanged; no error |
+| the engine is busy, or a tag is unknown | unchanged |
+| a release is rejected before it runs | mapped, with contents; the KV cache is flushed |
+| a release fails later | mapped; contents without a backup may be lost, the KV cache is flushed |
+| a resume fails | released as before, with backups; the same call may be repeated |
 
-Where the way back fails too, on some ranks, the tags count as released, and the answer names the
-ranks that hold memory of them still (`Answer.held`). They give it back at the next release of the
-tags, or have it at the next resume.
+If the rollback fails as well, on some ranks, the tags count as released, and the answer names the
+tags that still have memory on some rank (`Answer.held`). The next release of the tags releases that
+memory, and the next resume uses it.
 
-The result travels in the answer to the tokenizer manager, whose methods return the answers of all
-schedulers, or raise. It is part of the server information, too. Pipeline stages decide each for
-itself. An engine whose saver is not memsaver's gets the checks only, and one whose handlers are not
-as expected nothing at all: it is not guarded.
+The result is part of the answer to the tokenizer manager, whose methods return the answers of all
+schedulers, or raise. The server information contains it as well. Each pipeline stage decides
+independently. An engine with a different saver gets only the checks. An engine with unexpected
+handlers gets no hooks, and is not protected.
 """
 
 from __future__ import annotations
@@ -33,38 +33,35 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.sglang import handlers, moves
-from memsaver.integrations.sglang.errors import EngineBusyError
-from memsaver.integrations.sglang.protocol import (
-    RELEASE_ORDER,
-    RESUME_ORDER,
-    WEIGHTS,
-    Answer,
-    Failure,
-    RankReport,
-    SchedulerState,
-)
-from memsaver.integrations.sglang.ranks import Group, first_failure
-from memsaver.integrations.sglang.updaters import resume_of, updater_of
+
+from ..engine import moves
+from ..engine.errors import EngineBusyError
+from ..engine.messages import Answer, Failure, RankReport, SchedulerState
+from ..engine.ranks import Group, first_failure
+from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
+from . import handlers
+from .protocol import text_of
+from .updaters import resume_of, updater_of
 
 __all__ = ["add_state", "release", "resume"]
 
-_LAST = "_memsaver_last_answer"  # of a scheduler
-_NAME = "_memsaver_name"  # of a scheduler
+# Attributes of a scheduler.
+_LAST = "_memsaver_last_answer"
+_NAME = "_memsaver_name"
 _logger = logging.getLogger("memsaver.sglang")
 
 
 def release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Around `SchedulerWeightUpdaterManager.release_memory_occupation`."""
+    """Wrap `SchedulerWeightUpdaterManager.release_memory_occupation`."""
     return _answered("release", RELEASE_ORDER, _release, original, updater, request)
 
 
 def resume(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Around `SchedulerWeightUpdaterManager.resume_memory_occupation`."""
+    """Wrap `SchedulerWeightUpdaterManager.resume_memory_occupation`."""
     return _answered("resume", RESUME_ORDER, _resume, original, updater, request)
 
 
@@ -76,12 +73,12 @@ def _answered(
     updater: Any,
     request: Any,
 ) -> Any:
-    """What both begin with, then `work(original, updater, request, asked tags, answer)`."""
+    """Begin either operation, then call `work(original, updater, request, tags, answer)`."""
     if handlers.is_running(updater) or not handlers.is_as_expected(updater):
         return original(updater, request)
     answer = _Answering(updater, operation)
     try:
-        asked = handlers.asked_tags(request, order)
+        asked = handlers.requested_tags(request, order)
     except ConfigError as error:
         return answer.refused(error)
     return work(original, updater, request, asked, answer)
@@ -99,7 +96,7 @@ def _release(
     if not moves.are_memsavers(RELEASE_ORDER):
         return _release_by_another(original, updater, request, tags, answer)
 
-    # What is released may have memory on some rank: see the end of `resume`.
+    # Released tags may still have memory on some rank: see the end of `_resume`.
     ranks = group.attempt(
         lambda: handlers.check_idle(updater) if tags or moves.is_mapped(asked) else None
     )
@@ -110,19 +107,21 @@ def _release(
     if not first_failure(ranks):
         ranks = moves.pause(group, asked)
     if not first_failure(ranks):
-        gave = [tag for tag in asked if tag in tags or _is_moved(tag, ranks)]
-        return answer.done(gave, ranks, held=answer.held - set(asked))
+        changed = [tag for tag in asked if tag in tags or _is_moved(tag, ranks)]
+        return answer.done(changed, ranks, held=answer.held - set(asked))
     if not tags:
-        return answer.failed(asked, ranks, "they are released, and some ranks have memory of them")
+        return answer.failed(
+            asked, ranks, "they count as released, but some ranks still have their memory"
+        )
 
-    # Some ranks may have given memory back, so all of them take it again. Where that is not to be
-    # had, the tags are released: of a rank that has them mapped, the next resume is easy.
+    # Some ranks may have released memory, so all of them map it again. If a rank cannot, the tags
+    # count as released: on a rank that has them mapped, the next resume does nothing.
     undone = moves.resume(group, tags)
-    updater.offload_tags.update(tags)  # also where the handler failed before it did so
+    updater.offload_tags.update(tags)  # even if the handler failed before it did so
     if first_failure(undone):
         then = (
-            "what other ranks gave back could not be had again, so that they are released: resume "
-            f"them; {_troubles(undone)}"
+            "memory that other ranks had released could not be mapped again, so the tags count as "
+            f"released: resume them; {_troubles(undone)}"
         )
         return answer.failed(tags, ranks, then, held=answer.held | set(tags))
     _restore(updater, request, tags)
@@ -133,7 +132,7 @@ def _release(
 def _prepare_release(
     original: Callable[..., Any], updater: Any, request: Any, tags: Sequence[str]
 ) -> None:
-    """SGLang's part, and no copy of anything on the device after it."""
+    """Run SGLang's part, and leave no copy of the model's buffers on the device."""
     handlers.run(original, updater, request, tags)
     if WEIGHTS in tags:
         handlers.move_stash_to_host(updater)
@@ -146,7 +145,7 @@ def _release_by_another(
     tags: Sequence[str],
     answer: _Answering,
 ) -> Any:
-    """With another saver: the checks only."""
+    """Release with a different saver: memsaver only runs the checks."""
     if not tags:
         return answer.done([], [])
     ranks = Group(updater.tp_cpu_group).attempt(lambda: handlers.check_idle(updater))
@@ -183,20 +182,20 @@ def _resume(
     if WEIGHTS in tags:
         handlers.keep_stash(updater, stash)
     if first_failure(again):
-        # A rank that cannot give it back again stays mapped, which the next call accepts.
+        # A rank that cannot release the memory again stays mapped, which the next call accepts.
         then = (
-            "they count as released, and ranks that had taken memory could not give it back: "
+            "they count as released, and ranks that had mapped memory could not release it: "
             f"{_troubles(again)}; release or resume them again"
         )
         return answer.failed(tags, failed, then, held=answer.held | set(tags))
-    then = "on every rank they are released as before; make room and resume them again"
+    then = "on every rank they are released as before; free memory and resume them again"
     return answer.failed(tags, failed, then, held=answer.held - set(tags))
 
 
 def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
-    """After `Scheduler.get_internal_state`: the state of the memory, under "memsaver".
+    """Add the state of the memory to the result of `Scheduler.get_internal_state`, as "memsaver".
 
-    It is left out where this SGLang is not as expected: whoever asks then sees no guard.
+    Omits it if SGLang's handlers are not as expected, so that callers see an unprotected engine.
     """
     try:
         updater = updater_of(scheduler)
@@ -207,7 +206,7 @@ def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
                 handlers.is_idle(updater),
                 getattr(scheduler, _LAST, None),
             )
-            result.internal_state["memsaver"] = state.fields()
+            result.internal_state["memsaver"] = asdict(state)
     except Exception as error:
         _log_once(f"{type(error).__name__}: {error}")
     return result
@@ -215,20 +214,19 @@ def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
 
 @functools.cache
 def _log_once(why: str) -> None:
-    _logger.error("memsaver cannot tell the state of this SGLang's memory: %s", why)
+    _logger.error("memsaver cannot report the state of SGLang's memory: %s", why)
 
 
 def _restore(updater: Any, request: Any, tags: Sequence[str]) -> None:
-    """SGLang's part of a resume, after a release that failed. Every rank gets here, or none.
+    """Run SGLang's part of a resume, after a failed release. Called on every rank, or on none.
 
-    Tag by tag: where the release failed before it had done its part for one, that one has less to
-    undo, and the others have it all the same.
+    Works tag by tag, because a release may have failed before SGLang's part ran for some tags.
     """
     again = resume_of(updater)
     stashed = handlers.stash_of(updater) is not None
     for tag in [tag for tag in RESUME_ORDER if tag in tags]:
         if tag == WEIGHTS and not stashed:
-            Group(updater.tp_cpu_group).barrier()  # where the ranks that have stashed them meet
+            Group(updater.tp_cpu_group).barrier()  # where the ranks with a stash wait
             continue
         try:
             handlers.run(again, updater, request, [tag])
@@ -239,14 +237,14 @@ def _restore(updater: Any, request: Any, tags: Sequence[str]) -> None:
     updater.offload_tags.difference_update(tags)
 
 
-# --- what goes back -------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 class _Answering:
-    """Makes the answer to one request, and keeps it for `add_state`.
+    """Creates the answer to one request, and keeps it for `add_state`.
 
     Attributes:
-        held: what the last answer said of it.
+        held: the previous answer's `held`; see `Answer`.
     """
 
     def __init__(self, updater: Any, operation: str) -> None:
@@ -274,7 +272,7 @@ class _Answering:
         held: Collection[str] | None = None,
         lost: Collection[str] = (),
     ) -> Any:
-        """The failure of the first rank that has one; `then` is how things are now."""
+        """Answer with the first failure of a rank; `then` describes the state afterwards."""
         rank = first_failure(ranks)
         failure = rank.failure if rank is not None else None
         if rank is not None and failure is not None and failure.kind != EngineBusyError.__name__:
@@ -305,11 +303,11 @@ class _Answering:
             tuple(sorted(lost)),
         )
         setattr(self._updater.scheduler, _LAST, answer)
-        return handlers.output_of(self._operation, answer.text())
+        return handlers.output_of(self._operation, text_of(answer))
 
 
 def _name(scheduler: Any) -> str:
-    """The name of a scheduler, which no other has: containers may share host names and pids."""
+    """Return a scheduler's unique name: containers may share host names and pids."""
     if not hasattr(scheduler, _NAME):
         name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(8)}"
         setattr(scheduler, _NAME, name)

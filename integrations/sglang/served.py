@@ -1,29 +1,35 @@
-"""An SGLang server behind the interface `engines.Engine`."""
+"""An SGLang server at a URL as an `Engine`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.sglang.errors import EngineError
-from memsaver.integrations.sglang.fields import parsed
-from memsaver.integrations.sglang.http_client import ANSWER_BYTES, HttpClient
-from memsaver.integrations.sglang.protocol import Answer, SchedulerState, states_of
+
+from ..engine.errors import EngineError
+from ..engine.fields import parsed
+from ..engine.http.client import ANSWER_BYTES, HttpClient
+from ..engine.messages import Answer, SchedulerState
+from .protocol import states_of
+from .replies import Reply, UnknownRequestError
 
 __all__ = ["GENERATION_BYTES", "GENERATION_SECONDS", "ServedEngine"]
 
 GENERATION_BYTES = 1 << 30  # tens of millions of tokens with their log-probabilities
 GENERATION_SECONDS = 3600.0
 
+_PATHS = {"check_weights": "weights_checker"}  # of requests whose path differs from the method
+
 
 class ServedEngine:
     """An SGLang server at a URL. Any thread may call it.
 
-    Every call has a timeout, which covers the lookup of the host to the last byte of the answer. An
-    answer has at most 64 MiB, and that of a generation 1 GiB. Redirects are errors, and no proxy is
-    used.
+    Every call has a timeout, which covers the time from the lookup of the host to the last byte of
+    the answer. An answer may have at most 64 MiB, or 1 GiB for a generation. Redirects are errors,
+    and no proxy is used.
 
     Args:
         url: the server's address, such as "http://host:30000".
@@ -60,13 +66,12 @@ class ServedEngine:
         info = parsed(self.get("/server_info", timeout), source)
         # No message quotes the answer, because a server's arguments may contain keys.
         if not isinstance(info, dict) or "internal_states" not in info:
-            raise EngineError(f"{source} is not the answer of an SGLang server: no internal_states")
+            raise EngineError(f"{source} did not answer like an SGLang server: no internal_states")
         return info
 
     def states(self, timeout: float) -> list[SchedulerState]:
         """See `Engine`."""
-        states: list[SchedulerState] = states_of(self.info(timeout)["internal_states"])
-        return states
+        return states_of(self.info(timeout)["internal_states"])
 
     def flush(self, timeout: float) -> bool:
         """See `Engine`."""
@@ -82,8 +87,30 @@ class ServedEngine:
         """See `Engine`."""
         self.post("/abort_request", {"abort_all": True}, timeout)
 
+    def abort_requests(self, rids: Sequence[str], timeout: float) -> None:
+        """Abort as many requests as the time allows, by their ids.
+
+        The server itself detects later that a client has disconnected.
+        """
+        deadline = time.monotonic() + timeout
+        for rid in rids:
+            if (left := deadline - time.monotonic()) <= 0:
+                return
+            self.post("/abort_request", {"rid": rid}, left)
+
+    def arguments(self, timeout: float) -> dict[str, Any]:
+        """Return the server's arguments and its version.
+
+        Raises:
+            EngineError: see `info`; or the server reports no version.
+        """
+        info = self.info(timeout)
+        if not isinstance(info.get("version"), str):
+            raise EngineError("the server is not an SGLang server: it reports no version of SGLang")
+        return info
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as `sglang.Engine.generate` does, with JSON arguments and results, no streams.
+        """Generate like `sglang.Engine.generate`, with JSON arguments and results, not streamed.
 
         Args:
             args: the prompt, unless it is passed by name.
@@ -93,10 +120,10 @@ class ServedEngine:
         if kwargs.get("stream"):
             raise ConfigError(
                 "generate does not stream from a server at a URL: send the request to the server "
-                "yourself, or leave out stream"
+                "yourself, or omit stream"
             )
         if len(args) > 1:
-            raise ConfigError("for a server at a URL, pass all arguments but the prompt by name")
+            raise ConfigError("for a server at a URL, pass all arguments except the prompt by name")
         timeout = kwargs.pop("timeout", GENERATION_SECONDS)
         payload = {name: value for name, value in kwargs.items() if value is not None}
         prompt = payload.pop("prompt", args[0] if args else None)
@@ -109,24 +136,28 @@ class ServedEngine:
         text = self.post("/generate", payload, timeout, GENERATION_BYTES)
         return parsed(text, "the server's answer")
 
-    def asked(self, name: str, payload: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Call a path whose answer says whether the call succeeded, and return the answer.
+    def ask(self, name: str, payload: Mapping[str, Any], timeout: float) -> Reply:
+        """Send one of SGLang's requests, by the name of its method.
 
         Raises:
-            EngineError: the call failed, or the server answered that it did not succeed.
+            UnknownRequestError: this version of SGLang does not have the method.
+            EngineError: the server's answer does not report whether the request succeeded.
         """
-        text = self.post(f"/{name}", payload, timeout)
-        answer = parsed(text, "the server's answer")
-        told = answer if isinstance(answer, dict) else {}
-        if told.get("success") is False:
-            why = self._client.hidden_in(str(told.get("message")))
-            raise EngineError(f"the server refused {name}: {why}")
-        return told
+        path = f"/{_PATHS.get(name, name)}"
+        status, text = self._client.ask(path, payload, timeout)
+        fields = _fields_in(text, required=status == HTTPStatus.OK)
+        success = fields.get("success")
+        if status != HTTPStatus.OK and not isinstance(success, bool):
+            failed = self._client.error_for(path, status, text)
+            if status == HTTPStatus.NOT_FOUND:
+                raise UnknownRequestError(failed.message)
+            raise failed
+        message = self._client.hidden_in(str(fields.get("message", "")))
+        return Reply(success is not False, message, fields.get("ranks") or ())
 
     def get(self, path: str, timeout: float) -> str:
-        """Return the server's answer to a GET. Raises as `post` does."""
-        text: str = self._client.get(path, timeout)
-        return text
+        """Return the server's answer to a GET. Raises like `post`."""
+        return self._client.get(path, timeout)
 
     def post(
         self,
@@ -136,10 +167,19 @@ class ServedEngine:
         max_bytes: int = ANSWER_BYTES,
     ) -> str:
         """Post JSON, and return the server's answer. See `HttpClient.post`."""
-        text: str = self._client.post(path, payload, timeout, max_bytes)
-        return text
+        return self._client.post(path, payload, timeout, max_bytes)
 
-    def excerpt(self, text: object, characters: int = 1000) -> str:
-        """Return the beginning of a text of the server for a message, with the key replaced."""
-        shown: str = self._client.excerpt(text, characters)
-        return shown
+
+def _fields_in(text: str, *, required: bool) -> dict[str, Any]:
+    """Return the fields of a JSON object; {} for other JSON and, if not `required`, other text.
+
+    Raises:
+        EngineError: the text is `required` to be JSON and is not.
+    """
+    try:
+        found = parsed(text, "the server's answer")
+    except EngineError:
+        if required:
+            raise
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,7 +1,7 @@
-"""The object that has SGLang's handlers of release and resume, and their state.
+"""The object that has SGLang's handlers for release and resume, and their state.
 
-It is the scheduler's weight updater, or before SGLang had that (0.5.12, say) the scheduler itself,
-by a mixin. memsaver's hooks are written for an updater, and see such a scheduler as one.
+It is the scheduler's weight updater, or in older versions such as 0.5.12 the scheduler itself,
+through a mixin. memsaver's hooks are written for an updater, and wrap such a scheduler as one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _HANDLER = "release_memory_occupation"
 
 
 class SchedulerAsUpdater:
-    """A scheduler with the handlers, as a weight updater: what is set here is set there.
+    """A scheduler with the handlers, used as a weight updater: its attributes are the scheduler's.
 
     Attributes:
         scheduler: the scheduler.
@@ -37,24 +37,24 @@ class SchedulerAsUpdater:
 
 
 def updater_of(scheduler: Any) -> Any:
-    """The updater of a scheduler. AttributeError where it has neither one nor the handlers."""
+    """Return a scheduler's updater. Raises `AttributeError` without an updater and handlers."""
     if hasattr(scheduler, "weight_updater") or not hasattr(scheduler, _HANDLER):
         return scheduler.weight_updater
     return SchedulerAsUpdater(scheduler)
 
 
 def resume_of(updater: Any) -> Callable[..., Any]:
-    """The handler of a resume, as a function of the updater."""
+    """Return SGLang's resume handler, as a function of the updater."""
     owner = updater.scheduler if isinstance(updater, SchedulerAsUpdater) else updater
     handler: Callable[..., Any] = type(owner).resume_memory_occupation
     return handler
 
 
 def of_scheduler(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook around an updater's handler, for the same handler of a scheduler."""
+    """Adapt a hook for an updater's handler to the same handler of a scheduler."""
 
     def call(original: Callable[..., Any], owner: Any, request: Any) -> Any:
-        # The handlers are called with the updater that memsaver has made already, too.
+        # memsaver's own calls of the handlers pass an updater that it has made.
         known = isinstance(owner, SchedulerAsUpdater)
         return hook(original, owner if known else SchedulerAsUpdater(owner), request)
 

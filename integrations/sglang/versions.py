@@ -1,4 +1,4 @@
-"""Which versions of SGLang the plugin was made for."""
+"""The versions of SGLang that the plugin supports."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 
 __all__ = ["doubt", "is_too_old"]
 
-TRIED = ("0.5.16",)  # its engine was run
-READ = ("0.5.12", "0.5.23")  # its source was followed
+TRIED = ("0.5.16",)  # tested with a running engine
+READ = ("0.5.12", "0.5.23")  # source code reviewed
 PLUGINS_SINCE = "0.5.11"
 
 
 def doubt(version: str) -> str | None:
-    """What a user of this SGLang should be told, if anything.
+    """Return a warning for users of this version of SGLang, or None.
 
-    A post release or a local version counts as the release that it belongs to.
+    A post release or a local version counts as its release.
     """
     release = _release(version)
     if release in [_release(known) for known in (*TRIED, *READ)]:
@@ -26,19 +26,19 @@ def doubt(version: str) -> str | None:
             "integrations/torch_memory_saver in memsaver's source tree"
         )
     return (
-        f"memsaver was not tried with SGLang {version} (tried: {', '.join(TRIED)}; source read: "
-        f"{', '.join(READ)}). If memory is not given back or the engine misbehaves, set "
+        f"memsaver was not tested with SGLang {version} (tested: {', '.join(TRIED)}; source "
+        f"reviewed: {', '.join(READ)}). If memory is not released or the engine misbehaves, set "
         "MEMSAVER_SGLANG=0 to use SGLang without memsaver, and report it"
     )
 
 
 def is_too_old(version: str) -> bool:
-    """Whether it has no plugins, nor what came with them. A development version is not too old."""
+    """Return whether a version lacks plugins. A development version is never too old."""
     release = _release(version)
     return bool(release) and release < _release(PLUGINS_SINCE)
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a release; empty for a development version, which is like no other."""
+    """Return the numbers of a release; empty for a development version."""
     found = re.fullmatch(r"v?(\d+(?:\.\d+)*)(?:\.post\d+)?(?:\+.*)?", version.strip())
     return tuple(map(int, found[1].split("."))) if found else ()

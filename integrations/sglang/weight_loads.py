@@ -1,15 +1,11 @@
-"""Weight updates in SGLang's scheduler processes: checked, and never the end of one.
+"""Verified weight updates in SGLang's scheduler processes, whose failures do not end the engine.
 
-SGLang takes a name that the model does not know for a reason to log, and what a loader raises, a
-shape that does not match say, ends the engine. For an update that has an `Order` with it, each rank
-
-1. compares what came with what was sent, by digests, and loads nothing where that differs;
-2. loads, and sees which tensors nothing of the model was written from;
-3. compares what the model holds then with what it was given (`held_weights`);
-4. waits for its device: the sender may write over its memory when it has the answer.
-
-All ranks of the group then tell what they found, also one whose load failed. Without an order,
-SGLang's own handlers are as ever.
+SGLang only logs names that the model does not know, and an exception raised in a loader (for
+example, on a shape mismatch) ends the engine. For an update that carries a `VerificationRequest`,
+each rank runs the checks of `LoadCheck` around SGLang's own handlers, and then waits for its
+device: the sender may overwrite its memory as soon as it has the answer. The answer contains the
+results of all ranks of the group, even if their load failed. Updates without a request use SGLang's
+handlers unchanged.
 """
 
 from __future__ import annotations
@@ -17,20 +13,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import os
-import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
-from memsaver.errors import MemsaverError
-from memsaver.integrations.sglang.digests import digest
-from memsaver.integrations.sglang.errors import EngineError
-from memsaver.integrations.sglang.held_weights import Load, Named, differing, watched
-from memsaver.integrations.sglang.protocol import Failure
-from memsaver.integrations.sglang.ranks import Group
-from memsaver.integrations.sglang.weight_checks import Order, RankCheck, answer_text, is_good
+from ..engine.errors import EngineError
+from ..engine.messages import Failure
+from ..engine.ranks import Group
+from ..engine.weights.checks import RankCheck, is_good
+from ..engine.weights.load_check import LoadCheck
+from .protocol import text_of_checks, verification_of
 
 __all__ = ["load_broadcast", "load_given", "load_tensors", "load_through"]
 
@@ -39,36 +32,37 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 def load_tensors(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Around `SchedulerWeightUpdaterManager.update_weights_from_tensor`."""
-    return _load(original, updater, request, meets=True)
+    """Wrap `SchedulerWeightUpdaterManager.update_weights_from_tensor`."""
+    return _load(original, updater, request, has_barrier=True)
 
 
 def load_broadcast(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Around `SchedulerWeightUpdaterManager.update_weights_from_distributed`."""
-    return _load(original, updater, request, meets=False)
+    """Wrap `SchedulerWeightUpdaterManager.update_weights_from_distributed`."""
+    return _load(original, updater, request, has_barrier=False)
 
 
 def load_given(
     original: Callable[..., Any], runner: Any, named_tensors: Any, load_format: str | None = None
 ) -> Any:
-    """Around `WeightUpdater.update_weights_from_tensor`."""
+    """Wrap `WeightUpdater.update_weights_from_tensor`."""
     check = _current[-1] if _current else None
     if check is None or load_format != _DIRECT:
         return load_through(original, runner, named_tensors, load_format)
     direct = sys.modules[type(runner).__module__]._model_load_weights_direct
     model = runner.get_model()
-    return check.direct(
+    loaded = check.run(
         model,
-        named_tensors,
-        lambda: original(runner, named_tensors, load_format),
+        list(named_tensors),
+        lambda _: original(runner, named_tensors, load_format),
         lambda given: direct(model, given),
     )
+    return (False, check.trouble) if check.trouble else loaded
 
 
 def load_through(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
-    """Around the methods of a runner's `WeightUpdater` that call the model's loader.
+    """Wrap the methods of a runner's `WeightUpdater` that call the model's loader.
 
-    A scheduler has a second runner where it has a draft model.
+    A scheduler with a draft model has a second runner.
     """
     check = _current[-1] if _current else None
     if check is None:
@@ -78,26 +72,26 @@ def load_through(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
     return (False, check.trouble) if check.trouble else result
 
 
-def _load(original: Callable[..., Any], updater: Any, request: Any, *, meets: bool) -> Any:
-    """SGLang's handler, with the checks that were ordered. Collective over the group.
+def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barrier: bool) -> Any:
+    """Run SGLang's handler with the requested checks. Collective over the group.
 
     Args:
         original: the handler.
-        updater: whose it is.
-        request: with an order, or without.
-        meets: whether the handler ends with a barrier of the group, where the ranks without an
-            error wait for one that has one.
+        updater: the object that has the handler.
+        request: SGLang's request, which may carry a verification request.
+        has_barrier: whether the handler ends with a barrier of the group, at which ranks without an
+            error wait for a rank with one.
     """
     group = Group(updater.tp_cpu_group)
     try:
-        order = Order.from_text(getattr(request, "rid", None))
-        if order is not None:
-            order.check_ranks(group.size)
-    except EngineError as error:  # on all ranks alike, which have the same text
-        return _output_of(meets)(success=False, message=str(error))
-    if order is None:
+        verification = verification_of(getattr(request, "rid", None))
+        if verification is not None:
+            verification.check_ranks(group.size)
+    except EngineError as error:  # on all ranks, because they have the same text
+        return _output_of(has_barrier)(success=False, message=str(error))
+    if verification is None:
         return original(updater, request)
-    check = _Check(order, group.rank)
+    check = LoadCheck(verification, group.rank)
     _current.append(check)
     done, message = False, ""
     try:
@@ -107,24 +101,23 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, meets: bo
     except Exception as error:
         _logger.exception("an update of the weights failed")
         check.fail(error)
-        if meets:
+        if has_barrier:
             group.barrier()
     finally:
         _current.pop()
     if not done and not check.trouble:
         check.failure = check.failure or Failure("EngineError", message)
-    _synchronize(check)
+    check.synchronize()
     checks = [RankCheck.from_fields(fields) for fields in group.gather(asdict(check.found()))]
-    return _output_of(meets)(success=is_good(checks), message=answer_text(checks))
+    return _output_of(has_barrier)(success=is_good(checks), message=text_of_checks(checks))
 
 
 @contextlib.contextmanager
 def _flushing_past_waiting(updater: Any) -> Iterator[None]:
-    """For the block, requests that wait while the scheduler is paused do not bar a flush.
+    """Make a paused scheduler able to flush its cache while requests wait, for the block.
 
-    They have nothing in the KV cache: a pause took it from those that were running. SGLang 0.5.16
-    refuses all the same, which leaves them to go on with what old weights computed; later versions
-    see it as this does.
+    Waiting requests have no data in the KV cache, because a pause dropped it. SGLang 0.5.16 rejects
+    the flush, so that they would continue with results of the old weights; later versions flush.
     """
     scheduler: Any = getattr(updater, "scheduler", None)
     if not getattr(scheduler, "_engine_paused", False) or (
@@ -156,152 +149,4 @@ def _output_of(tensors: bool) -> Any:
     return io_struct.UpdateWeightsFromDistributedReqOutput
 
 
-def _synchronize(check: _Check) -> None:
-    """Wait until the device has read what was sent."""
-    import torch
-
-    try:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-    except RuntimeError as error:
-        check.fail(error)
-
-
-class _Check:
-    """The checks of one update on this rank.
-
-    Attributes:
-        trouble: why the update counts as failed, beside what SGLang says of it; or "".
-        failure: what went wrong, or None.
-    """
-
-    def __init__(self, order: Order, rank: int) -> None:
-        self.trouble = ""
-        self.failure: Failure | None = None
-        self._rank = rank
-        self._digests = order.digests(rank)
-        self._looked_at = {order.names[at] for at in order.looked_at}
-        self._names = order.names
-        self._received: set[str] = set()
-        self._damaged: set[str] = set()
-        self._held: set[str] = set()
-        self._differing: set[str] = set()
-        self._used: set[str] = set()
-        self._unverified: list[str] = []
-
-    def fail(self, error: BaseException) -> None:
-        """Note that the update failed, where it had not before."""
-        failure = Failure.of(error)
-        if not isinstance(error, MemsaverError):
-            failure = replace(failure, message=f"{failure.kind}: {failure.message}")
-        self.failure = self.failure or failure
-
-    def found(self) -> RankCheck:
-        """What was found."""
-        return RankCheck(
-            self._rank,
-            socket.gethostname(),
-            os.getpid(),
-            len(self._received),
-            len(self._held - self._differing),
-            self._in_order(self._damaged),
-            self._in_order(self._differing),
-            self._in_order(set(self._names) - self._used) if self._is_through() else (),
-            "; ".join(dict.fromkeys(self._unverified)),
-            self.failure,
-        )
-
-    @contextlib.contextmanager
-    def around_loader(self, model: Any) -> Iterator[None]:
-        """For the block, the model's loader does the checks around its work."""
-        theirs = vars(model).get("load_weights")
-        load = model.load_weights
-
-        def checked(weights: Iterable[tuple[str, Any]], *args: Any, **named: Any) -> Any:
-            given = list(weights)
-            return self._through(
-                model,
-                given,
-                lambda tensors: load(tensors, *args, **named),
-                lambda tensors: load(tensors, *args, **named),
-            )
-
-        model.load_weights = checked
-        try:
-            yield
-        finally:
-            if theirs is None:
-                del model.load_weights
-            else:
-                model.load_weights = theirs
-
-    def direct(
-        self, model: Any, tensors: Any, original: Callable[[], Any], load: Load
-    ) -> tuple[bool, str]:
-        """A load past the model's loader, of tensors in the model's own layout.
-
-        Args:
-            model: the model.
-            tensors: names and tensors.
-            original: loads them all, as SGLang does.
-            load: loads those that it is given, likewise.
-        """
-        loaded = self._through(model, list(tensors), lambda _: original(), load)
-        return (False, self.trouble) if self.trouble else loaded
-
-    def _through(self, model: Any, named: Named, load: Load, again: Load) -> Any:
-        if self._is_damaged(named):
-            return None
-        result, unused = watched(model, named, load)
-        self._used.update(name for name, _ in named if name not in unused)
-        self._refuse_taken(model, named)
-        self._compare(model, named, again)
-        return result
-
-    def _is_damaged(self, named: Named) -> bool:
-        """Whether something came otherwise than it was sent."""
-        came = dict(named)
-        for name, sent in self._digests.items():
-            if name in came and digest(came[name], like=sent) == sent:
-                self._received.add(name)
-            else:
-                self._damaged.add(name)
-        if self._damaged:
-            self.trouble = f"{', '.join(sorted(self._damaged))} came otherwise than sent"
-        return bool(self._damaged)
-
-    def _refuse_taken(self, model: Any, named: Named) -> None:
-        """Raise where the model goes on using memory that is the sender's."""
-        theirs = {t.untyped_storage().data_ptr() for _, t in named if t.numel()}
-        for name, tensor in model.named_parameters():
-            if tensor.numel() and tensor.untyped_storage().data_ptr() in theirs:
-                raise RuntimeError(
-                    f"the model's loader keeps what it is given as {name}, which is memory of the "
-                    "sender's: send tensors that the engine may keep"
-                )
-
-    def _compare(self, model: Any, named: Named, load: Load) -> None:
-        """What the model holds with what it was given, of what is to be looked at."""
-        chosen = [(n, t) for n, t in named if n in self._looked_at and n in self._used]
-        if not chosen:
-            return
-        try:
-            other = differing(model, chosen, load)
-        except Exception as error:
-            _logger.exception("what the model holds could not be compared with what it was given")
-            self._unverified.append(f"{type(error).__name__}: {error}")
-            return
-        self._held.update(name for name, _ in chosen)
-        self._differing.update(other)
-        if other:
-            self.trouble = f"the model holds something else of {', '.join(other)}"
-
-    def _is_through(self) -> bool:
-        """Whether the bucket was loaded."""
-        return self.failure is None and not self._damaged
-
-    def _in_order(self, names: set[str]) -> tuple[str, ...]:
-        return tuple(name for name in self._names if name in names)
-
-
-_current: list[_Check] = []  # of the update under way; a scheduler does one thing at a time
+_current: list[LoadCheck] = []  # of the update in progress; a scheduler runs one at a time

@@ -1,4 +1,4 @@
-"""Build of the library that LD_PRELOAD names; the project's metadata is in pyproject.toml."""
+"""Builds the library for LD_PRELOAD; the project's metadata is in pyproject.toml."""
 
 import sys
 
@@ -11,8 +11,9 @@ if int(setuptools_version.split(".")[0]) < 77:
         f"{setuptools_version}. Build with isolation, or `pip install 'setuptools>=77'` first."
     )
 
-# Frameworks look for any of these names beside the package. It is the same library: memsaver works
-# with every CUDA version. No Python module either: "abi3" says that it fits every Python.
+# Frameworks look for one of these names next to the package. All are the same library, because
+# memsaver works with every CUDA version. "abi3" means that it works with every Python version: it
+# is not a Python module.
 NAMES = [
     "torch_memory_saver_hook_mode_preload",
     "torch_memory_saver_hook_mode_preload_cu12",

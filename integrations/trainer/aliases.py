@@ -13,12 +13,7 @@ import sys
 from collections import Counter, defaultdict
 from typing import Any
 
-from memsaver.integrations.trainer.references import (
-    TEMPORARY,
-    arrays_of_numpy,
-    instances_of,
-    references_to,
-)
+from .references import TEMPORARY, arrays_of_numpy, instances_of, references_to
 
 __all__ = ["Aliases"]
 
@@ -58,7 +53,7 @@ class Aliases:
         return self._users[_storage_id(self._tensors[at])]
 
     def obstacle(self, at: int) -> str | None:
-        """Say why the storage of the tensor at index `at` cannot be moved; None if it can.
+        """Return why the storage of the tensor at index `at` cannot be moved; None if it can.
 
         The caller must not refer to the storage object, because such a reference is an obstacle.
         """
@@ -81,7 +76,7 @@ class Aliases:
         if is_shown and _meets(addresses, self._numpys()):
             return "shares its memory with a numpy array"
         if any(self._is_exported(users, index, is_shown) for index in range(len(users))):
-            return "is used by something that has its address, such as a numpy array or DLPack"
+            return "is used through its address, for example by a numpy array or DLPack"
         return None
 
     def _note(self, tensor: Any, ids: set[int]) -> None:
@@ -92,7 +87,7 @@ class Aliases:
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
-            return  # it has none
+            return  # the tensor has no storage
         if storage._cdata in ids:
             self._users[storage._cdata].append(tensor)
         elif storage.device.type == "cpu" and storage.nbytes():

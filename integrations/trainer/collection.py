@@ -1,4 +1,4 @@
-"""The memory of some targets, brought into a tag: what is there now, and what comes later."""
+"""Moves the memory of targets into a tag: existing memory at once, new memory later."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from memsaver import observers, simulator
+from memsaver import simulator
+from memsaver._memory.torch_mode import torch_pools
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver._transitions import observers
 from memsaver.errors import ConfigError, MemsaverWarning
-from memsaver.integrations.trainer.device_storages import DeviceStorages
-from memsaver.integrations.trainer.guards import (
-    check_mapped,
-    check_tags_mapped,
-    guard_module,
-    guard_optimizer,
-    guard_parts,
-)
-from memsaver.integrations.trainer.holdings import (
+
+from .device_storages import DeviceStorages
+from .guards import check_mapped, check_tags_mapped, guard_module, guard_optimizer, guard_parts
+from .holdings import (
     Holding,
     gradients_of,
     holdings_of,
@@ -30,14 +28,12 @@ from memsaver.integrations.trainer.holdings import (
     storages_of,
     weights_of,
 )
-from memsaver.integrations.trainer.places import Places, tag_of
-from memsaver.integrations.trainer.simulated_storages import SimulatedStorages
-from memsaver.interrupts import signals_deferred
-from memsaver.torch_mode import torch_pools
+from .places import Places, tag_of
+from .simulated_storages import SimulatedStorages
 
 __all__ = ["Collection"]
 
-# Whose frames lie between a program's step and a hook after it.
+# Packages whose frames are between the program's step and a hook that runs after it.
 _BETWEEN = {"memsaver", "torch", "contextlib"}
 _watching: weakref.WeakSet[Collection] = weakref.WeakSet()
 
@@ -66,11 +62,11 @@ class Collection:
 
     @property
     def targets(self) -> list[Any]:
-        """Those that still live."""
+        """The targets that are still alive."""
         return [target for ref in self._targets if (target := ref()) is not None]
 
     def bytes(self) -> tuple[int, int]:
-        """Bytes of the targets' storages in the tag, and of those elsewhere on the device."""
+        """Return the bytes of the targets' storages in the tag, and elsewhere on the device."""
         with self._lock:
             inside = outside = 0
             for storage, _ in self._storages(self.targets, gradients=self._gradients):
@@ -81,16 +77,16 @@ class Collection:
             return inside, outside
 
     def devices(self) -> list[int]:
-        """The indices of the CUDA devices that the targets are on; none on the simulator."""
+        """Return the indices of the targets' CUDA devices; none on the simulated driver."""
         found = {storage.device for storage, _ in self._storages(self.targets, gradients=True)}
         return sorted(device.index for device in found if device.type == "cuda")
 
     def check(self) -> None:
-        """Whether all that there is, but for gradients, may go into the tag. Moves nothing.
+        """Check that all existing memory except gradients may move into the tag. Moves nothing.
 
         Raises:
-            ConfigError: something must stay where it is: what it is, and why; or what comes later
-                goes to another tag already.
+            ConfigError: some memory must stay in place (the message names it and the reason), or
+                an optimizer's new states already go to another tag.
         """
         import torch
 
@@ -109,14 +105,14 @@ class Collection:
             self._movable(self._outside(self.targets, gradients=False), strict=True)
 
     def gather(self, *, gradients: bool = True) -> None:
-        """Bring into the tag what is not in it, but for what must stay where it is.
+        """Move all memory into the tag that is not in it yet, except memory that must stay.
 
         Args:
-            gradients: those, too, unless this is made without them.
+            gradients: whether to move gradients as well; ignored if this object excludes them.
 
         Raises:
-            OutOfDeviceMemoryError: for a storage, or a batch of them; what was moved before stays
-                in the tag, the rest where it was, and the same call goes on from there.
+            OutOfDeviceMemoryError: no room for a storage or a batch; memory that was moved stays in
+                the tag, the rest in place, and a repeated call continues from there.
             InvalidStateError: the tag is paused.
         """
         with self._lock:
@@ -124,15 +120,15 @@ class Collection:
             self._move(self.targets, gradients=self._gradients and gradients)
 
     def trim(self) -> None:
-        """Give back what deleted tensors hold in the tag, gradients' above all: before a pause."""
+        """Release the memory of deleted tensors in the tag, mainly of gradients."""
         with self._lock:
             self._memory.trim(self.tag)
 
     def watch(self) -> None:
-        """Gather from now on what comes later, and refuse work while the tag has no memory.
+        """Start moving new memory into the tag, and reject work while the tag has no memory.
 
         Raises:
-            ConfigError: a target takes no hooks; none is watched then.
+            ConfigError: a target accepts no hooks; no target is watched.
         """
         import torch
 
@@ -174,7 +170,7 @@ class Collection:
             _watching.add(self)
 
     def unwatch(self) -> None:
-        """The end of `watch`; what is in the tag stays there. Twice is allowed."""
+        """Stop `watch`; memory in the tag stays there. Idempotent."""
         _watching.discard(self)
         self._hooks.close()
         self._leave_parts()
@@ -205,7 +201,7 @@ class Collection:
         self._check(what)
         check_tags_mapped(_touched_by_step(optimizer), what)
         if self._seen.get(id(optimizer)) != _size(optimizer):
-            self._seen.pop(id(optimizer), None)  # the program has cleared or set some
+            self._seen.pop(id(optimizer), None)  # the program has deleted or added states
 
     def _before_load(self, optimizer: Any) -> None:
         self._check("the optimizer's load_state_dict")
@@ -215,20 +211,20 @@ class Collection:
         self._after_step(optimizer)
 
     def _after_step(self, optimizer: Any) -> None:
-        """Gather states that are new. What fails here has no caller: the step is done."""
+        """Move new states into the tag. Failures become warnings, because the step is done."""
         if self._seen.get(id(optimizer)) == _size(optimizer):
             return
         pools = torch_pools(required=False)
         if pools is not None and pools.is_capturing():
-            return  # what a capture makes is the graph's
+            return  # memory that is allocated during a capture belongs to the graph
         try:
             with self._lock:
                 self._move([optimizer], gradients=False)
         except RuntimeError as error:  # memsaver's and torch's
-            self._seen[id(optimizer)] = _size(optimizer)  # the next step would find the same
+            self._seen[id(optimizer)] = _size(optimizer)  # the next step would fail the same way
             warnings.warn(
                 f"states of an optimizer could not be moved into tag {self.tag!r} after the step "
-                f"or load_state_dict that made them; the next pause of the tag tries it again: "
+                f"or load_state_dict that created them; the next pause of the tag tries again: "
                 f"{error}",
                 MemsaverWarning,
                 stacklevel=_frames_of_others(),
@@ -253,7 +249,7 @@ class Collection:
         """Return each storage of the targets on the device, with the first holding of it.
 
         Without `parameters`, leaves out an optimizer's states that share a storage with a
-        parameter: they stay with the parameter, wherever it lies.
+        parameter: they stay with the parameter.
         """
         import torch
 
@@ -310,9 +306,9 @@ def _size(optimizer: Any) -> int:
 
 
 def _frames_of_others() -> int:
-    """The `stacklevel`, for a warning of the caller's, of the innermost frame that is not torch's.
+    """Return the `stacklevel` with which the caller's warning names the program's own frame.
 
-    Between that one and a hook lie as many of torch's as its version and its compiler put there.
+    The number of torch's frames in between depends on its version and compiler.
     """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None:

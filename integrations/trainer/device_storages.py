@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from memsaver._inspection.statistics import device_memory
+from memsaver._memory.regions import region
+from memsaver._memory.torch_mode import suspended, torch_pools
+from memsaver._runtime.native import _C
+from memsaver._runtime.text import size_text
 from memsaver.errors import InvalidStateError, MemsaverError, OutOfDeviceMemoryError
-from memsaver.integrations.trainer.holdings import Holding
-from memsaver.integrations.trainer.places import tag_of
-from memsaver.native import _C
-from memsaver.regions import region
-from memsaver.statistics import device_memory
-from memsaver.text import size_text
-from memsaver.torch_mode import suspended, torch_pools
+
+from .holdings import Holding
+from .places import tag_of
 
 __all__ = ["DeviceStorages"]
 
-# Storages that share a region, and so a pool: many small pools waste memory, a large batch exists
-# twice for a moment.
+# The size of a batch of storages, which share a region and so a pool. Many small pools waste
+# memory, but a batch exists twice while it is moved.
 _BATCH_BYTES = 512 << 20
 
 
@@ -24,7 +25,7 @@ class DeviceStorages:
     """The memory of CUDA tensors."""
 
     def takes(self, holding: Holding) -> bool:
-        """Whether a tensor is in device memory."""
+        """Return whether a tensor is in device memory."""
         return bool(holding.tensor.is_cuda)
 
     def move(self, tensors: list[Any], tag: str) -> None:
@@ -62,10 +63,10 @@ class DeviceStorages:
                     torch.cuda.current_stream(device).synchronize()
 
     def trim(self, tag: str) -> None:
-        """Give the memory of deleted tensors of the tag back, where nothing else lies beside it.
+        """Release the memory of the tag's deleted tensors from segments without live tensors.
 
-        Such as that of gradients which went into the tag with the last pause: torch uses it for
-        nothing, and gives it back with all that it caches.
+        For example, memory of gradients that the last pause moved into the tag: torch does not
+        reuse it, and releases it with the rest of its cache.
         """
         import torch
 
@@ -78,7 +79,7 @@ class DeviceStorages:
 
 
 def _batch(waiting: list[Any]) -> list[Any]:
-    """The next storages to move together: one, or as many as leave room."""
+    """Return the next storages to move together: one, or as many as memory permits."""
     room = min(device_memory(index)[0] for index in {s.device.index for s in waiting}) // 2
     taken, total = 1, waiting[0].nbytes()
     for storage in waiting[1:]:
@@ -90,7 +91,7 @@ def _batch(waiting: list[Any]) -> list[Any]:
 
 
 def _move_batch(batch: list[Any], tag: str) -> None:
-    """In a region of their own."""
+    """Move storages in a new region."""
     import torch
 
     devices = sorted({storage.device.index for storage in batch})
@@ -100,15 +101,15 @@ def _move_batch(batch: list[Any], tag: str) -> None:
                 _check_pool(device, tag)
             for storage in batch:
                 _move(storage, tag)
-    except torch.OutOfMemoryError as error:  # of a storage, or of what a region needs itself
+    except torch.OutOfMemoryError as error:  # for a storage, or for the region itself
         storage = next((s for s in batch if tag_of(s) != tag), batch[-1])
         nbytes, index = storage.nbytes(), storage.device.index
         free = device_memory(index)[0]
         failure = OutOfDeviceMemoryError(
             f"CUDA out of memory: moving {size_text(nbytes)} of {storage.device} into tag {tag!r} "
-            f"needs that much beside it for a moment, and {size_text(free)} is free; what was "
-            "moved before stays there, the rest is as it was: free some memory and do the same "
-            "again",
+            f"temporarily needs the same amount again, and {size_text(free)} is free. Tensors that "
+            "were already moved stay in the tag, the others are unchanged: free some memory and "
+            "repeat the call",
             tag=tag,
         )
         failure.needed, failure.free = nbytes, free
@@ -116,20 +117,23 @@ def _move_batch(batch: list[Any], tag: str) -> None:
 
 
 def _check_pool(device: int, tag: str) -> None:
-    """Whether a region that is open gets this thread's memory: of several pools, torch decides."""
+    """Check that torch allocates this thread's memory from the open region's pool.
+
+    If several pools are open, torch chooses one of them.
+    """
     import torch
 
     probe = torch.empty(1, dtype=torch.uint8, device=torch.device("cuda", device))
     if tag_of(probe.untyped_storage()) != tag:
         raise InvalidStateError(
-            f"nothing can be moved into tag {tag!r} here, as torch gives this thread's memory to "
-            "another pool: leave torch.cuda.use_mem_pool first; nothing has been moved",
+            f"cannot move memory into tag {tag!r}: torch allocates this thread's memory from "
+            "another pool; leave torch.cuda.use_mem_pool first. Nothing was moved",
             tag=tag,
         )
 
 
 def _move(storage: Any, tag: str) -> None:
-    """In a region of the tag."""
+    """Move a storage into the open region."""
     import torch
 
     device = storage.device
@@ -139,7 +143,7 @@ def _move(storage: Any, tag: str) -> None:
     storage.resize_(storage.nbytes())  # new memory from the region's pool, and a copy
     if tag_of(storage) != tag:
         raise MemsaverError(
-            f"torch {torch.__version__} did not take memory of tag {tag!r} for a storage that was "
-            "to move there: its allocator is not the one that regions work with",
+            f"torch {torch.__version__} did not allocate memory of tag {tag!r} for a storage that "
+            "was being moved there: its allocator is not the one that regions work with",
             tag=tag,
         )

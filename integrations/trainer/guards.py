@@ -1,4 +1,4 @@
-"""Hooks on optimizers and modules that refuse to work on memory that is not there."""
+"""Hooks on optimizers and modules that reject work on paused memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
+from memsaver._runtime.native import _C, STATES, State
+from memsaver._transitions.handles import state
 from memsaver.errors import ConfigError, InvalidStateError
-from memsaver.handles import state
-from memsaver.integrations.trainer.holdings import Holding
-from memsaver.integrations.trainer.places import tag_of
-from memsaver.native import _C, STATES, State
+
+from .holdings import Holding
+from .places import tag_of
 
 __all__ = [
     "Guard",
@@ -21,30 +22,29 @@ __all__ = [
     "guard_parts",
 ]
 
-Check: TypeAlias = Callable[[str], object]  # of what is about to happen; raises if it must not
-Told: TypeAlias = Callable[[Any], object]  # of the optimizer
+Check: TypeAlias = Callable[[str], object]  # takes the name of an operation; raises to prevent it
+Hook: TypeAlias = Callable[[Any], object]  # takes the optimizer
 
 _FORWARD = "the model's forward"
 
 
 def check_mapped(tag: str, what: str) -> None:
-    """Raise InvalidStateError, which says what to do, unless the tag has its memory."""
+    """Raise InvalidStateError, with advice, unless the tag is mapped."""
     now = state(tag)
     if now is State.MAPPED:
         return
     if now is State.PAUSED:
         advice = f"memsaver.resume({tag!r}) first"
     else:
-        advice = "wait for the transition that is under way"
+        advice = "wait for the transition in progress"
     raise InvalidStateError(
-        f"{what} needs the memory of tag {tag!r}, which is {now}: {advice}; nothing has been "
-        "touched",
+        f"{what} needs the memory of tag {tag!r}, which is {now}: {advice}; nothing was changed",
         tag=tag,
     )
 
 
 def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
-    """Raise InvalidStateError if a tensor lies in any tag that is not mapped."""
+    """Raise InvalidStateError if a tensor is in a tag that is not mapped."""
     away = {row["tag"] for row in _C.stats() if STATES[int(row["state"])] is not State.MAPPED}
     if not away:
         return
@@ -55,10 +55,10 @@ def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
 
 
 class Guard:
-    """A hook for a module, which asks `check` before that one goes on.
+    """A module hook that calls `check` before the module continues.
 
-    A shallow copy of a module has the same memory and the same hooks. Other copies have their hooks
-    copied, and memory of their own: what a copy or a pickle of this is does nothing.
+    A shallow copy of a module has the same memory and the same hooks. Deep copies and pickles have
+    their own memory and copies of the hooks: a copied or unpickled `Guard` does nothing.
     """
 
     def __init__(self, check: Check, what: str) -> None:
@@ -66,11 +66,11 @@ class Guard:
         self._what = what
 
     def __call__(self, owner: Any, *arguments: Any) -> None:
-        """Called by torch, with what it calls hooks of this kind with."""
+        """Called by torch, with the arguments of such hooks."""
         import torch
 
-        # In compiled code it would break the graph, which may have to be whole; the hooks of what
-        # `torch.compile` returns run outside.
+        # In compiled code the check would break the graph, which `fullgraph` forbids. The hooks of
+        # the module that `torch.compile` returns run outside of the compiled code.
         if not torch.compiler.is_compiling():
             self._check(self._what)
 
@@ -84,9 +84,9 @@ class _NoGuard:
 
 
 def guard_optimizer(
-    optimizer: Any, before_step: Told, stepped: Told, before_load: Told, loaded: Told
+    optimizer: Any, before_step: Hook, stepped: Hook, before_load: Hook, loaded: Hook
 ) -> contextlib.ExitStack:
-    """Call functions with the optimizer before and after each step and `load_state_dict`.
+    """Call hooks, with the optimizer, before and after each step and each `load_state_dict`.
 
     If `before_step` or `before_load` raises, the step or load does not happen. A compiled step is
     broken into graphs around the hooks. Copies of an optimizer have no hooks.
@@ -95,11 +95,11 @@ def guard_optimizer(
         A stack that removes the hooks when it is closed.
 
     Raises:
-        ConfigError: the optimizer takes no hooks; none is left on it.
+        ConfigError: the optimizer accepts no hooks; it has none afterwards.
     """
     import torch
 
-    def hooked(function: Told) -> Callable[..., None]:
+    def hooked(function: Hook) -> Callable[..., None]:
         def hook(owner: Any, *arguments: Any) -> None:
             function(owner)
 
@@ -123,7 +123,7 @@ def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
         A stack that removes the hooks when it is closed.
 
     Raises:
-        ConfigError: the module takes no hooks; none is left on it.
+        ConfigError: the module accepts no hooks; it has none afterwards.
     """
     with _registering(module) as hooks:
         _guard(module, check, hooks)
@@ -131,9 +131,9 @@ def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
 
 
 def guard_parts(module: Any, check: Check) -> contextlib.ExitStack:
-    """Guard the modules inside a module, as `guard_module` does, and compiled calls of them all.
+    """Guard the modules inside a module like `guard_module`, and all their compiled calls.
 
-    Scripted modules take no hooks and are guarded only by the modules around them. Keep the hooks
+    Scripted modules accept no hooks and are guarded only by the modules around them. Keep the hooks
     for a short time: each costs some microseconds per forward, and torch has fast paths for modules
     without hooks.
     """
@@ -177,12 +177,14 @@ def _guard_compiled(module: Any, check: Check, hooks: contextlib.ExitStack) -> N
 
 @contextlib.contextmanager
 def _registering(target: Any) -> Iterator[contextlib.ExitStack]:
-    """A stack of hooks that go when registering one fails: torch's errors are of many kinds."""
+    """Yield a stack of hooks that are removed if registering one fails.
+
+    Turns any exception into a ConfigError, because torch raises many kinds of errors.
+    """
     with contextlib.ExitStack() as hooks:
         try:
             yield hooks
         except Exception as error:
             raise ConfigError(
-                f"offload guards what it works on by torch's hooks, and a {type(target).__name__} "
-                f"takes no hooks: {error}"
+                f"offload needs torch's hooks, and a {type(target).__name__} accepts none: {error}"
             ) from error

@@ -1,4 +1,4 @@
-"""What optimizers and modules hold: their tensors, down to the storages behind them."""
+"""The tensors of optimizers and modules, and the storages behind them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from memsaver.integrations.trainer.nested import leaves
+from .nested import leaves
 
 __all__ = [
     "Holding",
@@ -23,12 +23,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Holding:
-    """A tensor of somebody's.
+    """A tensor of an optimizer or a module.
 
     Attributes:
-        tensor: dense, with a storage of its own or a shared one; no wrapper around others.
-        what: what it is, for messages: "state 'exp_avg'".
-        is_counter: whether it is an optimizer's count of steps, which lies on the host by default.
+        tensor: dense, with its own or a shared storage; not a wrapper around other tensors.
+        what: its description for messages, such as "state 'exp_avg'".
+        is_counter: whether it is an optimizer's count of steps, which is on the host by default.
     """
 
     tensor: Any
@@ -37,7 +37,7 @@ class Holding:
 
 
 def holdings_of(target: Any, parameters: bool) -> Iterator[Holding]:
-    """Yield the tensors of a target now: a module's or a tensor's own, or an optimizer's states.
+    """Yield the current tensors of a target: a module's, an optimizer's states, or a tensor itself.
 
     Gradients are left out. An optimizer's states are the tensors in its `state`, its `param_groups`
     and its attributes, except parameters. Tensors of one element in `param_groups` and attributes,
@@ -45,7 +45,7 @@ def holdings_of(target: Any, parameters: bool) -> Iterator[Holding]:
 
     Args:
         target: an optimizer, a module (its parameters and buffers), or a tensor.
-        parameters: whether to yield also the parameters that an optimizer steps.
+        parameters: whether to yield an optimizer's parameters as well.
     """
     import torch
 
@@ -86,14 +86,14 @@ def weights_of(target: Any) -> Iterator[Holding]:
 
 
 def gradients_of(target: Any) -> Iterator[Holding]:
-    """The gradients that a target's parameters have now."""
+    """Yield the gradients that a target's parameters have now."""
     for parameter in parameters_of(target):
         if parameter.grad is not None:
             yield from parts_of(parameter.grad, "a gradient")
 
 
 def storages_of(holdings: Iterable[Holding]) -> dict[int, tuple[Any, Holding]]:
-    """Each storage with bytes once, and the first holding of it; by an id of the storage."""
+    """Return each nonempty storage, with its first holding, by an id of the storage."""
     found: dict[int, tuple[Any, Holding]] = {}
     for holding in holdings:
         storage = holding.tensor.untyped_storage()
@@ -103,7 +103,7 @@ def storages_of(holdings: Iterable[Holding]) -> dict[int, tuple[Any, Holding]]:
 
 
 def reshard(target: Any) -> None:
-    """Let a module's FSDP2 parts hold their shards alone, as before each forward."""
+    """Reshard a module's FSDP2 parts, which is their state before each forward."""
     import torch
 
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -148,7 +148,7 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def parts_of(tensor: Any, what: str, is_counter: bool = False) -> Iterator[Holding]:
-    """Yield the dense tensors of a tensor: those inside a DTensor or another wrapper, or itself."""
+    """Yield a tensor's dense tensors: those inside a DTensor or other wrapper, or the tensor."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 

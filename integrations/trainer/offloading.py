@@ -1,4 +1,4 @@
-"""`offload`, and the handle that it gives."""
+"""`offload`, and the handle that it returns."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import memsaver
-from memsaver.blocks import Block
+from memsaver._memory.choices import expect_empty
+from memsaver._runtime.blocks import Block
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.native import _C, Backup, BackupChoice, backup_of, check_tag
+from memsaver._transitions.reports import Report
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError, UnknownTagError
-from memsaver.integrations.trainer.collection import Collection
-from memsaver.integrations.trainer.targets import targets_in
-from memsaver.interrupts import signals_deferred
-from memsaver.native import _C, Backup, backup_of, check_tag
-from memsaver.reports import Report
+
+from .collection import Collection
+from .targets import targets_in
 
 __all__ = ["Offloaded", "close_all", "has_no_backup", "offload"]
 
-# What guards the targets of a call that failed half-way, until that is made again.
+# The guards of the targets of a partly failed call, kept until the call is repeated.
 _unfinished: weakref.WeakSet[Collection] = weakref.WeakSet()
 
 
 class Offloaded:
-    """A trainer's memory in a tag; made by `offload`. Any thread, one at a time.
+    """A trainer's memory in a tag, returned by `offload`. Any thread, one at a time.
 
-    The hooks on optimizers and modules keep working without this object. For targets that are
-    tensors, keep it: their gradients are looked for as long as it lives.
+    The hooks on optimizers and modules keep working without this object. If targets are tensors,
+    keep this object: their gradients are moved into the tag only during its lifetime.
 
     Attributes:
         tag: the tag, for memsaver's own functions: `memsaver.swap(out=offloaded.tag, ...)`.
@@ -52,10 +54,11 @@ class Offloaded:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the targets' tensors that are in the tag; what it holds for others not.
+        """Bytes of the targets' tensors in the tag; other memory in the tag does not count.
 
-        Of FSDP2 modules that hold full parameters (from a forward to the backward, without
-        `reshard_after_forward`) those count, which are elsewhere, and the shards do not.
+        For FSDP2 modules with gathered parameters (from a forward to the backward, without
+        `reshard_after_forward`), the gathered parameters count as elsewhere, and the shards do not
+        count.
         """
         return int(self._collection.bytes()[0])
 
@@ -63,36 +66,36 @@ class Offloaded:
     def bytes_elsewhere(self) -> int:
         """Bytes of the targets' tensors on the device that are not in the tag.
 
-        Gradients are, until a pause moves them, as is what a step has replaced; and what must stay
-        where it is: gradients in the memory of a CUDA graph or in another tag. Buckets of DDP's and
-        gradients that FSDP2 accumulates unsharded are not looked for.
+        This includes gradients until a pause moves them, tensors that a step has replaced, and
+        gradients that must stay in the memory of a CUDA graph or in another tag. DDP's buckets and
+        gradients that FSDP2 accumulates unsharded are not counted.
         """
         return int(self._collection.bytes()[1])
 
-    def pause(self, backup: str | None = None) -> Report:
-        """`memsaver.pause` of the tag. What has come since goes into the tag first.
+    def pause(self, backup: BackupChoice | None = None) -> Report:
+        """Move new memory into the tag, then call `memsaver.pause` on it.
 
         Raises:
-            InvalidStateError: this is closed.
-            OutOfDeviceMemoryError: no room to move what has come since; nothing is paused, and no
-                contents have changed.
-            MemsaverError: what `memsaver.pause` raises.
+            InvalidStateError: this handle is closed.
+            OutOfDeviceMemoryError: no room to move new memory; nothing is paused, and no contents
+                have changed.
+            MemsaverError: see `memsaver.pause`.
         """
         self.check_open()
         return memsaver.pause(self.tag, backup=backup)
 
     def resume(self) -> Report:
-        """`memsaver.resume` of the tag.
+        """Call `memsaver.resume` on the tag.
 
         Raises:
-            InvalidStateError: this is closed.
-            MemsaverError: what `memsaver.resume` raises; all is paused as before then.
+            InvalidStateError: this handle is closed.
+            MemsaverError: see `memsaver.resume`; everything stays paused.
         """
         self.check_open()
         return memsaver.resume(self.tag)
 
-    def paused(self, backup: str | None = None) -> Block[Report]:
-        """`memsaver.paused` of the tag: around a block, or each call of a decorated function.
+    def paused(self, backup: BackupChoice | None = None) -> Block[Report]:
+        """Call `memsaver.paused` on the tag, for a block or each call of a decorated function.
 
         A tag that is paused already stays paused. Errors are those of `pause` and `resume`.
         """
@@ -104,13 +107,13 @@ class Offloaded:
         return Block("paused", pausing, asynchronous=True)
 
     def close(self) -> None:
-        """Take all hooks away. Closing twice is allowed.
+        """Remove all hooks. Closing twice is allowed.
 
-        The tensors stay where they are, at their addresses: in the tag, which can still be paused
-        by its name. What comes later is not looked for any more.
+        The tensors stay in the tag, at their addresses, and the tag can still be paused by its
+        name. New memory is not moved any more.
 
         Raises:
-            InvalidStateError: the tag is paused; nothing would refuse a step then.
+            InvalidStateError: the tag is paused; without the hooks, a step would not be rejected.
         """
         close_all([self])
 
@@ -118,15 +121,16 @@ class Offloaded:
         """Raise `InvalidStateError` if this was closed.
 
         Args:
-            advice: what to do then; "" is for one who wants to pause or resume.
+            advice: what to do, for the message; "" advises a caller that wants to pause or resume.
         """
         if self._is_closed:
             advice = advice or (
-                f"use memsaver.pause({self.tag!r}) for what is in the tag, or offload once more"
+                f"use memsaver.pause({self.tag!r}) to pause the memory in the tag, or call offload "
+                "again"
             )
             raise InvalidStateError(
-                f"the handle of tag {self.tag!r} is closed: it finds no new memory, and does not "
-                f"keep a trainer from using paused memory; {advice}",
+                f"the handle of tag {self.tag!r} is closed: it neither moves new memory nor stops "
+                f"the trainer from using paused memory; {advice}",
                 tag=self.tag,
             )
 
@@ -154,7 +158,7 @@ def close_all(handles: Sequence[Offloaded]) -> None:
 def offload(
     *targets: Any,
     tag: str | None = None,
-    backup: str | None = None,
+    backup: BackupChoice | None = None,
     parameters: bool = False,
     gradients: bool = True,
 ) -> Offloaded:
@@ -168,30 +172,30 @@ def offload(
     Args:
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
             master weights that another object keeps); lists or dicts of those. Optimizers inside an
-            optimizer or a wrapper, in its attributes or in containers there, are targets too.
+            optimizer or a wrapper, in its attributes or in containers in them, are targets too.
             FSDP2 modules are resharded.
         tag: the tag; None is "optimizer" if the first target is an optimizer, else "model". A tag
             may have several handles, and regions too.
-        backup: as in `memsaver.region`. With "none" a pause discards the contents. None keeps the
-            tag's backup, and is "host" for a tag that has none.
+        backup: see `memsaver.region`. With "none" a pause discards the contents. None keeps the
+            tag's backup, and means "host" for a tag without a backup.
         parameters: whether an optimizer's parameters are moved too, for an optimizer with its own
             master weights. In a plain trainer the optimizer's parameters are the model's weights:
-            without this they stay, as do states that share their memory; to move them, offload the
-            model.
+            with False, they stay in place, and so do states that share their memory; to move them,
+            offload the model.
         gradients: whether gradients, if there are any, are moved into the tag before each pause.
 
     Existing memory is moved in this call. Later memory is moved after the step that made it, after
     `load_state_dict`, and before each pause of the tag. An optimizer's states are searched for in
     its `state`, its `param_groups` and its attributes, inside mappings, sequences, sets,
     dataclasses and `SimpleNamespace`s, but not inside other objects. Tensors of one element in
-    `param_groups` and attributes, such as learning rates, stay.
+    `param_groups` and attributes, such as learning rates, stay in place.
 
-    The move of a gradient or a state takes room for a batch of them (at most 512 MiB, or a single
+    Moving gradients or states needs free memory for a batch of them (at most 512 MiB, or a single
     larger one) and empties torch's cache.
 
     While the tag is paused, the optimizers' `step` and `load_state_dict`, and the forward and
     `load_state_dict` of the modules and their parts, raise InvalidStateError. So does a step whose
-    parameters, gradients or states lie in another tag that is paused. Other uses of the memory are
+    parameters, gradients or states are in another tag that is paused. Other uses of the memory are
     not detected: backward, clipping, `zero_grad(set_to_none=False)`, a gradient scaler's `unscale_`
     and `step`, replays of CUDA graphs, the forward of a model that is not a target, and the forward
     of a compiled model, unless the target is the result of `torch.compile`, or it was compiled in
@@ -204,14 +208,14 @@ def offload(
     moved; the same call then returns the handle.
 
     Raises:
-        ConfigError: a target is none of these or takes no hooks, the backup is unknown, or memory
-            must stay where it is, for example in another tag. Nothing is moved, and the tag is
+        ConfigError: a target is none of these or accepts no hooks, the backup is unknown, or memory
+            must stay in place, for example in another tag. Nothing is moved, and the tag is
             unchanged.
         InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`; or, on
             the simulated driver, something other than a Python tensor uses the memory.
         OutOfDeviceMemoryError: no room for the move. Memory moved before the failure is in the tag,
-            and the rest is where it was; all of it can be used, and the same call continues from
-            there. Until then, work on it while the tag is paused is refused as above.
+            and the rest is in place; all of it can be used, and the same call continues from
+            there. Until then, work on the targets while the tag is paused is rejected as above.
         NotLoadedError: torch is not installed, or there is no CUDA driver.
     """
     try:
@@ -234,8 +238,8 @@ def offload(
     try:
         with signals_deferred():
             collection.watch()
-            # Makes the tag, and says its backup, also where the first step has yet to make the
-            # states.
+            # Creates the tag with its backup, even if the first step has not created states yet.
+            expect_empty(tag)
             with region:
                 pass
             collection.gather(gradients=False)

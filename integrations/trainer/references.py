@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["TEMPORARY", "arrays_of_numpy", "instances_of", "references_to"]
 
-# What sys.getrefcount adds to the references to an element of a list.
+# The number that sys.getrefcount adds to the references to an element of a list.
 _probe = [object()]
 TEMPORARY = sys.getrefcount(_probe[0]) - 1
 

@@ -10,20 +10,21 @@ import contextlib
 from typing import Any
 
 from memsaver import simulator
+from memsaver._memory.regions import region
+from memsaver._runtime.text import size_text
 from memsaver.errors import InvalidStateError
-from memsaver.integrations.trainer.aliases import Aliases
-from memsaver.integrations.trainer.holdings import Holding
-from memsaver.regions import region
-from memsaver.text import size_text
+
+from .aliases import Aliases
+from .holdings import Holding
 
 __all__ = ["SimulatedStorages"]
 
 
 class SimulatedStorages:
-    """The memory of CPU tensors but for step counters, which on a GPU are on the host."""
+    """The memory of CPU tensors, except step counters, which are on the host with a GPU too."""
 
     def takes(self, holding: Holding) -> bool:
-        """Whether a tensor would be in device memory on a GPU."""
+        """Return whether a tensor would be in device memory on a GPU."""
         return holding.tensor.device.type == "cpu" and not holding.is_counter
 
     def move(self, tensors: list[Any], tag: str) -> None:
@@ -33,7 +34,7 @@ class SimulatedStorages:
 
         Raises:
             InvalidStateError: something other than a Python tensor uses a storage, and nothing was
-                moved; or a tensor rejects other memory, and only storages before its own were
+                moved; or a tensor rejects the new memory, and only storages before its own were
                 moved.
             OutOfDeviceMemoryError: only storages before the failing one were moved, as on a GPU.
         """
@@ -47,9 +48,9 @@ class SimulatedStorages:
                     nbytes = tensors[at].untyped_storage().nbytes()
                     raise InvalidStateError(
                         f"a storage of {size_text(nbytes)} cannot be moved into tag {tag!r}, "
-                        f"because it {obstacle}, which the simulated driver cannot move with it; "
-                        "it has moved nothing: delete that user or let it refer to a copy, and "
-                        "make the call again",
+                        f"because it {obstacle}; the simulated driver cannot redirect that user. "
+                        "Nothing was moved: delete the user or let it refer to a copy, then repeat "
+                        "the call",
                         tag=tag,
                     )
             for at in range(len(tensors)):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.trainer.nested import leaves
+
+from .nested import leaves
 
 __all__ = ["targets_in"]
 

@@ -1,8 +1,8 @@
 """The command line, `memsaver`: one module for each command.
 
-`app` puts the commands together; `checks` is what `memsaver doctor` looks at, `measurements` what
-`memsaver bench` measures, `watched` the processes that `memsaver top` shows. Importing this imports
-typer, rich not before it draws something.
+`app` combines the commands. `checks` has the checks of `memsaver doctor`, `measurements` the
+measurements of `memsaver bench`, and `watched` the processes that `memsaver top` shows. Importing
+this package imports typer; rich is imported only for output.
 """
 
 from memsaver.cli.app import app, main

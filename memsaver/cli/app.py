@@ -1,25 +1,32 @@
-"""The application: its commands, and the options before them."""
+"""The application: its commands and global options."""
 
 from __future__ import annotations
 
 import errno
 import io
 import os
+import shutil
 import sys
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 import memsaver
 from memsaver.cli import bench, demo, doctor, run, top, trace
+from memsaver.cli.failures import FAILURE, INTERRUPTED, USAGE, complain, drop_output
 from memsaver.errors import MemsaverError
 
 __all__ = ["app", "main"]
 
+_HELP_WIDTH = 80  # columns for help in boxes, which cut long words on fewer
+
+# The base class of all errors in arguments, which typer exports under no name: it is click's, or a
+# later typer's own.
+_UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
+
 app = typer.Typer(
     name="memsaver",
-    help="Give GPU memory back without losing its addresses.",
-    no_args_is_help=True,
+    help="Release GPU memory and keep its addresses.",
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -44,45 +51,90 @@ def _options(
     pass
 
 
-# Options end at the first word that is not one, so that the command keeps its own.
-app.command("run", context_settings={"allow_interspersed_args": False})(run.command)
-app.command("demo")(demo.command)
-app.command("doctor")(doctor.command)
-app.command("top")(top.command)
-app.command("bench")(bench.command)
-app.command("trace")(trace.command)
+# Options end at the first word that is not an option, so that a command after `run` keeps its own.
+# The short help fits into the list of commands on a narrow terminal.
+app.command(
+    "run",
+    short_help="Run a command through memsaver.",
+    context_settings={"allow_interspersed_args": False},
+)(run.command)
+app.command("demo", short_help="Show pauses and resumes, checked.")(demo.command)
+app.command("doctor", short_help="Check this machine and environment.")(doctor.command)
+app.command("top", short_help="Show processes and their tags, live.")(top.command)
+app.command("bench", short_help="Measure this machine and memsaver.")(bench.command)
+app.command("trace", short_help="Summarize a saved timeline.")(trace.command)
 
 
 def main() -> None:
     """Run the console script.
 
-    If the output cannot be written, prints one line about it on stderr and exits with status 1.
+    Every error is one line on stderr: wrong arguments (status 2), output that cannot be written
+    (status 1), an interrupt (status 130). A reader of the output that has gone is none (status 1).
     Writes characters that the output's encoding lacks as escapes.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # stderr does so by itself
     try:
-        try:
-            app(prog_name="memsaver")
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
+        raise SystemExit(_run(sys.argv[1:]))
+    except _UsageError as error:
+        who = _command_of(error)
+        text = error.format_message().rstrip(".")
+        complain(who, f"{text[:1].lower()}{text[1:]}; see `{who} --help`")
+        raise SystemExit(USAGE) from None
+    except KeyboardInterrupt:
+        complain("memsaver", "interrupted")
+        raise SystemExit(INTERRUPTED) from None
     except OSError as error:
         if not _is_of_output(error):
             raise
-        _drop_output()
-        typer.echo(f"memsaver: the output cannot be written: {error.strerror}", err=True)
-        raise SystemExit(1) from None
+        drop_output(1)
+        if error.errno != errno.EPIPE:
+            complain("memsaver", f"the output cannot be written: {error.strerror}")
+        raise SystemExit(FAILURE) from None
+
+
+def _run(words: list[str]) -> int:
+    """Run the command with these arguments, and return the exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # stderr does so by default
+    elif sys.stdout is None and words[:1] != ["run"]:  # whose command may do without it
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    if shutil.get_terminal_size().columns < _HELP_WIDTH:
+        app.rich_markup_mode = None
+    try:
+        # An interrupt is the status 130 here, and the demo's own SystemExit.
+        status = app(args=words or ["--help"], prog_name="memsaver", standalone_mode=False)
+        if status == INTERRUPTED:
+            raise KeyboardInterrupt
+        if not words:
+            complain("memsaver", "a command is missing: choose one of those above")
+            return USAGE
+        return int(status or 0)
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+
+
+def _command_of(error: typer.BadParameter) -> str:
+    """Return the command whose arguments are wrong."""
+    if error.ctx is not None:
+        return str(error.ctx.command_path)
+    names = [command.name for command in app.registered_commands]
+    return " ".join(["memsaver", *(word for word in sys.argv[1:2] if word in names)])
 
 
 def _is_of_output(error: OSError) -> bool:
-    """Whether a write to stdout failed: errors of files name them, and memsaver's are typed."""
-    of_a_write = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-    return of_a_write and error.filename is None and not isinstance(error, MemsaverError)
+    """Return whether a write to stdout failed. Errors of files name them; memsaver's are typed."""
+    return (
+        error.errno in _OF_A_WRITE
+        and error.filename is None
+        and not isinstance(error, MemsaverError)
+    )
 
 
-def _drop_output() -> None:
-    """What is still to be written goes nowhere, so that the interpreter does not try again."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
+_OF_A_WRITE = (
+    errno.EBADF,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EPIPE,
+)

@@ -1,4 +1,4 @@
-"""`memsaver bench`: what this machine's bus and driver can do, and how near memsaver comes."""
+"""`memsaver bench`: measure the bus and the driver, and compare memsaver with them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,43 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import memsaver
-from memsaver.cli.sizes import gigabytes, parse_bytes
-from memsaver.errors import MemsaverError
-from memsaver.text import size_text
+from memsaver._runtime.text import size_text
+from memsaver.cli.failures import FAILURE, USAGE, fail
+from memsaver.cli.sizes import gibibytes, parse_bytes
+from memsaver.cli.tables import (
+    Groups,
+    add_columns,
+    folded,
+    is_narrow,
+    is_redrawable,
+    output_console,
+    simple_box,
+)
+from memsaver.errors import ConfigError, MemsaverError
 
-if TYPE_CHECKING:  # imported when the command runs: other commands need none of it
+if TYPE_CHECKING:  # imported by the command itself: other commands do not need them
     from rich.console import Console
+    from rich.table import Table
 
     from memsaver.cli.measurements import Measured
 
 __all__ = ["command"]
 
-SCHEMA = 1  # raised when a key of the JSON changes its meaning or goes
+_fail = partial(fail, "memsaver bench")
 
-SIMULATED = (
-    "On the simulated driver the times are this CPU's: they say nothing about memsaver or any GPU."
-)
+SCHEMA = 1  # incremented when a key of the JSON changes its meaning or is removed
+
+_WIDE: Groups = (("",), ("ms",), ("GiB/s",), ("limit",), (" ms",), ("of limit",))
+_NARROW: Groups = (("",), ("ms", "GiB/s"), ("limit ms", "of limit"))
+
+SIMULATED = "On the simulated driver the times are this CPU's: they do not predict a GPU's speed."
 
 
 def command(
@@ -38,68 +53,65 @@ def command(
         typer.Option(
             "--size",
             metavar="SIZE",
-            help="Memory to measure with, such as 16GiB. Without it up to 16 GiB, as it fits into "
-            "the free memory of the device and the host.",
+            help="The size of the test memory, such as 16GiB. By default up to 16 GiB, depending "
+            "on the free memory of the device and the host.",
             show_default=False,
         ),
     ] = None,
     device: Annotated[int, typer.Option("--device", min=0, help="The device's index.")] = 0,
     rounds: Annotated[
-        int, typer.Option("--rounds", min=1, max=1000, help="How often each thing is measured.")
+        int, typer.Option("--rounds", min=1, max=1000, help="The number of repetitions.")
     ] = 5,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the figures as JSON, every time among them.")
+        bool, typer.Option("--json", help="Print the figures as JSON, with all single times.")
     ] = False,
     picture: Annotated[
         Path | None,
         typer.Option(
             "--picture",
             metavar="FILE",
-            help="Draw a picture too (.png, .svg or .pdf). Needs matplotlib: "
-            "pip install 'memsaver\\[plot]'.",
+            help="Also draw a picture (.png, .svg or .pdf); needs matplotlib (the extra `plot`).",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Measure this machine's bus and driver, and memsaver's pauses and resumes against them.
+    """Measure this machine's bus and driver, and compare memsaver's pauses and resumes with them.
 
-    It takes half a minute, and device and host memory meanwhile: not beside what needs these.
+    Takes half a minute and allocates device and host memory: do not run it beside other work.
 
-    Every resume's contents are checked. No torch is needed.
+    Checks the contents after every resume. Needs no torch.
     """
     from memsaver.cli.measurements import measure_machine
 
     try:
         wanted = parse_bytes(size) if size is not None else None
     except ValueError as error:
-        _fail(f"--size: {error}", 2)
+        _fail(f"--size: {error}", USAGE)
     if picture is not None:
         _check_picture(picture)
     try:
         with _status() as telling:
             measured = measure_machine(wanted, rounds, device, telling)
     except MemsaverError as error:
-        _fail(str(error), 1)
+        _fail(str(error), USAGE if isinstance(error, ConfigError) else FAILURE)
     if as_json:
         typer.echo(json.dumps(document(measured), indent=2))
     else:
-        from rich.console import Console
-
-        draw(Console(highlight=False), measured)
+        draw(output_console(), measured)
     if picture is not None:
+        from memsaver._runtime.whole_files import replace_file
         from memsaver.cli.measurements.picture import draw_picture
-        from memsaver.whole_files import replace_file
 
         try:
             replace_file(picture, draw_picture(measured, picture.suffix[1:].lower()))
         except OSError as error:
-            _fail(f"the picture could not be written: {error}", 1)
+            _fail(f"the picture could not be written: {error}", FAILURE)
         if not as_json:
             typer.echo(f"picture: {picture}")
 
 
 def document(measured: Measured) -> dict[str, Any]:
-    """The figures as JSON has them: sizes in bytes, times in seconds."""
+    """Return the figures as JSON: sizes in bytes, times in seconds."""
     rows = [
         {
             **dataclasses.asdict(figure),
@@ -125,9 +137,7 @@ def document(measured: Measured) -> dict[str, Any]:
 
 
 def draw(console: Console, measured: Measured) -> None:
-    """The table, with a section for each group."""
-    import rich.box
-    from rich.table import Table
+    """Print the table, with one section for each group."""
     from rich.text import Text
 
     console.print(Text(f"memsaver {memsaver.__version__} on {measured.name}", style="bold"))
@@ -135,14 +145,21 @@ def draw(console: Console, measured: Measured) -> None:
     if measured.saved and measured.saved != measured.size:
         text += f", {size_text(measured.saved)} with a backup"
     console.print(Text(f"{text}; medians of {measured.rounds}, the first pause once", style="dim"))
-    box = rich.box.ASCII2 if console.options.ascii_only else rich.box.SIMPLE_HEAD
-    table = Table(box=box, pad_edge=False)
-    table.add_column("", overflow="fold")
-    for name in ("ms", "GB/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("limit", overflow="fold")
-    table.add_column("ms", justify="right", no_wrap=True)
-    table.add_column("of limit", justify="right", no_wrap=True)
+    console.print(_table(console, measured))
+    for note in measured.notes:
+        console.print(Text(note, style="yellow"))
+    if measured.simulated:
+        console.print(Text(SIMULATED, style="yellow"))
+
+
+def _table(console: Console, measured: Measured) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    narrow = is_narrow(console)
+    groups = _NARROW if narrow else _WIDE
+    table = Table(box=simple_box(console), pad_edge=False, padding=(0, 1, 0, 0))
+    add_columns(table, groups, least=8, left=("limit",))
     group = None
     for figure in measured.figures:
         if figure.group != group:
@@ -151,25 +168,25 @@ def draw(console: Console, measured: Measured) -> None:
             group = figure.group
             table.add_row(Text(group, style="bold"))
         reached, limit = figure.of_limit_percent, figure.limit_seconds
-        table.add_row(
-            Text(f"  {figure.title}"),
-            f"{1e3 * figure.median_seconds:,.1f}",
-            gigabytes(figure.bytes_per_second),
-            figure.limit,
-            "" if limit is None else f"{1e3 * limit:,.1f}",
-            "" if reached is None else Text(f"{reached:,.0f} %", style="bold"),
-        )
-    console.print(table)
-    for note in measured.notes:
-        console.print(Text(note, style="yellow"))
-    if measured.simulated:
-        console.print(Text(SIMULATED, style="yellow"))
+        below = f"\n  limit: {figure.limit}" if narrow and figure.limit else ""
+        limit_text = "" if limit is None else f"{1e3 * limit:,.1f}"
+        cells = {
+            "": f"  {figure.title}{below}",
+            "ms": f"{1e3 * figure.median_seconds:,.1f}",
+            "GiB/s": gibibytes(figure.bytes_per_second),
+            "limit": figure.limit,
+            " ms": limit_text,
+            "limit ms": limit_text,
+            "of limit": "" if reached is None else Text(f"{reached:,.0f} %", style="bold"),
+        }
+        table.add_row(*folded(groups, cells))
+    return table
 
 
 @contextmanager
 def _status() -> Iterator[Callable[[str], None]]:
-    """What is being done, on a terminal; nothing in a pipe."""
-    if not sys.stderr.isatty():
+    """Show the current step on a terminal; show nothing in a pipe."""
+    if not is_redrawable(sys.stderr):
         yield lambda step: None
         return
     from rich.console import Console
@@ -179,17 +196,12 @@ def _status() -> Iterator[Callable[[str], None]]:
 
 
 def _check_picture(picture: Path) -> None:
-    """Refuse before anything is measured what could not be drawn afterwards."""
+    """Exit with an error, before any measurement, if the picture could not be drawn afterwards."""
     from memsaver.traces.files import PICTURES
 
     if importlib.util.find_spec("matplotlib") is None:
-        _fail("a picture needs matplotlib: pip install 'memsaver[plot]'", 2)
+        _fail("a picture needs matplotlib: pip install 'memsaver[plot]'", USAGE)
     if picture.suffix.lower() not in PICTURES:
-        _fail(f"--picture {picture}: the name must end in one of {', '.join(PICTURES)}", 2)
+        _fail(f"--picture {picture}: the name must end in one of {', '.join(PICTURES)}", USAGE)
     if not picture.resolve().parent.is_dir():
-        _fail(f"--picture {picture}: there is no such folder", 2)
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    typer.echo(f"memsaver bench: {message}", err=True)
-    raise typer.Exit(status)
+        _fail(f"--picture {picture}: the folder does not exist", USAGE)

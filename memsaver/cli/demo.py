@@ -1,8 +1,8 @@
-"""`memsaver demo`: the main job in front of your eyes, on the GPU or on the simulated driver.
+"""`memsaver demo`: pause an engine and lend its memory, on a GPU or on the simulated driver.
 
-A rollout engine's memory (weights with a backup, a KV cache, a CUDA graph's pool) is given to a
-trainer and comes back in two stages. Every claim is checked while it runs: bytes, addresses, and
-the free memory that the driver itself reports.
+A rollout engine (weights with a backup, a KV cache, the pool of a CUDA graph) lends its memory to a
+trainer and resumes in two stages. Each claim is checked while the demo runs: bytes, addresses, and
+the free memory that the driver reports.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import signal
 import sys
 import time
 import zlib
@@ -20,38 +21,52 @@ from typing import TYPE_CHECKING, Any, Protocol
 import typer
 
 import memsaver
+from memsaver._memory.torch_mode import torch_pools
+from memsaver._runtime.native import _C
+from memsaver._runtime.text import size_text
+from memsaver.cli.failures import FAILURE, INTERRUPTED, complain, fail
 from memsaver.cli.marks import marks_for
+from memsaver.cli.tables import (
+    Groups,
+    add_columns,
+    folded,
+    is_narrow,
+    is_redrawable,
+    output_console,
+    simple_box,
+)
 from memsaver.errors import MemsaverError
-from memsaver.native import _C
-from memsaver.torch_mode import torch_pools
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 __all__ = ["command", "run"]
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
+_NAMES = {"weights": "weights", "kv_cache": "kv_cache", "cuda_graph": "graph"}
+_WIDE: Groups = (("step",), ("ms",), *((name,) for name in _NAMES.values()), ("free",))
+_NARROW: Groups = (("step",), ("ms", "free"), tuple(_NAMES.values()))
 MIB = 1 << 20
 GIB = 1 << 30
 
 
 def command() -> None:
-    """Show the main job: pause, lend the memory, resume in two stages, with every claim checked.
+    """Demonstrate a pause, another use of the memory, and a resume in two stages; check each claim.
 
-    On the GPU where there is one and a torch for it, else on the simulated driver.
+    Runs on the GPU if there is one and torch supports it, else on the simulated driver.
+
+    Ctrl-C waits for the pause or resume in progress; pressed again, it ends the process at once.
     """
-    from rich.console import Console
-
     try:
-        raise typer.Exit(run(Console()))
+        raise typer.Exit(run(output_console()))
     except MemsaverError as error:
-        typer.echo(f"memsaver demo: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail("memsaver demo", str(error), FAILURE)
 
 
 class Workload(Protocol):
-    """What a demo run works on: an engine's tensors, and a trainer that wants their memory."""
+    """The workload of a demo run: an engine's tensors, and a trainer that needs their memory."""
 
     title: str
     limits: str
@@ -60,20 +75,22 @@ class Workload(Protocol):
         """Allocate weights, KV cache and graph in their regions."""
 
     def addresses(self) -> list[int]:
-        """Where the tensors lie."""
+        """Return the addresses of the tensors."""
 
     def weights_intact(self) -> bool:
-        """Whether every byte of the weights is what it was when they were built."""
+        """Return whether every byte of the weights is as it was built."""
 
     def output(self) -> Any:
-        """One decode step's result, comparable with ==. Needs everything resident."""
+        """Return the result of one decode step, comparable with ==. Needs all tags mapped."""
 
     def train(self, nbytes: int) -> int:
-        """Take that much device memory, use it, give it back; what was free meanwhile."""
+        """Allocate, use and free `nbytes` of device memory; return the least free memory."""
 
 
 class GpuWorkload:
-    """A small transformer decoder's projections in torch, its decode step in a CUDA graph."""
+    """The projections of a small transformer decoder in torch, with the decode step in a CUDA
+    graph.
+    """
 
     limits = "Everything here is real: torch's tensors, a CUDA graph, the driver's figures."
 
@@ -82,7 +99,7 @@ class GpuWorkload:
         self.title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
     def build(self) -> None:
-        """Two GiB of bf16 weights, four GiB of KV cache, one captured decode step."""
+        """Build two GiB of bf16 weights, four GiB of KV cache and one captured decode step."""
         torch = self.torch
         torch.manual_seed(0)
         width, layers, tokens = 4096, 32, 4096
@@ -94,7 +111,7 @@ class GpuWorkload:
         with memsaver.region("kv_cache", backup="host"):
             self.kv = [torch.randn(8, tokens, 2 * width, **half) for _ in range(8)]
         torch.cuda.synchronize()
-        self._step()  # the libraries make their workspaces outside the capture
+        self._step()  # the libraries allocate their workspaces outside the capture
         self.graph = torch.cuda.CUDAGraph()
         with memsaver.graph(self.graph, tag="cuda_graph"):
             self.result = self._step()
@@ -112,21 +129,21 @@ class GpuWorkload:
         return hidden
 
     def addresses(self) -> list[int]:
-        """Of every tensor that the graph refers to."""
+        """Return the addresses of all tensors that the graph uses."""
         return [t.data_ptr() for t in [*self.weights, *self.kv, self.result]]
 
     def weights_intact(self) -> bool:
-        """Compared on the GPU with copies outside of any region."""
+        """Compare the weights, on the GPU, with copies outside any region."""
         pairs = zip(self.weights, self.copies, strict=True)
         return all(self.torch.equal(weight, copy) for weight, copy in pairs)
 
     def output(self) -> Any:
-        """The graph's output, replayed."""
+        """Replay the graph and return its output."""
         self.graph.replay()
         return self.result.cpu().tolist()
 
     def train(self, nbytes: int) -> int:
-        """A trainer's tensors: filled, used, freed."""
+        """Fill, use and free a trainer's tensors."""
         torch = self.torch
         whole = dict(dtype=torch.uint8, device="cuda")
         tensors = [torch.full((GIB,), 3, **whole) for _ in range(nbytes // GIB)]
@@ -150,14 +167,14 @@ class SimulatedWorkload:
         self.title = f"the simulated driver ({why})"
 
     def build(self) -> None:
-        """Half a GiB of weights, one GiB of KV cache, a third tag where a graph's pool would be."""
+        """Build half a GiB of weights, one GiB of KV cache, and a third tag for a graph's pool."""
         from memsaver import simulator
 
         with memsaver.region("weights", backup="host"):
             self.weights = [simulator.buffer(16 * MIB) for _ in range(32)]
         with memsaver.region("kv_cache", backup="host"):
             self.kv = [simulator.buffer(128 * MIB) for _ in range(8)]
-        with memsaver.region("cuda_graph"):
+        with memsaver.region("cuda_graph", backup="none"):
             self.scratch = simulator.buffer(32 * MIB)
         noise = random.Random(0)
         for buffer in [*self.weights, *self.kv]:
@@ -166,15 +183,15 @@ class SimulatedWorkload:
         self.built = self._checksum(self.weights)
 
     def addresses(self) -> list[int]:
-        """Of every buffer."""
+        """Return the addresses of all buffers."""
         return [b.address for b in [*self.weights, *self.kv, self.scratch]]
 
     def weights_intact(self) -> bool:
-        """By a checksum over every byte, in order."""
+        """Compare the checksum of all bytes, in order."""
         return self._checksum(self.weights) == self.built
 
     def output(self) -> Any:
-        """A checksum over weights and KV cache stands in for a decode step."""
+        """Return a checksum of weights and KV cache, in place of a decode step."""
         return self._checksum([*self.weights, *self.kv])
 
     @staticmethod
@@ -185,10 +202,10 @@ class SimulatedWorkload:
         return value
 
     def train(self, nbytes: int) -> int:
-        """A trainer's memory, in a tag of its own."""
+        """Allocate, use and free a trainer's memory, in a tag of its own."""
         from memsaver import simulator
 
-        with memsaver.region("trainer"):
+        with memsaver.region("trainer", backup="none"):
             taken = simulator.buffer(nbytes)
         ctypes.memset(taken.address, 3, MIB)
         return memsaver.device_memory()[0]
@@ -196,36 +213,62 @@ class SimulatedWorkload:
 
 @dataclass
 class Show:
-    """The table, and the checks that did not hold."""
+    """The table of steps, and the checks that failed."""
 
     table: Table
+    groups: Groups
     marks: dict[str, str]
     failures: list[str] = field(default_factory=list)
 
     def step(self, name: str, action: Callable[[], object], check: Callable[[], str]) -> None:
-        """Run a step, time it, and add what memory looks like after it."""
-        start = time.perf_counter()
-        action()
-        seconds = time.perf_counter() - start
+        """Run a step, time it, and add a row with the memory after it.
+
+        Waits for a transition that the action returns. If the user interrupts the step, prints what
+        the process waits for, and exits with status 130.
+        """
+        result = None
         try:
-            checked = f"[green]{self.marks['good']}[/] [dim]{check()}[/]"
+            start = time.perf_counter()
+            result = action()
+            if isinstance(result, memsaver.Transition):
+                result.wait()
+            self._add_row(name, time.perf_counter() - start, check)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once
+            text = f"interrupted in the step {name!r}"
+            if isinstance(result, memsaver.Transition) and not result.done():
+                text += ": waiting for its end (Ctrl-C again does not wait)"
+            complain("memsaver demo", text)
+            raise SystemExit(
+                INTERRUPTED
+            ) from None  # after the transition, for which Python's exit waits
+
+    def _add_row(self, name: str, seconds: float, check: Callable[[], str]) -> None:
+        from rich.text import Text
+
+        try:
+            checked = Text.assemble((self.marks["good"], "green"), " ", (check(), "dim"))
         except AssertionError as error:
-            checked = f"[red]{self.marks['bad']} {error}[/]"
+            checked = Text(f"{self.marks['bad']} {error}", style="red")
             self.failures.append(f"{name}: {error}")
         held = {row.tag: row for row in memsaver.stats().tags}
-        cells = []
-        for tag in TAGS:
-            row = held.get(tag)
-            mib = row.resident_bytes / MIB if row else 0
-            cells.append(f"{mib:,.0f}" if row and row.resident_bytes else "[dim]0[/]")
         free = memsaver.device_memory()[0] / MIB
-        self.table.add_row(f"{name}\n{checked}", f"{seconds * 1e3:,.1f}", *cells, f"{free:,.0f}")
+        cells: dict[str, Text | str] = {
+            "step": Text.assemble(name, "\n", checked),
+            "ms": f"{seconds * 1e3:,.1f}",
+            "free": f"{free:,.0f}",
+        }
+        for tag in TAGS:
+            nbytes = held[tag].resident_bytes if tag in held else 0
+            cells[_NAMES[tag]] = Text(f"{nbytes / MIB:,.0f}", style="" if nbytes else "dim")
+        self.table.add_row(*folded(self.groups, cells))
 
 
 def choose_workload() -> Workload:
-    """The GPU's where there is a GPU and a torch for it, else the simulated driver's.
+    """Return the GPU's workload if there is a GPU and a torch for it, else the simulated driver's.
 
-    Must be asked before anything opens the driver: it may choose the simulated one for the process.
+    Must be called before the driver is opened, because it may choose the simulated driver for the
+    process.
     """
     why = "MEMSAVER_DRIVER=sim"
     if not os.environ.get("MEMSAVER_DRIVER"):
@@ -248,22 +291,20 @@ def choose_workload() -> Workload:
 
 
 def run(console: Console) -> int:
-    """Run the demo and print it; the exit status: 0 if every check held, else 1."""
-    import rich.box
+    """Run the demo and print it. Returns the exit status: 0 if every check passed, else 1."""
     from rich.table import Table
 
     work = choose_workload()
     console.print(f"[bold]memsaver {memsaver.__version__}[/] on {work.title}\n{work.limits}\n")
     table = Table(
-        box=rich.box.ASCII2 if console.options.ascii_only else rich.box.SIMPLE_HEAD,
+        box=simple_box(console),
         title="MiB resident per tag, and what the driver says is free",
         title_justify="left",
         pad_edge=False,
     )
-    table.add_column("step", ratio=1)
-    for name in ("ms", "weights", "kv_cache", "graph", "free"):
-        table.add_column(name, justify="right", no_wrap=True)
-    show = Show(table, marks_for(console))
+    groups = _NARROW if is_narrow(console) else _WIDE
+    add_columns(table, groups, least=8)
+    show = Show(table, groups, marks_for(console))
 
     show.step("build the engine", work.build, lambda: "three tags")
     where, reference = work.addresses(), work.output()
@@ -273,7 +314,7 @@ def run(console: Console) -> int:
 
     def is_free() -> str:
         grown = memsaver.device_memory()[0] - free
-        assert grown >= 0.98 * held, f"only {grown} of {held} bytes came free"
+        assert grown >= 0.98 * held, f"only {size_text(grown)} of {size_text(held)} became free"
         return f"{100 * grown / held:.1f} % of its bytes free"
 
     def weights_only() -> str:
@@ -287,26 +328,34 @@ def run(console: Console) -> int:
         return f"{len(where)} addresses, same output"
 
     lows: list[int] = []
-    bar = True if sys.stderr.isatty() else None
+    bar = is_redrawable(sys.stderr) or None
 
     def is_used() -> str:
         is_free()
         taken = free + held - lows[-1]
-        assert taken >= 0.98 * lent, f"the driver says {taken} bytes were taken"
+        assert taken >= 0.98 * lent, f"the driver says that {size_text(taken)} were taken"
         return f"{taken / MIB:,.0f} MiB lent, and back"
 
     for cycle in (1, 2):
         show.table.add_section()
         show.step(
-            f"pause the engine ({cycle})", lambda: memsaver.pause(*TAGS, progress=bar), is_free
+            f"pause the engine ({cycle})",
+            lambda: memsaver.pause(*TAGS, wait=False, progress=bar),
+            is_free,
         )
         show.step("a trainer uses the memory", lambda: lows.append(work.train(lent)), is_used)
-        show.step("resume weights", lambda: memsaver.resume("weights", progress=bar), weights_only)
-        show.step("resume the rest", lambda: memsaver.resume(*TAGS, progress=bar), all_back)
+        show.step(
+            "resume weights",
+            lambda: memsaver.resume("weights", wait=False, progress=bar),
+            weights_only,
+        )
+        show.step(
+            "resume the rest", lambda: memsaver.resume(*TAGS, wait=False, progress=bar), all_back
+        )
 
     console.print(show.table)
     if show.failures:
-        console.print("[red]did not hold:[/] " + "; ".join(show.failures))
+        console.print("[red]failed:[/] " + "; ".join(show.failures))
         return 1
-    console.print("[green]every check held[/]")
+    console.print("[green]every check passed[/]")
     return 0

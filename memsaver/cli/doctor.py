@@ -1,4 +1,4 @@
-"""`memsaver doctor`: what on this machine, and in this environment, matters to memsaver."""
+"""`memsaver doctor`: check this machine and this environment for memsaver."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import typer
 
 import memsaver
 from memsaver.cli.marks import marks_for
+from memsaver.cli.tables import output_console
 
-if TYPE_CHECKING:  # imported when the command runs: other commands need none of it
+if TYPE_CHECKING:  # imported by the command itself: other commands do not need them
     from rich.console import Console
     from rich.table import Table
 
@@ -19,23 +20,27 @@ if TYPE_CHECKING:  # imported when the command runs: other commands need none of
 
 __all__ = ["command"]
 
-SCHEMA = 1  # raised when a key of the JSON changes its meaning or goes
+SCHEMA = 1  # incremented when a key of the JSON changes its meaning or is removed
 
 # By the values of Level.
-_COLOURS = {"good": "green", "warned": "yellow", "bad": "bold red"}
+_COLOURS = {"good": "green", "absent": "dim", "warned": "yellow", "bad": "bold red"}
 
 
 def command(
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print the findings as JSON, with the values behind them."),
+        typer.Option("--json", help="Print the findings as JSON, with the underlying values."),
     ] = False,
 ) -> None:
-    """Look at what matters to memsaver on this machine, and say what to do about it.
+    """Check this machine and environment for memsaver, and suggest solutions to problems.
 
-    The driver and its devices, torch, SGLang, what is preloaded, NCCL, host memory, disk, options.
+    Checks the driver and devices, NVML, torch, SGLang, preloading, NCCL, host memory, disk and
+    options.
 
-    It starts no CUDA context and changes nothing. The exit status is 1 where something is bad.
+    A finding is good (a tick), absent but optional (-), warned (!): memsaver works, but not as well
+    or as expected, or bad (a cross): it does not work, or contents may be lost.
+
+    Starts no CUDA context and changes nothing. The exit status is 1 if a finding is bad.
     """
     from memsaver.cli.checks import Level, check_all, worst
 
@@ -43,14 +48,12 @@ def command(
     if as_json:
         typer.echo(json.dumps(document(findings), indent=2))
     else:
-        from rich.console import Console
-
-        draw(Console(highlight=False), findings)
+        draw(output_console(), findings)
     raise typer.Exit(1 if worst(findings) is Level.BAD else 0)
 
 
 def document(findings: dict[str, list[Finding]]) -> dict[str, Any]:
-    """The findings as JSON has them."""
+    """Return the findings as JSON."""
     from memsaver.cli.checks import Level, worst
 
     rows = [
@@ -68,7 +71,7 @@ def document(findings: dict[str, list[Finding]]) -> dict[str, Any]:
 
 
 def draw(console: Console, findings: dict[str, list[Finding]]) -> None:
-    """A table for each subject; then how many findings are of each level, and which are bad."""
+    """Print a table for each subject, then the number of findings per level and the bad ones."""
     from rich.text import Text
 
     from memsaver.cli.checks import Level
@@ -97,16 +100,21 @@ def _table(console: Console, group: list[Finding]) -> Table:
     marks, arrow = marks_for(console), "->" if console.options.ascii_only else "→"
     table = Table.grid(padding=(0, 1))
     table.add_column(width=2, justify="right")
-    table.add_column(width=_NAMES, overflow="fold")
+    narrow = console.width < _NARROW
+    if not narrow:
+        table.add_column(width=_NAMES, overflow="fold")
     table.add_column(ratio=1, overflow="fold")
     for finding in group:
         text = Text(finding.text)
         if finding.advice:
-            style = "dim" if finding.level == "good" else _COLOURS[finding.level.value]
+            style = "dim" if finding.level in ("good", "absent") else _COLOURS[finding.level.value]
             text.append(f"\n{arrow} {finding.advice}", style=style)
         mark = Text(marks[finding.level.value], style=_COLOURS[finding.level.value])
-        table.add_row(mark, Text(finding.name), text)
+        name = Text(finding.name)
+        cells = [Text(": ").join((name, text))] if narrow else [name, text]
+        table.add_row(mark, *cells)
     return table
 
 
 _NAMES = 22  # columns for the names of findings
+_NARROW = 64  # on fewer columns the names have no column of their own

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 __all__ = ["marks_for"]
 
-_MARKS = {"good": "✓", "warned": "!", "bad": "✗"}
-_ASCII_MARKS = {"good": "+", "warned": "!", "bad": "x"}
+_MARKS = {"good": "✓", "absent": "-", "warned": "!", "bad": "✗"}
+_ASCII_MARKS = {"good": "+", "absent": "-", "warned": "!", "bad": "x"}
 
 
 def marks_for(console: Console) -> dict[str, str]:
-    """Return the marks for success, warnings and failures that the console's encoding has."""
+    """Return the mark of each level of a finding, in characters that the console's encoding has."""
     return _ASCII_MARKS if console.options.ascii_only else _MARKS

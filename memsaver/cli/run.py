@@ -1,4 +1,4 @@
-"""`memsaver run`: a command whose CUDA allocations go through memsaver."""
+"""`memsaver run`: run a command whose CUDA allocations go through memsaver."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import errno
 import os
 import signal
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, cast
 
 import typer
 
+from memsaver._memory.preload import preload_env
+from memsaver._runtime.native import BackupChoice
+from memsaver.cli.failures import USAGE, fail
 from memsaver.errors import ConfigError, NotLoadedError
-from memsaver.preload import preload_env
 
 __all__ = ["command"]
 
-# Exit statuses as a shell gives them.
-_USAGE = 2
+# Exit statuses, as in a shell.
 _NOT_EXECUTABLE = 126
 _NOT_FOUND = 127
 
@@ -24,15 +25,15 @@ _NOT_FOUND = 127
 def command(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="COMMAND", help="What to run, after `--`.", show_default=False),
+        typer.Argument(metavar="COMMAND", help="The command, after `--`.", show_default=False),
     ] = None,
     tag: Annotated[
         str | None,
         typer.Option(
             "--tag",
             metavar="TAG",
-            help="Everything the command allocates belongs to this tag. Without it, only what the "
-            "command itself puts into regions.",
+            help="The tag of everything that the command allocates. Without a tag, only memory "
+            "that the command allocates in regions can be paused.",
             show_default=False,
         ),
     ] = None,
@@ -41,17 +42,17 @@ def command(
         typer.Option(
             "--backup",
             metavar="none|host|pageable|disk",
-            help="What a pause does with the tag's contents: discard them, or keep them in pinned "
-            "or ordinary host memory, or in a file.",
+            help="The tag's backup: a pause discards the contents, or saves them in pinned host "
+            "memory, in ordinary host memory, or in a file.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Run a command with its CUDA allocations going through memsaver.
+    """Run a command and route its CUDA allocations through memsaver.
 
-    For example: [bold]memsaver run --tag trainer --backup host -- python train.py[/bold]
+    For example: `memsaver run --tag trainer --backup host -- python train.py`
 
-    The command replaces this process: its signals and its exit status are its own.
+    The command replaces this process, so it gets its signals and determines its exit status.
     """
     if not words or not words[0]:
         _fail(
@@ -59,7 +60,7 @@ def command(
             "`memsaver run --tag trainer -- python train.py`"
         )
     try:
-        added = preload_env(tag, backup)
+        added = preload_env(tag, cast("BackupChoice | None", backup))  # which it checks
     except (ConfigError, NotLoadedError) as error:
         _fail(str(error))
     _execute(words, {**os.environ, **added})
@@ -67,9 +68,10 @@ def command(
 
 def _execute(words: list[str], environment: dict[str, str]) -> NoReturn:
     name = words[0]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Python ignores these, and what is ignored stays so in the program that follows.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it is None if the descriptor is closed
+            stream.flush()
+    # Python ignores these signals, and a program that follows would inherit that.
     ours = {number: signal.signal(number, signal.SIG_DFL) for number in _IGNORED_BY_PYTHON}
     try:
         os.execvpe(name, words, environment)
@@ -83,7 +85,7 @@ def _execute(words: list[str], environment: dict[str, str]) -> NoReturn:
         _fail(f"command not found: {name}; check its spelling and PATH", _NOT_FOUND)
     if failure.errno == errno.ENOEXEC:
         _fail(
-            f"{name} is no program and has no interpreter in its first line; name one, as in "
+            f"{name} is not a program and has no interpreter in its first line; name one, as in "
             f"`memsaver run -- sh {name}`",
             _NOT_EXECUTABLE,
         )
@@ -93,6 +95,5 @@ def _execute(words: list[str], environment: dict[str, str]) -> NoReturn:
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
-def _fail(message: str, status: int = _USAGE) -> NoReturn:
-    typer.echo(f"memsaver run: {message}", err=True)
-    raise typer.Exit(status)
+def _fail(message: str, status: int = USAGE) -> NoReturn:
+    fail("memsaver run", message, status)

@@ -1,4 +1,4 @@
-"""`memsaver top`: which processes use memsaver on this machine, and what their tags hold."""
+"""`memsaver top`: show the processes on this machine that use memsaver, and their tags."""
 
 from __future__ import annotations
 
@@ -8,11 +8,25 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 import memsaver
+from memsaver._runtime.native import Backup, State
+from memsaver._runtime.text import plain_text, size_text
+from memsaver.cli.failures import FAILURE, USAGE, fail
+from memsaver.cli.tables import (
+    Groups,
+    add_columns,
+    folded,
+    groups_for,
+    is_narrow,
+    is_redrawable,
+    output_console,
+    simple_box,
+)
 from memsaver.cli.watched import (
     Found,
     Process,
@@ -20,18 +34,19 @@ from memsaver.cli.watched import (
     WatchedTag,
     find_processes,
 )
-from memsaver.native import Backup, State
-from memsaver.text import plain_text, size_text
 from memsaver.traces.units import format_rate, format_seconds
 
 if TYPE_CHECKING:  # rich takes long to import
     from rich.console import Console, RenderableType
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
 __all__ = ["command", "document", "view"]
 
-SCHEMA = 1  # raised when a key of the JSON changes its meaning or goes
+_fail = partial(fail, "memsaver top")
+
+SCHEMA = 1  # incremented when a key of the JSON changes its meaning or is removed
 
 NOBODY = "No process of this user that can be seen here uses memsaver."
 HOW_TO_BE_SEEN = (
@@ -47,60 +62,77 @@ _STATES = {
     State.SAVING: "cyan",
     State.RESTORING: "cyan",
 }
-_WIDE, _WIDER = 104, 130  # columns from which a row takes one line, and says who
+_WIDE, _WIDER = 104, 130  # columns for one line per row, and for the callers
+
+# The figures of narrow tables.
+_TAGS: Groups = (("Tag", "GPU, state"), ("Resident", "Paused"), ("Backup", "Last transition"))
+_TOTALS: Groups = (("All tags on",), ("Resident", "Paused"), ("Device has", "Processes"))
+
 _NOTHING = "-"
 
 
 def command(
     interval: Annotated[
-        float,
-        typer.Option("--interval", min=0.1, max=3600, metavar="SECONDS", help="Look so often."),
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            "--interval",
+            min=0.1,
+            max=3600,
+            metavar="SECONDS",
+            help="Update interval; 1 by default.",
+            show_default=False,
+        ),
+    ] = None,
     once: Annotated[
         bool,
         typer.Option(
-            "--once", help="Look once, and print what there is. Also where this is no terminal."
+            "--once",
+            help="Print the state once. This is the default if stdout is not a terminal.",
         ),
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="The same as JSON, with all figures of `memsaver.stats()`."),
+        typer.Option("--json", help="Print JSON, with all figures of `memsaver.stats()`."),
     ] = False,
     pid: Annotated[
         int | None,
-        typer.Option("--pid", metavar="PID", help="This process only.", show_default=False),
+        typer.Option(
+            "--pid", min=1, metavar="PID", help="Show only this process.", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Show which processes use memsaver on this machine, and what their tags hold, as it changes.
+    """Show the processes on this machine that use memsaver, and the memory of their tags, live.
 
-    By tag and device: its state, what is resident and what is paused,
-    where the backup lies, and how long the last transition took.
+    Shows for each tag and device: the state, the resident and the paused memory,
+    the backup, and the duration of the last transition.
 
-    Processes of this user; they are not attached to, and notice nothing.
-    Ctrl-C ends it.
+    Shows only processes of this user, and does not attach to them.
+    Press Ctrl-C to quit.
     """
     from rich.console import Console
 
-    if as_json or once or not sys.stdout.isatty():
+    if interval is not None and (as_json or once):
+        _fail(f"--interval and {'--json' if as_json else '--once'} exclude each other", USAGE)
+    if as_json or once or not is_redrawable(sys.stdout):
         found = find_processes(pid)
         if as_json:
             typer.echo(json.dumps(document(found), indent=2))
         elif pid is None or found.processes or found.silent:
-            console = Console(highlight=False)
+            console = output_console()
             console.print(view(found, console))
         if pid is not None and not found.processes:
-            _fail(_why_not(found, pid), 1)
+            _fail(_why_not(found, pid), FAILURE)
         return
     console = Console(highlight=False)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        _watch(console, interval, pid)
+        _watch(console, 1.0 if interval is None else interval, pid)
     except KeyboardInterrupt:
         pass
 
 
 def document(found: Found) -> dict[str, Any]:
-    """What was found, as JSON has it: sizes in bytes, times in seconds, rates in bytes a second."""
+    """Return the processes as JSON: sizes in bytes, times in seconds, rates in bytes per second."""
     return {
         "schema": SCHEMA,
         "memsaver": memsaver.__version__,
@@ -133,7 +165,7 @@ def document(found: Found) -> dict[str, Any]:
 
 
 def view(found: Found, console: Console) -> RenderableType:
-    """What was found, drawn for this console."""
+    """Draw the processes for this console."""
     from rich.console import Group
     from rich.text import Text
 
@@ -146,13 +178,13 @@ def view(found: Found, console: Console) -> RenderableType:
             Text(),
         ]
     for silent in found.silent:
-        parts += [_name(silent, console), Text(f"  {silent.why}", style="red"), Text()]
+        parts += [_name(silent, console), _indented(Text(silent.why, style="red")), Text()]
     if any(process.devices for process in found.processes):
         parts.append(_totals_table(found, console))
     elif not parts:
         parts += [Text(NOBODY, style="bold"), Text(HOW_TO_BE_SEEN)]
     for folder in found.refused:
-        text = f"{folder} is not looked at: it must be this user's own, with the mode 0700"
+        text = f"{folder} is ignored: it must belong to this user and have mode 0700"
         parts.append(Text(text, style="red"))
     return Group(*parts)
 
@@ -171,7 +203,7 @@ def _watch(console: Console, interval: float, pid: int | None) -> NoReturn:
 
 
 def _fitted(whole: RenderableType, console: Console) -> RenderableType:
-    """As much of it as the screen has lines for, and how much that leaves out."""
+    """Return the lines that fit on the screen, and a note about the rest."""
     from rich.console import Group
     from rich.segment import Segment, SegmentLines
     from rich.text import Text
@@ -189,7 +221,7 @@ def _fitted(whole: RenderableType, console: Console) -> RenderableType:
 
 
 def _name(process: Process | Silent, console: Console) -> Text:
-    """Its number and its command, as much of that as a line takes; JSON has all of it."""
+    """Return the process's number and its command, cut to the width; JSON has the whole command."""
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
@@ -199,7 +231,7 @@ def _name(process: Process | Silent, console: Console) -> Text:
     return Text(line, style="bold")
 
 
-def _facts(process: Process) -> Text:
+def _facts(process: Process) -> Padding:
     from rich.text import Text
 
     facts = [f"memsaver {process.memsaver}"]
@@ -209,12 +241,20 @@ def _facts(process: Process) -> Text:
         facts.append(f"{name} ({major}.{minor // 10})")
     if process.host_bytes:
         facts.append(f"{size_text(process.host_bytes)} of host memory for backups")
-    return Text(f"  {', '.join(facts)}", style="dim")
+    return _indented(Text(", ".join(facts), style="dim"))
+
+
+def _indented(text: Text) -> Padding:
+    from rich.padding import Padding
+
+    return Padding(text, (0, 0, 0, 2), expand=False)
 
 
 def _tags_table(process: Process, console: Console) -> Table:
     from rich.text import Text
 
+    if is_narrow(console):
+        return _narrow_tags_table(process, console)
     wide, wider = console.width >= _WIDE, console.width >= _WIDER
     table = _table(console)
     table.add_column("Tag", overflow="fold", min_width=8)
@@ -244,8 +284,28 @@ def _tags_table(process: Process, console: Console) -> Table:
     return table
 
 
+def _narrow_tags_table(process: Process, console: Console) -> Table:
+    from rich.text import Text
+
+    table = _table(console)
+    add_columns(table, _TAGS, least=8, left=("Backup",))
+    for tag in process.tags:
+        stats = tag.stats
+        device = f"GPU {stats.device}" if stats.device >= 0 else _NOTHING
+        cells: dict[str, Text | str] = {
+            "Tag": Text(plain_text(stats.tag), style="bold"),
+            "GPU, state": Text(f"{device}, ").append(str(stats.state), style=_STATES[stats.state]),
+            "Resident": _size(stats.resident_bytes),
+            "Paused": _size(stats.paused_now_bytes),
+            "Backup": " ".join(_backup(tag)),
+            "Last transition": "\n".join(_last_transition(tag)),
+        }
+        table.add_row(*folded(_TAGS, cells))
+    return table
+
+
 def _backup(tag: WatchedTag) -> Iterator[str]:
-    """Where it is kept, and how much; a tag that is mapped keeps it for its next pause."""
+    """Yield the place and the size of the backup; a mapped tag keeps it for its next pause."""
     stats = tag.stats
     if stats.host_bytes:
         in_memory = stats.backup in (Backup.HOST, Backup.PAGEABLE)
@@ -259,7 +319,7 @@ def _backup(tag: WatchedTag) -> Iterator[str]:
 
 
 def _last_transition(tag: WatchedTag) -> Iterator[str]:
-    """What it was and when; then, if it is done, its time and rate."""
+    """Yield the kind and age of the last transition, and its duration and rate if it has ended."""
     stats = tag.stats
     if stats.state in (State.SAVING, State.RESTORING):
         yield f"{'pause' if stats.state is State.SAVING else 'resume'} for {_age(tag.age)}"
@@ -274,7 +334,7 @@ def _last_transition(tag: WatchedTag) -> Iterator[str]:
 
 
 def _who(tag: WatchedTag) -> str:
-    """The place in its program, without folders and thread, which JSON has."""
+    """Return the caller's place in its program without folders and thread; JSON has both."""
     place, _, _ = (tag.caller or "").partition(", thread ")
     return place.rpartition("/")[2]
 
@@ -298,7 +358,9 @@ def _size(nbytes: int) -> str:
 
 
 def _totals_table(found: Found, console: Console) -> Table:
-    """What tags hold of each device: by its place on the bus, as processes number them anew."""
+    """Sum up the tags of each device, identified by bus id, because processes number devices
+    differently.
+    """
     from rich.text import Text
 
     sums: dict[tuple[str, int], list[int]] = {}  # resident, paused, processes
@@ -312,21 +374,24 @@ def _totals_table(found: Found, console: Console) -> Table:
             held[0] += sum(tag.stats.resident_bytes for tag in mine)
             held[1] += sum(tag.stats.paused_now_bytes for tag in mine)
             held[2] += 1
-    table = _table(console)
-    table.add_column("All tags on", overflow="fold", min_width=12)
-    for name in ("Resident", "Paused", "Device has", "Processes"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table, groups = _table(console), groups_for(console, _TOTALS)
+    add_columns(table, groups, least=12)
     for (name, total), (resident, paused, processes) in sorted(sums.items()):
-        sizes = (_size(resident), _size(paused), size_text(total), str(processes))
-        table.add_row(Text(name, style="bold"), *map(Text, sizes))
+        cells: dict[str, Text | str] = {
+            "All tags on": Text(name, style="bold"),
+            "Resident": _size(resident),
+            "Paused": _size(paused),
+            "Device has": size_text(total),
+            "Processes": str(processes),
+        }
+        table.add_row(*folded(groups, cells))
     return table
 
 
 def _table(console: Console) -> Table:
-    import rich.box
     from rich.table import Table
 
-    box = rich.box.ASCII2 if console.options.ascii_only else rich.box.SIMPLE_HEAD
+    box = simple_box(console)
     return Table(box=box, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
 
 
@@ -334,8 +399,3 @@ def _why_not(found: Found, pid: int) -> str:
     for silent in found.silent:
         return f"process {pid}: {silent.why}"
     return f"process {pid} is not among those that use memsaver. {HOW_TO_BE_SEEN}"
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    typer.echo(f"memsaver top: {message}", err=True)
-    raise typer.Exit(status)

@@ -1,39 +1,58 @@
-"""`memsaver trace`: what a saved timeline comes to, as a table, a page or a picture."""
+"""`memsaver trace`: show a saved timeline as a table, a page or a picture."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import memsaver
+from memsaver._runtime.text import plain_text, size_text
+from memsaver.cli.failures import FAILURE, USAGE, fail
+from memsaver.cli.tables import (
+    Groups,
+    add_columns,
+    folded,
+    groups_for,
+    is_narrow,
+    output_console,
+    simple_box,
+)
 from memsaver.errors import MemsaverError
-from memsaver.text import plain_text, size_text
 from memsaver.traces.trace import Trace
 from memsaver.traces.units import format_rate, format_seconds
 
-if TYPE_CHECKING:  # imported when the command runs: other commands need none of it
+if TYPE_CHECKING:  # imported by the command itself: other commands do not need them
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from memsaver.traces.summary import Moves, TagSummary
 
-__all__ = ["command", "show"]
+__all__ = ["command", "document", "show"]
+
+_fail = partial(fail, "memsaver trace")
+
+SCHEMA = 1  # incremented when a key of the JSON changes its meaning or is removed
 
 
 def command(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="A .json file that Timeline.save wrote."),
+        typer.Argument(metavar="FILE", help="A .json file written by Timeline.save."),
     ],
     html: Annotated[
         Path | None,
         typer.Option(
             "--html",
             metavar="FILE.html",
-            help="Write a page with an interactive chart, which needs nothing else.",
+            help="Write a self-contained page with an interactive chart.",
             show_default=False,
         ),
     ] = None,
@@ -46,31 +65,81 @@ def command(
             show_default=False,
         ),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON, in bytes and seconds.")
+    ] = False,
 ) -> None:
-    """Show what a saved timeline comes to, tag by tag: peak, pauses, resumes, bytes and rates.
+    """Summarize a saved timeline by tag: peak, pauses, resumes, bytes and rates.
 
-    To make one: [bold]with memsaver.timeline() as t: ...[/bold] and t.save("trace.json").
+    To record one: `with memsaver.timeline() as t: ...`, then t.save("trace.json").
 
-    ui.perfetto.dev and chrome://tracing open the same file.
+    ui.perfetto.dev and chrome://tracing can open the same file.
     """
-    from rich.console import Console
-
     from memsaver.traces.files import PICTURES, load, save
 
     if html is not None and html.suffix.lower() != ".html":
-        _fail(f"--html writes a page, and {html.name!r} does not end in .html", 2)
+        _fail(f"--html writes a page, and {html.name!r} does not end in .html", USAGE)
     if picture is not None and picture.suffix.lower() not in PICTURES:
         _fail(
-            f"--picture draws {', '.join(PICTURES)}, and {picture.name!r} ends in none of them", 2
+            f"--picture draws {', '.join(PICTURES)}, and {picture.name!r} ends in none of them",
+            USAGE,
         )
     with _failing(file):
         found = load(file)
-    show(found, Console())
+    if as_json:
+        typer.echo(json.dumps(document(found), indent=2))
+    else:
+        show(found, output_console())
     for target in (html, picture):
         if target is not None:
             with _failing(file):
                 save(found, target)
             typer.echo(f"wrote {target}", err=True)
+
+
+def document(trace: Trace) -> dict[str, Any]:
+    """Return a trace's summary as JSON: sizes in bytes, times in seconds."""
+    from memsaver.traces.summary import summary
+
+    return {
+        "schema": SCHEMA,
+        "memsaver": memsaver.__version__,
+        "process": trace.process,
+        "started": trace.started,
+        "seconds": trace.seconds,
+        "dropped": trace.dropped,
+        "begin_seconds": trace.begin,
+        "calls": _calls(trace),
+        "tags": [
+            {
+                "tag": row.tag,
+                "peak_bytes": row.peak_bytes,
+                "pauses": _document_of(row.out),
+                "resumes": _document_of(row.into),
+            }
+            for row in summary(trace)
+        ],
+        "devices": [
+            {"device": device, "least_free_bytes": free}
+            for device, free in _least_free(trace).items()
+        ],
+    }
+
+
+def _document_of(moves: Moves) -> dict[str, Any]:
+    return {**dataclasses.asdict(moves), "bytes_per_second": moves.rate}
+
+
+def _calls(trace: Trace) -> int:
+    return len({row.number for row in trace.transitions})
+
+
+def _least_free(trace: Trace) -> dict[int, int]:
+    """Return the least free memory of each device that was sampled."""
+    least: dict[int, int] = {}
+    for row in trace.memory:
+        least[row.device] = min(row.free_bytes, least.get(row.device, row.free_bytes))
+    return dict(sorted(least.items()))
 
 
 def show(trace: Trace, console: Console) -> None:
@@ -79,8 +148,7 @@ def show(trace: Trace, console: Console) -> None:
 
     from memsaver.traces.summary import summary
 
-    calls = len({row.number for row in trace.transitions})
-    head = f"{format_seconds(trace.seconds)} of process {trace.process}, {calls} calls"
+    head = f"{format_seconds(trace.seconds)} of process {trace.process}, {_calls(trace)} calls"
     console.print(Text(head))
     if trace.dropped:
         console.print(
@@ -95,59 +163,53 @@ def show(trace: Trace, console: Console) -> None:
     if not tags:
         console.print(Text("No tag had memory, and nothing was paused or resumed."))
         return
-    console.print(_table(tags))
-    lowest = {
-        device: min(row.free_bytes for row in trace.memory if row.device == device)
-        for device in sorted({row.device for row in trace.memory})
-    }
-    for device, free in lowest.items():
+    console.print(_table(tags, console))
+    for device, free in _least_free(trace).items():
         console.print(Text(f"GPU {device}: {size_text(free)} free at the least"))
 
 
-def _table(tags: tuple[TagSummary, ...]) -> Table:
-    import rich.box
+def _table(tags: tuple[TagSummary, ...], console: Console) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     any_failed = any(row.out.failed or row.into.failed for row in tags)
-    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("Tag", overflow="fold", min_width=16)
-    for name in ("Done", *(["Failed"] if any_failed else []), "Memory", "Copied", "Time", "Rate"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Table(box=simple_box(console), pad_edge=False, padding=(0, 1, 0, 0))
+    counts: Groups = (("Done",), ("Failed",)) if any_failed else (("Done",),)
+    groups = groups_for(console, (("Tag",), *counts, ("Memory", "Copied"), ("Time", "Rate")))
+    add_columns(table, groups, least=10 if is_narrow(console) else 16)
     for row in tags:
         held = Text.assemble((plain_text(row.tag), "bold"), (" peak", "dim"))
-        table.add_row(held, *([""] * (1 + any_failed)), size_text(row.peak_bytes))
+        table.add_row(*folded(groups, {"Tag": held, "Memory": size_text(row.peak_bytes)}))
         for name, moves in (("paused", row.out), ("resumed", row.into)):
-            if not any((row.out.count, row.out.failed, row.into.count, row.into.failed)):
-                continue
-            failed = [Text(str(moves.failed), style="red" if moves.failed else "")]
-            done = Text(str(moves.count))
-            table.add_row(f"  {name}", done, *(failed if any_failed else []), *_figures(moves))
+            if any((row.out.count, row.out.failed, row.into.count, row.into.failed)):
+                table.add_row(*folded(groups, {"Tag": f"  {name}", **_figures(moves)}))
     return table
 
 
-def _figures(moves: Moves) -> list[str]:
+def _figures(moves: Moves) -> dict[str, Text | str]:
+    from rich.text import Text
+
+    counts: dict[str, Text | str] = {
+        "Done": str(moves.count),
+        "Failed": Text(str(moves.failed), style="red" if moves.failed else ""),
+    }
     if not moves.count:
-        return []
-    return [
-        size_text(moves.device_bytes),
-        size_text(moves.copied_bytes),
-        format_seconds(moves.seconds),
-        format_rate(moves.rate) if moves.rate else "",
-    ]
+        return counts
+    return {
+        **counts,
+        "Memory": size_text(moves.device_bytes),
+        "Copied": size_text(moves.copied_bytes),
+        "Time": format_seconds(moves.seconds),
+        "Rate": format_rate(moves.rate) if moves.rate else "",
+    }
 
 
 @contextmanager
 def _failing(file: Path) -> Iterator[None]:
-    """What cannot be read or written is said, and ends the command."""
+    """Report a file that cannot be read or written, and exit with an error."""
     try:
         yield
     except OSError as error:
-        _fail(f"{error.filename or file}: {error.strerror or error}", 1)
+        _fail(f"{error.filename or file}: {error.strerror or error}", FAILURE)
     except MemsaverError as error:
-        _fail(f"{file}: {error}", 1)
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    typer.echo(f"memsaver trace: {message}", err=True)
-    raise typer.Exit(status)
+        _fail(f"{file}: {error}", FAILURE)

@@ -1,7 +1,7 @@
-"""The processes of this user that use memsaver, as they tell of themselves.
+"""The processes of this user that use memsaver, queried through their sockets.
 
-Each has a socket in the user's runtime folder, and answers whoever connects with its figures. That
-costs a process nothing until it is asked, and no more than writing them then.
+Each process has a socket in the user's runtime folder and sends its figures to each client that
+connects. The socket costs nothing until then.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memsaver.native import Backup, State
-from memsaver.statistics import Stats, TagStats
-from memsaver.text import plain_text
+from memsaver._inspection.statistics import Stats, TagStats
+from memsaver._runtime.native import Backup, State
+from memsaver._runtime.text import plain_text
 
 __all__ = [
     "Device",
@@ -39,9 +39,9 @@ __all__ = [
 FALLBACK = "/tmp/memsaver"  # as in the core's runtime_folder.cpp; the user's number follows
 FORMAT = 1  # kStatsFormat of the core's stats_json.h
 
-_PATIENCE = 0.5  # seconds for an answer, which takes milliseconds
-_MOST_BYTES = 64 << 20  # of an answer: some 50,000 tags
-_AT_ONCE = 16  # processes that are asked at the same time
+_PATIENCE = 0.5  # seconds to wait for an answer, which takes milliseconds
+_MOST_BYTES = 64 << 20  # limit of an answer: some 50,000 tags
+_AT_ONCE = 16  # processes that are queried at the same time
 _NAME = re.compile(r"(\d+)-[0-9a-f]+")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -55,7 +55,7 @@ class Driver(NamedTuple):
 
 
 class Device(NamedTuple):
-    """A device that a process has memory of."""
+    """A device on which the tags of a process have memory."""
 
     ordinal: int  # in that process
     bus_id: str  # in every process
@@ -67,9 +67,9 @@ class WatchedTag:
     """A tag of a process on one device.
 
     Attributes:
-        stats: as `memsaver.stats()` has it there.
-        age: seconds since it came into its state; while it is on its way, since it began.
-        caller: whose call that was, in that process's own words, or None.
+        stats: the row of `memsaver.stats()` in that process.
+        age: seconds since the tag entered its state, or since the transition in progress began.
+        caller: the caller of that transition as that process describes it, or None.
     """
 
     stats: TagStats
@@ -82,14 +82,14 @@ class Process:
     """A process that has answered.
 
     Attributes:
-        pid: its number here; inside of a container it may have another.
-        command: its command line, or where that cannot be read its name.
+        pid: its number in this process's namespace; inside a container it may have another.
+        command: its command line, or its name if the command line cannot be read.
         memsaver: its version of memsaver.
-        driver: None before it has opened one.
-        devices: those that tags have memory of.
-        tags: one row for each tag and device, in the order of their making.
-        host_bytes: host memory held for backups.
-        host_available_bytes: how much more these may take there.
+        driver: the driver that it has opened, or None.
+        devices: the devices on which its tags have memory.
+        tags: one row for each tag and device, in order of creation.
+        host_bytes: host memory in use for backups.
+        host_available_bytes: how much more host memory backups may use.
     """
 
     pid: int
@@ -103,19 +103,19 @@ class Process:
 
     @property
     def stats(self) -> Stats:
-        """What `memsaver.stats()` says in it."""
+        """Return the result of `memsaver.stats()` in the process."""
         rows = tuple(tag.stats for tag in self.tags)
         return Stats(rows, self.host_bytes, self.host_available_bytes)
 
 
 @dataclass(frozen=True)
 class Silent:
-    """A process that is there and cannot be read.
+    """A process that exists but did not answer.
 
     Attributes:
-        pid: its number, as for Process.
-        command: as for Process.
-        why: what came instead of an answer.
+        pid: see `Process`.
+        command: see `Process`.
+        why: the reason, in words.
     """
 
     pid: int
@@ -125,12 +125,12 @@ class Silent:
 
 @dataclass(frozen=True)
 class Found:
-    """What there is, by process number.
+    """The result of a search, by process number.
 
     Attributes:
-        processes: those that answered.
-        silent: those that did not.
-        refused: folders that were not looked at, because they are not this user's alone.
+        processes: the processes that answered.
+        silent: the processes that did not.
+        refused: folders that were ignored because they are not private to this user.
     """
 
     processes: tuple[Process, ...] = ()
@@ -139,7 +139,7 @@ class Found:
 
 
 def find_processes(pid: int | None = None) -> Found:
-    """Query every process of this user, or one of them, and remove the sockets of killed ones.
+    """Query every process of this user, or only `pid`, and remove the sockets of killed processes.
 
     Takes as long as the slowest answer, and at most half a second for every 16 processes that do
     not answer.
@@ -167,7 +167,7 @@ def find_processes(pid: int | None = None) -> Found:
 
 
 def runtime_folders() -> list[Path]:
-    """Where processes of this user may have their sockets: a process chooses by its environment."""
+    """Return the possible folders of sockets: a process chooses one by its environment."""
     folders = [Path(f"{FALLBACK}-{os.geteuid()}")]
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named.startswith("/"):
@@ -177,7 +177,7 @@ def runtime_folders() -> list[Path]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
-    """The folder's descriptor; None where it is not there, or not this user's alone."""
+    """Yield the folder's descriptor; None if it is missing or not private to this user."""
     try:
         folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -192,7 +192,7 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 
 def _ask(folder: int, name: str) -> Process | Silent | None:
-    """The answer of the process with this socket; None where there is none any more."""
+    """Return the answer of the socket's process; None if there is no such process any more."""
     pid, command = int(name.split("-")[0]), ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         end = time.monotonic() + _PATIENCE
@@ -201,12 +201,12 @@ def _ask(folder: int, name: str) -> Process | Silent | None:
             # Through the descriptor: the address has room for a short path only.
             client.connect(f"/proc/self/fd/{folder}/{name}")
             peer, user = _peer_of(client)
-            if peer:  # else it is in a namespace that cannot be seen from here
+            if peer:  # else it is in a namespace that is not visible here
                 pid, command = peer, _command_of(peer)
             if user != os.geteuid():
                 return Silent(pid, command, f"it belongs to user {user}")
             return _process_of(pid, command, _read_all(client, end))
-        except ConnectionRefusedError:  # nobody has it open: its process was killed
+        except ConnectionRefusedError:  # no process has it open: its process was killed
             _remove(folder, name)
             return None
         except FileNotFoundError:
@@ -220,11 +220,11 @@ def _ask(folder: int, name: str) -> Process | Silent | None:
 
 
 class _NoAnswer(Exception):
-    """Says why what came is none."""
+    """Raised with the reason why an answer is missing or invalid."""
 
 
 def _peer_of(client: socket.socket) -> tuple[int, int]:
-    """The process that listens there, and its user."""
+    """Return the process that listens on the socket, and its user."""
     raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     return pid, user
@@ -314,7 +314,7 @@ def _number(value: Any) -> float:
 
 
 def _command_of(pid: int) -> str:
-    """The command line of a process, on one line; "" where that cannot be read."""
+    """Return the command line of a process as one line; "" if it cannot be read."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:

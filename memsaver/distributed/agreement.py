@@ -1,4 +1,4 @@
-"""One call on all ranks: checked, begun, done, and undone if it fails on a rank.
+"""Run one call on all ranks: check, begin, run, and roll back if a rank fails.
 
 Each step is an attempt (see `attempts`), so every rank knows the outcome on all ranks, and all make
 the same decision.
@@ -14,6 +14,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.native import _C, emit_warnings
+from memsaver._runtime.timeouts import check_timeout
+from memsaver._transitions.handles import Call
+from memsaver._transitions.reports import Report
 from memsaver.distributed.attempts import Outcomes, Ranks
 from memsaver.distributed.errors import GroupError, RankFailure, after_rollback
 from memsaver.distributed.invalid_groups import channel_of
@@ -21,15 +26,10 @@ from memsaver.distributed.messages import NOTHING, Codec
 from memsaver.distributed.reports import GroupReport, RankFigures
 from memsaver.distributed.rollback import Rollback
 from memsaver.errors import ConfigError, MemsaverError, MemsaverWarning
-from memsaver.handles import Call
-from memsaver.interrupts import signals_deferred
-from memsaver.native import _C, emit_warnings
-from memsaver.reports import Report
-from memsaver.timeouts import check_timeout
 
 __all__ = ["together"]
 
-_FIGURES = struct.Struct("<dQQ")  # seconds, device bytes, copied bytes
+_FIGURES = struct.Struct("<dQQ")  # seconds, device bytes and copied bytes
 _CODEC = Codec(lambda figures: _FIGURES.pack(*figures), _FIGURES.unpack)
 _FAILED_ELSEWHERE = "it failed on another rank"
 
@@ -39,15 +39,16 @@ Result = TypeVar("Result")
 def together(
     what: Callable[[], str], prepare: Callable[[], Call], group: Any, timeout: float | None
 ) -> GroupReport:
-    """Do a call on every rank of the group, or on none.
+    """Run a call on every rank of the group, or on none.
 
-    Signal handlers run before the call or after it, when this thread holds no reservation.
+    Signal handlers run before the call or after it, when this thread has no reservation.
 
     Args:
-        what: returns the call in words, which must be the same on all ranks.
-        prepare: checks the arguments and makes this rank's call. Changes nothing.
-        group: a `torch.distributed` group; None is the world.
-        timeout: seconds to wait for the other ranks at each step; None is the group's own.
+        what: returns a description of the call, which must be the same on all ranks.
+        prepare: checks the arguments and returns this rank's `Call`. Changes nothing.
+        group: a `torch.distributed` group; None means the world.
+        timeout: seconds to wait for the other ranks at each step; None means the group's own
+            timeout.
 
     Raises:
         RankError: the call failed on a rank.
@@ -75,8 +76,8 @@ class _Attempt:
     """One rank's part of a call.
 
     Attributes:
-        leaving: an interrupt or an exit that a callback raised. Raised when no other rank waits for
-            this one.
+        leaving: an interrupt or an exit that a callback raised, to be raised when no other rank
+            waits for this one.
         warning: a warning to emit at the end, or "".
     """
 
@@ -93,10 +94,10 @@ class _Attempt:
         self._ranks = Ranks(channel)
         self._refused = self._refused or refused
         self._timeout = timeout
-        self._seconds = 0.0  # of this rank's own work
+        self._seconds = 0.0  # the duration of this rank's own work
 
     def make(self, prepare: Callable[[], Call]) -> tuple[Report, tuple[RankFigures, ...]]:
-        """Check the call, begin it and run it. If a rank failed, raises after the rollback."""
+        """Check the call, begin it and run it. If a rank failed, raise after the rollback."""
         calls: list[Call] = []
 
         def check() -> None:
@@ -112,7 +113,7 @@ class _Attempt:
         rollbacks: list[Rollback] = []
 
         def begin() -> None:
-            # Until all is over: what is to be undone must not be changed by others.
+            # Reserved until the end: other threads must not change the tags before a rollback.
             held.enter_context(_C.Reservation(call.names))
             rollbacks.append(Rollback(call))
             call.begin()
@@ -163,7 +164,7 @@ class _Attempt:
         if rollback.stuck:
             raise MemsaverError(rollback.stuck)
 
-    # The steps.
+    # --- steps
 
     def _step(
         self, step: str, work: Callable[[], Result], codec: Codec = NOTHING
@@ -186,8 +187,8 @@ class _Attempt:
             )
         except GroupError as lost:
             lost.message += (
-                "; this rank is as it was before the call, and the group may be unusable: make a "
-                "new group, or start the job again"
+                "; this rank's tags are unchanged, and the group may be unusable: create a new "
+                "group, or restart the job"
             )
             raise
         self._keep(outcomes.own)
@@ -202,7 +203,7 @@ class _Attempt:
         error.stuck = stuck
         raise error from outcomes.own
 
-    # Errors beside the steps.
+    # --- errors outside the steps
 
     def _abandon(self, call: Call, reason: BaseException) -> None:
         self._note(lambda: call.abandon(reason))

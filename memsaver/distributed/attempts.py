@@ -1,8 +1,8 @@
-"""Attempts: work on every rank of a group, with its outcome on each of them.
+"""Attempts: work on every rank of a group, whose outcomes every rank receives.
 
-Every rank does its part and then sends its outcome, also after an interrupt, so that no rank waits
-for one that has failed. All ranks receive the same outcomes, so they make the same decision.
-Integrations use this module with their own codecs.
+Every rank does its part and then sends its outcome, even after an interrupt, so that no rank waits
+for a failed one. All ranks receive the same outcomes, so they make the same decision. Integrations
+use this module with their own codecs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from memsaver._runtime.interrupts import interruptible, signals_deferred
 from memsaver.distributed.channel import Channel
 from memsaver.distributed.errors import GroupError, RankError, RankFailure, disagreed, failed
 from memsaver.distributed.messages import NOTHING, Account, Codec, Header, text_of
-from memsaver.interrupts import interruptible, signals_deferred
 
 __all__ = ["Outcome", "Outcomes", "Ranks"]
 
@@ -27,9 +27,9 @@ class Outcome(Generic[Value]):
 
     Attributes:
         rank: the rank in the world.
-        value: the result of the rank's work; None if the work failed. If the attempt failed on
-            other ranks, also None if this rank cannot read the value.
-        failure: the exception in words, or None.
+        value: the result of the rank's work; None if the work failed, or if the attempt failed on
+            other ranks and this rank cannot read the value.
+        failure: a description of the exception, or None.
         error: the exception as the codec transmits it, or None. Not the same object on all ranks.
     """
 
@@ -44,11 +44,11 @@ class Outcomes(Generic[Value]):
     """The outcomes of an attempt on all ranks.
 
     Attributes:
-        what: the call in words.
+        what: a description of the call.
         each: the outcomes, in the group's order of ranks.
         own: the exception of this rank's own work, or None.
-        calls: by rank, the call that it made, if the ranks made different calls and none of them
-            failed; `each` is empty then. Otherwise empty.
+        calls: each rank's call, if the ranks made different calls and none of them failed (`each`
+            is then empty); otherwise empty.
     """
 
     what: str
@@ -70,7 +70,7 @@ class Outcomes(Generic[Value]):
         """Return the error for all ranks.
 
         Args:
-            after: the state after the failure, and what to do, in words.
+            after: a description of the state after the failure, with advice.
         """
         if self.calls:
             return disagreed(self.calls, after)
@@ -90,8 +90,8 @@ class Outcomes(Generic[Value]):
         """Return the values of all ranks.
 
         Raises:
-            BaseException: the attempt is not good: this rank's own interrupt or exit if there is
-                one, else the exception that `error_of` returns.
+            BaseException: the attempt failed on a rank: this rank's own interrupt or exit if there
+                is one, else the exception that `error_of` returns.
         """
         if self.is_good:
             return [one.value for one in self.each]  # type: ignore[misc]
@@ -104,11 +104,11 @@ class Outcomes(Generic[Value]):
 class Ranks:
     """The ranks of a channel, for attempts that all of them make in the same order.
 
-    One thread at a time may use it. An attempt has at most five exchanges, and each takes at most
-    its timeout and a few seconds.
+    One thread at a time may use the object. An attempt has at most five exchanges, and each takes
+    at most its timeout and a few seconds.
 
     Args:
-        channel: connects the ranks; None for this process alone.
+        channel: connects the ranks; None if this process is the only rank.
     """
 
     def __init__(self, channel: Channel | None) -> None:
@@ -128,17 +128,18 @@ class Ranks:
     ) -> Outcomes[Value]:
         """Do the work on this rank, and return the outcomes on all ranks. A collective.
 
-        Every exception of the work becomes an outcome. So does the exception of a signal that came
-        after the enclosing block of `signals_deferred` was entered. A signal that comes during the
-        exchange is handled at the end of the outermost such block.
+        Every exception of the work becomes an outcome. So does the exception of a signal that
+        arrived after the enclosing block of `signals_deferred` was entered. A signal that arrives
+        during the exchange is handled at the end of the outermost such block.
 
         Args:
-            what: the call in words, the same on all ranks.
+            what: a description of the call, the same on all ranks.
             work: this rank's part.
-            timeout: seconds to wait for the other ranks in an exchange; None is the group's own.
+            timeout: seconds to wait for the other ranks in an exchange; None means the group's own
+                timeout.
             codec: the codec for the values of the work.
-            step: the step of the call; compared between ranks like `what`.
-            uninterrupted: True defers signal handlers during the work too.
+            step: the name of the call's step; compared between ranks like `what`.
+            uninterrupted: whether signal handlers are also deferred during the work.
 
         Raises:
             GroupError: a rank is dead, hangs, or did not make the call in time.
@@ -208,7 +209,7 @@ class _Attempt:
         if max(sizes) <= Header.INLINE_BYTES:
             return [header.inline for header in headers]
         senders = [place for place, size in enumerate(sizes) if size]
-        if len(senders) == 1:  # a broadcast, because the result of a leader can be large
+        if len(senders) == 1:  # a broadcast, because a leader's result can be large
             bodies = [b""] * len(sizes)
             bodies[senders[0]] = self._channel.broadcast(
                 body, sizes[senders[0]], self._timeout, self._what, root=senders[0]
@@ -223,7 +224,7 @@ class _Attempt:
         if len({header.protocol for header in headers}) > 1:
             return Outcomes(self._what, (), own, _versions(ranks, headers))
         has_failed = any(header.failed for header in headers)
-        # Only the steps differ: several threads use the group at once.
+        # The steps may differ while the calls are equal, if several threads use the group at once.
         what = self._what if has_failed or not self._step else f"{self._what}, {self._step}"
         extra = _packed_error(own, self._codec) if own is not None else body
         mine = Account.of(own, what).packed(extra)
@@ -233,15 +234,15 @@ class _Attempt:
             calls = {rank: one.call(rank) for rank, one in zip(ranks, accounts, strict=True)}
             return Outcomes(what, (), own, calls)
         each: list[Outcome[Any]] = []
-        asked = [accounts[0].what]
+        descriptions = [accounts[0].what]
         for rank, header, account, extra in zip(ranks, headers, accounts, extras, strict=True):
             if header.failed:
                 error = _read(self._codec.unpack_error, extra)
                 each.append(Outcome(rank, None, account.failure(rank), error))
             else:
                 each.append(Outcome(rank, _read(self._codec.unpack, extra)))
-                asked.append(account.what)  # a rank that failed may have made another call
-        return Outcomes(asked[-1], tuple(each), own)
+                descriptions.append(account.what)  # a failed rank may have made a different call
+        return Outcomes(descriptions[-1], tuple(each), own)
 
     def _gather(self, mine: bytes) -> list[bytes]:
         return self._channel.all_gather(mine, self._timeout, self._what)
@@ -263,7 +264,7 @@ def _packed_error(own: BaseException, codec: Codec) -> bytes:
 
 
 def _read(unpack: Callable[[bytes], Any], data: bytes) -> Any:
-    """Unpack another rank's value; None if this rank cannot read it."""
+    """Unpack another rank's value. Return None if this rank cannot read it."""
     try:
         return unpack(data) if data else None
     except BaseException:
@@ -278,8 +279,8 @@ def _are_good(headers: list[Header]) -> bool:
 def _versions(ranks: list[int], headers: list[Header]) -> dict[int, RankFailure]:
     from memsaver import __version__
 
-    advice = f"install one version of memsaver on all ranks (here it is {__version__})"
+    advice = f"install one version of memsaver on all ranks (this rank has {__version__})"
     return {
-        rank: RankFailure(rank, "", "", "", "", f"speaks protocol {header.protocol}; {advice}")
+        rank: RankFailure(rank, "", "", "", "", f"uses protocol {header.protocol}; {advice}")
         for rank, header in zip(ranks, headers, strict=True)
     }

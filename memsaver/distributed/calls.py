@@ -6,42 +6,41 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from memsaver.blocks import block
+from memsaver._runtime.blocks import block
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.native import _C, BackupChoice, State
+from memsaver._transitions.handles import Call, state
+from memsaver._transitions.transitions import pause_call, resume_call, swap_call
 from memsaver.distributed.agreement import together
 from memsaver.distributed.reports import GroupReport
 from memsaver.distributed.words import listed, side
-from memsaver.handles import Call, state
-from memsaver.interrupts import signals_deferred
-from memsaver.native import _C, State
-from memsaver.transitions import pause_call, resume_call, swap_call
 
 __all__ = ["pause", "paused", "resume", "swap"]
 
 
 def pause(
-    *tags: str, group: Any = None, backup: str | None = None, timeout: float | None = None
+    *tags: str, group: Any = None, backup: BackupChoice | None = None, timeout: float | None = None
 ) -> GroupReport:
-    """Give the device memory of `tags` back on every rank of the group, or on none.
+    """Release the device memory of `tags` on every rank of the group, or on none.
 
-    A collective. When it returns, the memory is free on all ranks. What every rank does is
-    `memsaver.pause`: see there for what it promises about contents, callbacks and work in flight.
+    A collective. When it returns, the memory is free on all ranks. See `memsaver.pause` for
+    contents, callbacks and work in flight on each rank.
 
     Args:
-        tags: which ones, the same on all ranks, in any order; none at all means every tag that the
-            rank has.
-        group: a `torch.distributed` group that this rank is in; None is the world. See
-            `memsaver.distributed` for a wrong one on one of the ranks.
+        tags: the tags, the same on all ranks, in any order; without tags, every tag of the rank.
+        group: a `torch.distributed` group that includes this rank; None means the world. See
+            `memsaver.distributed` for an invalid group on one rank.
         backup: as in `memsaver.pause`. Each rank may choose its own.
-        timeout: seconds to wait for the other ranks at each step, and so for the slowest one's
-            copies; None is the timeout that the group was made with.
+        timeout: seconds to wait for the other ranks at each step, including the slowest rank's
+            copies; None means the group's own timeout.
 
     Raises:
-        RankError: it failed on a rank, or the ranks did not make the same call. Every rank raises
-            the same, and what this call paused is mapped again, with its contents; those without a
-            backup may be zeros then (see `memsaver.distributed`).
-        GroupError: a rank died, hangs, or did not come in time; this one went back alike.
+        RankError: the call failed on a rank, or the ranks made different calls. Every rank raises
+            the same error. The tags that this call paused are mapped again with their contents,
+            except that contents without a backup may be zeros (see `memsaver.distributed`).
+        GroupError: a rank died, hangs, or did not make the call in time. This rank has rolled back.
         InvalidStateError: torch.distributed is not initialised, or this rank is not in the group.
-        NotLoadedError: there is no torch, or none with gloo where the group needs it.
+        NotLoadedError: torch is not installed, or lacks gloo and the group needs it.
     """
     return together(
         lambda: f"pause({listed(tags) or 'every tag'})",
@@ -52,9 +51,9 @@ def pause(
 
 
 def resume(*tags: str, group: Any = None, timeout: float | None = None) -> GroupReport:
-    """Map memory behind the addresses of `tags` again on every rank of the group, or on none.
+    """Map the memory of `tags` at its addresses again, on every rank of the group or on none.
 
-    A collective. When it returns, all ranks have their memory and what was saved of it.
+    A collective. When it returns, all ranks have their memory and its saved contents.
 
     Args:
         tags: as in `pause`.
@@ -62,11 +61,11 @@ def resume(*tags: str, group: Any = None, timeout: float | None = None) -> Group
         timeout: as in `pause`.
 
     Raises:
-        RankError: it failed on a rank (for want of memory, say), or the ranks did not make the same
-            call. Every rank raises the same, and what this call resumed is paused again, with the
-            contents that it had; backup views made before are no longer valid there.
-        GroupError: a rank died, hangs, or did not come in time; this one went back alike.
-        InvalidStateError, NotLoadedError: as from `pause`.
+        RankError: the call failed on a rank (for example, out of memory), or the ranks made
+            different calls. Every rank raises the same error. The tags that this call resumed are
+            paused again with the same contents; backup views made before the call are invalid.
+        GroupError: a rank died, hangs, or did not make the call in time. This rank has rolled back.
+        InvalidStateError, NotLoadedError: see `pause`.
     """
     return together(
         lambda: f"resume({listed(tags) or 'every tag'})",
@@ -81,12 +80,12 @@ def swap(
     out: str | Sequence[str],
     into: str | Sequence[str],
     group: Any = None,
-    backup: str | None = None,
+    backup: BackupChoice | None = None,
     timeout: float | None = None,
 ) -> GroupReport:
-    """Pause `out` and resume `into` at once, on every rank of the group or on none.
+    """Pause `out` and resume `into` in one transition, on every rank of the group or on none.
 
-    A collective, of what `memsaver.swap` does.
+    A collective. See `memsaver.swap` for the transition on each rank.
 
     Args:
         out: the tag, or tags, to pause; the same on all ranks, in any order.
@@ -96,11 +95,11 @@ def swap(
         timeout: as in `pause`.
 
     Raises:
-        RankError: it failed on a rank, or the ranks did not make the same call. Every rank raises
-            the same and has gone back, with all contents that have a backup; those of tags without
-            one may be gone.
-        GroupError: a rank died, hangs, or did not come in time; this one went back alike.
-        InvalidStateError, NotLoadedError: as from `pause`.
+        RankError: the call failed on a rank, or the ranks made different calls. Every rank raises
+            the same error and has rolled back. Contents with a backup are intact; contents without
+            one may be lost.
+        GroupError: a rank died, hangs, or did not make the call in time. This rank has rolled back.
+        InvalidStateError, NotLoadedError: see `pause`.
     """
     return together(
         lambda: f"swap(out={side(out)}, into={side(into)})",
@@ -112,17 +111,18 @@ def swap(
 
 @block
 def paused(
-    *tags: str, group: Any = None, backup: str | None = None, timeout: float | None = None
+    *tags: str, group: Any = None, backup: BackupChoice | None = None, timeout: float | None = None
 ) -> Iterator[GroupReport]:
-    """Pause `tags` on every rank for the block, and resume what that paused, also after an error.
+    """Pause `tags` on every rank for a block, then resume the tags that were paused for it.
 
-    Entering and leaving are collectives: a rank that leaves early, by an exception say, waits for
-    the others there. Yields the pause's report. Arguments and errors are those of `pause` and
-    `resume`; where the resume fails, the tags stay paused on all ranks.
+    Entering and leaving are collectives. A rank that leaves early, for example after an exception,
+    waits at the end of the block for the other ranks. Yields the pause's report. Arguments and
+    errors are those of `pause` and `resume`. If the resume fails, the tags stay paused on all
+    ranks.
     """
     resume_paused: Callable[[], None] | None = None
     try:
-        with signals_deferred():  # an interrupt is raised at its end, when there is what to resume
+        with signals_deferred():  # so that `paused` knows what to resume after an interrupt
             report = pause(*tags, group=group, backup=backup, timeout=timeout)
             going = report.local.changed
             resume_paused = partial(_resume_paused, tags, going, group, timeout)
@@ -139,7 +139,7 @@ def _resume_paused(
     timeout: float | None,
 ) -> None:
     together(
-        lambda: f"resume(the tags that paused({listed(tags) or 'every tag'}) had paused)",
+        lambda: f"resume(the tags paused by paused({listed(tags) or 'every tag'}))",
         lambda: Call("resume", [], [tag for tag in going if state(tag) is State.PAUSED], -1),
         group,
         timeout,

@@ -1,4 +1,4 @@
-"""How the ranks of a group tell each other something: bytes, over the CPU."""
+"""The exchange of bytes between the ranks of a group, over the CPU."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from memsaver._runtime.latches import Gate, Latch
 from memsaver.distributed.errors import GroupError, ranks_text
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError, NotLoadedError
-from memsaver.latches import Gate, Latch
 
 __all__ = ["Channel", "modules", "refusal_of"]
 
-_DIAGNOSIS_SECONDS = 5.0  # at most, to find out who is missing
-_STRAGGLER_SECONDS = 0.5  # without another rank coming, until those that have not are missing
-_GONE = " gave up"  # after the number of a meeting for which a rank waits no longer
-_GRACE_SECONDS = 5.0  # for a backend that does not keep an operation's own timeout
+_DIAGNOSIS_SECONDS = 5.0  # limit of the time to determine the missing ranks
+_STRAGGLER_SECONDS = 0.5  # time without an arrival, after which absent ranks count as missing
+_GONE = " gave up"  # suffix of the number of a collective that a rank has abandoned
+_GRACE_SECONDS = 5.0  # for a backend that ignores an operation's own timeout
 
 
 class Channel:
     """The ranks of a `torch.distributed` group. Used by one thread.
 
-    One for each call will do: what its group's calls have in common is kept as long as the group.
-    With a lane, one for all of its calls: its connections, and their threads, end with it.
+    Without a lane, a channel may serve one call or many: its connections are shared, and kept as
+    long as the group. With a lane, one channel should serve all calls, because its connections and
+    threads end with the channel.
 
     Args:
-        group: the group; None is the world.
-        lane: calls that go on beside others, say in another thread, have a lane of another name.
-            The k-th channel of a lane that is connected on a rank shares its connections with the
-            k-th on the other ranks, and with no other user of the group.
+        group: the group; None means the world.
+        lane: a name for calls that run concurrently with others, for example in another thread. The
+            k-th channel of a lane that is connected on a rank shares its connections with the k-th
+            on the other ranks, and with no other user of the group.
 
     Attributes:
         lane: the lane's name.
         ranks: the group's ranks in the world, in the group's order.
-        rank: this process's own, in the world.
+        rank: this process's rank in the world.
 
     Raises:
-        NotLoadedError: torch, or what it needs for a group without a CPU backend, is not there.
+        NotLoadedError: torch is not installed, or lacks gloo and the group has no CPU backend.
         InvalidStateError: torch.distributed is not initialised, this rank is not in the group, or
             the group was destroyed.
-        ConfigError: it is no group.
+        ConfigError: `group` is not a process group.
     """
 
     def __init__(self, group: Any = None, lane: str = "") -> None:
@@ -63,9 +64,9 @@ class Channel:
         if self._needs_gloo and not self._dist.is_gloo_available():
             raise NotLoadedError(
                 f"the group's backend is {config}, which carries no CPU tensors, and this torch "
-                "has no gloo to make one that does: give a group with a CPU backend"
+                "lacks gloo to add one that does: pass a group with a CPU backend"
                 if not lane
-                else "this torch has no gloo, over which the ranks would talk"
+                else "this torch lacks gloo, which the ranks need to communicate"
             )
         self.lane = lane
         self._name = f"memsaver/{self._group.group_name}"
@@ -76,18 +77,18 @@ class Channel:
             self._link = _links.setdefault(self._group, _Link())
 
     def connect(self, timeout: float | None, what: str) -> None:
-        """Make the lane's connections now, instead of in its first call. A collective.
+        """Create the lane's connections now, instead of in its first call. A collective.
 
         Needed before two lanes are used at once, because connecting waits in torch's store and
         blocks other threads of the process that use the store.
 
         Args:
             timeout: seconds to wait. See `all_gather`, also for the errors.
-            what: the call in words. See `all_gather`.
+            what: a description of the call. See `all_gather`.
         """
         _connected.setdefault(self._group, Counter())[self.lane] += 1
         try:
-            self._come()
+            self._arrive()
             self._prepare(None if timeout is None else timedelta(seconds=timeout))
         except MemsaverError:
             raise
@@ -98,27 +99,27 @@ class Channel:
         """Close the connections, and drop references to the group and torch's store. Idempotent.
 
         Waits for nothing. A call in progress in another thread keeps the connections until the call
-        ends. The references must go: while an object of an old group refers to torch's store, a
-        later `init_process_group` in this process may use this store again, with the old group's
-        keys, and hang.
+        ends. The references must be dropped: while an object of an old group refers to torch's
+        store, a later `init_process_group` in this process may use this store again, with the old
+        group's keys, and hang.
         """
         self._link.close()
         self._group = None
 
     def all_gather(self, payload: bytes, timeout: float | None, what: str) -> list[bytes]:
-        """What every rank gave, in the group's order. All give the same number of bytes.
+        """Return all ranks' bytes, in the group's order. All ranks pass the same number of bytes.
 
         Args:
             payload: this rank's bytes.
-            timeout: seconds to wait for the others; None is the group's own timeout.
-            what: the call in words, for the error.
+            timeout: seconds to wait for the others; None means the group's own timeout.
+            what: a description of the call, for the error.
 
         Raises:
-            GroupError: a rank is dead, did not come in time, or the group is broken.
+            GroupError: a rank is dead or did not make the call in time, or the group is broken.
         """
 
         def start(carrier: Any, wait: timedelta | None) -> tuple[Any, Any]:
-            # A sum of rows that are zero but for one's own: in place, and every backend has it.
+            # A sum of rows that are zero except this rank's: in place, and in every backend.
             rows = self._zeros(len(self.ranks), len(payload))
             if payload:
                 rows[self._place] = self._torch.frombuffer(
@@ -129,7 +130,7 @@ class Channel:
                 options.timeout = wait
             return rows, carrier.allreduce([rows], options)
 
-        return [_bytes_of(row) for row in self._meet(start, timeout, what)]
+        return [_bytes_of(row) for row in self._exchange(start, timeout, what)]
 
     def broadcast(
         self, payload: bytes, nbytes: int, timeout: float | None, what: str, root: int
@@ -140,7 +141,7 @@ class Channel:
             payload: the bytes, on the root; ignored on the others.
             nbytes: their number, the same on all ranks.
             timeout: seconds to wait. See `all_gather`.
-            what: the call in words. See `all_gather`.
+            what: a description of the call. See `all_gather`.
             root: the sender's index in the group.
         """
 
@@ -155,24 +156,24 @@ class Channel:
                 options.timeout = wait
             return row, carrier.broadcast([row], options)
 
-        return _bytes_of(self._meet(start, timeout, what))
+        return _bytes_of(self._exchange(start, timeout, what))
 
     def _zeros(self, *shape: int) -> Any:
         return self._torch.zeros(shape, dtype=self._torch.uint8, device="cpu")
 
-    def _meet(
+    def _exchange(
         self,
         start: Callable[[Any, timedelta | None], tuple[Any, Any]],
         timeout: float | None,
         what: str,
     ) -> Any:
-        """The result of a collective that `start` begins; GroupError where it does not end well."""
+        """Return the result of a collective that `start` begins. Raises GroupError if it fails."""
         wait = None if timeout is None else timedelta(seconds=timeout)
         try:
-            self._come()
+            self._arrive()
             carrier = self._prepare(wait)
             limit = wait
-            if self._needs_gloo and wait is None:  # it was made with the timeout of the first call
+            if self._needs_gloo and wait is None:  # gloo uses the timeout of the first call
                 limit = self._dist.distributed_c10d.default_pg_timeout
             result, work = start(carrier, limit)
             if wait is None:
@@ -186,38 +187,38 @@ class Channel:
         return result
 
     def announce(self) -> None:
-        """Say in torch's store that this rank has come to the next collective.
+        """Record in torch's store that this rank has arrived at the next collective.
 
         Raises:
-            RuntimeError: the store does not answer. The same holds for `withdraw` and `waiting`.
+            RuntimeError: the store does not answer. `withdraw` and `waiting` raise the same.
         """
-        self._say(self._link.meetings + 1)
+        self._record(self._link.collectives + 1)
 
     def withdraw(self) -> None:
         """Undo `announce`."""
-        self._say(self._link.meetings)
+        self._record(self._link.collectives)
 
     def waiting(self) -> list[int]:
         """Return the other ranks that wait in a collective for this rank."""
         others = [rank for rank in self.ranks if rank != self.rank]
-        came = _came(self._stored(), others)
-        return [rank for rank in others if came.get(rank, 0) > self._link.meetings]
+        arrivals = _arrivals(self._stored(), others)
+        return [rank for rank in others if arrivals.get(rank, 0) > self._link.collectives]
 
-    def _come(self) -> None:
+    def _arrive(self) -> None:
         link = self._link
         if self._group is None or link.closed:
             raise InvalidStateError("the connections to the other ranks are closed")
-        link.meetings += 1
-        with contextlib.suppress(Exception):  # without a store no rank can say which is missing
+        link.collectives += 1
+        with contextlib.suppress(Exception):  # without a store, the missing ranks are unknown
             self._stored()
         if link.store is not None:
-            self._say(link.meetings)
+            self._record(link.collectives)
 
-    def _say(self, meetings: int) -> None:
-        self._stored().set(str(self.rank), str(meetings))
+    def _record(self, collectives: int) -> None:
+        self._stored().set(str(self.rank), str(collectives))
 
     def _stored(self) -> Any:
-        """Return the store in which the ranks say to how many collectives they came."""
+        """Return the store of the number of collectives that each rank reached."""
         store = self._link.store
         if store is None:
             self._link.store = store = self._prefixed("")
@@ -228,11 +229,12 @@ class Channel:
         return self._dist.PrefixStore(self._name + end, store)
 
     def _prepare(self, wait: timedelta | None) -> Any:
-        """Return the process group that carries the bytes, with its connections made.
+        """Return the process group that transfers the bytes, with its connections created.
 
         Raises:
-            InvalidStateError: the channel is closed; or another call makes the connections, in this
-                thread (below a finalizer or a signal handler) or for the whole timeout.
+            InvalidStateError: the channel is closed; or another call is creating the connections,
+                in this thread (interrupted by a finalizer or a signal handler) or for the whole
+                timeout.
         """
         link, group = self._link, self._group
         if group is None or link.closed:
@@ -249,31 +251,32 @@ class Channel:
                             )
                         )
             (carrier,) = link.gloo
-        if link.closed:  # by another thread meanwhile
+        if link.closed:  # by another thread in the meantime
             link.close()
         return carrier
 
     def _lost(self, error: Exception, what: str) -> GroupError:
         missing = self._missing()
-        who = f"{ranks_text(missing)} had not come by then; " if missing else ""
+        who = f"{ranks_text(missing)} had not arrived by then; " if missing else ""
         lost = GroupError(
-            f"{what} could not be settled with the other ranks: {who}torch says: "
+            f"the ranks could not agree on {what}: {who}torch reports: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         )
         lost.missing = missing
         return lost
 
     def _missing(self) -> tuple[int, ...]:
-        """Who does not come as far as this rank. The store may be dead or hang: () then."""
-        store, meetings = self._link.store, self._link.meetings
+        """Return the ranks that did not arrive; () if the store is dead or hangs."""
+        store, collectives = self._link.store, self._link.collectives
         late = tuple(self.ranks)
 
         def look() -> None:
             nonlocal late
-            store.set(str(self.rank), f"{meetings}{_GONE}")  # a late rank need not look here
+            # A late rank need not look for this one.
+            store.set(str(self.rank), f"{collectives}{_GONE}")
             end = time.monotonic() + _STRAGGLER_SECONDS
             while late and time.monotonic() < end:
-                still = _behind(store, self.ranks, meetings)
+                still = _behind(store, self.ranks, collectives)
                 if len(still) < len(late):
                     end = time.monotonic() + _STRAGGLER_SECONDS
                 late = still
@@ -283,31 +286,34 @@ class Channel:
 
 
 def refusal_of(group: Any) -> MemsaverError | None:
-    """Return the error of a group that this rank cannot use; None if the rank can use it.
+    """Return the error for a group that this rank cannot use; None if the rank can use it.
 
     Args:
-        group: the group; None is the world.
+        group: the group; None means the world.
 
     Raises:
         InvalidStateError: torch.distributed is not initialised, or this rank is not in the group,
-            so that no other rank waits for it there.
+            so that no other rank waits for it in the group.
         NotLoadedError: torch is not installed, or has no torch.distributed.
     """
     _, dist = modules()
     if group is not None and group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise InvalidStateError("this rank is not in the group: only its own ranks call")
-    # By its type: an odd object answers an `isinstance` or a comparison in its own way.
+        raise InvalidStateError(
+            "this rank is not in the group: only the group's ranks may make the call"
+        )
+    # Checks the type, because an object may override `isinstance` checks and comparisons.
     odd = group is not None and not issubclass(type(group), dist.ProcessGroup)
     refused: MemsaverError | None = None
     if odd:
         refused = ConfigError(
-            f"group is a process group of torch.distributed or None, not {type(group).__name__}"
+            "group must be a process group of torch.distributed or None, not "
+            f"{type(group).__name__}"
         )
     if not dist.is_initialized():
         raise refused or InvalidStateError(
             "torch.distributed is not initialised, so there are no other ranks: call "
             "torch.distributed.init_process_group first, or memsaver.pause, resume or swap for "
-            "this process alone"
+            "this process only"
         )
     if refused is None and group is not None:
         try:
@@ -315,21 +321,22 @@ def refusal_of(group: Any) -> MemsaverError | None:
             dist.get_rank(group)
         except (KeyError, RuntimeError, ValueError):
             refused = InvalidStateError(
-                "the group cannot be used, as torch.distributed does not know it: was it destroyed?"
+                "the group cannot be used, because torch.distributed does not know it: was it "
+                "destroyed?"
             )
     return refused
 
 
 class _Link:
-    """What this process keeps of a group from call to call; it does not keep the group."""
+    """State that this process keeps for a group between calls, without keeping the group alive."""
 
     def __init__(self) -> None:
-        self.making = Gate()  # passed by the thread that makes `gloo`
+        self.making = Gate()  # entered by the thread that creates `gloo`
         self.closed = False
-        self.meetings = 0  # collectives that this rank came to
-        self.store: Any = None  # says to how many collectives each rank came
-        # A process group of our own, if the group carries no CPU tensors. It ends while the
-        # interpreter still runs: its threads do not survive the interpreter's end.
+        self.collectives = 0  # collectives that this rank reached
+        self.store: Any = None  # has the number of collectives that each rank reached
+        # A process group of memsaver's, if the group carries no CPU tensors. It is closed while the
+        # interpreter still runs, because its threads do not survive the interpreter's exit.
         self.gloo: list[Any] = []
         weakref.finalize(self, self.gloo.clear)
 
@@ -342,22 +349,22 @@ class _Link:
 
 def _being_made() -> InvalidStateError:
     return InvalidStateError(
-        "the connections to the other ranks are being made by another call of this process, in "
-        "another thread, or in this thread, which a finalizer or a signal handler has interrupted: "
-        "make this call after that one"
+        "another call in this process is creating the connections to the other ranks (in another "
+        "thread, or in this one, interrupted by a finalizer or a signal handler): repeat this call "
+        "after it"
     )
 
 
-def _behind(store: Any, ranks: list[int], meetings: int) -> tuple[int, ...]:
-    """The ranks that came to fewer meetings."""
-    came = _came(store, ranks, gone=True)
-    return tuple(rank for rank in ranks if came.get(rank, 0) < meetings)
+def _behind(store: Any, ranks: list[int], collectives: int) -> tuple[int, ...]:
+    """Return the ranks that reached fewer collectives."""
+    arrivals = _arrivals(store, ranks, gone=True)
+    return tuple(rank for rank in ranks if arrivals.get(rank, 0) < collectives)
 
 
-def _came(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]:
-    """Return by rank to how many meetings it came; without those that gave up, unless `gone`."""
+def _arrivals(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]:
+    """Return each rank's number of collectives; omit ranks that gave up, unless `gone`."""
     keys = [str(rank) for rank in ranks]
-    # Two requests for all ranks, where each came at least once.
+    # Two requests for all ranks, if each rank arrived at least once.
     known = keys if store.check(keys) else [key for key in keys if store.check([key])]
     many = store.has_extended_api()
     values = store.multi_get(known) if many else [store.get(key) for key in known]
@@ -370,7 +377,7 @@ def _came(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]:
 
 
 def _done_in_time(look: Callable[[], None]) -> bool:
-    """Whether it could be done within the time for a diagnosis."""
+    """Return whether `look` finished within the time for a diagnosis."""
     done = Latch()
 
     def run() -> None:
@@ -378,7 +385,7 @@ def _done_in_time(look: Callable[[], None]) -> bool:
             look()
             done.open()
 
-    with contextlib.suppress(RuntimeError):  # no thread to be had: no diagnosis
+    with contextlib.suppress(RuntimeError):  # if no thread can be started, there is no diagnosis
         threading.Thread(target=run, name="memsaver-missing-ranks", daemon=True).start()
         done.wait(_DIAGNOSIS_SECONDS)
     return done.is_open()
@@ -391,7 +398,7 @@ def modules() -> tuple[Any, Any]:
         import torch.distributed as dist
     except ImportError:
         raise NotLoadedError(
-            "memsaver.distributed works on groups of torch.distributed, and torch is not installed"
+            "memsaver.distributed needs groups of torch.distributed, and torch is not installed"
         ) from None
     if not dist.is_available():
         raise NotLoadedError("this torch was built without torch.distributed")
@@ -399,7 +406,7 @@ def modules() -> tuple[Any, Any]:
 
 
 _links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()  # by group
-# How many channels of each lane were connected, by group.
+# The number of connected channels of each lane, by group.
 _connected: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""What a call on all ranks raises where it could not be done, and in which words."""
+"""Errors of a call on all ranks, and their messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memsaver.errors import MemsaverError
 
 __all__ = ["GroupError", "RankError", "RankFailure", "after_rollback", "disagreed", "failed"]
 
-_MOST = 8  # different reasons in one message; the attributes have all
+_MOST = 8  # limit of reasons in a message; the attributes contain all of them
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class RankFailure:
         status: `MemsaverError.status`, or "" for other exceptions.
         tag: `MemsaverError.tag`, or "".
         message: the exception's text; if the ranks made different calls, the call of this rank.
-            Cut to 8,192 characters; the rank itself has the whole exception as its error's
-            `__cause__`.
+            Truncated to 8,192 characters; on the rank itself, the error's `__cause__` is the whole
+            exception.
     """
 
     rank: int
@@ -41,12 +41,12 @@ class RankFailure:
 
 
 class RankError(MemsaverError):
-    """The call failed on some ranks, and was undone on all others. The same on every rank.
+    """The call failed on some ranks and was rolled back on the others. Equal on every rank.
 
     Attributes:
-        failures: by rank, the failure; if the ranks made different calls, the call of every rank.
-        stuck: for each rank whose rollback failed too, the states of its tags and the reason.
-            Empty if every rank is as it was before the call.
+        failures: the failures by rank; if the ranks made different calls, the call of every rank.
+        stuck: for each rank whose rollback also failed, the states of its tags and the reason.
+            Empty if all ranks' tags are unchanged.
     """
 
     _status = "RANK_FAILED"
@@ -55,14 +55,14 @@ class RankError(MemsaverError):
 
 
 class GroupError(MemsaverError):
-    """The ranks cannot reach each other: one died, hangs, or never made the call.
+    """The ranks cannot reach each other: a rank died, hangs, or never made the call.
 
-    This rank has undone its changes, unless the message says otherwise. So have the other living
-    ranks, but a rank that had every rank's answer before the loss may have returned. `__cause__` is
-    torch's error.
+    This rank has undone its changes, unless the message says otherwise. The other surviving ranks
+    have too, except that a rank that had received all outcomes before the loss may have returned.
+    `__cause__` is torch's error.
 
     Attributes:
-        missing: the ranks that are known not to have come as far as this one.
+        missing: the ranks that are known not to have arrived.
     """
 
     _status = "GROUP_FAILED"
@@ -70,13 +70,13 @@ class GroupError(MemsaverError):
 
 
 def failed(what: str, size: int, failures: dict[int, RankFailure], after: str) -> RankError:
-    """Return the error of a call that failed on some ranks.
+    """Return the error for a call that failed on some ranks.
 
     Args:
-        what: the call in words.
+        what: a description of the call.
         size: the number of ranks that made the call.
         failures: the exceptions, by rank.
-        after: the state after the failure and the advice, in words.
+        after: a description of the state after the failure, with advice.
     """
     error = RankError(
         f"{what} failed on {ranks_text(failures)} of {size}: {_by_reason(failures.values())}"
@@ -88,7 +88,7 @@ def failed(what: str, size: int, failures: dict[int, RankFailure], after: str) -
 
 
 def disagreed(calls: dict[int, RankFailure], after: str) -> RankError:
-    """Return the error of ranks that made different calls. See `failed`."""
+    """Return the error for ranks that made different calls. See `failed`."""
     error = RankError(
         f"the ranks of a group must make the same call: {_by_reason(calls.values())}; {after}"
     )
@@ -97,17 +97,17 @@ def disagreed(calls: dict[int, RankFailure], after: str) -> RankError:
 
 
 def after_rollback(stuck: dict[int, RankFailure]) -> str:
-    """Return the ranks' state after a rollback that failed on the ranks in `stuck`, in words."""
+    """Describe the ranks' state after a rollback that failed on the ranks in `stuck`."""
     if not stuck:
-        return "every rank is as it was before the call, and the call may be made again"
+        return "all ranks' tags are unchanged, and the call may be repeated"
     return (
         f"the rollback failed on {ranks_text(stuck)}: {_by_reason(stuck.values())}; pause or "
-        "resume the tags there first; the other ranks are as they were before the call"
+        "resume the tags on these ranks first; the tags of the other ranks are unchanged"
     )
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 0-3, 7"."""
+    """Format ranks for a message: "rank 3", "ranks 0-3, 7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -119,7 +119,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _by_reason(failures: Iterable[RankFailure]) -> str:
-    """Every reason once, with its ranks and where one of them runs."""
+    """Return every distinct reason once, with its ranks and the host of one of them."""
     by_reason: dict[str, list[RankFailure]] = {}
     for failure in failures:
         by_reason.setdefault(failure.reason, []).append(failure)

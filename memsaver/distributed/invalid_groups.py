@@ -1,7 +1,8 @@
-"""The channel of a rank whose own `group` argument is invalid, so that the other ranks learn of it.
+"""The channel of a rank whose own `group` argument is invalid, which reports this to the others.
 
-Such a rank does not know on which of its groups the others wait for it. All ranks say in torch's
-store to how many collectives of a group they came, and there it looks.
+Such a rank does not know on which of its groups the other ranks wait for it. All ranks record in
+torch's store how many collectives of a group they have reached, so the rank finds the group in the
+store.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from memsaver.errors import MemsaverError
 
 __all__ = ["awaited_channel", "channel_of"]
 
-_LOOK_SECONDS = 0.02  # between two looks into the store
+_LOOK_SECONDS = 0.02  # time between two reads of the store
 
 
 def channel_of(
     group: Any, what: str, timeout: float | None, lane: str = ""
 ) -> tuple[Channel, MemsaverError | None]:
-    """Return the channel of a group, or of the group on which others wait, and why not its own.
+    """Return the group's channel and None, or the channel on which others wait and an error.
 
     Args:
-        group: the group that the caller gave; None is the world.
-        what: the call in words, for the error.
+        group: the group that the caller passed; None means the world.
+        what: a description of the call, for the error.
         timeout: seconds to look for a group on which other ranks wait. See `awaited_channel`.
         lane: see `Channel`.
 
     Raises:
         InvalidStateError: this rank is not in the group, or torch.distributed is not initialised.
         ConfigError: the group is invalid, and torch.distributed is not initialised.
-        GroupError: the group cannot be used, and no other rank waited in time.
+        GroupError: the group is unusable, and no other rank was found waiting for this one within
+            `timeout`.
         NotLoadedError: see `Channel`.
     """
     refused = refusal_of(group)
@@ -46,16 +48,16 @@ def channel_of(
 def awaited_channel(
     refused: Exception, what: str, timeout: float | None, lanes: Sequence[str]
 ) -> Channel:
-    """Return the channel on which other ranks wait for this rank, which cannot name its group.
+    """Return the channel on which other ranks wait for this rank, whose own group is unknown.
 
-    It is a channel that another rank has come to before this rank, or the world's if all other
-    ranks came to that, also those that cannot name their groups either.
+    This is a channel that another rank has reached before this rank, or the world's channel if all
+    other ranks reached it, including ranks whose own groups are unknown.
 
     Args:
-        refused: why this rank cannot name it.
-        what: the call in words, for the error.
-        timeout: seconds to look; None is the default timeout of torch's groups, 30 minutes.
-        lanes: the lanes on which they may wait.
+        refused: the error of this rank's own group.
+        what: a description of the call, for the error.
+        timeout: seconds to look; None means the default timeout of torch's groups, 30 minutes.
+        lanes: the lanes on which the other ranks may wait.
 
     Raises:
         GroupError: no other rank waited on any of this rank's groups in time, or torch's store does
@@ -98,6 +100,6 @@ def _channels(lanes: Sequence[str]) -> list[Channel]:
     channels = [Channel(world, lanes[0])]
     for group in groups:
         for lane in lanes[1:] if group is world else lanes:
-            with contextlib.suppress(MemsaverError):  # a group without gloo
+            with contextlib.suppress(MemsaverError):  # a group that lacks gloo
                 channels.append(Channel(group, lane))
     return channels

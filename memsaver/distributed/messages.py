@@ -27,11 +27,11 @@ class Codec:
     """The encoding of an attempt's values and exceptions between ranks.
 
     Attributes:
-        pack: turns a value into bytes. None is always sent as b"".
-        unpack: turns these bytes into the value on every rank.
+        pack: encodes a value as bytes. None is always sent as b"".
+        unpack: decodes these bytes on every rank.
         confirmed: whether the ranks also exchange whether `unpack` succeeded.
-        pack_error: turns an exception into bytes for `unpack_error`; b"" if it cannot be sent.
-        unpack_error: turns these bytes into `Outcome.error`.
+        pack_error: encodes an exception for `unpack_error`; b"" if it cannot be sent.
+        unpack_error: decodes these bytes to `Outcome.error`.
     """
 
     pack: Callable[[Any], bytes]
@@ -51,7 +51,7 @@ class Header:
 
     Attributes:
         protocol: the rank's PROTOCOL.
-        failed: 1 if the attempt failed there, else 0.
+        failed: 1 if the attempt failed on this rank, else 0.
         digest: the digest of the call and the step, equal on ranks that make the same call.
         body_bytes: the size of the packed value.
         inline: the packed value, if it has at most `INLINE_BYTES`.
@@ -145,12 +145,12 @@ class Account:
         return RankFailure(rank, self.host, self.kind, self.status, self.tag, self.message)
 
     def call(self, rank: int) -> RankFailure:
-        """Return the rank's call, for the error of ranks that made different calls."""
+        """Return the rank's call, for the error that reports differing calls."""
         return RankFailure(rank, self.host, "", "", "", self.what)
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's text, or its class if it has none or `str` of it fails."""
+    """Return an exception's text, or its class if it has no text or `str` fails."""
     try:
         return str(error) or type(error).__name__
     except BaseException as worse:

@@ -1,23 +1,23 @@
-"""What a pause, a resume or a swap of all ranks did."""
+"""Reports of a pause, a resume or a swap on all ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memsaver.reports import Report
+from memsaver._transitions.reports import Report
 
 __all__ = ["GroupReport", "RankFigures"]
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What the call did on one rank.
+    """The statistics of a call on one rank.
 
     Attributes:
         rank: the rank in the world, not in the group.
-        seconds: how long the rank's own part took, without waiting for others.
-        bytes: device memory given back, or taken; of a swap, both.
-        copied_bytes: bytes moved to the backups, or from them.
+        seconds: the duration of the rank's own work, without waiting for others.
+        bytes: device memory released or mapped; for a swap, the sum.
+        copied_bytes: bytes copied to or from the backups.
     """
 
     rank: int
@@ -28,12 +28,12 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What the call did on this rank, and in figures on all of them.
+    """The result of a call on this rank, and its statistics on all ranks.
 
     Attributes:
         local: this rank's report.
-        ranks: every rank of the group, in the group's order; the same on all of them.
-        seconds: how long the call took here, waiting for the other ranks included.
+        ranks: the statistics of every rank, in the group's order; the same on all ranks.
+        seconds: the duration of the call on this rank, including the wait for other ranks.
     """
 
     local: Report
@@ -42,15 +42,15 @@ class GroupReport:
 
     @property
     def bytes(self) -> int:
-        """Device memory given back, or taken, on all ranks; of a swap, both."""
+        """Device memory released or mapped on all ranks; for a swap, the sum."""
         return sum(rank.bytes for rank in self.ranks)
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes moved to the backups, or from them, on all ranks."""
+        """Bytes copied to or from the backups on all ranks."""
         return sum(rank.copied_bytes for rank in self.ranks)
 
     @property
     def slowest(self) -> RankFigures:
-        """The rank that the others waited for."""
+        """The statistics of the rank that the others waited for."""
         return max(self.ranks, key=lambda rank: rank.seconds)

@@ -1,26 +1,26 @@
-"""The way back: what a call changed on this rank, and how that is undone."""
+"""Rollback: record the tags' states before a call, and restore them if the call failed."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 
-from memsaver.handles import Call, state
-from memsaver.native import Backup, State
-from memsaver.statistics import TagStats, stats
-from memsaver.transitions import pause, resume
+from memsaver._inspection.statistics import TagStats, stats
+from memsaver._runtime.native import Backup, State
+from memsaver._transitions.handles import Call, state
+from memsaver._transitions.transitions import pause, resume
 
 __all__ = ["Rollback"]
 
 
 class Rollback:
-    """The states of a call's tags before it, to go back to. Whoever makes it has their turn.
+    """The states of a call's tags before the call. The creating thread must have reserved the tags.
 
     Attributes:
-        done: whether `undo` was called. After it:
-        stuck: the state of each tag that could not go back, and why; "" if all did.
-        warning: what to warn of where all went back, but a callback failed; else "".
-        errors: what it met.
+        done: whether `undo` was called. The other attributes are set by `undo`.
+        stuck: the state of each tag that was not restored, and why; "" if all were restored.
+        warning: a warning if all tags were restored but a callback failed; else "".
+        errors: the errors that occurred.
     """
 
     def __init__(self, call: Call) -> None:
@@ -37,7 +37,7 @@ class Rollback:
         self.errors: list[BaseException] = []
 
     def undo(self) -> None:
-        """Pause what was resumed since, with its contents, and resume what was paused.
+        """Pause the tags that were resumed, with their contents, and resume those that were paused.
 
         Raises nothing.
         """
@@ -61,7 +61,8 @@ class Rollback:
             self.stuck = f"tag {', '.join(still)} ({why})"
         elif self.errors:
             self.warning = (
-                f"a call that failed on another rank was undone here, but a callback failed: {why}"
+                "a call that failed on another rank was undone on this rank, but a callback "
+                f"failed: {why}"
             )
 
     def _is_back(self, name: str) -> bool:
@@ -75,12 +76,12 @@ class Rollback:
 
 
 def _kept_in(rows: list[TagStats]) -> Backup:
-    """Where a paused tag's contents are, and go again if it is paused once more; or nowhere."""
-    # Pages of a paused tag are those that a failed pause had to keep, with their contents.
+    """Return the backup to use if a paused tag is resumed and paused again."""
+    # A paused tag has resident pages only if a failed pause retained them, with their contents.
     if not any(row.backup_bytes or row.resident_bytes for row in rows):
         return Backup.NONE
     policy = rows[0].backup
     if policy is not Backup.NONE:
         return policy
-    on_disk = any(row.disk_bytes for row in rows)  # by the call's own choice of a backup
+    on_disk = any(row.disk_bytes for row in rows)  # the call chose the backup, not the tag's policy
     return Backup.DISK if on_disk else Backup.HOST

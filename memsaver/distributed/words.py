@@ -1,4 +1,4 @@
-"""Arguments in words, for calls that the ranks compare. Take anything, and never raise."""
+"""Format calls' arguments, for comparing the calls of ranks. These functions never raise."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["listed", "side"]
 
 
 def listed(tags: Iterable[object]) -> str:
-    """Return tags in words, the same for every order."""
+    """Format tags, independently of their order."""
     return ", ".join(_texts(tags))
 
 
 def side(tags: object) -> str:
-    """Return a tag, or several, in words: "'w'", "['kv', 'w']"."""
-    # By its type: an odd object answers an `isinstance` in its own way.
+    """Format a tag, or several: "'w'", "['kv', 'w']"."""
+    # Checks the type, because an object may override `isinstance` checks.
     if issubclass(type(tags), str) or not issubclass(type(tags), Collection):
         return _quoted(tags)
     texts = _texts(tags)  # type: ignore[arg-type]
@@ -29,5 +29,6 @@ def _texts(tags: Iterable[object]) -> list[str]:
 
 
 def _quoted(tag: object) -> str:
-    # Of a string as it is, whatever a subclass makes of `repr`; of others the type alone.
+    # A string's own characters, even if a subclass overrides `repr`; for other objects only the
+    # type.
     return str.__repr__(tag) if issubclass(type(tag), str) else f"a {type(tag).__name__}"

@@ -1,1 +1,1 @@
-"""Recorded timelines: what one holds, its summary, and the files it is written to."""
+"""Recorded timelines: their data, their summary, and the files that store them."""

@@ -1,8 +1,8 @@
-"""Traces as files of Chrome's trace format, which Perfetto (ui.perfetto.dev) and
-chrome://tracing show: written, and read back as they were.
+"""Read and write traces in Chrome's trace format, for Perfetto (ui.perfetto.dev) and
+chrome://tracing.
 
-Each tag and device has a track with its transitions, and counters of its memory; each device has
-one of what the driver has free. Times are in microseconds since the recording began.
+Each tag and device has a track with its transitions, and counters of its memory; each device has a
+counter of the driver's free memory. Times are in microseconds since the recording began.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CATEGORY = "memsaver"
 
 
 def to_json(trace: Trace) -> str:
-    """The trace as the text of a file."""
+    """Return the trace as the text of a file."""
     document = {
         "traceEvents": [*_names(trace), *_spans(trace), *_counters(trace)],
         "displayTimeUnit": "ms",
@@ -38,10 +38,10 @@ def to_json(trace: Trace) -> str:
 
 
 def read_json(text: str | bytes) -> Trace:
-    """The trace that `to_json` wrote.
+    """Return the trace that `to_json` wrote.
 
     Raises:
-        ConfigError: the text is no trace of memsaver's, or is damaged.
+        ConfigError: the text is not a memsaver trace, or is damaged.
     """
     try:
         document = json.loads(text)
@@ -49,13 +49,13 @@ def read_json(text: str | bytes) -> Trace:
         version = about["memsaver_trace"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(
-            "this is no trace of memsaver's: one is made by `with memsaver.timeline() as t: ...` "
-            "and then t.save('trace.json')"
+            "this is not a memsaver trace: create one with `with memsaver.timeline() as t: ...`, "
+            "then t.save('trace.json')"
         ) from None
     if version != _FORMAT:
         raise ConfigError(
-            f"the trace has format {version!r}, and this memsaver reads format {_FORMAT}: read it "
-            f"with the memsaver that wrote it"
+            f"the trace has format {version!r}, and this version of memsaver reads format "
+            f"{_FORMAT}: read it with the version that wrote it"
         )
     try:
         return _trace(document["traceEvents"], about)
@@ -71,7 +71,7 @@ def _place(tag: str, device: int) -> str:
 
 
 def _tracks(trace: Trace) -> dict[tuple[str, int], int]:
-    """A track for each tag and device, in the order in which they appear."""
+    """Number the tracks of tags and devices, in order of appearance."""
     places = [(row.tag, row.device) for row in trace.samples]
     places += [(row.tag, row.device) for row in trace.transitions]
     return {place: index + 1 for index, place in enumerate(dict.fromkeys(places))}
@@ -162,7 +162,7 @@ def _counters(trace: Trace) -> list[dict[str, Any]]:
 
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"a time is a finite number, not {value!r}")
+        raise ValueError(f"a time must be a finite number, not {value!r}")
     return value
 
 
@@ -172,7 +172,7 @@ def _seconds(microseconds: object) -> float:
 
 def _count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"a number of bytes is whole, not {value!r}")
+        raise TypeError(f"a number of bytes must be an integer, not {value!r}")
     return value
 
 
@@ -210,7 +210,7 @@ def _read_counter(
 ) -> None:
     about = event["memsaver"]
     if about is None:
-        return  # its bytes are in another's
+        return  # another counter has these bytes
     seconds, value = _seconds(event["ts"]), _count(event["args"]["bytes"])
     device = _count(about["device"])
     if "tag" in about:

@@ -1,14 +1,14 @@
-"""Files of traces: which kind a name stands for, written whole or not at all."""
+"""Read and write files of traces. The name selects the format; files are written atomically."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from memsaver._runtime.whole_files import replace_file
 from memsaver.errors import ConfigError
 from memsaver.traces.chrome import read_json, to_json
 from memsaver.traces.trace import Trace
-from memsaver.whole_files import replace_file
 
 __all__ = ["PICTURES", "load", "save"]
 
@@ -16,10 +16,10 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> Path:
-    """Write a trace to a file of the kind that its name's ending says; see `Timeline.save`.
+    """Write a trace to a file; the extension selects the format. See `Timeline.save`.
 
     Raises:
-        ConfigError: another ending, or matplotlib is missing for a picture.
+        ConfigError: another extension, or matplotlib is missing for a picture.
         OSError: the file cannot be written.
     """
     target = Path(path)
@@ -44,10 +44,10 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> Path:
 
 
 def load(path: str | os.PathLike[str]) -> Trace:
-    """The trace in a `.json` file.
+    """Return the trace in a `.json` file.
 
     Raises:
-        ConfigError: it is no trace of memsaver's, or damaged.
+        ConfigError: the file is not a memsaver trace, or is damaged.
         OSError: the file cannot be read.
     """
     return read_json(Path(path).read_bytes())

@@ -1,4 +1,4 @@
-"""A trace as one page with an interactive chart, complete in itself: it loads nothing."""
+"""Write a trace as a self-contained page with an interactive chart."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _ASSETS = Path(__file__).parent / "assets"
 
 
 def to_html(trace: Trace) -> str:
-    """The text of the page."""
-    # In a script element "<" could begin its end, or a comment.
+    """Return the text of the page."""
+    # In a script element "<" could begin the end tag or a comment.
     data = json.dumps(_data(trace), separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "LICENSE": html.escape(_asset("uPlot.LICENSE")),
@@ -27,7 +27,7 @@ def to_html(trace: Trace) -> str:
         "SCRIPT": _asset("timeline.js"),
     }
     page, rest = "", _asset("timeline.html")
-    for name, text in parts.items():  # in their order there, so that no text is searched for others
+    for name, text in parts.items():  # in page order, so that no inserted text is searched
         before, _, rest = rest.partition(f"@{name}@")
         page += before + text
     return page + rest

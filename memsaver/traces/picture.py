@@ -1,4 +1,4 @@
-"""A trace as a picture, drawn by matplotlib (the extra `plot`)."""
+"""Draw a trace with matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import io
 import math
 from typing import Any
 
+from memsaver._runtime.text import size_text
 from memsaver.errors import ConfigError
-from memsaver.text import size_text
 from memsaver.traces.series import DeviceSeries, device_series
 from memsaver.traces.trace import TagTransition, Trace
 
 __all__ = ["to_picture"]
 
-_COLOURS = {"out": "#c2410c", "into": "#0f766e", "failed": "#c81e3a"}
-_WORDS = {"out": "paused", "into": "resumed", "failed": "failed"}
+# Bands of the transitions, and their names in the legend.
+_COLOURS = {"out": "#c2410c", "into": "#0f766e", "swap": "#6d4fa3", "failed": "#c81e3a"}
+_WORDS = {"out": "during a pause", "into": "during a resume", "swap": "during a swap"}
+_WORDS |= {"failed": "one that failed"}
+_BAND_ALPHA = 0.2
+_FREE = "#4b5563"
 _TAGS = ["#4e79a7", "#f0a03c", "#59a14f", "#d4606a", "#8f6bb0", "#3fa7a0", "#c9a227", "#b0738f"]
 _TAGS += ["#7a8794", "#96704f"]
 _LONGEST_LABEL = 28  # characters
-_MOST_LABELS = 16  # tags in the legend: the picture has room for so many
+_MOST_LABELS = 16  # limit of tags in the legend
 _WIDTH, _HEIGHT = 11.0, 4.8  # inches, for each device
 
 
 def to_picture(trace: Trace, kind: str) -> bytes:
-    """The bytes of an image file: "png", "svg" or "pdf".
+    """Return the bytes of an image file: "png", "svg" or "pdf".
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -33,7 +37,7 @@ def to_picture(trace: Trace, kind: str) -> bytes:
         from matplotlib.ticker import MultipleLocator
     except ImportError:
         raise ConfigError(
-            "a picture is drawn by matplotlib, which is not installed: "
+            "a picture needs matplotlib, which is not installed: "
             "`pip install memsaver[plot]`, or save the timeline as .html"
         ) from None
     devices = trace.devices or (0,)
@@ -54,8 +58,8 @@ def to_picture(trace: Trace, kind: str) -> bytes:
             part.grid(alpha=0.3)
             part.margins(x=0)
         name = f"GPU {device}: " if len(devices) > 1 else ""
-        held.set_title(f"{name}device memory held by tags", loc="left", fontsize=11)
-        free.set_title("free on the device, says the driver", loc="left", fontsize=9)
+        held.set_title(f"{name}device memory of tags", loc="left", fontsize=11)
+        free.set_title("free on the device, as reported by the driver", loc="left", fontsize=9)
     if trace.dropped:
         figure.suptitle(f"the oldest {trace.dropped} events were dropped", fontsize=9)
     axes[-1].set_xlim(trace.begin, max(trace.seconds, trace.begin + 1e-9))
@@ -66,13 +70,11 @@ def to_picture(trace: Trace, kind: str) -> bytes:
 
 
 def _step(top: float, marks: int) -> float:
-    """The distance of about so many marks up to `top`: a power of two."""
+    """Return a power of two as the interval of about `marks` ticks up to `top`."""
     return float(2 ** max(0, math.ceil(math.log2(max(top, 1) / marks))))
 
 
 def _draw_tags(axes: Any, trace: Trace, series: DeviceSeries) -> None:
-    from matplotlib.patches import Patch
-
     colours = {tag: _TAGS[index % len(_TAGS)] for index, tag in enumerate(trace.tags)}
     below = [0] * len(series.seconds)
     for tag, line in series.resident.items():
@@ -95,7 +97,7 @@ def _draw_tags(axes: Any, trace: Trace, series: DeviceSeries) -> None:
         axes.legend(
             [
                 *handles[:_MOST_LABELS][::-1],
-                *(Patch(color=_COLOURS[name], alpha=0.5) for name in marked),
+                *(_band(name) for name in marked),
             ],
             [*labels[:_MOST_LABELS][::-1], *(_WORDS[name] for name in marked)],
             loc="center left",
@@ -103,34 +105,45 @@ def _draw_tags(axes: Any, trace: Trace, series: DeviceSeries) -> None:
         )
 
 
+def _band(name: str) -> Any:
+    """Return a legend entry that looks like a transition's band: pale, with edges."""
+    from matplotlib.colors import to_rgba
+    from matplotlib.patches import Patch
+
+    return Patch(facecolor=to_rgba(_COLOURS[name], _BAND_ALPHA), edgecolor=_COLOURS[name])
+
+
 def _label(tag: str) -> str:
-    """A tag in the legend: a long one cut, "$" no formula, a "_" at the front no hidden entry."""
+    """Return a tag as a legend entry: shortened, and without matplotlib's special characters."""
     short = tag if len(tag) <= _LONGEST_LABEL else f"{tag[: _LONGEST_LABEL - 1]}…"
     escaped = short.replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
 
 
 def _shade(row: TagTransition) -> str:
-    return "failed" if row.outcome == "failed" else row.direction
+    if row.outcome == "failed":
+        return "failed"
+    return "swap" if row.kind == "swap" else row.direction
 
 
 def _draw_free(axes: Any, series: DeviceSeries) -> None:
     points = zip(series.seconds, series.free, strict=True)
     known = [(at, free) for at, free in points if free is not None]
-    axes.step([at for at, _ in known], [free for _, free in known], where="post", color="#4b5563")
+    axes.step([at for at, _ in known], [free for _, free in known], where="post", color=_FREE)
     axes.set_ylim(0, (series.total_bytes or 1) * 1.04)
 
 
 def _draw_transitions(axes: Any, trace: Trace, device: int) -> None:
-    """A band behind the memory for each call and direction, and its edges."""
-    drawn = set()
+    """Draw a band with edges behind the memory, for each call."""
+    times: dict[tuple[int, str], tuple[float, float]] = {}
     for row in trace.transitions:
-        if row.device != device or (row.number, row.direction) in drawn:
-            continue
-        drawn.add((row.number, row.direction))
-        begin = row.begin_seconds if row.begin_seconds is not None else trace.begin
-        end = row.end_seconds if row.end_seconds is not None else trace.seconds
-        colour = _COLOURS[_shade(row)]
-        axes.axvspan(begin, end, color=colour, alpha=0.2, linewidth=0, zorder=0)
+        if row.device == device:
+            begin = row.begin_seconds if row.begin_seconds is not None else trace.begin
+            end = row.end_seconds if row.end_seconds is not None else trace.seconds
+            first, last = times.get((row.number, _shade(row)), (begin, end))
+            times[row.number, _shade(row)] = (min(first, begin), max(last, end))
+    for (_, shade), (begin, end) in times.items():
+        colour = _COLOURS[shade]
+        axes.axvspan(begin, end, color=colour, alpha=_BAND_ALPHA, linewidth=0, zorder=0)
         for at in (begin, end):
             axes.axvline(at, color=colour, linewidth=0.8)

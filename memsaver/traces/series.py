@@ -1,4 +1,4 @@
-"""A trace's memory as lines over common points in time: what charts are drawn from."""
+"""A trace's memory as lines over common points in time, for charts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from memsaver.traces.trace import TagSample, Trace
 
 __all__ = ["DeviceSeries", "device_series", "peaks"]
 
-_MOST_VALUES = 1 << 20  # of all tags together: what a page can hold
-_LEAST_POINTS = 1000  # for any number of tags: what a screen shows
+_MOST_VALUES = 1 << 20  # limit of the total number of values of all tags, for the size of a page
+_LEAST_POINTS = 1000  # minimum number of points for any number of tags
 
 _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
 class DeviceSeries:
-    """One device's memory over time: each value counts from its time to the next.
+    """One device's memory over time: each value applies from its time to the next.
 
     Attributes:
         device: the device's index.
-        seconds: the times, rising, from the trace's begin to its end.
-        resident: of each of its tags, the device memory that it holds at these times, bytes.
-        allocated: of each tag, its live allocations.
-        free: what the driver had free, by the last time it was asked; None before the first.
-        total_bytes: all of the device's memory; 0 where the driver was not asked.
+        seconds: the times, ascending, from the trace's start to its end.
+        resident: for each tag, its device memory at these times, in bytes.
+        allocated: for each tag, the bytes of its live allocations.
+        free: the driver's free memory at the latest sample; None before the first sample.
+        total_bytes: the device's total memory; 0 without samples.
     """
 
     device: int
@@ -38,13 +38,13 @@ class DeviceSeries:
 
 
 def device_series(trace: Trace, device: int, most: int = 20_000) -> DeviceSeries:
-    """One device's memory over time, thinned out to about `most` points, or fewer for many tags.
+    """Return a device's memory over time, thinned to about `most` points, or fewer for many tags.
 
-    Thinning keeps the least and the greatest sum of each stretch, so no peak is lost.
+    Thinning keeps the smallest and the largest sum of each interval, so no peak is lost.
     """
     samples = [row for row in trace.samples if row.device == device]
-    asked = [row for row in trace.memory if row.device == device]
-    times = {row.seconds for row in samples} | {row.seconds for row in asked}
+    free_rows = [row for row in trace.memory if row.device == device]
+    times = {row.seconds for row in samples} | {row.seconds for row in free_rows}
     every = sorted(times | {trace.begin, trace.seconds})
     by_tag: dict[str, list[TagSample]] = {}
     for row in samples:
@@ -58,19 +58,19 @@ def device_series(trace: Trace, device: int, most: int = 20_000) -> DeviceSeries
         moments = [row.seconds for row in own]
         resident[tag] = _line(seconds, moments, [row.resident_bytes for row in own], 0)
         allocated[tag] = _line(seconds, moments, [row.allocated_bytes for row in own], 0)
-    free: list[int | None] = [row.free_bytes for row in asked]
+    free: list[int | None] = [row.free_bytes for row in free_rows]
     return DeviceSeries(
         device=device,
         seconds=seconds,
         resident=resident,
         allocated=allocated,
-        free=_line(seconds, [row.seconds for row in asked], free, None),
-        total_bytes=max((row.total_bytes for row in asked), default=0),
+        free=_line(seconds, [row.seconds for row in free_rows], free, None),
+        total_bytes=max((row.total_bytes for row in free_rows), default=0),
     )
 
 
 def peaks(trace: Trace) -> dict[str, int]:
-    """The most device memory that each tag held at one time, on all devices together, bytes."""
+    """Return the peak of each tag's total device memory on all devices, in bytes."""
     now: dict[tuple[str, int], int] = {}
     sums: dict[str, int] = {}
     most: dict[str, int] = {}
@@ -83,7 +83,7 @@ def peaks(trace: Trace) -> dict[str, int]:
 
 
 def _sums(samples: list[TagSample], seconds: list[float]) -> list[int]:
-    """What all tags together hold at each of these times, bytes."""
+    """Return the total memory of all tags at each of these times, in bytes."""
     now: dict[str, int] = {}
     total, index, sums = 0, 0, []
     for at in seconds:
@@ -97,7 +97,7 @@ def _sums(samples: list[TagSample], seconds: list[float]) -> list[int]:
 
 
 def _thinned(seconds: list[float], sums: list[int], most: int) -> list[float]:
-    """The times to keep: all, or of each stretch the first, the last and both extremes."""
+    """Return the times to keep: all, or the first, the last and both extremes of each interval."""
     if len(seconds) <= most:
         return seconds
     stretch = -(-len(seconds) * 4 // most)
@@ -112,7 +112,7 @@ def _thinned(seconds: list[float], sums: list[int], most: int) -> list[float]:
 def _line(
     seconds: list[float], moments: list[float], values: list[_Value], before: _Value
 ) -> list[_Value]:
-    """At each of these times the value of the last moment that is not later, else `before`."""
+    """Return the last value before or at each of these times, else `before`."""
     begins = [bisect_left(seconds, moment) for moment in moments] + [len(seconds)]
     line = [before] * begins[0]
     for value, begin, end in zip(values, begins[:-1], begins[1:], strict=True):

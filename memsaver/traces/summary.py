@@ -1,4 +1,4 @@
-"""What a trace comes to, tag by tag."""
+"""Summarise a trace by tag."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["Moves", "TagSummary", "summary"]
 
 @dataclass(frozen=True)
 class Moves:
-    """The pauses, or the resumes, of one tag, swaps among them; on all devices.
+    """The pauses, or the resumes, of one tag on all devices, including swaps.
 
     Attributes:
-        count: how many were done.
-        failed: how many failed.
-        device_bytes: device memory given back, or taken, in all.
-        copied_bytes: bytes copied to the backup, or from it, in all.
-        seconds: how long those that were done took, in sum.
-        timed_bytes: the part of `device_bytes` whose time is known.
+        count: the number of successful transitions.
+        failed: the number of failed transitions.
+        device_bytes: device memory released or mapped in total.
+        copied_bytes: bytes copied to or from the backup in total.
+        seconds: the total duration of the successful transitions.
+        timed_bytes: the part of `device_bytes` with a known duration.
     """
 
     count: int
@@ -32,7 +32,7 @@ class Moves:
 
     @property
     def rate(self) -> float:
-        """Device memory per second, bytes; 0 where no time is known."""
+        """Device memory per second, in bytes; 0 without known durations."""
         return self.timed_bytes / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -42,7 +42,7 @@ class TagSummary:
 
     Attributes:
         tag: the tag.
-        peak_bytes: the most device memory that it held at one time, on all devices together.
+        peak_bytes: the peak of its total device memory on all devices.
         out: its pauses.
         into: its resumes.
     """
@@ -54,7 +54,7 @@ class TagSummary:
 
 
 def summary(trace: Trace) -> tuple[TagSummary, ...]:
-    """The tags of a trace, in the order in which they appear."""
+    """Return the tags of a trace, in order of appearance."""
     highest = peaks(trace)
     rows: dict[tuple[str, str], list[TagTransition]] = {}
     for row in trace.transitions:
@@ -72,7 +72,7 @@ def summary(trace: Trace) -> tuple[TagSummary, ...]:
 
 def _moves(rows: list[TagTransition]) -> Moves:
     done = [row for row in rows if row.outcome == "done"]
-    took: dict[int, float] = {}  # devices work side by side
+    took: dict[int, float] = {}  # devices work in parallel
     for row in done:
         if row.seconds is not None:
             took[row.number] = max(took.get(row.number, 0.0), row.seconds)

@@ -1,24 +1,24 @@
-"""What a timeline recorded: the memory of tags and devices over time, and the transitions."""
+"""The data of a timeline: the memory of tags and devices over time, and the transitions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memsaver.native import _C, STATES, State
+from memsaver._runtime.native import _C, STATES, State
 
 __all__ = ["DeviceSample", "TagSample", "TagTransition", "Trace", "trace_of"]
 
 
 @dataclass(frozen=True)
 class TagSample:
-    """The memory of one tag on one device, from this moment on.
+    """The memory of one tag on one device, from a point in time on.
 
     Attributes:
-        seconds: when, since the recording began.
+        seconds: the time since the recording began.
         tag: the tag.
         device: the device's index; -1 for a tag without memory.
         allocated_bytes: live allocations, resident or not.
-        resident_bytes: device memory held.
+        resident_bytes: device memory in use.
     """
 
     seconds: float
@@ -30,13 +30,13 @@ class TagSample:
 
 @dataclass(frozen=True)
 class DeviceSample:
-    """What the driver said of one device at a moment: all processes' memory.
+    """The free memory of one device at one moment, as reported by the driver for all processes.
 
     Attributes:
-        seconds: when, since the recording began.
+        seconds: the time since the recording began.
         device: the device's index.
-        free_bytes: bytes free.
-        total_bytes: bytes in all.
+        free_bytes: free bytes.
+        total_bytes: total bytes.
     """
 
     seconds: float
@@ -47,23 +47,23 @@ class DeviceSample:
 
 @dataclass(frozen=True)
 class TagTransition:
-    """What one transition did to one tag on one device.
+    """The result of one transition for one tag on one device.
 
     Attributes:
-        number: the same for all tags and devices of one call.
+        number: identifies the call in the rows of all its tags and devices.
         kind: "pause", "resume" or "swap".
-        direction: "out" where the tag was to be paused, "into" where it was to be resumed.
+        direction: "out" if the tag was to be paused, "into" if it was to be resumed.
         tag: the tag.
         device: the device's index; -1 for a tag without memory.
-        begin_seconds: when it took the tag, since the recording began; None: before that, or
-            before `Trace.begin`.
-        end_seconds: when it was over; None: it was under way when the recording ended.
-        outcome: "done", "failed", "given up" (nothing was tried), or "under way".
-        device_bytes: device memory given back, or taken; 0 unless done.
-        copied_bytes: bytes copied to the backup, or from it; 0 unless done.
-        thread: the system's number of the thread that began it.
-        caller: who asked, such as "train.py:120 in sleep, thread 'MainThread'", cut at its front
-            where it is long; empty while it is under way.
+        begin_seconds: when it began, since the recording began; None if it began before the
+            recording or before `Trace.begin`.
+        end_seconds: when it ended; None if it was in progress at the end of the recording.
+        outcome: "done", "failed", "given up" (cancelled before its run), or "under way".
+        device_bytes: device memory released or mapped; 0 unless done.
+        copied_bytes: bytes copied to or from the backup; 0 unless done.
+        thread: the system's id of the thread that began it.
+        caller: the caller, such as "train.py:120 in sleep, thread 'MainThread'"; of a long
+            text, the end. Empty while the transition is in progress.
     """
 
     number: int
@@ -81,7 +81,7 @@ class TagTransition:
 
     @property
     def seconds(self) -> float | None:
-        """How long it took; None where its begin or its end is not known."""
+        """The duration; None if the start or the end is unknown."""
         if self.begin_seconds is None or self.end_seconds is None:
             return None
         return self.end_seconds - self.begin_seconds
@@ -93,14 +93,14 @@ class Trace:
 
     Attributes:
         started: when the recording began, in seconds since 1970.
-        seconds: how long it was.
-        process: the process's number.
-        dropped: how many of its oldest events made place for later ones.
-        begin: from when on nothing is missing, in seconds since the recording began: 0, or the time
-            of the oldest event that was kept.
-        samples: the memory of tags, in the order of time.
-        memory: what the driver said, in the order of time.
-        transitions: in the order of their begins.
+        seconds: the length of the recording.
+        process: the process's id.
+        dropped: the number of oldest events that newer events replaced.
+        begin: the time from which the recording is complete, in seconds since it began: 0, or the
+            time of the oldest remaining event.
+        samples: the memory of tags, in chronological order.
+        memory: the driver's free memory, in chronological order.
+        transitions: the transitions in order of their start.
     """
 
     started: float
@@ -114,14 +114,14 @@ class Trace:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tags that had memory or a transition, in the order in which they appear."""
+        """The tags that had memory or a transition, in order of appearance."""
         names = [row.tag for row in self.samples if row.allocated_bytes or row.resident_bytes]
         names += [row.tag for row in self.transitions]
         return tuple(dict.fromkeys(names))
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices on which a tag has memory, or of which the driver was asked, sorted."""
+        """The devices with samples or with memory of a tag, sorted."""
         found = {row.device for row in self.samples} | {row.device for row in self.memory}
         return tuple(sorted(found - {-1}))
 
@@ -140,15 +140,15 @@ def trace_of(
     seconds: float,
     process: int,
 ) -> Trace:
-    """The trace of the core's events.
+    """Build a trace from the core's events.
 
     Args:
-        rows: what `timeline_read` gave.
-        dropped: likewise.
-        clock: what the monotonic clock said when the recording began.
-        started: when that was, in seconds since 1970.
-        seconds: how long the recording is.
-        process: the process's number.
+        rows: the rows of `timeline_read`.
+        dropped: the number of dropped events of `timeline_read`.
+        clock: the monotonic clock at the start of the recording.
+        started: the start in seconds since 1970.
+        seconds: the length of the recording.
+        process: the process's id.
     """
     samples: list[TagSample] = []
     memory: list[DeviceSample] = []
@@ -195,7 +195,7 @@ def trace_of(
 
 
 def _direction(act: int, state: State, kind: int, outcome: int) -> str:
-    """Which way a transition moves a tag, by the state after its begin, or after its end."""
+    """Return the direction of a transition from the tag's state after its start or its end."""
     if _KINDS[act] != "swap":
         return "out" if _KINDS[act] == "pause" else "into"
     if kind == _BEGIN:

@@ -1,4 +1,4 @@
-"""Seconds and rates as people read them."""
+"""Format seconds and rates."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ __all__ = ["format_rate", "format_seconds"]
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Such as "55.3 GB/s": in powers of ten, as buses are rated."""
-    for unit in ("B/s", "kB/s", "MB/s", "GB/s"):
-        if abs(bytes_per_second) < 1000:
+    """Return a text such as "55.3 GiB/s", in the units of sizes."""
+    for unit in ("B/s", "KiB/s", "MiB/s", "GiB/s"):
+        if abs(bytes_per_second) < 1000:  # 1023 would have a digit more
             return f"{bytes_per_second:.1f} {unit}"
-        bytes_per_second /= 1000
-    return f"{bytes_per_second:.1f} TB/s"
+        bytes_per_second /= 1024
+    return f"{bytes_per_second:.1f} TiB/s"
 
 
 def format_seconds(seconds: float) -> str:
-    """Such as "20 us", "4.3 ms" or "1.25 s"."""
+    """Return a text such as "20 us", "4.3 ms" or "1.25 s"."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:

@@ -1,4 +1,4 @@
-"""The drivers of the conformance tests, simulated and real; what a test leaves is an error."""
+"""The drivers of the conformance tests, simulated and real; leftovers of a test are errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def library_path(which: str) -> str:
 def open_driver(which: str) -> Driver:
     if which not in _drivers:
         drv = Driver(library_path(which)).start()
-        # The first use of a kind of object costs device memory that stays: not a leak.
+        # The first use of a kind of object allocates device memory permanently: not a leak.
         stream, event = drv.stream(), drv.event()
         drv.host_function(stream, lambda: None)
         block = drv.get("cuMemAlloc", ctypes.c_uint64, 512)

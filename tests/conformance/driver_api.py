@@ -1,4 +1,4 @@
-"""The CUDA driver by ctypes, for the conformance tests and the questions: real or simulated."""
+"""The CUDA driver through ctypes, for the conformance tests and questions: real or simulated."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def simulator_path() -> str | None:
 
 @functools.cache
 def real_driver_works() -> bool:
-    """Whether libcuda.so.1 finds a GPU; asked in a child, which may be told to keep off it."""
+    """Return whether libcuda.so.1 finds a GPU; queried in a child process."""
     code = "import ctypes, sys; sys.exit(ctypes.CDLL('libcuda.so.1').cuInit(0) != 0)"
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
@@ -103,7 +103,7 @@ class Driver:
         return self
 
     def get(self, name: str, kind, *arguments):
-        """The value that a call writes through its first argument."""
+        """Return the value that a call writes through its first argument."""
         value = kind()
         self.check(name, ctypes.addressof(value), *arguments)
         return value.value
@@ -137,7 +137,7 @@ class Driver:
         return self.get("cuMemCreate", ctypes.c_uint64, size, byref(self.properties(device)), 0)
 
     def try_create(self, size: int) -> int:
-        """cuMemCreate's code; nothing is left when it succeeds."""
+        """Return cuMemCreate's code; release the memory if it succeeds."""
         handle = ctypes.c_uint64()
         code = self.cuMemCreate(byref(handle), size, byref(self.properties()), 0)
         if code == SUCCESS:
@@ -160,7 +160,7 @@ class Driver:
             raise DriverError("cuMemSetAccess", -1)
 
     def mapped(self, size: int) -> tuple[int, int]:
-        """A reservation with accessible memory: (address, handle)."""
+        """Return a reservation with accessible memory: (address, handle)."""
         address, handle = self.reserve(size), self.create(size)
         self.map(address, size, handle)
         return address, handle
@@ -212,7 +212,7 @@ class Driver:
     # memsaver's own kernel
 
     def module(self, image: bytes | None = None) -> int:
-        """A module of `image`, or of the library's kernel."""
+        """Load a module from `image`, or the library's kernel."""
         self._kept.append(ctypes.create_string_buffer(image or KERNEL_IMAGE.read_bytes()))
         return self.get("cuModuleLoadData", c_void_p, ctypes.addressof(self._kept[-1]))
 
@@ -220,7 +220,7 @@ class Driver:
         return self.get("cuModuleGetFunction", c_void_p, module, b"ms_fingerprint")
 
     def launch(self, kernel: int, pieces: int, digests: int, count: int, stream: int | None) -> int:
-        """cuLaunchKernel's code. `pieces` and `digests` are addresses for the device."""
+        """Return cuLaunchKernel's code. `pieces` and `digests` are device addresses."""
         values = [ctypes.c_uint64(pieces), ctypes.c_uint64(digests), ctypes.c_uint32(count)]
         arguments = (c_void_p * 3)(*[ctypes.addressof(value) for value in values])
         blocks, threads = (count + 3) // 4, KERNEL_THREADS
@@ -247,7 +247,7 @@ class Driver:
 
 
 class Gate:
-    """Holds a stream by a host function until opened; opens itself after a while."""
+    """Blocks a stream with a host function until opened, or until a timeout."""
 
     def __init__(self, drv: Driver, stream: int | None):
         self._open, self.entered = threading.Event(), threading.Event()
@@ -269,7 +269,7 @@ class Gate:
 
 
 def in_thread(drv: Driver, function, timeout: float = 10, with_context: bool = True):
-    """function's result in a thread of its own; TimeoutError when it takes longer."""
+    """Return the function's result from a new thread; raise TimeoutError if it takes longer."""
     result = []
 
     def body() -> None:

@@ -1,4 +1,4 @@
-"""What a CUDA driver's calls take and give: codes, modes, structures and signatures."""
+"""Constants of a CUDA driver's calls: codes, modes, structures and signatures."""
 
 from __future__ import annotations
 

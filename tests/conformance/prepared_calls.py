@@ -1,4 +1,4 @@
-"""What is asserted of the calls in questions.calls, and one of them made ready."""
+"""The asserted behaviour of the calls in questions.calls, and their preparation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answers of both drivers to the questions that are asked in a process for each."""
+"""The answers of both drivers to the questions that run in separate processes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from driver_values import (
     SUCCESS,
 )
 from questions.alone import ALONE
+
+pytestmark = pytest.mark.one_python
 
 ANSWERS = {
     "reservation aligned to": "64 GiB 0 aligned, 1024 GiB 0 aligned",

@@ -25,9 +25,11 @@ from fingerprint_kernel import Kernel
 from prepared_calls import NOT_ASSERTED, WAITS, ready_call
 from questions.calls import CALLS
 
+pytestmark = pytest.mark.one_python
+
 
 class Bench:
-    """A capture on one non-blocking stream, and what the forbidden calls need, made before."""
+    """A capture on a non-blocking stream, and objects for the forbidden calls, created before."""
 
     def __init__(self, drv: Driver, mode: int):
         self.drv = drv
@@ -116,7 +118,7 @@ FORBIDDEN = {
 
 
 def mapping_calls(bench):
-    """Everything that a pause and a resume do to addresses and handles."""
+    """Run all calls of a pause and a resume on addresses and handles."""
     drv = bench.drv
     handle, address = drv.create(PAGE), drv.reserve(PAGE)
     drv.map(address, PAGE, handle)

@@ -1,4 +1,4 @@
-"""What a driver says of its devices, on both drivers."""
+"""Properties of devices, on both drivers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import ctypes
 import re
 from ctypes import byref, c_int, c_size_t
 
+import pytest
 from driver_values import INVALID_DEVICE, INVALID_VALUE, PAGE
+
+pytestmark = pytest.mark.one_python
 
 
 def test_device(drv):

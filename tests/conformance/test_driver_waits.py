@@ -1,4 +1,4 @@
-"""What waits for the work of a device, on both drivers."""
+"""Calls that wait for a device's work, on both drivers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from driver_api import in_thread
 from driver_values import NOT_READY, PAGE, SUCCESS
 from prepared_calls import NOT_ASSERTED, WAITS, ready_call
 from questions.calls import CALLS
+
+pytestmark = pytest.mark.one_python
 
 
 @pytest.mark.parametrize("name", sorted(WAITS))

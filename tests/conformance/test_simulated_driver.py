@@ -1,4 +1,4 @@
-"""The simulated driver alone: its control interface, and misuse that it survives."""
+"""The simulated driver only: its control interface, and detected misuse."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from driver_values import (
     SUCCESS,
 )
 from fingerprint_kernel import Kernel
+
+pytestmark = pytest.mark.one_python
 
 
 def test_sim_fails_on_demand(sim):

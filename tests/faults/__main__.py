@@ -1,6 +1,6 @@
-"""`make faults`: fails every call of every scenario, and says what did not hold.
+"""`make faults`: makes every call of every scenario fail, and reports violations.
 
-Exits with 1 when a fault was not handled. `--only` does some alone: a scenario, scenario:call, or a
+Exits with 1 if a fault was not handled. `--only` does some alone: a scenario, scenario:call, or a
 whole scenario:call:nth:code:once|forever, as the sweep prints them.
 """
 
@@ -46,7 +46,7 @@ def is_chosen(injection: Injection, only: list[str], every: int) -> bool:
 
 
 def plan(place: lanes.Workplace, only: list[str], every: int, workers: int) -> list[Injection]:
-    """The injections to try. Raises RuntimeError where a scenario fails by itself."""
+    """The injections to try. Raises RuntimeError if a scenario fails without a fault."""
     if only and all(prefix.count(":") == 4 for prefix in only):
         return [Injection.parse(prefix) for prefix in only]
     names = [n for n in SCENARIOS if not only or any(p.split(":")[0] == n for p in only)]
@@ -59,7 +59,7 @@ def plan(place: lanes.Workplace, only: list[str], every: int, workers: int) -> l
 def sweep(
     place: lanes.Workplace, injections: list[Injection], workers: int
 ) -> collections.Counter[str]:
-    """Tries them all, printing what fails; how many came to what."""
+    """Run all injections and print failures; return the number of each result."""
     by_scenario: dict[str, list[Injection]] = collections.defaultdict(list)
     for injection in injections:
         by_scenario[injection.scenario].append(injection)

@@ -1,4 +1,4 @@
-"""Allocations, frees, questions and first uses under faults."""
+"""Allocations, frees, queries and first uses under faults."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PoolAllocate(Allocate):
     """An allocation by the function that torch's pools of the tag get: None where it fails."""
 
     def act(self) -> None:
-        from memsaver.native import _C
+        from memsaver._runtime.native import _C
 
         malloc, _ = _C.torch_allocator(self.tag, -1)
         kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
@@ -65,7 +65,7 @@ class PoolAllocate(Allocate):
             self.got.append(_Given(address))
 
     def check_done(self) -> None:
-        from memsaver.native import _C
+        from memsaver._runtime.native import _C
 
         if not self.got:
             while _C.next_warning() is not None:
@@ -76,19 +76,19 @@ class PoolAllocate(Allocate):
 
 
 class _Given:
-    """Memory at an address, freed with this object."""
+    """Memory at an address, which this object frees."""
 
     def __init__(self, address: int) -> None:
         self.address = address
 
     def __del__(self) -> None:
-        from memsaver.native import _C
+        from memsaver._runtime.native import _C
 
         _C.free(self.address)
 
 
 class Captured(Allocate):
-    """An allocation and a free while the program captures a graph, which must stay valid."""
+    """An allocation and a free while the program captures a graph; the capture must stay valid."""
 
     def __init__(self, machine: Machine, name: str) -> None:
         super().__init__(machine, name, 3 * MIB)
@@ -147,7 +147,7 @@ class Free(Scenario):
         self.kept.fill()
 
     def prepare(self) -> None:
-        from memsaver.native import _C
+        from memsaver._runtime.native import _C
 
         with self.memsaver.region(self.kept.names[0]):
             self.going = [_C.malloc(nbytes) for nbytes in (2 * MIB, 64 * MIB, 4096)]
@@ -155,7 +155,7 @@ class Free(Scenario):
             self.memsaver.pause(*self.kept.names)
 
     def act(self) -> None:
-        from memsaver.native import _C
+        from memsaver._runtime.native import _C
 
         pause = None
         if self.when == "meanwhile":
@@ -182,14 +182,14 @@ class Free(Scenario):
     def rest(self) -> None:
         self.memsaver.resume(*self.kept.names)
         require(self.kept.is_intact(), "contents of what was not freed are lost")
-        # What could not be given back goes with the next call for the tag.
+        # Releases that failed are retried by the next call for the tag.
         with self.memsaver.region(self.kept.names[0]):
             self.memsaver.simulator.buffer(4096)
         super().rest()
 
 
 class Ask(Scenario):
-    """Calls that change nothing but what is kept: fingerprints, figures, views, trim."""
+    """Calls that change only caches: fingerprints, figures, views, trim."""
 
     def __init__(
         self, machine: Machine, name: str, ask: Callable[[Ask], object], paused: bool = False

@@ -1,4 +1,4 @@
-"""What cannot be made to hold, and why; the same list is in csrc/DESIGN.md."""
+"""Exemptions from the rules, and their reasons; the same list is in csrc/DESIGN.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from faults.injections import Injection
 
 @dataclass(frozen=True)
 class Exempt:
-    """Under some faults, some figures of `Machine.totals` may be above what they were."""
+    """Faults under which some figures of `Machine.totals` may exceed their earlier values."""
 
     reason: str
     calls: frozenset[str]
@@ -45,9 +45,9 @@ EXEMPT = [
     ),
 ]
 
-# Refused, they leave device memory held that is no tag's, until the next transition or allocation
-# has given it back: until then the driver counts more than the tags are said to hold.
-STRAYS = frozenset({"cuMemRelease", "cuMemUnmap"})
+# If the driver refuses these, device memory of no tag stays held until the next transition or
+# allocation releases it: until then the driver counts more than the tags hold.
+DEFERRED = frozenset({"cuMemRelease", "cuMemUnmap"})
 
 
 def allowed(injection: Injection, figure: str) -> bool:

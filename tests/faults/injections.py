@@ -1,4 +1,4 @@
-"""Which faults there are: a call, which one of its kind, the code, once or from then on."""
+"""The possible faults: a call's name, its number, the code, once or for all later calls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import errno
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from repository import ROOT
 
 # Every entry point that the library knows: one that comes later is failed too. The two without a
 # simulated counterpart cannot fail in a way that matters: they name an error.
 DRIVER_CALLS = [
     name
-    for name in re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver.h").read_text())
+    for name in re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver/driver.h").read_text())
     if name not in ("cuGetErrorName", "cuGetErrorString")
 ]
 
@@ -23,11 +22,11 @@ INVALID_IMAGE, INVALID_CONTEXT, NO_BINARY, NOT_FOUND = 200, 201, 209, 500
 ILLEGAL_ADDRESS, LAUNCH_FAILED, NOT_SUPPORTED = 700, 719, 801
 CAPTURE_UNSUPPORTED, UNKNOWN = 900, 999
 
-SHORT = -1  # os_faults: half of a transfer is done
+SHORT = -1  # os_faults: half of a transfer takes place
 
 # What a call is known to answer, beyond what any call may: an earlier failure of the device's work.
 # 4, 709 and 3 are not among them: they say that the process's driver is gone, and its memory with
-# it, so that nothing is left to give back (tests/test_process.py).
+# it, so that nothing is left to give back (tests/process/test_process.py).
 _DRIVER_CODES = {
     "cuInit": [INVALID_VALUE, UNKNOWN],
     "cuMemCreate": [OUT_OF_MEMORY, INVALID_VALUE, LAUNCH_FAILED],
@@ -115,7 +114,7 @@ class Injection:
 
     @classmethod
     def parse(cls, text: str) -> Injection:
-        """Raises ValueError for what is no injection."""
+        """Parse an injection. Raises ValueError for invalid text."""
         parts = text.split(":")
         if len(parts) != 5 or parts[4] not in ("once", "forever"):
             raise ValueError(f"{text!r} is not scenario:call:nth:code:once or ...:forever")
@@ -129,7 +128,7 @@ def codes_of(call: str) -> list[int]:
 
 
 def injections_of(scenario: str, counts: dict[str, int]) -> Iterator[Injection]:
-    """All faults that an act which makes so many calls can meet."""
+    """Return all faults that can occur in an act that makes these calls."""
     for call, count in counts.items():
         for nth in range(1, count + 1):
             for code in codes_of(call):

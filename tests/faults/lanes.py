@@ -14,12 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from faults.injections import ROOT, Injection
+from repository import IMPORT_PATH, ROOT, TESTS
 
-LIMIT_SECONDS = 60.0  # for a worker's answer; one takes milliseconds
-SOURCE = ROOT / "tests" / "native" / "os_faults.cpp"
+from faults.injections import Injection
 
-# What the library may read of the system: the same on every machine, two NUMA nodes, one cgroup.
+LIMIT_SECONDS = 60.0  # limit for a worker's answer, which takes milliseconds
+SOURCE = TESTS / "native" / "os_faults.cpp"
+
+# The system files that the library reads: two NUMA nodes and one cgroup on every machine.
 _SYSTEM = {
     "sys/devices/system/node/online": "0-1",
     "sys/bus/pci/devices/0000:01:00.0/numa_node": "1",
@@ -34,7 +36,7 @@ _SYSTEM = {
 
 
 class Workplace:
-    """A folder with what workers need: os_faults, a system to read, a place for backups' files."""
+    """A folder for workers: os_faults, fake system files, and a place for backup files."""
 
     def __init__(self, folder: Path) -> None:
         self.interposer = folder / "os_faults.so"
@@ -51,13 +53,13 @@ class Workplace:
         self.environment = {
             **kept,
             "LD_PRELOAD": str(self.interposer),
-            "PYTHONPATH": str(ROOT / "tests"),
+            "PYTHONPATH": IMPORT_PATH,
             "MEMSAVER_DRIVER": "sim",
             "MEMSAVER_SIM_DEVICES": "2",
             "MEMSAVER_DISK_DIR": str(folder / "disk"),
             "MEMSAVER_TEST_SYSTEM_ROOT": str(folder / "system"),
             # Its calls to the system are made once in a process, by whichever act comes first, and
-            # none may fail an act: tests/test_stats_server.py fails them.
+            # none may fail an act: tests/inspection/test_stats_server.py fails them.
             "MEMSAVER_TOP": "off",
         }
 
@@ -89,7 +91,7 @@ class Worker:
         while b"\n" not in self._read:
             ready, _, _ = select.select([output], [], [], max(end - time.monotonic(), 0))
             if not ready:
-                self._stop(signal.SIGABRT)  # says where its threads are
+                self._stop(signal.SIGABRT)  # prints its threads' stacks
                 return {"result": "hung", "why": f"no answer in {LIMIT_SECONDS} s\n{self._said()}"}
             part = os.read(output, 1 << 16)
             if not part:
@@ -121,7 +123,7 @@ class Worker:
 
 
 def count(place: Workplace, scenario: str) -> dict[str, int]:
-    """The calls that the scenario's act makes. Raises RuntimeError where it does not work."""
+    """Return the calls of the scenario's act. Raises RuntimeError if the act fails."""
     worker = Worker(place, scenario)
     try:
         answer = worker.ask("count")
@@ -134,7 +136,7 @@ def count(place: Workplace, scenario: str) -> dict[str, int]:
 
 
 def attempt(place: Workplace, injections: list[Injection]) -> list[tuple[Injection, str, str]]:
-    """Tries faults of one scenario: each with what came of it, and why it failed."""
+    """Run faults of one scenario; yield each with its result and the reason for a failure."""
     outcomes = []
     worker: Worker | None = None
     try:

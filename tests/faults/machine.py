@@ -1,4 +1,4 @@
-"""The simulated driver and the system as a worker sees them: counted, failed, compared."""
+"""A worker's simulated driver and system: counts calls, makes them fail, compares figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 class Machine:
-    """One for a process, with os_faults preloaded. Its driver starts with `start`."""
+    """The machine of a process with os_faults preloaded. `start` starts its driver."""
 
     def __init__(self) -> None:
         import memsaver
@@ -49,7 +49,7 @@ class Machine:
     # --- faults
 
     def stand(self, call: str, code: int) -> None:
-        """The system refuses this call for good."""
+        """Make the system reject this call permanently."""
         assert self.os.os_faults_stand(call.encode(), code) == 0, call
 
     def counts(self) -> dict[str, int]:
@@ -68,7 +68,7 @@ class Machine:
             assert self.os.os_faults_set(name, injection.nth, injection.code, times) == 0
 
     def disarm(self, injection: Injection) -> bool:
-        """Whether the fault met a call."""
+        """Remove the fault; return whether it made a call fail."""
         if injection.of_driver:
             met: bool = self.sim.calls(injection.call) >= self._last
             self.sim.clear_faults()
@@ -78,9 +78,9 @@ class Machine:
     # --- figures
 
     def totals(self) -> dict[str, Any]:
-        """All that could be leaked, of the driver and the system, by name."""
+        """Return all figures of the driver and the system that a leak would change, by name."""
         totals = self.sim.counts()
-        end = time.monotonic() + 1  # what nobody had a reason to wait for
+        end = time.monotonic() + 1  # work that no call had to wait for
         while totals.queued_operations and time.monotonic() < end:
             time.sleep(0.0005)
             totals = self.sim.counts()
@@ -96,13 +96,13 @@ class Machine:
         return figures
 
     def tags_bytes(self) -> int:
-        """Device memory in use beyond what the library keeps for itself, as the driver counts."""
+        """Return device memory in use without the library's own, by the driver's count."""
         physical = self.sim.counts().physical_bytes
         return sum(physical[device] - idle for device, idle in self.idle.items())
 
 
 class Group:
-    """Tags that change together, their blocks, and what lies in these."""
+    """Tags that change together, their blocks, and the blocks' contents."""
 
     def __init__(self, machine: Machine, names: list[str], backup: str | None) -> None:
         self.machine, self.names, self.backup = machine, names, backup
@@ -122,7 +122,7 @@ class Group:
             self.machine.sim.write(block.address, contents)
 
     def change(self) -> None:
-        """Other contents, in a part of each block."""
+        """Write different contents to a part of each block."""
         for i, (block, contents) in enumerate(self.blocks):
             self._seed += 1
             fresh = random.Random(self._seed).randbytes(min(block.nbytes, 512))
@@ -133,7 +133,7 @@ class Group:
         return {str(self.machine.memsaver.state(name)) for name in self.names}
 
     def held(self) -> int:
-        """Device memory that the library says they hold."""
+        """Return the device memory that the library reports for the tags."""
         rows = self.machine.memsaver.stats().tags
         return sum(row.resident_bytes for row in rows if row.tag in self.names)
 
@@ -151,5 +151,5 @@ class Group:
         return not any(self.machine.sim.accessible(block.address) for block, _ in self.blocks)
 
     def came_back(self) -> bool:
-        """What a resume owes: the contents, or zeros where nothing was to be kept."""
+        """Check a resume's result: the contents, or zeros if they were not to be kept."""
         return self.is_zero() if self.backup in (None, "none") else self.is_intact()

@@ -1,4 +1,4 @@
-"""What every scenario has: memory, an act under faults, and what must hold before and after it.
+"""The base of scenarios: memory, an act under faults, and checks before and after it.
 
 A scenario is used over and over in one process: `prepare` brings it from rest to where the act
 starts, whatever happened before; `check_unchanged` says that a failed act left that as it was,
@@ -15,16 +15,16 @@ SIZES = [4096, 100_000, 2 * MIB + 512]
 
 
 def require(holds: bool, what: str) -> None:
-    """An AssertionError that says what does not hold."""
+    """Raise an AssertionError that names a violation."""
     if not holds:
         raise AssertionError(what)
 
 
 class Scenario:
     devices = 1
-    fresh = False  # a process of its own for each act: what is done once in a process
+    fresh = False  # whether each act needs a new process, because it runs only once per process
     options: ClassVar[dict[str, str]] = {}
-    standing: ClassVar[dict[str, int]] = {}  # calls that the system refuses for good
+    standing: ClassVar[dict[str, int]] = {}  # calls that the system rejects permanently
     grows: frozenset[str] = frozenset()  # figures that each act adds to
 
     def __init__(self, machine: Machine, name: str) -> None:
@@ -36,7 +36,7 @@ class Scenario:
         return Group(self.machine, [f"{name}-{i}-of-{self.name}" for i in range(tags)], backup)
 
     def build(self) -> None:
-        """Once: the memory that lives all the time."""
+        """Allocate the scenario's permanent memory. Called once."""
         self.bystander.allocate([4096])
         self.bystander.fill()
 
@@ -44,7 +44,7 @@ class Scenario:
         raise NotImplementedError
 
     def act(self) -> None:
-        """On a thread of its own."""
+        """Run the act under test. Called on its own thread."""
         raise NotImplementedError
 
     def check_unchanged(self, error: Exception) -> None:

@@ -24,7 +24,7 @@ def _fingerprint(asked: Ask) -> object:
 
 
 def _view(asked: Ask) -> object:
-    from memsaver.native import _C
+    from memsaver._runtime.native import _C
 
     block, contents = asked.tags.blocks[1]
     view = _C.backup_view(block.address, block.nbytes)
@@ -34,7 +34,7 @@ def _view(asked: Ask) -> object:
 
 def _timeline(asked: Ask) -> object:
     """Starting, asking the driver and reading; ended in any case, so that the next may start."""
-    from memsaver.native import _C
+    from memsaver._runtime.native import _C
 
     _C.timeline_start(1000)
     try:

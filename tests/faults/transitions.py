@@ -12,7 +12,7 @@ from faults.scenario import SIZES, Scenario, require
 
 
 class Transitions(Scenario):
-    """What pauses and resumes have in common."""
+    """Common parts of pauses and resumes."""
 
     def check_mapped(self, group: Group, held: int, intact: bool = True) -> None:
         require(group.states() == {"mapped"}, f"{group.names} are {group.states()}, not mapped")
@@ -26,13 +26,13 @@ class Transitions(Scenario):
         require(group.is_gone(), f"{group.names} are paused, and their memory is there")
 
     def was_kept(self, group: Group, error: Exception) -> bool:
-        """Refused, and the undoing too: paused, with the pages held (csrc/DESIGN.md)."""
+        """Return whether the rollback failed too: paused, with retained pages (csrc/DESIGN.md)."""
         says_so = "resume them" in str(error) or "no host memory left" in str(error)
         return group.states() == {"paused"} and says_so
 
 
 class Pause(Transitions):
-    """A pause of two of three tags, of memory whose backup is new, or kept and partly changed."""
+    """A pause of two of three tags, whose backup is new, or kept and partly changed."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Resume(Pause):
         if self.background:
             transition = self.memsaver.resume(*self.going.names, wait=False)
             with contextlib.suppress(self.memsaver.MemsaverError):
-                transition.wait_stream(0)  # where it fails, the resume does or does not
+                transition.wait_stream(0)  # if it fails, the resume may fail or not
             transition.wait()
         else:
             self.memsaver.resume(*self.going.names)
@@ -159,7 +159,7 @@ class Swap(Transitions):
 
     def check_unchanged(self, error: Exception) -> None:
         self.check_bystander()
-        # What a swap writes over, without a backup to bring it back from, may be gone.
+        # Contents that a swap overwrites may be lost if they have no backup.
         kept = self.out.backup != "none"
         if not self.was_kept(self.out, error):
             self.check_paused(self.into)
@@ -178,7 +178,7 @@ class Swap(Transitions):
     def rest(self) -> None:
         self.memsaver.resume(*self.out.names, *self.into.names)
         require(self.out.came_back(), f"{self.out.names} came back with other contents")
-        # As they were first: a page that came over may be larger.
+        # In the original state, because a transferred page may be larger.
         self.memsaver.pause(*self.out.names, *self.into.names, backup="none")
         self.memsaver.resume(*self.out.names, *self.into.names)
         super().rest()
@@ -209,7 +209,7 @@ class Graph(Pause):
         library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
     def replay(self) -> None:
-        """Leaves the contents as they were."""
+        """Replay the graph without changing the contents."""
         library = self.sim.opened
         self.sim.write(self.memory.address, bytes(len(self.written)))
         require(library.cuGraphLaunch(self.executable, self.stream) == 0, "no replay")
@@ -220,7 +220,7 @@ class Graph(Pause):
 
     def prepare(self) -> None:
         super().prepare()
-        # Work in flight on the program's stream is waited for, whatever fails.
+        # The call waits for work in flight on the program's stream, even if it fails.
         self.sim.opened.cuGraphLaunch(self.executable, self.stream)
         if self.resuming:
             self.memsaver.pause(*self.going.names)

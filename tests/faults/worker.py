@@ -49,7 +49,7 @@ def answer(scenario: Scenario, line: str, reference: dict[str, Any]) -> dict[str
 
 
 def in_child(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the action gives in a forked process, or that this has died."""
+    """Return the action's result in a forked process, or report the process's death."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -65,7 +65,7 @@ def in_child(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def first_count(scenario: Scenario) -> dict[str, Any]:
-    """In a process of its own: the calls of the first act, and the figures after it."""
+    """Return the first act's calls, and the figures after it, from a separate process."""
     machine = scenario.machine
     if scenario.name != "first_device":
         machine.start(1)
@@ -84,7 +84,7 @@ def first_attempt(scenario: Scenario, line: str, reference: dict[str, Any]) -> d
 def main() -> None:
     name = sys.argv[1]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what anybody prints is no answer
+    os.dup2(2, 1)  # other output must not look like an answer
     faulthandler.enable()
     warnings.simplefilter("ignore")
     scenario = build(name)

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import reliability
+from repository import ROOT, TESTS
 
 from fuzz import builds
-from fuzz.builds import ROOT, TARGETS
+from fuzz.builds import TARGETS
 
-CORPUS = ROOT / "tests" / "fuzz" / "corpus"
+CORPUS = TESTS / "fuzz" / "corpus"
 FAILED = ROOT / "build" / "fuzz-failed"
 LONGEST = 400  # bytes of an input
 MEMORY = "64MiB"  # of each device
@@ -29,7 +30,7 @@ MEMORY = "64MiB"  # of each device
 
 @dataclass
 class Found:
-    """What a target came to."""
+    """The results of a target."""
 
     runs: int
     first: tuple[int, int]  # blocks covered and features, of the corpus that it began with
@@ -67,7 +68,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def covered(text: str, event: str) -> tuple[int, int]:
-    """Blocks and features at libFuzzer's first or last line of this kind."""
+    """Return blocks and features from libFuzzer's first or last such line."""
     found = re.findall(rf"^#\d+\s+(?:{event})\s+cov: (\d+) ft: (\d+)", text, re.MULTILINE)
     return (int(found[-1][0]), int(found[-1][1])) if found else (0, 0)
 

@@ -1,4 +1,4 @@
-"""The programs that fuzz: libFuzzer, a target, and the core with its coverage.
+"""Builds the fuzzing programs: libFuzzer, a target, and the core with coverage.
 
 libFuzzer comes with the wheels of atheris, as a library for programs without Python; g++ tells it
 of coverage through tests/native/fuzz/coverage.cpp.
@@ -12,19 +12,20 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-from sanitizers.builds import ROOT, version
+from repository import ROOT, TESTS
+from sanitizers.builds import version
 
 from build_support.artefacts import ARTEFACTS
 from build_support.native import build, compiler, include_folders
 from build_support.variants import ASAN, FUZZ
 
-SOURCES = ROOT / "tests" / "native" / "fuzz"
+SOURCES = TESTS / "native" / "fuzz"
 LIBFUZZER = "libclang_rt.fuzzer_no_main.a"
 # Of a target that takes parts of the core in whole: the rest that it needs.
 MORE_SOURCES = {
     "options": [
         SOURCES / "coverage.cpp",
-        ROOT / "csrc" / "core" / "text.cpp",
+        ROOT / "csrc" / "core" / "platform" / "text.cpp",
         ROOT / "csrc" / "sim" / "faults.cpp",
     ]
 }
@@ -33,7 +34,7 @@ TARGETS = tuple(LIBRARIES)
 
 
 def libfuzzer() -> Path:
-    """The library of the installed atheris."""
+    """Return libFuzzer's library in the installed atheris."""
     try:
         files = metadata.files("atheris") or []
     except metadata.PackageNotFoundError:
@@ -45,7 +46,7 @@ def libfuzzer() -> Path:
 
 
 def core() -> Path:
-    """The folder with the core that tells its coverage, and the simulator beside it."""
+    """Build the core with coverage, and the simulator; return their folder."""
     names = {"libmemsaver", "libmemsaver_sim"}
     wanted = {artefact.name: artefact for artefact in ARTEFACTS if artefact.name in names}
     folder = build(ROOT, [wanted["libmemsaver"]], version(), FUZZ, ["--quiet"])
@@ -55,7 +56,7 @@ def core() -> Path:
 
 
 def program(folder: Path, target: str) -> Path:
-    """The program of one target."""
+    """Build a target's program."""
     covered = MORE_SOURCES.get(target, [])
     flags = FUZZ.cxxflags if covered else ASAN.cxxflags
     library = folder / f"libfuzz_{target}.so"
@@ -72,6 +73,5 @@ def program(folder: Path, target: str) -> Path:
 
 def _compile(arguments: list[str]) -> None:
     command = [*shlex.split(compiler()), "-std=c++17", "-pthread", "-Wall", "-Wextra", "-Werror"]
-    command += [f"-I{ROOT / 'csrc'}", "-iquote", str(ROOT / "csrc" / "core")]
-    command += [f"-isystem{folder}" for folder in include_folders()]
+    command += [f"-I{ROOT / 'csrc'}", *(f"-isystem{folder}" for folder in include_folders())]
     subprocess.run([*command, *arguments], check=True)

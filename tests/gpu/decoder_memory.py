@@ -1,4 +1,4 @@
-"""What the decoders' scenario does with a device's memory: compares it, counts it, fills it."""
+"""Compares, counts and fills a device's memory, for the decoders' scenario."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ HEADROOM = (
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as bytes: equal means equal bit for bit."""
+    """Return the tensor as bytes, for bitwise comparison."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal bit for bit."""
+    """Return whether two tensors are bitwise equal."""
     return torch.equal(bits(left), bits(right))
 
 
 def nbytes(tensors: list[torch.Tensor]) -> int:
-    """Their bytes."""
+    """Return the tensors' size in bytes."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def lies_in(tensor: torch.Tensor, ranges: tuple[memsaver.Range, ...]) -> bool:
-    """Whether a tensor's memory lies in one of the ranges."""
+    """Return whether a tensor's memory is in one of the ranges."""
     start = tensor.data_ptr()
     return any(r.address <= start and start + tensor.nbytes <= r.address + r.bytes for r in ranges)
 
 
 def tidy(devices: list[int]) -> None:
-    """Lets torch give back what no tensor uses."""
+    """Release torch's unused cached memory."""
     gc.collect()
     for device in devices:
         torch.cuda.synchronize(device)
@@ -47,18 +47,18 @@ def tidy(devices: list[int]) -> None:
 
 
 def free(device: int) -> int:
-    """Free bytes, as the driver says."""
+    """Return the free bytes that the driver reports."""
     return torch.cuda.mem_get_info(device)[0]
 
 
 def resident(device: int, tags: tuple[str, ...] = TAGS) -> int:
-    """Bytes that the tags hold, as memsaver says."""
+    """Return the tags' resident bytes that memsaver reports."""
     rows = memsaver.stats().tags
     return sum(row.resident_bytes for row in rows if row.device == device and row.tag in tags)
 
 
 def use_of(device: int, bytes_to_fill: int) -> int:
-    """What a trainer does with memory: takes so many bytes, computes in them, frees them."""
+    """Use memory like a trainer: allocate `nbytes` bytes, compute in them, free them."""
     chunk = 256 * MIB
     side = 4096
     with torch.cuda.device(device):
@@ -77,7 +77,7 @@ def use_of(device: int, bytes_to_fill: int) -> int:
 
 @contextlib.contextmanager
 def filled(devices: list[int]) -> Iterator[None]:
-    """All but HEADROOM is taken: what a trainer gets then is what a pause gave back."""
+    """Fill all memory except HEADROOM, so that a trainer depends on memory released by a pause."""
     tidy(devices)
     ballast = []
     for device in devices:

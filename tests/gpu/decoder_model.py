@@ -18,7 +18,7 @@ _construction = threading.Lock()
 
 @dataclass(frozen=True)
 class Size:
-    """How large a decoder is."""
+    """The size of a decoder."""
 
     layers: int = 16
     hidden: int = 2048
@@ -62,7 +62,7 @@ class Decoder:
         self.cache: Any
 
     def build(self, scopes: Callable[[str, str | None], Any]) -> None:
-        """Makes weights and cache in the scopes of their tags; everything else outside."""
+        """Create weights and cache in their tags' regions; everything else outside."""
         size, device = self.size, self.device
         config = size.config()
         with scopes("weights", "host"):
@@ -81,7 +81,7 @@ class Decoder:
         self.slots = torch.arange(size.length, device=device)
 
     def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Logits after the last of `tokens`, the first of which has that position."""
+        """Return the logits after the last of `tokens`, which begin at that position."""
         size, count = self.size, tokens.shape[1]
         for layer in self.cache.layers:
             layer.cumulative_length.copy_(position)  # the layer advances it: replays start over
@@ -121,7 +121,7 @@ class Decoder:
             self.logits = self.forward(self.token, self.position)
 
     def decode(self) -> torch.Tensor:
-        """Logits of STEPS tokens after the prompt, by replaying the graph."""
+        """Return the logits of STEPS tokens after the prompt, by replaying the graph."""
         found = []
         with torch.cuda.device(self.device):
             self.token.copy_(self.first_token)

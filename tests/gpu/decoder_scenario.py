@@ -36,12 +36,12 @@ from decoder_model import FULL, SMALL, Decoder, build_all
 
 import memsaver
 
-FREED = 0.98  # the part of the bytes that a pause must give back
+FREED = 0.98  # the part of the bytes that a pause must release
 NOISE = 4 * MIB  # the driver's own housekeeping between two readings
 
 
 class Phases:
-    """How long the phases took."""
+    """The durations of the phases."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

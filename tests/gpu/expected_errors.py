@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def raises(kind: type[BaseException]) -> Iterator[list[Any]]:
-    """The block must raise this; the error is then in the list."""
+    """Require that the block raises this error; append the error to the list."""
     caught: list[Any] = []
     try:
         yield caught

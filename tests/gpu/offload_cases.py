@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from expected_errors import raises
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from trainers import OPTIMIZERS, Trainer, addresses_of, lies_in, states_of
 
@@ -255,7 +255,7 @@ def case_memory_that_must_stay_is_refused() -> None:
     assert foreign.data_ptr() == owner.data_ptr()
     movable = torch.ones(MIB, device="cuda")
     address = movable.data_ptr()
-    for tensor, reason in ((pooled, "pool of its own"), (foreign, "not torch's")):
+    for tensor, reason in ((pooled, "private memory pool"), (foreign, "not torch's")):
         with raises(memsaver.ConfigError) as caught:
             offload(movable, tensor, tag="trainer")
         assert reason in str(caught[0])
@@ -287,7 +287,7 @@ def case_without_room() -> None:
         one.step()
     assert trainer.contents() == expected.contents()
 
-    # No room to move gradients: the pause is refused, and works without them.
+    # Without room to move gradients, the pause fails; it works without gradients.
     torch.cuda.empty_cache()
     filler = torch.empty(free() - 32 * MIB, dtype=torch.uint8, device="cuda")
     with raises(memsaver.OutOfDeviceMemoryError):

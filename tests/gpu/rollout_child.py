@@ -137,7 +137,7 @@ def wait_until_generating(engine: Any, work: threading.Thread) -> None:
 
     SGLang's scheduler tells of each 50 tokens, also where nothing is streamed.
     """
-    requests = engine.backend._link.engine.tokenizer_manager.rid_to_state
+    requests = engine.backend.link.engine.tokenizer_manager.rid_to_state
     deadline = time.monotonic() + 20
     while not any(request.output_ids for request in list(requests.values())):
         assert work.is_alive(), "the generation ended before it was seen"
@@ -185,7 +185,7 @@ def check_death(engine: Any) -> None:
     from memsaver.integrations.sglang import EngineError
 
     if engine.layout.is_leader:
-        manager = engine.backend._link.engine.tokenizer_manager
+        manager = engine.backend.link.engine.tokenizer_manager
         os.kill(manager._subprocess_watchdog._processes[0].pid, signal.SIGKILL)
     start = time.monotonic()
     try:

@@ -15,15 +15,15 @@ from sglang_checks import EVERY, ROOM, check_output, sleep
 from sglang_engines import GIB, MIB, PROMPTS, Session, Trainer, greedy, request
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.sglang.errors import EngineBusyError
-from memsaver.integrations.sglang.sleep import Status
+from memsaver.integrations.engine.errors import EngineBusyError
+from memsaver.integrations.engine.status import Status
 
 LONG = 3000  # tokens, which take seconds
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
 
 def stream_of(session: Session) -> Iterator[Any]:
-    """A request that is under way past the controller, for seconds."""
+    """Start a request that bypasses the controller and takes seconds."""
     stream = session.engine.generate(
         input_ids=PROMPTS[0], sampling_params=greedy(LONG), stream=True
     )
@@ -32,7 +32,7 @@ def stream_of(session: Session) -> Iterator[Any]:
 
 
 def calls_past_the_controller(session: Session) -> None:
-    """SGLang's own calls, as a trainer that knows nothing of memsaver may make them."""
+    """SGLang's own calls, from a trainer that does not use memsaver's controller."""
     engine, controller = session.engine, session.controller
     session.settle()
     before = session.free()
@@ -134,7 +134,7 @@ def http_resume_that_does_not_fit(session: Session) -> None:
     before = session.free()
     status, text = request(session.url, resume, {})
     assert status == 400, (status, text)
-    for part in ("resume of", "kv_cache", "out of memory", "make room"):
+    for part in ("resume of", "kv_cache", "out of memory", "free memory"):
         assert part in text, text
     assert max(then - now for now, then in zip(session.free(), before, strict=True)) < 256 * MIB
     assert session.controller.refresh() is Status.ASLEEP

@@ -1,4 +1,4 @@
-"""What the scenarios on SGLang engines share: how they ask, and what must hold then."""
+"""Common requests and checks of the scenarios on SGLang engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_engines import GIB, MIB, SLACK, Session
 
-from memsaver.integrations.sglang.reports import SleepReport
+from memsaver.integrations.engine.reports import SleepReport
 
 EVERY = frozenset({"kv_cache", "weights", "cuda_graph"})
 ROOM = 2 * GIB  # for the weights and the graphs, and never for the KV cache
@@ -16,7 +16,7 @@ ROOM = 2 * GIB  # for the weights and the graphs, and never for the KV cache
 
 @contextlib.contextmanager
 def gives_back(session: Session, reports: list[SleepReport]) -> Iterator[None]:
-    """In the block, what the reports put into the list tell must arrive at the driver."""
+    """Check that the bytes of the reports in the list are released to the driver in the block."""
     before = session.free()
     yield
     gained = [now - then for now, then in zip(session.free(), before, strict=True)]
@@ -42,7 +42,7 @@ def sleep(session: Session, tags: Any = None) -> SleepReport:
 
 def check_refusal(session: Session, error: Any, before: list[int], gpu: int) -> None:
     """The error says what, where and what to do, and every rank holds what it held before."""
-    for part in ("kv_cache", "out of memory", f"rank {gpu} of {session.gpus}", "make room"):
+    for part in ("kv_cache", "out of memory", f"rank {gpu} of {session.gpus}", "free memory"):
         assert part in str(error), str(error)
     assert error.needed > error.free > 0, (error.needed, error.free)
     taken = [then - now for now, then in zip(session.free(), before, strict=True)]

@@ -20,8 +20,8 @@ from sglang_checks import (
 from sglang_engines import GIB, MIB, PROMPTS, Session, Trainer, greedy
 
 from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError
-from memsaver.integrations.sglang.reports import SleepReport
-from memsaver.integrations.sglang.sleep import Status
+from memsaver.integrations.engine.reports import SleepReport
+from memsaver.integrations.engine.status import Status
 
 
 def active_in_every_process(session: Session) -> None:
@@ -167,7 +167,7 @@ def a_wake_that_does_not_fit_one_replica(session: Session) -> None:
     trainer = Trainer(session.gpus - 1, ROOM, pattern=7)
     with raises(OutOfDeviceMemoryError) as caught:
         controller.wake_up()
-    assert "kv_cache" in str(caught[0]) and "make room" in str(caught[0]), str(caught[0])
+    assert "kv_cache" in str(caught[0]) and "free memory" in str(caught[0]), str(caught[0])
     assert controller.released == EVERY
     with raises(InvalidStateError):
         controller.generate(input_ids=PROMPTS[0], sampling_params=greedy(1))

@@ -12,7 +12,7 @@ import sglang_model
 from sglang_checks import check_output, gives_back, sleep
 from sglang_engines import Session
 
-from memsaver.integrations.sglang.reports import SleepReport
+from memsaver.integrations.engine.reports import SleepReport
 
 
 def weights_are_gone_without_an_update(session: Session) -> None:

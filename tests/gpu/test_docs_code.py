@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pages
 import pytest
+from repository import ROOT, SUPPORT
 
-ROOT = Path(__file__).parent.parent.parent
 PAGES = [
     path
     for path in sorted((ROOT / "docs").glob("**/*.md"))
@@ -18,12 +17,29 @@ PAGES = [
 
 
 @pytest.mark.gpu
+def test_the_readmes_program_prints_the_same_as_on_the_simulated_driver(tmp_path):
+    pytest.importorskip("torch")
+    block = pages.blocks_of(ROOT / "README.md")[0]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
+    done = subprocess.run(
+        [sys.executable, "-c", block.code],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == block.output
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_code_prints_what_the_page_says(path, tmp_path):
     pytest.importorskip("torch")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "pages.py"), "gpu", str(path)],
+        [sys.executable, str(SUPPORT / "pages.py"), "gpu", str(path)],
         env=environment,
         cwd=tmp_path,
         capture_output=True,

@@ -19,7 +19,7 @@ import torch
 
 import memsaver
 from fingerprint_reference import digest, digests
-from memsaver.native import _C
+from memsaver._runtime.native import _C
 
 MIB = 1 << 20
 rng = random.Random(0)

@@ -55,7 +55,7 @@ def together(value):
 weights_bytes, kv_bytes = SIZES[RANK]
 with memsaver.region("weights", backup="host"):
     weights = torch.randint(-128, 128, (weights_bytes,), dtype=torch.int8, device="cuda")
-with memsaver.region("kv_cache"):
+with memsaver.region("kv_cache", backup="none"):
     kv = torch.full((kv_bytes,), 7, dtype=torch.int8, device="cuda")
 before = memsaver.fingerprint(weights)
 addresses = weights.data_ptr(), kv.data_ptr()

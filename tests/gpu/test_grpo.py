@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 from test_sglang import environment
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "grpo"
+EXAMPLE = ROOT / "examples" / "grpo"
 SECONDS = 300  # of a run, with kernels to compile
 STEPS = 6
 OPTIONS = ["--model", "small", "--prompts", "16", "--samples", "8", "--memory-fraction", "0.4"]

@@ -23,7 +23,7 @@ def test_a_timeline_of_tensors(tmp_path):
         with memsaver.timeline(interval=0.005) as t:
             with memsaver.region("weights", backup="host"):
                 weights = torch.randint(0, 100, (4 * GIB,), dtype=torch.uint8, device="cuda")
-            with memsaver.region("kv_cache"):
+            with memsaver.region("kv_cache", backup="none"):
                 kv = torch.zeros(2 * GIB, dtype=torch.uint8, device="cuda")
             before = memsaver.device_memory(0)[0]
             paused = memsaver.pause()

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
 CHILD = Path(__file__).with_name("sglang_child.py")
-ROOT = Path(__file__).parent.parent.parent
 
 START_SECONDS = 240  # with kernels to compile
 SCENARIO_SECONDS = 100

@@ -3,7 +3,7 @@
 Every test is a `case_*` function in torch_cases, run by a child process that the tests share and
 that is replaced after a failure, which may have ended its CUDA context. Alone, without pytest:
 
-    python tests/gpu/test_torch_mode.py case_backup_view [more cases]
+    PYTHONPATH=tests/support python tests/gpu/test_torch_mode.py case_backup_view [more cases]
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
+from repository import TESTS
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(TESTS / "integrations" / "engine"))
 
 from test_held_weights_layouts import check_every_byte, models
 

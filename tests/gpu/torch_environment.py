@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from repository import IMPORT_PATH
+
 import memsaver
 
 
 def torch_environment(expandable: bool) -> dict[str, str]:
     """Return this environment without settings of torch's allocator and of memsaver.
 
-    Python finds memsaver and tests/ in it. With `expandable`, torch makes expandable segments.
+    Python finds memsaver, and what tests import, in it. With `expandable`, torch makes expandable
+    segments.
     """
     env = {
         name: value
@@ -20,7 +23,7 @@ def torch_environment(expandable: bool) -> dict[str, str]:
         and name not in ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     }
     root = str(Path(memsaver.__file__).resolve().parent.parent)
-    paths = [root, str(Path(__file__).resolve().parent.parent), env.get("PYTHONPATH")]
+    paths = [root, IMPORT_PATH, env.get("PYTHONPATH")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     env["PYTHONFAULTHANDLER"] = "1"
     if expandable:

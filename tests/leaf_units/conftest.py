@@ -8,12 +8,20 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from repository import ROOT, TESTS
 
-ROOT = Path(__file__).parent.parent.parent
-UNITS = ["backup_file", "host_budget", "log", "numa", "options", "system_files", "text", "workers"]
+UNITS = [
+    "platform/host_budget",
+    "platform/log",
+    "platform/numa",
+    "platform/options",
+    "platform/system_files",
+    "platform/text",
+    "platform/workers",
+    "backup/backup_file",
+]
 
 
 @pytest.fixture(scope="session")
@@ -31,9 +39,9 @@ def program(tmp_path_factory):
         fresh = fresh and "CXX" not in os.environ  # another compiler, or with other flags
         parts.append(str(made if fresh else source))
     out = tmp_path_factory.mktemp("native") / "leaf_units"
-    parts += map(str, sorted((ROOT / "tests" / "native").glob("leaf_*.cpp")))
+    parts += map(str, sorted((TESTS / "native").glob("leaf_*.cpp")))
     command = [*compiler.split(), "-std=c++17", "-pthread", "-Wall", "-Wextra", "-fPIC"]
-    command += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}", "-o", str(out), *parts, "-ldl"]
+    command += [f"-I{ROOT / 'csrc'}", f"-I{TESTS}", "-o", str(out), *parts, "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return out

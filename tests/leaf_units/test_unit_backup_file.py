@@ -11,6 +11,8 @@ import pytest
 import memsaver
 from memsaver.errors import BackupError, ConfigError, error_of
 
+pytestmark = pytest.mark.one_python
+
 
 @pytest.fixture
 def disk(tmp_path):
@@ -151,7 +153,7 @@ def test_the_directory_of_a_file(leaf, disk, tmp_path):
     for nothing in ("/nowhere", "", program_file(tmp_path)):
         assert leaf("file_directory", "", TMPDIR=nothing) == [usual]
     (line,) = leaf("file_directory", tmp_path / "absent")
-    assert line.startswith(f"error 6 needed 0 free 0 errno {errno.ENOENT}: making a file")
+    assert line.startswith(f"error 6 needed 0 free 0 errno {errno.ENOENT}: creating a backup file")
 
 
 def program_file(folder):

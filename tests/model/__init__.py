@@ -1,4 +1,4 @@
-"""The model test: random sequences of calls, on several threads and under faults, and what must be.
+"""The model test: random sequences of calls, on several threads and under faults, against a model.
 
 `make model` runs it. `machine` and `calls` are what is done, `expected` is what must be true
 afterwards (the model), `checks` compares the two, `place` is the process's simulated devices,

@@ -1,4 +1,4 @@
-"""The model test as a command: `make model`, or `python -m model` in tests/.
+"""The model test as a command: `make model`.
 
     make model ARGS="--operations 1000000"   more of it
     make model ARGS="--only 1234"            one round again, by its seed
@@ -27,11 +27,11 @@ from repository import ROOT
 
 from model.worker import SEQUENCES
 
-SEEDS = 1000  # between the first seeds of two processes
+SEEDS = 1000  # the distance between the first seeds of two processes
 # Operations of a process, or somewhat more: streams that the driver would not destroy stay, each
 # with a thread of the simulator's, and make the next operations slower.
 SHARE = 5000
-PATIENCE = 1800.0  # seconds for a process
+PATIENCE = 1800.0  # the time limit of a process, in seconds
 
 
 def arguments() -> argparse.Namespace:
@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
 def work(
     place: Workplace, seed: int, operations: int, sequences: int, folder: Path
 ) -> dict[str, object] | None:
-    """A process's figures, or None where something does not hold, and that printed."""
+    """Run a process; return its figures, or print a violation and return None."""
     folder.mkdir()
     command = [sys.executable, "-m", "model.worker"]
     command += [str(seed), str(operations), str(sequences), str(folder)]

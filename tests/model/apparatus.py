@@ -1,4 +1,4 @@
-"""What the operations need: the model beside the library, and a comparison after each of them."""
+"""The base of the operations: the library, its model, and a comparison after each operation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine
 
 import memsaver
-from memsaver import regions
+from memsaver._memory import regions
+from memsaver._runtime.native import _C, emit_warnings
 from memsaver.errors import MemsaverError
-from memsaver.native import _C, emit_warnings
 from model.calls import Outcome, System, attempt
 from model.checks import check_location, check_statistics, check_tag, require
 from model.expected import Allocation, Tag
@@ -40,7 +40,7 @@ _HELD_SECONDS = 0.0003  # how long the program's own work goes on under a call t
 
 
 class Process:
-    """What outlives a sequence: the devices, the threads, what was done and how much."""
+    """The state that outlives a sequence: devices, threads, and counts of operations."""
 
     def __init__(self, journal: Journal, folders: list[str]) -> None:
         self.place = Place()
@@ -73,7 +73,7 @@ class Apparatus(RuleBasedStateMachine):
         self.poison = False
         self.flying: list[tuple[str, Any, list[Tag]]] = []
         self.stacks: list[list[tuple[Any, Tag | None]]] = [[] for _ in range(THREADS)]
-        self.strays: set[int] = set()
+        self.deferring: set[int] = set()
         self.exempt: set[str] = set()
         self.fingerprints = True
         self.scarce_host = self.margin = self.held = self.forked = False
@@ -87,7 +87,7 @@ class Apparatus(RuleBasedStateMachine):
     # --- doing
 
     def begin(self, what: str, *arguments: Any) -> None:
-        """Every operation says what it is, first of all."""
+        """Begin an operation, and record its description."""
         self.steps += 1
         self.process.done[what] += 1
         self.last[what] = self.steps
@@ -106,7 +106,7 @@ class Apparatus(RuleBasedStateMachine):
         may: tuple[type[MemsaverError], ...] = (),
         **named: Any,
     ) -> Outcome:
-        """Makes a call on a thread, under faults; an error must be theirs, or one of `may`."""
+        """Make a call on a thread, under faults; other errors than the faults' and `may` fail."""
         hand = self.process.hands[thread]
         if faults:
             self.land()
@@ -122,9 +122,9 @@ class Apparatus(RuleBasedStateMachine):
         if outcome.met:
             self.process.met += 1
             self.exempt |= outcome.exempt
-        if outcome.may_stray:
-            self.strays |= set(range(DEVICES))
-        elif not self.strays and not outcome.met:
+        if outcome.may_defer:
+            self.deferring |= set(range(DEVICES))
+        elif not self.deferring and not outcome.met:
             require(not self.process.warned, f"a warning: {self.process.warned}")
         self.process.warned.clear()
         if outcome.error is not None:
@@ -132,17 +132,17 @@ class Apparatus(RuleBasedStateMachine):
         return outcome
 
     def refused(self, kind: type[MemsaverError], function: Callable[..., Any], *a: Any, **k: Any):
-        """A call that must raise this, and change nothing."""
+        """Make a call that must raise this error and change nothing."""
         error = self.call(function, *a, may=(kind,), **k).error
         require(isinstance(error, kind), f"not refused: {function} {a} {k}")
 
     def hold(self) -> None:
-        """The program's own work goes on until a call waits for it, or the next operation."""
+        """Keep the program's own work running until a call waits for it, or the next operation."""
         self.sim.hold_streams(True)
         self.held = True
 
     def work_on(self, allocation: Allocation, value: int) -> None:
-        """The program's own: the next call finds it not done yet."""
+        """Start work of the program that is still running at the next call."""
         self.begin("write_on_the_device", allocation.tag.name, allocation.nbytes, value)
         self.land()
         self.hold()
@@ -165,7 +165,7 @@ class Apparatus(RuleBasedStateMachine):
             time.sleep(_HELD_SECONDS)
             self.sim.hold_streams(False)
 
-        # Not waited for: the call under test is made meanwhile.
+        # Does not wait: the call under test is made during this work.
         self.process.helper.start(later)
 
     def synchronize(self) -> None:
@@ -174,7 +174,7 @@ class Apparatus(RuleBasedStateMachine):
         self.place.synchronize()
 
     def land(self, tags: Iterable[Tag] | None = None) -> None:
-        """Waits for the transitions under way, of these tags or all."""
+        """Wait for the transitions in progress, of these tags or of all tags."""
         wanted = set(self.tags if tags is None else tags)
         if self.flying:
             self.let_go()
@@ -203,11 +203,11 @@ class Apparatus(RuleBasedStateMachine):
         ]
 
     def named(self, names: tuple[str, ...]) -> list[Tag]:
-        """The tags that a call means, all when it names none."""
+        """Return the tags that a call selects; all tags if it names none."""
         return [tag for tag in self.tags if tag.name in names or not names]
 
     def come_back(self, tags: Iterable[Tag]) -> None:
-        """Tags are mapped again; what is not known of their contents is written anew."""
+        """Update the model for mapped tags, and rewrite unknown contents."""
         for tag in tags:
             if tag.paused:
                 tag.resume(self.fill)
@@ -225,7 +225,7 @@ class Apparatus(RuleBasedStateMachine):
     # --- comparing
 
     def compare(self) -> None:
-        """After every operation, what is not under way."""
+        """Compare, after every operation, everything that is not in progress."""
         wholly = self.steps % WHOLLY_EVERY == 0
         if wholly:
             self.land()
@@ -239,10 +239,10 @@ class Apparatus(RuleBasedStateMachine):
                 reachable |= check_tag(self.place, tag, wholly=wholly or tag in self.touched)
                 self.touched.discard(tag)
         if busy:
-            held = self.strays or any(tag.parked or tag.owing for tag in self.tags)
+            held = self.deferring or any(tag.retained or tag.owing for tag in self.tags)
             require(held or not reachable, f"paused memory is there: {reachable}")
         else:
-            check_statistics(self.place, self.tags, self.strays, reachable)
+            check_statistics(self.place, self.tags, self.deferring, reachable)
             for tag in self.tags[self.steps % len(self.tags) :][:1]:
                 for allocation in tag.allocations[:1]:
                     check_location(allocation, self.steps * 997 % allocation.nbytes)
@@ -250,7 +250,7 @@ class Apparatus(RuleBasedStateMachine):
         require(not violations, f"the driver: {violations}")
 
     def teardown(self) -> None:
-        """Everything comes back as it must, and goes; nothing is left."""
+        """Restore everything, check it, and free it; check that nothing is left."""
         error = sys.exc_info()[1]
         if isinstance(error, Exception):
             if not isinstance(error, HypothesisException):
@@ -267,7 +267,7 @@ class Apparatus(RuleBasedStateMachine):
                 self.leave_innermost(thread)
         memsaver.resume()
         self.come_back(self.tags)
-        self.strays.clear()
+        self.deferring.clear()
         self.process.warned.clear()
         for tag in self.tags:
             check_tag(self.place, tag, wholly=True)
@@ -293,7 +293,7 @@ class Apparatus(RuleBasedStateMachine):
             tag.regions -= 1
 
     def _abandon(self) -> None:
-        """After a failure: what is under way ends, well or not, and regions are left."""
+        """End transitions in progress and leave regions, after a failure."""
         self.sim.hold_streams(False)
         self.process.system.clear()
         for _, handle, _ in self.flying:
@@ -305,7 +305,7 @@ class Apparatus(RuleBasedStateMachine):
                     hand.do(lambda entered=entered: entered.__exit__(None, None, None))
 
     def _collect(self) -> None:
-        """What could not be given back, the next change of each tag gives back."""
+        """Retry releases that failed, by changing each tag."""
         for name in NAMES:
             with memsaver.region(name):
                 for device in range(DEVICES):
@@ -319,7 +319,7 @@ class Apparatus(RuleBasedStateMachine):
             self.place.leave(device, None)
 
     def _recover(self) -> None:
-        """After a sequence that failed, which was not torn down."""
+        """Clean up after a failed sequence, which was not torn down."""
         self._reset()
         try:
             for hand in self.process.hands:

@@ -1,4 +1,4 @@
-"""What operations are drawn with."""
+"""Strategies for the arguments of operations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from model.apparatus import THREADS
 from model.expected import PAGE
 from model.place import DEVICES, MIB, NAMES
 
-LARGE = 66 * MIB  # more than a strip of a backup and a slab
-SMALL = [1, 512, 4096, 10_000, 70_000, 300_000]  # what is touched is what the test costs
+LARGE = 66 * MIB  # larger than a copy chunk of a backup and a slab
+SMALL = [1, 512, 4096, 10_000, 70_000, 300_000]  # accessed bytes dominate the cost
 SIZES = [
     *(MIB - 512, MIB, MIB + 512, PAGE - 512, PAGE, PAGE + 1, 3 * MIB + 4096, 5 * MIB),
 ]

@@ -1,4 +1,4 @@
-"""A call of memsaver's under faults of the driver and the system, armed for it alone."""
+"""Calls of memsaver under faults of the driver and the system, which apply to one call only."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from faults.checks import check_error
-from faults.exceptions import EXEMPT, STRAYS
+from faults.exceptions import DEFERRED, EXEMPT
 from faults.injections import Injection
 from simulated_driver import Simulator
 
 from memsaver.errors import MemsaverError
 
-# What a swap needs to put back what it has moved.
+# Calls that a swap needs to move pages back.
 _MAPPING = frozenset({"cuMemMap", "cuMemSetAccess"})
 _UNDOING = {
     "pause": _MAPPING,
@@ -75,13 +75,13 @@ class Outcome:
         return undoing and (kind == "pause" or self.refusals > 1)
 
     @property
-    def may_stray(self) -> bool:
+    def may_defer(self) -> bool:
         """Whether the driver may hold memory that is no tag's."""
-        return any(fault.call in STRAYS for fault in self.met)
+        return any(fault.call in DEFERRED for fault in self.met)
 
     @property
     def exempt(self) -> set[str]:
-        """Figures that may stay above what they were, for good."""
+        """Return figures that may permanently exceed their earlier values."""
         return {
             figure
             for exempt in EXEMPT
@@ -97,7 +97,7 @@ def attempt(
     call: Callable[[], Any],
     may: tuple[type[MemsaverError], ...] = (),
 ) -> Outcome:
-    """Makes a call. An error that is neither the faults' nor of `may` is an AssertionError."""
+    """Make a call. Raises AssertionError for an error that is neither a fault's nor in `may`."""
     faults = tuple(fault for fault in faults if fault.of_driver or system.fails_os)
     before = [system.calls(fault) for fault in faults]
     for fault in faults:

@@ -1,7 +1,7 @@
-"""Which call a fault is to meet: one that the operation will make, as far as the model tells.
+"""Chooses the call for a fault: one that the operation will make according to the model.
 
-A chance is four small numbers, drawn before it is known what the operation will do; `injections`
-makes faults of them when it is.
+A chance is four small numbers, drawn before the operation is known; `injections` turns them into
+faults when it is.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _RESTORED = {
 }
 _OUT = ["cuMemUnmap", "cuMemUnmap", "cuMemRelease"]
 _IN = ["cuMemCreate", "cuMemMap", "cuMemSetAccess"]
-# Made when some of the bytes are saved already.
+# Calls that are made after some of the bytes are saved.
 SAVING = ["cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuMemcpyDtoHAsync", "pwrite"]
 ALLOCATE = [*_IN, "malloc", "cuDevicePrimaryCtxGetState", "cuMemAddressReserve", "cuMemUnmap"]
 FREE = [*_OUT, *_WAIT]
 FINGERPRINT = ["cuLaunchKernel", "cuCtxPushCurrent", "malloc", "cuMemAlloc", "mmap"]
 TRIM = ["cuMemHostUnregister", "munmap", "ftruncate", "close", "malloc"]
 
-# Made once in a process, before the first operation.
+# Calls that are made once in a process, before the first operation.
 _ONCE = {"cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDeviceGetCount", "cuDeviceGetAttribute"}
 _ANY = [name for name in [*DRIVER_CALLS, *OS_CALLS] if name not in _ONCE]
 _ANY_EVERY = 7  # one in so many meets any call, if that is made at all
@@ -93,7 +93,7 @@ def injections(
         among = undoing if made and undoing else calls
         call = _ANY[pick % len(_ANY)] if pick % _ANY_EVERY == 6 else among[pick % len(among)]
         if any(each.call == call for each in made):
-            continue  # the system knows one fault of a name
+            continue  # the system supports one fault per name
         number = codes_of(call)[code % len(codes_of(call))]
         once = not call.startswith("cu") and number in (SHORT, 4)  # who is told to try again
         made.append(Injection("model", call, nth, number, often == "forever" and not once))

@@ -1,4 +1,4 @@
-"""What memsaver and the driver say, compared with the model; AssertionErrors say what differs."""
+"""Compares memsaver's and the driver's reports with the model; AssertionErrors name differences."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import Counter
 from types import SimpleNamespace
 
 import memsaver
-from memsaver.native import _C
+from memsaver._runtime.native import _C
 from model.expected import PAGE, UNIT, Allocation, Tag
 from model.place import DEVICES, Place
 
 BACKUPS = [backup.value for backup in memsaver.Backup]
-_ENDS = 512  # bytes of each end of a block that are looked at every time
+_ENDS = 512  # bytes at each end of a block that are compared every time
 
 
 def require(holds: bool, what: str) -> None:
@@ -47,7 +47,7 @@ def check_contents(place: Place, allocation: Allocation, *, wholly: bool) -> Non
 
 
 def check_location(allocation: Allocation, offset: int) -> None:
-    """An interior address finds its block."""
+    """Check that an interior address leads to its block."""
     found = _C.locate(allocation.address + offset)
     tag, device = allocation.tag, allocation.device
     expected = (tag.name, device, 2 if tag.paused else 0, allocation.address, allocation.nbytes)
@@ -55,15 +55,16 @@ def check_location(allocation: Allocation, offset: int) -> None:
 
 
 def check_statistics(
-    place: Place, tags: list[Tag], strays: set[int], reachable: set[tuple[int, int]]
+    place: Place, tags: list[Tag], deferring: set[int], reachable: set[tuple[int, int]]
 ) -> None:
     """Every figure of every tag; and that together they are what the driver counts.
 
-    Where the driver may hold strays, it may count more, and so much of what is paused may be
-    reached. Devices are taken out of `strays` where it does not.
+    On the devices `deferring`, the driver may count more, by at most what is deferred, and that
+    much paused memory may be reachable. Removes the devices on which it counts no more.
     """
     physical = place.sim.counts().physical_bytes
-    found = [SimpleNamespace(**row) for row in _C.stats()]  # faster than all that stats() asks
+    deferred = _C.deferred_releases()[1]
+    found = [SimpleNamespace(**row) for row in _C.stats()]  # faster than stats()
     rows = {(row.tag, row.device): row for row in found}
     for tag in tags:
         for device in range(DEVICES):
@@ -79,7 +80,7 @@ def check_statistics(
             else:
                 require(row.allocations == len(tag.on(device)), where)
                 require(row.allocated_bytes == nbytes and nbytes % UNIT == 0, where)
-            if not tag.parked:
+            if not tag.retained:
                 saved = nbytes if tag.paused and tag.kept else 0
                 require(row.backup_bytes == saved, where)
                 require(not tag.paused or tag.owing or row.resident_bytes == 0, where)
@@ -89,10 +90,11 @@ def check_statistics(
     for device in range(DEVICES):
         reported = sum(row.resident_bytes for row in found if row.device == device)
         held = place.held(physical, device)
-        holds = held >= reported if device in strays else held == reported
+        more = deferred if device in deferring else 0
+        holds = reported <= held <= reported + more
         require(holds, f"device {device}: {reported} bytes are reported, the driver counts {held}")
         if held == reported:
-            strays.discard(device)
+            deferring.discard(device)
         there = held - reported
         there += sum(
             rows[tag.name, device].resident_bytes

@@ -1,23 +1,23 @@
-"""The model: what tags hold, in which state they are, and what a resume brings back."""
+"""The model: the contents and states of tags, and the contents that a resume restores."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-PAGE = 2 << 20  # device memory comes in such pieces
+PAGE = 2 << 20  # the granularity of device memory
 UNIT = 512
 
 
 def block_bytes(nbytes: int) -> int:
-    """What an allocation takes: units of 512 bytes, and from a page on whole pages."""
+    """Return the size of an allocation: units of 512 bytes, or whole pages from a page on."""
     rounded = -(-nbytes // UNIT) * UNIT
     return rounded if rounded < PAGE else -(-rounded // PAGE) * PAGE
 
 
 @dataclass(eq=False)
 class Allocation:
-    """A block, and the bytes that lie in it whenever its tag is mapped."""
+    """A block, and its contents whenever its tag is mapped."""
 
     tag: Tag
     device: int
@@ -36,17 +36,17 @@ class Tag:
     name: str
     policy: str = "none"
     paused: bool = False
-    saved: str = "none"  # of a paused tag: the backup that its pause made
-    parked: bool = False  # paused by a pause that could not be undone: its pages are held
+    saved: str = "none"  # of a paused tag: the backup of its pause
+    retained: bool = False  # paused by a pause whose rollback failed: its pages are retained
     unknown: bool = False  # contents without a backup that a failed swap may have overwritten
     known: str | None = None  # the kept backup that is known to be what lies in the memory
-    owing: bool = False  # a free could not give the memory back: it counts until the next change
+    owing: bool = False  # a free could not release the memory: it counts until the next change
     regions: int = 0  # open on threads
     allocations: list[Allocation] = field(default_factory=list)
 
     @property
     def kept(self) -> bool:
-        return self.saved != "none" or self.parked
+        return self.saved != "none" or self.retained
 
     def pause(self, backup: str | None) -> None:
         if not self.paused:
@@ -54,15 +54,15 @@ class Tag:
 
     def park(self) -> None:
         """A pause failed, and what it had unmapped could not be mapped again."""
-        self.paused, self.saved, self.parked, self.known = True, "none", True, None
+        self.paused, self.saved, self.retained, self.known = True, "none", True, None
 
     def resume(self, fill: int) -> None:
-        """What was discarded comes back as bytes of this value."""
+        """Resume the tag; discarded contents become bytes of this value."""
         if self.paused and not self.kept:
             self.known = None
             for allocation in self.allocations:
                 allocation.contents[:] = bytes([fill]) * allocation.nbytes
-        self.paused, self.saved, self.parked = False, "none", False
+        self.paused, self.saved, self.retained = False, "none", False
 
     def on(self, device: int) -> list[Allocation]:
         return [each for each in self.allocations if each.device == device]

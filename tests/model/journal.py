@@ -1,4 +1,4 @@
-"""What the sequence under way has done so far, in a file that outlives the process."""
+"""Records the operations of the current sequence in a file that outlives the process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STUCK_SECONDS = 90  # in a sequence, which takes one: then the process ends, wit
 
 
 class Journal:
-    """Its last sequence is the one that was under way when the process ended."""
+    """The record. Its last sequence is the one during which the process ended."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)

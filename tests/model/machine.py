@@ -1,4 +1,4 @@
-"""The operations together: what a program may do with memsaver, in any order."""
+"""All operations together: the calls that a program may make, in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocations, what is written to them, frees."""
+"""Allocations, writes to them, and frees."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 import memsaver
+from memsaver._runtime.native import _C
 from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError
-from memsaver.native import _C
 from model.apparatus import Apparatus
 from model.arguments import backups, devices, names, picks, seeds, sizes, threads
 from model.calls import Outcome
@@ -47,7 +47,7 @@ class MemoryRules(Apparatus):
         chances=mostly,
     )
     def allocate(self, name, backup, device, nbytes, seed, thread, chances):
-        """In a region of its own, or in the one that is open on the thread."""
+        """Allocate in a new region, or in the thread's open region."""
         faults = injections(chances, ALLOCATE)
         self.begin("allocate", name, backup, device, nbytes, thread, faults)
         (tag,) = self.named((name,))
@@ -85,7 +85,7 @@ class MemoryRules(Apparatus):
         self.allocated(made, tag, device, nbytes, seed)
 
     def shortage(self, device: int, nbytes: int) -> tuple[type[OutOfDeviceMemoryError], ...]:
-        """What an allocation may meet: only where memory is scarce."""
+        """Return the errors that an allocation may raise, only if memory is scarce."""
         free = memsaver.device_memory(device)[0] - self.margin
         enough = free >= block_bytes(nbytes) + PAGE and not self.flying
         return () if enough else (OutOfDeviceMemoryError,)
@@ -96,7 +96,7 @@ class MemoryRules(Apparatus):
             return
         tag.known = None
         if not made.met:
-            self.strays.discard(device)
+            self.deferring.discard(device)
             tag.owing = False
         address = made.result
         require(address % (PAGE if block_bytes(nbytes) >= PAGE else 512) == 0, "it is not aligned")
@@ -130,7 +130,7 @@ class MemoryRules(Apparatus):
     @precondition(lambda self: self.allocations())
     @rule(pick=picks, thread=threads, chances=mostly)
     def free(self, pick, thread, chances):
-        """In any state of its tag, under way or not. Never fails."""
+        """Free a block in any state of its tag, even during a transition. Never fails."""
         faults = injections(chances, FREE)
         self.begin("free", pick, thread, faults)
         allocation = self.pick(pick)

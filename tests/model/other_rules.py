@@ -1,4 +1,4 @@
-"""Everything else: looks at memory and backups, options, shortages, wrong calls, forks."""
+"""Everything else: views of memory and backups, options, shortages, invalid calls, forks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 import memsaver
+from memsaver._runtime.native import _C
 from memsaver.errors import (
     ConfigError,
     InvalidStateError,
@@ -19,7 +20,6 @@ from memsaver.errors import (
     OutOfHostMemoryError,
     UnknownTagError,
 )
-from memsaver.native import _C
 from model.apparatus import Apparatus
 from model.arguments import devices, names, picks, seeds, threads
 from model.chances import FINGERPRINT, TRIM, injections, mostly
@@ -52,12 +52,12 @@ class OtherRules(Apparatus):
     @precondition(lambda self: self.allocations(mapped=False))
     @rule(pick=picks, seed=seeds, writable=st.booleans())
     def view(self, pick, seed, writable):
-        """The saved contents of a block, read or changed while it is paused."""
+        """Read or change the saved contents of a paused block."""
         self.begin("view", pick, seed, writable)
         there = self.allocations(mapped=False)
         allocation = there[pick % len(there)]
         tag = allocation.tag
-        if tag.parked:
+        if tag.retained:
             return
         self.land([tag])
         arguments = allocation.address, allocation.nbytes, writable
@@ -132,24 +132,24 @@ class OtherRules(Apparatus):
             self.margin = 100 << 30 if value else 0
 
     def forget(self) -> None:
-        """Kept backups may be given up."""
+        """Release kept backups."""
         for tag in self.tags:
             tag.known = None
 
     @precondition(lambda self: self.is_rested("occupy"))
     @rule(device=devices, left=st.sampled_from(SCARCE))
     def occupy(self, device, left):
-        """Another process takes a device's memory, or gives it back."""
+        """Make another process allocate a device's memory, or release it."""
         self.begin("occupy", device, left)
         self.land()
         self.let_go()
-        if not self.strays:
+        if not self.deferring:
             self.place.leave(device, left)
 
     @precondition(lambda self: self.is_rested("do_wrong"))
     @rule(which=st.integers(0, 7), name=names, wrong=st.sampled_from(WRONG_OPTIONS))
     def do_wrong(self, which, name, wrong):
-        """A call that cannot be right, and changes nothing."""
+        """Make an invalid call, which must change nothing."""
         self.begin("do_wrong", which, name, wrong)
         allocations = self.allocations()
         if which == 0:

@@ -1,4 +1,4 @@
-"""The process's simulated devices: their memory read and written safely, and what they hold."""
+"""The process's simulated devices: safe access to their memory, and their figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from simulated_driver import Simulator
 
 import memsaver
-from memsaver.native import _C
+from memsaver._runtime.native import _C
 
 MIB = 1 << 20
 DEVICES = 2
@@ -25,7 +25,7 @@ _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Place:
-    """One for a process; its main thread makes it and uses it.
+    """The devices of a process; only its main thread uses this object.
 
     Device memory is read and written by system calls: where there is none behind an address, that
     is an answer and not a crash.
@@ -45,7 +45,7 @@ class Place:
         os.truncate(self._window, self._window_bytes)
         self._view = mmap.mmap(self._window, self._window_bytes)
         self._seen = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
-        # What the library keeps for good (streams, the kernel, addresses), it has from here on.
+        # From here on the library has its permanent objects (streams, the kernel, addresses).
         for device in range(DEVICES):
             self.sim.start(device)
             for name in NAMES:
@@ -64,7 +64,7 @@ class Place:
     # --- memory
 
     def fill(self, address: int, contents: bytearray, start: int, length: int, seed: int) -> None:
-        """Puts random bytes there, and into `contents`, from `start` on."""
+        """Write random bytes at an address, and into `contents`, from `start` on."""
         end, at = start + length, seed * 7919 % _POOL
         while start < end:
             size = min(end - start, _POOL - at)
@@ -76,7 +76,7 @@ class Place:
             start, at = start + size, 0
 
     def difference(self, address: int, contents: bytearray, start: int, end: int) -> str | None:
-        """What is wrong with the bytes there, or None."""
+        """Return a description of the first difference in the bytes at an address, or None."""
         expected = ctypes.addressof((ctypes.c_char * len(contents)).from_buffer(contents))
         while start < end:
             size = min(end - start, self._window_bytes)
@@ -104,7 +104,7 @@ class Place:
             return False
 
     def synchronize(self) -> None:
-        """Waits for the program's own work on the devices."""
+        """Wait for the program's own work on the devices."""
         for stream in self.streams:
             self.sim.opened.cuStreamSynchronize(stream)
 
@@ -123,13 +123,13 @@ class Place:
         return self._occupied[device] > 0
 
     def held(self, physical: Any, device: int) -> int:
-        """Device memory in use beyond the library's own."""
+        """Return device memory in use without the library's own."""
         return int(physical[device] - self.idle[device])
 
     def figures(self) -> dict[str, int]:
-        """All that could be leaked, by name, when nothing is under way."""
+        """Return all figures that a leak would change, by name, when nothing is in progress."""
         totals = self.sim.counts()
-        end = time.monotonic() + 1  # what nobody had a reason to wait for
+        end = time.monotonic() + 1  # work that no call had to wait for
         while totals.queued_operations and time.monotonic() < end:
             time.sleep(0.0005)
             totals = self.sim.counts()

@@ -1,4 +1,4 @@
-"""Regions entered and left on several threads, also in ways that are not allowed."""
+"""Regions that are entered and left on several threads, including invalid ways."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 import memsaver
+from memsaver._runtime.native import _C
 from memsaver.errors import InvalidStateError
-from memsaver.native import _C
 from model.apparatus import Apparatus
 from model.arguments import backups, names, threads
 from model.checks import require

@@ -1,4 +1,4 @@
-"""Threads that do what they are given, one thing at a time."""
+"""Threads that run submitted functions one at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Hand:
         threading.Thread(target=self._work, daemon=True).start()
 
     def do(self, call: Callable[[], Any]) -> Any:
-        """What the call returns; raises what it raises."""
+        """Run a call on the thread; return its result or raise its exception."""
         self.start(call)
         return self.join()
 
@@ -51,7 +51,7 @@ class Hand:
 
 
 class Here:
-    """The thread that asks."""
+    """The calling thread, with the interface of `Hand`."""
 
     def do(self, call: Callable[[], Any]) -> Any:
         return call()

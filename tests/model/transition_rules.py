@@ -1,4 +1,4 @@
-"""Pauses, resumes and swaps: waited for, or under way while other operations go on."""
+"""Pauses, resumes and swaps, with a wait or concurrently with other operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TURNS = ("turn", "turn", "turn", "turn", "swap", "swap", "pause", "resume")
 
 # What the device writes meanwhile: two values, so that contents come back to what they were.
 at_work = st.sampled_from([None, None, None, None, 1, 1, 2, 2])
-# Rules are chosen alike: what matters most is there several times.
+# Rules are equally likely, so the most important ones are listed several times.
 changes = rule(
     drawn=st.lists(
         st.tuples(st.sampled_from(TURNS), some, sides, overrides, mostly, threads, at_work),
@@ -38,7 +38,7 @@ changes = rule(
 class TransitionRules(Apparatus):
     @changes
     def change(self, drawn):
-        """Some transitions, one after the other, most of them under faults."""
+        """Run some transitions one after the other, most of them under faults."""
         for i, (kind, some_of, over, backup, chances, thread, value) in enumerate(drawn):
             if i > 0:
                 self.compare()
@@ -98,7 +98,7 @@ class TransitionRules(Apparatus):
         return "pause", free or names
 
     def parts(self, kind, names, backup, **named):
-        """The call, and the tags of either side."""
+        """Return the call, and the tags of either side."""
         if kind == "pause":
             return partial(memsaver.pause, *names, backup=backup, **named), self.named(names), []
         if kind == "resume":
@@ -108,7 +108,7 @@ class TransitionRules(Apparatus):
         return call, self.named(out), self.named(into)
 
     def transition(self, kind, names, backup, thread, faults=()):
-        """One that is waited for: it is done, or nothing of it is."""
+        """Run a transition and wait for it: it takes place completely or not at all."""
         call, going, coming = self.parts(kind, names, backup)
         swap = kind == "swap"
         if any(tag.regions for tag in going):
@@ -129,7 +129,7 @@ class TransitionRules(Apparatus):
         self.check_report(done.result, going, coming, backup)
         changed = [tag for tag in coming if tag.paused]
         if not done.met:
-            self.strays -= {each.device for tag in changed for each in tag.allocations}
+            self.deferring -= {each.device for tag in changed for each in tag.allocations}
             for tag in changed + [tag for tag in going if not tag.paused]:
                 tag.owing = False
         for tag in going:
@@ -151,9 +151,9 @@ class TransitionRules(Apparatus):
     def is_enough_for(self, tags: list[Tag]) -> bool | None:
         """Whether the devices have room for what a resume maps: the pages under what lives.
 
-        None where that cannot be told: pages are held, or strays.
+        None where that cannot be told: pages are retained, or releases deferred.
         """
-        if any(tag.parked for tag in tags) or self.strays:
+        if any(tag.retained for tag in tags) or self.deferring:
             return None
         for device in range(DEVICES):
             need = sum(pages_under(tag.ranges(device)) for tag in tags if tag.paused)
@@ -162,13 +162,13 @@ class TransitionRules(Apparatus):
         return True
 
     def failed(self, done: Outcome, kind: str, going: list[Tag], coming: list[Tag], backup) -> None:
-        """Nothing has changed, unless the driver refused to undo as well."""
+        """Check that nothing has changed, unless the rollback failed as well."""
         for tag in (*going, *coming):
             tag.known = None
         for tag in going:
             if tag.paused:
                 continue
-            # A swap may have written over what was to be discarded.
+            # A swap may have overwritten contents that were to be discarded.
             tag.unknown = tag.unknown or (kind == "swap" and (backup or tag.policy) == "none")
             if memsaver.state(tag.name) == "paused":
                 where = f"{tag.name} is paused after {done.error!r}, under {done.met}"
@@ -195,7 +195,7 @@ class TransitionRules(Apparatus):
     @precondition(lambda self: not self.scarce and len(self.flying) < 3)
     @rule(do=st.sampled_from(KINDS), names=some, sides=sides, backup=overrides, thread=threads)
     def fly(self, do, names, sides, backup, thread):
-        """A transition that is not waited for; other operations go on meanwhile."""
+        """Start a transition without waiting for it; other operations run concurrently."""
         self.begin("fly", do, names, sides, backup, thread)
         names = sides if do == "swap" else names
         call, going, coming = self.parts(do, names, backup, wait=False)

@@ -24,12 +24,12 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from memsaver.errors import MemsaverWarning
 
-STEPS = 60  # operations in a sequence, at most
+STEPS = 60  # the maximum number of operations in a sequence
 SEQUENCES = 10  # in a round: one seed, and it can be done alone
 
 
 def run_round(machine: type, seed: int, sequences: int = SEQUENCES) -> None:
-    """One round. Raises what does not hold, with the shrunken sequence as notes."""
+    """Run one round. Raises a violation, with the shrunken sequence as notes."""
 
     class Round(machine):  # type: ignore[misc]
         pass
@@ -66,7 +66,7 @@ def prepare(folder: Path):
         process.warned.append(str(message))
 
     warnings.simplefilter("always", MemsaverWarning)
-    warnings.simplefilter("ignore", DeprecationWarning)  # forks beside threads are what is tried
+    warnings.simplefilter("ignore", DeprecationWarning)  # tested on purpose
     warnings.showwarning = showwarning
     Machine.process = process
     Machine.digests = {}

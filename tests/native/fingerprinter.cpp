@@ -1,23 +1,28 @@
-// core/fingerprint as the units above it use it, on the driver that MEMSAVER_DRIVER names. Writes
-// what it saw, a line each, for tests/test_fingerprint.py. One translation unit, to be compiled
-// quickly.
-#include "core/device.cpp"
-#include "core/driver.cpp"
-#include "core/fingerprint.cpp"
-#include "core/handles.cpp"
-#include "core/kernel_image.cpp"
+// core/backup/fingerprint as the units above it use it, on the driver that MEMSAVER_DRIVER names.
+// Writes what it saw, a line each, for tests/backup/test_fingerprint.py. One translation unit, to
+// be compiled quickly.
+#include "core/backup/fingerprint.cpp"
+#include "core/driver/context.cpp"
+#include "core/driver/deferred_release.cpp"
+#include "core/driver/device.cpp"
+#include "core/driver/driver.cpp"
+#include "core/driver/handles.cpp"
+#include "core/driver/kernel_image.cpp"
 #define opened opened_of_lifecycle
-#include "core/lifecycle.cpp"
+#include "core/platform/lifecycle.cpp"
 #undef opened
 #include <cstdio>
 #include <cstring>
 #include <thread>
 
-#include "core/log.cpp"
-#include "core/numa.cpp"
-#include "core/range.cpp"
-#include "core/system_files.cpp"
-#include "core/text.cpp"
+#include "core/driver/pinned_memory.cpp"
+#include "core/platform/host_budget.cpp"
+#include "core/platform/log.cpp"
+#include "core/platform/numa.cpp"
+#include "core/platform/options.cpp"
+#include "core/platform/range.cpp"
+#include "core/platform/system_files.cpp"
+#include "core/platform/text.cpp"
 #include "sim/sim.h"
 
 using namespace memsaver;

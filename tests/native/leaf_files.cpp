@@ -17,8 +17,8 @@
 #include <memory>
 #include <stdexcept>
 
-#include "core/backup_file.h"
-#include "core/workers.h"
+#include "core/backup/backup_file.h"
+#include "core/platform/workers.h"
 #include "native/leaf.h"
 
 namespace {

@@ -13,10 +13,10 @@
 #include <ctime>
 #include <functional>
 
-#include "core/host_budget.h"
-#include "core/numa.h"
-#include "core/options.h"
-#include "core/workers.h"
+#include "core/platform/host_budget.h"
+#include "core/platform/numa.h"
+#include "core/platform/options.h"
+#include "core/platform/workers.h"
 #include "native/leaf.h"
 
 namespace {

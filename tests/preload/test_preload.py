@@ -5,7 +5,8 @@ import sys
 
 import pytest
 from elftools.elf.elffile import ELFFile
-from preloading import LIBRARY, NO_DRIVER, ROOT, SIM, program_lines
+from preloading import LIBRARY, NO_DRIVER, SIM, program_lines
+from repository import ROOT
 
 pytestmark = pytest.mark.preloads
 

@@ -8,8 +8,8 @@ import pytest
 from preloading import LIBRARY
 
 import memsaver
+from memsaver._memory.preload import is_preloaded, preload, preload_env
 from memsaver.errors import ConfigError, NotLoadedError
-from memsaver.preload import is_preloaded, preload, preload_env
 
 
 @pytest.mark.preloads
@@ -78,15 +78,15 @@ def test_env_refuses_bad_input(arguments, says):
 
 
 def test_env_refuses_an_incomplete_or_unspeakable_installation(tmp_path, monkeypatch):
-    module = sys.modules["memsaver.preload"]
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "preload.py"))
+    module = sys.modules["memsaver._memory.preload"]
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "_memory" / "preload.py"))
     with pytest.raises(NotLoadedError, match="reinstall"):
         preload_env(env={})
     folder = tmp_path / "with space"
     folder.mkdir()
     for name in ("libmemsaver.so", "libmemsaver_preload.so"):
         (folder / name).touch()
-    monkeypatch.setattr(module, "__file__", str(folder / "preload.py"))
+    monkeypatch.setattr(module, "__file__", str(folder / "_memory" / "preload.py"))
     with pytest.raises(ConfigError, match="space or colon"):
         preload_env(env={})
 

@@ -124,7 +124,10 @@ def test_version_and_help(run):
 
 
 def test_importing_preload_is_cheap(run):
-    code = "import sys, memsaver.preload; print({'torch', 'numpy', 'typer'} & set(sys.modules))"
+    code = (
+        "import sys, memsaver._memory.preload; "
+        "print({'torch', 'numpy', 'typer'} & set(sys.modules))"
+    )
     assert run([sys.executable, "-c", code], preloaded=()).stdout == "set()\n"
 
 
@@ -133,5 +136,6 @@ def test_running_a_command_takes_no_other_commands_parts(run):
     imported = {line.split("|")[-1].strip() for line in run(words, SIM, ()).stderr.splitlines()}
     assert "memsaver.cli.run" in imported
     of_others = ("memsaver.cli.checks", "memsaver.cli.measurements", "memsaver.integrations")
-    of_others += ("memsaver.traces.files", "memsaver.traces.summary", "memsaver.bare_driver")
+    of_others += ("memsaver.traces.files", "memsaver.traces.summary")
+    of_others += ("memsaver._inspection.bare_driver",)
     assert imported & set(of_others) == set()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import memsaver
-from memsaver.preload import preload_env
+from memsaver._memory.preload import preload_env
 
 pytestmark = pytest.mark.long
 
@@ -39,7 +39,7 @@ def other(tmp_path):
 USE = """
 import memsaver
 from memsaver import simulator
-from memsaver.native import _C
+from memsaver._runtime.native import _C
 with memsaver.region("t", backup="host"):
     block = simulator.buffer(1 << 20)
 block.array[0] = b"x"
@@ -121,7 +121,7 @@ import memsaver as second
 print(second.__version__, second.__file__)
 assert second.state("t") == "mapped"
 with second.paused("t"):
-    assert _C.tag_state("t") == second.native.STATES.index("paused")
+    assert _C.tag_state("t") == second._runtime.native.STATES.index("paused")
 for name in ours():
     del sys.modules[name]
 sys.modules.update(first)

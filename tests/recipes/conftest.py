@@ -24,7 +24,7 @@ def engine(sim, tag, process_group):
     """An engine whose weights and KV cache are mapped; afterwards it must live."""
     needs(SGLANG, "it needs SGLang 0.5.11 or newer")
     try:
-        from sglang_engine import Engine
+        from recipe_engine import Engine
     except ImportError as error:  # 0.5.12 wants its kernels, and they a GPU
         if not is_for_want_of_kernels(error):
             raise

@@ -36,7 +36,7 @@ def planned(asked: argparse.Namespace, place: Place) -> list[Callable[[], Outcom
     """What is to run, in its order; builds what it needs."""
     plan: list[Callable[[], Outcome]] = []
     for variant in (ASAN, TSAN):
-        built = Build(variant)
+        built = Build(variant, package=variant is ASAN and asked.only in (None, "suite"))
         leaks = variant is ASAN and checks.leaks_are_found(place, built)
         if variant is ASAN and not leaks:
             print("leaks are not looked for: the leak sanitizer needs ptrace, which is forbidden")

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from repository import ROOT, TESTS
+
 from build_support.artefacts import ARTEFACTS
 from build_support.native import (
     Variant,
@@ -18,10 +20,10 @@ from build_support.native import (
     place,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
-STRESS = ROOT / "tests" / "native" / "stress"
+STRESS = TESTS / "native" / "stress"
 # The hooks first: they stand before the runtime, as if they were preloaded.
 STRESS_LINKS = ["libmemsaver_preload.so", "libmemsaver.so", "libmemsaver_sim.so"]
+LIBRARIES = [artefact for artefact in ARTEFACTS if not artefact.python_module]
 
 
 def version() -> str:
@@ -32,11 +34,15 @@ def version() -> str:
 
 
 class Build:
-    """One variant, built: where its libraries, the stress, and the package are."""
+    """One variant, built: where its libraries, the stress, and the package are.
 
-    def __init__(self, variant: Variant) -> None:
+    Only a build with `package` contains the Python module, which `site` needs.
+    """
+
+    def __init__(self, variant: Variant, package: bool) -> None:
         self.variant = variant
-        self.folder = build(ROOT, ARTEFACTS, version(), variant, ["--quiet"])
+        artefacts = ARTEFACTS if package else LIBRARIES
+        self.folder = build(ROOT, artefacts, version(), variant, ["--quiet"])
 
     @property
     def compiler(self) -> str:

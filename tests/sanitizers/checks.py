@@ -13,7 +13,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sanitizers.builds import ROOT, Build
+from repository import ROOT, TESTS
+
+from sanitizers.builds import Build
 
 LIMIT_SECONDS = 600
 THREADS = 6
@@ -21,35 +23,35 @@ MEMORY = "128MiB"  # of each device: little enough that some allocations and res
 
 # Those of the C ABI, by what they go through: transfers, stores, files, hooks, failures.
 SUITE = [
-    "test_transitions.py",
-    "test_transition_reports.py",
-    "test_freeing.py",
-    "test_concurrent_transitions.py",
-    "test_work_in_flight.py",
-    "test_dead_blocks.py",
-    "test_backup_views.py",
-    "test_callbacks.py",
-    "test_swap.py",
-    "test_swap_failures.py",
-    "test_backup_stores.py",
-    "test_damaged_backups.py",
-    "test_kept_backups.py",
-    "test_regions.py",
-    "test_async.py",
-    "test_async_progress.py",
-    "test_async_callbacks.py",
-    "test_swap_calls.py",
-    "test_async_processes.py",
-    "test_failures.py",
-    "test_double_failures.py",
-    "test_no_memory.py",
-    "test_interrupts.py",
-    "test_deferred_signals.py",
-    "test_backup_failures.py",
-    "test_timeline.py",
+    "transition/test_transitions.py",
+    "transition/test_transition_reports.py",
+    "memory/test_freeing.py",
+    "transition/test_concurrent_transitions.py",
+    "transition/test_work_in_flight.py",
+    "transition/test_dead_blocks.py",
+    "backup/test_backup_views.py",
+    "transition/test_callbacks.py",
+    "transition/test_swap.py",
+    "transition/test_swap_failures.py",
+    "backup/test_backup_stores.py",
+    "backup/test_damaged_backups.py",
+    "backup/test_kept_backups.py",
+    "memory/test_regions.py",
+    "transition/test_async.py",
+    "transition/test_async_progress.py",
+    "transition/test_async_callbacks.py",
+    "transition/test_swap_calls.py",
+    "transition/test_async_processes.py",
+    "transition/test_failures.py",
+    "transition/test_double_failures.py",
+    "memory/test_no_memory.py",
+    "transition/test_interrupts.py",
+    "transition/test_deferred_signals.py",
+    "backup/test_backup_failures.py",
+    "inspection/test_timeline.py",
 ]
 # Programs of tests/native, which these compile with the compiler that CXX names.
-UNITS = ["leaf_units", "test_fingerprint.py::test_the_unit"]
+UNITS = ["leaf_units", "backup/test_fingerprint.py::test_the_unit"]
 
 OPTIONS = {
     "ASAN_OPTIONS": "halt_on_error=1:detect_stack_use_after_return=1:strict_string_checks=1",
@@ -149,7 +151,7 @@ def pytest_run(
 ) -> Outcome:
     command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
     command += ["--timeout", "300", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
-    command += [*options, *(str(ROOT / "tests" / test) for test in tests)]
+    command += [*options, *(str(TESTS / test) for test in tests)]
     status, said = run(command, env, cwd)
     reports = place.reports(name)
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error)", said)}

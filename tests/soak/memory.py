@@ -26,7 +26,7 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a process takes, in bytes.
+    """The limits of a process's memory, in bytes.
 
     `budget` is for all of its tensors, `host` for all of its backups; a tag has at most `tag` by
     its backup, and no tensor is larger than `tensor`. `leave` stays free where memory is taken that
@@ -41,7 +41,7 @@ class Limits:
 
 
 def resources() -> dict[str, int]:
-    """What this process has of the system."""
+    """Return this process's use of system resources."""
     ctypes.CDLL(None).malloc_trim(0)
     rss = Path("/proc/self/statm").read_text().split()[1]
     stats = memsaver.stats()
@@ -59,7 +59,7 @@ class SimulatedMemory:
     """Buffers of this process's own simulated device; the competitor is simulated, too."""
 
     has_graphs = False
-    copies_of_its_own = False  # the device is no other process's
+    copies_of_its_own = False  # no other process uses the device
 
     def __init__(self, seed: int, gib: float | None) -> None:
         from simulated_driver import Simulator
@@ -100,7 +100,7 @@ class SimulatedMemory:
         ctypes.memmove(tensor.address, self._random.randbytes(tensor.nbytes), tensor.nbytes)
 
     def take(self, nbytes: int) -> None:
-        """Another process takes so much."""
+        """Make another process allocate `nbytes` bytes."""
         self._sim.occupy(memsaver.device_memory(0)[1] - self._total + nbytes)
 
     def let_go(self) -> None:
@@ -139,7 +139,7 @@ class SimulatedMemory:
         return self._sim.violations()
 
     def kept(self) -> str:
-        """What holds memory, as far as the allocator above the tags knows."""
+        """Describe the owners of memory that the allocator above the tags knows."""
         return f"{self._sim.counts()}"
 
 
@@ -209,7 +209,7 @@ class TorchMemory:
         tensor.view(self._torch.int64).random_(generator=self._generator)
 
     def take(self, nbytes: int) -> None:
-        """Take so much, in no tag: what another process may want."""
+        """Allocate `nbytes` bytes without a tag, like another process."""
         self.let_go()
         self._taken = self.tensor(nbytes)
 
@@ -225,7 +225,7 @@ class TorchMemory:
 
     @contextlib.contextmanager
     def faults(self) -> Iterator[bool]:
-        """The driver does as it likes."""
+        """Do nothing: a real driver's calls are not made to fail."""
         yield False
 
     def wait_stream(self, transition: memsaver.Transition) -> None:
@@ -284,7 +284,7 @@ class Graph:
         self._graph.reset()
 
     def replay(self, value: int) -> tuple[Any, Any]:
-        """The result of a replay with such inputs, and a tensor of what it must be."""
+        """Return the result of a replay with these inputs, and the expected tensor."""
         self._memory.inputs.fill_(value)
         self._graph.replay()
         self._memory.reference.fill_(3 * value + self._number)

@@ -1,4 +1,4 @@
-"""What must be true of the memory of a soak: which tensors there are, and what they must hold."""
+"""The model of a soak's memory: its tensors and their expected contents."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 from typing import Any
 
 import memsaver
+from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError
-from memsaver.native import _C
 from soak.memory import Memory
 
-# What a paused tag holds when it comes back.
+# The contents of a paused tag after its resume.
 KEPT, ZERO, UNKNOWN = "kept", "zero", "unknown"
 
 
 class Wrong(AssertionError):
-    """Something that memsaver promises does not hold."""
+    """memsaver broke a promise."""
 
 
 class Digests:
@@ -51,7 +51,7 @@ class Digests:
 
 
 class Piece:
-    """One tensor and the digest of what it holds while its tag is mapped."""
+    """A tensor, and the digest of its contents while its tag is mapped."""
 
     def __init__(self, memory: Memory, digests: Digests, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -63,12 +63,12 @@ class Piece:
         self.fill()
 
     def fill(self) -> None:
-        """New contents."""
+        """Write new contents."""
         self._memory.fill(self.tensor)
         self._digest = self._digests.of(self.tensor, self.nbytes)
 
     def check(self, contents: str) -> None:
-        """Raises Wrong where it does not hold what it must, at its address."""
+        """Raise Wrong if the contents or the address differ from the expected ones."""
         if self._memory.address(self.tensor) != self.address:
             raise Wrong("a tensor has moved")
         found = self._digests.of(self.tensor, self.nbytes)
@@ -81,7 +81,7 @@ class Piece:
 
 
 class SoakedTag:
-    """A tag, its tensors, and what they hold when they come back."""
+    """A tag, its tensors, and their contents after a resume."""
 
     def __init__(self, name: str, backup: str, cap: int) -> None:
         self.name = name
@@ -89,7 +89,7 @@ class SoakedTag:
         self.cap = cap
         self.pieces: list[Piece] = []
         self.contents = KEPT
-        self.known = False  # a region has named it
+        self.known = False  # whether a region has named it
         self.graph: Any = None
 
     @property
@@ -97,7 +97,7 @@ class SoakedTag:
         return sum(piece.nbytes for piece in self.pieces)
 
     def drop_graph(self) -> None:
-        """Its memory is torch's again."""
+        """Drop the graph, whose memory returns to torch."""
         if self.graph is not None:
             self.graph.close()
         self.graph = None
@@ -107,11 +107,11 @@ class SoakedTag:
         return memsaver.state(self.name)
 
     def was_paused(self, backup: str | None) -> None:
-        """By a call with this backup."""
+        """Record a pause with this backup."""
         self.contents = ZERO if (backup or self.backup) == "none" else KEPT
 
     def check_mapped(self) -> None:
-        """All of it is there, after a resume or a pause that failed."""
+        """Check that all contents are intact, after a resume or a failed pause."""
         if self.state is not memsaver.State.MAPPED:
             raise Wrong(f"{self.name} is {self.state}, and should be mapped")
         for piece in self.pieces:
@@ -119,7 +119,7 @@ class SoakedTag:
         self.contents = KEPT
 
     def check_explained(self, randomness: random.Random) -> None:
-        """`explain` knows a byte of it."""
+        """Check that `explain` finds the tag from one of its bytes."""
         if not self.pieces:
             return
         piece = randomness.choice(self.pieces)

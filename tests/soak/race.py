@@ -1,4 +1,4 @@
-"""Two processes that walk side by side, from a common start to a common end, and their figures."""
+"""Runs two walks concurrently, from a common start to a common end, and reports their figures."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from repository import IMPORT_PATH
+
 import memsaver
 
 MIB = 1 << 20
-TESTS = Path(__file__).parent.parent
 PATIENCE = 300  # seconds for an answer, beside those of a walk
 
 # By how much a process may hold more at the end than at the start. Exact where only memsaver and
@@ -42,7 +43,7 @@ class Failed(AssertionError):
 
 
 class Walker:
-    """One of the processes."""
+    """One of the two processes."""
 
     def __init__(self, command: list[str], env: dict[str, str], errors: Path) -> None:
         self._errors = errors
@@ -77,7 +78,7 @@ class Walker:
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
-            self._process.send_signal(signal.SIGABRT)  # it says where it hangs
+            self._process.send_signal(signal.SIGABRT)  # it prints the stacks of its threads
             self._process.wait(PATIENCE)
             raise Failed(f"no answer in {seconds:.0f} s\n{self._last_words()}") from None
         if line is None:
@@ -128,7 +129,7 @@ def run(
         and name not in ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     }
     root = Path(memsaver.__file__).resolve().parent.parent
-    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(root), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join([IMPORT_PATH, str(root), env.get("PYTHONPATH", "")])
     env["PYTHONFAULTHANDLER"] = "1"
     if driver == "sim":
         env["MEMSAVER_DRIVER"] = "sim"
@@ -155,7 +156,7 @@ def _race(
         return [walker.answer(patience + more) for walker in walkers]
 
     ready = [walker.answer(patience) for walker in walkers]
-    ask("figures")  # both give up what they can; then both can be measured
+    ask("figures")  # both release unused memory; then both can be measured
     start = [row["figures"] for row in ask("figures")]
     begun = time.monotonic()
     ask(f"walk {seconds} {steps}", seconds)
@@ -187,7 +188,7 @@ def _race(
 
 
 def left(found: dict[str, Any]) -> list[str]:
-    """What the processes of a race hold at the end that they did not hold at the start."""
+    """Return the resources that the processes have at the end in addition to those at the start."""
     slack = SLACK[found["driver"]]
     more = []
     for number, (start, end) in enumerate(zip(found["start"], found["end"], strict=True)):
@@ -199,7 +200,7 @@ def left(found: dict[str, Any]) -> list[str]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """What must be true of a race. Raises AssertionError."""
+    """Check the figures of a race. Raises AssertionError."""
     assert found["statuses"] == [0] * found["processes"], found["statuses"]
     assert found["cycles"] > 0 and found["device_bytes"] > 0 and found["copied_bytes"] > 0
     assert found["errors_met"] == found["errors_recovered"]

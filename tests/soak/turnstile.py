@@ -9,7 +9,10 @@ from pathlib import Path
 
 
 class Turnstile:
-    """Whoever is to be alone closes the door first, so that it need not wait for ever."""
+    """A lock between processes, shared or exclusive.
+
+    The exclusive process closes the door first, so that it need not wait indefinitely.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._door = (folder / "door").open("a")

@@ -1,4 +1,4 @@
-"""A random walk over everything that can be done to tags, with every step's promises checked."""
+"""A random walk over all operations on tags, which checks every step's promises."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GRAPHS = "graphs"
 
 
 class Walk:
-    """One process's walk. `finish` leaves nothing behind; then it may go on."""
+    """One process's walk. `finish` leaves nothing behind; the walk may continue afterwards."""
 
     def __init__(self, memory: Memory, seed: int, turnstile: Turnstile) -> None:
         self._memory = memory
@@ -49,7 +49,7 @@ class Walk:
         self.reset()
 
     def reset(self) -> None:
-        """Begin to count."""
+        """Reset the counts."""
         self.operations: Counter[str] = Counter()
         self.met: Counter[str] = Counter()
         self.recovered: Counter[str] = Counter()
@@ -63,7 +63,7 @@ class Walk:
         return self._digests.bytes
 
     def warm_up(self) -> None:
-        """Every kind of backup, and every kind of step a few times."""
+        """Use every kind of backup, and run every kind of step a few times."""
         for tag in self._tags[: len(KINDS)]:
             with memsaver.region(tag.name, backup=tag.backup):
                 tag.known = True
@@ -76,7 +76,7 @@ class Walk:
         self.finish()
 
     def run(self, seconds: float, most: int) -> None:
-        """Walk so long, and so many steps at most."""
+        """Walk for `seconds` seconds, and at most `most` steps."""
         steps = self._steps()
         choices, weights = [step for step, _ in steps], [weight for _, weight in steps]
         end = time.monotonic() + seconds
@@ -87,7 +87,7 @@ class Walk:
         self._memory.let_go()
 
     def finish(self, patience: float = 100) -> None:
-        """Bring everything back and check it, then give it all up. Raises Wrong where it cannot."""
+        """Resume and check everything, then free it. Raises Wrong if that fails."""
         deadline = time.monotonic() + patience
         left = self._known()
         while left:
@@ -114,7 +114,7 @@ class Walk:
     # The steps.
 
     def _steps(self) -> list[tuple[Callable[[], None], int]]:
-        """What can be done, and how often it is."""
+        """Return the possible steps, with their weights."""
         steps = [
             (self.create, 10),
             (self.delete, 5),
@@ -145,7 +145,7 @@ class Walk:
             raise Wrong(f"after {step.__name__}: {self._memory.violations()}")
 
     def create(self) -> None:
-        """New tensors; refused while their tag is paused."""
+        """Create tensors, which fails while their tag is paused."""
         tag = self._any()
         try:
             with memsaver.region(tag.name, backup=tag.backup):
@@ -172,13 +172,13 @@ class Walk:
             self._succeeded("create")
 
     def delete(self) -> None:
-        """Legal in any state."""
+        """Delete tensors, which is legal in any state."""
         tag = self._any()
         keep = self._random.random() ** 0.25
         tag.pieces = [piece for piece in tag.pieces if self._random.random() < keep]
 
     def refill(self) -> None:
-        """New contents for some, so that not every page is unchanged at the next pause."""
+        """Write new contents to some tensors, so that some pages have changed at the next pause."""
         tag = self._any()
         if tag.known and tag.state is State.MAPPED:
             for piece in tag.pieces:
@@ -205,7 +205,7 @@ class Walk:
             self._swap(both[:cut], both[cut:], self._override())
 
     def pause_for_a_block(self) -> None:
-        """`paused()`, while somebody else uses the memory."""
+        """Use `paused()` for a block in which another user takes the memory."""
         tags = self._several()
         going = [tag for tag in tags if tag.state is State.MAPPED]
         left = False
@@ -230,7 +230,7 @@ class Walk:
                 self._came_back(tag)
 
     def in_the_background(self) -> None:
-        """A transition on its own thread, while tensors of its tags are deleted."""
+        """Run a transition on its own thread, while tensors of its tags are deleted."""
         tag = self._random.choice(self._known() or self._tags[:1])
         if not tag.known:
             return
@@ -263,7 +263,7 @@ class Walk:
             self._came_back(tag)
 
     def take(self) -> None:
-        """Somebody takes most of what is free."""
+        """Allocate most of the free memory as another user."""
         limits = self._memory.limits
         room = min(memsaver.device_memory(0)[0] - limits.leave, limits.budget)
         try:
@@ -285,7 +285,7 @@ class Walk:
         self._memory.tidy()
 
     def capture(self) -> None:
-        """A new graph in the place of the old one. Nobody else does anything meanwhile."""
+        """Replace the graph by a new one. The other process is idle during the capture."""
         tag = self._tags[-1]
         if tag.known and tag.state is not State.MAPPED:
             return
@@ -375,7 +375,7 @@ class Walk:
         done: Callable[[], None],
         failed: Callable[[], None],
     ) -> bool:
-        """Make the call, and check what must be true then: whether it went well."""
+        """Make the call, and check its promises; return whether it succeeded."""
         name = changing[0].name if changing else "nothing"
         with self._memory.faults() as faulty:
             try:
@@ -428,14 +428,14 @@ class Walk:
         self._pending.setdefault(what, Counter())[kind] += 1
 
     def _succeeded(self, what: str) -> None:
-        """What had failed is done."""
+        """Count the earlier errors of a call as recovered, because it has succeeded now."""
         self.recovered += self._pending.pop(what, Counter())
 
     def _is_expected(self, error: Exception) -> bool:
         return isinstance(error, SHORTAGES) or self._memory.is_out_of_memory(error)
 
     def _make_room(self) -> None:
-        """What the errors advise, for device and host memory. And others may be quicker."""
+        """Follow the errors' advice for device and host memory; another process may be quicker."""
         self._memory.let_go()
         self._memory.tidy()
         memsaver.trim(wait=True)
@@ -459,7 +459,7 @@ class Walk:
         return self._random.choice(["none", "host", "pageable", "disk"])
 
     def _size(self, tag: SoakedTag) -> int:
-        """Of any magnitude, large ones more often; a multiple of 8."""
+        """Return a size of any magnitude, more often a large one; a multiple of 8."""
         most = min(self._memory.limits.tensor, tag.cap // 2)
         return max(int(512 * (most / 512) ** self._random.random() ** 0.5) & ~7, 8)
 

@@ -27,7 +27,7 @@ def main() -> None:
     driver, seed, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     gib = float(sys.argv[4]) if len(sys.argv) > 4 else None
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not look like an answer
 
     def answer(**fields: Any) -> None:
         answers.write(json.dumps(fields) + "\n")

@@ -1,4 +1,4 @@
-"""The random walks as a command: `make walks`, or `python -m walks` in tests/.
+"""The random walks as a command: `make walks`.
 
     make walks ARGS="--seconds 600"               each of them for ten minutes
     make walks ARGS="--only disk --seed 1234"     one of them, from a seed
@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from repository import ROOT
+from repository import IMPORT_PATH, ROOT
 
 WALKS = ("threads", "disk", "ranks")
 # The most seconds that a walk may run after its time, for waits in progress and its last checks.
@@ -50,7 +50,7 @@ def run(name: str, seed: int, seconds: float, folder: Path) -> bool:
     command = [sys.executable, "-c", CHILD, name, str(seed), str(seconds), str(limit)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
     environment |= {
-        "PYTHONPATH": str(ROOT / "tests"),
+        "PYTHONPATH": IMPORT_PATH,
         "MEMSAVER_DRIVER": "sim",
         "MEMSAVER_SIM_DEVICES": "2",
         "MEMSAVER_DISK_DIR": str(folder),

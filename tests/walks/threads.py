@@ -28,8 +28,8 @@ from types import FrameType
 from simulated_driver import Block, Simulator
 
 import memsaver
+from memsaver._runtime.native import _C
 from memsaver.errors import InvalidStateError
-from memsaver.native import _C
 
 TAGS = ("a", "b", "c", "d")
 THREADS = 8

@@ -1,22 +1,22 @@
-"""New weights from a trainer to its rollout engine, on the same GPUs or on others.
+"""Sends new weights from a trainer to its rollout engine, on the same GPUs or on others.
 
     from memsaver.integrations.rollout.weights import WeightGroup, update
 
     update(engine, model, version="step-7")  # or engine.update_weights(model, version="step-7")
 
-- **In buckets.** Tensors are gathered and sent in buckets of a given size, so that an update takes
-  the memory of one of them beside the model; of FSDP2's shards, never more is whole at a time.
-- **Verified.** What the engine's ranks got is compared with what was sent, and what the model holds
-  then with what it got, in whatever layout it has it; on the GPUs, bit for bit.
-- **All or none.** What fails on a rank is the same error on all of them, and no wait is unbounded.
-  The trainer's weights are only read. An engine whose update failed has old and new weights: the
-  same call, made again, gives it the new ones.
+- **In buckets.** Tensors are gathered and sent in buckets of a given size, so that an update needs
+  only the memory of one bucket in addition to the model, even if FSDP2's shards are gathered.
+- **Verified.** The engine's ranks compare the tensors that arrive with those sent, and the model's
+  contents after the load with these tensors, in the model's own layout; on the GPUs, bit for bit.
+- **All or none.** A failure on a rank raises the same error on all ranks, and every wait is
+  bounded. The trainer's weights are only read. After a failed update an engine has old and new
+  weights; repeating the call updates all of them.
 
 Importing this imports neither torch nor an engine.
 """
 
-from memsaver.integrations.rollout.weights.disaggregated import WeightGroup
-from memsaver.integrations.rollout.weights.report import WeightUpdate
-from memsaver.integrations.rollout.weights.updates import update
+from .disaggregated import WeightGroup
+from .report import WeightUpdate
+from .updates import update
 
 __all__ = ["WeightGroup", "WeightUpdate", "update"]

@@ -1,4 +1,4 @@
-"""Agreement of the ranks of an update on the tensors to send."""
+"""Checks that the ranks of an update send the same tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.rollout.weights.sources import Spec
+
+from .sources import Spec
 
 __all__ = ["check_same", "common_tie", "names_digest"]
 
@@ -18,11 +19,11 @@ def check_same(ranks: Sequence[int], everyones: Sequence[Sequence[Spec]], whole:
     Args:
         ranks: the ranks.
         everyones: the tensors of each rank.
-        whole: whether tensors are whole on every rank, so that their shapes must be the same.
+        whole: whether tensors are whole on every rank, so that their shapes must be equal.
     """
     for rank, theirs in zip(ranks, everyones, strict=True):
         for a, b in itertools.zip_longest(everyones[0], theirs):
-            one, other = _in_words(a, whole), _in_words(b, whole)
+            one, other = _described(a, whole), _described(b, whole)
             if one != other:
                 raise ConfigError(
                     f"the ranks send different tensors: rank {ranks[0]} {one}, and rank {rank} "
@@ -30,17 +31,17 @@ def check_same(ranks: Sequence[int], everyones: Sequence[Sequence[Spec]], whole:
                 )
 
 
-def common_tie(told: Iterable[str | None]) -> str | None:
+def common_tie(everyones: Iterable[str | None]) -> str | None:
     """Return the name of the earlier tensor that shares a tensor's memory on all ranks.
 
     Args:
-        told: the tensor's `Spec.same` on each rank.
+        everyones: the tensor's `Spec.same` on each rank.
 
     Returns:
-        The name; "" if the ranks differ or one has the tensor in memory of its own, so that it must
+        The name; "" if the ranks differ or the tensor shares no memory on a rank, so that it must
         be sent; None if no rank has an element of it.
     """
-    names = {one for one in told if one is not None}
+    names = {one for one in everyones if one is not None}
     if not names:
         return None
     return names.pop() if len(names) == 1 else ""
@@ -52,8 +53,8 @@ def names_digest(specs: Sequence[Spec]) -> str:
     return hashlib.blake2b(named.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
-def _in_words(spec: Spec | None, whole: bool) -> str:
-    """Return the properties that must be equal on two ranks, in words."""
+def _described(spec: Spec | None, whole: bool) -> str:
+    """Describe the properties that must be equal on two ranks, for a message."""
     if spec is None:
         return "has no further tensor"
     return f"has {spec.name} ({spec.dtype}{', ' + str(spec.shape) if whole else ''})"

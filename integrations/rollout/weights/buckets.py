@@ -1,4 +1,4 @@
-"""Buckets: the memory that tensors take their turns in on their way to an engine."""
+"""Buckets: tensors that are sent to an engine together, in one piece of memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 __all__ = ["ALIGNMENT", "Bucket", "Slot", "buckets_of"]
 
-ALIGNMENT = 512  # bytes: of any type, and what copies and collectives are fastest at
+ALIGNMENT = 512  # bytes: fits every type, and makes copies and collectives fastest
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in its bucket.
+    """The place of a tensor in its bucket.
 
     Attributes:
         name: the tensor's name.
         begin: its first byte; a multiple of `ALIGNMENT`.
-        room: how many bytes it may take. On a rank whose shard is smaller it takes less.
+        room: the bytes reserved for it. A rank with a smaller shard uses fewer.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together.
+    """Tensors that are sent together.
 
     Attributes:
         slots: the tensors, in their order.
@@ -47,20 +47,20 @@ class Bucket:
         return tuple(slot.name for slot in self.slots)
 
 
-def buckets_of(tensors: Iterable[tuple[str, int]], most_bytes: int) -> list[Bucket]:
-    """Tensors in as few buckets as their order allows. None is ever split.
+def buckets_of(tensors: Iterable[tuple[str, int]], max_bytes: int) -> list[Bucket]:
+    """Divide tensors into as few buckets as their order allows. No tensor is split.
 
     Args:
-        tensors: names, and bytes of each.
-        most_bytes: that a bucket may have. A tensor with more than that has one to itself, so that
-            the largest bucket may be as large as the largest tensor.
+        tensors: the name and the bytes of each tensor.
+        max_bytes: the limit for a bucket. A larger tensor gets its own bucket, so the largest
+            bucket may be as large as the largest tensor.
     """
     buckets: list[Bucket] = []
     slots: list[Slot] = []
     end = 0
     for name, nbytes in tensors:
         begin = -(-end // ALIGNMENT) * ALIGNMENT
-        if slots and begin + nbytes > most_bytes:
+        if slots and begin + nbytes > max_bytes:
             buckets.append(Bucket(tuple(slots)))
             slots, begin = [], 0
         slots.append(Slot(name, begin, nbytes))

@@ -1,4 +1,4 @@
-"""Weights to an engine on the same GPUs: one bucket of memory, which its ranks read."""
+"""Weights for an engine on the same GPUs: memory for one bucket, which the engine's ranks read."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from typing import Any
 
 import memsaver
 from memsaver.errors import OutOfDeviceMemoryError
-from memsaver.integrations.rollout.weights.buckets import Bucket
-from memsaver.integrations.rollout.weights.payloads import flattened, listed
-from memsaver.integrations.rollout.weights.sources import Source
+
+from ...engine.interface import Layout
+from .buckets import Bucket
+from .payloads import flattened, listed
+from .sources import Source
 
 __all__ = ["BucketMemory"]
 
 
 class BucketMemory:
-    """Memory for one bucket after the other, on this rank; a context manager that gives it back.
+    """Memory on this rank for one bucket at a time; a context manager that releases it.
 
-    It lies outside of regions, whatever region is open: memory that can be paused cannot be shared
-    with other processes by CUDA IPC.
+    The memory is outside of all regions, because memory that can be paused cannot be shared with
+    other processes through CUDA IPC.
 
     Args:
-        nbytes: of the largest bucket.
-        device: a CUDA device, or the host, whose memory is shared with other processes of this
-            machine then.
+        nbytes: the bytes of the largest bucket.
+        device: a CUDA device; or the host, for shared memory of this machine.
 
     Raises:
-        OutOfDeviceMemoryError: there is no room for it.
+        OutOfDeviceMemoryError: there is too little free memory.
     """
 
     def __init__(self, nbytes: int, device: Any) -> None:
@@ -67,10 +68,10 @@ class BucketMemory:
             torch.cuda.empty_cache()
 
     def write(self, bucket: Bucket, sources: Mapping[str, Source]) -> list[tuple[str, int, Any]]:
-        """Fill it. Collective over the ranks that have parts of the tensors; queues its work.
+        """Fill the memory. Collective over the ranks with parts of the tensors; queues its work.
 
         Returns:
-            Names, where each tensor begins, and the tensors as views of the memory.
+            For each tensor its name, its first byte, and a view of the memory.
         """
         import torch
 
@@ -84,21 +85,21 @@ class BucketMemory:
         return views
 
     def settle(self) -> None:
-        """Wait until what was queued is done."""
+        """Wait for the queued work."""
         if self._device.type == "cuda":
             import torch
 
             torch.cuda.synchronize(self._device)
 
-    def payload(self, views: list[tuple[str, int, Any]], load_format: str) -> str:
-        """What the engine's rank on this device gets, to open the tensors.
+    def payload(self, views: list[tuple[str, int, Any]], layout: Layout) -> str:
+        """Return text from which the engine's rank on this device opens the tensors.
 
         Args:
             views: see `write`.
-            load_format: "flattened_bucket" or "direct".
+            layout: see `SharedTensors`.
         """
-        if load_format == "direct":
-            return str(listed(views))
+        if layout == "engine":
+            return listed(views)
         _, begin, last = views[-1]
         end = begin + last.numel() * last.element_size()
-        return str(flattened(self._memory[:end], views))
+        return flattened(self._memory[:end], views)

@@ -1,4 +1,4 @@
-"""Weights to an engine on other GPUs: a process group of a trainer's leader and the engine's ranks.
+"""Sends weights to an engine on other GPUs, in a process group of the leader and its ranks.
 
 The leader is rank 0 of the group and broadcasts each tensor of a bucket. The engine's ranks receive
 it into their own memory.
@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from memsaver._runtime.timeouts import check_timeout
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
-from memsaver.integrations.rollout.weights.sender import END_SECONDS, Aside, Sender
-from memsaver.integrations.sglang.errors import EngineError, EngineTimeoutError
-from memsaver.timeouts import check_timeout
+
+from ...engine.errors import EngineError, EngineTimeoutError
+from ...engine.interface import JoinRequest
+from .sender import END_SECONDS, Aside, Sender
 
 if TYPE_CHECKING:
-    from memsaver.integrations.rollout.engine import RolloutEngine
+    from ..rollout_engine import RolloutEngine
 
 __all__ = ["WeightGroup"]
 
@@ -30,7 +32,7 @@ _BACKENDS = ("nccl", "gloo")
 
 
 class WeightGroup:
-    """A process group over which an engine on other GPUs receives weights. See `update`.
+    """A process group through which an engine on other GPUs receives weights. See `update`.
 
     Making one and calling its methods are collectives of the trainer's ranks in the engine's mesh.
     The group itself contains only the leader and the engine's ranks. After a failed broadcast the
@@ -42,14 +44,14 @@ class WeightGroup:
     Args:
         engine: a `RolloutEngine`.
         address: an address of this machine that the engine's ranks can reach. The group's store
-            listens only there. So does gloo, unless GLOO_SOCKET_IFNAME names an interface. NCCL's
-            sockets are on the interfaces that NCCL_SOCKET_IFNAME names.
+            listens only at this address. So does gloo, unless GLOO_SOCKET_IFNAME names an
+            interface. NCCL's sockets are on the interfaces that NCCL_SOCKET_IFNAME names.
         port: a free port of this address; 0 chooses one.
         backend: the backend of torch.distributed; "gloo" if either side has no GPU. With "nccl" on
             one host, start the trainer with NCCL_CUMEM_ENABLE=0, as SGLang does for its own
             processes: NCCL cannot share buffers if the two differ.
-        timeout: seconds to wait for the engine's ranks to join, and to leave. The update has the
-            timeout of broadcasts.
+        timeout: seconds to wait for the engine's ranks to join, and to leave. Broadcasts use the
+            update's timeout.
 
     Raises:
         EngineError: the engine cannot join in time. The group's sockets and store are closed.
@@ -76,7 +78,7 @@ class WeightGroup:
 
         def check() -> None:
             if backend not in _BACKENDS:
-                raise ConfigError(f"backend is one of {', '.join(_BACKENDS)}, not {backend!r}")
+                raise ConfigError(f"backend must be one of {', '.join(_BACKENDS)}, not {backend!r}")
             check_timeout(timeout)
             self._sender = Sender(self.name, backend, 1 + engine.tp_size, timeout)
 
@@ -94,14 +96,14 @@ class WeightGroup:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # The block's own error is likely the cause of a failed leave, and says more.
+        # The block's own error is likely the cause of a failed leave, and more specific.
         hidden = () if error is None else (MemsaverError,)
         with contextlib.suppress(*hidden):
             self.leave()
 
     @property
     def device(self) -> str:
-        """Where tensors must be to be broadcast: "cuda" or "cpu"."""
+        """The device type of tensors for a broadcast: "cuda" or "cpu"."""
         return "cpu" if self._backend == "gloo" else "cuda"
 
     def check(self) -> None:
@@ -110,8 +112,8 @@ class WeightGroup:
             raise InvalidStateError("the group was left: make a new one")
         if self._broken:
             raise InvalidStateError(
-                f"the group broke when weights were sent: {self._broken}; leave it, and make a new "
-                "one"
+                f"the group failed while weights were sent: {self._broken}; leave it, and make a "
+                "new one"
             )
 
     def broadcast(
@@ -120,28 +122,29 @@ class WeightGroup:
         """Broadcast tensors while the engine loads them. On the leader only.
 
         Args:
-            tensors: contiguous, on `device`, and ready: nothing is waited for.
-            load: asks the engine to load them, and ends within `timeout`.
+            tensors: contiguous tensors on `device`. Work that writes them must be complete: the
+                call does not wait for it.
+            load: makes the engine load them, and ends within `timeout`.
             timeout: seconds.
 
         Raises:
-            EngineTimeoutError: the engine said that it was done, and did not take all of it.
-            EngineError: sending failed. What `load` raises passes through.
+            EngineTimeoutError: the engine reported success without receiving all tensors.
+            EngineError: sending failed. Exceptions of `load` propagate.
         """
         deadline = time.monotonic() + timeout
         sending = Aside(lambda: self._sender.send(tensors, timeout))
         try:
             result = load()
         except BaseException as error:
-            # The engine's ranks may not come to the broadcasts at all.
+            # The engine's ranks may not take part in the broadcasts at all.
             self._give_up(f"{type(error).__name__}: {error}")
             sending.wait(END_SECONDS)
             if self._backend == "nccl" and isinstance(error, EngineError):
                 error.message += _advice_for_nccl()
             raise
         if not sending.wait(max(END_SECONDS, deadline - time.monotonic())):
-            self._give_up("the engine did not take all of it")
-            raise EngineTimeoutError(f"the engine did not take all weights within {timeout:g} s")
+            self._give_up("the engine did not receive all weights")
+            raise EngineTimeoutError(f"the engine did not receive all weights within {timeout:g} s")
         if sending.error is not None:
             self._give_up(str(sending.error))
             advice = _advice_for_nccl() if self._backend == "nccl" else ""
@@ -153,9 +156,9 @@ class WeightGroup:
     def leave(self) -> None:
         """Leave the group, on both sides. Idempotent.
 
-        Closes this side's store, sockets, descriptors and threads; if a broadcast hangs, they end
-        with it. NCCL keeps resources that it opens once per process, such as the listener of its
-        RAS service, and one closed socket for each communicator.
+        Closes this side's store, sockets, descriptors and threads; if a broadcast hangs, they are
+        closed when it ends. NCCL keeps resources that it opens once per process, such as the
+        listener of its RAS service, and one closed socket for each communicator.
 
         Raises:
             EngineError: the engine could not leave the group. This side has left it.
@@ -182,22 +185,16 @@ class WeightGroup:
         taken = self._sender.listen(address, port)
         making = Aside(self._sender.connect)
         try:
-            backend.join_group(
-                address,
-                taken,
-                rank_offset=1,
-                world_size=1 + self._engine.tp_size,
-                group_name=self.name,
-                backend=self._backend,
-                timeout=self._timeout,
-            )
+            size = 1 + self._engine.tp_size
+            joined = JoinRequest(self.name, address, taken, self._backend, size)
+            backend.join_group(joined, self._timeout)
             if not making.wait(max(END_SECONDS, deadline - time.monotonic())):
                 raise EngineTimeoutError(
-                    f"the engine's ranks did not come to the group within {self._timeout:g} s"
+                    f"the engine's ranks did not join the group within {self._timeout:g} s"
                 )
             if making.error is not None:
                 raise EngineError(
-                    f"the group could not be made here: {making.error}"
+                    f"this side could not create the group: {making.error}"
                 ) from making.error
         except BaseException:
             self._sender.close()
@@ -215,15 +212,15 @@ class WeightGroup:
 
 
 def _advice_for_nccl() -> str:
-    """What to look at where NCCL failed between this process and an engine's.
+    """Return advice for a failure of NCCL between this process and an engine's.
 
-    Ranks on one host fail with "invalid argument" where one of them has virtual memory for NCCL's
-    buffers and the other has not; SGLang and vLLM turn it off in their processes.
+    Ranks on one host fail with "invalid argument" if only some of them use virtual memory for
+    NCCL's buffers; SGLang and vLLM disable it in their processes.
     """
     here = os.environ.get("NCCL_CUMEM_ENABLE")
     if here == "0":
         return ""
     return (
-        f"; NCCL_CUMEM_ENABLE is {here or 'not set'} here, and SGLang sets 0 in its processes "
-        "where it is not set: on one host both sides need the same, from their start"
+        f"; NCCL_CUMEM_ENABLE is {here or 'not set'} in this process, and SGLang sets it to 0 in "
+        "its processes if it is unset: on one host, both sides need the same value from the start"
     )

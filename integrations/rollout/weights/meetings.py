@@ -1,4 +1,4 @@
-"""Where an update's ranks meet: those of one engine, and those of all engines beside it."""
+"""`Meetings`: the collectives of an update, among an engine's ranks and among all engines."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from memsaver.integrations.rollout.fence import Fence
-from memsaver.integrations.rollout.ranks import Layout
-from memsaver.integrations.rollout.together import Together
+from ..fence import Fence
+from ..ranks import Layout
+from ..together import Together
 
 __all__ = ["Meetings"]
 
@@ -16,17 +16,17 @@ Result = TypeVar("Result")
 
 
 class Meetings:
-    """The ranks of an engine's updates. Each step is a collective, and fails on all or on none.
+    """The steps of an engine's updates. Each is a collective that fails on all ranks or on none.
 
-    A trainer's shards are gathered over the ranks of several engines at once, so that an engine's
-    ranks that left alone would keep the others waiting.
+    A trainer's shards are gathered from the ranks of several engines in one collective, so the
+    ranks of one engine must not leave a step before the others.
 
     Attributes:
-        number: counts the updates that began; the same on all ranks.
+        number: the number of updates that have begun; equal on all ranks.
 
     Args:
-        own: the ranks of the engine.
-        layout: where this rank stands.
+        own: the connection of the engine's ranks.
+        layout: this rank's place in the mesh.
         timeout: seconds to wait for the ranks of other engines.
     """
 
@@ -46,10 +46,10 @@ class Meetings:
 
     @contextlib.contextmanager
     def step(self, what: str, timeout: float) -> Iterator[Together]:
-        """For the block, this engine's ranks do something; then those of all engines meet.
+        """Run the block on this engine's ranks, then wait for the ranks of all engines.
 
         Args:
-            what: the step in words, the same on all ranks.
+            what: a description of the step, the same on all ranks.
             timeout: seconds that the step may take.
 
         Raises:
@@ -61,25 +61,24 @@ class Meetings:
         except BaseException as error:
             failed = error
         if self._fence is not None:
-            self._fence.meet(what, failed, timeout)
+            self._fence.wait(what, failed, timeout)
         if failed is not None:
             raise failed
 
     def gather(self, what: str, work: Callable[[], Result], timeout: float) -> list[Result]:
-        """`Together.gather` of the engine's ranks, as a step."""
+        """Run `Together.gather` on the engine's ranks, as a step."""
         with self.step(what, timeout) as own:
-            found: list[Result] = own.gather(what, work, timeout)
-        return found
+            return own.gather(what, work, timeout)
 
     def on_leader(self, what: str, action: Callable[[], Any], timeout: float) -> None:
-        """`Together.on_leader`, as a step."""
+        """Run `Together.on_leader`, as a step."""
         with self.step(what, timeout) as own:
             own.on_leader(what, action, timeout)
 
     def along(self, what: str, value: Result, timeout: float) -> list[Result]:
-        """The values of all engines' ranks of this rank's place, as seen by all of them alike.
+        """Return the values of the ranks at this rank's position in all engines.
 
-        A collective of all ranks; [] of a single engine.
+        A collective of all ranks. The result is equal on these ranks; [] for a single engine.
         """
         known = [value]
         for together in self._along:

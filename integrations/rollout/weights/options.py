@@ -1,4 +1,4 @@
-"""What an update of an engine's weights was asked for, and whether that fits the engine."""
+"""Arguments for updating an engine's weights, and their validation."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.rollout.weights.disaggregated import WeightGroup
-from memsaver.integrations.rollout.weights.sources import Rename
-from memsaver.integrations.rollout.weights.verification import check_policy
+
+from .disaggregated import WeightGroup
+from .sources import Rename
+from .verification import check_policy
 
 if TYPE_CHECKING:
-    from memsaver.integrations.rollout.backend import PauseMode
-    from memsaver.integrations.rollout.engine import RolloutEngine
+    from ...engine.interface import Layout, PauseMode
+    from ..rollout_engine import RolloutEngine
 
 __all__ = ["Options"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `update`, as it says of them."""
+    """The arguments of `update`."""
 
     version: str | None
-    layout: str
+    layout: Layout
     rename: Rename | None
     bucket_bytes: int
     verify: str
@@ -32,49 +33,44 @@ class Options:
     timeout: float
 
     def check(self, engine: RolloutEngine) -> None:
-        """Raise `ConfigError` or `InvalidStateError` where they do not fit the engine."""
+        """Raise `ConfigError` or `InvalidStateError` if the engine does not support them."""
         check_policy(self.verify)
         if self.version is not None and not isinstance(self.version, str):
-            raise ConfigError(f"version is text or None, not {self.version!r}")
+            raise ConfigError(f"version must be text or None, not {self.version!r}")
         if self.layout not in ("whole", "engine"):
-            raise ConfigError(f"layout is 'whole' or 'engine', not {self.layout!r}")
+            raise ConfigError(f"layout must be 'whole' or 'engine', not {self.layout!r}")
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
             raise ConfigError(
-                f"bucket_bytes is a positive number of bytes, not {self.bucket_bytes!r}"
+                f"bucket_bytes must be a positive number of bytes, not {self.bucket_bytes!r}"
             )
         if self.rename is not None and not callable(self.rename):
-            raise ConfigError(f"rename is a function of a name, not {self.rename!r}")
+            raise ConfigError(f"rename must be a function of a name, not {self.rename!r}")
         if self.pause not in (None, "abort", "retract", "in_place"):
             raise ConfigError(
-                f"pause is 'abort', 'retract', 'in_place' or None, not {self.pause!r}"
+                f"pause must be 'abort', 'retract', 'in_place' or None, not {self.pause!r}"
             )
         if self.group is not None and not isinstance(self.group, WeightGroup):
-            raise ConfigError(f"group is a WeightGroup or None, not {self.group!r}")
+            raise ConfigError(f"group must be a WeightGroup or None, not {self.group!r}")
         if self.flush_cache and self.pause == "in_place":
             raise ConfigError(
-                "the prefix cache cannot be flushed under requests that are paused in place: they "
-                "use it (pause='retract' takes it from them)"
+                "the prefix cache cannot be flushed while requests are paused in place, because "
+                "they use it (pause='retract' drops their part of it)"
             )
         if self.group is not None:
             self.group.check()
             if self.layout == "engine":
                 raise ConfigError(
-                    "shards in the engine's layout differ from rank to rank, and a broadcast is "
-                    "the same for all: send whole tensors by a group"
+                    "shards in the engine's layout differ from rank to rank, and a broadcast sends "
+                    "the same tensors to all ranks: with a group, send whole tensors"
                 )
         elif engine.tp_size != engine.layout.tp_size:
             raise ConfigError(
-                f"the engine has {engine.tp_size} ranks, and its group here "
-                f"{engine.layout.tp_size}: on the same GPUs there must be one for each; an engine "
-                "elsewhere gets weights by a WeightGroup (`group`)"
+                f"the engine has {engine.tp_size} ranks, and the trainer's group "
+                f"{engine.layout.tp_size}: on the same GPUs the numbers must be equal; an engine "
+                "on other GPUs needs a WeightGroup (`group`)"
             )
 
     @property
     def flushes(self) -> bool:
-        """Whether the prefix cache is given up."""
+        """Whether the update flushes the prefix cache."""
         return self.pause != "in_place" if self.flush_cache is None else self.flush_cache
-
-    @property
-    def load_format(self) -> str:
-        """How the engine takes a payload."""
-        return "direct" if self.layout == "engine" else "flattened_bucket"

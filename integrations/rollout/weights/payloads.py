@@ -1,4 +1,4 @@
-"""Tensors as text that another process opens as the same memory: CUDA IPC, or shared memory."""
+"""Tensors as text from which another process opens their memory: CUDA IPC or shared memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 __all__ = ["flattened", "listed"]
 
-# Where reductions of torch have the device of a CUDA tensor.
+# The position of a CUDA tensor's device in torch's reductions.
 _DEVICE_ARGUMENT = 6
 
 
 def flattened(memory: Any, views: Sequence[tuple[str, int, Any]]) -> str:
-    """Tensors in one piece of memory, opened as one: SGLang's "flattened_bucket".
+    """Serialise tensors in one piece of memory, in SGLang's format "flattened_bucket".
 
     Args:
         memory: bytes, one-dimensional.
-        views: names, where each begins in `memory`, and the tensors.
+        views: for each tensor its name, its first byte in `memory`, and the tensor.
     """
     metadata = [
-        # As its class would have it, which this process may not have; only its fields are read.
+        # The fields of SGLang's class, which this process may lack; SGLang reads only the fields.
         SimpleNamespace(
             name=name,
             shape=view.shape,
@@ -38,7 +38,7 @@ def flattened(memory: Any, views: Sequence[tuple[str, int, Any]]) -> str:
 
 
 def listed(views: Sequence[tuple[str, int, Any]]) -> str:
-    """Named tensors, each opened by itself. Arguments as of `flattened`."""
+    """Return the text for named tensors, each opened by itself. See `flattened`."""
     return _serialised([(name, view) for name, _, view in views])
 
 
@@ -46,14 +46,14 @@ def _serialised(value: Any) -> str:
     import torch
     from torch.multiprocessing import reductions
 
-    # SGLang's, where it has replaced torch's in this process, takes tensors of a GPU only.
+    # SGLang may have replaced torch's function in this process with one for CUDA tensors only.
     reduce = getattr(reductions, "_reduce_tensor_original", reductions.reduce_tensor)
 
     def reduced(tensor: Any) -> Any:
         rebuild, arguments = reduce(tensor)
         at = _DEVICE_ARGUMENT
         if tensor.is_cuda and isinstance(arguments[at], int):
-            # The other process may number its devices otherwise. SGLang's know them by name.
+            # The other process may number its devices differently. SGLang accepts names as well.
             name = str(torch.cuda.get_device_properties(arguments[at]).uuid)
             arguments = (*arguments[:at], name, *arguments[at + 1 :])
         return rebuild, arguments

@@ -1,4 +1,4 @@
-"""What an update of an engine's weights did."""
+"""The report of a weight update."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ __all__ = ["WeightUpdate"]
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """What `update` did. The same on all ranks but for `seconds`.
+    """The report of an `update`. Equal on all ranks, except for `seconds`.
 
     Attributes:
-        version: what the engine calls its weights now; None where that was not said.
-        seconds: how long it took on this rank.
-        bytes: bytes that were sent to each rank of the engine.
-        tensors: how many tensors they were.
-        tied: tensors that were not sent, as they are the same memory as another one.
-        buckets: in how many buckets.
-        bucket_bytes: bytes of the largest of them: what the update took beside the model.
-        verify: what was asked for: "off", "sampled" or "full".
-        received: of how many tensors it was seen, by their digests, that they came as sent.
-        held: of how many that the engine's model holds what was sent, in its own layout and type.
-        unverified: why that was seen of none, or of fewer than asked for; "" where it was.
-        checksums: of an engine without memsaver's plugin: what each of its ranks says of all that
-            it holds, which is the same for engines that hold the same; else ().
+        version: the new version of the engine's weights; None if the update named none.
+        seconds: the duration on this rank.
+        bytes: the bytes that were sent to each rank of the engine.
+        tensors: the number of tensors that were sent.
+        tied: tensors that were not sent, because they share the memory of another tensor.
+        buckets: the number of buckets.
+        bucket_bytes: the bytes of the largest bucket, the memory that the update needs in addition
+            to the model.
+        verify: the requested verification: "off", "sampled" or "full".
+        received: the number of tensors that arrived as sent, by their digests.
+        held: the number of tensors whose contents the engine's model has, in its own layout and
+            type.
+        unverified: the reason why fewer tensors were verified than requested; "" if all were.
+        checksums: for an engine without memsaver's plugin, the checksum of each rank's weights,
+            equal for engines with equal weights; otherwise ().
     """
 
     version: str | None

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.latches import Latch
 from memsaver.errors import ConfigError
-from memsaver.interrupts import signals_deferred
-from memsaver.latches import Latch
 
 __all__ = ["END_SECONDS", "Aside", "Sender"]
 
@@ -29,7 +29,7 @@ _NEVER = timedelta(days=365)
 
 
 class Sender:
-    """Rank 0 of a process group whose other ranks are an engine's.
+    """Rank 0 of a process group. The other ranks are an engine's.
 
     Owns the group and the store through which its ranks find each other. `close` ends both, with
     their sockets, descriptors and threads.
@@ -53,7 +53,7 @@ class Sender:
         self._address = ""
 
     def listen(self, address: str, port: int) -> int:
-        """Make the store, which listens on this address only.
+        """Create the store, which listens on this address only.
 
         Args:
             address: a host name or an IP address of this machine.
@@ -86,13 +86,13 @@ class Sender:
         except (OSError, RuntimeError, OverflowError, UnicodeError) as error:
             self.close()
             raise ConfigError(
-                f"no group can be made at {address}:{port}: {error}; address must be this "
+                f"cannot create a group at {address}:{port}: {error}; address must be this "
                 "machine's own and reachable from the engine's ranks, and port must be free"
             ) from error
         return port
 
     def connect(self) -> None:
-        """Make the group. With gloo, wait until all ranks have joined."""
+        """Create the group. With gloo, wait until all ranks have joined."""
         self._group = self._make(self._client)
         if self._closed:  # the join was given up
             self._shut_down()
@@ -103,7 +103,11 @@ class Sender:
 
         config = c10d.BackendConfig(c10d.Backend(self._backend))
         first = next(iter(config.get_device_backend_map()))
-        for prefix in (self._name, f"{self._name}/", f"{first}/"):  # as torch and SGLang have them
+        for prefix in (
+            self._name,
+            f"{self._name}/",
+            f"{first}/",
+        ):  # like torch and SGLang
             store = dist.PrefixStore(prefix, store)
         made: Any
         if self._backend == "gloo":
@@ -168,7 +172,7 @@ class Sender:
         self._store = self._client = None
 
     def _shut_down(self) -> None:
-        """Shut the group down and drop it here, as both may wait; once, whichever thread comes.
+        """Shut the group down and drop its last reference, which may both wait. Runs once.
 
         Takes no lock: a finalizer or a signal handler may close the sender during its `close`.
         """
@@ -182,7 +186,7 @@ def _listening(address: str, port: int) -> Iterator[socket.socket]:
     """Open a socket that listens at an address of this machine, for the block."""
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
-        # Lets a port be used again while closed connections of an earlier group still hold it.
+        # Allows a port to be reused while closed connections of an earlier group still occupy it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen()
@@ -226,7 +230,8 @@ class Aside:
     """Work on its own thread.
 
     Attributes:
-        error: the exception of the work, or None. It has no traceback, whose frames own sockets.
+        error: the exception that the work raised, or None. Its traceback is removed, because the
+            frames own sockets.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""A trainer's state as tensors that can be written into a bucket, one after the other."""
+"""A trainer's state as tensors that can be written into a bucket."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import memsaver
+from memsaver._runtime.native import _C, State
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
-from memsaver.native import _C, State
 
 __all__ = ["Rename", "Source", "Spec", "sources_of"]
 
@@ -22,10 +22,10 @@ class Spec:
     Attributes:
         name: the tensor's name.
         dtype: its type, such as "bfloat16".
-        shape: its whole shape, or the shard's if the engine gets shards.
-        nbytes: its bytes if it were contiguous.
+        shape: its whole shape, or the shard's if the engine receives shards.
+        nbytes: its size in bytes, without gaps between elements.
         same: the name of an earlier tensor with the same memory, or "". None if this rank has no
-            element of it, so that only other ranks know.
+            element of the tensor, so that only other ranks know.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Source:
     """A tensor of a trainer's state.
 
     Attributes:
-        spec: what is sent of it.
-        device: where this rank's part of it is.
-        distributed: whether it is a DTensor, of which each rank has a part.
+        spec: its description.
+        device: the device of this rank's part.
+        distributed: whether it is a DTensor, so that each rank has a part.
     """
 
     def __init__(self, spec: Spec, tensor: Any) -> None:
@@ -51,16 +51,16 @@ class Source:
         self.distributed = _is_distributed(tensor)
 
     def view_of(self, memory: Any) -> Any:
-        """Bytes of a bucket as the tensor that is written there."""
+        """Return a bucket's bytes as a tensor of this type and shape."""
         view = memory[: self.spec.nbytes].view(self._tensor.dtype)
         return view.view(self.spec.shape)
 
     def write(self, out: Any) -> None:
         """Copy the tensor. Collective over the ranks that have a part of it.
 
-        Queues its work on the current stream of the bucket's device; into a bucket on the host, it
-        is done when this returns. Even shards along the first dimension are gathered in place,
-        others take the memory of the whole tensor meanwhile, once or twice.
+        Queues its work on the current stream of the bucket's device; a copy to the host is complete
+        on return. Even shards along the first dimension are gathered in place; others need the
+        memory of the whole tensor once or twice during the call.
 
         Args:
             out: see `view_of`.
@@ -71,7 +71,7 @@ class Source:
             out.copy_(self._tensor.full_tensor(), non_blocking=out.is_cuda)
 
     def check(self) -> None:
-        """Raise `InvalidStateError` where its memory is paused: reading it would be fatal."""
+        """Raise `InvalidStateError` if the tensor's memory is paused: reading it would be fatal."""
         local = _local(self._tensor)
         tag = _tag_of(local.data_ptr()) if local.numel() else None
         if tag is not None and memsaver.state(tag) is State.PAUSED:
@@ -82,16 +82,16 @@ class Source:
 
 
 def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
-    """The tensors of a state, in its order.
+    """Return the tensors of a state, in its order.
 
-    A tensor that is the same memory as an earlier one (tied weights) says so in its spec.
+    If a tensor shares the memory of an earlier one (tied weights), its spec names the earlier one.
 
     Args:
         state: a `torch.nn.Module`, a mapping of names to tensors, or pairs of them.
-        rename: gives the engine's name of a tensor by its own, or None to leave it out.
+        rename: returns the engine's name for a tensor's name, or None to leave it out.
 
     Raises:
-        ConfigError: what it has is no tensor, or one that cannot be sent; or two have one name.
+        ConfigError: a value is not a tensor, or cannot be sent; or two tensors have the same name.
     """
     import torch
 
@@ -127,7 +127,7 @@ def _pairs(state: Any) -> Iterator[tuple[str, Any]]:
     import torch
 
     if isinstance(state, torch.nn.Module):
-        # What is no tensor is a module's own affair (`get_extra_state`).
+        # A module's state may have values other than tensors (`get_extra_state`).
         pairs = state.state_dict().items()
         return ((name, t) for name, t in pairs if isinstance(t, torch.Tensor))
     if isinstance(state, Mapping):
@@ -135,7 +135,7 @@ def _pairs(state: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(state, Iterable) and not isinstance(state, str | torch.Tensor):
         return iter(state)
     raise ConfigError(
-        "state is a module, a mapping of names to tensors or pairs of them, not "
+        "state must be a module, a mapping of names to tensors, or pairs of them, not "
         f"{type(state).__name__}"
     )
 
@@ -145,9 +145,9 @@ def _check_layout(name: str, tensor: Any) -> None:
 
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         what = "on no device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
-        raise ConfigError(f"{name} cannot be sent: it is {what}, and not a dense tensor")
+        raise ConfigError(f"{name} cannot be sent: it is {what}, not a dense tensor")
     if _is_distributed(tensor) and any(place.is_partial() for place in tensor.placements):
-        raise ConfigError(f"{name} cannot be sent: it is a sum that was not made yet")
+        raise ConfigError(f"{name} cannot be sent: it is a partial sum; reduce it first")
 
 
 def _is_distributed(tensor: Any) -> bool:
@@ -163,7 +163,7 @@ def _memory_of(tensor: Any) -> Any:
     """Return a key that is equal for tensors with the same elements in the same memory.
 
     None if this rank has no element of the tensor. The key includes the conjugate and negative
-    bits, in which alone such a view may differ from its base.
+    bits, which may be the only difference between such a view and its base.
     """
     local = _local(tensor)
     if local.numel() == 0:
@@ -174,7 +174,7 @@ def _memory_of(tensor: Any) -> Any:
 
 
 def _gather_in_place(tensor: Any, out: Any) -> bool:
-    """Gather it right into `out`, if it is laid out so; else nothing is done, on all ranks."""
+    """Gather a tensor into `out` if its layout allows; otherwise return False, on all ranks."""
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import Shard
@@ -189,7 +189,7 @@ def _gather_in_place(tensor: Any, out: Any) -> bool:
     if more or type(place) is not Shard or place.dim != 0 or not even or out.device != local.device:
         return False
     group = tensor.device_mesh.get_group(at)
-    # As bytes: not every backend knows every type.
+    # As bytes, because not every backend supports every type.
     mine = local.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
     gather(out.view(-1).view(torch.uint8), mine, group=group)
@@ -197,9 +197,9 @@ def _gather_in_place(tensor: Any, out: Any) -> bool:
 
 
 def _tag_of(address: int) -> str | None:
-    """The tag that an address belongs to, or None."""
+    """Return the tag of an address, or None."""
     try:
         found = _C.locate(address)
     except NotLoadedError:
         return None
-    return str(found[0]) if found is not None else None
+    return found[0] if found is not None else None

@@ -1,4 +1,4 @@
-"""`update`: an engine's weights from a trainer's state."""
+"""`update`: sends a trainer's weights to an engine."""
 
 from __future__ import annotations
 
@@ -7,40 +7,30 @@ import itertools
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from memsaver.errors import ConfigError, MemsaverError
-from memsaver.integrations.rollout.errors import WeightMismatchError
-from memsaver.integrations.rollout.together import GRACE_SECONDS
-from memsaver.integrations.rollout.weights.agreement import (
-    check_same,
-    common_tie,
-    names_digest,
-)
-from memsaver.integrations.rollout.weights.buckets import Bucket, buckets_of
-from memsaver.integrations.rollout.weights.colocated import BucketMemory
-from memsaver.integrations.rollout.weights.disaggregated import WeightGroup
-from memsaver.integrations.rollout.weights.meetings import Meetings
-from memsaver.integrations.rollout.weights.options import Options
-from memsaver.integrations.rollout.weights.report import WeightUpdate
-from memsaver.integrations.rollout.weights.sources import Rename, Source, Spec, sources_of
-from memsaver.integrations.rollout.weights.verification import (
-    Tally,
-    Verify,
-    digests_of,
-    looked_at,
-    order_of,
-    raise_unlike,
-)
-from memsaver.integrations.sglang.weight_checks import RankCheck
+
+from ...engine.interface import Broadcast, Layout, SharedTensors, WeightLoad
+from ...engine.weights.checks import RankCheck
+from ..errors import WeightMismatchError
+from ..together import GRACE_SECONDS
+from .agreement import check_same, common_tie, names_digest
+from .buckets import Bucket, buckets_of
+from .colocated import BucketMemory
+from .disaggregated import WeightGroup
+from .meetings import Meetings
+from .options import Options
+from .report import WeightUpdate
+from .sources import Rename, Source, Spec, sources_of
+from .verification import Tally, Verify, digests_of, raise_unlike, verification_for, verified_places
 
 if TYPE_CHECKING:
-    from memsaver.integrations.rollout.backend import PauseMode
-    from memsaver.integrations.rollout.engine import RolloutEngine
+    from ...engine.interface import PauseMode
+    from ..rollout_engine import RolloutEngine
 
 __all__ = ["update"]
 
-Layout = Literal["whole", "engine"]
 Views = Sequence[tuple[str, int, Any]]
 
 _WHAT = "an update of the engine's weights"
@@ -76,26 +66,27 @@ def update(
             "engine": this rank's shards in the engine's layout, under the engine's parameter names,
             as a Megatron-like trainer may have them; they are written unchanged. Not with `group`.
         rename: returns the engine's name for a name in `state`; None leaves the tensor out.
-        bucket_bytes: the largest size of a bucket. A larger tensor gets a bucket of its own.
+        bucket_bytes: the largest size of a bucket. A larger tensor gets its own bucket.
         verify: "full": all tensors, which reads the engine's weights once more. "sampled": one of
-            eight, others at each update. "off": none. Verified contents must be the same on all
-            ranks that send whole tensors, and for all engines. With memsaver's plugin in the
-            engine, a tensor from which the model loads nothing is always an error; without the
-            plugin nothing can be verified, and the report says so.
+            eight tensors, different ones at each update. "off": none. Verified contents must be
+            the same on all ranks that send whole tensors, and for all engines. With memsaver's
+            plugin in the engine, a tensor from which the model loads nothing is always an error;
+            without the plugin nothing can be verified, and the report says so.
         group: the group of an engine on other GPUs.
         pause: the mode in which generation is paused during the update (see
             `Backend.pause_generation`). Needed if requests may be in flight. If the update fails,
             generation stays paused.
         flush_cache: whether to flush the prefix cache, which the old weights computed. Default
             True, except with `pause="in_place"`, whose requests continue with the cache.
-        timeout: seconds for each of the engine's calls, and to wait for other ranks; None is the
-            engine's timeout.
+        timeout: seconds for each of the engine's calls, and to wait for other ranks; None means
+            the engine's timeout.
 
     Raises:
         WeightMismatchError: the engine's contents differ from those sent, the model has no such
-            tensor, or ranks have different contents of one; `tensors` names the tensors.
+            tensor, or ranks have different contents of a tensor; `tensors` names the tensors.
         ConfigError: the ranks send different tensors, or an argument is invalid.
-        InvalidStateError: the engine's weights are released, or a tag that `state` is in is paused.
+        InvalidStateError: the engine's weights are released, or a tag with memory of `state` is
+            paused.
         OutOfDeviceMemoryError: no room for the bucket; nothing was sent.
         EngineError, RankError, GroupError: the engine or a rank failed.
 
@@ -127,7 +118,7 @@ class _Update:
         self._tally = Tally()
 
     def run(self) -> dict[str, Any]:
-        """Do it; the report's fields but for the time."""
+        """Run the update, and return the report's fields except for the duration."""
         specs = self._agree()
         buckets = buckets_of(
             [(spec.name, spec.nbytes) for spec in specs], self._options.bucket_bytes
@@ -161,8 +152,8 @@ class _Update:
     # --- what is sent -----------------------------------------------------------------------------
 
     def _agree(self) -> list[Spec]:
-        """What all ranks send, in its order. Changes nothing, and asks the engine for its state."""
-        # The engine's own time: that of the update may be what is wrong with it.
+        """Return the tensors that all ranks send, in order. Changes nothing."""
+        # The engine's own timeout, because the update's may be the invalid argument.
         everyones = self._meetings.gather(f"{_WHAT}: its plan", self._plan, self._engine.timeout)
         timeout = self._options.timeout
         what = f"{_WHAT}: its tensors"
@@ -175,10 +166,10 @@ class _Update:
         specs = [max(same, key=lambda spec: spec.nbytes) for same in zip(*everyones, strict=True)]
         ties = [common_tie(spec.same for spec in same) for same in zip(*everyones, strict=True)]
         ours = names_digest(specs), ties
-        told = self._meetings.along(what, ours, timeout) or [ours]
-        if len({digest for digest, _ in told}) > 1:
+        plans = self._meetings.along(what, ours, timeout) or [ours]
+        if len({digest for digest, _ in plans}) > 1:
             raise ConfigError("the ranks of different engines do not send the same tensors")
-        ties = [common_tie(each) for each in zip(*(theirs for _, theirs in told), strict=True)]
+        ties = [common_tie(each) for each in zip(*(theirs for _, theirs in plans), strict=True)]
         tied = {spec.name for spec, tie in zip(specs, ties, strict=True) if tie}
         self._tied = tuple(spec.name for spec in specs if spec.name in tied)
         return [spec for spec in specs if spec.name not in tied]
@@ -194,13 +185,13 @@ class _Update:
             if source.distributed and self._options.layout == "engine":
                 raise ConfigError(
                     f"{source.spec.name} is a DTensor, which is sent whole: in the engine's layout "
-                    "give this rank's shard of it (`to_local()`)"
+                    "pass this rank's shard (`to_local()`)"
                 )
         self._sources = {source.spec.name: source for source in sources}
         return [source.spec for source in sources]
 
     def _device(self) -> Any:
-        """Where buckets are: where the state is, or as the group needs it."""
+        """Return the device for buckets: the state's device, or the group's."""
         import torch
 
         devices = {source.device for source in self._sources.values()}
@@ -214,7 +205,7 @@ class _Update:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """For the block, generation is paused, if so asked; after an error it stays so."""
+        """Pause generation for the block, if requested; after an error it stays paused."""
         mode, timeout = self._options.pause, self._options.timeout
         if mode is None:
             yield
@@ -234,14 +225,14 @@ class _Update:
             yield
         except MemsaverError as error:
             error.message += (
-                "; generation is paused still: make the update again, or continue_generation()"
+                "; generation is still paused: repeat the update, or call continue_generation()"
             )
             raise
         self._meetings.on_leader("continuing generation", end, timeout)
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
-        """For the block, the engine has its weights as a loader wants them."""
+        """Keep the engine's weights in the layout for loading during the block."""
         backend, timeout = self._engine.backend, self._options.timeout
 
         def begin() -> None:
@@ -253,21 +244,21 @@ class _Update:
             backend.end_update(limit)
 
         try:
-            # It may have begun also where this fails: with this engine too late, or with others.
+            # A failed begin may still have begun the update: too late, or on other engines.
             self._meetings.on_leader(f"{_WHAT}: its beginning", begin, timeout)
             yield
         except BaseException:
-            if backend is not None:  # so that it can be made again; the other ranks do not wait
+            if backend is not None:  # so that a new update is possible; other ranks do not wait
                 with contextlib.suppress(MemsaverError):
                     end(min(timeout, GRACE_SECONDS))
             raise
         self._meetings.on_leader(f"{_WHAT}: its end", end, timeout)
 
     def _send(self, bucket: Bucket, memory: BucketMemory, which: str, last: bool) -> None:
-        """One bucket, from the trainer's memory into the engine's."""
+        """Send one bucket from the trainer's memory into the engine's."""
         what = f"{_WHAT}: bucket {which}"
-        places = looked_at(bucket, self._options.verify, self._number)
-        # First without a wait for the device: it would not end where a rank does not take part.
+        places = verified_places(bucket, self._options.verify, self._number)
+        # The first step does not wait for the device: the wait would not end without all ranks.
         views: list[tuple[str, int, Any]] = []
         self._meetings.gather(
             f"{what}, gathered",
@@ -277,10 +268,10 @@ class _Update:
 
         def payload() -> tuple[str, tuple[str, ...]]:
             memory.settle()
-            if self._options.group is not None:  # the leader's are those that are sent
+            if self._options.group is not None:  # only the leader's tensors are sent
                 return "", digests_of(views, places) if self._engine.layout.is_leader else ()
             digests = digests_of(views, places)
-            return memory.payload(views, self._options.load_format), digests
+            return memory.payload(views, self._options.layout), digests
 
         timeout, engines = self._options.timeout, self._engine.layout
         with self._meetings.step(what, timeout) as own:
@@ -310,61 +301,48 @@ class _Update:
         sent: Sequence[tuple[str, ...]],
         last: bool,
     ) -> list[RankCheck]:
-        """On the leader: have the engine load it."""
-        backend, group, timeout = self._engine.backend, self._options.group, self._options.timeout
+        """Make the engine load a bucket. On the leader only."""
+        backend, options = self._engine.backend, self._options
         assert backend is not None
-        flush_cache = last and self._options.flushes
-        version = self._options.version if last else None
-        order = order_of(bucket, places, sent)
-        if group is None:
-            checks: list[RankCheck] = backend.load_tensors(
-                payloads,
-                load_format=self._options.load_format,
-                flush_cache=flush_cache,
-                weight_version=version,
-                order=order,
-                timeout=timeout,
-            )
-            return checks
         tensors = [view for _, _, view in views]
-
-        def load() -> list[RankCheck]:
-            found: list[RankCheck] = backend.load_broadcast(
-                bucket.names,
-                [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-                [tuple(tensor.shape) for tensor in tensors],
-                group_name=group.name,
-                load_format=None,
-                flush_cache=flush_cache,
-                weight_version=version,
-                order=order,
-                timeout=timeout,
-            )
-            return found
-
-        return list(group.broadcast(tensors, load, timeout))
+        coming: SharedTensors | Broadcast
+        if options.group is None:
+            coming = SharedTensors(tuple(payloads), options.layout)
+        else:
+            dtypes = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+            shapes = (tuple(tensor.shape) for tensor in tensors)
+            coming = Broadcast(options.group.name, bucket.names, tuple(dtypes), tuple(shapes))
+        load = WeightLoad(
+            coming,
+            options.timeout,
+            flush_cache=last and options.flushes,
+            weight_version=options.version if last else None,
+            verification=verification_for(bucket, places, sent),
+        )
+        if options.group is None:
+            return backend.load_weights(load)
+        return options.group.broadcast(tensors, lambda: backend.load_weights(load), options.timeout)
 
     def _checksums(self) -> tuple[str, ...]:
-        """What an engine without the plugin says of all that it holds, which all engines must say.
+        """Return the checksums of an engine without the plugin, which must be equal on all engines.
 
-        SGLang's checksums are of the model's own layout, so that they cannot be had of what was
-        sent.
+        They are computed in the model's own layout, so the sender cannot compute them.
         """
         if self._tally.ranks or self._options.verify == "off":
             return ()
         backend, timeout = self._engine.backend, self._options.timeout
         what = f"{_WHAT}: the engine's checksums"
 
-        def ask() -> tuple[str, ...]:
+        def query() -> tuple[str, ...]:
             assert backend is not None
             return tuple(backend.checksums(timeout))
 
         with self._meetings.step(what, timeout) as own:
-            checksums: tuple[str, ...] = own.on_leader(what, ask, timeout)
+            checksums = own.on_leader(what, query, timeout)
         if len(set(self._meetings.along(what, checksums, timeout))) > 1:
             raise WeightMismatchError(
-                f"engines that were sent the same weights hold different ones: {checksums} on rank "
-                f"{self._engine.layout.leader}, and others elsewhere; update them again"
+                f"engines that received the same weights have different checksums: {checksums} on "
+                f"rank {self._engine.layout.leader}, others elsewhere; update them again"
             )
         return checksums
 

@@ -1,4 +1,4 @@
-"""Whether an engine holds what it was sent: what it is asked to look at, and what it says."""
+"""The verification of an update: the requests to an engine's ranks, and their results."""
 
 from __future__ import annotations
 
@@ -6,33 +6,42 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.rollout.errors import WeightMismatchError
-from memsaver.integrations.rollout.weights.buckets import Bucket
-from memsaver.integrations.sglang.digests import digest
-from memsaver.integrations.sglang.weight_checks import Order, RankCheck, unknown_to_all
 
-__all__ = ["Tally", "Verify", "check_policy", "digests_of", "looked_at", "order_of", "raise_unlike"]
+from ...engine.weights.checks import RankCheck, VerificationRequest, unknown_to_all
+from ...engine.weights.digests import digest
+from ..errors import WeightMismatchError
+from .buckets import Bucket
+
+__all__ = [
+    "Tally",
+    "Verify",
+    "check_policy",
+    "digests_of",
+    "raise_unlike",
+    "verification_for",
+    "verified_places",
+]
 
 Verify = Literal["off", "sampled", "full"]
 
 _POLICIES = ("off", "sampled", "full")
-_STEP = 8  # of so many tensors, a sample has one
-_SHOWN = 8  # names in a message; the error has all
+_STEP = 8  # a sample has one of 8 tensors
+_SHOWN = 8  # names in a message; the error's `tensors` has all
 
 
 def check_policy(verify: str) -> None:
-    """Raise ConfigError where it is none."""
+    """Raise `ConfigError` if the policy is unknown."""
     if verify not in _POLICIES:
-        raise ConfigError(f"verify is one of {', '.join(_POLICIES)}, not {verify!r}")
+        raise ConfigError(f"verify must be one of {', '.join(_POLICIES)}, not {verify!r}")
 
 
-def looked_at(bucket: Bucket, verify: str, number: int) -> tuple[int, ...]:
-    """Which tensors of a bucket are verified, by their place in it; the same on all ranks.
+def verified_places(bucket: Bucket, verify: str, number: int) -> tuple[int, ...]:
+    """Return the indices of a bucket's tensors to verify; equal on all ranks.
 
     Args:
         bucket: the bucket.
-        verify: "off" none, "full" all, "sampled" one of eight, and one of each bucket at least.
-        number: counts the updates, each of which samples others.
+        verify: "off": none; "full": all; "sampled": one of eight, and at least one in each bucket.
+        number: the number of the update; each update samples different tensors.
     """
     if verify == "off":
         return ()
@@ -42,20 +51,23 @@ def looked_at(bucket: Bucket, verify: str, number: int) -> tuple[int, ...]:
 
 
 def digests_of(views: Sequence[tuple[str, int, Any]], places: Sequence[int]) -> tuple[str, ...]:
-    """The digests of some of a bucket's tensors. Waits for the device."""
+    """Return the digests of some of a bucket's tensors. Waits for the device."""
     return tuple(digest(views[at][2]) for at in places)
 
 
-def order_of(bucket: Bucket, places: Sequence[int], digests: Sequence[tuple[str, ...]]) -> Order:
-    """What the engine is asked.
+def verification_for(
+    bucket: Bucket, places: Sequence[int], digests: Sequence[tuple[str, ...]]
+) -> VerificationRequest:
+    """Return the verification request for a bucket.
 
     Args:
-        bucket: what it gets.
-        places: what is to be looked at.
-        digests: what was sent of it, by each rank.
+        bucket: the bucket.
+        places: the indices of the tensors to compare.
+        digests: each rank's digests of these tensors.
     """
     same = all(row == digests[0] for row in digests)
-    return Order(bucket.names, tuple(places), tuple(digests[:1] if same else digests))
+    rows = tuple(digests[:1] if same else digests)
+    return VerificationRequest(bucket.names, tuple(places), rows)
 
 
 def raise_unlike(
@@ -67,7 +79,7 @@ def raise_unlike(
     """Raise the same `WeightMismatchError` on all ranks if the senders' contents differ.
 
     Args:
-        bucket: the bucket that they send.
+        bucket: the senders' bucket.
         places: the indices of the bucket's tensors that have digests.
         digests: each sender's digests of these tensors.
         senders: each sender's name, for the message.
@@ -84,7 +96,7 @@ def raise_unlike(
     raise _mismatch(
         bucket,
         names,
-        f"the senders of weights have different contents: {senders[0]} differs from others",
+        f"the senders' weights have different contents: {senders[0]} differs from others",
         [senders[at] for at in unlike],
         "This bucket was not sent, but earlier ones of the update may have been: make the senders' "
         "weights equal, then update again before the engine generates",
@@ -92,13 +104,13 @@ def raise_unlike(
 
 
 class Tally:
-    """What the engine said of all buckets of an update.
+    """The results of the verification of all buckets of an update.
 
     Attributes:
-        received: tensors that came as they were sent, on every rank that tells.
-        held: tensors of which every rank holds what was sent.
-        ranks: how many of the engine's ranks told of the last bucket; 0 without memsaver's plugin.
-        reasons: why what an engine holds was not compared, each once.
+        received: the number of tensors that arrived as sent on every rank.
+        held: the number of tensors whose contents every rank's model has.
+        ranks: the number of ranks that checked the last bucket; 0 without memsaver's plugin.
+        reasons: the reasons why contents could not be compared, each once.
     """
 
     def __init__(self) -> None:
@@ -108,29 +120,31 @@ class Tally:
         self.reasons: tuple[str, ...] = ()
 
     def add(self, bucket: Bucket, checks: Sequence[RankCheck]) -> None:
-        """What the engine says of a bucket.
+        """Add the ranks' checks of a bucket.
 
         Raises:
-            WeightMismatchError: it does not hold what it was sent, on some rank, or its model has
-                no part of a tensor on any.
+            WeightMismatchError: a rank's contents differ from those sent, or the model loads
+                nothing from a tensor on any rank.
         """
         self.ranks = len(checks)
         if not checks:
             return
-        _raise_differing(bucket, checks, "damaged", "they came otherwise than sent")
-        _raise_differing(bucket, checks, "differing", "the engine holds something else")
+        _raise_differing(
+            bucket, checks, "damaged", "they arrived with contents that differ from those sent"
+        )
+        _raise_differing(bucket, checks, "differing", "the engine's contents differ")
         unknown = unknown_to_all(checks).intersection(bucket.names)
         if unknown:
             raise _mismatch(
                 bucket,
                 unknown,
-                "the engine's model takes nothing of them, and may call them otherwise (`rename`)",
+                "the engine's model loads nothing from them; it may use other names (`rename`)",
                 [],
             )
         self.received += min(check.received for check in checks)
         self.held += min(check.held for check in checks)
-        told = [check.unverified for check in checks if check.unverified]
-        self.reasons = tuple(dict.fromkeys((*self.reasons, *told)))
+        reasons = [check.unverified for check in checks if check.unverified]
+        self.reasons = tuple(dict.fromkeys((*self.reasons, *reasons)))
 
 
 def _raise_differing(bucket: Bucket, checks: Sequence[RankCheck], field: str, what: str) -> None:
@@ -146,8 +160,8 @@ def _mismatch(
     names: set[str],
     what: str,
     ranks: Sequence[str],
-    advice: str = "The sender's weights are as they were, and some of the engine's are new: update "
-    "them again before it generates",
+    advice: str = "The sender's weights are unchanged, and some of the engine's are new: update "
+    "the engine again before it generates",
 ) -> WeightMismatchError:
     tensors = tuple(name for name in bucket.names if name in names)
     shown = ", ".join(tensors[:_SHOWN])

@@ -1,9 +1,9 @@
-// The library that LD_PRELOAD names. It translates torch_memory_saver's variables, loads memsaver's
-// library, and exports torch_memory_saver's functions (tms.c) over it.
+// The library for LD_PRELOAD. It translates torch_memory_saver's variables, loads memsaver's
+// library, and exports torch_memory_saver's functions (tms.c), which call memsaver.
 //
-// It depends only on libc, because a preloaded library that misses a dependency ends every process.
-// If memsaver is not found, or a variable is invalid, it does nothing; the Python package reports
-// it when it is used. Nothing is printed.
+// It depends only on libc, because every process ends if a preloaded library lacks a dependency. If
+// memsaver is not found, or a variable is invalid, it does nothing; the Python package reports the
+// problem when it is used. Nothing is printed.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -17,10 +17,10 @@
 #include "tms.h"
 
 static const char kLibrary[] = "libmemsaver_preload.so";
-static const char kTag[] = "default";  // of a whole process, as in torch_memory_saver
+static const char kTag[] = "default";  // torch_memory_saver's tag for a whole process
 
-// Set beside MEMSAVER_TAG and MEMSAVER_BACKUP where they are made here, so that a child that
-// inherits them knows whether they still apply.
+// Set together with MEMSAVER_TAG and MEMSAVER_BACKUP if this library sets them. A child that
+// inherits the variables uses this to decide whether they still apply.
 static const char kMade[] = "TMS_MADE_MEMSAVER_TAG";
 
 bool tms_is_true(const char* name) {
@@ -43,7 +43,7 @@ static const char* wanted_backup(void) {
 
 static const char* past_blanks(const char* text) { return text + strspn(text, " \t"); }
 
-// Torch's expandable segments take memory from the driver, where no hook sees it.
+// Torch's expandable segments allocate directly from the driver, which no hook intercepts.
 static void turn_off_expandable_segments(const char* variable) {
   static const char name[] = "expandable_segments";
   const char* value = getenv(variable);
@@ -88,7 +88,7 @@ static void translate_variables(void) {
   turn_off_expandable_segments("PYTORCH_CUDA_ALLOC_CONF");
 }
 
-// Makes memsaver's cudaMalloc the one that libraries loaded from now on are bound to.
+// Makes libraries that are loaded later bind to memsaver's cudaMalloc.
 static void* load_memsaver(void) {
   void* library = dlopen(kLibrary, RTLD_LAZY | RTLD_NOLOAD);
   if (library) return library;  // preloaded by its own name

@@ -1,15 +1,15 @@
-// The functions of torch_memory_saver's library, which programs call through ctypes or dlsym, over
-// memsaver's C ABI.
+// Implements the functions of torch_memory_saver's library, which programs call through ctypes or
+// dlsym, with memsaver's C ABI.
 //
 // Contract of every function:
 //   - Any thread may call it. It prints nothing and never ends the process.
 //   - If memsaver's library was not found, it has no effect, and tms_pause and tms_resume return an
 //     error.
 //   - A failure of a function that returns nothing becomes a MemsaverWarning (ms_warn).
-//   - The setters apply to the calling thread's later allocations, and override the regions that it
-//     is in. A region that is entered after them in Python must be left before they are called
-//     again. A thread that ends leaves its sections.
-//   - A pause calls no Python callbacks and saves everything, including memory of dead tensors.
+//   - The setters apply to the calling thread's later allocations, and override its regions. A
+//     region that is entered after them in Python must be left before they are called again. A
+//     thread that ends leaves its sections.
+//   - A pause calls no Python callbacks and saves everything, including memory of freed tensors.
 #define _GNU_SOURCE
 #include "tms.h"
 
@@ -85,7 +85,8 @@ void tms_find_memsaver(void* library) {
 
 static void warn(const ms_error* error) { ms_warn(error->message); }
 
-// --- parts of a tag (memsaver/parts.py): TAG, U+001F, and the name of the part's backup
+// --- parts of a tag (memsaver/_transitions/parts.py): TAG, U+001F, and the name of the part's
+// backup
 
 // Returns the name of a part, which the caller frees; NULL if there is no memory.
 static char* part(const char* tag, int backup) {
@@ -98,7 +99,7 @@ static bool is_known(const char* name, int* backup) {
 }
 
 // Enters a region of the tag's part with this backup. If several threads enter a tag's first
-// regions at once, the lock decides which part is the tag itself.
+// regions concurrently, the lock decides which part is the tag itself.
 static int enter(const char* tag, int backup, ms_error* error) {
   static pthread_mutex_t first = PTHREAD_MUTEX_INITIALIZER;
   int policy = backup;
@@ -137,7 +138,7 @@ static void release_names(const char* names[], size_t count) {
 
 enum { kUnset = -1 };
 
-// A thread's settings, kUnset or NULL if not set, and the section that it is in because of them.
+// A thread's settings (kUnset or NULL if not set), and the section that it entered because of them.
 // They apply in the region in which they were made. The first setting in another region resets
 // them.
 typedef struct Settings {
@@ -257,7 +258,7 @@ TMS_API void tms_set_current_tag(const char* tag) {
   enter_section();
 }
 
-// Valid until the thread's next call.
+// Returns a string that is valid until the thread's next call.
 TMS_API const char* tms_get_current_tag(void) {
   int backup;
   if (!region_around(own.shown, sizeof own.shown, &backup) && own.tag) return own.tag;
@@ -376,12 +377,13 @@ static int transition(const char* tag, bool is_pause) {
   return cuda_error_of(status);
 }
 
-// All or nothing. Return 0, or the closest cudaError_t; a MemsaverWarning explains the failure.
+// Change all memory of the tag or none. Return 0, or the closest cudaError_t; a MemsaverWarning
+// explains the failure.
 TMS_API int tms_pause(const char* tag) { return transition(tag, true); }
 TMS_API int tms_resume(const char* tag) { return transition(tag, false); }
 
-// Returns the host address of the backup of device memory: of a paused tag, or of a mapped one
-// under tms_set_retain_cpu_backup(true). NULL if there is no backup.
+// Returns the host address of the backup of device memory, for a paused tag, or for a mapped tag
+// under tms_set_retain_cpu_backup(true). Returns NULL if there is no backup.
 TMS_API uint8_t* tms_get_cpu_backup_pointer(const uint8_t* address, uint64_t bytes) {
   void* host = NULL;
   if (!has_memsaver) return NULL;

@@ -14,6 +14,6 @@ from torch_memory_saver.entrypoint import TorchMemorySaver
 from torch_memory_saver.hooks.mode_preload import configure_subprocess
 
 torch_memory_saver = TorchMemorySaver()
-"""The object that a process uses."""
+"""The saver object for programs."""
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]

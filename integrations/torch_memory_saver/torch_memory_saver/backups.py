@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import memsaver
-from memsaver import parts
+from memsaver._runtime.native import _C, STATES, Backup, State
+from memsaver._transitions import parts
 from memsaver.errors import ConfigError, InvalidStateError, UnknownTagError
-from memsaver.native import _C, STATES, Backup, State
 
 __all__ = ["BACKENDS", "Backups", "CpuBackupBackend", "backup_for"]
 
@@ -53,7 +53,7 @@ class Backups:
     def __init__(self, retain: bool | None) -> None:
         self.retain = retain
         # Names of tags whose last resume retained their backups. Needs no lock: it records only the
-        # program's wish, and memsaver decides whether a copy exists.
+        # program's request, and memsaver decides whether a copy exists.
         self._retained: set[str] = set()
 
     def resumed(self, names: Sequence[str]) -> None:

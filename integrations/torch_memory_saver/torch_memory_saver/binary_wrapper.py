@@ -1,6 +1,6 @@
-"""What frameworks reach for underneath the public interface: the state of the calling thread.
+"""The internal interface that frameworks use: the state of the calling thread.
 
-They turn the catching of allocations off around a library that makes buffers of its own:
+They exclude allocations of a library that creates its own buffers from the region:
 `torch_memory_saver._impl._binary_wrapper.cdll.tms_set_interesting_region(False)`.
 """
 
@@ -11,15 +11,15 @@ import threading
 from collections.abc import Iterator
 
 import memsaver
-from memsaver import parts
-from memsaver.native import _C, Backup
+from memsaver._runtime.native import _C, Backup
+from memsaver._transitions import parts
 from torch_memory_saver.backups import BACKENDS
 
 __all__ = ["BinaryWrapper", "ThreadState"]
 
 
 class ThreadState:
-    """The calling thread's state, under the names that the library's functions have."""
+    """The calling thread's state, under the names of the library's functions."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -27,7 +27,7 @@ class ThreadState:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """What is switched off inside the block is switched on again at its end, and not before."""
+        """Switch a region that the block switches off on again at the block's end."""
         around, self._local.off = self._local.off, None
         try:
             yield
@@ -36,7 +36,7 @@ class ThreadState:
             self._local.off = around
 
     def tms_get_interesting_region(self) -> bool:
-        """Whether what this thread allocates now belongs to a tag."""
+        """Return whether this thread's allocations currently belong to a tag."""
         return _C.region_tag() is not None
 
     def tms_set_interesting_region(self, interesting: bool) -> None:
@@ -68,7 +68,7 @@ class ThreadState:
         return named.get(self._region()[1], self._backend).encode()
 
     def set_memory_margin_bytes(self, value: int) -> None:
-        """`TorchMemorySaver.memory_margin_bytes`."""
+        """Set `TorchMemorySaver.memory_margin_bytes`."""
         memsaver.configure(margin_bytes=int(value))
 
     def _region(self) -> tuple[str, Backup]:
@@ -78,13 +78,13 @@ class ThreadState:
 
 
 class BinaryWrapper:
-    """Holds the state as `cdll`, where frameworks look for it."""
+    """Provides the state as `cdll`, where frameworks look for it."""
 
     def __init__(self, state: ThreadState) -> None:
         self.cdll = state
 
 
 class _Switch(threading.local):
-    """What ends the disabled section that the thread has switched on, if it has."""
+    """The thread's disabled section, if it is in one."""
 
     off: contextlib.ExitStack | None = None

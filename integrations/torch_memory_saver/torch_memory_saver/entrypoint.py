@@ -1,4 +1,4 @@
-"""The object that programs use: regions, graphs, pause and resume over memsaver."""
+"""The object that programs use: regions, graphs, pause and resume, based on memsaver."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import memsaver
-from memsaver import parts
+from memsaver._runtime.native import _C, Backup
+from memsaver._transitions import parts
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
-from memsaver.native import _C, Backup
 from torch_memory_saver.backups import Backups, CpuBackupBackend, backup_for
 from torch_memory_saver.binary_wrapper import BinaryWrapper, ThreadState
 from torch_memory_saver.environment import Environment, read_environment
@@ -21,11 +21,11 @@ __all__ = ["TorchMemorySaver"]
 
 
 class TorchMemorySaver:
-    """Pauses and resumes tensors tag by tag; every object of a process means the same tags.
+    """Pauses and resumes tensors tag by tag; all objects of a process share the same tags.
 
-    Errors are memsaver's: after one, nothing is lost and nothing is half-done. Pausing what is
-    paused, resuming what is mapped, and tags that no region has named do nothing. Any thread; a
-    region concerns the thread that entered it.
+    Raises memsaver's errors; after an error, nothing is lost and nothing is half-done. Pausing a
+    paused tag, resuming a mapped tag, and tags that no region has named have no effect. Any thread;
+    a region applies to the thread that entered it.
     """
 
     def __init__(self) -> None:
@@ -40,21 +40,21 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Tensors made inside belong to `tag`, and are paused and resumed with it.
+        """Put tensors that are created in the block into `tag`.
 
-        Regions of one tag may ask for different backups: each tensor has what its region asked for.
+        Regions of one tag may have different backups: each tensor has the backup of its region.
 
         Args:
-            tag: the name to pause and resume by.
-            enable_cpu_backup: contents come back from host memory; without a backup the memory
-                reads as zero after a resume.
-            enable_disk_backup: contents come back from a file, in the directory that
-                `set_disk_backup_dir` or TMS_DISK_BACKUP_DIR names.
+            tag: the name for `pause` and `resume`.
+            enable_cpu_backup: whether a resume restores contents from host memory; without a
+                backup the memory reads as zero after a resume.
+            enable_disk_backup: whether a resume restores contents from a file, in the directory
+                that `set_disk_backup_dir` or TMS_DISK_BACKUP_DIR names.
             cpu_backup_backend: "pinned" host memory, the fastest, or "mmap", which is ordinary
-                memory. None is TMS_INIT_CPU_BACKUP_BACKEND, else "pinned".
+                memory. None means TMS_INIT_CPU_BACKUP_BACKEND, or "pinned" if that is not set.
 
         Raises:
-            ConfigError: options that contradict each other, or an empty tag.
+            ConfigError: the options contradict each other, or the tag is empty.
             InvalidStateError: the tag is paused.
             NotLoadedError: no GPU, or no torch that can use it.
         """
@@ -76,19 +76,19 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """`torch.cuda.graph`, with the graph's memory in `tag`. In either mode.
+        """Capture a graph like `torch.cuda.graph`, with its memory in `tag`. In either mode.
 
         Args:
             cuda_graph: a `torch.cuda.CUDAGraph` to capture into.
-            pool: graphs captured here with the same one share their memory.
+            pool: the memory pool; graphs captured here with the same pool share their memory.
             stream: the stream to capture on.
-            capture_error_mode: torch's.
-            tag: as in `region`.
-            enable_cpu_backup: as in `region`.
-            cpu_backup_backend: as in `region`.
+            capture_error_mode: see `torch.cuda.graph`.
+            tag: see `region`.
+            enable_cpu_backup: see `region`.
+            cpu_backup_backend: see `region`.
 
         Raises:
-            ConfigError, InvalidStateError, NotLoadedError: as `region`.
+            ConfigError, InvalidStateError, NotLoadedError: see `region`.
         """
         impl = self._ensure_initialized()
         backup = impl.backup_for(enable_cpu_backup, False, cpu_backup_backend)
@@ -106,16 +106,19 @@ class TorchMemorySaver:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """Tensors made inside belong to no tag; outside of any region it changes nothing."""
+        """Keep tensors that are created in the block outside of all tags.
+
+        Has no effect outside of all regions.
+        """
         impl = self._ensure_initialized()
         with memsaver.disabled(), impl.thread.scope():
             yield
 
     def pause(self, tag: str | None = None) -> None:
-        """Give the device memory of a tag, or of all, back; addresses stay.
+        """Release the device memory of a tag, or of all tags, and keep the addresses.
 
         Raises:
-            MemsaverError: what `memsaver.pause` raises; every tag is mapped with its contents then.
+            MemsaverError: see `memsaver.pause`. Every tag is mapped with its contents.
         """
         self._ensure_initialized()
         if not tag:
@@ -124,14 +127,14 @@ class TorchMemorySaver:
             memsaver.pause(*names)
 
     def resume(self, tag: str | None = None) -> None:
-        """Map memory behind the addresses of a tag, or of all tags, and restore the saved contents.
+        """Map memory at the addresses of a tag, or of all tags, and restore the saved contents.
 
         Then releases the host memory of "mmap" backups, and, if `retain_cpu_backup` was set to
         False, of all backups. Starts no thread.
 
         Raises:
-            MemsaverError: an exception of `memsaver.resume`, such as `OutOfDeviceMemoryError`.
-                Every tag is paused with its backup, and the call may be made again.
+            MemsaverError: see `memsaver.resume`; for example `OutOfDeviceMemoryError`. Every tag is
+                paused with its backup, and the call may be repeated.
         """
         impl = self._ensure_initialized()
         if not tag:
@@ -143,19 +146,19 @@ class TorchMemorySaver:
 
     @property
     def enabled(self) -> bool:
-        """True."""
+        """Return True: this saver is always enabled."""
         return True
 
     @property
     def hook_mode(self) -> HookMode:
-        """What was asked for, "preload" by default. Both work in every process.
+        """The requested mode, "preload" by default. Both modes work in every process.
 
-        With "preload" a region is about all GPUs that the process uses, with "torch" about the
-        current one. Cannot be set after the first use.
+        With "preload" a region applies to all GPUs that the process uses, with "torch" to the
+        current GPU. Cannot be set after the first use.
 
         Raises:
-            ConfigError: on setting, there is no such mode.
-            InvalidStateError: on setting, the object was used already.
+            ConfigError: on setting, the mode is unknown.
+            InvalidStateError: on setting, the object is already in use.
         """
         return self._hook_mode
 
@@ -173,10 +176,11 @@ class TorchMemorySaver:
     def memory_margin_bytes(self) -> int:
         """Device memory that allocations in regions leave free; 0 unless configured.
 
-        One that would not is out of memory, upon which torch gives back what it caches.
+        An allocation beyond the margin fails as out of memory; torch then releases its cached
+        blocks and tries again.
 
         Raises:
-            ConfigError: on setting, a number that is no size.
+            ConfigError: on setting, the number is not a valid size.
         """
         self._ensure_initialized()
         return int(_C.option("margin_bytes"))
@@ -204,13 +208,14 @@ class TorchMemorySaver:
         """Return the copy of a tensor that the last pause saved, as a CPU tensor, or None.
 
         There is a copy if the tensor's tag is paused, or if it is mapped and was resumed under
-        `retain_cpu_backup`. In the second case it has the contents of that pause, at the same host
-        address from pause to pause.
+        `retain_cpu_backup`. In the second case the copy has the contents of the last pause, and its
+        host address stays the same from pause to pause.
 
         Args:
             x: a tensor.
-            zero_copy: False copies. True makes a tensor over the backup itself, valid until the
-                tag's next change. The resume of a paused tag restores what was written to it.
+            zero_copy: False returns a copy of the backup. True returns a tensor over the backup
+                itself, valid until the tag's next change. The resume of a paused tag restores the
+                contents of this tensor.
 
         Raises:
             ConfigError: `x` is not a tensor.
@@ -225,10 +230,12 @@ class TorchMemorySaver:
         return view if view is None or zero_copy else view.clone()
 
     def set_disk_backup_dir(self, path: str) -> None:
-        """Set the directory for backups on disk, and make it if needed. Paused tags keep theirs.
+        """Set the directory for backups on disk, and create it if needed.
+
+        Paused tags keep their directory.
 
         Raises:
-            ConfigError: the directory cannot be made or written to.
+            ConfigError: the directory cannot be created or written to.
         """
         self._ensure_initialized()
         _set_disk_dir(path)
@@ -240,7 +247,7 @@ class TorchMemorySaver:
 
 
 class _Process:
-    """What all objects of a process share."""
+    """The state that all objects of a process share."""
 
     def __init__(self, environment: Environment) -> None:
         self.thread = ThreadState(environment.backend)
@@ -253,7 +260,7 @@ class _Process:
         return backup_for(cpu, disk, backend, self._backend)
 
     def devices(self) -> list[int] | None:
-        """The GPUs that torch uses in this process, where there are several."""
+        """Return the GPUs that torch uses in this process, if there are several."""
         torch: Any = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized() or torch.cuda.device_count() < 2:
             return None
@@ -266,9 +273,9 @@ def _process(hook_mode: HookMode) -> _Process:
     environment = read_environment()
     if environment.whole_process and hook_mode == "preload" and not memsaver.is_preloaded():
         raise NotLoadedError(
-            "TMS_INIT_ENABLE makes the whole process a region, for which memsaver must be "
-            "preloaded, and it is not: start the process in configure_subprocess(), or with "
-            "LD_PRELOAD as torch_memory_saver.utils.get_binary_path_from_package says"
+            "TMS_INIT_ENABLE makes the whole process a region, which requires a preloaded "
+            "memsaver: start the process in configure_subprocess(), or set LD_PRELOAD to the "
+            "library that torch_memory_saver.utils.get_binary_path_from_package returns"
         )
     if not _shared:
         if environment.disk_dir is not None:
@@ -281,9 +288,10 @@ def _set_disk_dir(path: str) -> None:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"the directory {path!r} for backups cannot be made: {error}") from error
+        raise ConfigError(f"cannot create the directory {path!r} for backups: {error}") from error
     memsaver.configure(disk_dir=path)
 
 
-# The first is the process's. No lock: a finalizer that allocates could come here in the middle.
+# The first element is the process's state. No lock, because a finalizer may call `_process` while
+# its own thread is inside.
 _shared: list[_Process] = []

@@ -1,11 +1,11 @@
-"""The variables of torch_memory_saver, read once.
+"""torch_memory_saver's environment variables, which are read once.
 
-| variable | meaning here |
+| variable | meaning |
 |---|---|
 | TMS_INIT_ENABLE | the whole process is a region with the tag "default"; it must be preloaded |
-| TMS_INIT_ENABLE_CPU_BACKUP | with a backup in host memory |
-| TMS_INIT_ENABLE_DISK_BACKUP | with a backup on disk |
-| TMS_INIT_CPU_BACKUP_BACKEND | "pinned" or "mmap", wherever a region does not say |
+| TMS_INIT_ENABLE_CPU_BACKUP | that region has a backup in host memory |
+| TMS_INIT_ENABLE_DISK_BACKUP | that region has a backup on disk |
+| TMS_INIT_CPU_BACKUP_BACKEND | "pinned" or "mmap", the default for regions |
 | TMS_RETAIN_CPU_BACKUP | `TorchMemorySaver.retain_cpu_backup` |
 | TMS_DISK_BACKUP_DIR | `TorchMemorySaver.set_disk_backup_dir` |
 | TMS_DISK_BACKUP_CHUNK_MB | has no effect: memsaver chooses its own pieces |
@@ -30,13 +30,13 @@ _FALSE = ("0", "false", "FALSE", "no", "NO")
 
 @dataclass(frozen=True)
 class Environment:
-    """What the variables say.
+    """The values of the variables.
 
     Attributes:
-        whole_process: everything the process allocates is to belong to a tag.
-        backend: the kind of host memory where a region names none.
-        retain: None where nothing was said.
-        disk_dir: None where nothing was said.
+        whole_process: whether all of the process's allocations belong to a tag.
+        backend: the kind of host memory if a region names none.
+        retain: None if the variable is not set.
+        disk_dir: None if the variable is not set.
     """
 
     whole_process: bool
@@ -46,16 +46,16 @@ class Environment:
 
 
 def read_environment() -> Environment:
-    """What this process's variables say now.
+    """Return the current values of this process's variables.
 
     Raises:
-        ConfigError: one has a value that means nothing, or two contradict each other.
+        ConfigError: a variable has an invalid value, or two contradict each other.
     """
     env = os.environ
     backend = env.get("TMS_INIT_CPU_BACKUP_BACKEND", "pinned")
     if backend not in BACKENDS:
         raise ConfigError(
-            f"TMS_INIT_CPU_BACKUP_BACKEND cannot be {backend!r}: it is one of {', '.join(BACKENDS)}"
+            f"TMS_INIT_CPU_BACKUP_BACKEND must be one of {', '.join(BACKENDS)}, not {backend!r}"
         )
     cpu = _flag(env, "TMS_INIT_ENABLE_CPU_BACKUP")
     disk = _flag(env, "TMS_INIT_ENABLE_DISK_BACKUP")
@@ -77,4 +77,4 @@ def _flag(env: Mapping[str, str], name: str) -> bool | None:
         return None
     if text in _TRUE or text in _FALSE:
         return text in _TRUE
-    raise ConfigError(f"{name} cannot be {text!r}: it is one of {', '.join(_TRUE + _FALSE)}")
+    raise ConfigError(f"{name} must be one of {', '.join(_TRUE + _FALSE)}, not {text!r}")

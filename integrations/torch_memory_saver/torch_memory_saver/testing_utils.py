@@ -6,19 +6,19 @@ __all__ = ["empty_cache", "get_and_print_gpu_memory", "get_device"]
 
 
 def get_device() -> str:
-    """The device for tests, as torch names it."""
+    """Return torch's name of the device for tests."""
     return "cuda"
 
 
 def empty_cache() -> None:
-    """Let torch give back what no tensor uses."""
+    """Release torch's unused cached memory."""
     import torch
 
     torch.cuda.empty_cache()
 
 
 def get_and_print_gpu_memory(message: str, gpu_id: int = 0) -> int:
-    """Print how much memory of a GPU is in use, by all processes, and return it in bytes."""
+    """Print and return the bytes of a GPU's memory that all processes use."""
     import torch
 
     free, total = torch.cuda.mem_get_info(gpu_id)

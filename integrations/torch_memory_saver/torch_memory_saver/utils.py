@@ -1,4 +1,4 @@
-"""Where the preloaded library lies, and changes of the environment."""
+"""The path of the preloaded library, and changes of the environment."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from memsaver._memory.preload import LIBRARY
+from memsaver._runtime.native import LIBRARY_DIR
 from memsaver.errors import ConfigError, NotLoadedError
-from memsaver.native import LIBRARY_DIR
-from memsaver.preload import LIBRARY
 
 __all__ = ["change_env", "get_binary_path_from_package", "is_xpu", "preload_library"]
 
@@ -17,24 +17,24 @@ _STEM = "torch_memory_saver_hook_mode_preload"
 
 
 def preload_library() -> Path:
-    """The library that LD_PRELOAD may name, beside the package.
+    """Return the path of the library for LD_PRELOAD, which is next to the package.
 
     Raises:
-        NotLoadedError: it is not there.
-        ConfigError: `LD_PRELOAD` cannot name it: its path has a space or a colon.
+        NotLoadedError: the library is missing.
+        ConfigError: `LD_PRELOAD` cannot name the path, because it has a space or a colon.
     """
     return _library(f"{_STEM}.abi3.so")
 
 
 def get_binary_path_from_package(stem: str) -> Path:
-    """The library of that name, for a program that sets LD_PRELOAD itself.
+    """Return the path of a library by its name, for a program that sets LD_PRELOAD itself.
 
-    It is the one that carries torch's CUDA version in its name, where there is such a torch. They
-    are all the same.
+    Returns the library with torch's CUDA version in its name, if torch is installed. The libraries
+    are identical.
 
     Raises:
-        ConfigError: there is no such library here, or `LD_PRELOAD` cannot name it.
-        NotLoadedError: it is not installed, or would not find memsaver's library.
+        ConfigError: the name is unknown, or `LD_PRELOAD` cannot name the path.
+        NotLoadedError: the library is not installed, or would not find memsaver's library.
     """
     if stem != _STEM:
         raise ConfigError(f"memsaver has no library {stem!r}; it has {_STEM!r}")
@@ -49,13 +49,13 @@ def get_binary_path_from_package(stem: str) -> Path:
 
 
 def is_xpu() -> bool:
-    """Whether torch runs on Intel GPUs: memsaver does not."""
+    """Return whether torch runs on Intel GPUs, which memsaver does not support."""
     return False
 
 
 @contextmanager
 def change_env(key: str, value: str) -> Iterator[None]:
-    """An environment variable has this value inside the block, and its old one after it."""
+    """Set an environment variable for the block, and restore it afterwards."""
     before = os.environ.get(key)
     os.environ[key] = value
     try:
@@ -70,7 +70,7 @@ def change_env(key: str, value: str) -> Iterator[None]:
 def _library(name: str) -> Path:
     path = Path(__file__).resolve().parent.parent / name
     if not path.is_file():
-        raise NotLoadedError(f"{path} is not there; reinstall memsaver's torch-memory-saver")
+        raise NotLoadedError(f"{path} is missing; reinstall memsaver's torch-memory-saver")
     if any(character in str(path) for character in " \t\n:"):
         raise ConfigError(
             f"LD_PRELOAD cannot name {str(path)!r}, because of the space or colon in it; install "
@@ -89,6 +89,6 @@ def _cuda_suffix() -> str:
 
 
 def _is_found_by_name() -> bool:
-    """Whether a child with this process's LD_LIBRARY_PATH finds memsaver's library in it."""
+    """Return whether a child with this LD_LIBRARY_PATH finds memsaver's library in it."""
     folders = os.environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":")
     return any((Path(folder) / LIBRARY).is_file() for folder in folders if folder)

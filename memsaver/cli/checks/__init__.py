@@ -1,7 +1,7 @@
-"""What `memsaver doctor` looks at: findings as data, one module for each kind of thing.
+"""The checks of `memsaver doctor`: findings as data, one module for each subject.
 
-Nothing here draws or prints, starts a CUDA context, or imports torch or a framework. The driver is
-opened and initialised (cuInit), which can take seconds on a machine with several GPUs.
+No check prints, creates a CUDA context, or imports torch or a framework. The driver is opened and
+initialised (cuInit), which can take seconds on a machine with several GPUs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memsaver.cli.checks.disk import check_disk
-from memsaver.cli.checks.driver import check_devices, check_driver
+from memsaver.cli.checks.driver import check_devices, check_driver, check_nvml
 from memsaver.cli.checks.findings import Finding, Level, warned
 from memsaver.cli.checks.frameworks import check_engines, check_torch
 from memsaver.cli.checks.host import check_host
@@ -23,6 +23,7 @@ SUBJECTS: dict[str, Callable[[], list[Finding]]] = {
     "memsaver": check_installation,
     "driver": check_driver,
     "devices": check_devices,
+    "NVML": check_nvml,
     "torch": check_torch,
     "engines": check_engines,
     "preloading": check_preloading,
@@ -31,23 +32,24 @@ SUBJECTS: dict[str, Callable[[], list[Finding]]] = {
     "disk": check_disk,
     "options": check_options,
 }
-"""Each subject's check, in the order in which they are shown."""
+"""The check of each subject, in display order."""
 
 
 def check_all() -> dict[str, list[Finding]]:
-    """Every subject's findings. Raises nothing: a check that fails says so in a finding."""
+    """Return the findings of every subject. Never raises: a check that fails becomes a finding."""
     found: dict[str, list[Finding]] = {}
     for subject, check in SUBJECTS.items():
         try:
             found[subject] = check()
-        except Exception as error:  # one that fails must not hide the others
+        except Exception as error:  # a failing check must not hide the other ones
             text = f"this could not be checked: {type(error).__name__}: {error}"
             found[subject] = [warned(subject, text, "please report it")]
     return found
 
 
 def worst(findings: dict[str, list[Finding]]) -> Level:
-    """The worst level of all."""
+    """Return the worst level of all findings; what is absent does not count."""
     order = list(Level)
     levels = [finding.level for rows in findings.values() for finding in rows]
+    levels = [level for level in levels if level is not Level.ABSENT]
     return max(levels, key=order.index, default=Level.GOOD)

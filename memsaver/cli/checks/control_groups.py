@@ -1,7 +1,7 @@
-"""The memory limits of this process's control groups, for showing them.
+"""The memory limits of this process's control groups, for display.
 
-The library has its own account of them, by which backups are refused; this names the files, of the
-same groups.
+The library reads the same groups itself when it decides whether a backup fits; this module reports
+the files.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from memsaver.cli.checks.system import mount_path, read_system_file
 
 __all__ = ["memory_limits"]
 
-_UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 for none
+_UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 for no limit
 
 
 def memory_limits() -> list[tuple[str, int]]:
-    """Each limit's file and its bytes: of the process's own groups and of all above them."""
+    """Return each limit's file and bytes, for the process's own groups and all their ancestors."""
     limits = []
     for folder, files in _groups():
         for name in files:
@@ -25,7 +25,7 @@ def memory_limits() -> list[tuple[str, int]]:
 
 
 def _groups() -> list[tuple[str, tuple[str, ...]]]:
-    """The folders of the groups, own first, and the files of limits in them."""
+    """Return the folders of the groups, own first, and the names of their limit files."""
     found = []
     mounts = _mounts()
     for line in (read_system_file("/proc/self/cgroup") or "").splitlines():
@@ -36,8 +36,8 @@ def _groups() -> list[tuple[str, tuple[str, ...]]]:
             continue
         files = ("memory.max", "memory.high") if unified else ("memory.limit_in_bytes",)
         seen = [(point, _below(root, group)) for root, point in mounts[unified]]
-        # A container may show a path of its host, which is not to be found in it: then only what
-        # is mounted can be looked at.
+        # A container may show a path of its host that does not exist inside the container. Then
+        # only the mounted groups can be read.
         shown = [(point, inside) for point, inside in seen if inside is not None] or seen
         for point, inside in shown[:1]:
             found += [(point.rstrip("/") + level, files) for level in _levels(inside or "")]
@@ -45,8 +45,8 @@ def _groups() -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _below(root: str, group: str) -> str | None:
-    """The path of a group below a mount's root, "" for the root itself; None: it is elsewhere."""
-    if group.startswith("/.."):  # outside of the namespace
+    """Return a group's path below a mount's root, "" for the root; None if it lies elsewhere."""
+    if group.startswith("/.."):  # outside the namespace
         return None
     if root == "/":
         return "" if group == "/" else group
@@ -54,13 +54,13 @@ def _below(root: str, group: str) -> str | None:
 
 
 def _levels(path: str) -> list[str]:
-    """The path and all above it, down to "", the mount point."""
+    """Return the path and all its ancestors, down to "", the mount point."""
     parts = [part for part in path.split("/") if part]
     return ["".join(f"/{part}" for part in parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _mounts() -> dict[bool, list[tuple[str, str]]]:
-    """Root and mount point of the mounted hierarchies: version 2 (True), version 1's memory."""
+    """Return roots and mount points of the hierarchies: version 2 (True), version 1's memory."""
     mounts: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
     for line in (read_system_file("/proc/self/mountinfo") or "").splitlines():
         before, dash, after = line.partition(" - ")

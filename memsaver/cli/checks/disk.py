@@ -10,27 +10,27 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+from memsaver._runtime.native import _C
+from memsaver._runtime.text import size_text
 from memsaver.cli.checks.findings import Finding, bad, good, warned
 from memsaver.cli.checks.system import mount_path, read_system_file
 from memsaver.errors import ConfigError
-from memsaver.native import _C
-from memsaver.text import size_text
 
 __all__ = ["check_disk"]
 
-LITTLE = 4 << 30  # disk space that no model's weights fit into
-PAGE = 4096  # what a direct transfer is aligned to
+LITTLE = 4 << 30  # too little disk space for the weights of any model
+PAGE = 4096  # the alignment of direct transfers
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def check_disk() -> list[Finding]:
-    """Whether the directory can hold backups, privately and past the page cache, and how many."""
+    """Check whether the directory supports private backups and direct I/O, and its free space."""
     try:
         asked = _C.option("disk_dir")
     except ConfigError:
         asked = os.environ.get("MEMSAVER_DISK_DIR", "")
-        text = f"MEMSAVER_DISK_DIR={asked} cannot be used, as the option disk_dir below says"
+        text = f"MEMSAVER_DISK_DIR={asked} cannot be used; see the option disk_dir below"
         advice = "set it to a directory that can be written to"
         return [bad("disk_dir", text, advice, directory=asked)]
     directory = asked or _default_directory()
@@ -46,7 +46,7 @@ def check_disk() -> list[Finding]:
         return [bad("disk_dir", f"{text}: {error.strerror}", advice, **data)]
     free = facts.f_bavail * facts.f_frsize
     if kind in _IN_MEMORY:
-        advice = "backups there are held in memory: set MEMSAVER_DISK_DIR to a disk"
+        advice = "backups there stay in memory: set MEMSAVER_DISK_DIR to a disk"
         first = warned("disk_dir", text, advice, **data)
     else:
         first = good("disk_dir", text, **data)
@@ -86,7 +86,7 @@ def _space(free: int) -> Finding:
 
 
 def _default_directory() -> str:
-    """As the library chooses where disk_dir is empty."""
+    """Return the library's default for an empty disk_dir."""
     for candidate in (os.environ.get("TMPDIR", ""), "/var/tmp"):
         if os.path.isdir(candidate) and os.access(candidate, os.W_OK | os.X_OK):
             return candidate
@@ -95,7 +95,7 @@ def _default_directory() -> str:
 
 @contextlib.contextmanager
 def _private_file(directory: str) -> Iterator[tuple[int, bool]]:
-    """A file as backups have, and whether it never had a name. Nothing of it is left."""
+    """Yield a temporary file like those of backups, and whether it never had a name."""
     unnamed = True
     try:
         flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
@@ -113,7 +113,7 @@ def _private_file(directory: str) -> Iterator[tuple[int, bool]]:
 
 
 def _is_direct(file: int) -> bool:
-    """Whether a page can be written and read past the page cache."""
+    """Return whether a page can be written and read past the page cache."""
     with contextlib.closing(mmap.mmap(-1, PAGE)) as page:
         try:
             fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
@@ -125,7 +125,7 @@ def _is_direct(file: int) -> bool:
 
 
 def _file_system(directory: str) -> str | None:
-    """The kind of the file system that a directory is on, such as "ext4"."""
+    """Return the kind of the directory's file system, such as "ext4"."""
     path, best, kind = os.path.realpath(directory), -1, None
     for line in (read_system_file("/proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")

@@ -1,19 +1,20 @@
-"""The driver, and the devices that it offers. Starts no CUDA context: attributes need none."""
+"""The driver and its devices. Creates no CUDA context, which attributes do not need."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 
-from memsaver.bare_driver import BareDriver
-from memsaver.cli.checks.findings import Finding, bad, good, warned
+from memsaver._inspection.bare_driver import BareDriver
+from memsaver._runtime.text import size_text
+from memsaver.cli.checks.findings import Finding, absent, bad, good, warned
 from memsaver.cli.checks.system import read_system_file
 from memsaver.errors import MemsaverError
-from memsaver.text import size_text
 
-__all__ = ["check_devices", "check_driver"]
+__all__ = ["check_devices", "check_driver", "check_nvml"]
 
-OLDEST = 525  # whose CUDA version is 12.0
+OLDEST = 525  # the driver of CUDA 12.0
 OLDEST_CUDA = 12000
 
 # Of CUdevice_attribute.
@@ -29,7 +30,7 @@ _FIRST_WITH_KERNEL = 7  # the compute capability that fingerprints need
 
 
 def check_driver() -> list[Finding]:
-    """Whether there is a driver that memsaver can use, and which."""
+    """Check whether there is a usable driver, and report its version."""
     try:
         driver = BareDriver()
     except MemsaverError as error:
@@ -61,7 +62,7 @@ def check_driver() -> list[Finding]:
             )
         ]
     version = kernel_driver_version()
-    text = f"{version or 'of a version that the system does not tell'}, CUDA {cuda}, {driver.name}"
+    text = f"{version or 'of an unknown version'}, CUDA {cuda}, {driver.name}"
     data["version"] = version
     number = int(version.split(".")[0]) if version else None
     if (number is not None and number < OLDEST) or driver.version < OLDEST_CUDA:
@@ -71,14 +72,14 @@ def check_driver() -> list[Finding]:
 
 
 def kernel_driver_version() -> str | None:
-    """NVIDIA's kernel driver's version, such as "580.159.04", where /proc has it."""
+    """Return the version of NVIDIA's kernel driver, such as "580.159.04", or None."""
     text = read_system_file("/proc/driver/nvidia/version") or ""
     found = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)*)\s", text)
     return found[1] if found else None
 
 
 def check_devices() -> list[Finding]:
-    """What each device can do; nothing where there is no driver, which `check_driver` says."""
+    """Check the abilities of each device. Returns nothing if there is no driver."""
     try:
         driver = BareDriver()
     except MemsaverError:
@@ -97,6 +98,15 @@ def check_devices() -> list[Finding]:
             advice = "look at it with nvidia-smi; leave it out with CUDA_VISIBLE_DEVICES"
             found.append(bad(f"device {device}", str(error), advice))
     return found
+
+
+def check_nvml() -> list[Finding]:
+    """Check whether Python can query NVML, NVIDIA's management library, which is optional."""
+    if importlib.util.find_spec("pynvml") is None:
+        advice = "errors then name the processes that use the GPU: pip install 'memsaver[nvml]'"
+        return [absent("NVML", "nvidia-ml-py is not installed", advice, installed=False)]
+    text = "nvidia-ml-py is installed: errors name the processes that use the GPU"
+    return [good("NVML", text, installed=True)]
 
 
 def _check_device(driver: BareDriver, device: int) -> list[Finding]:
@@ -125,7 +135,7 @@ def _check_device(driver: BareDriver, device: int) -> list[Finding]:
         first = warned(
             this,
             f"{text}: its memory is the host's",
-            "a backup on the host takes what the pause gives back: use backup='disk' or 'none'",
+            "a host backup uses the memory that the pause releases: use backup='disk' or 'none'",
             **data,
         )
     elif major < _FIRST_WITH_KERNEL:
@@ -166,7 +176,7 @@ def _rdma(driver: BareDriver, device: int) -> Finding:
             "let network buffers lie outside of regions (memsaver.disabled())",
             **data,
         )
-    return good(
+    return absent(
         name, "GPUDirect RDMA: not supported; only networks' direct access needs it", **data
     )
 

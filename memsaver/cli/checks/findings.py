@@ -1,4 +1,4 @@
-"""What a check says: one finding for each thing it looked at."""
+"""Findings: the results of the checks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Finding", "Level", "bad", "good", "warned"]
+__all__ = ["Finding", "Level", "absent", "bad", "good", "warned"]
 
 
 class Level(str, enum.Enum):
-    """How a thing is. Compares equal to its name."""
+    """The severity of a finding. Compares equal to its name."""
 
     GOOD = "good"
+    ABSENT = "absent"
     WARNED = "warned"
     BAD = "bad"
 
@@ -21,15 +22,15 @@ class Level(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check looked at.
+    """The result of one check.
 
     Attributes:
-        name: what it is, the same in every version and on every machine: "torch version".
-        level: good; warned: memsaver works, but not as well or as expected; bad: it does not work,
-            or contents may be lost.
-        text: what is so.
-        advice: what to do about it, or "". Not empty where the level is warned or bad.
-        data: the values behind the text, as JSON has them; sizes are in bytes.
+        name: identifies the check in every version and on every machine: "torch version".
+        level: good; absent: optional, and not installed, not set or not supported; warned: memsaver
+            works, but not as well or as expected; bad: it does not work, or contents may be lost.
+        text: the facts.
+        advice: what to do about them, or "". Not empty if the level is warned or bad.
+        data: the values behind the text, for JSON; sizes are in bytes.
     """
 
     name: str
@@ -40,15 +41,20 @@ class Finding:
 
 
 def good(name: str, text: str, advice: str = "", /, **data: Any) -> Finding:
-    """Nothing has to be done; the advice is for those who want more."""
+    """Return a finding that needs no action; the advice is optional."""
     return Finding(name, Level.GOOD, text, advice, data)
 
 
+def absent(name: str, text: str, advice: str = "", /, **data: Any) -> Finding:
+    """Return a finding that something optional is missing; the advice says what it is for."""
+    return Finding(name, Level.ABSENT, text, advice, data)
+
+
 def warned(name: str, text: str, advice: str, /, **data: Any) -> Finding:
-    """It works, but not as well or as expected."""
+    """Return a finding that memsaver works, but not as well or as expected."""
     return Finding(name, Level.WARNED, text, advice, data)
 
 
 def bad(name: str, text: str, advice: str, /, **data: Any) -> Finding:
-    """It does not work, or contents may be lost."""
+    """Return a finding that memsaver does not work, or that contents may be lost."""
     return Finding(name, Level.BAD, text, advice, data)

@@ -7,16 +7,16 @@ import os
 import re
 from pathlib import Path
 
-from memsaver.bare_driver import BareDriver
-from memsaver.cli.checks.findings import Finding, bad, good, warned
+from memsaver._inspection.bare_driver import BareDriver
+from memsaver.cli.checks.findings import Finding, absent, bad, good, warned
 from memsaver.cli.checks.system import installed_version
 from memsaver.errors import ConfigError, MemsaverError
-from memsaver.integrations.sglang import settings, versions
+from memsaver.integrations.sglang import settings, versions  # type: ignore[import-not-found]
 
 __all__ = ["check_engines", "check_torch"]
 
 OLDEST_TORCH = (2, 6)
-POOLS_BY_THREAD = (2, 8)  # torch's pools catch the allocations of their own thread only
+POOLS_BY_THREAD = (2, 8)  # from then on a torch pool applies to its own thread's allocations only
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*True\b", re.IGNORECASE)
@@ -24,12 +24,12 @@ _ASYNC = re.compile(r"\bbackend\s*:\s*cudaMallocAsync\b", re.IGNORECASE)
 
 
 def check_torch() -> list[Finding]:
-    """The version of torch, the CUDA that it was built for, and what is set of its allocator."""
+    """Check the version of torch, its CUDA version, and the settings of its allocator."""
     version = installed_version("torch") or _written("__version__")
     if version is None:
         text = "not installed"
         advice = "torch mode needs it: pip install 'torch>=2.6'"
-        return [warned("torch version", text, advice, version=None)]
+        return [absent("torch version", text, advice, version=None)]
     found = [_torch_version(version), _torch_cuda(version), *_allocator_settings()]
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "") not in ("", "0"):
         found.append(
@@ -90,7 +90,7 @@ def _cuda_build(version: str) -> str | None:
 
 
 def _written(name: str) -> str | None:
-    """A version in torch/version.py, which is read as text: importing torch takes seconds."""
+    """Return a version from torch/version.py. Reads the text, because importing torch is slow."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return None
@@ -105,7 +105,7 @@ def _written(name: str) -> str | None:
 def _allocator_settings() -> list[Finding]:
     set_here = {name: os.environ[name] for name in ALLOCATOR_SETTINGS if os.environ.get(name)}
     if not set_here:
-        return [good("torch allocator", "no settings in the environment", settings={})]
+        return [absent("torch allocator", "no settings in the environment", settings={})]
     return [_allocator_setting(name, text) for name, text in set_here.items()]
 
 
@@ -134,14 +134,14 @@ def _allocator_setting(name: str, text: str) -> Finding:
 
 
 def check_engines() -> list[Finding]:
-    """What is installed that would use memsaver, or what memsaver takes the place of."""
+    """Check the installed packages that use memsaver or that memsaver replaces."""
     return [*_sglang(), _vllm(), _torch_memory_saver()]
 
 
 def _sglang() -> list[Finding]:
     version = installed_version("sglang")
     if version is None:
-        return [good("SGLang", "not installed", version=None)]
+        return [absent("SGLang", "not installed", version=None)]
     doubt = versions.doubt(version)
     data = {"version": version, "tried": doubt is None}
     if doubt is None:
@@ -152,7 +152,7 @@ def _sglang() -> list[Finding]:
 
 
 def _plugin() -> list[Finding]:
-    """Whether SGLang would load memsaver's plugin, by the environment."""
+    """Check whether the environment lets SGLang load memsaver's plugin."""
     name = "SGLang plugin"
     try:
         on, preloading = settings.is_on(), settings.is_preloading()
@@ -175,7 +175,7 @@ def _plugin() -> list[Finding]:
 def _vllm() -> Finding:
     version = installed_version("vllm")
     if version is None:
-        return good("vLLM", "not installed", version=None, tried=False)
+        return absent("vLLM", "not installed", version=None, tried=False)
     advice = "memsaver does not take part in it: its sleep mode has an allocator of its own"
     return good("vLLM", version, advice, version=version, tried=False)
 
@@ -187,7 +187,7 @@ def _torch_memory_saver() -> Finding:
             "for programs that import it, pip install ./integrations/torch_memory_saver of "
             "memsaver's source tree"
         )
-        return good(name, "not installed", advice, version=None, is_memsaver=False)
+        return absent(name, "not installed", advice, version=None, is_memsaver=False)
     if "+memsaver" in version:
         return good(name, f"{version}: provided by memsaver", version=version, is_memsaver=True)
     advice = (

@@ -1,26 +1,26 @@
-"""The host: memory for backups, and what limits how fast it is had."""
+"""The host: memory for backups, and what limits the rate of the first backup."""
 
 from __future__ import annotations
 
 import os
 import resource
 
+from memsaver._runtime.native import _C
+from memsaver._runtime.text import size_text
 from memsaver.cli.checks.control_groups import memory_limits
-from memsaver.cli.checks.findings import Finding, bad, good, warned
+from memsaver.cli.checks.findings import Finding, absent, bad, good, warned
 from memsaver.cli.checks.system import read_system_file
 from memsaver.errors import MemsaverError
-from memsaver.native import _C
-from memsaver.text import size_text
 
 __all__ = ["check_host"]
 
-LITTLE = 4 << 30  # host memory that no model's weights fit into
-FEW_CPUS = 4  # with which a first backup is touched at half the bus's rate
+LITTLE = 4 << 30  # too little host memory for the weights of any model
+FEW_CPUS = 4  # these touch the pages of a first backup at half the bus's rate
 MAPPINGS = 65530  # the kernel's default of vm.max_map_count
 
 
 def check_host() -> list[Finding]:
-    """The budget of backups, control groups, huge pages, CPUs and the process's limits."""
+    """Check the budget of backups, control groups, huge pages, CPUs and the process's limits."""
     return [
         _budget(),
         _memory_limits(),
@@ -36,8 +36,8 @@ def _budget() -> Finding:
     try:
         available = _C.host_memory()[1]
         most = int(_C.option("host_bytes"))
-    except MemsaverError as error:  # of an option; `check_options` says what to do
-        return warned(name, f"cannot be found out: {error}", "correct that option")
+    except MemsaverError as error:  # an invalid option; `check_options` gives the advice
+        return warned(name, f"unknown: {error}", "correct that option")
     if available >= 1 << 63:
         text = "not limited, as the system does not say what it has"
         return warned(name, text, "set MEMSAVER_HOST_BYTES", bytes=None, option=most)
@@ -67,7 +67,7 @@ def _memory_limits() -> Finding:
 
 
 def _meminfo(key: str) -> int | None:
-    """A line of /proc/meminfo, in bytes."""
+    """Return the value of a line of /proc/meminfo, in bytes."""
     for line in (read_system_file("/proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
         if name == key and rest.split()[:1] and rest.split()[0].isdigit():
@@ -83,8 +83,8 @@ def _huge_pages() -> Finding:
     data = {"mode": mode, "defrag": defrag, "khugepaged": None if daemon is None else daemon == "1"}
     slower = "a first backup is touched and pinned at about half the rate"
     if mode is None:
-        text = f"the kernel does not tell of them; without them {slower}"
-        return good(name, text, **data)
+        text = f"the kernel does not report them; without them {slower}"
+        return absent(name, text, **data)
     text = f"transparent huge pages {mode}, defrag {defrag or 'unknown'}"
     text += "" if daemon is None else f", khugepaged {'on' if daemon == '1' else 'off'}"
     disabled = "\nTHP_enabled:\t0" in "\n" + (read_system_file("/proc/self/status") or "")
@@ -92,13 +92,13 @@ def _huge_pages() -> Finding:
         advice = f"echo madvise > {folder}/enabled (as root)"
         return warned(name, f"{text}: {slower}", advice, **data)
     if disabled:
-        advice = "find who starts it so (prctl PR_SET_THP_DISABLE)"
+        advice = "find the program that disables them (prctl PR_SET_THP_DISABLE)"
         return warned(name, f"{text}, but off for this process: {slower}", advice, **data)
     return good(name, text, **data)
 
 
 def _chosen(text: str | None) -> str | None:
-    """The word in brackets, as in "always [madvise] never"."""
+    """Return the word in brackets, as in "always [madvise] never"."""
     for word in (text or "").split():
         if word.startswith("[") and word.endswith("]"):
             return word[1:-1]

@@ -1,14 +1,14 @@
-"""NCCL's variables that matter to memory whose pages change, and torch's about NCCL."""
+"""NCCL settings that affect memory whose pages change."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from memsaver.bare_driver import BareDriver
-from memsaver.cli.checks.findings import Finding, good, warned
+from memsaver._inspection.bare_driver import BareDriver
+from memsaver.cli.checks.findings import Finding, absent, good, warned
 from memsaver.errors import ConfigError, MemsaverError
-from memsaver.integrations.sglang import settings
+from memsaver.integrations.sglang import settings  # type: ignore[import-not-found]
 
 __all__ = ["check_nccl"]
 
@@ -18,7 +18,9 @@ REGISTER_HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 
 
 def check_nccl() -> list[Finding]:
-    """What is set in the environment, or in NCCL's configuration files, which count less."""
+    """Check the environment and NCCL's configuration files, over which the environment has
+    priority.
+    """
     values = _configured()
     found = [_graph_register(values)]
     if _is_on(os.environ.get(REGISTER_HOOK)):
@@ -26,7 +28,7 @@ def check_nccl() -> list[Finding]:
             warned(
                 REGISTER_HOOK,
                 "on: NCCL registers torch's memory, that of regions too, and goes on using the "
-                "pages that a pause gives back",
+                "pages that a pause releases",
                 "unset it, or deregister in memsaver.on_pause",
                 value=os.environ.get(REGISTER_HOOK),
             )
@@ -44,17 +46,17 @@ _OTHERS = {
     "deregister those of regions in memsaver.on_pause",
     "NCCL_CUMEM_ENABLE": "whether NCCL's own buffers are virtual memory; no pause touches them. "
     "All ranks on a host need the same, an engine's that gets weights by NCCL too",
-    "NCCL_NVLS_ENABLE": "whether NVLink SHARP is used, whose buffers no pause gives back",
+    "NCCL_NVLS_ENABLE": "whether NVLink SHARP is used, whose buffers no pause releases",
     "NCCL_WIN_ENABLE": "whether memory may be registered as windows; deregister those of regions "
     "in memsaver.on_pause",
 }
 
 
 def _graph_register(values: dict[str, tuple[str, str]]) -> Finding:
-    """Of captured collectives only; their registrations outlive the pages of what is paused."""
+    """Check NCCL_GRAPH_REGISTER, whose registrations outlive the pages of paused memory."""
     value, source = values.get(GRAPH_REGISTER, (None, None))
     data = {"value": value, "source": source}
-    means = "collectives in a captured graph go on using the pages that a pause gives back"
+    means = "collectives in a captured graph continue to use pages that a pause releases"
     advice = "set it to 0 where graphs with collectives, or what they work on, can be paused"
     if value is None:
         if _plugin_sets_it():
@@ -62,7 +64,7 @@ def _graph_register(values: dict[str, tuple[str, str]]) -> Finding:
             return good(GRAPH_REGISTER, text, **data)
         text = "not set, and current NCCL's default is 1"
         if _device_count() < 2:
-            return good(GRAPH_REGISTER, f"{text}: of no matter to one GPU alone", **data)
+            return absent(GRAPH_REGISTER, f"{text}: of no matter to one GPU alone", **data)
         return warned(GRAPH_REGISTER, f"{text}: {means}", advice, **data)
     if _is_on(value):
         return warned(GRAPH_REGISTER, f"{value}, from {source}: {means}", advice, **data)
@@ -73,14 +75,14 @@ def _graph_register(values: dict[str, tuple[str, str]]) -> Finding:
 def _plugin_sets_it() -> bool:
     try:
         return bool(settings.is_on() and settings.graphs_are_pausable())
-    except ConfigError:  # then SGLang does not load it
+    except ConfigError:  # SGLang does not load the plugin
         return False
 
 
 def _device_count() -> int:
     try:
         return BareDriver().device_count()
-    except MemsaverError:  # of the driver; `check_driver` says what to do
+    except MemsaverError:  # a driver error; `check_driver` gives the advice
         return 0
 
 
@@ -89,7 +91,7 @@ def _is_on(value: str | None) -> bool:
 
 
 def _configured() -> dict[str, tuple[str, str]]:
-    """Each variable's value, and where it is from: the environment, else a file."""
+    """Return each variable's value and its source: the environment, else a file."""
     own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
     values: dict[str, tuple[str, str]] = {}
     for file in ("/etc/nccl.conf", own):

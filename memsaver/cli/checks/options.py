@@ -1,4 +1,4 @@
-"""memsaver itself: its installation, its options and where each is from."""
+"""memsaver itself: its installation, and its options with their sources."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import platform
 import sys
 
 import memsaver
+from memsaver._runtime.native import _C, LIBRARY_DIR
+from memsaver._runtime.text import size_text
 from memsaver.cli.checks.findings import Finding, bad, good, warned
 from memsaver.cli.checks.system import installed_version
 from memsaver.errors import ConfigError
-from memsaver.native import _C, LIBRARY_DIR
-from memsaver.text import size_text
 
 __all__ = ["check_installation", "check_options"]
 
-# In the order of the library's table of options.
+# In the order of the library's options table.
 OPTIONS = (
     "share_bytes",
     "slab_bytes",
@@ -38,7 +38,7 @@ OTHER_VARIABLES = (
     "MEMSAVER_TAG",
     "MEMSAVER_TEST_SYSTEM_ROOT",
 )
-# Read by its build.
+# Read by the build.
 BUILD_VARIABLES = (
     "MEMSAVER_CUDA_INCLUDE",
     "MEMSAVER_CXXFLAGS",
@@ -48,7 +48,7 @@ BUILD_VARIABLES = (
 
 
 def check_installation() -> list[Finding]:
-    """Which memsaver this is, and for which Python."""
+    """Check which memsaver this is, and for which Python."""
     version, python = memsaver.__version__, platform.python_version()
     data = {
         "version": version,
@@ -65,7 +65,7 @@ def check_installation() -> list[Finding]:
 
 
 def check_options() -> list[Finding]:
-    """Each option's value and source, and variables that look like memsaver's but are not."""
+    """Report each option's value and source, and unknown variables with memsaver's prefix."""
     return [*(_option(name) for name in OPTIONS), *_unknown_variables()]
 
 
@@ -98,7 +98,7 @@ def _unknown_variables() -> list[Finding]:
         if variable.startswith("MEMSAVER_") and variable not in known:
             near = difflib.get_close_matches(variable, known, n=1)
             advice = f"did you mean {near[0]}?" if near else "unset it"
-            found.append(warned(variable, "is no variable of memsaver's: no effect", advice))
+            found.append(warned(variable, "is not memsaver's: no effect", advice))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What the dynamic linker preloads, in which order, and what that means for memsaver."""
+"""The libraries that the dynamic linker preloads, their order, and its effect on memsaver."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import re
 from pathlib import Path
 
-from memsaver.cli.checks.findings import Finding, bad, good, warned
+from memsaver._memory.preload import CORE, LIBRARY, is_preloaded
+from memsaver._runtime.native import LIBRARY_DIR, backup_code
+from memsaver.cli.checks.findings import Finding, absent, bad, good, warned
 from memsaver.cli.checks.system import installed_version, read_system_file
 from memsaver.errors import ConfigError
-from memsaver.native import LIBRARY_DIR, backup_code
-from memsaver.preload import CORE, LIBRARY, is_preloaded
 
 __all__ = ["check_preloading"]
 
@@ -24,7 +24,7 @@ _SEPARATORS = re.compile(r"[:\s]+")
 
 
 def check_preloading() -> list[Finding]:
-    """LD_PRELOAD and /etc/ld.so.preload in the linker's order, and the process's own tag."""
+    """Check LD_PRELOAD, /etc/ld.so.preload in the linker's order, and the process's own tag."""
     system = read_system_file("/etc/ld.so.preload") or ""
     named = [entry for entry in _SEPARATORS.split(os.environ.get("LD_PRELOAD", "")) if entry]
     named += [entry for entry in _SEPARATORS.split(system) if entry]
@@ -32,7 +32,7 @@ def check_preloading() -> list[Finding]:
     if not kinds:
         text = "nothing"
         advice = "torch mode needs nothing; `memsaver run -- command` preloads a command"
-        found = [good("preloaded", text, advice, libraries=[])]
+        found = [absent("preloaded", text, advice, libraries=[])]
     else:
         found = [_order(kinds)]
         found += [finding for entry, kind in kinds for finding in _entry(entry, kind)]
@@ -51,7 +51,7 @@ def _kind(entry: str) -> str:
 
 
 def _order(kinds: list[tuple[str, str]]) -> Finding:
-    """One finding for all of them: the first library that has a function serves it."""
+    """Check the order of the libraries: the first one that has a function serves it."""
     shown = [entry if kind == OTHER else f"{entry} ({kind})" for entry, kind in kinds]
     text = ", then ".join(shown)
     libraries = [{"path": entry, "kind": kind} for entry, kind in kinds]
@@ -90,7 +90,7 @@ def _entry(entry: str, kind: str) -> list[Finding]:
 
 
 def _tag(kinds: list[str]) -> list[Finding]:
-    """The process's own tag, which needs the hooks."""
+    """Check the process's own tag, which needs the hooks."""
     tag, backup = os.environ.get("MEMSAVER_TAG"), os.environ.get("MEMSAVER_BACKUP")
     if backup:
         try:

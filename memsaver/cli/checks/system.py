@@ -1,4 +1,4 @@
-"""Files of the system, and which distributions are installed."""
+"""System files, and installed distributions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["installed_version", "mount_path", "read_system_file"]
 
 
 def read_system_file(path: str) -> str | None:
-    """The text of a file of the system, stripped; None where it cannot be read.
+    """Return the stripped text of a system file; None if it cannot be read.
 
-    MEMSAVER_TEST_SYSTEM_ROOT, for tests, names a folder to look in instead, as in the library.
+    MEMSAVER_TEST_SYSTEM_ROOT, for tests, names another root folder, as in the library.
     """
     root = os.environ.get("MEMSAVER_TEST_SYSTEM_ROOT", "")
     try:
@@ -23,12 +23,12 @@ def read_system_file(path: str) -> str | None:
 
 
 def mount_path(text: str) -> str:
-    """A path as /proc/self/mountinfo writes it, with blanks as three octal digits."""
+    """Decode a path of /proc/self/mountinfo, in which blanks are three octal digits."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution; None where there is none. Imports nothing of it."""
+    """Return the version of an installed distribution, or None. Does not import it."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

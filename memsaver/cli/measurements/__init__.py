@@ -1,4 +1,4 @@
-"""What `memsaver bench` measures: figures as data, one module for each kind. Needs no torch."""
+"""The measurements of `memsaver bench`: figures as data, one module for each kind."""
 
 from memsaver.cli.measurements.figures import Figure
 from memsaver.cli.measurements.machine import Measured, measure_machine

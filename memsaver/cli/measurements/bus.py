@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from memsaver.bare_driver import BareDriver, BareMemory, PinnedMemory
+from memsaver._inspection.bare_driver import BareDriver, BareMemory, PinnedMemory
 from memsaver.cli.measurements.figures import Figure, seconds_of
 
 __all__ = ["BUFFER", "IN", "OUT", "buffer_bytes", "measure_bus"]
 
-BUFFER = 1 << 30  # bytes of host memory per direction, which are copied over and over
+BUFFER = 1 << 30  # bytes of host memory per direction, copied repeatedly
 OUT, IN = "bus, to the host", "bus, to the device"
 BOTH = "bus, both at once"
 GROUP = "bus, pinned memory"
 
 
 def buffer_bytes(memory_bytes: int, total: int) -> int:
-    """Pinned host memory for each direction, when `measure_bus` copies `total` bytes."""
+    """Return the pinned host memory for each direction when `measure_bus` copies `total` bytes."""
     return min(BUFFER, total, memory_bytes // 2)
 
 
 def measure_bus(driver: BareDriver, memory: BareMemory, total: int, rounds: int) -> list[Figure]:
-    """Copies of `total` bytes in each direction, and of as many in each at once.
+    """Measure copies of `total` bytes in each direction, and of as many in each at once.
 
-    Over and over through two buffers of `buffer_bytes`. `memory` must be mapped. In the device's
-    context.
+    Copies repeatedly through two buffers of `buffer_bytes`. `memory` must be mapped. Needs the
+    device's context.
     """
     size = buffer_bytes(memory.bytes, total)
     pieces = [min(size, total - at) for at in range(0, total, size)]

@@ -1,25 +1,25 @@
-"""memsaver: pauses and resumes of one tag, its memory and contents checked each time."""
+"""memsaver's own figures: pauses and resumes of one tag, with memory and contents checked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import memsaver
-from memsaver.bare_driver import BareDriver
+from memsaver._inspection.bare_driver import BareDriver
+from memsaver._runtime.native import _C, Backup, backup_code
 from memsaver.cli.measurements.bus import IN, OUT
 from memsaver.cli.measurements.driver_calls import CREATE, MAP, RELEASE, UNMAP
 from memsaver.cli.measurements.figures import Figure, Limits, seconds_of
 from memsaver.errors import MemsaverError
-from memsaver.native import _C, Backup, backup_code
 
 __all__ = ["BLOCKS", "GRAIN", "CycledTag", "measure_backed_up", "measure_discarded"]
 
 BLOCKS = 16  # allocations in the tag, of equal size
-GRAIN = BLOCKS * (2 << 20)  # what the tag's bytes are a multiple of
+GRAIN = BLOCKS * (2 << 20)  # the tag's bytes are a multiple of this
 
-_SAMPLE = 4096  # bytes that are looked at, at either end of every block
-_GIVEN_BACK = 0.98  # of the bytes, at least, by the driver's free memory
-_LIMITS = {  # in words, and the figures that such a limit is the sum of
+_SAMPLE = 4096  # bytes that are compared at both ends of every block
+_GIVEN_BACK = 0.98  # least released part of the bytes, by the driver's free memory
+_LIMITS = {  # the text of a limit, and the figures that add up to it
     "unmap, release": (UNMAP, RELEASE),
     "create, map": (CREATE, MAP),
     "copy out": (OUT,),
@@ -28,17 +28,17 @@ _LIMITS = {  # in words, and the figures that such a limit is the sum of
 
 
 class CycledTag:
-    """A tag whose contents are known. Made, used and closed in the device's context, one thread.
+    """A tag with known contents. Used in the device's context, by one thread.
 
     Args:
         driver: the driver.
         device: the device's index.
         nbytes: a multiple of `GRAIN`.
         backup: the tag's policy.
-        doubts: what turns out not to be as it should be, in words, is added here.
+        doubts: receives a text for each unexpected result.
 
     Raises:
-        OutOfDeviceMemoryError: it does not fit.
+        OutOfDeviceMemoryError: the memory does not fit.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CycledTag:
         self._block = nbytes // BLOCKS
         self._value = 0
         self._addresses: list[int] = []
-        # Not `memsaver.region`, which would serve torch: this is memory without any torch.
+        # `memsaver.region` would need torch; this memory does not.
         _C.region_enter(self._tag, backup_code(backup))
         try:
             for _ in range(BLOCKS):
@@ -63,13 +63,13 @@ class CycledTag:
             _C.region_exit()
 
     def fill(self) -> None:
-        """Give every block other contents than it had."""
+        """Fill every block with new contents."""
         self._value += 1
         for index, address in enumerate(self._addresses):
             self._driver.fill(address, self._byte(index), self._block)
 
     def pause(self) -> float:
-        """Seconds of a pause, with the device idle before; its memory must come free."""
+        """Pause the tag on an idle device, check the freed memory, and return the seconds."""
         before = memsaver.device_memory(self._device)[0]
         seconds = seconds_of(lambda: memsaver.pause(self._tag))
         freed = memsaver.device_memory(self._device)[0] - before
@@ -81,10 +81,10 @@ class CycledTag:
         return seconds
 
     def resume(self) -> float:
-        """Seconds of a resume, whose contents are then looked at.
+        """Resume the tag, check its contents, and return the seconds of the resume.
 
         Raises:
-            MemsaverError: they are not what they must be.
+            MemsaverError: the contents differ.
         """
         seconds = seconds_of(lambda: memsaver.resume(self._tag))
         for index, address in enumerate(self._addresses):
@@ -99,10 +99,10 @@ class CycledTag:
         return seconds
 
     def close(self) -> None:
-        """Free everything, what is kept of its backup too; the tag can be used again."""
+        """Free everything, including the retained backup; the tag can be used again."""
         while self._addresses:
             _C.free(self._addresses.pop())
-        memsaver.resume(self._tag)  # of nothing, where an error left it paused
+        memsaver.resume(self._tag)  # maps nothing; needed if an error left the tag paused
         memsaver.trim(wait=True)
 
     def _byte(self, index: int) -> int:
@@ -112,10 +112,10 @@ class CycledTag:
 def measure_discarded(
     tag: CycledTag, limits: Limits, rounds: int, rest: Callable[[], None]
 ) -> list[Figure]:
-    """Pauses and resumes without a backup, against the driver's calls.
+    """Measure pauses and resumes without a backup, against the driver's calls.
 
-    `rest` is called between a pause and its resume; see `measure_driver`. The first cycle, after
-    which memory lies in fewer pieces, does not count.
+    `rest` is called between a pause and its resume; see `measure_driver`. The first cycle does not
+    count, because its resume joins memory into fewer pieces.
     """
     pauses, resumes = [], []
     for _ in range(rounds + 1):
@@ -131,10 +131,10 @@ def measure_discarded(
 
 
 def measure_backed_up(tag: CycledTag, limits: Limits, rounds: int) -> list[Figure]:
-    """Pauses with a backup in pinned host memory, and their resumes, against plain copies.
+    """Measure pauses with a backup in pinned host memory, and their resumes, against plain copies.
 
-    The first pause takes the host memory; those after it find it kept. Where nothing has changed,
-    and fingerprints are on, nothing is copied: then the driver's calls are the limit.
+    The first pause allocates the host memory, which later pauses reuse. If nothing has changed and
+    fingerprints are on, nothing is copied, and the driver's calls are the limit.
     """
     tag.fill()
     first = tag.pause()
@@ -160,7 +160,7 @@ def measure_backed_up(tag: CycledTag, limits: Limits, rounds: int) -> list[Figur
 def _figures(
     group: str, rows: list[tuple[str, str, list[float], str]], nbytes: int, limits: Limits
 ) -> list[Figure]:
-    """One of each row: its name, its title, its seconds, and its limit in words."""
+    """Make a figure of each row: its name, its title, its seconds, and the text of its limit."""
     figures = []
     for name, title, seconds, limit in rows:
         least = limits.seconds(nbytes, *_LIMITS[limit])

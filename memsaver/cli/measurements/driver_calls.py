@@ -1,10 +1,10 @@
-"""The driver: what it takes to create, map, unmap and release memory."""
+"""The driver's calls: times to create, map, unmap and release memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from memsaver.bare_driver import BareDriver, BareMemory
+from memsaver._inspection.bare_driver import BareDriver, BareMemory
 from memsaver.cli.measurements.figures import Figure, seconds_of
 
 __all__ = ["CREATE", "MAP", "RELEASE", "UNMAP", "measure_driver"]
@@ -23,10 +23,10 @@ _TITLES = {
 def measure_driver(
     driver: BareDriver, memory: BareMemory, rounds: int, rest: Callable[[], None]
 ) -> list[Figure]:
-    """Each of the four calls for all of `memory`, which must not be mapped, and is not afterwards.
+    """Time each of the four calls for all of `memory`, which must not be mapped before.
 
-    In the device's context. `rest` is called before memory is created: the driver clears what was
-    released a moment ago, and whoever takes it at once waits for that.
+    Unmaps it again. Needs the device's context. `rest` is called before memory is created: the
+    driver clears memory after its release, and an immediate allocation waits for that.
     """
     seconds: dict[str, list[float]] = {name: [] for name in _TITLES}
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""What is measured: figures, each with the limit that it can be held against."""
+"""Figures: measurements, each with the limit to compare it with."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["Figure", "Limits", "seconds_of"]
 
 @dataclass(frozen=True)
 class Figure:
-    """One thing that was done some times.
+    """A measurement of one action, repeated several times.
 
     Attributes:
-        name: the same in every version: "pause, host, changed".
-        group: what it belongs to: "bus, pinned memory", "no backup", "backup on the host".
-        title: what it is, within its group.
-        bytes: how many each time was for.
-        seconds: of every time, in order.
-        limit: in words what nothing can be faster than, or "" for a limit itself.
-        limit_seconds: what that takes for as many bytes, by the medians; None for a limit itself.
+        name: identifies the figure in every version: "pause, host, changed".
+        group: the group of the figure: "bus, pinned memory", "no backup", "backup on the host".
+        title: the title within the group.
+        bytes: the number of bytes of each repetition.
+        seconds: the time of each repetition, in order.
+        limit: describes the lower bound of the time, or "" if the figure is a limit itself.
+        limit_seconds: that bound for `bytes`, from medians; None if the figure is a limit itself.
     """
 
     name: str
@@ -34,36 +34,36 @@ class Figure:
 
     @property
     def median_seconds(self) -> float:
-        """The median of all times."""
+        """The median time."""
         return statistics.median(self.seconds)
 
     @property
     def bytes_per_second(self) -> float:
-        """By the median."""
+        """The rate at the median time."""
         return self.bytes / max(self.median_seconds, 1e-9)
 
     @property
     def of_limit_percent(self) -> float | None:
-        """How much of the limit's speed was reached; None where there is none."""
+        """The rate in percent of the limit's rate; None without a limit."""
         if self.limit_seconds is None:
             return None
         return 100 * self.limit_seconds / max(self.median_seconds, 1e-9)
 
 
 class Limits:
-    """What the bus and the driver were measured to take, scaled to any number of bytes."""
+    """Measured times of the bus and the driver, scaled to any number of bytes."""
 
     def __init__(self, figures: list[Figure]) -> None:
         self._figures = {figure.name: figure for figure in figures}
 
     def seconds(self, nbytes: int, *names: str) -> float:
-        """Of the figures of these names, one after the other, for so many bytes."""
+        """Return the sum of the times of the named figures, for `nbytes` bytes."""
         rates = [self._figures[name].bytes_per_second for name in names]
         return sum(nbytes / rate for rate in rates)
 
 
 def seconds_of(action: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Return the duration of a call, in seconds."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

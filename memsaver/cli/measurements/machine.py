@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import memsaver
-from memsaver.bare_driver import GRANULARITY, BareDriver, BareMemory
+from memsaver._inspection.bare_driver import GRANULARITY, BareDriver, BareMemory
+from memsaver._runtime.native import _C, Backup
+from memsaver._runtime.text import size_text
 from memsaver.cli.measurements.bus import BUFFER, buffer_bytes, measure_bus
 from memsaver.cli.measurements.cycles import (
     GRAIN,
@@ -18,33 +20,31 @@ from memsaver.cli.measurements.cycles import (
 from memsaver.cli.measurements.driver_calls import measure_driver
 from memsaver.cli.measurements.figures import Figure, Limits
 from memsaver.errors import ConfigError, OutOfDeviceMemoryError
-from memsaver.native import _C, Backup
-from memsaver.text import size_text
 
 __all__ = ["Measured", "measure_machine"]
 
-MOST = 16 << 30  # bytes, where nobody says: as the weights of a model of 8 billion parameters
+MOST = 16 << 30  # default bytes: the weights of a model of 8 billion parameters
 SIMULATED = 256 << 20  # the same on the simulated driver, which copies by the CPU
-REST = 0.5  # seconds in which the driver clears memory that was released
+REST = 0.5  # seconds for the driver to clear released memory
 
-_FREE_PART = 0.8  # of the device's free memory, at most, where nobody says
-_HOST_PART = 0.5  # of the host's, at most: another process may want some too
+_FREE_PART = 0.8  # largest default part of the device's free memory
+_HOST_PART = 0.5  # largest part of the host's: other processes need memory too
 
 
 @dataclass
 class Measured:
-    """What was measured of a device.
+    """The measurements of a device.
 
     Attributes:
         device: the device's index.
-        name: its name.
+        name: the device's name.
         driver: the CUDA version that the driver supports: 13000 for 13.0.
-        simulated: whether it is the simulated driver, whose times mean nothing.
+        simulated: whether the driver is the simulated one, whose times mean nothing.
         size: bytes of the memory that was mapped, unmapped, paused and resumed.
-        saved: bytes that were backed up; 0 where no backup was measured.
-        rounds: how often each thing was done; the first pause once.
-        figures: in the order in which they are shown.
-        notes: what a reader has to know to read them right.
+        saved: bytes that were backed up; 0 if no backup was measured.
+        rounds: the number of repetitions; the first pause is measured once.
+        figures: the figures in display order.
+        notes: remarks that are needed to interpret the figures.
     """
 
     device: int
@@ -66,22 +66,22 @@ def measure_machine(
 ) -> Measured:
     """Measure the bus, the driver's calls, and memsaver's pauses and resumes.
 
-    Starts the device's context, and takes so much of its memory for some seconds; pinned host
-    memory for the copies, and for the backup as much again. All of it is given back.
+    Creates the device's context. For some seconds it allocates `size` bytes of device memory, and
+    pinned host memory for the copies and for the backup. Releases all of it.
 
     Args:
-        size: bytes to measure with, rounded down to 32 MiB; None: up to 16 GiB, what fits into
-            four fifths of the free memory. What is backed up is less where the host has less.
-        rounds: how often to do each thing.
+        size: bytes to measure with, rounded down to 32 MiB. None chooses up to 16 GiB, within four
+            fifths of the free memory. The backup is smaller if the host has less memory.
+        rounds: the number of repetitions.
         device: the device's index.
-        telling: is called with what is done next, in words.
+        telling: receives a description of each step before it starts.
 
     Raises:
         ConfigError: there is no such device, or the size is too small.
-        OutOfDeviceMemoryError: so much is not free.
-        NotLoadedError: no driver.
+        OutOfDeviceMemoryError: the device has less free memory.
+        NotLoadedError: there is no usable driver.
         DriverError: a driver call failed.
-        MemsaverError: contents came back wrong.
+        MemsaverError: contents were wrong after a resume.
     """
     driver = BareDriver()
     count = driver.device_count()
@@ -133,7 +133,7 @@ def _size(asked: int | None, device: int, simulated: bool) -> int:
     most = min(MOST, SIMULATED if simulated else MOST, int(free * _FREE_PART))
     size = (most if asked is None else asked) // GRAIN * GRAIN
     if size == 0 and asked is not None:
-        raise ConfigError(f"a size of {asked} bytes is too small: {size_text(GRAIN)} at least")
+        raise ConfigError(f"a size of {size_text(asked)} is too small: {size_text(GRAIN)} at least")
     if size == 0 or size + GRANULARITY > free:
         error = OutOfDeviceMemoryError(
             f"device {device} has {size_text(free)} free, and the benchmark needs "
@@ -145,9 +145,9 @@ def _size(asked: int | None, device: int, simulated: bool) -> int:
 
 
 def _saved(size: int) -> tuple[int, list[str]]:
-    """How many bytes to back up, and what to say of it. The copies' buffers are pinned before.
+    """Return the number of bytes to back up, and notes. Allow for the pinned copy buffers.
 
-    All that the option host_bytes leaves, where that is the limit: somebody said so.
+    Uses all that the option host_bytes allows, if that is the limit, because the user chose it.
     """
     held, available = _C.host_memory()
     most = int(_C.option("host_bytes"))

@@ -1,4 +1,4 @@
-"""The picture of a machine's figures. Importing it imports matplotlib, the extra `plot`."""
+"""The picture of a machine's figures. Importing this module imports matplotlib (extra `plot`)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Picture
 
 import memsaver
+from memsaver._runtime.text import size_text
 from memsaver.cli.measurements.figures import Figure
 from memsaver.cli.measurements.machine import Measured
-from memsaver.cli.sizes import gigabytes
-from memsaver.text import size_text
+from memsaver.cli.sizes import gibibytes
 
 __all__ = ["draw_picture"]
 
 _OURS, _LIMIT = "#2a6fbb", "#b0b7c0"
-_BAR = 0.36  # of the distance between two figures
+_BAR = 0.36  # height, as a part of the distance between two figures
 
 
 def draw_picture(measured: Measured, kind: str) -> bytes:
-    """Each pause and resume beside its limit, in milliseconds: one panel for each group.
+    """Draw each pause and resume beside its limit, in milliseconds: one panel for each group.
 
-    The bytes of an image file of that kind: "png", "svg" or "pdf".
+    Returns the bytes of an image file of that kind: "png", "svg" or "pdf".
     """
     groups: dict[str, list[Figure]] = {}
     for figure in measured.figures:
@@ -52,8 +52,8 @@ def _draw_panel(panel: Any, group: str, figures: list[Figure]) -> None:
     places = list(range(len(figures)))
     upper = panel.barh([at - _BAR / 2 for at in places], ours, _BAR, color=_OURS, label="memsaver")
     lower = panel.barh([at + _BAR / 2 for at in places], limits, _BAR, color=_LIMIT, label="limit")
-    rates = [gigabytes(figure.bytes_per_second) for figure in figures]
-    texts = [f"{ms:,.1f} ms, {rate} GB/s" for ms, rate in zip(ours, rates, strict=True)]
+    rates = [gibibytes(figure.bytes_per_second) for figure in figures]
+    texts = [f"{ms:,.1f} ms, {rate} GiB/s" for ms, rate in zip(ours, rates, strict=True)]
     panel.bar_label(upper, texts, padding=3)
     named = [f"{ms:,.1f} ms, {figure.limit}" for ms, figure in zip(limits, figures, strict=True)]
     panel.bar_label(lower, named, padding=3, color="#59636e")

@@ -1,6 +1,7 @@
 "use strict";
-// Draws the trace in #data: for each device the memory of its tags, stacked, and below it what the
-// driver has free. Dragging zooms, a double click or Escape shows all, the legend hides tags.
+// Draws the trace in #data: for each device the stacked memory of its tags, and below it the
+// driver's free memory. Dragging zooms, a double click or Escape shows everything, the legend hides
+// tags.
 (() => {
   const trace = JSON.parse(document.getElementById("data").textContent);
   const COLOURS = ["#4e79a7", "#f0a03c", "#59a14f", "#d4606a", "#8f6bb0", "#3fa7a0", "#c9a227",
@@ -22,7 +23,7 @@
     const [value, unit] = scaled(n, 1024, ["B", "KiB", "MiB", "GiB", "TiB"], 2).split(" ");
     return `${+value} ${unit}`;
   };
-  const rate = (n) => scaled(n, 1000, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"], 1);
+  const rate = (n) => scaled(n, 1024, ["B/s", "KiB/s", "MiB/s", "GiB/s", "TiB/s"], 1);
   const duration = (s) => s < 1e-3 ? `${(s * 1e6).toFixed(0)} µs`
     : s < 1 ? `${(s * 1e3).toFixed(1)} ms` : `${s.toFixed(2)} s`;
   const moment = (s) => `${s.toFixed(3)} s`;
@@ -34,7 +35,8 @@
     return made;
   }
 
-  // The calls: their rows of all tags and devices together, each way of a swap for itself.
+  // The calls: each combines its rows of all tags and devices, but the two directions of a swap are
+  // separate.
   const calls = new Map();
   for (const row of trace.transitions) {
     const key = `${row.number} ${row.direction}`;
@@ -62,17 +64,17 @@
     for (const tag of Object.keys(device.resident)) {
       const line = device.resident[tag];
       if (!hidden.has(tag)) for (let i = 0; i < sums.length; i += 1) sums[i] += line[i];
-      lines.unshift(sums.slice());  // the topmost is drawn first, and the others over it
+      lines.unshift(sums.slice());  // the topmost is drawn first, then the others over it
     }
     return [device.seconds, ...lines];
   }
 
-  // Calls that are in sight, each with a function that fills a part of its height: bands lie behind
-  // the memory, edges and a strip at the top (of a swap one for each way) before it.
-  function eachMove(u, paint) {
+  // Visible calls, each with a function that fills a part of its height: bands behind the memory;
+  // edges and a strip at the top (for a swap, one per direction) in front of it.
+  function eachMove(u, own, paint) {
     const { ctx, bbox } = u;
     const colours = Object.fromEntries(
-      ["out", "into", "failed"].map((name) => [name, style(`--${name}`)]));
+      ["out", "into", "swap", "failed"].map((name) => [name, style(`--${name}`)]));
     ctx.save();
     ctx.beginPath();
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
@@ -81,7 +83,7 @@
       const from = u.valToPos(call.begin, "x", true);
       const width = Math.max(u.valToPos(call.end, "x", true) - from, 2 * devicePixelRatio);
       if (from > bbox.left + bbox.width || from + width < bbox.left) continue;
-      ctx.fillStyle = colours[shade(call)];
+      ctx.fillStyle = colours[own(call)];
       paint(call, (left, top, wide, high, alpha) => {
         ctx.globalAlpha = alpha;
         ctx.fillRect(left, top, wide, high);
@@ -89,10 +91,13 @@
     }
     ctx.restore();
   }
-  const drawBands = (u) => eachMove(u, (call, fill, from, width, box) => {
+  // The two ways of a swap have one band, in a colour of its own.
+  const band = (call) => call.outcome !== "failed" && call.kind === "swap" ? "swap" : shade(call);
+  const drawBands = (u) => eachMove(u, band, (call, fill, from, width, box) => {
+    if (band(call) === "swap" && call.direction === "into") return;
     fill(from, box.top, width, box.height, 0.2);
   });
-  const drawEdges = (u) => eachMove(u, (call, fill, from, width, box) => {
+  const drawEdges = (u) => eachMove(u, shade, (call, fill, from, width, box) => {
     const pixel = devicePixelRatio, below = call.kind === "swap" && call.direction === "into";
     fill(from, box.top, pixel, box.height, 0.8);
     fill(from + width - pixel, box.top, pixel, box.height, 0.8);
@@ -262,8 +267,9 @@
     });
     legend.append(button);
   }
-  for (const [name, text] of [["out", "paused"], ["into", "resumed"], ["failed", "failed"]]) {
-    if (!moves.some((call) => shade(call) === name)) continue;
+  for (const [name, text] of [["out", "pause"], ["into", "resume"], ["swap", "swap"],
+    ["failed", "failed"]]) {
+    if (!moves.some((call) => shade(call) === name || band(call) === name)) continue;
     const entry = make("span", undefined, "mark"), mark = make("span", undefined, "swatch");
     mark.style.background = `var(--${name})`;
     entry.append(mark, text);

@@ -1,1 +1,1 @@
-"""Questions to a CUDA driver that its documentation leaves open: `python -m questions`."""
+"""Questions about a CUDA driver that its documentation does not answer: `python -m questions`."""

@@ -1,4 +1,4 @@
-"""The questions that are asked in a process of their own, by what is printed."""
+"""The questions that run in a separate process each, by their printed names."""
 
 from __future__ import annotations
 

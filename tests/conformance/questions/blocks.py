@@ -1,4 +1,4 @@
-"""Plain blocks (cuMemAlloc), and what a pointer is said to be.
+"""Plain blocks (cuMemAlloc), and attributes of pointers.
 
 Each is asked in a process of its own, and runs from its source alone with driver_api imported.
 """

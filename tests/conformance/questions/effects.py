@@ -1,4 +1,4 @@
-"""What a call does to work in flight and to captures: whether it waits, and what it breaks."""
+"""Effects of a call on work in flight and on captures: whether it waits or breaks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams and events, and calls inside of a stream's work.
+"""Streams and events, and calls from inside a stream's work.
 
 Each is asked in a process of its own, and runs from its source alone with driver_api imported.
 """

@@ -13,9 +13,9 @@ FLAG = os.environ.get("MEMSAVER_TEST_CORRUPTS")
 if FLAG:
     import torch
 
-    from memsaver.integrations.sglang import weight_loads
+    from memsaver.integrations.engine.weights import load_check
 
-    watched = weight_loads.watched
+    watched = load_check.watched
 
     def and_corrupted(model, named, load):
         result = watched(model, named, load)
@@ -28,4 +28,4 @@ if FLAG:
                 tensor[-1, -1] += 1
         return result
 
-    weight_loads.watched = and_corrupted
+    load_check.watched = and_corrupted

@@ -10,7 +10,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def free(device: int = 0) -> int:
-    """Free bytes, as the driver says."""
+    """Return the free bytes that the driver reports."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -18,7 +18,7 @@ def free(device: int = 0) -> int:
 
 
 def numbers(count: int, offset: int = 0, device: str = "cuda") -> torch.Tensor:
-    """`count` MiB of a pattern of their own."""
+    """Return `count` MiB with a unique pattern."""
     return torch.arange(offset, offset + count * MIB // 4, dtype=torch.int32, device=device)
 
 

@@ -84,7 +84,7 @@ def case_graphs_of_one_pool() -> None:
 
 
 def case_a_graph_with_a_backup() -> None:
-    """What a capture's memory holds comes back without a replay."""
+    """A resume restores a graph's memory without a replay."""
     source = torch.arange(MIB, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with saver.cuda_graph(graph, tag="g", enable_cpu_backup=True, capture_error_mode="relaxed"):
@@ -114,7 +114,7 @@ def case_get_cpu_backup() -> None:
 
 
 def case_disable() -> None:
-    """What is made under disable() stays where it is, and can be sent to another process."""
+    """Memory created under disable() is not paused, and can be sent to another process."""
     with saver.region("a"):
         inside = numbers(32)
         with saver.disable():
@@ -146,7 +146,7 @@ def case_margin() -> None:
 
 
 def case_two_devices() -> None:
-    """A preloaded region is about every GPU in use; the other mode about the current one."""
+    """A preloaded region applies to every GPU in use; in the other mode, to the current GPU."""
     for device in (0, 1):
         torch.zeros(1, device=f"cuda:{device}")
     with saver.region("a", enable_cpu_backup=True):

@@ -13,7 +13,7 @@ from dropin_cases.memory import GIB, KIB, MIB, free
 
 
 def used() -> int:
-    """Bytes in use on the device, as the driver says, and nothing emptied for it."""
+    """Return the bytes in use that the driver reports, without emptying caches."""
     torch.cuda.synchronize()
     available, total = torch.cuda.mem_get_info(0)
     return total - available
@@ -139,7 +139,7 @@ def case_memory_by_ctypes() -> None:
 
 
 def case_a_whole_trainer() -> None:
-    """A process that is one region trains, is paused, and goes on as if nothing had been."""
+    """A process that is one region trains, is paused, and continues with equal results."""
     assert memsaver.is_preloaded()
     data = torch.randn(64, 2048, device="cuda")
 

@@ -9,7 +9,7 @@ from backup_files import deleted_files, first_data, flip, truncate
 from expected_errors import raises
 
 import memsaver
-from memsaver.native import _C
+from memsaver._runtime.native import _C
 from torch_cases.tensors import GIB, MIB, held, is_numbered, numbered, tidy
 
 
@@ -156,7 +156,7 @@ def case_work_in_flight_is_awaited(tag: str) -> None:
 
 def case_discarded_memory_reads_as_zero(tag: str) -> None:
     """After a pause without a backup, wherever in the tag, and addresses stay."""
-    with memsaver.region(tag):
+    with memsaver.region(tag, backup="none"):
         tensors = [numbered(count, 3) for count in (1, 2, 3, 64, 1100)]
         tensors += [torch.ones(100, device="cuda") for _ in range(50)]
     addresses = [tensor.data_ptr() for tensor in tensors]

@@ -66,9 +66,9 @@ def case_allocation_without_enough_memory(tag: str) -> None:
 def case_shortage_says_who_holds_memory(tag: str) -> None:
     """The error says who holds what, and what could be paused."""
     other = tag + ".other"
-    with memsaver.region(tag):
+    with memsaver.region(tag, backup="none"):
         tensor = torch.ones(GIB, dtype=torch.uint8, device="cuda")
-    with memsaver.region(other):
+    with memsaver.region(other, backup="none"):
         idle = torch.ones(512 * MIB, dtype=torch.uint8, device="cuda")
     memsaver.pause(tag)
     with memsaver.disabled():
@@ -81,7 +81,7 @@ def case_shortage_says_who_holds_memory(tag: str) -> None:
     (holder,) = [holder for holder in error.holders if holder.tag == other]
     assert holder.bytes >= 512 * MIB and holder.pausable and holder.state == "mapped"
     assert tag not in [holder.tag for holder in error.holders]
-    assert repr(other) in str(error).split("To be paused now: ")[1]
+    assert repr(other) in str(error).split("These can be paused now: ")[1]
     assert os.getpid() not in [process.pid for process in error.processes]
     del hog
     tidy()
@@ -99,6 +99,6 @@ def case_shortage_in_a_region(tag: str) -> None:
             torch.empty(wanted, dtype=torch.uint8, device="cuda")
     if sys.version_info >= (3, 11):
         (note,) = errors[0].__notes__
-        assert f"{tag + '.held'!r} 64 MiB" in note and "To be paused now" in note
+        assert f"{tag + '.held'!r} 64 MiB" in note and "These can be paused now" in note
     errors.clear()
     assert is_numbered(kept)

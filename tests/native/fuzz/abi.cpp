@@ -267,6 +267,7 @@ void Session::ask() {
       break;
     case 3:
       done(ms_host_memory(&first, in_.below(4) ? &second : nullptr, error()));
+      done(ms_deferred_releases(&first, &second, in_.below(4) ? &second : nullptr, error()));
       break;
     case 4:
       done(ms_device_memory(device(), &first, &second, error()));

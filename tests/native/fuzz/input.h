@@ -44,7 +44,7 @@ class Input {
   size_t left_;
 };
 
-// What must hold, whatever the input: else the process ends, as the fuzzer understands it.
+// Checks an invariant for every input: a violation ends the process, which the fuzzer reports.
 inline void require(bool holds, const char* what) {
   if (holds) return;
   std::fprintf(stderr, "does not hold: %s\n", what);

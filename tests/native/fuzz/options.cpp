@@ -1,6 +1,6 @@
 // Target: the environment's options, as the core reads them, and those of the simulated driver. The
 // sources are taken in whole, so that what was read can be forgotten again.
-#include "../../../csrc/core/options.cpp"
+#include "../../../csrc/core/platform/options.cpp"
 
 #include <cstdint>
 

@@ -1,8 +1,8 @@
-// model: what the stress knows of its tags and blocks: what must lie in them, and who may look.
+// model: the stress test's model of its tags and blocks: their expected contents, and their locks.
 //
-// A tag's `contents` is held shared by whoever touches the memory of one of its blocks, and
-// exclusively by whoever pauses or resumes it. Allocations, frees and questions take no lock. A
-// block belongs to one thread, which alone writes it, checks it and frees it.
+// A tag's `contents` lock is taken shared by threads that access its blocks, and exclusively by
+// threads that pause or resume it. Allocations, frees and queries take no lock. A block belongs to
+// one thread, which is the only one to write, check and free it.
 #pragma once
 
 #include <cstdint>

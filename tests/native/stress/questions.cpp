@@ -69,6 +69,7 @@ bool Thread::look() {
   ms_list_free(rows);
   uint64_t first = 0, second = 0;
   fine(ms_host_memory(&first, &second, &error), error, "ms_host_memory", {});
+  fine(ms_deferred_releases(&first, &second, &second, &error), error, "ms_deferred_releases", {});
   fine(ms_device_memory(static_cast<int>(below(kDevices)), &first, &second, &error), error,
        "ms_device_memory", {});
   if (first > second) world_.fail("a device has more free than it has");

@@ -47,17 +47,10 @@ void Thread::choose_dead(Asked& asked) {
 }
 
 ms_status Thread::begin(Asked& asked) {
-  const size_t outs = asked.out_names.size(), intos = asked.into_names.size();
-  if (asked.swaps()) {
-    return ms_swap_begin(asked.out_names.data(), outs, asked.into_names.data(), intos, asked.backup,
-                         asked.dead.data(), asked.dead.size(), nullptr, &asked.transition,
-                         &asked.error);
-  }
-  if (intos > 0) {
-    return ms_resume_begin(asked.into_names.data(), intos, &asked.transition, &asked.error);
-  }
-  return ms_pause_begin(asked.out_names.data(), outs, asked.backup, asked.dead.data(),
-                        asked.dead.size(), nullptr, &asked.transition, &asked.error);
+  return ms_transition_begin(asked.out_names.data(), asked.out_names.size(),
+                             asked.into_names.data(), asked.into_names.size(), asked.backup,
+                             asked.dead.data(), asked.dead.size(), nullptr, &asked.transition,
+                             &asked.error);
 }
 
 // Runs it on another thread, and meanwhile does what one does who waits for it.

@@ -19,8 +19,8 @@ from simulated_driver import Block, Simulator
 
 import memsaver
 import memsaver.distributed as md
+from memsaver.integrations.engine.ranks import Figures, Group
 from memsaver.integrations.rollout.together import GRACE_SECONDS, Together
-from memsaver.integrations.sglang.ranks import Figures, Group
 
 TIMEOUT = 4.0  # seconds that a call waits for the other ranks
 CONTROL_SECONDS = 120.0  # the longest wait of the ranks for each other between calls

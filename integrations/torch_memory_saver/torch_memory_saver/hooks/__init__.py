@@ -1,1 +1,1 @@
-"""How allocations are caught."""
+"""The modes in which allocations are intercepted."""

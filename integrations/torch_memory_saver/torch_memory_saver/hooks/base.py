@@ -1,4 +1,4 @@
-"""The modes that can be asked for."""
+"""The hook modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Children whose cudaMalloc is memsaver's."""
+"""Starts child processes with memsaver's cudaMalloc."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["configure_subprocess"]
 
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Children started inside the block are preloaded.
+    """Preload memsaver into child processes that start inside the block.
 
-    A child with TMS_INIT_ENABLE=1 in its environment is one region then, with the tag "default".
-    The block changes `os.environ`, which belongs to the whole process, and puts it back.
+    A preloaded child with TMS_INIT_ENABLE=1 in its environment is one region, with the tag
+    "default". The block changes `os.environ`, for all threads, and restores it at the end.
 
     Raises:
-        NotLoadedError: a library is not there.
-        ConfigError: it lies where `LD_PRELOAD` cannot name it.
+        NotLoadedError: a library is missing.
+        ConfigError: `LD_PRELOAD` cannot name a library's path.
     """
-    # memsaver's own library as well, which the other one need not look for then.
+    # Includes memsaver's own library, so that the other library need not search for it.
     others = memsaver.preload_env()["LD_PRELOAD"].split(":")
     ours = str(preload_library())
     preloaded = [ours, *(path for path in others if path != ours)]

@@ -1,0 +1,174 @@
+"""Write the tables of names in docs/reference, so that the pages can be read without the site.
+
+python build_support/reference_tables.py           writes them between the markers of the pages
+python build_support/reference_tables.py --check   exits with status 1 if a table is outdated
+
+The names of a page are those of its `:::` directives, which the site turns into whole docstrings.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import memsaver
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "docs" / "reference"
+BEGIN, END = "<!-- names: begin -->", "<!-- names: end -->"
+
+_DIRECTIVE = re.compile(r"^::: (?P<path>[\w.]+)\n(?P<options>(?:    .*\n)*)", re.M)
+_LONGEST_DEFAULT = 24  # characters; longer defaults are shown as "..."
+
+
+def names_of(page: str) -> Iterator[tuple[str, Any]]:
+    """Yield each name that a page's directives document, and its object, in order."""
+    for match in _DIRECTIVE.finditer(page + "\n"):
+        found = resolve(match["path"])
+        if not isinstance(found, ModuleType):
+            name = match["path"].rpartition(".")[2]
+            # A public module's own function, such as `memsaver.metrics.register`.
+            short = match["path"].removeprefix("memsaver.")
+            is_of_module = short.count(".") == 1 and name not in vars(memsaver)
+            yield short if is_of_module else name, found
+            continue
+        members = re.search(r"^ +members: (.*)$", match["options"], re.M)
+        excluded = re.findall(r'"!\^(\w+)\$"', match["options"])
+        names = re.findall(r"\w+", members[1]) if members else found.__all__
+        for name in names:
+            if name != "false" and name not in excluded:
+                yield name, getattr(found, name)
+
+
+def resolve(path: str) -> Any:
+    """Return the object at a dotted path; `integrations` is a part of the package."""
+    parts = (f"memsaver.{path}" if path.startswith("integrations.") else path).split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            found = getattr(found, name)
+        return found
+    raise ModuleNotFoundError(path)
+
+
+def rows_of(name: str, found: Any) -> Iterator[tuple[str, str]]:
+    """Yield the call and the summary of a function, or of a class and its public methods."""
+    if not inspect.isclass(found):
+        yield f"{name}{signature(found)}", summary(found)
+        return
+    # Programs create objects of a class only if its parameters are documented.
+    is_created = "\nArgs:\n" in f"{inspect.getdoc(found)}{inspect.getdoc(found.__init__)}"
+    words = summary(found)
+    if issubclass(found, enum.Enum):
+        words += ": " + ", ".join(f"`{member}`" for member in found)
+    yield f"{name}{signature(found) if is_created or name.islower() else ''}", words
+    if name.islower():  # a context manager or a decorator: its methods are called by Python
+        return
+    for attribute, meaning in attributes_of(found):
+        yield f"{name}.{attribute}", meaning
+    for method, member in members_of(found):
+        if isinstance(member, property):
+            yield f"{name}.{method}", summary(member)
+        else:
+            function = (
+                member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
+            )
+            is_bound = not isinstance(member, staticmethod)
+            yield f"{name}.{method}{signature(function, skip=int(is_bound))}", summary(function)
+
+
+def attributes_of(found: type) -> list[tuple[str, str]]:
+    """Return the attributes of a class that its docstring lists, and their meanings."""
+    listed = re.search(r"^Attributes:\n((?:    .*\n|\n)+)", f"{inspect.getdoc(found)}\n", re.M)
+    text = re.sub(r"\n {8,}", " ", listed[1]) if listed else ""
+    rows = re.findall(r"^    (\w+): (.*)$", text, re.M)
+    return [(name, meaning.rstrip(".")) for name, meaning in rows]
+
+
+def members_of(found: type) -> Iterator[tuple[str, Any]]:
+    """Yield the documented public methods and properties that memsaver's own classes define."""
+    seen = set()
+    for base in found.__mro__:
+        if base.__module__.startswith(("memsaver", "integrations")):
+            for name, member in vars(base).items():
+                is_function = inspect.isfunction(member) or isinstance(
+                    member, (property, classmethod, staticmethod)
+                )
+                if is_function and not name.startswith("_") and name not in seen:
+                    seen.add(name)
+                    yield name, member
+
+
+def signature(found: Any, skip: int = 0) -> str:
+    """Return the public parameters of a call without their types."""
+    parts = []
+    everything = list(inspect.signature(found).parameters.values())[skip:]
+    parameters = [one for one in everything if not one.name.startswith("_")]
+    kinds = [parameter.kind for parameter in parameters]
+    for index, parameter in enumerate(parameters):
+        first_keyword = parameter.kind is parameter.KEYWORD_ONLY and (
+            parameter.KEYWORD_ONLY not in kinds[:index]
+        )
+        if first_keyword and parameter.VAR_POSITIONAL not in kinds:
+            parts.append("*")
+        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        text = repr(parameter.default)
+        if isinstance(parameter.default, enum.Enum):
+            text = str(parameter.default)
+        short = text if len(text) <= _LONGEST_DEFAULT and not text.startswith("<") else "..."
+        default = "" if parameter.default is parameter.empty else f"={short}"
+        parts.append(f"{star}{parameter.name}{default}")
+    return f"({', '.join(parts)})"
+
+
+def summary(found: Any) -> str:
+    """Return the first sentence of a docstring."""
+    return first_sentence((inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " "))
+
+
+def first_sentence(paragraph: str) -> str:
+    """Return the first sentence of a paragraph, as a cell of a table."""
+    sentence = re.split(r"(?<=[.:])\s", paragraph, maxsplit=1)[0]
+    return sentence.rstrip(".:").replace("|", "\\|")
+
+
+def table(page: str) -> str:
+    """Return the table of a page's names as Markdown."""
+    lines = ["| name | summary |", "|---|---|"]
+    for name, found in names_of(page):
+        lines += [f"| `{call}` | {words} |" for call, words in rows_of(name, found)]
+    return "\n".join(lines)
+
+
+def rewritten(page: str) -> str:
+    """Return a page with its table."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table(page)}\n{END}{after}"
+
+
+def main() -> None:
+    """Write the tables, or check them."""
+    for path in sorted(PAGES.glob("*.md")):
+        page = path.read_text()
+        if BEGIN not in page:
+            continue
+        wanted = rewritten(page)
+        if "--check" not in sys.argv:
+            path.write_text(wanted)
+        elif wanted != page:
+            sys.exit(f"{path.name}: run build_support/reference_tables.py")
+
+
+if __name__ == "__main__":
+    main()

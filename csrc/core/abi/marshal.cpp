@@ -1,0 +1,160 @@
+#include "core/abi/marshal.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "core/memory/region.h"
+#include "core/observe/stats_server.h"
+#include "core/platform/lifecycle.h"
+
+namespace memsaver {
+
+static_assert(MS_OK == static_cast<int>(Status::kOk) &&
+              MS_INVALID_ARGUMENT == static_cast<int>(Status::kInvalidArgument) &&
+              MS_INVALID_STATE == static_cast<int>(Status::kInvalidState) &&
+              MS_UNKNOWN_TAG == static_cast<int>(Status::kUnknownTag) &&
+              MS_OUT_OF_DEVICE_MEMORY == static_cast<int>(Status::kOutOfDeviceMemory) &&
+              MS_OUT_OF_HOST_MEMORY == static_cast<int>(Status::kOutOfHostMemory) &&
+              MS_BACKUP_FAILED == static_cast<int>(Status::kBackupFailed) &&
+              MS_DRIVER_FAILED == static_cast<int>(Status::kDriverFailed) &&
+              MS_NOT_LOADED == static_cast<int>(Status::kNotLoaded) &&
+              MS_BAD_CONFIG == static_cast<int>(Status::kBadConfig) &&
+              MS_NOT_OURS == static_cast<int>(Status::kNotOurs) &&
+              MS_INTERNAL == static_cast<int>(Status::kInternal));
+static_assert(MS_MAPPED == static_cast<int>(State::kMapped) &&
+              MS_SAVING == static_cast<int>(State::kSaving) &&
+              MS_PAUSED == static_cast<int>(State::kPaused) &&
+              MS_RESTORING == static_cast<int>(State::kRestoring));
+static_assert(MS_BACKUP_NONE == static_cast<int>(Backup::kNone) &&
+              MS_BACKUP_HOST == static_cast<int>(Backup::kHost) &&
+              MS_BACKUP_PAGEABLE == static_cast<int>(Backup::kPageable) &&
+              MS_BACKUP_DISK == static_cast<int>(Backup::kDisk));
+
+static_assert(MS_EVENT_BASELINE == static_cast<int>(Record::Kind::kBaseline) &&
+              MS_EVENT_ALLOCATE == static_cast<int>(Record::Kind::kAllocate) &&
+              MS_EVENT_FREE == static_cast<int>(Record::Kind::kFree) &&
+              MS_EVENT_BEGIN == static_cast<int>(Record::Kind::kBegin) &&
+              MS_EVENT_END == static_cast<int>(Record::Kind::kEnd) &&
+              MS_EVENT_MEMORY == static_cast<int>(Record::Kind::kMemory));
+static_assert(MS_NO_ACT == static_cast<int>(Act::kNone) &&
+              MS_PAUSE == static_cast<int>(Act::kPause) &&
+              MS_RESUME == static_cast<int>(Act::kResume) &&
+              MS_SWAP == static_cast<int>(Act::kSwap));
+static_assert(MS_DONE == static_cast<int>(Outcome::kDone) &&
+              MS_FAILED == static_cast<int>(Outcome::kFailed) &&
+              MS_GIVEN_UP == static_cast<int>(Outcome::kGivenUp));
+
+ms_event event_row(const Record& record) {
+  ms_event row{};
+  row.time_seconds = static_cast<double>(record.time_ns) * 1e-9;
+  row.kind = static_cast<int32_t>(record.kind);
+  row.device = record.device;
+  row.tag = record.tag ? record.tag->name.c_str() : nullptr;
+  row.state = static_cast<int32_t>(record.state);
+  row.act = static_cast<int32_t>(record.act);
+  row.outcome = static_cast<int32_t>(record.outcome);
+  row.thread = record.thread;
+  row.allocated_bytes = record.allocated_bytes;
+  row.resident_bytes = record.resident_bytes;
+  row.transition = record.transition;
+  row.device_bytes = record.device_bytes;
+  row.copied_bytes = record.copied_bytes;
+  row.free_bytes = record.free_bytes;
+  row.total_bytes = record.total_bytes;
+  if (record.caller) copy_end_of_text(row.caller, sizeof(row.caller), *record.caller);
+  return row;
+}
+
+void copy_end_of_text(char* field, size_t capacity, const std::string& text) {
+  size_t from = text.size() - std::min(text.size(), capacity - 1);
+  while (from > 0 && from < text.size() && (static_cast<unsigned char>(text[from]) & 0xC0) == 0x80)
+    ++from;
+  std::memcpy(field, text.data() + from, text.size() - from);
+  field[text.size() - from] = 0;
+}
+
+void copy_text(char* field, size_t capacity, const std::string& text) {
+  size_t bytes = std::min(text.size(), capacity - 1);
+  while (bytes > 0 && bytes < text.size() &&
+         (static_cast<unsigned char>(text[bytes]) & 0xC0) == 0x80)
+    --bytes;
+  std::memcpy(field, text.data(), bytes);
+  field[bytes] = 0;
+}
+
+ms_status report(const Error& failure, ms_error* error) noexcept {
+  if (error) {
+    std::memset(error, 0, sizeof(*error));
+    error->status = static_cast<int32_t>(failure.status);
+    error->cuda_error = failure.cuda_error;
+    error->os_error = failure.os_error;
+    error->device = failure.device;
+    error->needed_bytes = failure.needed_bytes;
+    error->free_bytes = failure.free_bytes;
+    std::snprintf(error->call, sizeof(error->call), "%s", failure.call);
+    copy_text(error->tag, sizeof(error->tag), failure.tag);
+    const size_t room = sizeof(error->message) - std::strlen(failure.addition);
+    copy_text(error->message, room, failure.message);
+    if (error->message[0] == 0 && error->call[0] != 0) {  // no memory for the message
+      std::snprintf(error->message, room, "%s failed (%d), and no host memory is left to say more",
+                    failure.call, static_cast<int>(failure.cuda_error));
+    }
+    std::strcat(error->message, failure.addition);
+  }
+  return static_cast<ms_status>(failure.status);
+}
+
+void require_tags() {
+  require_not_forked();
+  if (current_tag()) stats_server::start();  // the process's own tag has no region
+}
+
+std::string_view view_of(const char* text, const char* what) {
+  if (!text) throw Error(Status::kInvalidArgument, std::string(what) + " is null");
+  return text;
+}
+
+std::string text_of(const char* text, const char* what) { return std::string(view_of(text, what)); }
+
+void require_place(const void* place) {
+  if (!place) throw Error(Status::kInvalidArgument, "the pointer for the result is null");
+}
+
+std::vector<std::string> names_of(const char* const* tags, size_t count) {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < count; ++i) names.push_back(text_of(tags[i], "a tag"));
+  return names;
+}
+
+std::optional<Backup> policy_of(int backup) {
+  switch (backup) {
+    case MS_BACKUP_DEFAULT:
+      return std::nullopt;
+    case MS_BACKUP_NONE:
+      return Backup::kNone;
+    case MS_BACKUP_HOST:
+      return Backup::kHost;
+    case MS_BACKUP_PAGEABLE:
+      return Backup::kPageable;
+    case MS_BACKUP_DISK:
+      return Backup::kDisk;
+    default:
+      throw Error(Status::kInvalidArgument, "there is no backup " + std::to_string(backup) +
+                                                ": none is 0, host is 1, pageable is 2, disk is 3");
+  }
+}
+
+std::vector<Range> ranges_of(const ms_range* ranges, size_t count) {
+  std::vector<Range> made;
+  for (size_t i = 0; i < count; ++i) {
+    made.push_back({ranges[i].address, std::min(ranges[i].bytes, UINT64_MAX - ranges[i].address)});
+  }
+  return made;
+}
+
+std::optional<uint64_t> value_of(const uint64_t* number) {
+  return number ? std::optional<uint64_t>(*number) : std::nullopt;
+}
+
+}  // namespace memsaver

@@ -1,0 +1,96 @@
+// marshal: converts arguments and results of the C ABI. For abi.cpp.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/memory/registry.h"
+#include "core/memory/timeline.h"
+#include "core/observe/stats.h"
+#include "core/platform/range.h"
+#include "core/platform/status.h"
+#include "memsaver.h"
+
+namespace memsaver {
+
+// Called first by every function on tags. Creates the process's own tag. Throws kInvalidState in a
+// forked child.
+void require_tags();
+
+// --- in; a null text or place throws kInvalidArgument
+
+std::string_view view_of(const char* text, const char* what);
+std::string text_of(const char* text, const char* what);
+std::vector<std::string> names_of(const char* const* tags, size_t count);
+// Returns nothing for MS_BACKUP_DEFAULT. Throws kInvalidArgument for an unknown backup.
+std::optional<Backup> policy_of(int backup);
+// Truncates ranges that extend beyond the last address.
+std::vector<Range> ranges_of(const ms_range* ranges, size_t count);
+std::optional<uint64_t> value_of(const uint64_t* number);
+void require_place(const void* place);
+
+// --- results
+
+ms_event event_row(const Record& record);
+
+// Copies text into a fixed field, truncated at a UTF-8 boundary.
+void copy_text(char* field, size_t capacity, const std::string& text);
+// Copies the end of a text into a fixed field, truncated at a UTF-8 boundary.
+void copy_end_of_text(char* field, size_t capacity, const std::string& text);
+
+// Writes the failure to `error`, unless it is null, and returns its status.
+ms_status report(const Error& failure, ms_error* error) noexcept;
+
+// Runs `body` and converts its exceptions to a status.
+template <typename Body>
+ms_status guarded(ms_error* error, Body body) noexcept {
+  try {
+    try {
+      body();
+      return MS_OK;
+    } catch (const Error& failure) {
+      return report(failure, error);
+    } catch (const std::bad_alloc&) {
+      return report(Error(Status::kOutOfHostMemory, "the process has no host memory left"), error);
+    } catch (const std::exception& failure) {
+      return report(Error(Status::kInternal, failure.what()), error);
+    }
+  } catch (...) {
+    // Reached only if there was no memory for the message.
+    if (error) {
+      *error = ms_error{
+          MS_OUT_OF_HOST_MEMORY, 0, 0, -1, 0, 0, "", "", "the process has no host memory left"};
+    }
+    return MS_OUT_OF_HOST_MEMORY;
+  }
+}
+
+// Allocates a list of `count` rows, which the caller of the ABI frees; null if `count` is 0.
+template <typename Row>
+std::unique_ptr<Row, decltype(&std::free)> make_list(size_t count) {
+  std::unique_ptr<Row, decltype(&std::free)> list(nullptr, &std::free);
+  if (count == 0) return list;
+  list.reset(static_cast<Row*>(std::malloc(count * sizeof(Row))));
+  if (!list) throw std::bad_alloc();
+  return list;
+}
+
+// Returns a list with `convert` of each element of `source`, and its length; if `rows` is null,
+// only the length.
+template <typename Row, typename Source, typename Convert>
+void return_list(const std::vector<Source>& source, Convert convert, Row** rows, size_t* count) {
+  if (count) *count = source.size();
+  if (!rows) return;
+  *rows = nullptr;
+  auto list = make_list<Row>(source.size());
+  for (size_t i = 0; i < source.size(); ++i) list.get()[i] = convert(source[i]);
+  *rows = list.release();
+}
+
+}  // namespace memsaver

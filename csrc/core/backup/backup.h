@@ -1,0 +1,131 @@
+// backup: the saved bytes of one tag on one device, in backup chunks of a backing store, with their
+// fingerprints. It does not depend on tags, states or streams.
+//
+// Storage is divided into backup chunks that are sized to the ranges in them: one range of 64 MiB
+// or more, or all smaller ranges that begin in the same 64 MiB, and any ranges that share pages
+// with them. A chunk contains whole ranges, because one device copy must stay within one pinned
+// region, and a tensor, which lies in one range, must be copied in one call. (A range of less than
+// 1 MiB may be split between two chunks if many such ranges share pages; torch's ranges are
+// larger.) Chunks keep their contents until other ranges are prepared or release() is called, so
+// unchanged contents need not be saved again.
+//
+// After a failed read, check, write or reservation in its backing store, a BackupStore is unsound:
+// its contents can still be read, with the same checks, but the next save uses a new store. A
+// damaged copy is therefore never used as a backup again, and the new file is created in the
+// current disk_dir.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "core/backup/backing_store.h"
+#include "core/backup/fingerprint.h"
+#include "core/driver/device.h"
+#include "core/platform/range.h"
+
+namespace memsaver {
+
+// The storage for the contents of a paused tag.
+enum class Backup : int32_t { kNone = 0, kHost = 1, kPageable = 2, kDisk = 3 };
+
+const char* name_of(Backup backup);
+
+// The pieces that a save found unchanged in its store, by fingerprint.
+struct Unchanged {
+  uint64_t pieces = 0, bytes = 0;
+};
+
+// Not thread-safe, except where a function says "Any thread": the caller owns the tag's Hold
+// (allocation.h).
+class BackupStore {
+ public:
+  // Creates an empty store of a kind other than kNone. Throws kBackupFailed, kBadConfig (no file
+  // can be created in option disk_dir).
+  static std::unique_ptr<BackupStore> make(Backup kind, const Device& device);
+  BackupStore(Backup kind, std::unique_ptr<BackingStore> backing)
+      : kind_(kind), backing_(std::move(backing)) {}
+
+  Backup kind() const { return kind_; }
+  // Returns whether the next save may use the store, see above. Any thread.
+  bool is_sound() const { return sound_; }
+
+  // A prepared chunk, and whether it is new.
+  struct Room {
+    Range chunk;
+    bool fresh;  // must be populated, then attached
+  };
+  // Prepares chunks for `ranges` (sorted, disjoint, inside `spans`; each range stays in one chunk)
+  // and returns them in address order. Drops chunks of other ranges, and claims missing ones.
+  // Throws kOutOfHostMemory before touching any memory. The backup of other ranges may be gone, so
+  // call this only when no earlier backup is needed.
+  std::vector<Room> prepare(const std::vector<VaReservation>& spans,
+                            const std::vector<Range>& ranges);
+  // The two steps for a new chunk: populate() for each of its copy chunks, on any thread; then
+  // attach(), inside a DeviceScope. Both throw kOutOfHostMemory, kBackupFailed.
+  void populate(const Range& copy_chunk);
+  void attach(const Range& chunk);
+  // Drops a chunk of a failed save, attached or not, with its claim.
+  void abandon(const Range& chunk) noexcept;
+
+  // Splits `ranges` (sorted, in attached chunks) into copies, by copy chunk, none of which crosses
+  // a chunk boundary. Throws kInternal if a range has no chunk.
+  std::vector<Range> cut_for_copies(const std::vector<Range>& ranges) const;
+  // The places of the saved bytes (backing_store.h), in attached chunks only.
+  bool is_direct() const { return kind_ == Backup::kHost; }
+  void* direct(uint64_t address) const { return backing_->direct(address); }
+  void* view(uint64_t address) const { return backing_->view(address); }
+  void write(uint64_t address, const void* source, uint64_t bytes);
+  // Also throws kBackupFailed if a piece of a disk backup in the range does not match its stored
+  // fingerprint. The range must consist of whole pieces, as they were saved.
+  void read(uint64_t address, void* target, uint64_t bytes);
+
+  // A piece and the fingerprint of its stored bytes. A size of 0 marks a discarded entry.
+  struct Kept {
+    Range piece;
+    Digest digest;
+  };
+  // Returns the entries of pieces that begin in a range, in address order.
+  std::vector<Kept> kept(const Range& range) const;
+  // Replaces the entries of an attached chunk by `kept` (in address order).
+  void remember(const Range& chunk, std::vector<Kept> kept);
+  // Discards the fingerprints in a range that is about to be written to.
+  void forget(const Range& range) noexcept;
+
+  // Releases the chunks that contain none of `needed` (sorted); returns the number of bytes.
+  uint64_t release(const std::vector<Range>& needed);
+
+  // Host memory and disk space in use, in bytes. Space that a file system cannot free counts until
+  // the last chunk is released. Any thread.
+  uint64_t host_bytes() const { return kind_ == Backup::kDisk ? 0 : held_bytes_.load(); }
+  uint64_t disk_bytes() const { return kind_ == Backup::kDisk ? held_bytes_.load() : 0; }
+
+ private:
+  struct Chunk {
+    Range bounds;
+    std::vector<Kept> kept;
+  };
+  using Chunks = std::map<uint64_t, Chunk>;               // by their address
+  Chunks::const_iterator around(uint64_t address) const;  // the chunk at `address`, or the next
+  void drop(Chunks::iterator chunk);                      // if it throws, the chunk stays
+  void try_drop(Chunks::iterator chunk) noexcept;
+  void count();  // call after every change of `chunks_`
+  void check(const Range& range, const char* bytes) const;
+  template <typename Call>
+  void watch(Call call);  // calls the backing store; if that fails, this store is unsound
+
+  const Backup kind_;
+  const std::unique_ptr<BackingStore> backing_;
+  Chunks chunks_;  // attached
+  uint64_t chunk_bytes_ = 0;
+  std::atomic<uint64_t> held_bytes_{0};  // including bytes that the backing store could not release
+  std::atomic<bool> sound_{true};
+};
+
+// Backup chunks are populated and copied in copy chunks, which end at multiples of this: copies of
+// 64 MiB run at the bus's full rate.
+constexpr uint64_t kCopyChunkBytes = 64ull << 20;
+
+}  // namespace memsaver

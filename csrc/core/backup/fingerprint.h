@@ -1,0 +1,65 @@
+// fingerprint: computes 256-bit fingerprints of device memory on the device, without allocating
+// device memory.
+//
+// Two pieces with the same bytes have the same fingerprint, in every process and at every address.
+// See kernels/fingerprint_hash.h for the collision probability.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/driver/device.h"
+#include "core/driver/handles.h"
+#include "core/platform/range.h"
+#include "kernels/fingerprint_host.h"  // Digest, kFingerprintBytes, fingerprint_of
+
+namespace memsaver {
+
+// One job on one device. Used by one thread, inside a DeviceScope of the device, from construction
+// to destruction. Legal inside a stream capture.
+class Fingerprinter {
+ public:
+  // Returns false if the kernel cannot be loaded, permanently (no image matches the GPU or driver)
+  // or for now (for example, out of memory); the caller then works without fingerprints. The first
+  // failure on a device adds a warning. The kernel is loaded once per device. Any thread, in a
+  // DeviceScope or not.
+  static bool available(Device& device) noexcept;
+
+  // Throws the reason if the kernel cannot be loaded: kDriverFailed, kOutOfDeviceMemory.
+  explicit Fingerprinter(Device& device);
+  ~Fingerprinter();  // waits for queued work
+  Fingerprinter(const Fingerprinter&) = delete;
+  Fingerprinter& operator=(const Fingerprinter&) = delete;
+
+  // Queues all of `pieces`, none of them larger than kFingerprintBytes, on a separate stream, and
+  // waits for nothing: the caller has drained the device. Called once per object. The pieces must
+  // stay mapped and unchanged until they are done or the object is destroyed. Throws kDriverFailed,
+  // kOutOfHostMemory.
+  void start(const std::vector<Range>& pieces);
+
+  // Waits for the batch of kBatchPieces pieces that contains pieces[piece], and returns its
+  // fingerprint. Valid for the object's lifetime. Throws kDriverFailed.
+  const Digest& wait(size_t piece);
+
+  static constexpr size_t kBatchPieces = 1024;
+
+  // Releases the host memory that is kept for the next job, on every device; returns the bytes
+  // released. Any thread.
+  static uint64_t trim() noexcept;
+
+  // The per-device state of the process, and the host memory of a job; see fingerprint.cpp.
+  struct Kept;
+  class Exchange;
+
+ private:
+  Device& device_;
+  CUfunction kernel_;
+  Stream stream_;
+  std::unique_ptr<Exchange> exchange_;
+  std::vector<Event> batches_;  // the end of each batch
+  size_t done_ = 0;             // the number of batches that are done
+};
+
+}  // namespace memsaver

@@ -1,0 +1,71 @@
+// host_backing_store: backups in host memory, pinned or pageable.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/backup/backing_store.h"
+#include "core/driver/device.h"
+#include "core/driver/pinned_memory.h"
+#include "core/platform/host_budget.h"
+
+namespace memsaver {
+
+// Places are host addresses that are reserved without memory. Their pages are allocated near the
+// device's NUMA node, as huge pages if the system allows it. Devices copy to and from a pinned
+// backing store directly; a pageable one is ordinary memory. Forked children do not inherit the
+// memory.
+class HostBackingStore : public BackingStore {
+ public:
+  enum class Kind { kPinned, kPageable };
+  // `device` pins the memory, and its NUMA node is preferred.
+  HostBackingStore(Kind kind, const Device& device) : kind_(kind), device_(device) {}
+  // Any thread, in a DeviceScope or not. Pages that the driver refuses to unpin stay claimed until
+  // a retry succeeds (deferred_release.h).
+  ~HostBackingStore() override;
+
+  void cover(const std::vector<VaReservation>& spans) override;
+  void claim(uint64_t bytes) override;
+  void populate(const Range& part) override;
+  void attach(const Range& chunk) override;
+  void drop(const Range& chunk) override;
+  void* direct(uint64_t address) const override;
+  void* view(uint64_t address) const override { return place(address); }
+  void write(uint64_t address, const void* source, uint64_t bytes) override;
+  void read(uint64_t address, void* target, uint64_t bytes) override;
+
+ private:
+  // Host addresses for one span; pages are allocated when touched.
+  class Mirror {
+   public:
+    Mirror(uint64_t device_address, uint64_t bytes, int node);
+    ~Mirror() { leave(base_ + bytes_, 0); }
+    Mirror(const Mirror&) = delete;
+    Mirror& operator=(const Mirror&) = delete;
+    bool contains(uint64_t address) const { return address - device_address_ < bytes_; }
+    char* at(uint64_t address) const { return base_ + (address - device_address_); }
+    uint64_t device_address() const { return device_address_; }
+    // Transfers the pages of a range to another owner, and unmaps the pages before it. Call with
+    // ranges in ascending order; afterwards the mirror can only be destroyed.
+    void leave(char* start, uint64_t bytes) noexcept;
+
+   private:
+    uint64_t device_address_, bytes_;
+    char* base_;
+    char* begin_;  // of the pages that the destructor unmaps
+  };
+
+  char* place(uint64_t address) const;
+
+  const Kind kind_;
+  const Device& device_;
+  std::vector<std::unique_ptr<Mirror>> mirrors_;
+  HostClaim claim_;
+  std::mutex mutex_;                         // guards the next
+  std::map<uint64_t, uint64_t> populated_;   // populated parts of chunks: address -> bytes
+  std::map<uint64_t, PinnedMemory> pinned_;  // by the chunk's address
+};
+
+}  // namespace memsaver

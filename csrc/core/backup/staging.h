@@ -1,0 +1,53 @@
+// staging: copies through pinned buffers, several at once, for memory that devices cannot access.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "core/driver/device.h"
+#include "core/driver/handles.h"
+#include "core/driver/pinned_memory.h"
+#include "core/platform/host_budget.h"
+
+namespace memsaver {
+
+// The largest size of a buffer, in bytes: large enough for the bus and a disk, small enough that
+// several buffers are in flight in a transfer of 100 MiB.
+constexpr uint64_t kStagingBytes = 16ull << 20;
+
+// Pinned host memory with its own stream.
+class StagingBuffer {
+ public:
+  // Allocates the claimed number of bytes. Call inside a DeviceScope. Throws kOutOfHostMemory,
+  // kDriverFailed.
+  StagingBuffer(Device& device, HostClaim claim);
+  ~StagingBuffer() { wait(); }
+  StagingBuffer(const StagingBuffer&) = delete;
+  StagingBuffer& operator=(const StagingBuffer&) = delete;
+
+  char* data() const { return memory_.data(); }
+  uint64_t bytes() const { return memory_.bytes(); }
+  CUstream stream() const { return stream_.get(); }
+  // Waits for the work queued on the stream, even if that work has failed.
+  void wait() noexcept;
+
+ private:
+  Device& device_;
+  PinnedMemory memory_;
+  Stream stream_;
+};
+
+// Runs job(i, buffer) for i in [0, count) on threads, inside a DeviceScope of the device, each with
+// a buffer of `bytes` (whole pages) that no other job uses at the same time. Returns when all are
+// done. If there is no host memory for all buffers, fewer threads do the work. Throws the first
+// failing job's exception (later jobs are not started), and kOutOfHostMemory if there is no memory
+// for one buffer. A `reserve` of `bytes` or more is used as one of the buffers, so that at least
+// one exists; when the function returns or throws, no work is queued on it.
+void stage(Device& device, size_t count, uint64_t bytes,
+           const std::function<void(size_t, StagingBuffer&)>& job,
+           StagingBuffer* reserve = nullptr);
+
+}  // namespace memsaver

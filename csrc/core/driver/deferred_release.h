@@ -1,0 +1,110 @@
+// deferred_release: the owner of a driver object, and the list of objects that the driver refused
+// to release.
+//
+// A DriverObject destroys its object with the one call of its kind. If the driver refuses the call,
+// the object moves to the process's list of deferred releases, with a warning (log.h), and
+// retry_releases() makes the same call again: in every transition, in every allocation (only calls
+// that do not wait) and in trim(). Room in the list is reserved before the object is created, so
+// its destructor needs no host memory.
+//
+// Streams, events and modules are not deferred. They belong to a context; a program may reset that
+// context in the meantime, and destroying an object of a reset context crashes the driver. The
+// destroy call is repeated once immediately; if it fails again, the object is leaked, with a
+// warning.
+//
+// When the driver shuts down with the process, every object counts as released.
+//
+// Threads: any, but one thread at a time for one object. The list has its own mutex, which is
+// locked during retried calls that do not wait: when retry_releases() returns, no other thread is
+// in the middle of such a call.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "core/driver/context.h"
+#include "core/platform/host_budget.h"
+
+namespace memsaver {
+
+// How objects of one kind are destroyed. Constants.
+struct ObjectKind {
+  enum class Memory { kNone, kDevice, kHost };
+  enum class Scope { kNone, kContext, kDevice };
+
+  const char* call;    // the driver call that destroys an object
+  const char* memory;  // the memory that stays allocated, for the warning; null: not deferred
+  Memory counts_as;    // in the statistics of deferred releases
+  Scope scope;         // in which the call must be made
+  bool waits;          // the call waits for work on the device
+  CUresult (*destroy)(uint64_t object, uint64_t bytes);
+};
+
+class DriverObject {
+ public:
+  DriverObject() noexcept = default;
+  // Reserves room in the list. Owns nothing until own() is called. Throws std::bad_alloc.
+  explicit DriverObject(const ObjectKind& kind) : DriverObject(kind, nullptr) {}
+  DriverObject(const ObjectKind& kind, const Context& context) : DriverObject(kind, &context) {}
+  DriverObject(DriverObject&& other) noexcept;
+  DriverObject& operator=(DriverObject&& other) noexcept;
+  ~DriverObject();
+
+  // Owns an object that was just created. `claim` is released after the object.
+  void own(uint64_t object, uint64_t bytes = 0, HostClaim claim = {}) noexcept;
+  // Changes the kind of the object, which determines its destroy call, to another deferred kind.
+  void change_kind(const ObjectKind& kind, HostClaim claim) noexcept;
+
+  explicit operator bool() const { return parts_.object != 0; }
+  // Returns whether room is reserved: false for a default-constructed object and after a deferred
+  // release.
+  bool has_room() const { return parts_.kind != nullptr; }
+  uint64_t get() const { return parts_.object; }
+  uint64_t bytes() const { return parts_.bytes; }
+  const Context* context() const { return parts_.context; }
+
+  // Destroys the object. Throws kDriverFailed; the object is then still owned.
+  void destroy();
+  // Destroys the object as the destructor does. Returns false if the driver refused.
+  bool release() noexcept;
+  // Moves the object to the list of deferred releases, without a call or a warning: destroy() has
+  // just thrown, so the caller's error reports it. Only for kinds that are deferred.
+  void defer() noexcept;
+
+  // Removes a deferred object of the given kind and of at least `bytes` bytes from the list for
+  // reuse; returns an empty object if there is none.
+  static DriverObject take_deferred(const ObjectKind& kind, uint64_t bytes) noexcept;
+
+  // The arguments of a destroy call.
+  struct Parts {
+    CUresult destroy() const;  // throws kDriverFailed if the scope cannot be entered
+
+    const ObjectKind* kind = nullptr;
+    const Context* context = nullptr;
+    uint64_t object = 0, bytes = 0;
+    HostClaim claim;
+  };
+
+ private:
+  DriverObject(const ObjectKind& kind, const Context* context);
+
+  Parts parts_;
+};
+
+// Deferred releases: the number of objects and their memory, in bytes. `device_bytes` is an
+// upper bound: if the driver refuses to unmap memory and to release it, both objects count.
+struct Deferred {
+  uint64_t objects = 0, device_bytes = 0, host_bytes = 0;
+};
+
+// Returns the current deferred releases. Any thread.
+Deferred deferred_releases() noexcept;
+
+enum class Retry { kWithoutWaiting, kAll };
+
+// Retries the refused calls, oldest first, and returns the amounts released. kAll waits for work on
+// the devices. Any thread, in a DeviceScope or not, but not under the registry's lock.
+Deferred retry_releases(Retry which) noexcept;
+
+}  // namespace memsaver

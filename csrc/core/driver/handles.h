@@ -1,0 +1,140 @@
+// handles: one owner for each driver object; the call that destroys it is written once.
+//
+// All are move-only; a default-constructed or moved-from object owns nothing. Factories make the
+// driver call and throw if it fails. Destructors destroy like DriverObject (deferred_release.h).
+// The driver's virtual-memory calls need no current context, and no stream capture forbids them.
+// Any thread, but one thread at a time for one object.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "core/driver/deferred_release.h"
+#include "core/driver/device.h"
+
+namespace memsaver {
+
+// Device memory without an address. Fresh memory reads as zero: the driver clears it.
+class PhysicalMemory {
+ public:
+  // `bytes` must be a multiple of the device's granularity. Throws kOutOfDeviceMemory,
+  // kDriverFailed.
+  static PhysicalMemory create(const Device& device, uint64_t bytes);
+
+  PhysicalMemory() = default;
+
+  uint64_t bytes() const { return object_.bytes(); }
+  CUmemGenericAllocationHandle handle() const { return object_.get(); }
+
+ private:
+  friend class Mapping;
+  PhysicalMemory(DriverObject&& object, DriverObject&& mapped)
+      : object_(std::move(object)), mapped_(std::move(mapped)) {}
+
+  DriverObject object_;
+  // The range where a Mapping maps the memory. It is stored here so that mapping needs no host
+  // memory, and after `object_` so that the range is unmapped before the memory is released.
+  DriverObject mapped_;
+};
+
+// A range of addresses without memory.
+class VaReservation {
+ public:
+  // Reserves a range that is aligned to `alignment` (a power of two). If the driver refuses the
+  // alignment, reserves a larger range with an aligned part of `bytes` in it. Throws kDriverFailed,
+  // kOutOfDeviceMemory.
+  static VaReservation reserve(uint64_t bytes, uint64_t alignment);
+
+  VaReservation() = default;
+
+  uint64_t address() const { return address_; }  // of the aligned part
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  VaReservation(DriverObject&& whole, uint64_t address, uint64_t bytes)
+      : whole_(std::move(whole)), address_(address), bytes_(bytes) {}
+
+  DriverObject whole_;
+  uint64_t address_ = 0, bytes_ = 0;
+};
+
+// Physical memory at an address, readable and writable for the devices that `access` names. The
+// caller drains the device before destroying a Mapping.
+class Mapping {
+ public:
+  // Takes ownership of the memory, unless it throws. The range must lie in a live VaReservation and
+  // contain no other mapping. `access` is the result of Device::access(), which may be used for
+  // many mappings. Needs no host memory, except after an earlier map() of this memory that the
+  // driver refused both to do and to undo. Throws kDriverFailed, kOutOfDeviceMemory.
+  static Mapping map(uint64_t address, PhysicalMemory&& memory,
+                     const std::vector<CUmemAccessDesc>& access);
+
+  Mapping() = default;
+
+  // Allows more devices to access the memory; devices not in `access` keep their rights. Throws
+  // kDriverFailed.
+  void share(const std::vector<CUmemAccessDesc>& access) const;
+
+  uint64_t address() const { return memory_.mapped_.get(); }
+  uint64_t bytes() const { return memory_.bytes(); }
+  uint64_t end() const { return address() + bytes(); }
+
+  // Unmaps the memory and returns it with its contents. The caller has drained the device. Throws
+  // kDriverFailed; the mapping is then unchanged.
+  PhysicalMemory unmap();
+
+ private:
+  explicit Mapping(PhysicalMemory&& memory) : memory_(std::move(memory)) {}
+
+  PhysicalMemory memory_;  // and the range
+};
+
+// A stream of memsaver's on a device: non-blocking, in order. Queued work completes even if the
+// owner is destroyed.
+class Stream {
+ public:
+  static Stream create(const Device& device);  // throws kDriverFailed
+
+  Stream() = default;
+
+  CUstream get() const { return reinterpret_cast<CUstream>(object_.get()); }
+
+ private:
+  DriverObject object_;
+};
+
+// A point in a stream that the host or another stream can wait for. Does not record times.
+class Event {
+ public:
+  static Event create(const Device& device);  // throws kDriverFailed
+
+  Event() = default;
+
+  // Call these two inside a DeviceScope. Both throw kDriverFailed.
+  void record(CUstream stream);  // at the stream's current end
+  void wait() const;             // on the host
+  const Context* context() const { return object_.context(); }
+  CUevent get() const { return reinterpret_cast<CUevent>(object_.get()); }
+
+ private:
+  DriverObject object_;
+};
+
+// Device code that is loaded into a device's context.
+class Module {
+ public:
+  // `image` is a fatbin, a cubin or PTX. Throws kDriverFailed, kOutOfDeviceMemory.
+  static Module load(const Device& device, const void* image);
+
+  Module() = default;
+
+  CUmodule get() const { return reinterpret_cast<CUmodule>(object_.get()); }
+
+ private:
+  DriverObject object_;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,67 @@
+// allocation: allocates and frees device memory; the exclusive right to change a tag's memory.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/memory/registry.h"
+#include "core/memory/reservation.h"
+
+namespace memsaver {
+
+// The exclusive right to change the memory of some tags, combined with the registry's lock. The
+// constructor waits until the tags satisfy `need` (kMemory or kTransition), then acquires all of
+// them at once, so that two threads cannot deadlock. The creating thread owns the Hold until
+// set_owner. The owner unlocks the registry during slow work. The destructor releases the memory
+// that was freed while the Hold existed, then the tags.
+class Hold {
+ public:
+  // `lock` must own the registry's lock. Throws kInvalidState like wait_for_tags, and unlocks
+  // `lock`.
+  Hold(std::unique_lock<std::mutex> lock, std::vector<Tag*> tags, Need need = Need::kMemory);
+  ~Hold();
+  Hold(const Hold&) = delete;
+  Hold& operator=(const Hold&) = delete;
+
+  const std::vector<Tag*>& tags() const { return tags_; }
+
+  // Sets the owner: the calling thread, or 0 until another thread calls this. Needs the registry's
+  // lock.
+  void set_owner(uint64_t thread) { claim_.owner = thread; }
+  // Returns whether the calling thread owns the Hold. Needs the registry's lock.
+  bool is_mine() const { return claim_.owner == this_thread(); }
+
+  // Releases all tags except these. Needs the registry's lock.
+  void keep_only(const std::vector<Tag*>& tags);
+
+  void unlock() { lock_.unlock(); }
+  void lock() {
+    if (!lock_.owns_lock()) lock_.lock();
+  }
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+  std::vector<Tag*> tags_;
+  Claim claim_;
+};
+
+// Allocates device memory of a tag and returns its address, which is aligned to kBlockBytes, or to
+// the granularity if `bytes` reaches it. Contents are undefined. Waits for a transition of the tag
+// in progress. Legal inside a stream capture.
+// Errors: kInvalidState if the tag is paused or the wait would deadlock; kOutOfDeviceMemory;
+// kDriverFailed. Allocates nothing if it fails.
+uint64_t allocate(Tag& tag, Device& device, uint64_t bytes);
+
+// Grants devices that came into use since the last call access to memory that is already mapped.
+// Waits for tags in use, but skips a tag if the wait would deadlock; the next call tries it again.
+// Returns quickly if nothing changed. Warns if a device cannot access the memory.
+// Errors: kDriverFailed if the driver does not report which devices are in use.
+void share_with_active_devices();
+
+// Frees an allocation in any state of its tag: at once, or at the end of the transition that owns
+// the tag. Waits for the device's work before memory is released to the driver or reused.
+// Errors: kNotOurs for a foreign address; kInvalidArgument if a live allocation does not start
+// there.
+void deallocate(uint64_t address);
+
+}  // namespace memsaver

@@ -1,0 +1,150 @@
+// registry: the tags, their memory, and the owner of each address.
+//
+// One lock guards the maps and the fields. No driver call, copy, file access or log happens under
+// it. Slow work is done by the one thread that owns the tag's Hold, between two short sections
+// under the lock. Other threads wait on `changed` (reservation.h), except for a free during a
+// transition, which only marks its block. The owner of an address is looked up without the lock, so
+// foreign pointers cost almost nothing.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/backup/backup.h"
+#include "core/memory/heap.h"
+#include "core/platform/status.h"
+
+namespace memsaver {
+
+enum class State : int32_t { kMapped = 0, kSaving = 1, kPaused = 2, kRestoring = 3 };
+
+const char* name_of(State state);
+
+// The call that caused a tag's state, and its time.
+struct TransitionRecord {
+  static TransitionRecord now();  // returns a record of the calling thread
+
+  double at_seconds = 0;  // since 1970
+  int64_t thread = 0;     // the system's id of the thread that began the transition
+  std::shared_ptr<const std::string> caller;  // the caller's description, or null
+};
+
+struct Tag;
+struct Claim;    // a thread's right to tags; see reservation.h
+struct Waiting;  // a thread that waits for tags; see reservation.h
+
+// Bytes moved by a pool's pauses, or by its resumes: the last one, and in total.
+struct TransitionCounters {
+  void add(uint64_t device_bytes, uint64_t copied_bytes) noexcept;
+
+  uint64_t last_device_bytes = 0, last_copied_bytes = 0;
+  uint64_t device_bytes = 0, copied_bytes = 0;
+};
+
+// Physical memory with its contents, and the address at which it belongs.
+struct UnmappedPage {
+  uint64_t address;
+  PhysicalMemory memory;
+};
+
+// The memory of one tag on one device. Lives as long as the process.
+struct Pool {
+  Pool(Tag& owner, Device& device) : tag(owner), heap(device) {}
+
+  // Returns the device memory in use, mapped or retained unmapped, in bytes.
+  uint64_t resident_bytes() const noexcept;
+
+  Tag& tag;
+  Heap heap;
+  // Used only by the owner of the tag's Hold; the pointer changes under the registry's lock.
+  std::unique_ptr<BackupStore> backup;
+  std::vector<Range> saved;  // the ranges of a paused heap that are in the backup, sorted
+  // For a mapped heap: the sorted ranges whose last saved copy is still in the backup. A new
+  // allocation is cut out of them; a save and a trim clear them.
+  std::vector<Range> retained;
+  // Retained unmapped pages: pages that a failed transition had unmapped and could not map again.
+  // They contain the bytes that are not in `saved`. The tag is paused, and its resume maps them.
+  std::vector<UnmappedPage> unmapped_pages;
+  TransitionCounters paused, resumed;
+  Unchanged last_unchanged, unchanged;  // of the last pause, and of all pauses
+};
+
+// The registry's lock guards all fields except the name and `accepting`. Only state_change.cpp
+// writes `state` and the transition records.
+struct Tag {
+  explicit Tag(std::string name)
+      : name(std::move(name)), last_transition(TransitionRecord::now()) {}
+
+  const std::string name;
+  Backup policy = Backup::kNone;
+  State state = State::kMapped;
+  TransitionRecord last_transition;        // the last successful one; at first, the tag's creation
+  TransitionRecord current_transition;     // in kSaving and kRestoring
+  Claim* hold = nullptr;                   // the claim of the thread that changes the tag's memory
+  std::vector<const Claim*> reservations;  // nested reservations of one thread
+  int open_regions = 0;                    // threads inside a region of the tag, and bound streams
+  std::map<int, Pool> pools;               // by device ordinal; nodes never move
+  uint64_t pauses = 0, resumes = 0;
+  double last_pause_seconds = 0, last_resume_seconds = 0;
+  double pause_seconds = 0, resume_seconds = 0;  // in total
+  uint64_t failures = 0;                         // pauses, resumes and swaps that failed
+  std::atomic<bool> accepting{true};  // whether the state is kMapped, for hooks, which take no lock
+};
+
+class Registry {
+ public:
+  // Returns the process's registry, which is never destroyed.
+  static Registry& instance();
+
+  std::mutex mutex;
+  std::condition_variable changed;  // a Hold or a reservation of a tag ended
+  Waiting* waiting = nullptr;       // the list of waiting threads; needs the lock
+
+  // Incremented by every allocation, free and opened region, which invalidate an earlier list of
+  // torch's free blocks. Any thread.
+  std::atomic<uint64_t> changes{0};
+
+  // The functions below expect the caller to hold `mutex`, unless stated otherwise.
+
+  Tag& tag(const std::string& name);  // Returns the tag, created if it is missing.
+  // Allocates host memory only for the error. Throws kUnknownTag, with the known tags.
+  Tag& known(std::string_view name) const;
+  // Returns `names` without duplicates, in that order, or every tag if empty. Throws kUnknownTag.
+  std::vector<Tag*> select(const std::vector<std::string>& names) const;
+  // Returns all tags in order of creation.
+  const std::vector<std::unique_ptr<Tag>>& tags() const { return tags_; }
+
+  Pool& pool(Tag& tag, Device& device);
+  // Makes a span known to owner(). Throws kOutOfDeviceMemory for addresses beyond the table.
+  void publish(const VaReservation& span, Pool& pool);
+  // Reverts publish().
+  void retract(const VaReservation& span) noexcept;
+
+  // Returns the pool that reserved this address, or null. Needs no lock.
+  static Pool* owner(uint64_t address) noexcept {
+    const uint64_t slot = address / kSlotBytes;
+    return slot < kSlots ? slots_[slot].load(std::memory_order_acquire) : nullptr;
+  }
+
+  // Returns the error for a lack of device memory, with needed and free bytes and the memory of
+  // each tag. Takes the lock.
+  Error shortage(const std::string& what, const Device& device, uint64_t needed_bytes);
+
+ private:
+  // One slot for each kSlotBytes of the addresses that GPUs use: below 2^49 on every platform CUDA
+  // runs on.
+  static constexpr uint64_t kSlots = (1ull << 49) / kSlotBytes;
+
+  std::map<std::string, Tag*, std::less<>> by_name_;
+  std::vector<std::unique_ptr<Tag>> tags_;
+  static std::atomic<Pool*> slots_[kSlots];
+};
+
+}  // namespace memsaver

@@ -1,0 +1,118 @@
+// reservation: rights to change tags, the threads that own them, and the threads that wait.
+//
+// There are two rights to a tag. One Hold (allocation.h) at a time owns the tag's memory, for as
+// long as an allocation, a free or a begun transition needs it. One thread at a time may begin the
+// tag's transitions: a Reservation spans a transition and its callbacks, during which other threads
+// may still allocate in the tag.
+//
+// Each right records its owner. A thread that starts to wait can therefore determine whether the
+// owners wait for it in turn; if they do, the wait fails (kInvalidState), because it would never
+// end.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/memory/registry.h"
+
+namespace memsaver {
+
+using Deadline = std::optional<std::chrono::steady_clock::time_point>;
+
+// Returns the calling thread's number, which is above 0 and, unlike the system's thread ids, never
+// reused. Any thread.
+uint64_t this_thread() noexcept;
+
+// The condition that a thread waits for tags to satisfy.
+enum class Need {
+  kMemory,       // no Hold on them: to change their memory
+  kTransition,   // no Hold, and no other thread's reservation: to begin a transition
+  kReservation,  // no other thread's reservation, and no transition in progress: to reserve
+  kSettled,      // no transition in progress
+};
+
+// A right to some tags: a Hold's or a Reservation's. Needs the registry's lock.
+struct Claim {
+  uint64_t owner = 0;  // the owning thread, or 0 between hand_over() and take_over()
+  bool is_over = false;
+};
+
+// A thread that waits for tags, or for the end of one claim on them.
+struct Waiting {
+  const uint64_t thread;
+  const std::vector<Tag*>* const tags;
+  const Need need;
+  const Claim* const claim = nullptr;
+  Waiting* next = nullptr;
+  uint64_t search = 0;  // the last search for a cycle that visited this entry
+};
+
+// Waits until `tags` satisfy `need`. `lock` is the registry's lock, which is locked on return.
+// Returns false if `deadline` passed first.
+// Errors: kInvalidState if the wait would deadlock, or the thread's callback (see while_waiting)
+// ended it.
+bool wait_for_tags(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags, Need need,
+                   const Deadline& deadline = std::nullopt);
+
+// Returns whether wait_for_tags would throw because the wait would deadlock. Needs the registry's
+// lock.
+bool would_wait_for_ever(const std::vector<Tag*>& tags, Need need);
+
+// Declares, while it exists, that this thread waits for the end of the transition in progress on
+// `tags` outside wait_for_tags. The constructor throws kInvalidState if the wait would deadlock.
+// Constructor and destructor take the registry's lock.
+class WaitsForTransition {
+ public:
+  explicit WaitsForTransition(const std::vector<Tag*>& tags);
+  ~WaitsForTransition();
+  WaitsForTransition(const WaitsForTransition&) = delete;
+  WaitsForTransition& operator=(const WaitsForTransition&) = delete;
+
+ private:
+  Waiting waiting_;
+};
+
+// A callback: while a call of this thread waits for a tag, the call runs `look(data)` about every
+// 50 ms, without a lock. A result other than 0 ends the wait. Null disables it.
+struct Look {
+  int (*look)(void*) = nullptr;
+  void* data = nullptr;
+};
+void while_waiting(const Look& look) noexcept;
+
+// The right to begin transitions of some tags. The owning thread may take further reservations of
+// the same tags.
+class Reservation {
+ public:
+  // Waits until no other thread has one of the tags reserved or in a transition, then acquires all
+  // of them at once. Throws like Registry::select, and kInvalidState like wait_for_tags.
+  static std::unique_ptr<Reservation> take(const std::vector<std::string>& names);
+  ~Reservation() { release(); }
+  Reservation(const Reservation&) = delete;
+  Reservation& operator=(const Reservation&) = delete;
+
+  // Gives up the calling thread's ownership of the reservation and of transitions of its tags that
+  // this thread has begun. No thread owns them until another one calls take_over. Does nothing if
+  // another thread has already done so.
+  void hand_over();
+  // Makes the calling thread the owner of the reservation and of these transitions.
+  void take_over();
+  // Ends the reservation. Calls after the first do nothing. Any thread.
+  void release() noexcept;
+  // Waits until the reservation is released. Returns false if `deadline` passed first. Any thread.
+  // Throws kInvalidState like wait_for_tags.
+  bool wait(const Deadline& deadline);
+
+ private:
+  explicit Reservation(std::vector<Tag*> tags) : tags_(std::move(tags)) {}
+
+  const std::vector<Tag*> tags_;
+  Claim claim_;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,36 @@
+// stats: the current memory of every tag on every device, and of all host backups.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/memory/registry.h"
+#include "memsaver.h"
+
+namespace memsaver {
+
+// The statistics of one tag on one device, with the tag's last-transition record.
+struct Usage : ms_usage {
+  double since_seconds;                       // when the state began, in seconds since 1970
+  std::shared_ptr<const std::string> caller;  // the caller of that transition, or null
+};
+
+// Returns the statistics of all tags at one moment, oldest tag first. Takes the registry's lock.
+std::vector<Usage> usage();
+
+// Returns the devices on which tags have memory, by ordinal. Takes the registry's lock.
+std::vector<const Device*> devices_of_tags();
+
+// Host memory of all backups.
+struct HostUsage {
+  uint64_t held_bytes;  // in use for backups and for their temporary buffers
+  // How much more they may allocate, within option host_bytes and the system's memory.
+  uint64_t available_bytes;
+};
+
+// Returns the host memory of backups. Reads system files. Throws kBadConfig for an invalid option.
+HostUsage host_usage();
+
+}  // namespace memsaver

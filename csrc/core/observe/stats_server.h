@@ -1,0 +1,31 @@
+// stats_server: serves this process's statistics (stats_json.h) to other processes of the same
+// user.
+//
+// The server is a socket in the user's runtime folder (runtime_folder.h), named PID-NUMBER, and a
+// thread that sleeps until a client connects. A client of the same user receives one answer, then
+// the connection is closed; the server reads nothing. The thread holds no lock of the library while
+// it writes, and drops a client that does not read within one second.
+//
+// Failures of the server are ignored: without a folder, descriptor, memory or thread, or with
+// option `top` off, the process is not visible to `memsaver top`. A forked child has neither the
+// socket nor the thread, and starts its own for its own tags. The socket's file is removed at
+// process exit. The file of a process that was killed, or became another program by exec, refuses
+// connections; the next process with that number and every client remove it.
+#pragma once
+
+#include <atomic>
+
+namespace memsaver {
+namespace stats_server {
+
+extern std::atomic<bool> settled;  // the server was started, or never will be
+void settle() noexcept;
+
+// Starts the server, once per process. Called after a tag was created, without a lock. Later calls
+// cost a load.
+inline void start() noexcept {
+  if (!settled.load(std::memory_order_acquire)) settle();
+}
+
+}  // namespace stats_server
+}  // namespace memsaver

@@ -1,0 +1,210 @@
+#include "core/platform/options.h"
+
+#include <fcntl.h>
+#include <strings.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "core/platform/status.h"
+#include "core/platform/text.h"
+
+namespace memsaver {
+namespace {
+
+// A path that was set. Earlier paths are kept, because a reader may still be copying one.
+struct Path {
+  std::string text;
+  const Path* before;
+};
+
+// A parsed value: a size or a flag, or a path.
+struct Value {
+  uint64_t number = 0;
+  std::string path;
+};
+
+struct Entry {
+  const char* name;
+  OptionKind kind;
+  const char* env;
+  uint64_t least, greatest;
+  const char* meaning;
+  std::atomic<uint64_t> number;
+  std::atomic<const Path*> path;
+  std::atomic<bool> known;  // the environment was read, or configure() was called
+};
+
+Entry table[] = {
+#define MS_OPTION_ENTRY(name, kind, env, value, least, greatest, meaning) \
+  {#name, OptionKind::kind, env, least, greatest, meaning, {value}, {nullptr}, {false}},
+    MS_OPTIONS(MS_OPTION_ENTRY)
+#undef MS_OPTION_ENTRY
+};
+
+std::string takes(const Entry& entry) {
+  switch (entry.kind) {
+    case OptionKind::kSize:
+      return "an integer number of bytes with an optional suffix KiB, MiB or GiB, from " +
+             std::to_string(entry.least) + " to " + std::to_string(entry.greatest);
+    case OptionKind::kFlag:
+      return "on, off, 1, 0, true or false";
+    case OptionKind::kPath:
+      return "a directory that exists and can be written to, or nothing for the default";
+  }
+  return "";
+}
+
+[[noreturn]] void refuse(const Entry& entry, const std::string& text, int reason = 0) {
+  Error error(Status::kBadConfig,
+              "option " + std::string(entry.name) + " (" + entry.env + ") cannot be " +
+                  quoted(text) + (reason ? " (" + std::string(std::strerror(reason)) + ")" : "") +
+                  ": it takes " + takes(entry) + "; its meaning: " + entry.meaning);
+  error.os_error = reason;
+  throw error;
+}
+
+uint64_t parse_size(const Entry& entry, const std::string& text) {
+  if (text.empty() || text[0] < '0' || text[0] > '9') refuse(entry, text);
+  char* end = nullptr;
+  errno = 0;
+  uint64_t value = std::strtoull(text.c_str(), &end, 10);
+  if (errno != 0) refuse(entry, text);
+  const std::string suffix(end);
+  int shift = 0;
+  if (suffix == "KiB") {
+    shift = 10;
+  } else if (suffix == "MiB") {
+    shift = 20;
+  } else if (suffix == "GiB") {
+    shift = 30;
+  } else if (!suffix.empty()) {
+    refuse(entry, text);
+  }
+  if (value > (UINT64_MAX >> shift)) refuse(entry, text);
+  value <<= shift;
+  if (value < entry.least || value > entry.greatest) refuse(entry, text);
+  return value;
+}
+
+uint64_t parse_flag(const Entry& entry, const std::string& text) {
+  for (const char* yes : {"on", "1", "true"}) {
+    if (strcasecmp(text.c_str(), yes) == 0) return 1;
+  }
+  for (const char* no : {"off", "0", "false"}) {
+    if (strcasecmp(text.c_str(), no) == 0) return 0;
+  }
+  refuse(entry, text);
+}
+
+// Makes the path absolute, so that a later chdir does not change its meaning.
+std::string parse_path(const Entry& entry, const std::string& text) {
+  if (text.empty()) return text;
+  const std::unique_ptr<char, decltype(&std::free)> whole(realpath(text.c_str(), nullptr),
+                                                          &std::free);
+  struct stat facts;
+  if (!whole || stat(whole.get(), &facts) != 0) refuse(entry, text, errno);
+  if (!S_ISDIR(facts.st_mode)) refuse(entry, text, ENOTDIR);
+  if (faccessat(AT_FDCWD, whole.get(), W_OK | X_OK, AT_EACCESS) != 0) refuse(entry, text, errno);
+  return whole.get();
+}
+
+Value parse(const Entry& entry, const std::string& text) {
+  switch (entry.kind) {
+    case OptionKind::kSize:
+      return {parse_size(entry, text), {}};
+    case OptionKind::kFlag:
+      return {parse_flag(entry, text), {}};
+    case OptionKind::kPath:
+      return {0, parse_path(entry, text)};
+  }
+  throw Error(Status::kInternal, "an option has an unknown kind");
+}
+
+void set(Entry& entry, const std::string& text) {
+  const Value value = parse(entry, text);
+  if (entry.kind == OptionKind::kPath) {
+    Path* const fresh = new Path{value.path, entry.path.load()};
+    while (!entry.path.compare_exchange_weak(fresh->before, fresh)) {
+    }
+  } else {
+    entry.number.store(value.number);
+  }
+  entry.known.store(true, std::memory_order_release);
+}
+
+Entry& find(const std::string& name) {
+  for (Entry& entry : table) {
+    if (name == entry.name) return entry;
+  }
+  throw Error(Status::kBadConfig, "there is no option " + quoted(name) + "; the options are " +
+                                      format_names(option_names()));
+}
+
+// Returns the entry, after it has read the environment if necessary.
+const Entry& read(Entry& entry) {
+  if (!entry.known.load(std::memory_order_acquire)) {
+    // Contents are written to a path: see SECURITY.md.
+    const bool is_path = entry.kind == OptionKind::kPath;
+    if (const char* text = is_path ? secure_getenv(entry.env) : std::getenv(entry.env)) {
+      set(entry, text);
+    } else {
+      entry.known.store(true, std::memory_order_release);
+    }
+  }
+  return entry;
+}
+
+const Entry& read(Option which, OptionKind kind) {
+  Entry& entry = table[static_cast<size_t>(which)];
+  if (entry.kind != kind) {
+    throw Error(Status::kInternal,
+                "option " + std::string(entry.name) + " was read as one of another kind");
+  }
+  return read(entry);
+}
+
+std::string path_of(const Entry& entry) {
+  const Path* const path = entry.path.load();
+  return path ? path->text : "";
+}
+
+}  // namespace
+
+uint64_t option(Option which) { return read(which, OptionKind::kSize).number.load(); }
+
+bool flag(Option which) { return read(which, OptionKind::kFlag).number.load() != 0; }
+
+std::string path(Option which) { return path_of(read(which, OptionKind::kPath)); }
+
+void check_options() {
+  for (Entry& entry : table) read(entry);
+}
+
+void set_option(const std::string& name, const std::string& text) { set(find(name), text); }
+
+std::string option_text(const std::string& name) {
+  const Entry& entry = read(find(name));
+  switch (entry.kind) {
+    case OptionKind::kSize:
+      return std::to_string(entry.number.load());
+    case OptionKind::kFlag:
+      return entry.number.load() ? "on" : "off";
+    case OptionKind::kPath:
+      return path_of(entry);
+  }
+  return "";
+}
+
+std::vector<std::string> option_names() {
+  std::vector<std::string> names;
+  for (const Entry& entry : table) names.push_back(entry.name);
+  return names;
+}
+
+}  // namespace memsaver

@@ -1,0 +1,72 @@
+// options: all settings in one table: name, kind, environment variable, default, bounds, meaning.
+//
+// To add an option, add a line to MS_OPTIONS. Values come from the environment at the first use,
+// and from configure(). Any thread, at any time; no function takes a lock.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace memsaver {
+
+// The kind of an option's value.
+enum class OptionKind {
+  kSize,  // a number of bytes with an optional suffix KiB, MiB or GiB
+  kFlag,  // on, off, 1, 0, true or false, in either case
+  kPath,  // an existing directory that can be written to, kept as its absolute path; "": the
+          // default
+};
+
+// name, kind, environment variable, default, least, greatest, meaning. Sizes are in bytes; a flag
+// is 1 or 0; a path is empty by default and has no bounds.
+#define MS_OPTIONS(X)                                                                           \
+  X(share_bytes, kSize, "MEMSAVER_SHARE_BYTES", 512ull << 20, 2ull << 20, 1ull << 30,           \
+    "from a resume on, adjacent allocations share one piece of physical memory of up to this "  \
+    "many bytes (six times as many without a backup, at most 3 GiB): fewer pieces are paused "  \
+    "faster, but the memory of a deleted tensor is released only with its whole piece")         \
+  X(slab_bytes, kSize, "MEMSAVER_SLAB_BYTES", 64ull << 20, 2ull << 20, 1ull << 30,              \
+    "the same for new allocations smaller than this, before the first pause")                   \
+  X(margin_bytes, kSize, "MEMSAVER_MARGIN_BYTES", 0, 0, 1ull << 60,                             \
+    "device memory that a new allocation must leave free; an allocation that would leave less " \
+    "fails as out of memory, so that torch releases its cached memory and retries")             \
+  X(host_bytes, kSize, "MEMSAVER_HOST_BYTES", 0, 0, 1ull << 60,                                 \
+    "host memory that all backups may use in total; 0: as much as the system has available")    \
+  X(fingerprints, kFlag, "MEMSAVER_FINGERPRINTS", 1, 0, 1,                                      \
+    "a pause skips contents whose 256-bit fingerprint equals that of the kept backup")          \
+  X(poison, kFlag, "MEMSAVER_POISON", 0, 0, 1,                                                  \
+    "for debugging: a resume fills memory that it does not restore from a backup with bytes "   \
+    "0xFF, which are NaN in every float of 16, 32 and 64 bits, instead of zeros")               \
+  X(disk_dir, kPath, "MEMSAVER_DISK_DIR", 0, 0, 0,                                              \
+    "the directory of the files of backup='disk'; empty: $TMPDIR, else /var/tmp, else /tmp")    \
+  X(top, kFlag, "MEMSAVER_TOP", 1, 0, 1,                                                        \
+    "`memsaver top` of the same user can query this process's statistics, through a socket "    \
+    "that only this user can access; read when the process's first tag is created")
+
+enum class Option {
+#define MS_OPTION_NAME(name, kind, env, value, least, greatest, meaning) name,
+  MS_OPTIONS(MS_OPTION_NAME)
+#undef MS_OPTION_NAME
+};
+
+// Return the value of an option of kind kSize (in bytes), kFlag or kPath. Throw kBadConfig if the
+// environment's text is invalid, kInternal for an option of another kind.
+uint64_t option(Option which);
+bool flag(Option which);
+std::string path(Option which);
+
+// Reads the environment now, so that an invalid value is reported before any other work. Throws
+// kBadConfig.
+void check_options();
+
+// Sets an option by name, from the text of its kind. Changes nothing if it throws kBadConfig.
+void set_option(const std::string& name, const std::string& text);
+
+// Returns the value as text for set_option: a size in bytes, "on" or "off", a path. Throws
+// kBadConfig for an unknown name.
+std::string option_text(const std::string& name);
+
+// Returns the names, for messages.
+std::vector<std::string> option_names();
+
+}  // namespace memsaver

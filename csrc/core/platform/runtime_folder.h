@@ -1,0 +1,39 @@
+// runtime_folder: the folder for the sockets of one user's processes.
+//
+// The path is $XDG_RUNTIME_DIR/memsaver if that variable names a folder of this user, else
+// /tmp/memsaver-UID. The folder is used only if it belongs to the user and no other user has
+// access, because another user may have created it, or a link, in /tmp.
+#pragma once
+
+#include <string>
+
+namespace memsaver {
+
+// Owns a descriptor, which is closed on exec. Not copyable. Any number of objects may exist.
+class RuntimeFolder {
+ public:
+  // Opens the first candidate that belongs to the user alone, and creates it if it is missing.
+  // is_open() is false if there is none, or not enough descriptors or host memory.
+  RuntimeFolder() noexcept;
+  ~RuntimeFolder();
+  RuntimeFolder(const RuntimeFolder&) = delete;
+  RuntimeFolder& operator=(const RuntimeFolder&) = delete;
+
+  bool is_open() const { return descriptor_ >= 0; }
+  // Descriptor of the checked folder, even if the path was replaced since. For calls on files in
+  // the folder (unlinkat and the like), not for reading.
+  int descriptor() const { return descriptor_; }
+  const std::string& path() const { return path_; }  // its last part is not a link
+
+  // Returns a path of a file in the folder that fits into a socket's address, however long path()
+  // is. Valid in this process while this object exists.
+  std::string short_path(const std::string& name) const;
+
+ private:
+  bool try_open(const std::string& path);
+
+  int descriptor_ = -1;
+  std::string path_;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,69 @@
+#include "core/platform/text.h"
+
+#include <cstdio>
+
+namespace memsaver {
+
+std::string format_bytes(uint64_t bytes) {
+  static const char* const kUnits[] = {"KiB", "MiB", "GiB", "TiB"};
+  char text[64];
+  if (bytes < 1024) {
+    std::snprintf(text, sizeof(text), "%llu bytes", static_cast<unsigned long long>(bytes));
+    return text;
+  }
+  double value = static_cast<double>(bytes) / 1024;
+  int unit = 0;
+  while (value >= 1024 && unit < 3) {
+    value /= 1024;
+    ++unit;
+  }
+  std::snprintf(text, sizeof(text), "%.2f %s (%llu bytes)", value, kUnits[unit],
+                static_cast<unsigned long long>(bytes));
+  return text;
+}
+
+bool is_utf8(const std::string& text) {
+  size_t following = 0;
+  unsigned char least = 0x80, most = 0xBF;  // bounds of the next byte of a sequence
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (following > 0) {
+      if (byte < least || byte > most) return false;
+      --following;
+      least = 0x80;
+      most = 0xBF;
+    } else if (byte >= 0xC2 && byte <= 0xF4) {
+      following = byte >= 0xF0 ? 3 : byte >= 0xE0 ? 2 : 1;
+      // Reject overlong forms, surrogates, and code points above U+10FFFF.
+      if (byte == 0xE0) least = 0xA0;
+      if (byte == 0xED) most = 0x9F;
+      if (byte == 0xF0) least = 0x90;
+      if (byte == 0xF4) most = 0x8F;
+    } else if (byte >= 0x80) {
+      return false;
+    }
+  }
+  return following == 0;
+}
+
+std::string quoted(const std::string& name) {
+  constexpr size_t kShown = 60;
+  if (name.size() <= kShown) return "'" + name + "'";
+  size_t cut = kShown;
+  while (cut > 0 && (static_cast<unsigned char>(name[cut]) & 0xC0) == 0x80) --cut;
+  return "'" + name.substr(0, cut) + "...'";
+}
+
+std::string format_names(const std::vector<std::string>& names) {
+  constexpr size_t kShown = 20;
+  if (names.empty()) return "none";
+  std::string text;
+  for (size_t i = 0; i < names.size() && i < kShown; ++i) {
+    if (i > 0) text += ", ";
+    text += quoted(names[i]);
+  }
+  if (names.size() > kShown) text += " and " + std::to_string(names.size() - kShown) + " more";
+  return text;
+}
+
+}  // namespace memsaver

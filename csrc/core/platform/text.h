@@ -1,0 +1,22 @@
+// text: formats sizes and lists for messages.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace memsaver {
+
+// Returns "1.50 GiB (1610612736 bytes)"; below one KiB only the bytes.
+std::string format_bytes(uint64_t bytes);
+
+// Returns "'a', 'b'"; "none" if empty; at most twenty names, then the number of the rest.
+std::string format_names(const std::vector<std::string>& names);
+
+// Returns whether the text is UTF-8, as tags are.
+bool is_utf8(const std::string& text);
+
+// Returns a name in quotes, truncated to 60 bytes at a UTF-8 boundary.
+std::string quoted(const std::string& name);
+
+}  // namespace memsaver

@@ -1,0 +1,93 @@
+// device_transition: a transition's work on one device: copies, mappings, and their undoing.
+//
+// The transition owns the tags' Hold. Nothing here changes a tag's state, a heap, or the meaning of
+// a backup: the transition commits these. on_each_device runs the work of all devices concurrently;
+// the functions marked "inside on_each_device" run on the device's own thread, in a DeviceScope.
+// The others run on the transition's thread.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "core/backup/staging.h"
+#include "core/backup/transfer.h"
+#include "core/driver/device.h"
+#include "core/platform/status.h"
+#include "core/transition/page_transfer.h"
+#include "core/transition/transition_plan.h"
+#include "core/transition/undo_journal.h"
+
+namespace memsaver {
+
+class DeviceTransition {
+ public:
+  DeviceTransition(Device& device, Progress& progress) : device_(device), progress_(progress) {}
+  DeviceTransition(const DeviceTransition&) = delete;
+  DeviceTransition& operator=(const DeviceTransition&) = delete;
+
+  void add(Leaving& leaving) { out_.push_back(&leaving); }
+  void add(Arriving& arriving) { into_.push_back(&arriving); }
+
+  Device& device() const { return device_; }
+  // Returns the tag that was being processed when the work failed, or null.
+  const Tag* failed_at() const { return at_; }
+  // Returns the bytes of new memory in the last plan.
+  uint64_t new_bytes() const;
+
+  // Plans which pages are transferred (see plan_page_transfers), and reserves the room for undoing.
+  // Throws kDriverFailed.
+  void plan(bool allow_larger);
+  // Removes the pages that exchange() moves from the pools. Under the registry's lock.
+  void take_pages() noexcept;
+  // Copies, transfers pages, and maps the rest. Returns when all bytes have arrived. Calls `queued`
+  // when all memory is mapped and all copies are queued, before waiting for the last copies. Throws
+  // like Save and Restore, and kOutOfDeviceMemory. Inside on_each_device.
+  void exchange(const std::function<void(Device&)>& queued);
+
+  // Removes all other pages of `out` from the pools. Under the registry's lock.
+  void take_rest() noexcept;
+  // Unmaps these pages. Throws kDriverFailed. Inside on_each_device.
+  void unmap();
+  // After success: releases the unmapped pages. Inside on_each_device, or without a scope if the
+  // device cannot be entered.
+  void release() noexcept;
+
+  // Moves the pages back, with their contents. Returns false if the driver refused to.
+  bool undo() noexcept;
+  // Completes undo(). Unless `whole`, the pools of `out` stay unmapped and keep their contents in
+  // their backups or in unmapped pages. Needs no host memory, because a lack of it may have caused
+  // the failure.
+  void finish_undo(bool whole) noexcept;
+
+ private:
+  void exchange_pages(const std::function<void(Device&)>& queued);
+  void reserve_staging();
+  void map(Arriving& to);
+  void start_saves();
+  void transfer_pages();
+  void fill_unrestored(const Arriving& to, const Range& mapped);
+  void restore_transferred();
+  Save* save_of(Leaving* from) const;
+  void restore(Arriving* to, const Range& mapped);
+
+  Device& device_;
+  Progress& progress_;
+  std::vector<Leaving*> out_;
+  std::vector<Arriving*> into_;
+  PageTransferPlan plan_;
+  UndoJournal journal_;
+  std::map<Leaving*, std::unique_ptr<Save>> saves_;  // kept until no step can fail any more
+  std::map<Arriving*, std::unique_ptr<Restore>> restores_;
+  std::unique_ptr<StagingBuffer> staging_;  // for restoring staged bytes during an undo
+  bool filling_ = false;                    // fills are queued
+  const Tag* at_ = nullptr;
+};
+
+// Runs call(work) for all works concurrently, each on its own thread, inside a DeviceScope. Errors
+// get the tag that was being processed.
+void on_each_device(const std::vector<std::unique_ptr<DeviceTransition>>& works,
+                    const std::function<void(DeviceTransition&)>& call);
+
+}  // namespace memsaver

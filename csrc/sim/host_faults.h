@@ -1,0 +1,11 @@
+// Explains why the process dies when the host accesses device memory that is not mapped.
+#pragma once
+
+#include "sim.h"
+
+namespace memsaver::sim {
+
+// As sim_explain_host_faults, without the check for a forked child.
+void explain_host_faults(sim_paused_tag paused_tag) noexcept;
+
+}  // namespace memsaver::sim

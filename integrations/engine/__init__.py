@@ -1,0 +1,19 @@
+"""The parts of memsaver's integration with inference engines that are independent of the engine.
+
+The package owns the engine's status, its tags, reports and errors, its sleep, the requests in
+flight, and the verification of new weights. An integration implements `interface.Engine`, for an
+engine's sleep, and `interface.Backend`, for rollouts: see `memsaver.integrations.sglang`.
+
+| module | content |
+|---|---|
+| `interface` | the calls that an engine implements, with their arguments and results |
+| `sleep` | `EngineController`: sleep, wake-up and generation in the right order |
+| `tags`, `status`, `reports`, `errors` | the terms of these calls |
+| `knowledge`, `requests` | the controller's state: released tags, requests in flight |
+| `messages`, `fields` | messages of an engine's processes, as JSON |
+| `ranks`, `moves` | inside an engine's processes: attempts on all ranks; pauses and resumes |
+| `weights` | inside an engine's processes: verification of weights that a trainer sends |
+| `http` | a client for engines behind a URL |
+
+No module here imports an engine or another package of `memsaver.integrations`.
+"""

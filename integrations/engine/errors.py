@@ -1,0 +1,30 @@
+"""Errors of an engine, in addition to memsaver's own."""
+
+from __future__ import annotations
+
+from memsaver.errors import InvalidStateError, MemsaverError
+
+__all__ = ["EngineBusyError", "EngineError", "EngineTimeoutError"]
+
+
+class EngineError(MemsaverError):
+    """The engine did not complete a request: it died, or answered with an error.
+
+    Attributes:
+        http_status: the HTTP status of a server's answer; 0 if there was none.
+    """
+
+    _status = "ENGINE_FAILED"
+    http_status: int = 0
+
+
+class EngineTimeoutError(EngineError, TimeoutError):
+    """The engine did not answer in time. It may still complete the request."""
+
+    _status = "ENGINE_TIMEOUT"
+
+
+class EngineBusyError(InvalidStateError):
+    """The engine has requests in flight, which need the memory."""
+
+    _status = "ENGINE_BUSY"

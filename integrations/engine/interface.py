@@ -1,0 +1,233 @@
+"""The calls that an inference engine implements: `Engine` for its sleep, `Backend` for rollouts.
+
+`memsaver.integrations.sglang` implements both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from .messages import Answer, SchedulerState
+
+if TYPE_CHECKING:
+    from .sleep import EngineController
+    from .weights.checks import RankCheck, VerificationRequest
+
+__all__ = [
+    "Backend",
+    "Broadcast",
+    "Engine",
+    "JoinRequest",
+    "Layout",
+    "PauseMode",
+    "Request",
+    "Sample",
+    "SharedTensors",
+    "WeightLoad",
+]
+
+Layout = Literal["whole", "engine"]
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class Engine(Protocol):
+    """The calls that `EngineController` makes to an engine.
+
+    Each call is one request and keeps no state. Every `timeout` is in seconds, for the whole call.
+
+    Errors: `EngineTimeoutError` if there is no answer in time; `EngineError` if the engine died or
+    rejects the call; memsaver's own errors if its hooks in the schedulers report one.
+    """
+
+    def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+        """Release memory. Returns the schedulers' answers, [] if they do not reach the caller."""
+
+    def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+        """Resume memory. Returns answers like `release`."""
+
+    def states(self, timeout: float) -> list[SchedulerState]:
+        """Return the state of each data-parallel scheduler; [] without memsaver's hooks."""
+
+    def flush(self, timeout: float) -> bool:
+        """Flush the prefix cache; return False, and do nothing, if requests are in flight."""
+
+    def abort(self, timeout: float) -> None:
+        """Abort all requests. Some may end shortly after the call returns."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate, with the engine's own arguments and results."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt for which one sample is requested.
+
+    Attributes:
+        input_ids: the prompt's tokens.
+        sampling_params: the engine's sampling parameters, without "n".
+        multimodal: the prompt's parts other than tokens, such as "image_data", under the engine's
+            names; or None.
+    """
+
+    input_ids: list[int]
+    sampling_params: Mapping[str, Any]
+    multimodal: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The output for one request.
+
+    Attributes:
+        token_ids: the generated tokens, without the prompt's.
+        logprobs: the log-probability with which each token was sampled; None if the engine reports
+            none.
+        finish_reason: "stop", "length" or "abort", or the engine's own name for another reason.
+        weight_version: the version of the weights at the end of the sample; None if unknown.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish_reason: str
+    weight_version: str | None
+
+
+@dataclass(frozen=True)
+class SharedTensors:
+    """Tensors in the sender's memory, which the engine's ranks map into their own processes.
+
+    Attributes:
+        payloads: the serialised tensors for each of the engine's ranks, in rank order.
+        layout: "whole": tensors as in a checkpoint, for the model's loader, in one piece of memory.
+            "engine": tensors in the layout and under the names of the model's parameters.
+    """
+
+    payloads: tuple[str, ...]
+    layout: Layout = "whole"
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Whole tensors that rank 0 of a process group broadcasts during the call, in this order.
+
+    Attributes:
+        group_name: the group, which the engine's ranks have joined.
+        names: the tensors' names.
+        dtypes: their types, such as "bfloat16".
+        shapes: their shapes.
+    """
+
+    group_name: str
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class WeightLoad:
+    """A request to load one bucket of new weights.
+
+    Attributes:
+        tensors: the source of the tensors.
+        timeout: seconds for the whole load.
+        flush_cache: whether to flush the prefix cache after the load.
+        weight_version: the new version of the weights; None keeps the current one.
+        verification: the checks that the engine's ranks run; None for no checks.
+    """
+
+    tensors: SharedTensors | Broadcast
+    timeout: float
+    flush_cache: bool = False
+    weight_version: str | None = None
+    verification: VerificationRequest | None = None
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """A request to join a process group. Rank 0 of the group sends the weights.
+
+    Attributes:
+        name: the group's name.
+        address: the address of the group's store.
+        port: the port of the group's store.
+        backend: the backend of torch.distributed, "nccl" or "gloo".
+        world_size: the number of the group's ranks.
+        rank_offset: the rank in the group of the engine's first rank.
+    """
+
+    name: str
+    address: str
+    port: int
+    backend: str
+    world_size: int
+    rank_offset: int = 1
+
+
+class Backend(Protocol):
+    """The calls that `RolloutEngine` makes to an engine, in the leader of a tensor-parallel group.
+
+    Threads: any; calls may wait for each other. Every `timeout` is in seconds, for the whole call.
+
+    Errors: `EngineTimeoutError` if there is no answer in time (the engine may still complete the
+    call); `EngineError` if the engine died or rejects the call; `InvalidStateError` if memory that
+    the call needs is released (the engine did not receive the call).
+    """
+
+    @property
+    def tp_size(self) -> int:
+        """The number of ranks in the engine's tensor-parallel group, each with its own payload."""
+
+    @property
+    def control(self) -> EngineController:
+        """The controller of the engine's sleep."""
+
+    def generate(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
+        """Return a sample for each request, in order. After `timeout` the requests are aborted."""
+
+    def pause_generation(self, mode: PauseMode, timeout: float) -> None:
+        """Stop generating until `continue_generation`; new requests wait.
+
+        Args:
+            mode: the treatment of requests in flight. "abort" ends them with the tokens that they
+                have; "retract" drops their KV cache, and computes it again later; "in_place" keeps
+                the KV cache, so that they continue with results of the old weights.
+            timeout: seconds; after a timeout, generation may be paused or not.
+        """
+
+    def continue_generation(self, timeout: float) -> None:
+        """Resume a paused generation. Does nothing if generation is not paused."""
+
+    def begin_update(self, timeout: float) -> None:
+        """Convert the weights to the form for loading, if the engine uses a different one."""
+
+    def load_weights(self, load: WeightLoad) -> list[RankCheck]:
+        """Load a bucket of new weights.
+
+        Returns:
+            The checks of each of the engine's ranks, even if they found a defect; the engine keeps
+            the old version in this case. [] without a verification request, and from an engine
+            that cannot verify.
+        """
+
+    def end_update(self, timeout: float) -> None:
+        """Convert the weights to the form for generation, even after a failed load."""
+
+    def checksums(self, timeout: float) -> Sequence[str]:
+        """Return the checksum of each rank's weights; () if the engine has none.
+
+        The checksums are computed in the engine's own layout, for comparison with other engines.
+        """
+
+    def join_group(self, group: JoinRequest, timeout: float) -> None:
+        """Make the engine's ranks join a process group.
+
+        Waits for the group's other members, which must join at the same time.
+        """
+
+    def leave_group(self, name: str, timeout: float) -> None:
+        """Make the engine's ranks leave a process group that they joined."""
+
+    def close(self) -> None:
+        """End the engine if the backend started it; other engines keep running. Idempotent."""

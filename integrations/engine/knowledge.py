@@ -1,0 +1,149 @@
+"""`Knowledge`: the state of an engine's memory as a controller knows it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from .errors import EngineError
+from .messages import Answer, SchedulerState
+
+__all__ = ["Knowledge"]
+
+
+class Knowledge:
+    """The released tags as far as they are known. Any thread; no call here queries the engine.
+
+    Replies may be late replies to an earlier query, because an engine may only count them, and
+    accept as many as it has schedulers. So `fits` and `are_new` check replies before `learn`
+    adopts them.
+
+    Args:
+        released: the tags that are released initially.
+    """
+
+    def __init__(self, released: frozenset[str]) -> None:
+        self._lock = threading.RLock()
+        self._anywhere = released
+        self._everywhere = released  # data-parallel schedulers may differ after a failure
+        self._lost: frozenset[str] = frozenset()
+        self._known = True
+        self._guarded = False
+        self._numbers: dict[str, int] = {}  # each scheduler's latest known answer
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `anywhere` is the current state."""
+        return self._known
+
+    @property
+    def guarded(self) -> bool:
+        """Whether memsaver's plugin is in the engine."""
+        return self._guarded
+
+    @property
+    def anywhere(self) -> frozenset[str]:
+        """The tags that are released on at least one scheduler."""
+        return self._anywhere
+
+    @property
+    def everywhere(self) -> frozenset[str]:
+        """The tags that are released on all schedulers, and have no memory on any rank."""
+        return self._everywhere
+
+    @property
+    def lost(self) -> frozenset[str]:
+        """The tags whose contents without a backup the last release lost when it failed."""
+        return self._lost
+
+    def current(self) -> frozenset[str] | None:
+        """Return `anywhere`, or None if it is not the current state."""
+        with self._lock:
+            return self._anywhere if self._known else None
+
+    def doubt(self) -> None:
+        """Mark the state as unknown until the next report."""
+        with self._lock:
+            self._known = False
+
+    def trust(self) -> None:
+        """Mark the state as known: the engine did not receive a request."""
+        with self._lock:
+            self._known = True
+
+    def learn(self, states: Sequence[SchedulerState]) -> None:
+        """Adopt the states that the schedulers report; change nothing if `states` is empty.
+
+        Raises:
+            EngineError: `states` is empty, and earlier ones were not: the engine was replaced by
+                one without memsaver's plugin. The state is unknown until an engine with the plugin
+                reports it.
+        """
+        if not states:
+            if self._guarded:
+                self.doubt()
+                raise EngineError(
+                    "the engine had memsaver's plugin and no longer has it, so it was replaced, "
+                    "and its released tags are unknown: make a new controller for it, or start it "
+                    "with the plugin"
+                )
+            return
+        sets = [frozenset(state.released) for state in states]
+        with self._lock:
+            self._anywhere = frozenset().union(*sets)
+            self._everywhere = sets[0].intersection(*sets).difference(*(s.held for s in states))
+            self._lost = frozenset(tag for s in states if s.last for tag in s.last.lost)
+            self._numbers = {s.scheduler: s.last.number if s.last else 0 for s in states}
+            self._guarded = self._known = True
+
+    def check_done(self, operation: str, tags: Sequence[str]) -> None:
+        """Raise `EngineError` if an accepted release or resume of `tags` did not take effect."""
+        with self._lock:
+            if operation == "release":
+                undone = set(tags).difference(self._everywhere)
+            else:
+                undone = set(tags).intersection(self._anywhere)
+        if undone:
+            raise EngineError(
+                f"the engine accepted the {operation} of {', '.join(sorted(undone))}, but reports "
+                "that it had no effect: the engine may have been restarted, or another client has "
+                "released or resumed tags"
+            )
+
+    def note(self, operation: str, tags: Sequence[str], answers: Sequence[Answer]) -> None:
+        """Record a successful release or resume, from its answers if there are any."""
+        if answers:
+            self.learn([SchedulerState(a.scheduler, a.released, True, a) for a in answers])
+            return
+        changed = frozenset(tags)
+        with self._lock:
+            before = self._anywhere
+            self._anywhere = before | changed if operation == "release" else before - changed
+            self._everywhere = self._anywhere
+            self._known = True
+
+    def fits(self, states: Sequence[SchedulerState]) -> bool:
+        """Return whether each scheduler has one state, none older than a known one."""
+        with self._lock:
+            return _is_one_of_each(states) and not any(
+                (state.last.number if state.last else 0) < self._numbers.get(state.scheduler, 0)
+                for state in states
+            )
+
+    def are_new(self, answers: Sequence[Answer]) -> bool:
+        """Return whether these are the answers of all schedulers to the latest request."""
+        with self._lock:
+            return (
+                _is_one_of_each(answers)
+                and {answer.scheduler for answer in answers} >= set(self._numbers)
+                and len(self.newer(answers)) == len(answers) > 0
+            )
+
+    def newer(self, answers: Sequence[Answer | None]) -> list[Answer]:
+        """Return the answers that are later than the known ones."""
+        with self._lock:
+            return [a for a in answers if a and a.number > self._numbers.get(a.scheduler, 0)]
+
+
+def _is_one_of_each(replies: Sequence[SchedulerState | Answer]) -> bool:
+    return len({reply.scheduler for reply in replies}) == len(replies)

@@ -1,0 +1,229 @@
+"""Messages of an engine's scheduler processes about their memory.
+
+Schedulers and callers are different processes, possibly on different hosts, so the messages are
+sent as JSON: `asdict` returns the fields of a message, and its `from_fields` checks and reads them.
+Each engine's integration decides how to send the JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from memsaver import errors
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+
+from .errors import EngineBusyError, EngineError
+from .fields import Fields, is_whole
+from .tags import RELEASE_ORDER
+
+__all__ = ["Answer", "Failure", "RankReport", "SchedulerState", "error_of", "kind_of"]
+
+# The exceptions that are sent by name. Any other exception arrives as an EngineError.
+_KINDS: dict[str, type[MemsaverError]] = {
+    kind.__name__: kind
+    for kind in (
+        errors.BackupError,
+        ConfigError,
+        errors.DriverError,
+        EngineBusyError,
+        InvalidStateError,
+        errors.OutOfDeviceMemoryError,
+        errors.OutOfHostMemoryError,
+        errors.UnknownTagError,
+    )
+}
+
+# The exceptions that have the bytes that were needed and free.
+_WANTS = (errors.BackupError, errors.OutOfDeviceMemoryError, errors.OutOfHostMemoryError)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The parts of an exception that are sent.
+
+    Attributes:
+        kind: the exception's class.
+        message: its text.
+        tag: the tag concerned, or "".
+        needed: bytes that were needed, if memory or disk space was short.
+        free: bytes that were free, if memory or disk space was short.
+    """
+
+    kind: str
+    message: str
+    tag: str = ""
+    needed: int = 0
+    free: int = 0
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Return the parts of an exception that are sent."""
+        # In exceptions other than memsaver's, attributes with these names may be anything.
+        tag: Any = getattr(error, "tag", "")
+        needed: Any = getattr(error, "needed", 0)
+        free: Any = getattr(error, "free", 0)
+        return cls(
+            type(error).__name__,
+            str(error) or type(error).__name__,
+            tag if isinstance(tag, str) else "",
+            needed if is_whole(needed) else 0,
+            free if is_whole(free) else 0,
+        )
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any] | None) -> Failure | None:
+        """Read a failure from its `asdict`; None from None. Raises `EngineError` otherwise."""
+        if fields is None:
+            return None
+        read = Fields(fields, "a failure")
+        return cls(
+            read.text("kind"),
+            read.text("message"),
+            read.text("tag", ""),
+            read.whole("needed", 0),
+            read.whole("free", 0),
+        )
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The report of a release or a resume on one rank.
+
+    Attributes:
+        rank: the rank in its tensor-parallel group.
+        host: the name of its host.
+        pid: its process id on that host.
+        seconds: the duration of the transition on this rank.
+        device_bytes: device memory released or mapped, by tag.
+        copied_bytes: bytes copied to or from the backup, by tag.
+        failure: the rank's failure, or None.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    seconds: float = 0.0
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+    copied_bytes: Mapping[str, int] = field(default_factory=dict)
+    failure: Failure | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Device memory released or mapped, in total."""
+        return sum(self.device_bytes.values())
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> RankReport:
+        """Read a report from its `asdict`. Raises `EngineError` for anything else."""
+        read = Fields(fields, "a rank's report")
+        return cls(
+            read.whole("rank"),
+            read.text("host"),
+            read.whole("pid"),
+            read.number("seconds", 0.0),
+            read.wholes("device_bytes"),
+            read.wholes("copied_bytes"),
+            Failure.from_fields(read.optional("failure")),
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A scheduler's answer to a release or a resume, for all ranks of its group.
+
+    Attributes:
+        scheduler: its unique name.
+        operation: "release" or "resume".
+        tags: the tags of the operation, even if it failed, except tags that already were in the
+            requested state.
+        released: the tags whose memory is released now.
+        held: the released tags of which some rank still has memory, because it could not release
+            it after a failure; the next release tries again.
+        ranks: the reports of the ranks of the scheduler's tensor-parallel group.
+        failure: the operation's failure, or None.
+        number: the number of the answer, from 1 for each scheduler.
+        lost: tags that a failed release mapped again, and whose contents without a backup are lost.
+    """
+
+    scheduler: str
+    operation: str
+    tags: tuple[str, ...]
+    released: tuple[str, ...]
+    held: tuple[str, ...] = ()
+    ranks: tuple[RankReport, ...] = ()
+    failure: Failure | None = None
+    number: int = 0
+    lost: tuple[str, ...] = ()
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Answer:
+        """Read an answer from its `asdict`, whose tuples may have become lists.
+
+        Raises `EngineError` for anything else.
+        """
+        read = Fields(fields, "a scheduler's answer")
+        return cls(
+            read.text("scheduler"),
+            read.text("operation"),
+            read.texts("tags"),
+            read.texts("released", RELEASE_ORDER),
+            read.texts("held", RELEASE_ORDER),
+            tuple(RankReport.from_fields(rank) for rank in read.each("ranks")),
+            Failure.from_fields(read.optional("failure")),
+            read.whole("number"),
+            read.texts("lost", RELEASE_ORDER),
+        )
+
+
+@dataclass(frozen=True)
+class SchedulerState:
+    """The state of one scheduler's memory.
+
+    Attributes:
+        scheduler: its unique name.
+        released: the tags whose memory is released.
+        idle: whether no request is in flight, so that a release is possible.
+        last: the last answer, or None.
+    """
+
+    scheduler: str
+    released: tuple[str, ...]
+    idle: bool
+    last: Answer | None = None
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> SchedulerState:
+        """Read a state from its `asdict`. Raises `EngineError` for anything else."""
+        read = Fields(fields, "a scheduler's state")
+        last = read.optional("last")
+        return cls(
+            read.text("scheduler"),
+            read.texts("released", RELEASE_ORDER),
+            read.flag("idle"),
+            None if last is None else Answer.from_fields(last),
+        )
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The last answer's `held`. See `Answer`."""
+        return self.last.held if self.last is not None else ()
+
+
+def error_of(answers: Iterable[Answer]) -> MemsaverError | None:
+    """Return the typed error of the first answer with a failure; None if all succeeded."""
+    for answer in answers:
+        failure = answer.failure
+        if failure is None:
+            continue
+        error = kind_of(failure)(failure.message, tag=failure.tag)
+        if isinstance(error, _WANTS):
+            error.needed, error.free = failure.needed, failure.free
+        return error
+    return None
+
+
+def kind_of(failure: Failure) -> type[MemsaverError]:
+    """Return the exception class that a failure names; `EngineError` for any other name."""
+    return _KINDS.get(failure.kind, EngineError)

@@ -1,0 +1,113 @@
+"""The ranks of an engine's tensor-parallel group, and their collective attempts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from memsaver.distributed.attempts import Outcome, Ranks
+from memsaver.distributed.channel import Channel
+from memsaver.distributed.messages import JSON
+
+from .messages import Failure, RankReport
+
+__all__ = ["Figures", "Group", "first_failure"]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of the work on one rank. See `RankReport` for the fields."""
+
+    seconds: float = 0.0
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+    copied_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+class Group:
+    """The ranks of a torch process group with a CPU backend; None is a group of one rank.
+
+    Every wait for the other ranks ends after the group's own timeout.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def attempt(self, work: Callable[[], Figures | None]) -> list[RankReport]:
+        """Run the work on this rank, and return the reports of all ranks, in rank order.
+
+        Collective: every rank of the group calls it, even a rank without work. An exception that
+        the work raises becomes its rank's failure; an interrupt or an exit is raised again on its
+        own rank.
+
+        Raises:
+            GroupError: a rank is unreachable.
+            RankError: the ranks made different calls.
+        """
+        mine = RankReport(self.rank, socket.gethostname(), os.getpid())
+
+        def failed(error: BaseException) -> bytes:
+            return JSON.pack(asdict(replace(mine, failure=Failure.of(error))))
+
+        # JSON, because unpickling the bytes of other processes could execute code.
+        codec = replace(JSON, pack_error=failed, unpack_error=JSON.unpack)
+        outcomes = self._ranks().attempt(
+            "the work of an engine's ranks",
+            lambda: asdict(replace(mine, **vars(work() or Figures()))),
+            codec=codec,
+        )
+        outcomes.check_agreed()
+        return [_report(place, one) for place, one in enumerate(outcomes.each)]
+
+    def gather(self, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the fields of every rank, in rank order. Collective.
+
+        Args:
+            fields: this rank's fields, with values that JSON can represent.
+
+        Raises:
+            GroupError: a rank is unreachable.
+            RankError: the ranks made different calls, or the fields of a rank cannot be sent.
+        """
+        outcomes = self._ranks().attempt(
+            "the findings of an engine's ranks", lambda: dict(fields), codec=JSON
+        )
+        return outcomes.values(lambda bad: bad.error(""))
+
+    def barrier(self) -> None:
+        """Wait until every rank has made this call. Matches a barrier in the engine's own code."""
+        if self._group is not None and self.size > 1:
+            import torch.distributed
+
+            torch.distributed.barrier(self._group)
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        ranks = self._ranks()
+        return ranks.ranks.index(ranks.rank)
+
+    @property
+    def size(self) -> int:
+        """The number of the group's ranks."""
+        return len(self._ranks().ranks)
+
+    def _ranks(self) -> Ranks:
+        return Ranks(Channel(self._group) if self._group is not None else None)
+
+
+def _report(place: int, outcome: Outcome[dict[str, Any]]) -> RankReport:
+    fields = outcome.error or outcome.value
+    if fields:
+        return RankReport.from_fields(fields)
+    failure = outcome.failure
+    assert failure is not None
+    what = Failure(failure.kind, failure.message, failure.tag)
+    return RankReport(place, failure.host, 0, failure=what)
+
+
+def first_failure(ranks: list[RankReport]) -> RankReport | None:
+    """Return the report of the first rank that failed, or None."""
+    return next((rank for rank in ranks if rank.failure is not None), None)

@@ -1,0 +1,75 @@
+"""The reports of a controller's calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .messages import Answer, RankReport
+
+__all__ = ["SleepReport", "Step", "rank_reports", "timed"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One request to the engine.
+
+    Attributes:
+        name: "abort", "wait_idle", "flush", "release" or "resume".
+        tags: the tags of a release or a resume.
+        seconds: the time from the request to the answer, measured by the caller.
+        ranks: the reports of the ranks for a release or a resume; () if the engine sends none, for
+            example without memsaver's plugin.
+    """
+
+    name: str
+    tags: tuple[str, ...]
+    seconds: float
+    ranks: tuple[RankReport, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Device memory released or mapped, on all ranks."""
+        return sum(rank.bytes for rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class SleepReport:
+    """The report of a `sleep` or a `wake_up`.
+
+    Attributes:
+        steps: the requests to the engine, in order.
+        skipped: tags that already were in the requested state.
+    """
+
+    steps: tuple[Step, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The duration of all steps."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory released or mapped, on all ranks."""
+        return sum(step.bytes for step in self.steps)
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The tags that were released or resumed."""
+        return tuple(tag for step in self.steps for tag in step.tags)
+
+
+def rank_reports(answers: Iterable[Answer]) -> tuple[RankReport, ...]:
+    """Return the reports in all answers, one per rank: data-parallel schedulers may share ranks."""
+    ranks = {(rank.host, rank.pid): rank for answer in answers for rank in answer.ranks}
+    return tuple(ranks.values())
+
+
+def timed(name: str, work: Callable[[], None]) -> Step:
+    """Time some work, and return it as a step without tags. Exceptions of `work` propagate."""
+    started = time.monotonic()
+    work()
+    return Step(name, (), time.monotonic() - started)

@@ -1,0 +1,364 @@
+"""`EngineController`: puts an engine to sleep and wakes it, and rejects calls that would end it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from memsaver._runtime.latches import Gate
+from memsaver._runtime.timeouts import check_timeout
+from memsaver.errors import InvalidStateError, MemsaverError
+
+from .errors import EngineError, EngineTimeoutError
+from .interface import Engine
+from .knowledge import Knowledge
+from .messages import SchedulerState, error_of
+from .reports import SleepReport, Step, rank_reports, timed
+from .requests import Requests, busy
+from .status import Status, check_operation, status_of
+from .tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS, Tags, selected
+
+__all__ = ["EngineController"]
+
+_POLL_SECONDS = 0.02
+_MOST_QUERIES = 4  # until the states of all schedulers arrive together
+
+# HTTP statuses of a server that did not pass the call on to its engine.
+_NOT_PASSED_ON = (307, 308, 401, 403, 404, 405, 422)
+
+
+class EngineController:
+    """Puts an engine to sleep and wakes it, by tags: "kv_cache", "weights", "cuda_graph".
+
+    Every call skips tags that are already in the requested state. Calls that would end the engine
+    are rejected before the engine receives them: releasing memory that requests use, and generating
+    without it.
+
+    Threads: any. `sleep` and `wake_up` run one after the other; generations run concurrently. Do
+    not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`.
+
+    Args:
+        engine: the calls to the engine.
+        released: the tags that are already released; needed only without memsaver's plugin.
+        timeout: seconds for queries of the engine's state.
+
+    Raises:
+        ConfigError: a tag is unknown, or the timeout is invalid.
+        EngineError: the engine cannot be reached.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        released: str | Sequence[str] = (),
+        timeout: float = 60.0,
+    ) -> None:
+        check_timeout(timeout)
+        self._engine = engine
+        self._timeout = timeout
+        self._turn = Gate(reentrant=True)  # passed by a caller that changes the state
+        self._requests = Requests()
+        at_first = frozenset(selected(released, RELEASE_ORDER)) if released else frozenset()
+        self._knowledge = Knowledge(at_first)
+        self.refresh()
+
+    @property
+    def status(self) -> Status:
+        """The status as far as this controller knows. `refresh` queries the engine."""
+        return status_of(self._knowledge.current())
+
+    @property
+    def released(self) -> frozenset[str]:
+        """The tags that are released on at least one scheduler."""
+        return self._knowledge.anywhere
+
+    @property
+    def lost(self) -> frozenset[str]:
+        """The tags that a failed sleep left mapped and whose contents without a backup are lost.
+
+        Empty again after the engine's next successful sleep or wake-up.
+        """
+        return self._knowledge.lost
+
+    @property
+    def guarded(self) -> bool:
+        """Whether memsaver's plugin is in the engine."""
+        return self._knowledge.guarded
+
+    def refresh(self) -> Status:
+        """Query the engine's state. Changes nothing without the plugin, which reports the state.
+
+        Raises:
+            EngineError: the engine does not answer within the controller's `timeout`; or it had
+                memsaver's plugin and no longer has it, so it was replaced.
+        """
+        deadline = time.monotonic() + self._timeout
+        with self._turn_before(deadline):
+            self._knowledge.learn(self._states(deadline))
+            return self.status
+
+    def check(self, operation: str) -> None:
+        """Raise `InvalidStateError` if the engine would not survive an operation.
+
+        Args:
+            operation: "generate" or "update_weights".
+        """
+        closed = self._requests.closed
+        check_operation(operation, frozenset() if closed else self._knowledge.current())
+        if closed:
+            raise InvalidStateError(f"the engine is about to sleep: it cannot {operation} now")
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate with the engine's own arguments and results, if the memory for it is mapped.
+
+        A stream counts as a request from its first item to its end.
+
+        Raises:
+            InvalidStateError: memory that generation needs is released, or being released.
+            EngineError: the engine failed.
+        """
+        if kwargs.get("stream"):
+            self.check("generate")
+            return self._stream(args, kwargs)
+        with self._requests.one(lambda: self.check("generate")):
+            return self._engine.generate(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def request(self, operation: str = "generate") -> Iterator[None]:
+        """Count the block as a request in flight, for a caller that calls the engine directly.
+
+        A sleep refuses or waits during the block, as during `generate`.
+
+        Raises:
+            ConfigError, InvalidStateError: see `check`.
+        """
+        with self._requests.one(lambda: self.check(operation)):
+            yield
+
+    def sleep(
+        self,
+        tags: Tags = None,
+        *,
+        wait_idle: bool = False,
+        abort: bool = False,
+        flush: bool = False,
+        timeout: float = 60.0,
+    ) -> SleepReport:
+        """Release the memory of `tags`; None means all tags.
+
+        Skips released tags. Releasing "kv_cache" flushes the prefix cache.
+
+        Args:
+            tags: a tag, or several.
+            wait_idle: wait until no request is in flight, instead of refusing.
+            abort: abort the requests in flight, and wait for their end.
+            flush: flush the prefix cache even if only other tags are released, for example before
+                new weights. Without the plugin this is always done, because it reveals a busy
+                engine.
+            timeout: seconds for the whole call, including the wait for another thread's call and
+                the query of the state.
+
+        Raises:
+            ConfigError: an unknown tag, an empty list of tags, or an invalid timeout.
+            EngineBusyError: requests are in flight, after `timeout` if the call waits for them. The
+                engine is unchanged.
+            EngineTimeoutError: the engine did not answer, and the status is unknown until it does;
+                or another thread's call did not end in time, and nothing was done.
+            EngineError: the engine failed. With the plugin it is unchanged, if it still answers.
+            MemsaverError: with the plugin, the reason why memory could not be released; everything
+                is mapped.
+        """
+        wanted = selected(tags, RELEASE_ORDER)
+        check_timeout(timeout)
+        deadline = time.monotonic() + timeout
+        with self._turn_before(deadline):
+            self._settle(deadline)
+            going = [tag for tag in wanted if tag not in self._knowledge.everywhere]
+            skipped = tuple(tag for tag in wanted if tag not in going)
+            if not going:
+                return SleepReport((), skipped)
+            steps: list[Step] = []
+
+            def hurry() -> None:
+                if abort:
+                    steps.append(timed("abort", lambda: self._engine.abort(_left(deadline))))
+
+            with self._requests.none(wait_idle or abort, hurry, lambda: _left(deadline)):
+                self._drain(wait_idle or abort, flush, deadline, steps)
+                steps.append(self._request("release", going, deadline))
+            return SleepReport(tuple(steps), skipped)
+
+    def wake_up(self, tags: Tags = None, *, timeout: float = 60.0) -> SleepReport:
+        """Allocate memory for `tags` again; None means all released tags.
+
+        Skips tags that are not released. Tags with a backup have their contents again, weights
+        without one must be loaded, and the KV cache is empty.
+
+        Args:
+            tags: a tag, or several.
+            timeout: seconds for the whole call, see `sleep`.
+
+        Raises:
+            ConfigError: an unknown tag, an empty list of tags, or an invalid timeout.
+            OutOfDeviceMemoryError: with the plugin, too little memory is free on some rank, for
+                example because a trainer still uses it. The tags stay released, the engine is
+                alive, and the call can be repeated.
+            EngineTimeoutError, EngineError, MemsaverError: see `sleep`.
+        """
+        wanted = selected(tags, RESUME_ORDER)
+        check_timeout(timeout)
+        deadline = time.monotonic() + timeout
+        with self._turn_before(deadline):
+            self._settle(deadline)
+            coming = [tag for tag in wanted if tag in self._knowledge.anywhere]
+            skipped = tuple(tag for tag in wanted if tag not in coming)
+            if not coming:
+                return SleepReport((), skipped)
+            return SleepReport((self._request("resume", coming, deadline),), skipped)
+
+    @contextlib.contextmanager
+    def asleep(self, tags: Tags = None, **options: Any) -> Iterator[SleepReport]:
+        """Sleep for the block, and wake the same tags at its end, even after an exception.
+
+        Args and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`.
+        """
+        report = self.sleep(tags, **options)
+        try:
+            yield report
+        finally:
+            if report.changed:
+                self.wake_up(report.changed)
+
+    @contextlib.contextmanager
+    def staged_wake(self, *, timeout: float = 60.0) -> Iterator[list[SleepReport]]:
+        """Wake the weights for the block, which updates them, and all other tags after the block.
+
+        The memory of the KV cache and the graphs is needed only after the block has released its
+        own copy of the weights. After an exception in the block the other tags stay released, and
+        the weights are mapped: update them again and call `wake_up()`, or call `sleep()`.
+
+        Yields a list of the two reports; the second one is appended after the block. Errors are
+        those of `wake_up`.
+        """
+        reports = [self.wake_up(WEIGHTS, timeout=timeout)]
+        yield reports
+        reports.append(self.wake_up(timeout=timeout))
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _stream(self, args: Any, kwargs: Any) -> Iterator[Any]:
+        with self._requests.one(lambda: self.check("generate")):
+            yield from self._engine.generate(*args, **kwargs)
+
+    def _drain(self, wait: bool, flush: bool, deadline: float, steps: list[Step]) -> None:
+        """Wait until no request of any client is in flight, or raise."""
+
+        def until_idle() -> None:
+            while not self._is_idle(deadline):
+                if not wait or time.monotonic() >= deadline:
+                    raise busy()
+                time.sleep(min(_POLL_SECONDS, _left(deadline)))
+
+        steps.append(timed("wait_idle" if self.guarded else "flush", until_idle))
+        if flush and self.guarded:
+            steps.append(timed("flush", lambda: self._flush(deadline)))
+
+    def _is_idle(self, deadline: float) -> bool:
+        if not self.guarded:
+            return self._engine.flush(_left(deadline))
+        return all([state.idle for state in self._states(deadline)])
+
+    def _flush(self, deadline: float) -> None:
+        if not self._engine.flush(_left(deadline)):
+            raise busy()
+
+    # --- the engine -------------------------------------------------------------------------------
+
+    def _turn_before(self, deadline: float) -> contextlib.AbstractContextManager[None]:
+        """Keep other threads from changing the state for the block."""
+        return self._turn.passed(
+            _left(deadline),
+            lambda: EngineTimeoutError(
+                "another thread's sleep or wake-up by this controller did not end in time; "
+                "nothing was done"
+            ),
+        )
+
+    def _states(self, deadline: float) -> list[SchedulerState]:
+        """Query the schedulers' states; repeat if replies were late replies to an earlier query.
+
+        Raises:
+            EngineError: no query returned exactly one reply from each scheduler. The state is
+                unknown afterwards.
+        """
+        for _ in range(_MOST_QUERIES):
+            states = self._engine.states(min(self._timeout, _left(deadline)))
+            if not states:
+                self._knowledge.learn(states)  # raises if the engine was replaced
+            if self._knowledge.fits(states):
+                return states
+        self._knowledge.doubt()
+        raise EngineError(
+            f"the engine's {len(states)} replies did not come from each scheduler exactly once, or "
+            "were late: a scheduler may be slow or hang; query again (`refresh`)"
+        )
+
+    def _request(self, operation: str, tags: Sequence[str], deadline: float) -> Step:
+        """Request a release or a resume, and update the known state."""
+        if time.monotonic() >= deadline:
+            raise EngineTimeoutError(f"there was no time left for the {operation}")
+        call = self._engine.release if operation == "release" else self._engine.resume
+        self._knowledge.doubt()
+        started = time.monotonic()
+        try:
+            answers = call(tags, _left(deadline))
+        except BaseException as error:
+            self._after_failure(error, deadline)
+            raise
+        seconds = time.monotonic() - started
+        states: list[SchedulerState] = []
+        if self.guarded and not self._knowledge.are_new(answers):
+            states = self._states(deadline)
+            answers = self._knowledge.newer([state.last for state in states])
+        if not states:
+            self._knowledge.note(operation, tags, answers)
+        else:
+            self._knowledge.learn(states)
+            failed = error_of(answers)
+            if failed is not None:  # a failure that the server did not report
+                raise failed
+            self._knowledge.check_done(operation, tags)
+        return Step(operation, tuple(tags), seconds, rank_reports(answers))
+
+    def _after_failure(self, error: BaseException, deadline: float) -> None:
+        """Query the state after a failure. Raises the schedulers' own error if they report one."""
+        if isinstance(error, EngineError) and error.http_status in _NOT_PASSED_ON:
+            self._knowledge.trust()
+            return
+        if time.monotonic() >= deadline:
+            return
+        try:
+            states = self._states(deadline)
+        except MemsaverError:
+            return
+        reported = error_of(self._knowledge.newer([state.last for state in states]))
+        self._knowledge.learn(states)
+        if reported is not None and isinstance(error, EngineError):
+            raise reported from error
+
+    def _settle(self, deadline: float) -> None:
+        """Ensure that the state is known."""
+        if self.guarded or self._knowledge.is_known:  # the engine may have been replaced
+            self._knowledge.learn(self._states(deadline))
+        if not self._knowledge.is_known:
+            raise InvalidStateError(
+                "the engine's released tags are unknown since its last failure, because it lacks "
+                "memsaver's plugin: restart it"
+            )
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())

@@ -1,0 +1,1 @@
+"""Verification of the weights that an engine's ranks load, independent of the engine."""

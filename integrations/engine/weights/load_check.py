@@ -1,0 +1,173 @@
+"""`LoadCheck`: the verification of a weight load on one of an engine's ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from memsaver.errors import MemsaverError
+
+from ..messages import Failure
+from .checks import RankCheck, VerificationRequest
+from .digests import digest
+from .held import Load, Named, differing, watched
+
+__all__ = ["LoadCheck"]
+
+_logger = logging.getLogger("memsaver.engine")
+
+
+class LoadCheck:
+    """The checks of one load on this rank.
+
+    1. Compares the digests of the tensors that arrived with those sent, and loads nothing if one
+       differs.
+    2. Loads the tensors, and detects tensors from which nothing was written to the model.
+    3. Compares the model's contents with the tensors (`held`).
+
+    Attributes:
+        trouble: the reason why the load counts as failed even if the engine reports success; or "".
+        failure: the failure of the load, or None.
+
+    Args:
+        request: the checks to run.
+        rank: this rank in its tensor-parallel group.
+    """
+
+    def __init__(self, request: VerificationRequest, rank: int) -> None:
+        self.trouble = ""
+        self.failure: Failure | None = None
+        self._rank = rank
+        self._digests = request.digests(rank)
+        self._looked_at = {request.names[at] for at in request.looked_at}
+        self._names = request.names
+        self._received: set[str] = set()
+        self._damaged: set[str] = set()
+        self._held: set[str] = set()
+        self._differing: set[str] = set()
+        self._used: set[str] = set()
+        self._unverified: list[str] = []
+
+    def fail(self, error: BaseException) -> None:
+        """Record an exception as the failure, unless there is one already."""
+        failure = Failure.of(error)
+        if not isinstance(error, MemsaverError):
+            failure = replace(failure, message=f"{failure.kind}: {failure.message}")
+        self.failure = self.failure or failure
+
+    def found(self) -> RankCheck:
+        """Return the result."""
+        return RankCheck(
+            self._rank,
+            socket.gethostname(),
+            os.getpid(),
+            len(self._received),
+            len(self._held - self._differing),
+            self._in_order(self._damaged),
+            self._in_order(self._differing),
+            self._in_order(set(self._names) - self._used) if self._is_through() else (),
+            "; ".join(dict.fromkeys(self._unverified)),
+            self.failure,
+        )
+
+    @contextlib.contextmanager
+    def around_loader(self, model: Any) -> Iterator[None]:
+        """Make the model's loader run the checks around its work, for the block."""
+        theirs = vars(model).get("load_weights")
+        load = model.load_weights
+
+        def checked(weights: Iterable[tuple[str, Any]], *args: Any, **named: Any) -> Any:
+            given = list(weights)
+
+            def again(tensors: Iterable[tuple[str, Any]]) -> Any:
+                return load(tensors, *args, **named)
+
+            return self.run(model, given, again, again)
+
+        model.load_weights = checked
+        try:
+            yield
+        finally:
+            if theirs is None:
+                del model.load_weights
+            else:
+                model.load_weights = theirs
+
+    def run(self, model: Any, tensors: Named, load: Load, again: Load) -> Any:
+        """Load tensors with the checks, and return the result of `load`; None if one is damaged.
+
+        Args:
+            model: a `torch.nn.Module`.
+            tensors: names and tensors.
+            load: loads all of them.
+            again: loads the tensors that are passed to it, for the comparison.
+        """
+        if self._is_damaged(tensors):
+            return None
+        result, unused = watched(model, tensors, load)
+        self._used.update(name for name, _ in tensors if name not in unused)
+        self._refuse_taken(model, tensors)
+        self._compare(model, tensors, again)
+        return result
+
+    def _is_damaged(self, named: Named) -> bool:
+        """Compare the tensors that arrived with those sent, and return whether one differs."""
+        came = dict(named)
+        for name, sent in self._digests.items():
+            if name in came and digest(came[name], like=sent) == sent:
+                self._received.add(name)
+            else:
+                self._damaged.add(name)
+        if self._damaged:
+            names = ", ".join(sorted(self._damaged))
+            self.trouble = f"{names} arrived with contents that differ from those sent"
+        return bool(self._damaged)
+
+    def _refuse_taken(self, model: Any, named: Named) -> None:
+        """Raise if the model keeps using the sender's memory."""
+        theirs = {t.untyped_storage().data_ptr() for _, t in named if t.numel()}
+        for name, tensor in model.named_parameters():
+            if tensor.numel() and tensor.untyped_storage().data_ptr() in theirs:
+                raise RuntimeError(
+                    f"the model's loader keeps a reference to {name}, which is the sender's "
+                    "memory: send tensors that the engine may keep"
+                )
+
+    def _compare(self, model: Any, named: Named, load: Load) -> None:
+        """Compare the model's contents with those loaded tensors that the request names."""
+        chosen = [(n, t) for n, t in named if n in self._looked_at and n in self._used]
+        if not chosen:
+            return
+        try:
+            other = differing(model, chosen, load)
+        except Exception as error:
+            _logger.exception("the model's contents could not be compared with the tensors sent")
+            self._unverified.append(f"{type(error).__name__}: {error}")
+            return
+        self._held.update(name for name, _ in chosen)
+        self._differing.update(other)
+        if other:
+            names = ", ".join(other)
+            self.trouble = f"the model's contents differ from the loaded tensors: {names}"
+
+    def _is_through(self) -> bool:
+        """Return whether the bucket was loaded."""
+        return self.failure is None and not self._damaged
+
+    def _in_order(self, names: set[str]) -> tuple[str, ...]:
+        return tuple(name for name in self._names if name in names)
+
+    def synchronize(self) -> None:
+        """Wait until the device has read the sender's memory. Records a failure; never raises."""
+        import torch
+
+        try:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        except RuntimeError as error:
+            self.fail(error)

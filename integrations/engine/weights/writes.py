@@ -1,0 +1,255 @@
+"""Observation of a loader's writes into its model's memory.
+
+The loader runs unchanged, in a torch dispatch mode that intercepts every operation and the tensors
+that it writes to. The model's tensors are recognised by their storages, and the loader's input
+tensors by their addresses, so that the code depends on no model's layout.
+"""
+
+from __future__ import annotations
+
+import bisect
+import concurrent.futures
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Load", "Named", "Operation", "Source", "Storage", "Writes", "storage_of"]
+
+Named = Sequence[tuple[str, Any]]
+Load = Callable[[Iterable[tuple[str, Any]]], Any]
+Storage = tuple[Any, int]  # a storage's device and address
+
+
+@functools.cache
+def _mode_class() -> Any:
+    """Return the class of a torch dispatch mode that calls its owner."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):  # type: ignore[misc]
+        def __init__(self, owner: Writes) -> None:
+            super().__init__()
+            self._owner = owner
+
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return self._owner.call(Operation(function, args, kwargs or {}))
+
+    return Mode
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A torch operation and its arguments."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is a plain copy from one tensor to another."""
+        return bool(self.function._schema.name == "aten::copy_")
+
+    def tensors(self) -> Iterator[Any]:
+        """Return the tensors among the arguments."""
+        return _tensors_in((self.args, self.kwargs))
+
+    def run(self, instead: Mapping[int, Any] | None = None) -> Any:
+        """Run the operation and return its result.
+
+        Args:
+            instead: replacements of arguments, by the arguments' ids. The result refers to the
+                original arguments.
+        """
+        if not instead:
+            return self.function(*self.args, **self.kwargs)
+        result = self.function(*_replaced(self.args, instead), **_replaced(self.kwargs, instead))
+        given = {id(tensor): tensor for tensor in self.tensors()}
+        back = {id(other): given[key] for key, other in instead.items()}
+        return _replaced(result, back)
+
+
+class Writes:
+    """Observes writes into a model's memory, and runs them.
+
+    Attributes:
+        source: the loader's input tensors.
+    """
+
+    def __init__(self, model: Any, source: Source) -> None:
+        self._storages = set(_storages_of(model))
+        self.source = source
+
+    def run(self, load: Load) -> Any:
+        """Run a loader and return its result. Its work for thread pools runs in this thread."""
+        import torch
+
+        with _pools_inline(), torch.no_grad(), _mode_class()(self):
+            return load(iter(self.source))
+
+    def call(self, operation: Operation) -> Any:
+        """Run one of the loader's operations."""
+        written = [t for t in _written(operation) if storage_of(t) in self._storages]
+        if not written:
+            return self.read(operation)
+        marks = {id(tensor) for tensor in written}
+        sources = [tensor for tensor in operation.tensors() if id(tensor) not in marks]
+        return self.write(operation, written, self.source.writes(sources))
+
+    def read(self, operation: Operation) -> Any:
+        """Run an operation that writes nothing to the model."""
+        return operation.run()
+
+    def write(self, operation: Operation, written: list[Any], names: list[str]) -> Any:
+        """Run an operation that writes to the model.
+
+        Args:
+            operation: the operation.
+            written: the arguments in the model's memory that it writes to.
+            names: the names of the write's source tensors.
+        """
+        return operation.run()
+
+
+class Source:
+    """A loader's input tensors, which it reads one by one.
+
+    Attributes:
+        used: the names of tensors from which something was written.
+        blurred: whether there was a write whose source is unknown.
+    """
+
+    def __init__(self, named: Named) -> None:
+        self._named = named
+        self._name: str | None = None
+        self._places: dict[Any, list[tuple[int, int, str]]] = {}  # by device, sorted
+        for name, tensor in named:
+            device, begin, end = _span(tensor)
+            self._places.setdefault(device, []).append((begin, end, name))
+        for places in self._places.values():
+            places.sort()
+        self.used: set[str] = set()
+        self.blurred = False
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        for name, tensor in self._named:
+            self._name = name
+            yield name, tensor
+        self._name = None
+
+    def writes(self, tensors: Iterable[Any]) -> list[str]:
+        """Return the names of the source tensors of a write, and add them to `used`."""
+        names = [name for tensor in tensors for name in self._at(_span(tensor))]
+        if self._name is not None and (not names or self._name in names):
+            names = [self._name]
+        self.used.update(names)
+        self.blurred |= not names
+        return names
+
+    def _at(self, span: tuple[Any, int, int]) -> list[str]:
+        """Return the tensors whose memory contains a span, so that it is a view of them."""
+        device, begin, end = span
+        places = self._places.get(device, [])
+        at = bisect.bisect_right(places, begin, key=lambda place: place[0])
+        # Tied tensors begin at the same address.
+        nearest = places[at - 1][0] if at else None
+        found = []
+        while at and begin < end and places[at - 1][0] == nearest:
+            at -= 1
+            if end <= places[at][1]:
+                found.append(places[at][2])
+        return found
+
+
+def _span(tensor: Any) -> tuple[Any, int, int]:
+    """Return the device and the addresses from a tensor's first element to its last one."""
+    if tensor.numel() == 0:
+        return tensor.device, 0, 0
+    begin = tensor.data_ptr()
+    last = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.device, begin, begin + (last + 1) * tensor.element_size()
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def _storages_of(model: Any) -> Iterator[Storage]:
+    for tensors in (model.parameters(), model.buffers()):
+        for tensor in tensors:
+            if tensor.numel():
+                yield storage_of(tensor)
+
+
+def storage_of(tensor: Any) -> Storage:
+    """Return a key of a tensor's storage."""
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+@functools.cache
+def _writing_arguments(function: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an operation writes to."""
+    return tuple(
+        (at, argument.name)
+        # A higher-order operator has no schema, and writes through other operations.
+        for at, argument in enumerate(getattr(getattr(function, "_schema", None), "arguments", ()))
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _written(operation: Operation) -> list[Any]:
+    args, kwargs = operation.args, operation.kwargs
+    return [
+        tensor
+        for at, name in _writing_arguments(operation.function)
+        for tensor in _tensors_in(args[at] if at < len(args) else kwargs.get(name))
+    ]
+
+
+def _tensors_in(value: Any) -> Iterator[Any]:
+    """Return the tensors in nested containers."""
+    import torch
+    from torch.utils import _pytree
+
+    return (leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _replaced(value: Any, by: Mapping[int, Any]) -> Any:
+    """Return the value with tensors replaced, by their ids."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map(lambda leaf: by.get(id(leaf), leaf), value)
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _pools_inline() -> Iterator[None]:
+    """Run work that this thread submits to thread pools inline, for the duration of the block.
+
+    A dispatch mode applies to one thread. Other threads' work is not affected.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor
+    submit: Any = pool.submit
+    here = threading.get_ident()
+
+    @functools.wraps(submit)
+    def inline(self: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != here:
+            return submit(self, function, *args, **kwargs)
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    pool.submit = inline  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        pool.submit = submit  # type: ignore[method-assign]

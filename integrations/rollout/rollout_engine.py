@@ -1,0 +1,367 @@
+"""`RolloutEngine`: an inference engine for the ranks of a trainer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver.errors import ConfigError, InvalidStateError
+
+from ..engine.fields import is_whole
+from ..engine.interface import Backend, PauseMode, Sample
+from .fence import Fence, connections_of
+from .output import RolloutOutput, check_samples
+from .prompts import Prompts, prompts_of
+from .ranks import ALONE, Layout, NotInMeshError, layout_of
+from .shared_sleep import SharedSleep, known_released
+from .together import Together, refuse
+
+__all__ = ["RolloutEngine"]
+
+_LANE = "rollout"
+
+
+class RolloutEngine(SharedSleep):
+    """An inference engine for the ranks of a trainer, one for each tensor-parallel group.
+
+    The engine lives in the process of each group's first rank, its leader, and in processes that it
+    started; or it is a server. Every rank of the group makes the same calls in the same order:
+
+        mesh = init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))
+        with RolloutEngine.launch(mesh, model_path=path) as engine:
+            output = engine.generate(my_prompts, {"max_new_tokens": 512, "n": 8})
+            engine.sleep(wait_idle=True)
+            train(output)
+            with engine.staged_wake():
+                engine.update_weights(model)
+
+    All ranks of a group get the leader's results and its failures: every rank raises an error of
+    the same class, whose message names the cause and the rank, and whose `failures` maps ranks to
+    causes. If a rank died or hangs, the others raise `GroupError`. Every wait is bounded: a call's
+    `timeout`, in seconds, limits the engine's work, and before it the ranks wait for each other at
+    most for the engine's own `timeout`.
+
+    Making an engine is a collective of the whole mesh, and an invalid argument on one rank raises
+    an error on all of its ranks immediately. A rank with an invalid mesh looks for the ranks that
+    wait for it at most for `timeout`, and raises `GroupError` if there are none. If a rank's valid
+    mesh differs from that of other ranks, they raise `GroupError` after `timeout`. A rank outside
+    of its mesh raises `ConfigError` immediately, and ranks that wait for it raise `GroupError`
+    after `timeout`.
+
+    Threads: one thread may call `generate` while another one makes all other calls, for example
+    `pause_generation` to end a generation; the same two threads on each rank. Do not use an engine
+    inside an event loop.
+
+    Attributes:
+        layout: the place of this rank.
+        backend: the engine, on the leader; None on all other ranks.
+        together: the connection through which the ranks make all calls except `generate`.
+        tp_size: the number of the engine's ranks. A server's may differ from the layout's.
+        timeout: the default timeout of calls, in seconds.
+        pad_token_id: the token that fills the padding in the output of `generate`.
+
+    Args:
+        backend: the engine, on the leader; None on all other ranks.
+        layout: this rank's `Layout`, or a mesh: see `launch`.
+        timeout: see `launch`.
+        pad_token_id: see `launch`.
+
+    Raises:
+        ConfigError: the leader has no valid engine, or an argument is invalid.
+        GroupError: not all ranks made the call in time.
+    """
+
+    def __init__(
+        self,
+        backend: Backend | None,
+        layout: Layout | Any = ALONE,
+        *,
+        timeout: float = 600.0,
+        pad_token_id: int = 0,
+    ) -> None:
+        self._begin(
+            lambda: layout if isinstance(layout, Layout) else layout_of(layout),
+            timeout,
+            pad_token_id,
+            lambda *_: backend,
+        )
+
+    @signals_deferred()  # between its many collectives
+    def _begin(
+        self,
+        find: Callable[[], Layout],
+        timeout: float,
+        pad_token_id: int,
+        make: Callable[[Layout, list[Any]], Backend | None],
+        prepare: Callable[[], Any] = lambda: None,
+    ) -> None:
+        """Create the backend on the leader, or fail on all ranks.
+
+        Args:
+            find: returns the place of this rank.
+            timeout: see `launch`.
+            pad_token_id: see `launch`.
+            make: creates the backend, on the leader, from the results of `prepare` on all ranks.
+            prepare: called on each rank of the group.
+        """
+        self.timeout, self.pad_token_id = timeout, pad_token_id
+        self.backend: Backend | None = None
+        self._closed = False
+        self._connections = contextlib.ExitStack()  # ended by `close`, with those of updates
+        try:
+            layout = find()
+        except NotInMeshError:
+            raise
+        except Exception as error:
+            refuse(error, timeout, (_LANE, Fence.LANE))
+        self.layout = layout
+
+        def check() -> Any:
+            if not is_whole(pad_token_id):
+                raise ConfigError(f"pad_token_id must be an integer, not {pad_token_id!r}")
+            return prepare()
+
+        def begin(prepared: list[Any]) -> tuple[int, frozenset[str] | None]:
+            made = make(layout, prepared)
+            if made is None:
+                raise ConfigError("the leader of the group has no engine")
+            if not all(hasattr(made, name) for name in ("tp_size", "control", "close")):
+                raise ConfigError(
+                    f"a {type(made).__name__} is not a `Backend`: pass a server's URL or an "
+                    "sglang.Engine to RolloutEngine.connect"
+                )
+            self.backend = made
+            return made.tp_size, known_released(made)
+
+        try:
+            self._connect()
+            self.tp_size, self._released = self.together.gathered(
+                "the start of the engine", check, begin, timeout
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        """Connect this rank with the ranks of its engine and of all other engines. A collective."""
+        layout, timeout, refused = self.layout, self.timeout, None
+        try:
+            following = connections_of(layout)
+            self.together = Together(layout.tp_group, timeout, _LANE, following=following)
+            self._connections.callback(self.together.close)
+            self._generating = Together(layout.tp_group, timeout, "rollout/generate")
+            self._connections.callback(self._generating.close)
+        except BaseException as error:  # the ranks of other engines wait
+            refused = error
+        self._fence = Fence(layout, timeout, refused)
+        self._connections.callback(self._fence.close)
+
+    @classmethod
+    def launch(
+        cls,
+        mesh: Any = None,
+        *,
+        tp: str = "tp",
+        dp: str | Sequence[str] = "dp",
+        timeout: float = 600.0,
+        pad_token_id: int = 0,
+        **server_args: Any,
+    ) -> RolloutEngine:
+        """Start an `sglang.Engine` for each tensor-parallel group, on the GPUs of its ranks.
+
+        Each rank must choose its GPU first (`torch.cuda.set_device`). The engines get
+        `skip_tokenizer_init=True`, `enable_memory_saver=True`, and the group's size and GPUs.
+
+        Args:
+            mesh: the `DeviceMesh` of the ranks; None means this process alone, whose engine may
+                have several GPUs (`tp_size=`).
+            tp: the mesh's dimension whose ranks share an engine.
+            dp: its other dimensions, one name or several.
+            timeout: seconds for the start of the engine's processes; also the default for all
+                calls. Download the model first: a download has no bound.
+            pad_token_id: the token that fills the padding in the output of `generate`.
+            server_args: arguments of `sglang.Engine`, such as `model_path`.
+
+        Raises:
+            NotLoadedError: SGLang is not installed.
+            ConfigError: the mesh, the GPUs or the arguments do not match each other.
+            EngineError, EngineTimeoutError: the engine did not start, or not in time.
+        """
+        from ..sglang.launch import gpu_of_this_process, launch, place
+
+        def make(layout: Layout, gpus: list[Any]) -> Backend:
+            tp_size = None if mesh is None else layout.tp_size
+            return launch(place(gpus, layout.dp_rank), tp_size, server_args, timeout)
+
+        engine = cls.__new__(cls)
+        engine._begin(
+            lambda: layout_of(mesh, tp=tp, dp=dp), timeout, pad_token_id, make, gpu_of_this_process
+        )
+        return engine
+
+    @classmethod
+    def connect(
+        cls,
+        engine: Any,
+        mesh: Any = None,
+        *,
+        tp: str = "tp",
+        dp: str | Sequence[str] = "dp",
+        timeout: float = 600.0,
+        pad_token_id: int = 0,
+        api_key: str | None = None,
+    ) -> RolloutEngine:
+        """Use an existing engine, which `close` does not end.
+
+        Args:
+            engine: a server's URL; or a list of URLs, one for each data-parallel rank; or an
+                `sglang.Engine` of the leader's process, for which other ranks pass None.
+            mesh: see `launch`.
+            tp: see `launch`.
+            dp: see `launch`.
+            timeout: see `launch`.
+            pad_token_id: see `launch`.
+            api_key: the server's API key (its admin key, if it has one).
+
+        Raises:
+            ConfigError: `engine` is none of these, its version is not supported, or the URL or the
+                key is invalid. The message contains neither the URL nor the key.
+            NotLoadedError: `engine` is a URL, and httpx is not installed on the leader
+                (`pip install "memsaver[http]"`).
+            EngineError, EngineTimeoutError: the engine cannot be reached in time.
+        """
+        from ..sglang.backend import backend_of
+
+        def make(layout: Layout, _: object) -> Backend:
+            mine = engine
+            if isinstance(engine, list | tuple):
+                if len(engine) != layout.dp_size:
+                    raise ConfigError(
+                        f"{len(engine)} servers for {layout.dp_size} data-parallel ranks"
+                    )
+                mine = engine[layout.dp_rank]
+            return backend_of(mine, api_key=api_key, timeout=min(timeout, 60.0))
+
+        made = cls.__new__(cls)
+        made._begin(lambda: layout_of(mesh, tp=tp, dp=dp), timeout, pad_token_id, make)
+        return made
+
+    # --- generating -------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        input_ids: Any,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        *,
+        attention_mask: Any = None,
+        multimodal: Sequence[Mapping[str, Any] | None] | None = None,
+        timeout: float | None = None,
+    ) -> RolloutOutput:
+        """Generate samples for this rank's prompts, together with the other ranks of the group.
+
+        A collective; a rank may have no prompts (`[]`). Tokens are not decoded.
+
+        Args:
+            input_ids: a list of prompts, each a list of tokens or a 1-D tensor; or a 2-D tensor.
+            sampling_params: the engine's parameters, one mapping for all prompts or one for each.
+                "n" is the number of samples for a prompt, which are adjacent in the output; the
+                k-th one has the "sampling_seed" plus k, if there is one.
+            attention_mask: for a padded tensor: 0 for the padding, on either side.
+            multimodal: for each prompt None, or a mapping with "image_data", "video_data" or
+                "audio_data" in SGLang's format.
+            timeout: seconds for the generation, after which unfinished requests are aborted.
+
+        Raises:
+            ConfigError: a rank's arguments are invalid; the engine received no request.
+            InvalidStateError: memory that generation needs is released.
+            EngineError, EngineTimeoutError: the engine failed, or did not finish in time.
+            RankError: ranks failed in different ways, or made different calls.
+            GroupError: a rank died, or was late.
+        """
+        limit = self._limit(timeout)
+        mine: list[Prompts] = []
+
+        def prepare() -> Prompts:
+            self._check_call(limit)
+            prompts = prompts_of(input_ids, sampling_params, attention_mask, multimodal)
+            mine.append(prompts)
+            return prompts
+
+        def work(everyones: list[Prompts]) -> list[list[Sample]]:
+            requests = [request for prompts in everyones for request in prompts.requests]
+            each = iter(check_samples(self._engine.generate(requests, limit), len(requests)))
+            return [[next(each) for _ in prompts.requests] for prompts in everyones]
+
+        samples = self._generating.gathered("generate", prepare, work, limit)
+        place = self.layout.tp_rank
+        return RolloutOutput.of(samples[place], mine[0].index, self.pad_token_id)
+
+    def pause_generation(self, mode: PauseMode = "abort", timeout: float | None = None) -> None:
+        """Stop generating until `continue_generation`. New requests wait.
+
+        Args:
+            mode: the treatment of requests in flight. "abort" ends them with the tokens that they
+                have and the finish reason "abort"; "retract" drops their KV cache, and computes it
+                again later, with the weights at that time; "in_place" keeps the cache, so that they
+                continue with results of the old weights, and it cannot be flushed.
+            timeout: seconds.
+        """
+        limit = self._limit(timeout)
+        self._do("pause_generation", lambda: self._engine.pause_generation(mode, limit), limit)
+
+    def continue_generation(self, timeout: float | None = None) -> None:
+        """Resume a paused generation. Does nothing if generation is not paused."""
+        limit = self._limit(timeout)
+        self._do("continue_generation", lambda: self._engine.continue_generation(limit), limit)
+
+    # --- weights, and the end ---------------------------------------------------------------------
+
+    @signals_deferred()  # no handler may run between the collectives
+    def update_weights(self, state: Any, **options: Any) -> Any:
+        """Send a trainer's weights to the engine. A collective.
+
+        See `memsaver.integrations.rollout.weights.update` for the arguments, result and errors.
+        """
+        from . import weights
+
+        return weights.update(self, state, **options)
+
+    def close(self) -> None:
+        """End the engine if this object started it. Idempotent; waits for no other rank.
+
+        Also closes the connections with other ranks and drops the process groups of `layout`, so
+        that torch.distributed can be shut down and initialised again. No other call may follow.
+        """
+        self._closed = True
+        try:
+            if self.backend is not None:
+                self.backend.close()
+        finally:
+            self._connections.close()
+            self.layout = self.layout.without_groups()
+
+    def __enter__(self) -> RolloutEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        place = f"rank {self.layout.tp_rank} of {self.layout.tp_size}"
+        state = "closed" if self._closed else self.status.value
+        return f"<memsaver RolloutEngine: {state}, {place}, engine {self.layout.dp_rank}>"
+
+    # --- on all ranks -----------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Backend:
+        """The leader's engine, for work that the leader does for all ranks."""
+        self._check_open()
+        assert self.backend is not None
+        return self.backend
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidStateError("the rollout engine is closed")

@@ -1,1 +1,0 @@
-"""SGLang as the engine of a rollout."""

@@ -1,0 +1,136 @@
+"""SGLang as a `Backend` for rollouts: an engine of this process, or a server at a URL.
+
+For SGLang 0.5.11 and newer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from memsaver._runtime.timeouts import check_timeout
+from memsaver.errors import ConfigError
+
+from ..engine.errors import EngineError
+from ..engine.fields import is_whole
+from ..engine.interface import PauseMode, Request, Sample
+from . import versions
+from .engines import LocalEngine, ServedEngine, connect
+from .samples import payload_of, samples_of
+from .sleep import SleepController
+from .weight_calls import WeightCalls
+
+__all__ = ["SGLangBackend", "backend_of"]
+
+_ABORT_SECONDS = 5.0  # to abort a generation that took too long, in addition to its own time
+_PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+def backend_of(engine: Any, *, api_key: str | None = None, timeout: float = 60.0) -> SGLangBackend:
+    """Return the backend for an engine.
+
+    Args:
+        engine: an `sglang.Engine` of this process, which has `skip_tokenizer_init=True`, or a
+            server's URL.
+        api_key: the server's API key (its admin key, if it has one).
+        timeout: seconds for the query of the engine's arguments and state.
+
+    Raises:
+        ConfigError: `engine` is neither, it detokenises, its version is not supported, or the
+            address, the key or the timeout is invalid. No message contains the key.
+        NotLoadedError: `engine` is a URL, and httpx is not installed
+            (`pip install "memsaver[http]"`).
+        EngineError: the engine cannot be reached in time.
+    """
+    return SGLangBackend(connect(engine, api_key), timeout)
+
+
+class SGLangBackend(WeightCalls):
+    """See `engine.interface.Backend`.
+
+    Args:
+        link: the connection with the engine.
+        timeout: seconds for the query of the engine's arguments and state.
+        end: ends the engine, once; None if its owner does.
+    """
+
+    def __init__(
+        self,
+        link: LocalEngine | ServedEngine,
+        timeout: float = 60.0,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        check_timeout(timeout)
+        self.link, self._end = link, end
+        arguments = link.arguments(timeout)
+        if isinstance(link, LocalEngine) and not arguments["skip_tokenizer_init"]:
+            raise ConfigError(
+                "the engine would turn each token into text, for nothing: start it with "
+                "skip_tokenizer_init=True"
+            )
+        self.tp_size = _ranks(arguments, "tp_size")
+        self.other_ranks = _other_ranks(arguments)
+        _check_version(arguments.get("version"))
+        self.control = SleepController(link, timeout=timeout)
+
+    def generate(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
+        """See `Backend`."""
+        if not requests:
+            return []
+        payload = payload_of(requests)
+        with self.control.request():
+            try:
+                outputs = self.link.generated(payload, timeout)
+            except BaseException:
+                with contextlib.suppress(EngineError):
+                    self.link.abort_requests(payload["rid"], _ABORT_SECONDS)
+                raise
+        return samples_of(outputs)
+
+    def pause_generation(self, mode: PauseMode, timeout: float) -> None:
+        """See `Backend`."""
+        if mode not in _PAUSE_MODES:
+            raise ConfigError(f"the mode must be one of {', '.join(_PAUSE_MODES)}, not {mode!r}")
+        self._do("pause_generation", {"mode": mode}, timeout)
+
+    def continue_generation(self, timeout: float) -> None:
+        """See `Backend`."""
+        self._do("continue_generation", {}, timeout)
+
+    def close(self) -> None:
+        """See `Backend`."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+def _ranks(server_args: Mapping[str, Any], name: str) -> int:
+    """Return a number of ranks from the engine's arguments; 1 if it is missing."""
+    value = server_args.get(name)
+    if value is None:
+        return 1
+    if not is_whole(value) or value < 0:
+        raise EngineError(
+            f"the engine reports {name}={str(value)[:80]!r}, which is not a number of ranks"
+        )
+    return int(value) or 1
+
+
+def _other_ranks(server_args: Mapping[str, Any]) -> str:
+    """See `WeightCalls`."""
+    if (stages := _ranks(server_args, "pp_size")) > 1:
+        return f"pp_size={stages}"
+    # With data-parallel attention, the replicas use the ranks of the tensor-parallel group.
+    replicas = _ranks(server_args, "dp_size")
+    if replicas > 1 and not server_args.get("enable_dp_attention"):
+        return f"dp_size={replicas}"
+    return ""
+
+
+def _check_version(version: str | None) -> None:
+    """Raise `ConfigError` if this version of SGLang lacks a required feature."""
+    if version is not None and versions.is_too_old(version):
+        raise ConfigError(
+            f"the engine runs SGLang {version}; rollouts need {versions.PLUGINS_SINCE} or newer"
+        )

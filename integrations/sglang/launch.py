@@ -1,0 +1,377 @@
+"""Starts an `sglang.Engine` in the leader's process, on the GPUs of its tensor-parallel group."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import glob
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.latches import Latch
+from memsaver._runtime.timeouts import check_timeout
+from memsaver.errors import ConfigError, NotLoadedError
+
+from ..engine.errors import EngineError, EngineTimeoutError
+from .backend import SGLangBackend
+from .engines import LocalEngine
+
+__all__ = ["Gpu", "Placement", "gpu_of_this_process", "launch", "place"]
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_KILL_SECONDS = 15.0
+_TAKEN = (signal.SIGQUIT, signal.SIGTERM)
+_FIRST_PORT, _PORTS_EACH, _SLOTS = 30000, 64, 32
+
+# The variables of the ranks' own group, which an engine's processes would mistake for their own.
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+
+# GPUs that are shared with a trainer do not all have the same free memory.
+_DEFAULT_ENVIRONMENT = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+# SGLang reads these variables again later in this process, so they stay.
+_KEPT_PREFIXES = ("SGLANG_", "PROMETHEUS_")
+
+_DEFAULT_ARGUMENTS = {"skip_tokenizer_init": True, "enable_memory_saver": True}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that a rank uses.
+
+    Attributes:
+        host: the machine's name.
+        visible: the rank's CUDA_VISIBLE_DEVICES; None if it is not set.
+        index: the GPU's number among the visible ones.
+    """
+
+    host: str
+    visible: str | None
+    index: int
+
+    @property
+    def name(self) -> str:
+        """The GPU's name in CUDA_VISIBLE_DEVICES."""
+        if self.visible is None:
+            return str(self.index)
+        names = [name.strip() for name in self.visible.split(",")]
+        return names[self.index] if self.index < len(names) else str(self.index)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs and the ports of an engine.
+
+    Attributes:
+        arguments: arguments of the engine.
+        visible: CUDA_VISIBLE_DEVICES for its processes; None leaves it unchanged.
+    """
+
+    arguments: Mapping[str, int]
+    visible: str | None = None
+
+
+def gpu_of_this_process() -> Gpu | None:
+    """Return torch's current GPU, or None without GPUs. Starts CUDA in this process.
+
+    CUDA must start before an engine does; otherwise the environment for the engine's processes
+    would apply to this process as well.
+    """
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    return Gpu(socket.gethostname(), os.environ.get(_VISIBLE), int(torch.cuda.current_device()))
+
+
+def place(gpus: Sequence[Gpu | None], dp_rank: int) -> Placement:
+    """Return the placement of an engine.
+
+    Args:
+        gpus: the GPUs of the group's ranks, in the engine's order.
+        dp_rank: the engine's number.
+
+    Raises:
+        ConfigError: two ranks use the same GPU, only some ranks have a GPU, or they are on several
+            hosts.
+    """
+    known = [gpu for gpu in gpus if gpu is not None]
+    if len(known) != len(gpus):
+        if known:
+            raise ConfigError("only some ranks of the tensor-parallel group have a GPU")
+        return Placement(_ports(dp_rank))
+    if len({gpu.host for gpu in known}) > 1:
+        hosts = ", ".join(sorted({gpu.host for gpu in known}))
+        raise ConfigError(
+            f"an engine's ranks must be on one host, not on {hosts}: choose a smaller tp"
+        )
+    names = [gpu.name for gpu in known]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"the ranks of the tensor-parallel group use the GPUs {', '.join(names)}: each rank "
+            "needs its own GPU (call torch.cuda.set_device(local_rank) first)"
+        )
+    first = names[0]
+    ports = _ports(int(first) if first.isdigit() else dp_rank)
+    steps = {later.index - gpu.index for gpu, later in itertools.pairwise(known)} or {1}
+    if len({gpu.visible for gpu in known}) == 1 and len(steps) == 1 and min(steps) > 0:
+        # With the ranks' numbering, so that a GPU has the same number in the engine.
+        where = {"base_gpu_id": known[0].index, "gpu_id_step": steps.pop()}
+        return Placement({**ports, **where})
+    return Placement({**ports, "base_gpu_id": 0, "gpu_id_step": 1}, ",".join(names))
+
+
+def launch(
+    placement: Placement, tp_size: int | None, arguments: Mapping[str, Any], timeout: float
+) -> SGLangBackend:
+    """Start an engine.
+
+    Restores this process's environment, its start method for processes and its signal handlers
+    afterwards, except for variables that SGLang sets during its import, and SGLang's own variables
+    (SGLANG_*, PROMETHEUS_*), which it reads again. Removes SGLang's handler, which would end this
+    process if one of the engine's processes dies; calls raise an `EngineError` instead.
+
+    Args:
+        placement: the engine's GPUs and ports.
+        tp_size: the number of tensor-parallel ranks; None leaves it to `arguments`.
+        arguments: the arguments of `sglang.Engine`. They override the placement and the defaults
+            for rollouts.
+        timeout: seconds until the engine must be ready; after that its processes are ended.
+            SGLang's work in this process before it starts them, such as a download of the model,
+            is not limited.
+
+    Raises:
+        NotLoadedError: SGLang is not installed.
+        ConfigError: an argument contradicts the ranks or is unknown to SGLang, or the timeout is
+            invalid.
+        EngineError, EngineTimeoutError: the engine did not start in time. Its processes are ended.
+    """
+    check_timeout(timeout)
+    if tp_size is not None and arguments.get("tp_size", tp_size) != tp_size:
+        raise ConfigError(
+            f"tp_size={arguments['tp_size']}, but the mesh's tensor-parallel groups have "
+            f"{tp_size} ranks"
+        )
+    try:
+        import sglang
+    except ImportError as error:
+        raise NotLoadedError(f"SGLang is needed to start an engine: {error}") from error
+    full = {**_DEFAULT_ARGUMENTS, **placement.arguments, **arguments}
+    if tp_size is not None:
+        full["tp_size"] = tp_size
+    full.setdefault("custom_sigquit_handler", engine_failed)
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(_environment(placement.visible))
+        undo.enter_context(_start_method())
+        signals = _Signals()
+        deadline = time.monotonic() + timeout
+        try:
+            engine = _started(lambda: sglang.Engine(**full), deadline)
+        except BaseException:
+            signals.restore()
+            raise
+        end = functools.partial(_end, engine, signals)
+        try:
+            signals.take(engine, _left(deadline))
+            return SGLangBackend(LocalEngine(engine), _left(deadline), end)
+        except BaseException:
+            end()
+            raise
+
+
+def engine_failed(number: int, frame: FrameType | None) -> None:
+    """Ignore SIGQUIT, which a dying process of the engine sends: waiting calls notice its death."""
+
+
+def _started(start: Callable[[], Any], deadline: float) -> Any:
+    """Return the result of `start`. If it fails or is late, end the processes that it started."""
+    before = set(multiprocessing.active_children())
+    timeout = _left(deadline)
+    done = Latch()
+
+    def end_new() -> None:
+        _kill([child for child in multiprocessing.active_children() if child not in before])
+
+    def watch() -> None:
+        if not done.wait(timeout):
+            end_new()  # SGLang waits for the processes, and notices their end
+
+    try:
+        with signals_deferred():
+            threading.Thread(target=watch, name="memsaver-engine-start", daemon=True).start()
+        return start()
+    except BaseException as error:
+        done.open()
+        end_new()
+        if not isinstance(error, Exception):
+            raise
+        if time.monotonic() >= deadline:
+            raise EngineTimeoutError(f"the engine did not start within {timeout:g} s") from error
+        if isinstance(error, TypeError | ValueError | AssertionError):
+            raise ConfigError(
+                f"SGLang does not start with these arguments: {type(error).__name__}: {error}"
+            ) from error
+        raise EngineError(
+            f"the engine did not start: {type(error).__name__}: {error}; its log has details "
+            '(log_level="info")'
+        ) from error
+    finally:
+        done.open()
+
+
+def _left(deadline: float) -> float:
+    return max(1.0, deadline - time.monotonic())
+
+
+def _end(engine: Any, signals: _Signals) -> None:
+    """End an engine's processes: `shutdown` would end all children of this process."""
+    watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
+    if watchdog is None:
+        engine.shutdown()
+    else:
+        atexit.unregister(engine.shutdown)
+        watchdog.stop()
+        _kill(list(watchdog._processes))
+        rpc = getattr(engine, "send_to_rpc", None)
+        if rpc is not None:
+            rpc.close(linger=0)
+            engine.send_to_rpc = None
+    loop = engine.loop
+    if not (loop.is_closed() or loop.is_running()):
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+    signals.restore()
+
+
+def _kill(processes: Sequence[Any]) -> None:
+    """End processes of multiprocessing with all their descendants, and wait for them."""
+    pids = [pid for process in processes for pid in _descendants(process.pid)]
+    for process in processes:
+        process.kill()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _KILL_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the descendants of a process."""
+    found: list[int] = []
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError), open(path) as file:
+            for child in map(int, file.read().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+class _Signals:
+    """This process's signal handlers. SGLang's would end this process if an engine's process dies.
+
+    Only the main thread can set handlers; in other threads, neither SGLang nor this class does.
+    """
+
+    def __init__(self) -> None:
+        self._mine = threading.current_thread() is threading.main_thread()
+        self._before = {number: signal.getsignal(number) for number in _TAKEN}
+
+    def take(self, engine: Any, timeout: float) -> None:
+        """Make SGLang set its handlers now, then restore the earlier ones, but ignore SIGQUIT."""
+        manager = engine.tokenizer_manager
+        manager.signal_handler_class = _Deaf
+
+        async def begin() -> None:
+            manager.auto_create_handle_loop()
+
+        LocalEngine(engine).run("its start", begin, timeout)
+        if self._mine:
+            for number in _TAKEN:
+                with contextlib.suppress(NotImplementedError, RuntimeError):
+                    engine.loop.remove_signal_handler(number)
+            self.restore()
+            signal.signal(signal.SIGQUIT, engine_failed)
+
+    def restore(self) -> None:
+        """Restore the earlier handlers."""
+        if self._mine and threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+class _Deaf:
+    """A replacement for SGLang's signal handlers, which would end this process."""
+
+    def __init__(self, manager: Any) -> None:
+        pass
+
+    def sigterm_handler(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def running_phase_sigquit_handler(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+@contextlib.contextmanager
+def _environment(visible: str | None) -> Iterator[None]:
+    """Set the environment for an engine's processes in the block, and restore it afterwards."""
+    before = dict(os.environ)
+    for name in before:
+        if name in _TORCHRUN or name.startswith(_TORCHRUN_PREFIXES):
+            del os.environ[name]
+    ours = {name: text for name, text in _DEFAULT_ENVIRONMENT.items() if name not in before}
+    if visible is not None:
+        ours[_VISIBLE] = visible
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in set(os.environ).union(before):
+            if name.startswith(_KEPT_PREFIXES) and name not in ours:
+                continue
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+
+
+@contextlib.contextmanager
+def _start_method() -> Iterator[None]:
+    """Restore multiprocessing's start method after the block."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+def _ports(slot: int) -> dict[str, int]:
+    """Return free ports for an engine; engines on one host have different slots."""
+    first = _FIRST_PORT + _PORTS_EACH * (slot % _SLOTS)
+    free = [port for port in range(first, first + _PORTS_EACH) if _is_free(port)]
+    return dict(zip(("port", "nccl_port"), free, strict=False))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,138 @@
+"""Sends new weights to SGLang: a part of `memsaver.integrations.engine.interface.Backend`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memsaver.errors import ConfigError
+
+from ..engine.fields import Fields
+from ..engine.interface import JoinRequest, SharedTensors, WeightLoad
+from ..engine.sleep import EngineController
+from ..engine.weights.checks import RankCheck, is_good, raise_failure
+from .engines import LocalEngine, ServedEngine
+from .protocol import checks_in, text_of
+from .replies import Reply, UnknownRequestError
+
+__all__ = ["WeightCalls", "checks_of"]
+
+_FORMATS = {"whole": "flattened_bucket", "engine": "direct"}  # SGLang's names for the layouts
+
+
+class WeightCalls:
+    """The calls of a `Backend` that update weights.
+
+    Attributes:
+        link: the connection with the engine.
+        tp_size: see `Backend`.
+        other_ranks: the engine's argument that adds ranks outside its tensor-parallel group, which
+            cannot receive weights; or "".
+        control: see `Backend`.
+    """
+
+    link: LocalEngine | ServedEngine
+    tp_size: int
+    other_ranks: str
+    control: EngineController
+
+    def begin_update(self, timeout: float) -> None:
+        """See `Backend`."""
+        self._check_ranks()
+        self._do_if_known("begin_weight_update", timeout)
+
+    def load_weights(self, load: WeightLoad) -> list[RankCheck]:
+        """See `Backend`."""
+        name, fields = self._request_for(load)
+        with self.control.request("update_weights"):
+            return checks_of(self.link.ask(name, fields, load.timeout))
+
+    def end_update(self, timeout: float) -> None:
+        """See `Backend`."""
+        self._do_if_known("end_weight_update", timeout)
+
+    def checksums(self, timeout: float) -> Sequence[str]:
+        """See `Backend`."""
+        try:
+            reply = self.link.ask("check_weights", {"action": "checksum"}, timeout)
+        except UnknownRequestError:
+            return ()
+        reply.check("a checksum")
+        rows = reply.ranks if isinstance(reply.ranks, list | tuple) else [reply.ranks]
+        return [Fields(row, "a rank's checksum").text("per_gpu_checksum") for row in rows]
+
+    def join_group(self, group: JoinRequest, timeout: float) -> None:
+        """See `Backend`."""
+        self._check_ranks()
+        fields = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": group.rank_offset,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        self._do("init_weights_update_group", fields, timeout)
+
+    def leave_group(self, name: str, timeout: float) -> None:
+        """See `Backend`."""
+        self._do("destroy_weights_update_group", {"group_name": name}, timeout)
+
+    def _check_ranks(self) -> None:
+        if self.other_ranks:
+            raise ConfigError(
+                f"an engine with {self.other_ranks} has ranks that would receive no weights: start "
+                "one engine for each of them, or use tensor parallelism (tp_size)"
+            )
+
+    def _request_for(self, load: WeightLoad) -> tuple[str, dict[str, Any]]:
+        """Return the name and the fields of SGLang's request."""
+        fields: dict[str, Any] = {
+            "flush_cache": load.flush_cache,
+            "weight_version": load.weight_version,
+        }
+        if load.verification is not None:
+            fields["rid"] = text_of(load.verification)
+        tensors = load.tensors
+        if isinstance(tensors, SharedTensors):
+            if len(tensors.payloads) != self.tp_size:
+                raise ConfigError(
+                    f"the engine has {self.tp_size} ranks, but there are {len(tensors.payloads)} "
+                    "payloads: there must be one for each rank"
+                )
+            fields["serialized_named_tensors"] = list(tensors.payloads)
+            fields["load_format"] = _FORMATS[tensors.layout]
+            return "update_weights_from_tensor", fields
+        fields["names"] = list(tensors.names)
+        fields["dtypes"] = list(tensors.dtypes)
+        fields["shapes"] = [list(shape) for shape in tensors.shapes]
+        fields["group_name"] = tensors.group_name
+        fields["load_format"] = None  # the model's own loader loads each tensor separately
+        return "update_weights_from_distributed", fields
+
+    def _do(self, name: str, fields: Mapping[str, Any], timeout: float) -> None:
+        """Send a request. Raises `EngineError` if SGLang reports a failure."""
+        self.link.ask(name, fields, timeout).check(name.replace("_", " "))
+
+    def _do_if_known(self, name: str, timeout: float) -> None:
+        """Send a request without arguments, if SGLang supports it: 0.5.16 lacks some."""
+        with contextlib.suppress(UnknownRequestError):
+            self._do(name, {}, timeout)
+
+
+def checks_of(reply: Reply) -> list[RankCheck]:
+    """Return the checks of the engine's ranks from SGLang's reply to an update.
+
+    Returns:
+        The checks; [] if the engine lacks memsaver's plugin and the update succeeded.
+
+    Raises:
+        EngineError: the update failed. If a rank failed with one of memsaver's other errors, raises
+            that error instead.
+    """
+    checks = checks_in(reply.message)
+    raise_failure(checks)
+    if is_good(checks):  # otherwise the checks are the reason why SGLang reports a failure
+        reply.check("the update of its weights")
+    return checks

@@ -1,0 +1,1 @@
+"""What tags and devices contain: statistics, timelines, explanations, fingerprints."""

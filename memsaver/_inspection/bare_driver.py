@@ -1,0 +1,294 @@
+"""Direct calls to the CUDA driver: properties of devices, and the cost of bare calls.
+
+Only the command line and the benchmarks use this module. It calls the driver that the library
+opened, which may be the simulated driver; `memsaver._runtime.native` finds it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from memsaver._runtime.native import _C, LIBRARY_DIR
+from memsaver.errors import DriverError, MemsaverError, OutOfDeviceMemoryError
+
+__all__ = ["BareDriver", "BareMemory", "PinnedMemory"]
+
+GRANULARITY = 2 << 20  # of mapped memory, on all current devices
+PIECE = 1 << 30  # bytes of one physical handle
+
+_OUT_OF_MEMORY = 2
+_NON_BLOCKING = 1
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AllocationProp(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("requested_handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_handle_metadata", ctypes.c_void_p),
+        ("flags", ctypes.c_uint8 * 8),
+    )
+
+
+class _AccessDesc(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class BareDriver:
+    """The opened driver. Any thread. Only `context` creates a CUDA context.
+
+    Attributes:
+        version: the CUDA version that the driver supports: 13000 for 13.0.
+        name: the opened library: "libcuda.so.1", or the value of MEMSAVER_DRIVER.
+        simulated: whether this is the simulated driver.
+
+    Raises:
+        NotLoadedError: there is no usable driver; the message says what to do.
+    """
+
+    def __init__(self) -> None:
+        self.version, self.name, self.simulated = _C.driver_info()
+        path = str(LIBRARY_DIR / "libmemsaver_sim.so") if self.simulated else self.name
+        self._library = ctypes.CDLL(path)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a driver function by its symbol's name.
+
+        Raises:
+            OutOfDeviceMemoryError: the call returned CUDA_ERROR_OUT_OF_MEMORY.
+            DriverError: the call returned another error, or the driver has no such function.
+        """
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            raise DriverError(f"{self.name} has no {name}; update the driver", call=name) from None
+        code = function(*arguments)
+        if code == 0:
+            return
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorName(code, ctypes.byref(text))
+        says = text.value.decode() if text.value else "an unknown error"
+        kind = OutOfDeviceMemoryError if code == _OUT_OF_MEMORY else DriverError
+        raise kind(f"{name} failed with {says} ({code})", call=name, cuda_error=code)
+
+    def device_count(self) -> int:
+        """Return the number of devices that this process may use."""
+        count = ctypes.c_int()
+        self.call("cuDeviceGetCount", ctypes.byref(count))
+        return count.value
+
+    def attribute(self, device: int, number: int) -> int:
+        """Return a CUdevice_attribute of a device, by its number. Needs no context."""
+        value = ctypes.c_int()
+        self.call("cuDeviceGetAttribute", ctypes.byref(value), number, device)
+        return value.value
+
+    def device_name(self, device: int) -> str:
+        """Return the device's name, such as "NVIDIA H200"."""
+        text = ctypes.create_string_buffer(256)
+        self.call("cuDeviceGetName", text, len(text), device)
+        return text.value.decode(errors="replace")
+
+    def total_bytes(self, device: int) -> int:
+        """Return the size of the device's memory. Needs no context."""
+        total = ctypes.c_size_t()
+        self.call("cuDeviceTotalMem_v2", ctypes.byref(total), device)
+        return total.value
+
+    @contextmanager
+    def context(self, device: int) -> Iterator[None]:
+        """Make the device's primary context current on this thread; create it if necessary.
+
+        Creating a context uses up to half a GiB of device memory and takes up to a second.
+        """
+        context = ctypes.c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        try:
+            self.call("cuCtxPushCurrent_v2", context)
+            try:
+                yield
+            finally:
+                self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        finally:
+            self.call("cuDevicePrimaryCtxRelease_v2", device)
+
+    @contextmanager
+    def stream(self) -> Iterator[ctypes.c_void_p]:
+        """Create a non-blocking stream of the current context."""
+        stream = ctypes.c_void_p()
+        self.call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+        try:
+            yield stream
+        finally:
+            self.call("cuStreamSynchronize", stream)
+            self.call("cuStreamDestroy_v2", stream)
+
+    def fill(self, address: int, value: int, nbytes: int) -> None:
+        """Set device memory to a byte, and wait for completion. Needs the device's context."""
+        self.call(
+            "cuMemsetD8_v2",
+            ctypes.c_uint64(address),
+            ctypes.c_ubyte(value),
+            ctypes.c_size_t(nbytes),
+        )
+        self.call("cuStreamSynchronize", ctypes.c_void_p())
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Return the bytes at a device address. Needs the device's context."""
+        data = ctypes.create_string_buffer(nbytes)
+        self.call("cuMemcpyDtoH_v2", data, ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
+        return data.raw
+
+
+class BareMemory:
+    """Addresses of a device, and physical memory for them in handles of 1 GiB.
+
+    Makes only the driver calls that any library must make. Nothing is mapped at first. `pause` and
+    `resume` have the minimum cost of a pause and a resume without a backup; their four steps can
+    also be called one by one. One thread at a time.
+
+    Args:
+        driver: the driver.
+        total: the number of bytes, rounded up to 2 MiB.
+        device: the device's index.
+    """
+
+    def __init__(self, driver: BareDriver, total: int, device: int = 0) -> None:
+        self._call = driver.call
+        self.bytes = -(-total // GRANULARITY) * GRANULARITY
+        self._sizes = [min(PIECE, self.bytes - at) for at in range(0, self.bytes, PIECE)]
+        location = _Location(1, device)  # CU_MEM_LOCATION_TYPE_DEVICE
+        self._prop = _AllocationProp(type=1, location=location)  # pinned
+        self._access = _AccessDesc(location, 3)  # read and write
+        self._handles: list[ctypes.c_uint64] = []
+        self._mapped = False
+        address, none = ctypes.c_uint64(), ctypes.c_uint64()
+        self._call(
+            "cuMemAddressReserve",
+            ctypes.byref(address),
+            ctypes.c_size_t(self.bytes),
+            ctypes.c_size_t(PIECE),
+            none,
+            none,
+        )
+        self.address = address.value
+
+    def create(self) -> None:
+        """Allocate physical memory. Allocates nothing if it fails."""
+        try:
+            for size in self._sizes:
+                handle = ctypes.c_uint64()
+                self._call(
+                    "cuMemCreate",
+                    ctypes.byref(handle),
+                    ctypes.c_size_t(size),
+                    ctypes.byref(self._prop),
+                    ctypes.c_uint64(0),
+                )
+                self._handles.append(handle)
+        except MemsaverError:
+            self.release()
+            raise
+
+    def map(self) -> None:
+        """Map the memory and set its access. If this fails, call `unmap`."""
+        self._mapped = True  # possibly only in part: unmapping skips holes
+        at = self.address
+        for handle, size in zip(self._handles, self._sizes, strict=True):
+            self._call(
+                "cuMemMap",
+                ctypes.c_uint64(at),
+                ctypes.c_size_t(size),
+                ctypes.c_size_t(0),
+                handle,
+                ctypes.c_uint64(0),
+            )
+            at += size
+        self._call(
+            "cuMemSetAccess",
+            ctypes.c_uint64(self.address),
+            ctypes.c_size_t(self.bytes),
+            ctypes.byref(self._access),
+            ctypes.c_size_t(1),
+        )
+
+    def unmap(self) -> None:
+        """Unmap the memory. No work in progress may use it: the driver does not check."""
+        self._call("cuMemUnmap", ctypes.c_uint64(self.address), ctypes.c_size_t(self.bytes))
+        self._mapped = False
+
+    def release(self) -> None:
+        """Release the physical memory to the driver."""
+        while self._handles:
+            self._call("cuMemRelease", self._handles.pop(0))
+
+    def pause(self) -> None:
+        """Unmap and release the memory."""
+        self.unmap()
+        self.release()
+
+    def resume(self) -> None:
+        """Allocate and map the memory."""
+        self.create()
+        self.map()
+
+    def close(self) -> None:
+        """Release everything that is still allocated, including the addresses."""
+        if self._mapped:
+            self.unmap()
+        self.release()
+        self._call("cuMemAddressFree", ctypes.c_uint64(self.address), ctypes.c_size_t(self.bytes))
+
+
+class PinnedMemory:
+    """Pinned host memory. Created and closed in a device's context; one thread at a time.
+
+    Raises:
+        OutOfDeviceMemoryError: not enough memory (the driver has one code for device and host).
+    """
+
+    def __init__(self, driver: BareDriver, nbytes: int) -> None:
+        self._call = driver.call
+        self.bytes = nbytes
+        pointer = ctypes.c_void_p()
+        self._call(
+            "cuMemHostAlloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes), ctypes.c_uint(0)
+        )
+        self.address = pointer.value or 0
+
+    def to_host(self, device_address: int, nbytes: int, stream: ctypes.c_void_p) -> None:
+        """Queue a copy of `nbytes` from the device into this memory; at most its size."""
+        self._call(
+            "cuMemcpyDtoHAsync_v2",
+            ctypes.c_void_p(self.address),
+            ctypes.c_uint64(device_address),
+            ctypes.c_size_t(nbytes),
+            stream,
+        )
+
+    def to_device(self, device_address: int, nbytes: int, stream: ctypes.c_void_p) -> None:
+        """Queue a copy of `nbytes` from this memory to the device; at most its size."""
+        self._call(
+            "cuMemcpyHtoDAsync_v2",
+            ctypes.c_uint64(device_address),
+            ctypes.c_void_p(self.address),
+            ctypes.c_size_t(nbytes),
+            stream,
+        )
+
+    def close(self) -> None:
+        """Release the memory. Waits until the device has finished its work."""
+        self._call("cuMemFreeHost", ctypes.c_void_p(self.address))

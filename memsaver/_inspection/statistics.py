@@ -1,0 +1,230 @@
+"""Statistics of tags, and their address ranges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from memsaver._runtime.native import _C, STATES, Backup, State, backup_of, check_tag
+from memsaver._runtime.text import size_text
+
+__all__ = [
+    "Deferred",
+    "Range",
+    "Stats",
+    "TagStats",
+    "device_memory",
+    "ranges",
+    "stats",
+]
+
+
+class Range(NamedTuple):
+    """A range of device addresses, in bytes."""
+
+    address: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TagStats:
+    """The statistics of one tag on one device.
+
+    Attributes:
+        tag: the tag.
+        device: the device's index; -1 for a tag without memory.
+        state: the tag's state.
+        backup: the tag's policy.
+        allocations: live allocations: torch's segments, not its tensors; a freed one counts until
+            its memory is released.
+        allocated_bytes: bytes of the live allocations, each rounded up to 512.
+        resident_bytes: device memory in use, as counted by the driver.
+        backup_bytes: bytes that the next resume restores.
+        host_bytes: host memory in use for backups, kept for the next pause until it is trimmed.
+        disk_bytes: file space in use for backups, kept for the next pause until it is trimmed.
+        pauses: pauses of the tag that succeeded, including swaps that paused it.
+        resumes: resumes of the tag that succeeded, including swaps that resumed it.
+        last_pause_seconds: duration of the last pause, for all tags of its call.
+        last_resume_seconds: duration of the last resume, for all tags of its call.
+        failures: pauses, resumes and swaps of the tag that failed.
+        pause_seconds: total duration of the pauses.
+        resume_seconds: total duration of the resumes.
+        last_paused_bytes: device memory that the last pause released.
+        last_saved_bytes: bytes that the last pause copied to the backup.
+        last_resumed_bytes: device memory that the last resume mapped.
+        last_restored_bytes: bytes that the last resume copied from the backup.
+        paused_bytes: device memory that all pauses released.
+        saved_bytes: bytes that all pauses copied to the backup.
+        resumed_bytes: device memory that all resumes mapped.
+        restored_bytes: bytes that all resumes copied from the backup.
+        last_unchanged_pieces: pieces of at most 1 MiB that the last pause did not copy, because
+            their fingerprints matched the backup.
+        last_unchanged_bytes: bytes of these pieces.
+        unchanged_pieces: unchanged pieces of all pauses.
+        unchanged_bytes: bytes of the unchanged pieces of all pauses.
+
+    Counters, durations and states are per tag, and equal in the tag's rows for all devices; byte
+    counts are per device. A failed transition changes only `failures`.
+    """
+
+    tag: str
+    device: int
+    state: State
+    backup: Backup
+    allocations: int
+    allocated_bytes: int
+    resident_bytes: int
+    backup_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    pauses: int
+    resumes: int
+    last_pause_seconds: float
+    last_resume_seconds: float
+    failures: int
+    pause_seconds: float
+    resume_seconds: float
+    last_paused_bytes: int
+    last_saved_bytes: int
+    last_resumed_bytes: int
+    last_restored_bytes: int
+    paused_bytes: int
+    saved_bytes: int
+    resumed_bytes: int
+    restored_bytes: int
+    last_unchanged_pieces: int
+    last_unchanged_bytes: int
+    unchanged_pieces: int
+    unchanged_bytes: int
+
+    def __str__(self) -> str:
+        """Return one line, such as "weights on device 0: mapped, 2 GiB resident"."""
+        where = f" on device {self.device}" if self.device >= 0 else ""
+        sizes = [f"{size_text(self.resident_bytes)} resident"]
+        for name, nbytes in (
+            ("paused", self.paused_now_bytes),
+            ("of backups in host memory", self.host_bytes),
+            ("of backups on disk", self.disk_bytes),
+        ):
+            if nbytes:
+                sizes.append(f"{size_text(nbytes)} {name}")
+        return f"{self.tag}{where}: {self.state}, {', '.join(sizes)}"
+
+    @property
+    def paused_now_bytes(self) -> int:
+        """Device memory of live allocations that is not resident: a resume will map it."""
+        if self.state is State.MAPPED:
+            return 0
+        return max(0, self.allocated_bytes - self.resident_bytes)
+
+    @property
+    def last_pause_rate(self) -> float:
+        """Device memory that the last pause released, bytes per second; 0 before the first.
+
+        The duration is that of the whole call, so this is less than the bus's or the driver's rate
+        if the call also paused other tags.
+        """
+        return _rate(self.last_paused_bytes, self.last_pause_seconds)
+
+    @property
+    def last_resume_rate(self) -> float:
+        """Device memory that the last resume mapped, bytes per second; 0 before the first."""
+        return _rate(self.last_resumed_bytes, self.last_resume_seconds)
+
+    @property
+    def last_save_rate(self) -> float:
+        """Bytes per second that the last pause copied to the backup; 0 before the first."""
+        return _rate(self.last_saved_bytes, self.last_pause_seconds)
+
+    @property
+    def last_restore_rate(self) -> float:
+        """Bytes per second that the last resume copied from the backup; 0 before the first."""
+        return _rate(self.last_restored_bytes, self.last_resume_seconds)
+
+
+class Deferred(NamedTuple):
+    """Driver objects that could not be released; every transition, allocation and `trim` retries.
+
+    Attributes:
+        objects: the number of driver objects.
+        device_bytes: an upper bound of their device memory, which no tag counts.
+        host_bytes: their pinned host memory, which `Stats.host_bytes` includes.
+    """
+
+    objects: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The statistics of all tags on all devices, at one moment.
+
+    Attributes:
+        tags: one row for each tag and device.
+        host_bytes: host memory in use for backups in total, including temporary copy buffers.
+        host_available_bytes: how much more host memory backups may use now, within the option
+            `host_bytes` and the system's available memory. Changes by itself, and is ignored in
+            comparisons.
+        deferred: the memory that the driver refused to release; not reported for another process.
+    """
+
+    tags: tuple[TagStats, ...]
+    host_bytes: int
+    host_available_bytes: int = field(compare=False)
+    deferred: Deferred = field(default_factory=Deferred)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device memory in use by all tags."""
+        return sum(row.resident_bytes for row in self.tags)
+
+    @property
+    def paused_now_bytes(self) -> int:
+        """Device memory that a resume of all tags will map."""
+        return sum(row.paused_now_bytes for row in self.tags)
+
+    @property
+    def disk_bytes(self) -> int:
+        """File space in use for all backups."""
+        return sum(row.disk_bytes for row in self.tags)
+
+    def __str__(self) -> str:
+        """Return one line for each tag and device; `repr` has all fields."""
+        return "\n".join(str(row) for row in self.tags) or "no tags"
+
+    def __getitem__(self, tag: str) -> tuple[TagStats, ...]:
+        """Return the rows of one tag, one for each device. Raises KeyError for an unknown tag."""
+        rows = tuple(row for row in self.tags if row.tag == tag)
+        if not rows:
+            raise KeyError(tag)
+        return rows
+
+
+def _rate(nbytes: int, seconds: float) -> float:
+    return nbytes / seconds if seconds > 0 else 0.0
+
+
+def stats() -> Stats:
+    """Return the statistics of every tag on every device, at one moment."""
+    rows: list[dict[str, Any]] = _C.stats()
+    for row in rows:
+        row["state"] = STATES[row["state"]]
+        row["backup"] = backup_of(row["backup"])
+    tags = tuple(TagStats(**row) for row in rows)
+    return Stats(tags, *_C.host_memory(), Deferred(*_C.deferred_releases()))
+
+
+def ranges(tag: str, device: int | None = None) -> tuple[Range, ...]:
+    """Return the live allocations of a tag in address order, in any state; on one device or all.
+
+    Raises:
+        UnknownTagError: no region has ever named the tag.
+    """
+    rows = _C.ranges(check_tag(tag), -1 if device is None else device)
+    return tuple(Range(*row) for row in rows)
+
+
+def device_memory(device: int = 0) -> tuple[int, int]:
+    """Return the free and the total bytes of a device, as reported by the driver."""
+    return _C.device_memory(device)

@@ -1,0 +1,267 @@
+"""Record the memory of tags over time, and save it as a trace, a page or a picture."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from memsaver._runtime.background import can_start_threads
+from memsaver._runtime.latches import Latch
+from memsaver._runtime.native import _C
+from memsaver.errors import (
+    ConfigError,
+    InvalidStateError,
+    MemsaverError,
+    OutOfHostMemoryError,
+)
+from memsaver.traces.trace import DeviceSample, TagSample, TagTransition, Trace, trace_of
+
+__all__ = ["Timeline", "timeline"]
+
+_MOST_EVENTS = 1 << 24  # the core's limit
+
+
+class Timeline:
+    """A recording of this process, created by `timeline()`: a context manager. Any thread.
+
+    The recording can be read and saved while it runs and afterwards.
+    """
+
+    def __init__(self, events: int, interval: float | None) -> None:
+        whole = isinstance(events, int) and not isinstance(events, bool)
+        if not (whole and 1 <= events <= _MOST_EVENTS):
+            raise ConfigError(f"events must be an integer from 1 to {_MOST_EVENTS}, not {events!r}")
+        number = isinstance(interval, int | float) and not isinstance(interval, bool)
+        if interval is not None and not (number and 0 < interval <= threading.TIMEOUT_MAX):
+            raise ConfigError(
+                f"interval must be a number of seconds above zero, up to "
+                f"{threading.TIMEOUT_MAX:.0f}, not {interval!r}"
+            )
+        self._events = events
+        self._interval = interval
+        # No lock, because a finalizer or a signal handler may run in the middle of any method.
+        self._recording: _Recording | None = None  # the recording in progress
+        self._unstopped: list[_Recording] = []  # the same; the thread that pops it stops it
+        self._sampling: list[tuple[threading.Thread, Latch]] = []
+        self._trace: Trace | None = None
+
+    # Native, so that no signal handler runs between starting or stopping a recording and noting it.
+    __enter__ = _C.enter
+    __exit__ = _C.exit
+
+    def _enter(self) -> Timeline:
+        self._start()
+        return self
+
+    def _leave(self, *_: object) -> None:
+        self._stop()
+
+    def __repr__(self) -> str:
+        state = "recording" if self._recording else "over" if self._trace else "not begun"
+        return f"<memsaver.Timeline: {state}>"
+
+    def start(self) -> None:
+        """Start recording, as `with` does. Discards the result of an earlier recording.
+
+        Raises:
+            InvalidStateError: this process is already recording a timeline; only one can be
+                recorded at a time.
+            OutOfHostMemoryError: there is no memory for the events, or no thread can be started for
+                the interval. Nothing is recorded.
+        """
+        _C.uninterrupted(self._start)
+
+    def _start(self) -> None:
+        recording = _Recording(time.clock_gettime(time.CLOCK_MONOTONIC), time.time(), os.getpid())
+        _C.timeline_start(self._events)
+        self._trace, self._recording = None, recording
+        self._unstopped.append(recording)
+        if self._interval is None or not can_start_threads():
+            return
+        over = Latch()
+        sampler = threading.Thread(
+            target=_sample,
+            args=(self._interval, over),
+            name="memsaver-timeline",
+            daemon=True,
+        )
+        try:
+            sampler.start()
+        except RuntimeError as error:
+            self._unstopped.remove(recording)
+            _C.timeline_stop()
+            self._recording = None
+            raise OutOfHostMemoryError(
+                f"cannot start the thread that samples at an interval ({error}): record without an "
+                "interval"
+            ) from None
+        self._sampling.append((sampler, over))
+        atexit.register(self._end_sampling)  # no driver call during process exit
+
+    def stop(self) -> None:
+        """Stop recording, as leaving the `with` block does. Does nothing if it has stopped.
+
+        Raises:
+            OutOfHostMemoryError: not enough host memory for the result. The recording continues;
+                call again.
+        """
+        _C.uninterrupted(self._stop, True)
+
+    def _stop(self) -> None:
+        try:
+            recording = self._unstopped.pop()
+        except IndexError:  # the recording has ended, or another thread stops it
+            return
+        if os.getpid() == recording.process:
+            try:
+                _C.timeline_sample()
+                self._trace = _read(recording)  # set before the end, for other threads
+                _C.timeline_stop()
+            except BaseException:
+                self._unstopped.append(recording)
+                raise
+        else:
+            _stop_in_child()
+        self._recording = None
+        self._end_sampling()
+
+    def _end_sampling(self) -> None:
+        while self._sampling:
+            sampler, over = self._sampling.pop()
+            over.open()
+            sampler.join()
+            atexit.unregister(self._end_sampling)
+
+    @property
+    def trace(self) -> Trace:
+        """The data recorded so far; after the end, the whole recording.
+
+        Raises:
+            InvalidStateError: the recording has not begun.
+        """
+        recording = self._recording
+        if recording is not None:
+            with contextlib.suppress(InvalidStateError):  # another thread is stopping it
+                return _read(recording)
+        if self._trace is None:
+            raise InvalidStateError(
+                "the timeline has recorded nothing: put the calls to record into "
+                "`with memsaver.timeline() as t:`"
+            )
+        return self._trace
+
+    @property
+    def transitions(self) -> tuple[TagTransition, ...]:
+        """Pauses, resumes and swaps: one row for each tag and device, in order of their start."""
+        return self.trace.transitions
+
+    @property
+    def samples(self) -> tuple[TagSample, ...]:
+        """The memory of each tag and device at each change."""
+        return self.trace.samples
+
+    @property
+    def memory(self) -> tuple[DeviceSample, ...]:
+        """The driver's free memory at each transition and each interval."""
+        return self.trace.memory
+
+    @property
+    def dropped(self) -> int:
+        """The number of events that newer events replaced; 0 if the recording is complete."""
+        return self.trace.dropped
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Save the recording to a file; the extension selects the format.
+
+        - `.json`: a trace for ui.perfetto.dev, chrome://tracing and `memsaver trace`.
+        - `.html`: a self-contained page with an interactive chart.
+        - `.png`, `.svg`, `.pdf`: a picture; needs matplotlib (`pip install memsaver[plot]`).
+
+        Replaces an existing file only when the new file is complete.
+
+        Returns:
+            The file's path.
+
+        Raises:
+            ConfigError: another extension, or matplotlib is missing for a picture.
+            InvalidStateError: the recording has not begun.
+            OSError: the file cannot be written.
+        """
+        from memsaver.traces import files  # imported late, because it imports json
+
+        return files.save(self.trace, path)
+
+
+def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timeline:
+    """Record allocations and transitions of this process, and the driver's free memory.
+
+        with memsaver.timeline() as t:
+            ...
+        t.save("trace.json")   # Perfetto
+        t.save("memory.html")  # an interactive chart
+
+    An event costs less than a microsecond. Each transition also queries the driver's free memory at
+    its start and end. While nothing is recorded, there is no cost. Events of forked children are
+    not recorded, and the recording has no trace in them.
+
+    Args:
+        events: the maximum number of kept events, each of about 140 bytes. Further events replace
+            the oldest, and `Timeline.dropped` counts the replaced ones. An allocation or a free is
+            one event; a transition is two events for each of its tags and devices, and two for each
+            device.
+        interval: seconds between additional queries of the driver's free memory, on another thread,
+            which show changes by other processes; None queries it only at transitions.
+
+    Raises:
+        ConfigError: `events` is not an integer from 1 to 2^24, or `interval` is not above zero or
+            is longer than a thread can wait.
+    """
+    return Timeline(events, interval)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """The start of a recording.
+
+    Attributes:
+        clock: the start in seconds of the monotonic clock.
+        started: the start in seconds since 1970.
+        process: the id of the process that records.
+    """
+
+    clock: float
+    started: float
+    process: int
+
+
+def _read(recording: _Recording) -> Trace:
+    rows, dropped = _C.timeline_read()
+    seconds = round(time.clock_gettime(time.CLOCK_MONOTONIC) - recording.clock, 9)
+    return trace_of(
+        rows,
+        dropped,
+        clock=recording.clock,
+        started=recording.started,
+        seconds=seconds,
+        process=recording.process,
+    )
+
+
+def _stop_in_child() -> None:
+    try:
+        _C.timeline_stop()
+    except MemsaverError:
+        pass  # the library is inert in a forked child
+
+
+def _sample(interval: float, over: Latch) -> None:
+    while not over.wait(interval):
+        try:
+            _C.timeline_sample()
+        except MemsaverError:
+            return  # the driver no longer works in this process

@@ -1,0 +1,1 @@
+"""Memory of tags: regions, torch's pools, preloading, backups, and their costs."""

@@ -1,0 +1,87 @@
+"""Checks for two silent mistakes: contents discarded without a choice, and tags without memory.
+
+A tag is undecided until a region of it passes a backup; the process's own tag (MEMSAVER_TAG), until
+MEMSAVER_BACKUP or a region does. A pause that passes none itself fails if it would discard
+LARGE_BYTES or more of undecided tags.
+
+Every function may be called on any thread and in finalizers: none takes a lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from memsaver._runtime.native import _C, BackupChoice, note
+from memsaver._runtime.text import size_text
+from memsaver.errors import InvalidStateError, UnknownTagError, UsageWarning
+
+__all__ = ["LARGE_BYTES", "check_chosen", "expect_empty", "note_choice", "warn_of_empty"]
+
+LARGE_BYTES = 256 << 20
+"""A pause discards fewer bytes than this without a choice of a backup."""
+
+_undecided: set[str] = set()
+if os.environ.get("MEMSAVER_TAG") and not os.environ.get("MEMSAVER_BACKUP"):
+    _undecided.add(os.environ["MEMSAVER_TAG"])  # the process's own tag
+_paused: set[str] = set()  # tags that were paused before, or of which no warning is wanted
+
+
+def expect_empty(tag: str) -> None:
+    """Let a tag be paused without memory. For integrations, whose tags may get memory later."""
+    _paused.add(tag)
+
+
+def note_choice(tag: str, backup: BackupChoice | None) -> None:
+    """Record the backup that a region passes for its tag, before the region is entered."""
+    if backup is not None:
+        _undecided.discard(tag)
+        return
+    try:
+        _C.tag_backup(tag)
+    except UnknownTagError:
+        _undecided.add(tag)
+
+
+def check_chosen(tags: Iterable[str], backup: BackupChoice | None) -> None:
+    """Check that a pause discards no large contents without a choice of a backup.
+
+    Args:
+        tags: the tags to pause.
+        backup: the pause's own choice, or None.
+
+    Raises:
+        InvalidStateError: undecided tags have LARGE_BYTES or more in total.
+    """
+    undecided = _undecided.intersection(tags)
+    if backup is not None or not undecided:
+        return
+    sizes = dict.fromkeys(undecided, 0)
+    for row in _C.stats():
+        if row["tag"] in undecided:
+            sizes[str(row["tag"])] += int(row["resident_bytes"])
+    total = sum(sizes.values())
+    if total >= LARGE_BYTES:
+        largest = sorted((tag for tag in sizes if sizes[tag]), key=lambda tag: -sizes[tag])
+        some = f"tag{'s' if len(largest) > 1 else ''} {', '.join(map(repr, largest))}"
+        raise InvalidStateError(
+            f"this pause would discard {size_text(total)} of {some}, and no backup was chosen: "
+            "pass backup='host' to the tag's regions, or to this call, to keep the contents "
+            "(memsaver.region lists other places), or backup='none' to discard them",
+            tag=largest[0],
+        )
+
+
+def warn_of_empty(changes: Iterable[tuple[str, int, bool, int, int]]) -> None:
+    """Warn about tags without memory at their first pause, given the rows of its report."""
+    rows = [row for row in changes if row[0] not in _paused]
+    _paused.update(row[0] for row in rows)
+    for tag, device, *_ in rows:
+        if device < 0:
+            note(
+                f"tag {tag!r} has no device memory, so its pause released nothing: no tensor was "
+                "allocated on a GPU in its regions. Tensors that were created on the CPU, or moved "
+                f"to the GPU after the region, are not in the tag: move them to the GPU inside "
+                f"memsaver.region({tag!r})",
+                UsageWarning,
+            )

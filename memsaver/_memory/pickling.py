@@ -1,0 +1,127 @@
+"""Pickling, saving and sending tensors of regions.
+
+memsaver registers functions in two of Python's registries and replaces nothing in torch: in
+`copyreg`, for pickles and `torch.save`, and in `multiprocessing.reduction`, for sending to other
+processes. The registries are keyed by exact type; other tensor types (such as DTensor) contain
+registered ones.
+
+- Pickling and saving read the contents, so they fail for a paused tensor.
+- Sending shares the memory itself. CUDA IPC has no handle for memory that can be paused, so sending
+  fails for any tensor of a region. The simulator's tensors behave in the same way.
+
+A library that registers later has priority and may not call these functions. In this case torch's
+own errors appear (`CUDA error: invalid argument`), and `memsaver.explain(tensor)` reports the
+reason.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from memsaver._runtime.native import _C, STATES, State
+from memsaver.errors import ConfigError, InvalidStateError
+
+__all__ = ["register"]
+
+_PROTOCOL = 4  # torch's result does not depend on it; a registered function does not receive it
+
+_registered = False
+# By type. The first entry for a type stays; there is no lock, because a finalizer could need it
+# again.
+_sending: dict[type, _Sending] = {}
+_pickling: dict[type, _Pickling] = {}
+
+
+def register(torch: Any) -> None:
+    """Check tensors before they are pickled or sent, from now on. Once per process; any thread.
+
+    Takes no lock: a finalizer or a signal handler may call this during a call of the same thread.
+    """
+    global _registered
+    if _registered:
+        return
+    importlib.import_module("torch.multiprocessing")  # registers torch's own functions for sending
+    # Not imported with memsaver, because it takes a tenth of a second.
+    from multiprocessing.reduction import ForkingPickler
+
+    sent = ForkingPickler(io.BytesIO()).dispatch_table
+    ways = copyreg.dispatch_table
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(kind, _sending.setdefault(kind, _Sending(sent[kind])))
+        ways[kind] = _pickling.setdefault(kind, _Pickling(ways.get(kind, _reduced)))
+    _registered = True
+
+
+def _reduced(tensor: Any) -> Any:
+    """Reduce a tensor as if nothing was registered."""
+    return tensor.__reduce_ex__(_PROTOCOL)
+
+
+class _Pickling:
+    """Rejects a tensor whose contents cannot be read now; passes other tensors to the earlier
+    function.
+    """
+
+    def __init__(self, otherwise: Callable[[Any], Any]) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, tensor: Any) -> Any:
+        # A shallow copy uses the same registry, and shares the memory without reading it.
+        shares = sys._getframe(1).f_globals.get("__name__") == "copy"
+        found = None if shares else _located(tensor)
+        if found is not None and found[1] is not State.MAPPED:
+            tag, state = found
+            raise InvalidStateError(
+                f"a tensor of tag {tag!r} cannot be pickled or saved while the tag is {state}: its "
+                f"contents are not on the device; do it after memsaver.resume({tag!r}), or save "
+                "memsaver.backup_view(tensor), a CPU tensor over the contents that a pause with a "
+                "backup in host memory saved",
+                tag=tag,
+            )
+        return self._otherwise(tensor)
+
+
+class _Sending:
+    """Rejects a tensor of a region; passes other tensors to the earlier function."""
+
+    def __init__(self, otherwise: Callable[[Any], Any]) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, tensor: Any) -> Any:
+        found = _located(tensor)
+        if found is not None:
+            tag, state = found
+            first = "" if state is State.MAPPED else f"after memsaver.resume({tag!r}) "
+            raise ConfigError(
+                f"a tensor of tag {tag!r} cannot be sent to another process: its memory can be "
+                f"paused, and CUDA IPC has no handle for such memory; {first}send a copy: "
+                + _copy(),
+                tag=tag,
+            )
+        return self._otherwise(tensor)
+
+
+def _copy() -> str:
+    if _C.driver_info()[2]:
+        return "tensor.clone() (on the simulated driver tensor.cpu() is the tensor itself)"
+    return (
+        "tensor.cpu(), or on the GPU tensor.clone() under memsaver.disabled(), or create the "
+        "tensor under memsaver.disabled()"
+    )
+
+
+def _located(tensor: Any) -> tuple[str, State] | None:
+    """Return the tag and its state for a tensor's memory; None for other memory."""
+    try:
+        address = tensor.untyped_storage().data_ptr()
+    except Exception:
+        return None  # it has no memory of its own: sparse, on the meta device, or a subclass
+    if not address or not _C.owns(address):
+        return None
+    found = _C.locate(address)
+    return None if found is None else (found[0], STATES[found[2]])

@@ -1,0 +1,173 @@
+"""Regions: select the tag of new tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from memsaver._memory.choices import note_choice
+from memsaver._memory.devices import Devices, indices_of
+from memsaver._memory.torch_mode import Route, torch_pools
+from memsaver._runtime.blocks import check_decorated
+from memsaver._runtime.native import _C, BackupChoice, backup_code, check_new_tag, emit_warnings
+from memsaver.errors import InvalidStateError
+
+__all__ = ["disabled", "named_devices", "region"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Section = TypeVar("Section", bound="_Section")
+
+
+class _Section(contextlib.ContextDecorator):
+    """A section that affects one thread's allocations; sections are left in the reverse order."""
+
+    _what: str  # its name in errors
+
+    def __call__(self, function: Function) -> Function:
+        """Return the function with this section around each of its calls.
+
+        Raises:
+            ConfigError: `function` is a class, or a coroutine or generator function, whose body
+            runs after the call and possibly on another thread.
+        """
+        check_decorated(function, self._what)
+        return super().__call__(function)
+
+    def _begin(self) -> tuple[Route | None, Sequence[int]]:
+        """Enter both sides or, after an error, neither.
+
+        Returns:
+            The route, and the devices to which the section is limited.
+        """
+        raise NotImplementedError
+
+    # Native, so that no signal handler runs halfway. Both sides are entered, or neither. Both are
+    # left, or neither if this is not the thread's innermost section (InvalidStateError).
+    __enter__ = _C.enter
+    __exit__ = _C.exit
+
+    def _enter(self: Section) -> Section:
+        route, devices = self._begin()
+        _entered.stack.append((self, route, _C.region_depth(), devices))
+        return self
+
+    def _leave(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end(error)
+        emit_warnings()
+
+    def _end(self, error: BaseException | None) -> None:
+        innermost, route, depth, _ = _entered.stack[-1] if _entered.stack else (None, None, 0, ())
+        if innermost is not self or depth != _C.region_depth():
+            raise InvalidStateError(
+                f"{self._what} is not the innermost section of this thread: leave regions and "
+                "disabled sections in the reverse order, on the thread that entered them, and do "
+                "not keep one open across an `await` or a `yield`"
+            )
+        _entered.stack.pop()
+        try:
+            if route is not None:
+                route.close()
+                route.explain_shortage(error)
+        finally:
+            _C.region_exit()
+
+
+class region(_Section):
+    """Assign tensors created inside to `tag`, to pause and resume them with it.
+
+    A context manager and a decorator. May be nested (the innermost region counts), entered on any
+    thread (it affects only that thread's allocations), left by an exception, and used repeatedly.
+
+    Args:
+        tag: the name for pauses and resumes.
+        backup: "none" (a pause discards the contents; memory reads as zero after the resume, or as
+            NaN with the option `poison`), or the place of the backup: "host" (pinned host memory,
+            the fastest), "pageable" (ordinary host memory), "disk" (a private file in the directory
+            of the option `disk_dir`). None keeps the policy of earlier regions of the tag. A new
+            tag then gets "none", but a pause that would discard 256 MiB or more fails until a call
+            has chosen a backup. The policy applies to the whole tag; the last region that sets it
+            wins.
+        device: the CUDA device, or several, whose allocations the region affects: an index,
+            "cuda:1", a `torch.device`, or a sequence of those. None means the current device, or
+            any device if torch has no pools (on the simulated driver, or in preload mode without
+            torch).
+
+    Memory comes from a torch memory pool over memsaver's allocator. The pool is closed with the
+    region, so `torch.cuda.empty_cache()` releases the memory of deleted tensors. In preload
+    mode the region also serves other libraries' `cudaMalloc`. For the simulated driver see
+    `memsaver.simulator`.
+
+    Raises:
+        ConfigError: the tag is empty or not a string, or the backup or the device is unknown.
+        InvalidStateError: the tag is paused, so a new tensor would have no memory behind it.
+        NotLoadedError: no CUDA driver, or neither torch with CUDA nor preload mode.
+    """
+
+    def __init__(
+        self, tag: str, backup: BackupChoice | None = None, device: Devices = None
+    ) -> None:
+        self.tag = check_new_tag(tag)
+        self.backup = backup
+        self.device = device
+        self._backup_code = backup_code(backup)
+        self._what = f"a region of tag {self.tag!r}"
+
+    def _begin(self) -> tuple[Route | None, Sequence[int]]:
+        pools = torch_pools()
+        devices = pools.prepare(self.device) if pools else indices_of(self.device)
+        note_choice(self.tag, self.backup)
+        _C.region_enter(self.tag, self._backup_code)
+        try:
+            if devices:
+                _C.region_limit(sum(1 << device for device in devices))
+            return (pools.route(self.tag, devices) if pools else None), devices
+        except BaseException:
+            _C.region_exit()
+            raise
+
+
+class disabled(_Section):
+    """Assign tensors created inside to no tag, even in a region or with a process-wide tag.
+
+    Their memory is torch's own, or plain `cudaMalloc` memory; no pause affects it. Like a region,
+    it is also a decorator, affects only its own thread, and is left on that thread, innermost
+    first.
+    """
+
+    _what = "a disabled section"
+
+    def _begin(self) -> tuple[Route | None, Sequence[int]]:
+        pools = torch_pools(required=False)
+        _C.disable_enter()
+        try:
+            return (pools.unrouted() if pools else None), ()
+        except BaseException:
+            _C.region_exit()
+            raise
+
+
+def named_devices() -> Sequence[int]:
+    """Return the devices to which this thread's innermost region is limited; empty if it is not."""
+    *_, depth, devices = _entered.stack[-1] if _entered.stack else (0, ())
+    return devices if depth == _C.region_depth() else ()
+
+
+class _Entered(threading.local):
+    """The open regions and disabled sections of this thread, innermost last.
+
+    Each entry has the objects to close, its native depth, and the devices to which it is limited.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[_Section, Route | None, int, Sequence[int]]] = []
+
+
+_entered = _Entered()

@@ -1,0 +1,140 @@
+"""The tags and processes that use a device's memory, for out-of-memory errors.
+
+They are looked up only when such an error is created. Details that cannot be determined are left
+out.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from memsaver._runtime.native import _C, STATES, State
+from memsaver._runtime.text import size_text
+from memsaver.errors import MemsaverError, OutOfDeviceMemoryError, completions
+
+__all__ = ["DeviceProcess", "Holder", "describe"]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A tag that has memory on the device.
+
+    Attributes:
+        tag: the tag.
+        bytes: device memory in use, as counted by the driver.
+        state: the tag's state.
+        pausable: whether a pause of the tag would begin at once: the tag is mapped, no region of it
+            is open, and no transition of it is in progress.
+    """
+
+    tag: str
+    bytes: int
+    state: State
+    pausable: bool
+
+
+@dataclass(frozen=True)
+class DeviceProcess:
+    """A process that has memory on the device, as reported by NVML.
+
+    Attributes:
+        pid: its process id; in a container this may be the host's id.
+        name: the program's name, or "" if NVML does not report it.
+        bytes: device memory in use; None if NVML does not report it.
+    """
+
+    pid: int
+    name: str
+    bytes: int | None
+
+    def __str__(self) -> str:
+        """Return a text such as "4711 python3 (1.25 GiB)"."""
+        size = "" if self.bytes is None else f"({size_text(self.bytes)})"
+        return " ".join(filter(None, (str(self.pid), self.name, size)))
+
+
+def _add_holders(error: MemsaverError) -> None:
+    """Fill `holders` and `processes` of an OutOfDeviceMemoryError, and add them to its message."""
+    if not isinstance(error, OutOfDeviceMemoryError) or error.device < 0:
+        return
+    error.holders = _holders(error.device)
+    error.processes = _processes(error.device)
+    error.message += _advice(error.holders, error.processes)
+
+
+def describe(device: int) -> str:
+    """Return the same information about a device, for errors of other libraries."""
+    holders = _holders(device)
+    held = ", ".join(f"{row.tag!r} {size_text(row.bytes)}" for row in holders)
+    free = ""
+    try:
+        free = f", {size_text(_C.device_memory(device)[0])} are free"
+    except Exception:
+        pass  # the driver may fail in any way after an error
+    advice = _advice(holders, _processes(device))
+    return f"memsaver: on device {device}{free}; resident tags: {held or 'none'}{advice}"
+
+
+def _holders(device: int) -> tuple[Holder, ...]:
+    """Return the tags that have memory on a device, largest first."""
+    try:
+        held = []
+        for row in _C.stats():
+            tag, nbytes = str(row["tag"]), int(row["resident_bytes"])
+            if nbytes > 0 and row["device"] == device:
+                held.append(Holder(tag, nbytes, STATES[int(row["state"])], _C.tag_pausable(tag)))
+        return tuple(sorted(held, key=lambda holder: -holder.bytes))
+    except Exception:
+        return ()  # the error itself is more important
+
+
+def _processes(device: int) -> tuple[DeviceProcess, ...]:
+    """Return the other processes on a device, largest first; empty if NVML is unavailable."""
+    try:
+        import pynvml
+
+        bus_id = _C.device_bus_id(device)
+        pynvml.nvmlInit()
+    except Exception:
+        return ()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id)
+        found = [
+            DeviceProcess(int(row.pid), _name(pynvml, row.pid), row.usedGpuMemory)
+            for row in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            if row.pid != os.getpid()
+        ]
+    except Exception:
+        return ()
+    finally:
+        try:
+            pynvml.nvmlShutdown()
+        except Exception:
+            pass
+    return tuple(sorted(found, key=lambda process: -(process.bytes or 0)))
+
+
+def _name(pynvml: Any, pid: int) -> str:
+    try:
+        name = pynvml.nvmlSystemGetProcessName(pid)
+    except Exception:
+        return ""
+    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+    return os.path.basename(text.split(" ")[0])
+
+
+def _advice(holders: tuple[Holder, ...], processes: tuple[DeviceProcess, ...]) -> str:
+    """Return the end of a message that lists the tags with their bytes."""
+    text = ""
+    if holders:
+        pausable = ", ".join(repr(row.tag) for row in holders if row.pausable)
+        none = "none of them, because a region of each is open or a transition is in progress"
+        text += f". These can be paused now: {pausable or none}"
+    if processes:
+        text += f". Other processes on the GPU: {', '.join(map(str, processes))}"
+    return text
+
+
+completions.append(_add_holders)

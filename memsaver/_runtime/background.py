@@ -1,0 +1,179 @@
+"""Background jobs: work on a separate thread, while the caller continues."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from memsaver._runtime.latches import Latch
+from memsaver._runtime.native import _C, emit_warnings
+from memsaver.errors import InvalidStateError, MemsaverWarning
+
+__all__ = ["Job", "can_start_threads"]
+
+Result = TypeVar("Result")
+
+
+def can_start_threads() -> bool:
+    """Return whether a new thread would run, which is false during interpreter exit.
+
+    Python 3.11 waits indefinitely for a thread that is started during exit.
+    """
+    return threading.main_thread().is_alive() and not sys.is_finalizing()
+
+
+class Outcome(Generic[Result]):
+    """The result or the error of a job. Owned by the job's handle and by its thread."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.over = Latch()
+        self.result: Result | None = None
+        self.failure: Failure | None = None
+
+
+class Failure:
+    """An undelivered error: warns if the outcome is deleted before a caller receives the error."""
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        self.what = what
+        self.error = error
+        self.is_delivered = False
+
+    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
+        if not self.is_delivered:
+            warn(
+                f"{self.what} failed in the background, and its result was never requested: "
+                f"{self.error!s}",
+                MemsaverWarning,
+                stacklevel=2,
+            )
+
+
+def _fill(places: list[Outcome[Result]], work: Callable[[], Result]) -> None:
+    """Run the work on this thread and store its result or error in the only outcome of `places`."""
+    result = error = None
+    try:
+        result = work()
+    except BaseException as raised:
+        error = raised
+    # An error keeps this frame and the frames below it. No frame may keep the outcome, which must
+    # be deleted with its last user.
+    outcome = places.pop()
+    outcome.result = result
+    outcome.failure = Failure(outcome.what, error) if error is not None else None
+    outcome.over.open()
+    del outcome, error
+
+
+class Job(Generic[Result]):
+    """Run work on a separate thread. Interpreter exit waits for the work. Any thread may use this.
+
+    An error that no `wait` delivers becomes a `MemsaverWarning` when this object is deleted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        what: str,
+        work: Callable[[], Result],
+        take_over: Callable[[], None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the work.
+
+        Args:
+            name: the thread's name, after "memsaver-".
+            what: a description of the work, for messages.
+            work: the work. Runs on the calling thread if no thread can be started, because of a
+                limit on threads or during interpreter exit.
+            take_over: called before the work, on the thread that runs it. Until it returns, the
+                garbage collector is disabled, because a finalizer on the new thread could wait for
+                a tag that this thread owns, while this thread waits for the new thread to start.
+            release: called when `done` is true, on the thread that ran the work.
+        """
+        self._outcome: Outcome[Result] = Outcome(what)
+        self._process = os.getpid()
+        places = [self._outcome]
+        claim = threading.Lock()  # acquired by the thread that runs the work
+
+        def run() -> None:
+            if claim.acquire(blocking=False):
+                try:
+                    take_over()
+                finally:
+                    _C.resume_collection()
+                try:
+                    _fill(places, work)
+                finally:
+                    release()
+
+        # Explicit, because a daemon thread's new threads are daemons by default.
+        thread = threading.Thread(target=run, name=f"memsaver-{name}", daemon=False)
+
+        def start() -> None:
+            _C.pause_collection()
+            if can_start_threads():
+                # After these errors this thread runs the work below; `run` runs it only once.
+                with contextlib.suppress(RuntimeError, MemoryError):
+                    thread.start()
+                    return
+            run()
+
+        _C.uninterrupted(start, True)
+
+    def done(self) -> bool:
+        """Return whether the work has ended, with a result or an error. Does not wait."""
+        return self._outcome.over.is_open()
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Wait for the end of the work and return its result. May be called more than once.
+
+        Args:
+            timeout: the longest wait, in seconds.
+
+        Raises:
+            TimeoutError: the timeout passed; the work continues.
+            MemsaverError: the error that the work raised.
+        """
+        return self._waited(timeout)
+
+    def _waited(self, timeout: float | None) -> Result:
+        """Wait, and emit warnings for the caller of the public method that calls this one."""
+        self._wait(None if timeout is None else time.monotonic() + timeout, timeout)
+        emit_warnings(stacklevel=4)
+        return self._collected()
+
+    def _wait(self, deadline: float | None, timeout: float | None) -> None:
+        """Wait for the end. Raises TimeoutError, or an error of the wait itself."""
+        if not self._over_within(None if deadline is None else deadline - time.monotonic()):
+            raise self._too_late(timeout)
+
+    def _over_within(self, seconds: float | None) -> bool:
+        self._check_process()
+        return self._outcome.over.wait(seconds)
+
+    def _check_process(self) -> None:
+        if not self.done() and os.getpid() != self._process:
+            raise InvalidStateError(
+                f"{self._outcome.what} belongs to the parent process: a forked child cannot "
+                "wait for it"
+            )
+
+    def _too_late(self, timeout: float | None) -> TimeoutError:
+        return TimeoutError(
+            f"{self._outcome.what} has not ended after {timeout:g} s and continues: wait again"
+        )
+
+    def _collected(self) -> Result:
+        outcome = self._outcome
+        if outcome.failure is not None:
+            outcome.failure.is_delivered = True
+            raise outcome.failure.error
+        return outcome.result  # type: ignore[return-value]  # set if there is no error

@@ -1,0 +1,132 @@
+"""Context managers that are also decorators, which reject functions that they cannot decorate.
+
+The body of a coroutine function or a generator function runs after its call has returned. A
+decorator would silently cover the call and not the body, so it is rejected. Decorating a class is
+rejected as well, because the result would not be a class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from memsaver._runtime.native import _C
+from memsaver.errors import ConfigError
+
+__all__ = ["Block", "block", "check_decorated"]
+
+Value = TypeVar("Value")
+Function = TypeVar("Function", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+
+
+class Block(Generic[Value]):
+    """A context manager for a block of code, and a decorator for each call of a function.
+
+    May be entered again after it was left. As a decorator it may be used by several threads at
+    once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], contextlib.AbstractContextManager[Value]],
+        asynchronous: bool,
+    ) -> None:
+        self._name = name
+        self._make = make
+        self._asynchronous = asynchronous
+        self._open: list[contextlib.AbstractContextManager[Value]] = []
+
+    # Native, so that no signal handler runs between entering or leaving and recording it.
+    __enter__ = _C.enter_interruptibly
+    __exit__ = _C.exit
+
+    def _enter(self, place: list[contextlib.AbstractContextManager[Value]]) -> Value:
+        manager = self._make()
+        place.append(manager)
+        value = manager.__enter__()
+        self._open.append(manager)
+        return value
+
+    def _undo(
+        self, place: list[contextlib.AbstractContextManager[Value]], error: BaseException
+    ) -> None:
+        for manager in place:
+            if manager in self._open:
+                self._open.remove(manager)
+            # A manager that was not entered only raises `error` again.
+            manager.__exit__(type(error), error, error.__traceback__)
+
+    def _leave(self, *error: Any) -> None:
+        if self._open:
+            self._open.pop().__exit__(*error)
+
+    def __call__(self, function: Function) -> Function:
+        """Return the function with the block around each of its calls.
+
+        Raises:
+            ConfigError: the object is not a function, or a function whose body runs after its call
+            returns.
+        """
+        if self._asynchronous and inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with Block(self._name, self._make, True):
+                    return await function(*args, **kwargs)
+
+            return awaited  # type: ignore[return-value]
+        check_decorated(function, self._name)
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with Block(self._name, self._make, self._asynchronous):
+                return function(*args, **kwargs)
+
+        return called  # type: ignore[return-value]
+
+
+def block(
+    generator: Callable[Arguments, Iterator[Value]], asynchronous: bool = False
+) -> Callable[Arguments, Block[Value]]:
+    """Create a decorator like `contextlib.contextmanager`, whose result is a `Block`.
+
+    Args:
+        generator: runs the code before the block, one `yield`, and the code after the block.
+        asynchronous: whether the block may decorate coroutine functions; only if it does not
+            depend on the current thread.
+    """
+    manager = contextlib.contextmanager(generator)
+
+    @functools.wraps(generator)
+    def made(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Block[Value]:
+        return Block(generator.__name__, lambda: manager(*args, **kwargs), asynchronous)
+
+    return made
+
+
+def check_decorated(function: Any, what: str) -> None:
+    """Check that a decorator around the function's call covers the function's body.
+
+    Raises:
+        ConfigError: a coroutine function, a generator function, a class or a non-callable object.
+    """
+    name = getattr(function, "__qualname__", None) or type(function).__name__
+    if isinstance(function, type):
+        raise ConfigError(
+            f"{what} decorates functions, and {name} is a class: decorate its __init__, or use "
+            "`with` where it is created"
+        )
+    if not callable(function):
+        raise ConfigError(f"{what} decorates functions, and {name} is not a function")
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    inner = getattr(function, "__call__", None)  # noqa: B004  # may be a coroutine function
+    if any(kind(part) for kind in kinds for part in (function, inner)):
+        raise ConfigError(
+            f"{name} runs after its call has returned, so {what} would not cover it: use "
+            "`with` inside it, and leave it before each `await` and `yield`"
+        )

@@ -1,0 +1,183 @@
+"""Load the native library, and emit its warnings.
+
+Loading opens no driver and creates no CUDA context.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections import deque
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from memsaver._runtime.text import did_you_mean
+from memsaver.errors import (
+    ConfigError,
+    MemsaverError,
+    MemsaverWarning,
+    NotLoadedError,
+    UnknownTagError,
+    completions,
+)
+
+try:
+    from memsaver import _C
+except ImportError as error:
+    _SOURCES = Path(__file__).resolve().parent.parent.parent
+    if (_SOURCES / "setup.py").exists():
+        raise NotLoadedError(
+            f"memsaver's native library cannot be loaded: {_SOURCES} is memsaver's source tree, "
+            "and not built; run Python in another folder to use an installed memsaver, or "
+            f"`make build` to use this one ({error})"
+        ) from error
+    raise NotLoadedError(
+        f"memsaver's native library cannot be loaded ({error}); reinstall memsaver for this Python"
+    ) from error
+
+__all__ = [
+    "LIBRARY_DIR",
+    "PART_MARK",
+    "_C",
+    "Backup",
+    "BackupChoice",
+    "PartName",
+    "State",
+    "backup_code",
+    "backup_of",
+    "check_new_tag",
+    "check_tag",
+    "emit_warnings",
+    "note",
+]
+
+LIBRARY_DIR = Path(_C.__file__).resolve().parent
+"""The folder of libmemsaver.so and its companions."""
+
+
+class State(str, enum.Enum):
+    """The state of a tag. Compares equal to its name."""
+
+    MAPPED = "mapped"
+    SAVING = "saving"
+    PAUSED = "paused"
+    RESTORING = "restoring"
+
+    __str__ = str.__str__
+
+
+class Backup(str, enum.Enum):
+    """The place of a paused tag's contents. Compares equal to its name."""
+
+    NONE = "none"
+    HOST = "host"
+    PAGEABLE = "pageable"
+    DISK = "disk"
+
+    __str__ = str.__str__
+
+
+BackupChoice: TypeAlias = Backup | Literal["none", "host", "pageable", "disk"]
+"""A backup as an argument: its name, or a member of `Backup`."""
+
+
+STATES = [State.MAPPED, State.SAVING, State.PAUSED, State.RESTORING]  # by ms_state
+_BACKUPS = [Backup.NONE, Backup.HOST, Backup.PAGEABLE, Backup.DISK]  # by ms_backup
+_DEFAULT = -1
+
+
+def backup_code(backup: str | None) -> int:
+    """Return the C ABI's number of a backup; None means the tag's policy.
+
+    Raises:
+        ConfigError: the backup is unknown.
+    """
+    if backup is None:
+        return _DEFAULT
+    try:
+        return _BACKUPS.index(Backup(backup))
+    except ValueError:
+        names = ", ".join(repr(b.value) for b in _BACKUPS)
+        raise ConfigError(f"there is no backup {backup!r}; the backups are {names}") from None
+
+
+def backup_of(code: int) -> Backup:
+    """Return the backup with a number of the C ABI."""
+    return _BACKUPS[code]
+
+
+def check_tag(tag: object) -> str:
+    """Return the tag, if it is valid.
+
+    Raises:
+        ConfigError: the tag is not a string, is empty, or contains a NUL character.
+    """
+    if not isinstance(tag, str):
+        raise ConfigError(f"a tag must be a string, such as 'weights', not {type(tag).__name__}")
+    if not tag:
+        raise ConfigError("a tag cannot be empty: use a name such as 'weights'")
+    if "\0" in tag:
+        raise ConfigError("a tag cannot contain a NUL character")
+    try:
+        tag.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"a tag must be text that UTF-8 can express: {error}") from None
+    return tag
+
+
+PART_MARK = "\x1f"
+"""Reserved in tags: the separator between a tag and a part's backup (see `_transitions.parts`)."""
+
+
+class PartName(str):
+    """The name of a part of a tag. Only `_transitions.parts` creates it."""
+
+    __slots__ = ()
+
+
+def check_new_tag(tag: object) -> str:
+    """Return the tag if a program may create a region with it.
+
+    Raises:
+        ConfigError: the tag is invalid (see `check_tag`), or contains PART_MARK and is not a
+            `PartName`.
+    """
+    checked = check_tag(tag)
+    if PART_MARK in checked and not isinstance(checked, PartName):
+        raise ConfigError(
+            "a tag cannot contain U+001F, which is reserved for parts of tags: choose another name"
+        )
+    return checked
+
+
+def _add_similar_tag(error: MemsaverError) -> None:
+    """Add the known tag with the most similar name to an UnknownTagError."""
+    if isinstance(error, UnknownTagError) and error.tag:
+        try:
+            known = dict.fromkeys(str(row["tag"]) for row in _C.stats())
+        except Exception:
+            return  # the error itself is more important
+        error.message += did_you_mean(error.tag, known)
+
+
+completions.append(_add_similar_tag)
+
+
+def emit_warnings(stacklevel: int = 3) -> None:
+    """Emit the library's pending failures as `MemsaverWarning`s of the caller's caller."""
+    while (text := _C.next_warning()) is not None:
+        warnings.warn(text, MemsaverWarning, stacklevel=stacklevel)
+    while _notes:
+        try:
+            text, category = _notes.popleft()
+        except IndexError:  # another thread emitted it
+            break
+        warnings.warn(text, category, stacklevel=stacklevel)
+
+
+def note(text: str, category: type[MemsaverWarning]) -> None:
+    """Add a warning for the caller of the next `emit_warnings`. Any thread."""
+    _notes.append((text, category))
+
+
+_notes: deque[tuple[str, type[MemsaverWarning]]] = deque()

@@ -1,0 +1,130 @@
+"""Options of the process: set and read.
+
+The core has one table of them, csrc/core/platform/options.h. A test compares `Options` with it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Literal, NoReturn, TypeAlias
+
+from memsaver._runtime.native import _C
+from memsaver._runtime.text import did_you_mean
+from memsaver.errors import ConfigError
+
+__all__ = ["Options", "configure", "options"]
+
+Size: TypeAlias = int | str
+Flag: TypeAlias = bool | Literal["on", "off"]
+Directory: TypeAlias = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options in effect; see `configure`.
+
+    Attributes:
+        share_bytes: the maximum size, in bytes, of the pieces of physical memory that allocations
+            of a tag share after a resume; six times as much, at most 3 GiB, without a backup.
+        slab_bytes: the maximum size, in bytes, of the pieces that new allocations smaller than this
+            share before the first pause.
+        margin_bytes: device memory that new allocations leave free.
+        host_bytes: host memory that all backups may use in total; 0: as much as the system has
+            available.
+        fingerprints: whether a pause skips contents that equal their backup.
+        poison: whether contents without a backup resume as bytes 0xFF instead of zeros.
+        disk_dir: the directory of backups on disk; "" means $TMPDIR, else /var/tmp, else /tmp.
+        top: whether `memsaver top` of the same user can query this process's statistics.
+    """
+
+    share_bytes: int
+    slab_bytes: int
+    margin_bytes: int
+    host_bytes: int
+    fingerprints: bool
+    poison: bool
+    disk_dir: str
+    top: bool
+
+
+def options() -> Options:
+    """Return the options in effect.
+
+    Raises:
+        ConfigError: an environment variable of memsaver has an invalid value.
+    """
+    return Options(
+        share_bytes=int(_C.option("share_bytes")),
+        slab_bytes=int(_C.option("slab_bytes")),
+        margin_bytes=int(_C.option("margin_bytes")),
+        host_bytes=int(_C.option("host_bytes")),
+        fingerprints=_C.option("fingerprints") == "on",
+        poison=_C.option("poison") == "on",
+        disk_dir=_C.option("disk_dir"),
+        top=_C.option("top") == "on",
+    )
+
+
+def configure(
+    *,
+    share_bytes: Size | None = None,
+    slab_bytes: Size | None = None,
+    margin_bytes: Size | None = None,
+    host_bytes: Size | None = None,
+    fingerprints: Flag | None = None,
+    poison: Flag | None = None,
+    disk_dir: Directory | None = None,
+    top: Flag | None = None,
+    **_unknown: NoReturn,
+) -> None:
+    """Set options by name; None leaves an option unchanged.
+
+    A size is a number of bytes, or text such as "256MiB"; a flag is a bool, or "on" or "off"; a
+    directory is a path, or "" for the default. Each option has an environment variable (such as
+    MEMSAVER_SHARE_BYTES), which applies until the option is set here.
+
+    Args:
+        share_bytes: see `Options`, which describes all options.
+        slab_bytes: at least 2 MiB, as `share_bytes`; both at most 1 GiB.
+        margin_bytes: an allocation that would leave less fails as out of memory, so that torch
+            releases its cached memory and retries.
+        host_bytes: a pause that needs more raises `OutOfHostMemoryError`.
+        fingerprints: False copies all contents in each pause.
+        poison: for debugging: code that relies on zeros after a resume, such as SGLang with its KV
+            cache, then fails.
+        disk_dir: an existing directory that can be written to.
+        top: has an effect only before the process's first tag is created.
+
+    Raises:
+        ConfigError: a name is unknown (no option is set), or a value is invalid (the options before
+            it in the list above are set).
+    """
+    for name in _unknown:
+        known = [field.name for field in fields(Options)]
+        raise ConfigError(
+            f"there is no option {name!r}; the options are {', '.join(map(repr, known))}"
+            f"{did_you_mean(name, known)}"
+        )
+    given = {
+        "share_bytes": share_bytes,
+        "slab_bytes": slab_bytes,
+        "margin_bytes": margin_bytes,
+        "host_bytes": host_bytes,
+        "fingerprints": fingerprints,
+        "poison": poison,
+        "disk_dir": disk_dir,
+        "top": top,
+    }
+    for name, value in given.items():
+        if value is not None:
+            _C.configure(name, os.fsencode(_text_of(name, value)))
+
+
+def _text_of(name: str, value: Size | Flag | Directory) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    text = os.fsdecode(value) if isinstance(value, os.PathLike) else str(value)
+    if "\0" in text:
+        raise ConfigError(f"option {name} cannot be {text!r}: it contains a NUL character")
+    return text

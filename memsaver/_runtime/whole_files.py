@@ -1,0 +1,61 @@
+"""Files that are written whole or not at all, even if the disk is full."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+__all__ = ["replace_file"]
+
+
+def replace_file(target: Path, content: bytes) -> None:
+    """Write the content to a file, or replace an existing file.
+
+    Keeps the mode of an existing file, and its owner and group if the system allows it (if not, the
+    group gets no rights). At no time does a user have rights to the content that the finished file
+    does not grant. If the target is a link, replaces the file that the link points to; writes
+    directly to a device or a pipe.
+
+    Raises:
+        OSError: the file cannot be written, and is unchanged. The error names the target.
+    """
+    try:
+        if target.exists() and not target.is_file():
+            target.write_bytes(content)
+        else:
+            _replace(target.resolve(), content)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from None
+
+
+def _replace(target: Path, content: bytes) -> None:
+    # Short and independent of the target's name, which may have the longest allowed length.
+    fresh = target.with_name(f".memsaver-{os.urandom(4).hex()}")
+    before = target.stat() if target.exists() else None
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        # The existing file's rights are set last: until then only this user can read the file.
+        with os.fdopen(os.open(fresh, flags, 0o600 if before else 0o666), "wb") as file:
+            file.write(content)
+            if before:
+                file.flush()
+                _give_rights(file.fileno(), before)
+        os.replace(fresh, target)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def _give_rights(file: int, before: os.stat_result) -> None:
+    """Set a file's owner, group and mode to those of the file that it replaces."""
+    mode = stat.S_IMODE(before.st_mode) & 0o777
+    with contextlib.suppress(OSError):
+        os.chown(file, before.st_uid, before.st_gid)
+    if os.fstat(file).st_gid != before.st_gid:
+        with contextlib.suppress(OSError):
+            os.chown(file, -1, before.st_gid)
+    if os.fstat(file).st_gid != before.st_gid:
+        mode &= ~0o070
+    os.fchmod(file, mode)

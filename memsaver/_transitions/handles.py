@@ -1,0 +1,300 @@
+"""One transition from begin to end, and the handle of a transition in the background.
+
+Only `Transition` is public; the public functions are in `transitions`.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from memsaver._memory import choices, costs
+from memsaver._memory.torch_mode import torch_pools
+from memsaver._runtime.background import Job
+from memsaver._runtime.callers import caller
+from memsaver._runtime.native import _C, STATES, State, check_tag
+from memsaver._transitions import observers
+from memsaver._transitions.progress import Callback, callback_of
+from memsaver._transitions.reports import Change, Report
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverWarning
+
+__all__ = ["Call", "Progress", "Transition", "state"]
+
+Progress: TypeAlias = bool | Callback | None
+
+_TICK_SECONDS = 0.05  # between two calls of a progress callback
+
+
+def state(tag: str) -> State:
+    """Return the state of a tag.
+
+    Raises:
+        UnknownTagError: no region has ever named the tag.
+    """
+    return STATES[_C.tag_state(check_tag(tag))]
+
+
+@dataclass
+class Call:
+    """A pause of `out`, a resume of `into`, or both in one: begun on one thread, run on any.
+
+    `finish` runs all steps. Code that calls `begin` and `run` itself must own a reservation of
+    `names`, and must call `abandon` if one of them raises.
+
+    Attributes:
+        who: the place in the program that made the call, and the thread.
+    """
+
+    kind: str
+    out: list[str]
+    into: list[str]
+    backup: int
+    start: float = field(default_factory=time.perf_counter)
+    who: str = field(default_factory=caller)
+    native: _C.Transition | None = None
+    _notified: list[str] = field(default_factory=list)
+    _waiting: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of {', '.join(map(repr, [*self.out, *self.into])) or 'nothing'}"
+
+    @property
+    def names(self) -> list[str]:
+        """Return the tags of both sides."""
+        return [*self.out, *self.into]
+
+    def finish(self) -> Report:
+        """Reserve the tags, begin, run and release. Notify callbacks if it fails.
+
+        No signal handler may run in between: see `_C.uninterrupted`.
+        """
+        with _C.Reservation(self.names):
+            try:
+                self.begin()
+                return self.run()
+            except BaseException as error:
+                self.abandon(error)
+                raise
+
+    def begin(self) -> None:
+        """Call the `on_pause` callbacks and begin the native transition. Copies nothing yet."""
+        with observers.notifying(self.names):
+            self._waiting = [name for name in self.into if state(name) is State.PAUSED]
+            costs.before_resume(self._waiting)
+            going = [name for name in self.out if state(name) is State.MAPPED]
+            for name in going:
+                self._notified.append(name)
+                observers.notify_pause(name)
+            changes = _C.changes()
+            if self.names:
+                dead = self._dead_ranges(going)
+                self.native = _C.begin(self.out, self.into, self.backup, dead, changes)
+        if self.native is not None:
+            self.native.set_caller(self.who.encode(errors="replace"))
+
+    def run(self) -> Report:
+        """Run the transition, once, and call the `on_resume` callbacks."""
+        rows: list[tuple[str, int, bool, int, int]] = []
+        try:
+            if self.native is not None:
+                rows = self.native.run()
+                costs.after_pause(self._notified, self.backup, rows)
+                choices.warn_of_empty(row for row in rows if row[0] in self._notified)
+        finally:
+            _notify_all(self._waiting)
+        return Report(time.perf_counter() - self.start, tuple(Change(*row) for row in rows))
+
+    def abandon(self, error: BaseException) -> None:
+        """Cancel a transition that has not run, and notify callbacks of tags that stay mapped."""
+        if self.native is not None:
+            self.native.give_up()
+        for name in self._notified:
+            _notify_after(error, name)
+
+    def _dead_ranges(self, going: list[str]) -> list[tuple[int, int]]:
+        pools = torch_pools(required=False)
+        saved = any(_C.tag_backup(name) if self.backup < 0 else self.backup for name in going)
+        if pools is None or not saved:
+            return []
+        dead = pools.dead_ranges()
+        costs.check_dead_blocks(going, dead)
+        return dead
+
+
+class Transition(Job[Report]):
+    """A pause, a resume or a swap in progress on a separate thread. Any thread may use this.
+
+    A call that needs one of its tags waits for its end, and so does interpreter exit. An error that
+    no `wait` or `wait_stream` delivers becomes a `MemsaverWarning` when this object is deleted.
+    """
+
+    def __init__(self, call: Call, progress: Progress) -> None:
+        """Reserve the tags and begin on this thread, and run the rest on a new one.
+
+        No signal handler may run in between: see `_C.uninterrupted`.
+        """
+        self._call = call
+        self._progress = progress
+        self._reported_end = False
+        self._reservation = reservation = _C.Reservation(call.names)
+        reservation.take()
+        try:
+            call.begin()
+        except BaseException as error:
+            try:
+                call.abandon(error)
+            finally:
+                reservation.release()
+            raise
+
+        def work() -> Report:
+            try:
+                return call.run()
+            except BaseException as error:
+                call.abandon(error)
+                raise
+
+        # Released after `done` is true: a thread that then owns a tag sees the transition done.
+        super().__init__(
+            call.kind, str(call), work, reservation.take_over, release=reservation.release
+        )
+        # Only now: while `threading` starts the thread, a finalizer on this thread that needs the
+        # tags would wait for the new thread, while this thread waits for it to start.
+        reservation.hand_over()
+
+    def __repr__(self) -> str:
+        return f"<memsaver.Transition: {self._call}, {'done' if self.done() else 'in progress'}>"
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The bytes copied so far and in total.
+
+        The total is 0 until it is known, and shrinks when unchanged contents are found.
+        """
+        native = self._call.native
+        return native.progress() if native is not None else (0, 0)
+
+    def wait(self, timeout: float | None = None) -> Report:
+        """Wait for the end, including callbacks, and return the report. May be repeated.
+
+        Calls the progress callback of the transition on this thread. If the callback raises, `wait`
+        waits for the end before it raises the exception. An interrupt is raised at once, and the
+        transition continues.
+
+        Args:
+            timeout: the longest wait, in seconds.
+
+        Raises:
+            TimeoutError: the timeout passed; the transition continues.
+            InvalidStateError: the call is in one of the transition's own callbacks.
+            MemsaverError: the error of the pause, resume or swap. The tags are unchanged.
+        """
+        return self._waited(timeout)
+
+    def wait_stream(self, stream: Any = None) -> None:
+        """Make all future work on a stream wait for the transition's copies.
+
+        For a resume, returns when all copies are queued, possibly before they are done; for a pause
+        or a swap, when the transition is over.
+
+        Args:
+            stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or the address of a
+                CUDA stream; None is torch's current stream.
+
+        Raises:
+            ConfigError: not a stream.
+            MemsaverError: the transition failed; see `wait`.
+        """
+        address = _address_of(stream)
+        if self._call.native is None:
+            return
+        try:
+            self._call.native.wait_stream(address)
+        except InvalidStateError:
+            self._await(None, None)
+            self._collected()  # raises if the transition failed
+            raise
+
+    def _wait(self, deadline: float | None, timeout: float | None) -> None:
+        if self.done() and (self._reported_end or not callable(self._progress)):
+            return
+        self._follow(deadline, timeout)
+
+    def _await(self, deadline: float | None, timeout: float | None) -> None:
+        """Wait for the end without calls of the progress callback."""
+        if not self._over_within(None if deadline is None else deadline - time.monotonic()):
+            raise self._too_late(timeout)
+
+    def _over_within(self, seconds: float | None) -> bool:
+        if self.done():
+            return True
+        self._check_process()
+        # The core detects whether the transition's thread waits for this one.
+        released = self._reservation.wait(-1.0 if seconds is None else max(seconds, 0.0))
+        return released and super()._over_within(None)
+
+    def _follow(self, deadline: float | None, timeout: float | None) -> None:
+        with callback_of(self._progress, str(self._call)) as callback:
+            if callback is None:
+                self._await(deadline, timeout)
+                return
+            while True:
+                left = _TICK_SECONDS if deadline is None else deadline - time.monotonic()
+                if self._over_within(min(left, _TICK_SECONDS)):
+                    break
+                if left <= 0:
+                    raise self._too_late(timeout)
+                self._report(callback, *self.progress)
+            if self._outcome.failure is None:
+                self._reported_end = True
+                total = self.progress[1]
+                self._report(callback, total, total)
+
+    def _report(self, callback: Callback, done: int, total: int) -> None:
+        if total == 0:  # the total is unknown, or there is nothing to copy
+            return
+        try:
+            callback(done, total)
+        except Exception:
+            self._await(None, None)
+            if self._outcome.failure is not None:
+                self._collected()  # the transition's error takes precedence
+            raise
+
+
+def _address_of(stream: Any) -> int:
+    if stream is None:
+        pools = torch_pools(required=False)
+        return int(pools.torch.cuda.current_stream().cuda_stream) if pools is not None else 0
+    address = getattr(stream, "cuda_stream", stream)
+    if not isinstance(address, int) or isinstance(address, bool):
+        raise ConfigError(
+            f"wait_stream takes a torch.cuda.Stream or a stream's address, not "
+            f"{type(stream).__name__}"
+        )
+    return address
+
+
+def _notify_after(error: BaseException, tag: str) -> None:
+    """Notify callbacks that a tag stays mapped. Their errors become warnings."""
+    try:
+        observers.notify_resume(tag)
+    except Exception as second:
+        warnings.warn(
+            f"a callback for tag {tag!r} failed after the pause had failed ({error}): {second!r}",
+            MemsaverWarning,
+            stacklevel=5,
+        )
+
+
+def _notify_all(tags: list[str]) -> None:
+    first: BaseException | None = None
+    for tag in tags:
+        try:
+            observers.notify_resume(tag)
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first

@@ -1,0 +1,178 @@
+"""Callbacks around pauses and resumes, for code that depends on physical pages.
+
+NCCL and RDMA registrations, CUDA IPC handles and similar objects refer to physical pages: undo them
+before a pause, and create them again after a resume. `memsaver.ranges(tag)` returns the addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from memsaver._runtime.native import _C, STATES, State, check_tag
+from memsaver.errors import ConfigError, InvalidStateError
+
+__all__ = ["Registration", "on_pause", "on_resume"]
+
+Callback = Callable[[str], object]
+
+
+class Registration:
+    """A registered callback. Calling it calls the function, so a decorated function still works.
+
+    Attributes:
+        is_removed: whether `remove` was called.
+    """
+
+    def __init__(self, callbacks: list[Registration], function: Callback, tag: str | None) -> None:
+        if not callable(function):
+            raise ConfigError(f"a callback must be a function of the tag, not {function!r}")
+        if tag is not None:
+            check_tag(tag)
+        self._callbacks = callbacks
+        self._function = function
+        self._tag = tag
+        self.is_removed = False
+        callbacks.append(self)
+
+    def __call__(self, tag: str) -> object:
+        """Call the function itself."""
+        return self._function(tag)
+
+    @property
+    def name(self) -> str:
+        """The module and the name of the function."""
+        function = self._function
+        name = getattr(function, "__qualname__", None) or repr(function)
+        module = getattr(function, "__module__", None)
+        return f"{module}.{name}" if module else str(name)
+
+    def concerns(self, tag: str) -> bool:
+        """Return whether transitions of the tag call this callback."""
+        return self._tag is None or self._tag == tag
+
+    def remove(self) -> None:
+        """Unregister the callback. May be called twice, and in finalizers."""
+        self.is_removed = True
+        with contextlib.suppress(ValueError):
+            self._callbacks.remove(self)
+
+
+# Changed only by single, atomic calls, because a finalizer may run at any time.
+_before_pause: list[Registration] = []
+_after_resume: list[Registration] = []
+
+
+def on_pause(function: Callback, tag: str | None = None) -> Registration:
+    """Call `function(tag)` before a tag is paused, on the calling thread, while it is mapped.
+
+    Args:
+        function: the callback. Callbacks run in the order of registration. If one raises, nothing
+            is paused, the exception propagates to the caller with a note that names the callback
+            and the tag (shown from Python 3.11 on), and the `on_resume` callbacks are called for
+            tags whose callbacks had run.
+        tag: the callback's tag; None means every tag.
+
+    Callbacks are not called for tags that are already paused. May be used as a decorator. On the
+    main thread, signals (Ctrl-C) wait for the callbacks, so callbacks must end. A callback that
+    begins a transition of the tag gets an `InvalidStateError`.
+
+    Raises:
+        ConfigError: `function` cannot be called, or `tag` is invalid.
+    """
+    return Registration(_before_pause, function, tag)
+
+
+def on_resume(function: Callback, tag: str | None = None) -> Registration:
+    """Call `function(tag)` after a tag is resumed, on the thread that completes the transition.
+
+    This is the calling thread, or the transition's own thread with `wait=False` or `progress`.
+
+    Args:
+        function: the callback. Callbacks run in the order of registration. If one raises, the tags
+            stay resumed, the other callbacks run, and the first error propagates to the caller.
+        tag: the callback's tag; None means every tag.
+
+    Also called if a pause fails after its `on_pause` callbacks ran. May be used as a decorator. If
+    a callback pauses the tag, later callbacks are called for that pause only.
+
+    Raises:
+        ConfigError: `function` cannot be called, or `tag` is invalid.
+    """
+    return Registration(_after_resume, function, tag)
+
+
+# Tags in a block of `notifying`. Only the block's thread can have reserved them.
+_being_notified: set[str] = set()
+# The last notification for each tag.
+_latest: dict[str, object] = {}
+
+
+class notifying:
+    """Prevent this thread from beginning another transition of the tags in the block.
+
+    The thread has reserved the tags, notifies callbacks of their pause in the block, and begins
+    it. If a callback, a signal handler or a finalizer paused or resumed one of the tags in between,
+    other callbacks would be left with an outdated state.
+
+    Raises:
+        InvalidStateError: on entry, if the thread is already in such a block for one of the tags.
+    """
+
+    def __init__(self, tags: list[str]) -> None:
+        self._tags = tags
+
+    def __enter__(self) -> None:
+        for tag in self._tags:
+            if tag in _being_notified:
+                raise InvalidStateError(
+                    f"this thread is about to begin a transition of tag {tag!r} and is now inside "
+                    "a callback, a signal handler or a finalizer: another transition of the tag "
+                    "must begin after the callback, handler or finalizer",
+                    tag=tag,
+                )
+        _being_notified.update(self._tags)
+
+    def __exit__(self, *_: object) -> None:
+        _being_notified.difference_update(self._tags)
+
+
+def notify_pause(tag: str) -> None:
+    """Call the `on_pause` callbacks of the tag."""
+    _call(_before_pause, "on_pause", tag)
+
+
+def notify_resume(tag: str) -> None:
+    """Call all `on_resume` callbacks of a mapped tag, then raise the first error."""
+    _call(_after_resume, "on_resume", tag, keep_going=True)
+
+
+def _call(callbacks: list[Registration], kind: str, tag: str, keep_going: bool = False) -> None:
+    concerned = [callback for callback in tuple(callbacks) if callback.concerns(tag)]
+    first: BaseException | None = None
+    _latest[tag] = this = object()
+    if STATES[_C.tag_state(tag)] is not State.MAPPED:
+        return
+    for callback in concerned:
+        # A callback or a finalizer has paused the tag again, and that pause called the other
+        # callbacks.
+        if _latest[tag] is not this:
+            break
+        try:
+            callback(tag)
+        except BaseException as error:
+            _name_callback(error, f"{kind} callback {callback.name} of tag {tag!r}")
+            if not keep_going:
+                raise
+            first = first or error
+    if first is not None:
+        raise first
+
+
+def _name_callback(error: BaseException, what: str) -> None:
+    """Add a note about an error's origin, which tracebacks show from Python 3.11 on."""
+    text = f"raised by the {what}"
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        setattr(error, "__notes__", [*getattr(error, "__notes__", []), text])  # noqa: B010

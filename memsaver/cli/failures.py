@@ -1,0 +1,39 @@
+"""Failures of commands: one line on stderr, and an exit status."""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+import typer
+
+from memsaver._runtime.text import plain_text
+
+__all__ = ["FAILURE", "INTERRUPTED", "USAGE", "complain", "drop_output", "fail"]
+
+# Exit statuses.
+FAILURE = 1
+USAGE = 2  # wrong, missing or contradictory arguments
+INTERRUPTED = 130  # as in a shell: 128 and the number of SIGINT
+
+
+def complain(who: str, message: str) -> None:
+    """Print one line on stderr, beginning with the command. An unusable stderr is ignored."""
+    try:
+        typer.echo(f"{who}: {plain_text(message)}", err=True)
+    except OSError:
+        drop_output(2)
+
+
+def drop_output(descriptor: int) -> None:
+    """Discard the rest of an output, so that the interpreter does not try to write it again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    if nowhere != descriptor:
+        os.close(nowhere)
+
+
+def fail(who: str, message: str, status: int) -> NoReturn:
+    """Print one line on stderr, and end the command with an exit status."""
+    complain(who, message)
+    raise typer.Exit(status)

@@ -1,0 +1,113 @@
+"""How the room for a backup is cut: what is pinned in one piece, and what stays."""
+
+import pytest
+from driver_faults import Fixed
+from looks import row_of
+
+import memsaver
+from memsaver._runtime.native import _C
+from memsaver.errors import DriverError
+
+pytestmark = [
+    pytest.mark.one_python,
+    pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning"),
+]
+
+MIB = 1 << 20
+
+
+def pause_but(name, *holes):
+    """Pauses, with holes that no tensor owns; the bytes copied."""
+    return sum(one[4] for one in _C.pause([name], -1, list(holes)))
+
+
+@pytest.fixture
+def make_block(sim, make_blocks):
+    """Makes a block; what it must hold is known."""
+
+    def make(name, nbytes, backup):
+        return Fixed(sim, make_blocks(name, [nbytes], backup=backup))
+
+    return make
+
+
+def fill(fixed, hole):
+    """What was in a hole is put there again."""
+    address, nbytes = hole
+    at = address - fixed.blocks[0].address
+    fixed.sim.write(address, fixed.contents[0][at : at + nbytes])
+
+
+@pytest.mark.parametrize("kind", ["host", "pageable", "disk"])
+def test_a_small_hole_in_a_large_range(sim, tag, make_block, kind):
+    # Its parts share a page, or one of them is small; the room for them stays as it is.
+    block = make_block(name := tag(), 140 * MIB, kind)
+    start = block.blocks[0].address
+    holes = [(start + 70 * MIB + 512, 512), (start + MIB, 2 * MIB)]
+    assert pause_but(name) == 140 * MIB
+    memsaver.resume(name)
+    pinned = sim.calls("cuMemHostUnregister")
+    for hole in holes:
+        assert pause_but(name, hole) <= MIB  # the pieces beside it
+        assert row_of(name).backup_bytes == 140 * MIB - hole[1]
+        memsaver.resume(name)
+        fill(block, hole)
+        assert block.are_intact()
+        assert pause_but(name) <= 3 * MIB
+        memsaver.resume(name)
+        assert block.are_intact()
+    assert kind != "host" or sim.calls("cuMemHostUnregister") == pinned
+
+
+def test_a_large_hole_in_what_cannot_be_unpinned(sim, tag, make_block):
+    block = make_block(name := tag(), 210 * MIB, "host")
+    hole = (block.blocks[0].address + 70 * MIB, 70 * MIB)
+    with memsaver.paused(name):
+        pass
+    with sim.fault("cuMemHostUnregister"):
+        pause_but(name, hole)
+    assert row_of(name).backup_bytes == 140 * MIB and row_of(name).host_bytes == 210 * MIB
+    memsaver.resume(name)
+    pause_but(name, hole)
+    assert row_of(name).host_bytes == 140 * MIB
+    assert memsaver.stats().host_bytes >= sim.counts().registered_bytes
+    memsaver.resume(name)
+    fill(block, hole)
+    assert block.are_intact()
+    with sim.fault("cuMemHostUnregister"), pytest.raises(DriverError) as caught:
+        memsaver.pause(name)  # it wants one piece where two are
+    assert caught.value.call == "cuMemHostUnregister" and caught.value.tag == name
+    assert memsaver.state(name) == "mapped" and block.are_intact()
+    with memsaver.paused(name):
+        pass
+    assert block.are_intact()
+
+
+def test_small_neighbours_are_copied_together(sim, tag):
+    with memsaver.region(name := tag(), backup="host"):
+        blocks = [_C.malloc(512) for _ in range(4000)]
+    for address in blocks:
+        sim.write(address, address.to_bytes(8, "little"))
+    before = {call: sim.calls(call) for call in ("cuMemcpyDtoHAsync", "cuLaunchKernel")}
+    for _ in range(2):
+        memsaver.pause(name)
+        memsaver.resume(name)
+    assert all(sim.calls(call) - before[call] <= 4 for call in before)
+    for address in blocks:
+        assert sim.read(address, 8) == address.to_bytes(8, "little")
+        _C.free(address)
+
+
+def test_blocks_that_hang_together_by_their_pages(sim, tag):
+    # None begins on a page: they are not one piece for ever.
+    with memsaver.region(name := tag(), backup="host"):
+        blocks = [_C.malloc(512)] + [_C.malloc(64 << 10) for _ in range(2500)]
+    for address in blocks:
+        sim.write(address, address.to_bytes(8, "little"))
+    pinned = sim.calls("cuMemHostRegister")
+    memsaver.pause(name)
+    assert sim.calls("cuMemHostRegister") - pinned >= 2
+    memsaver.resume(name)
+    for address in blocks:
+        assert sim.read(address, 8) == address.to_bytes(8, "little")
+        _C.free(address)

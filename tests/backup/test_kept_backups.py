@@ -1,0 +1,386 @@
+"""Backups that are kept: what comes back, and what a pause need not copy again."""
+
+import ctypes
+import functools
+import random
+
+import pytest
+
+import memsaver
+from memsaver import simulator
+from memsaver._runtime.native import _C
+from memsaver.errors import DriverError
+
+pytestmark = pytest.mark.one_python
+
+KIB = 1 << 10
+MIB = 1 << 20
+KINDS = ["host", "pageable", "disk"]
+CODE = {"none": 0, "host": 1, "pageable": 2, "disk": 3}
+ODD = [1, 511, 4097, MIB - 1, MIB + 1, 5 * MIB + 12345]
+
+
+@functools.cache
+def noise():
+    return random.Random(7).randbytes(72 * MIB)
+
+
+class Memory:
+    """A block of device memory and what must lie in it."""
+
+    def __init__(self, sim, nbytes, seed):
+        self.sim, self.nbytes = sim, nbytes
+        self.buffer = simulator.buffer(nbytes)
+        self.address = self.buffer.address
+        self.fill(seed)
+
+    def fill(self, seed):
+        self.write(0, noise()[seed * 4099 : seed * 4099 + self.nbytes])
+
+    def write(self, at, data):
+        """Also what must lie there from now on."""
+        self.check()
+        if len(data) == self.nbytes:
+            self.expected = data
+        else:
+            self.expected = self.expected[:at] + data + self.expected[at + len(data) :]
+        ctypes.memmove(self.address + at, data, len(data))
+
+    def check(self):
+        for at in (0, self.nbytes - 1):
+            self.sim.read(self.address + at, 1)
+
+    def is_intact(self):
+        self.check()
+        return ctypes.string_at(self.address, self.nbytes) == self.expected
+
+
+@pytest.fixture
+def make(sim):
+    def make(name, sizes, backup, seed=1):
+        with memsaver.region(name, backup=backup):
+            return [Memory(sim, nbytes, seed + i) for i, nbytes in enumerate(sizes)]
+
+    return make
+
+
+def row(name):
+    (only,) = memsaver.stats()[name]
+    return only
+
+
+def live_bytes(name):
+    """What a pause saves: the live allocations, as the allocator rounds them."""
+    return sum(r.bytes for r in memsaver.ranges(name))
+
+
+def cycle(name, **options):
+    """Pauses and resumes; the bytes that the pause copied."""
+    copied = memsaver.pause(name, **options).copied_bytes
+    memsaver.resume(name)
+    return copied
+
+
+def pause_but(name, kind, dead):
+    """Pauses leaving dead ranges out; the bytes copied."""
+    return sum(r[4] for r in _C.pause([name], CODE[kind], dead))
+
+
+def all_intact(blocks):
+    return all(block.is_intact() for block in blocks)
+
+
+# --- contents -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fingerprints", [True, False], ids=["fingerprints", "none"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_contents_over_cycles_with_changes_between(sim, tag, make, options, kind, fingerprints):
+    options(fingerprints=fingerprints)
+    blocks = make(name := tag(), ODD, kind)
+    for round_ in range(4):
+        report = memsaver.pause(name)
+        assert sim.tag_bytes() == 0 and not sim.accessible(blocks[0].address)
+        assert row(name).backup_bytes == live_bytes(name)
+        if round_ == 0 or not fingerprints:
+            assert report.copied_bytes == live_bytes(name)
+        assert memsaver.resume(name).copied_bytes == live_bytes(name)
+        assert all_intact(blocks), round_
+        for block in blocks[round_ % 2 :: 2]:
+            block.fill(round_ + 50)
+        blocks[-1].write(5 * MIB + round_, b"one more")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_larger_than_a_strip(sim, tag, make, kind):
+    blocks = make(name := tag(), [70 * MIB, 1], kind)
+    cycle(name)
+    for at in (0, 64 * MIB - 3, 70 * MIB - 6):  # the second in two strips
+        blocks[0].write(at, b"change")
+        assert cycle(name) == (2 * MIB if at % MIB > MIB - 6 and at < 65 * MIB else MIB)
+    assert all_intact(blocks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_backup_stays_when_its_neighbours_change(sim, tag, make, kind):
+    blocks = make(name := tag(), [3 * MIB, 70 * MIB, 2 * MIB], kind)
+    cycle(name)
+    del blocks[2], blocks[0]
+    assert cycle(name) == 0
+    blocks += make(name, [MIB], kind, 9)
+    assert cycle(name) == MIB
+    assert all_intact(blocks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_come_and_go_between_cycles(sim, tag, make, kind):
+    dice = random.Random(kind)
+    name = tag()
+    blocks = make(name, [dice.choice(ODD) for _ in range(6)], kind)
+    for round_ in range(5):
+        for _ in range(2):
+            del blocks[dice.randrange(len(blocks))]
+        blocks += make(name, [dice.choice(ODD) for _ in range(2)], kind, 100 + 10 * round_)
+        memsaver.pause(name)
+        if round_ % 2:
+            del blocks[dice.randrange(len(blocks))]
+        memsaver.resume(name)
+        assert all_intact(blocks), round_
+        blocks += make(name, [4097], kind, 200 + round_)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_block_at_the_same_address(sim, tag, make, kind):
+    name = tag()
+    stays, goes = make(name, [2 * MIB, 4 * MIB], kind)
+    cycle(name)
+    address = goes.address
+    del goes
+    (comes,) = make(name, [4 * MIB], kind, 30)
+    assert comes.address == address
+    assert cycle(name) == 4 * MIB
+    assert all_intact([stays, comes])
+    assert cycle(name) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dead_ranges_are_not_saved(sim, tag, make, kind):
+    (block,) = make(name := tag(), [6 * MIB], kind)
+    cuts = [(1000, 5000), (MIB - 700, MIB + 700), (3 * MIB, 4 * MIB), (6 * MIB - 1, 6 * MIB)]
+    dead = [(block.address + a, b - a) for a, b in cuts]
+    lost = sum(b - a for a, b in cuts)
+    assert pause_but(name, kind, dead) == 6 * MIB - lost == row(name).backup_bytes
+    memsaver.resume(name)
+    for a, b in cuts:
+        assert not any(sim.read(block.address + a, b - a))
+        block.expected = block.expected[:a] + bytes(b - a) + block.expected[b:]
+    assert block.is_intact()
+    # What was dead is alive: saved now, though all else is kept.
+    for a, b in cuts:
+        block.write(a, b"\x5a" * (b - a))
+    assert cycle(name) < 6 * MIB
+    assert block.is_intact()
+    assert pause_but(name, kind, dead) < 6 * MIB
+    memsaver.resume(name)
+    block.fill(60)
+    cycle(name)
+    assert block.is_intact()
+
+
+@pytest.mark.parametrize("kinds", [("host", "disk"), ("disk", "pageable"), ("pageable", "host")])
+def test_another_backup_from_pause_to_pause(sim, tag, make, kinds):
+    blocks = make(name := tag(), ODD, "none")
+    everything = live_bytes(name)
+    for kind in (*kinds, kinds[1], "none", kinds[1]):
+        copied = memsaver.pause(name, backup=kind).copied_bytes
+        held = row(name)
+        if kind == "disk":
+            assert held.host_bytes == 0 and held.disk_bytes >= everything
+        elif kind != "none":
+            assert held.disk_bytes == 0 and held.host_bytes >= everything
+        if kind == "host":
+            assert sim.counts().registered_bytes >= held.host_bytes
+        elif kind != "none":
+            assert sim.counts().registered_bytes < MIB, "fingerprints only"
+        memsaver.resume(name)
+        if kind == "none":
+            assert copied == 0
+            assert not any(sim.read(blocks[-1].address, blocks[-1].nbytes))
+            for block in blocks:
+                block.fill(9)
+        assert all_intact(blocks), kind
+    memsaver.trim(wait=True)
+    assert row(name).host_bytes == row(name).disk_bytes == sim.counts().registered_bytes == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_devices(run_python, kind):
+    run_python(
+        f"""
+        import memsaver
+        from simulated_driver import Block, Simulator
+
+        sim = Simulator()
+        blocks = []
+        for device in (0, 1):
+            sim.start(device)
+            with memsaver.region("t", backup="{kind}"):
+                blocks += [Block(sim, n, 10 * device + n, device) for n in (1, 4097, 4 << 20)]
+        for cycle in range(3):
+            report = memsaver.pause("t")
+            assert [c.device for c in report.changes] == [0, 1]
+            copied = [c.copied_bytes for c in report.changes]
+            assert copied[0] > 4 << 20 if cycle == 0 else copied[0] == 0, copied
+            assert copied[1] > 4 << 20 if cycle == 0 else copied[1] == 4 << 20, copied
+            assert sim.tag_bytes(0) == sim.tag_bytes(1) == 0
+            memsaver.resume("t")
+            assert all(b.is_intact() for b in blocks)
+            blocks[-1].fill(99 + cycle)
+        memsaver.trim(wait=True)
+        assert sim.counts().registered_bytes == 0 and not sim.violations()
+        assert memsaver.stats().disk_bytes == memsaver.stats().host_bytes == 0
+        """,
+        MEMSAVER_SIM_DEVICES=2,
+    )
+
+
+# --- what is not copied again ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_changed_pieces_are_copied(sim, tag, make, kind):
+    (block,) = make(name := tag(), [20 * MIB], kind)
+    assert block.address % MIB == 0
+    assert cycle(name) == 20 * MIB
+    assert cycle(name) == 0
+    for at, data, pieces in (
+        (7 * MIB, b"x", 1),
+        (8 * MIB - 1, b"x", 1),
+        (9 * MIB - 1, b"xy", 2),
+        (20 * MIB - 1, b"x", 1),
+    ):
+        block.write(at, data)
+        assert cycle(name) == pieces * MIB, at
+        assert block.is_intact() and cycle(name) == 0
+    block.fill(60)
+    assert cycle(name) == 20 * MIB
+    assert block.is_intact()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_fingerprints_everything_is_copied(sim, tag, make, options, kind):
+    (block,) = make(name := tag(), [4 * MIB], kind)
+    assert cycle(name) == 4 * MIB and cycle(name) == 0
+    options(fingerprints=False)
+    assert cycle(name) == 4 * MIB
+    assert cycle(name) == 4 * MIB
+    block.write(MIB, b"changed while there were none")
+    assert cycle(name) == 4 * MIB and block.is_intact()
+    options(fingerprints=True)
+    cycle(name)
+    assert cycle(name) == 0 and block.is_intact()
+
+
+@pytest.mark.parametrize("kind", ["host", "pageable"])
+def test_what_a_view_wrote_is_saved_again(sim, tag, make, kind):
+    (block,) = make(name := tag(), [4 * MIB], kind)
+    before = block.expected
+    memsaver.pause(name)
+    _C.backup_view(block.address + 2 * MIB + 5, 3, True)[:3] = b"new"
+    memsaver.resume(name)
+    at = 2 * MIB + 5
+    assert sim.read(block.address + at, 3) == b"new"
+    # Back to what was saved before: the backup is another by now.
+    sim.write(block.address, before)
+    memsaver.pause(name)
+    memsaver.resume(name)
+    assert block.is_intact()
+    memsaver.pause(name)
+    _C.backup_view(block.address, 4 * MIB)  # reading changes nothing
+    memsaver.resume(name)
+    assert cycle(name) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "call, nth", [("cuMemcpyDtoHAsync", 1), ("cuMemcpyDtoHAsync", 2), ("cuMemUnmap", 1)]
+)
+def test_no_stale_fingerprint_after_a_failed_pause(sim, tag, make, kind, call, nth):
+    # The contents change, the copy of them fails on its way, and they change back.
+    (block,) = make(name := tag(), [18 * MIB], kind)
+    before = block.expected
+    cycle(name)
+    for at in (MIB, 17 * MIB):
+        block.write(at, b"changed")
+    with sim.fault(call, 1, nth), pytest.raises(DriverError):
+        memsaver.pause(name)
+    assert memsaver.state(name) == "mapped" and block.is_intact()
+    block.write(0, before)
+    assert cycle(name) <= 2 * MIB
+    assert block.is_intact()
+    assert cycle(name) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_trim_everything_is_copied(sim, tag, make, kind):
+    (block,) = make(name := tag(), [4 * MIB], kind)
+    cycle(name)
+    held = row(name).host_bytes + row(name).disk_bytes
+    assert memsaver.trim(wait=True) >= held == 4 * MIB
+    assert row(name).host_bytes == row(name).disk_bytes == 0
+    assert cycle(name) == 4 * MIB and block.is_intact()
+    memsaver.pause(name)
+    assert memsaver.trim(wait=True) < MIB, "backs a paused tag"
+    memsaver.resume(name)
+    assert block.is_intact()
+
+
+# --- copies that fail on their way, and progress --------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_of_several_strips_fails(sim, tag, make, kind):
+    blocks = make(name := tag(), [66 * MIB, 2 * MIB], kind)
+    for nth in (1, 2, 3):
+        with sim.fault("cuMemcpyDtoHAsync", 719 if nth == 2 else 1, nth):
+            try:
+                memsaver.pause(name)
+            except DriverError as error:
+                assert error.call == "cuMemcpyDtoHAsync" and error.tag == name
+        if memsaver.state(name) == "mapped":
+            assert all_intact(blocks)
+            assert sim.counts().registered_bytes <= memsaver.stats().host_bytes
+    memsaver.pause(name)
+    for nth in (1, 2):
+        with sim.fault("cuMemcpyHtoDAsync", 1, nth), pytest.raises(DriverError) as caught:
+            memsaver.resume(name)
+        assert caught.value.call == "cuMemcpyHtoDAsync" and caught.value.tag == name
+        assert memsaver.state(name) == "paused" and sim.tag_bytes() == 0
+    memsaver.resume(name)
+    assert all_intact(blocks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_progress_ends_where_it_says(sim, tag, make, kind):
+    names = [tag("first"), tag("second")]
+    blocks = make(names[0], ODD, kind) + make(names[1], [1, 4097, 600 * KIB], kind)
+    everything = sum(map(live_bytes, names))
+    for expected in (everything, 0):
+        pause = _C.begin(names, [], -1, [])
+        copied = sum(r[4] for r in pause.run())
+        assert copied == expected and pause.progress() == (expected, expected)
+        resume = _C.begin([], names, -1, [])
+        assert sum(r[4] for r in resume.run()) == everything
+        assert resume.progress() == (everything, everything)
+    dead = [(blocks[-1].address + 100, 5000)]
+    blocks[-1].write(0, b"x")
+    blocks[-1].write(300 * KIB, b"x")
+    pause = _C.begin(names, [], CODE[kind], dead)
+    copied = sum(r[4] for r in pause.run())
+    assert pause.progress() == (copied, copied)
+    resume = _C.begin([], names, -1, [])
+    copied = sum(r[4] for r in resume.run())
+    assert resume.progress() == (copied, copied) == (everything - 5000,) * 2
+    block = blocks[-1]
+    block.expected = block.expected[:100] + bytes(5000) + block.expected[5100:]
+    assert all_intact(blocks)

@@ -1,0 +1,200 @@
+"""The option poison: what no backup brings back is NaN, and nothing else is."""
+
+import pytest
+
+import memsaver
+from memsaver._runtime.native import _C
+from memsaver.errors import ConfigError, DriverError
+
+pytestmark = pytest.mark.one_python
+
+MIB = 1 << 20
+GIB = 1 << 30
+PAGE = 2 * MIB
+SAVED = ["host", "pageable", "disk"]
+
+
+@pytest.fixture(autouse=True)
+def poison(options, tmp_path):
+    options(poison=True, disk_dir=str(tmp_path))
+
+
+def is_poisoned(block):
+    return block.bytes().count(0xFF) == block.nbytes
+
+
+@pytest.mark.parametrize("share", ["2MiB", "512MiB"])
+def test_what_was_not_backed_up_is_poisoned(sim, tag, make_blocks, options, share):
+    options(share_bytes=share)
+    name = tag()
+    blocks = make_blocks(name, [512, 5000, 3 * PAGE + 512, 100])
+    for _ in range(2):
+        memsaver.pause(name)
+        memsaver.resume(name)
+        assert all(map(is_poisoned, blocks))
+        blocks[2].fill(5)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "float8_e4m3fn"])
+def test_it_is_nan_in_every_float(sim, tag, dtype):
+    torch = pytest.importorskip("torch")
+    from memsaver import simulator
+
+    name = tag()
+    with memsaver.region(name):
+        tensor = simulator.empty(1000, getattr(torch, dtype)).zero_()
+    memsaver.pause(name)
+    memsaver.resume(name)
+    assert tensor.float().isnan().all()
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_what_is_backed_up_comes_back(sim, tag, make_blocks, kind):
+    name, other = tag("saved"), tag("discarded")
+    saved = make_blocks(name, [512, 3 * PAGE + 512, 700], backup=kind)
+    discarded = make_blocks(other, [700, PAGE])
+    memsaver.pause()
+    memsaver.resume()
+    assert all(b.is_intact() for b in saved)
+    assert all(map(is_poisoned, discarded))
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_dead_ranges_of_a_backed_up_tag_are_poisoned(sim, tag, make_blocks, kind):
+    name = tag()
+    (block,) = make_blocks(name, [3 * PAGE], backup=kind)
+    before = block.bytes()
+    holes = [(512, 1024), (PAGE - 512, 1024), (3 * PAGE - 4096, 4096)]
+    _C.pause([name], -1, [(block.address + at, n) for at, n in holes])
+    memsaver.resume(name)
+    expected = bytearray(before)
+    for at, n in holes:
+        expected[at : at + n] = b"\xff" * n
+    assert block.bytes() == bytes(expected)
+
+
+def test_a_pause_that_discards_for_once(sim, tag, make_blocks):
+    name = tag()
+    (block,) = make_blocks(name, [PAGE], backup="host")
+    memsaver.pause(name, backup="none")
+    memsaver.resume(name)
+    assert is_poisoned(block)
+
+
+def test_switched_off_again_it_is_zeros(sim, tag, make_blocks, options):
+    name = tag()
+    (block,) = make_blocks(name, [PAGE])
+    memsaver.pause(name)
+    options(poison=False)
+    memsaver.resume(name)
+    assert block.is_zero()
+
+
+@pytest.mark.parametrize("backup", ["none", "host"], ids=["discarded", "saved"])
+@pytest.mark.parametrize("free", [0, GIB], ids=["handed over", "new"])
+def test_a_swap(sim, tag, make_blocks, options, backup, free):
+    """Of pages that are handed over, and of new ones, with the device full and not."""
+    options(share_bytes="4MiB", slab_bytes="2MiB")
+    out, into = tag("out"), tag("into")
+    coming = make_blocks(into, [PAGE, 700, PAGE])
+    memsaver.pause(into)
+    sizes = [PAGE, 100, 2 * PAGE] if free == 0 else [100]
+    going = make_blocks(out, sizes, backup=backup)
+    if free == 0:
+        sim.occupy(memsaver.device_memory(0)[0])
+    memsaver.swap(out=out, into=into)
+    assert all(map(is_poisoned, coming))
+    sim.occupy(0)
+    memsaver.resume(out)
+    assert all(is_poisoned(b) if backup == "none" else b.is_intact() for b in going)
+
+
+def test_it_is_there_when_the_resume_returns(sim, tag, make_blocks):
+    name = tag()
+    blocks = make_blocks(name, [PAGE, 3000])
+    memsaver.pause(name)
+    sim.stream_delay(0.05)
+    memsaver.resume(name)
+    assert all(map(is_poisoned, blocks))
+
+
+def test_it_is_there_for_a_stream_that_waits(sim, tag, make_blocks, wait_until):
+    """Work behind wait_stream overwrites the poison; never the other way round."""
+    name = tag()
+    (block,) = make_blocks(name, [PAGE])
+    memsaver.pause(name)
+    sim.stream_delay(0.05)
+    resume = memsaver.resume(name, wait=False)
+    with sim.stream() as stream:
+        resume.wait_stream(stream.value)
+        sim.memset(block.address, 7, 4096, stream)
+    resume.wait()
+    assert block.bytes() == b"\x07" * 4096 + b"\xff" * (PAGE - 4096)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_fill_that_fails(sim, tag, make_blocks, nth):
+    """Two tags, of which the first or the second cannot be filled: both stay paused, no memory."""
+    first, second = tag("first"), tag("second")
+    saved = make_blocks(first, [PAGE], backup="host")
+    others = make_blocks(second, [3 * PAGE])
+    memsaver.pause(first)
+    memsaver.pause(second)
+    # A tile of its own for each: the saved one has nothing to fill.
+    third = make_blocks(tag("third"), [PAGE])
+    memsaver.pause()
+    sim.stream_delay(0.02)
+    with sim.fault("cuMemsetD8Async", sim.LAUNCH_FAILED, nth=nth), pytest.raises(DriverError):
+        memsaver.resume()
+    assert memsaver.state(first) == memsaver.state(second) == "paused"
+    assert sim.tag_bytes() == 0
+    memsaver.resume()
+    assert saved[0].is_intact()
+    assert all(map(is_poisoned, others + third))
+
+
+def test_an_error_after_fills_were_queued(sim, tag, make_blocks):
+    """The memory goes only when the fills are done: the simulator would tell (see `sim`)."""
+    name = tag()
+    blocks = make_blocks(name, [3 * PAGE])
+    memsaver.pause(name)
+    sim.stream_delay(0.05)
+    with sim.fault("cuEventRecord", sim.LAUNCH_FAILED), pytest.raises(DriverError):
+        memsaver.resume(name)
+    assert sim.tag_bytes() == 0
+    memsaver.resume(name)
+    assert all(map(is_poisoned, blocks))
+
+
+def test_pages_that_were_kept_keep_their_contents(sim, tag, make_blocks, options):
+    """Neither a pause that failed nor one that failed twice loses a byte to the poison."""
+    options(share_bytes="2MiB", slab_bytes="2MiB")
+    name = tag()
+    blocks = make_blocks(name, [PAGE, PAGE, PAGE])
+    sim.fail("cuMemUnmap", sim.LAUNCH_FAILED, 2)
+    sim.fail("cuMemMap", sim.LAUNCH_FAILED, 1)
+    with pytest.raises(DriverError):
+        memsaver.pause(name)
+    assert memsaver.state(name) == "paused"  # the exception of begin_pause
+    sim.clear_faults()
+    memsaver.resume(name)
+    assert all(b.is_intact() for b in blocks)
+
+
+def test_the_environment(run_python):
+    code = """
+        import memsaver
+        from memsaver import simulator
+        with memsaver.region("kv"):
+            block = simulator.buffer(4096)
+        memsaver.pause()
+        memsaver.resume()
+        print(bytes(block.array) == b"\\xff" * 4096)
+    """
+    assert run_python(code, MEMSAVER_POISON="1").stdout.split() == ["True"]
+    assert run_python(code, MEMSAVER_POISON="off").stdout.split() == ["False"]
+
+
+def test_a_value_that_is_no_flag(sim, tag):
+    with pytest.raises(ConfigError, match="MEMSAVER_POISON"):
+        memsaver.configure(poison="often")

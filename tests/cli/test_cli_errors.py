@@ -1,0 +1,161 @@
+"""Wrong, missing and contradictory arguments: one line on stderr, and the right exit status."""
+
+import re
+import shlex
+
+import pytest
+from made_traces import made
+
+from memsaver.cli import app, main
+from memsaver.traces import files
+from memsaver.traces.trace import TagSample
+
+pytestmark = pytest.mark.one_python
+
+NO_OPTION = "no such option: --nope"
+EXTRA = "unexpected extra argument"
+NO_VALUE = "requires an argument"
+SEE_RUN = "put it after `--`, as in `memsaver run"
+NO_COMMAND = "there is no command to run"
+NO_TRACE = "not a memsaver trace"
+
+# The arguments, the status, and a part of the line. A name after `memsaver` in the line is tested
+# for all: it is the command's, if the first argument is a command.
+CASES = [
+    ("nope", 2, "no such command 'nope'"),
+    ("--nope", 2, NO_OPTION),
+    ("run", 2, NO_COMMAND),
+    ("run --", 2, NO_COMMAND),
+    ("run ''", 2, NO_COMMAND),
+    ("run --tag t", 2, SEE_RUN),
+    ("run --tag", 2, NO_VALUE),
+    ("run --tag '' -- true", 2, "a tag cannot be empty"),
+    ("run --backup host -- true", 2, "needs a tag"),
+    ("run --tag t --backup nope -- true", 2, "there is no backup 'nope'"),
+    ("run --nope -- true", 2, NO_OPTION),
+    ("run -- /", 126, "cannot run /"),
+    ("run -- no/such/command", 127, "command not found"),
+    ("run -- no_such_command", 127, "command not found"),
+    ("demo extra", 2, EXTRA),
+    ("demo --nope", 2, NO_OPTION),
+    ("doctor extra", 2, EXTRA),
+    ("doctor --nope", 2, NO_OPTION),
+    ("doctor --json=1", 2, "does not take a value"),
+    ("top extra", 2, EXTRA),
+    ("top --nope", 2, NO_OPTION),
+    ("top --interval", 2, NO_VALUE),
+    ("top --interval x", 2, "'--interval'"),
+    ("top --interval 0", 2, "'--interval'"),
+    ("top --interval nan", 2, "'--interval'"),
+    ("top --interval inf", 2, "'--interval'"),
+    ("top --interval 2 --once", 2, "--interval and --once exclude each other"),
+    ("top --interval 2 --json", 2, "--interval and --json exclude each other"),
+    ("top --pid", 2, NO_VALUE),
+    ("top --pid x", 2, "'--pid'"),
+    ("top --pid 0", 2, "'--pid'"),
+    ("top --pid -1", 2, "'--pid'"),
+    ("top --pid 1", 1, "process 1 is not among those"),
+    (f"top --pid {10**20}", 1, "is not among those"),
+    ("bench extra", 2, EXTRA),
+    ("bench --nope", 2, NO_OPTION),
+    ("bench --size", 2, NO_VALUE),
+    ("bench --size ''", 2, "'' is not a size"),
+    ("bench --size 16GB", 2, "'16GB' is not a size"),
+    ("bench --size -1", 2, "'-1' is not a size"),
+    ("bench --size 0", 2, "too small: 32 MiB at least"),
+    ("bench --size 1MiB", 2, "a size of 1 MiB is too small"),
+    ("bench --size 99999999999TiB", 1, "choose a smaller size"),
+    ("bench --device x", 2, "'--device'"),
+    ("bench --device -1", 2, "'--device'"),
+    ("bench --device 9", 2, "no device 9"),
+    ("bench --rounds x", 2, "'--rounds'"),
+    ("bench --rounds 0", 2, "'--rounds'"),
+    ("bench --rounds 1001", 2, "'--rounds'"),
+    ("bench --picture", 2, NO_VALUE),
+    ("bench --picture ''", 2, "must end in one of"),
+    ("bench --picture x.doc", 2, "must end in one of"),
+    ("bench --picture no/x.png", 2, "the folder does not exist"),
+    ("trace", 2, "missing argument 'FILE'"),
+    ("trace t.json extra", 2, EXTRA),
+    ("trace t.json --nope", 2, NO_OPTION),
+    ("trace none.json", 1, "none.json: No such file"),
+    ("trace none.json --json", 1, "none.json: No such file"),
+    ("trace ''", 1, "Is a directory"),
+    ("trace /", 1, "Is a directory"),
+    ("trace /dev/null", 1, NO_TRACE),
+    ("trace bad.json", 1, NO_TRACE),
+    ("trace t.json --html", 2, NO_VALUE),
+    ("trace t.json --html ''", 2, "does not end in .html"),
+    ("trace t.json --html t.json", 2, "does not end in .html"),
+    ("trace t.json --html no/x.html", 1, "no/x.html: No such file"),
+    ("trace t.json --html full.html", 1, "No space left on device"),
+    ("trace t.json --picture", 2, NO_VALUE),
+    ("trace t.json --picture x.html", 2, ".png, .svg, .pdf"),
+]
+
+
+@pytest.fixture
+def run_main(sim, tmp_path, monkeypatch, capfd):
+    """Runs the console script in a folder with some files, and returns its status and outputs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "t.json").touch()
+    files.save(made(samples=[TagSample(0.0, "t", 0, 1, 1)]), tmp_path / "t.json")
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "full.html").symlink_to("/dev/full")
+
+    def run(words):
+        monkeypatch.setattr("sys.argv", ["memsaver", *shlex.split(words)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(("words", "status", "says"), CASES, ids=[case[0] for case in CASES])
+def test_bad_arguments_are_one_line(run_main, words, status, says):
+    code, out, err = run_main(words)
+    names = [command.name for command in app.registered_commands]
+    who = " ".join(["memsaver", *(name for name in names if name == words.split()[0])])
+    assert err.startswith(f"{who}: ") and says in err
+    assert err.count("\n") == 1 and err.endswith("\n")
+    assert code == status
+    assert out == "" or status == 1  # a failure may come after some output
+
+
+def test_a_missing_command_shows_the_help_too(run_main):
+    code, out, err = run_main("")
+    assert (code, err.count("\n")) == (2, 1) and "a command is missing" in err
+    for command in app.registered_commands:
+        assert f" {command.name} " in out
+
+
+@pytest.mark.parametrize("columns", [50, 80])
+def test_help_is_not_cut(run_main, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in ("", *(command.name for command in app.registered_commands)):
+        monkeypatch.setattr(app, "rich_markup_mode", "rich")
+        code, out, err = run_main(f"{words} --help")
+        assert (code, err) == (0, "")
+        assert (
+            "…" not in out
+            and not re.search(r"\w\.\.\.\s", out)
+            and max(map(len, out.splitlines())) <= columns
+        )
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench", "trace t.json", "top --once"])
+def test_an_interrupt_is_one_line(run_main, monkeypatch, command):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    for place in (
+        "memsaver.cli.checks.check_all",
+        "memsaver.cli.measurements.measure_machine",
+        "memsaver.traces.files.load",
+        "memsaver.cli.top.find_processes",
+    ):
+        monkeypatch.setattr(place, interrupt)
+    assert run_main(command) == (130, "", "memsaver: interrupted\n")

@@ -1,0 +1,184 @@
+"""The commands' output, where it cannot be written, and on terminals of all kinds.
+
+If it cannot be written, one line says so, and the exit status is 1.
+"""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+from child_process import environment_without
+from made_traces import made
+
+from memsaver._runtime.native import LIBRARY_DIR
+from memsaver.traces import files
+from memsaver.traces.trace import TagSample
+
+BENCH = "bench --size 32MiB --rounds 1"
+COMMANDS = ["--help", "--version", "demo --help", "doctor", "doctor --json", "top", "top --json"]
+COMMANDS += ["trace t.json", "trace t.json --json", BENCH, f"{BENCH} --json"]
+COMMANDS += [pytest.param("demo", marks=pytest.mark.long)]
+
+
+def run_command(words, tmp_path, unbuffered="", variables=(), **named):
+    environment = environment_without("MEMSAVER_")
+    environment |= {
+        "PYTHONPATH": str(LIBRARY_DIR.parent),
+        "MEMSAVER_DRIVER": "sim",
+        "PYTHONUNBUFFERED": unbuffered,
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        **dict(variables),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "memsaver", *words.split()],
+        env=environment,
+        cwd=tmp_path,
+        text=True,
+        timeout=60,
+        **{"stderr": subprocess.PIPE, **named},
+    )
+
+
+@pytest.fixture(autouse=True)
+def trace(tmp_path):
+    (tmp_path / "t.json").touch()
+    files.save(made(samples=[TagSample(0.0, "t ✓ é", 0, 1, 1)]), tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_full_disk(tmp_path, words, unbuffered):
+    with open("/dev/full", "w") as full:
+        done = run_command(words, tmp_path, unbuffered, stdout=full)
+    assert done.stderr == "memsaver: the output cannot be written: No space left on device\n"
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_reader_that_has_gone_is_no_news(tmp_path, words):
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE) as gone:
+        gone.wait()
+        done = run_command(words, tmp_path, stdout=gone.stdin)
+    assert (done.stderr, done.returncode) == ("", 1)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_closed_output(tmp_path, words):
+    done = run_command(words, tmp_path, preexec_fn=lambda: os.close(1))
+    assert done.stderr == "memsaver: the output cannot be written: Bad file descriptor\n"
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["full", "closed"])
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        *((words, 0) for words in ("doctor", "top", "trace t.json", BENCH)),
+        ("trace none.json", 1),
+        ("top --nope", 2),
+        pytest.param("demo", 0, marks=pytest.mark.long),
+    ],
+)
+def test_errors_that_cannot_be_written_change_no_status(tmp_path, words, status, closed):
+    close = (lambda: os.close(2)) if closed else None
+    with open("/dev/full", "w") as full:
+        named = dict(stdout=subprocess.PIPE, stderr=full, preexec_fn=close)
+        done = run_command(words, tmp_path, **named)
+    assert done.returncode == status
+
+
+ENCODINGS = {
+    "ascii": {"PYTHONIOENCODING": "ascii"},
+    "latin-1": {"PYTHONIOENCODING": "latin-1"},
+    "C": {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+}
+WORDS = {
+    "--help": 0,
+    "--wäh": 2,  # no such option
+    "doctor": 0,
+    "doctor --json": 0,
+    "demo": 0,
+    "bench --size 32MiB --rounds 1": 0,
+    "top --once": 0,
+    "top --pid 1": 1,
+    "trace t.json": 0,
+    "trace t.json --html ü.html": 0,
+    "trace ü.json": 1,
+    "run --tag ü✓ -- true": 0,
+    "run -- ü✓": 127,
+}
+CASES = [
+    pytest.param(words, "ascii", marks=[pytest.mark.preloads] if words.startswith("run") else [])
+    for words in WORDS
+]
+CASES += [(words, "latin-1") for words in ("doctor", "bench --size 32MiB --rounds 1")]
+CASES += [(words, "C") for words in ("trace t.json", "trace ü.json")]
+CASES += [
+    pytest.param("demo", encoding, marks=pytest.mark.one_python) for encoding in ("latin-1", "C")
+]
+
+
+@pytest.mark.parametrize("words, encoding", CASES)
+def test_a_terminal_that_knows_few_characters(tmp_path, words, encoding):
+    done = run_command(
+        words, tmp_path, variables=ENCODINGS[encoding], stdout=subprocess.PIPE, errors="replace"
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == WORDS[words], done.stderr
+
+
+def test_output_that_can_be_written_is(tmp_path):
+    done = run_command("trace t.json", tmp_path, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, "") and "peak" in done.stdout
+
+
+def on_a_terminal(words, tmp_path, **variables):
+    """The command's status, and what it shows on a terminal."""
+    ours, terminal = pty.openpty()
+    try:
+        shown = b""
+        environment = environment_without("MEMSAVER_") | {
+            "PYTHONPATH": str(LIBRARY_DIR.parent),
+            "MEMSAVER_DRIVER": "sim",
+            "XDG_RUNTIME_DIR": str(tmp_path),
+            "COLUMNS": "60",
+            **variables,
+        }
+        command = [sys.executable, "-m", "memsaver", *words.split()]
+        with subprocess.Popen(
+            command, env=environment, cwd=tmp_path, stdin=terminal, stdout=terminal, stderr=terminal
+        ) as process:
+            os.close(terminal)
+            terminal = -1
+            while part := _read(ours):
+                shown += part
+            return process.wait(60), shown.decode()
+    finally:
+        os.close(ours)
+        if terminal >= 0:
+            os.close(terminal)
+
+
+def _read(terminal):
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # the command has ended
+        return b""
+
+
+@pytest.mark.parametrize("words", ["doctor", "trace t.json", "top --once", BENCH, "run --help"])
+def test_a_terminal_that_wants_no_colour(tmp_path, words):
+    status, shown = on_a_terminal(words, tmp_path, TERM="xterm", NO_COLOR="1")
+    assert status == 0 and not re.search("\x1b\\[[0-9;]*3[0-9]m", shown)
+
+
+@pytest.mark.parametrize("words", ["doctor", "trace t.json", "top", BENCH, "run --help"])
+def test_a_dumb_terminal(tmp_path, words):
+    """Nothing is drawn again there: `top` shows the processes once."""
+    status, shown = on_a_terminal(words, tmp_path, TERM="dumb")
+    assert (status, "\x1b" in shown) == (0, False)
+    lines = shown.replace("\r\n", "\n").splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 60  # by COLUMNS

@@ -1,0 +1,264 @@
+"""`memsaver demo` on the simulated driver: what it says, and that its checks can fail."""
+
+import io
+import os
+import shutil
+import signal
+import subprocess
+import threading
+
+import pytest
+from repository import ROOT
+from rich.console import Console
+
+import memsaver
+from memsaver.cli import demo
+
+pytestmark = pytest.mark.one_python
+
+
+@pytest.fixture
+def run_demo(run_python):
+    """Runs the command in a process of its own: `run_demo(COLUMNS=80)`."""
+
+    def run(*, status=0, **env):
+        script = "from memsaver.cli import app; app(['demo'], prog_name='memsaver')"
+        return run_python(script, status=status, timeout=100, **env)
+
+    return run
+
+
+# One run takes seconds, so these two serve several tests. The narrow one has no driver named and
+# no GPU to find: then the demo takes the simulated one by itself.
+RUNS = {80: {"MEMSAVER_DRIVER": None, "CUDA_VISIBLE_DEVICES": ""}, 140: {}}
+_done = {}
+
+
+@pytest.fixture
+def finished_demo(run_demo):
+    def run(columns):
+        if columns not in _done:
+            _done[columns] = run_demo(COLUMNS=columns, **RUNS[columns])
+        return _done[columns]
+
+    return run
+
+
+@pytest.mark.parametrize("columns", [pytest.param(80, marks=pytest.mark.long), 140])
+def test_the_demo(finished_demo, columns):
+    done = finished_demo(columns)
+    text = done.stdout
+    assert done.stderr == ""
+    assert text.rstrip().endswith("every check passed")
+    assert text.count("✓") == 9 and "✗" not in text
+    assert max(len(line) for line in text.splitlines()) <= columns
+    flat = " ".join(text.split())
+    assert f"memsaver {memsaver.__version__} on the simulated driver" in flat
+    assert "It cannot show kernels, CUDA graphs" in flat and "the times are this CPU's" in flat
+    for step in ("pause the engine (1)", "resume weights", "resume the rest", "a trainer uses"):
+        assert step in flat
+    assert "100.0 % of its bytes free" in flat
+    assert "41 addresses, same output" in flat
+    assert "…" not in text, "something was cut"
+
+
+def test_the_numbers_are_the_drivers(finished_demo):
+    lines = finished_demo(140).stdout.splitlines()
+    rows = {}
+    for line in lines:
+        for step in (
+            "build the engine",
+            "pause the engine (1)",
+            "resume weights",
+            "resume the rest",
+        ):
+            if line.strip().startswith(step):
+                rows[step] = [cell.replace(",", "") for cell in line[len(step) :].split()][-4:]
+    free = 80 * 1024
+    assert rows["pause the engine (1)"][:3] == ["0", "0", "0"]
+    assert rows["resume weights"][:3] == ["512", "0", "0"]
+    assert rows["resume the rest"][:3] == ["512", "1024", "32"]
+    for cells in rows.values():
+        assert free - 4 <= sum(map(int, cells)) <= free  # the library's own blocks aside
+
+
+def test_an_unusable_driver_is_an_error(run_demo):
+    done = run_demo(status=1, MEMSAVER_DRIVER="/nonexistent.so")
+    assert done.stdout == ""
+    assert done.stderr.startswith("memsaver demo: ") and "/nonexistent.so" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_device_too_small_is_an_error(run_demo):
+    done = run_demo(status=1, MEMSAVER_SIM_MEMORY="1GiB")
+    assert "CUDA out of memory" in done.stderr and "Traceback" not in done.stderr
+
+
+class Small(demo.SimulatedWorkload):
+    """The same with less memory, in the test's process."""
+
+    def build(self):
+        from memsaver import simulator
+
+        with memsaver.region("weights", backup="host"):
+            self.weights = [simulator.buffer(2 << 20) for _ in range(4)]
+        with memsaver.region("kv_cache", backup="host"):
+            self.kv = [simulator.buffer(4 << 20) for _ in range(2)]
+        with memsaver.region("cuda_graph"):
+            self.scratch = simulator.buffer(2 << 20)
+        for buffer in [*self.weights, *self.kv]:
+            buffer.array[:4] = b"data"
+
+        self.built = self._checksum(self.weights)
+
+    def train(self, nbytes):
+        return memsaver.device_memory()[0]
+
+
+def overwrite(self):
+    self.weights[0].array[:4] = bytes(4)
+
+
+class ChangesWeights(Small):
+    def train(self, nbytes):
+        memsaver.resume("weights")
+        overwrite(self)
+        memsaver.pause("weights")
+        return super().train(nbytes)
+
+
+class ChangesOutput(Small):
+    def output(self):
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.calls
+
+
+class MovesAddresses(Small):
+    def addresses(self):
+        self.asked = getattr(self, "asked", 0) + 1
+        return [self.asked]
+
+
+class WakesTheCache(Small):
+    def weights_intact(self):
+        memsaver.resume("kv_cache")
+        return super().weights_intact()
+
+
+class KeepsMemory(Small):
+    def train(self, nbytes):
+        from memsaver import simulator
+
+        with memsaver.region("trainer"):
+            self.kept = simulator.buffer(64 << 20)
+        return memsaver.device_memory()[0]
+
+
+@pytest.fixture
+def run_workload(sim, tag, monkeypatch):
+    tag.names.extend([*demo.TAGS, "trainer"])
+
+    def run(workload, width=120):
+        work = workload("a test")
+        monkeypatch.setattr(demo, "choose_workload", lambda: work)
+        out = io.StringIO()
+        status = demo.run(Console(file=out, width=width, force_terminal=False))
+        memsaver.resume(*demo.TAGS)
+        return status, " ".join(out.getvalue().split())
+
+    return run
+
+
+def test_a_workload_that_behaves(run_workload):
+    status, text = run_workload(Small)
+    assert status == 0 and "every check passed" in text
+
+
+@pytest.mark.parametrize("width", [50, 60])
+def test_a_narrow_terminal_loses_neither_steps_nor_figures(run_workload, width):
+    status, text = run_workload(Small, width)
+    assert status == 0 and "…" not in text
+    for words in (
+        "build the engine",
+        "pause the",
+        "a trainer",
+        "resume weights",
+        "resume the rest",
+    ):
+        assert words in text
+    for name in ("ms", "free", "weights", "kv_cache", "graph"):
+        assert f" {name} " in text
+
+
+def test_an_interrupt_tells_what_it_waits_for(run_workload, sim, capfd):
+    class Interrupted(Small):
+        def output(self):  # before the first pause, which cannot copy until the test lets it
+            sim.hold_streams(True)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            return super().output()
+
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as end:
+            run_workload(Interrupted)
+        again = signal.getsignal(signal.SIGINT)
+        going = memsaver.state("weights")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        sim.hold_streams(False)
+        memsaver.resume(*demo.TAGS)
+    assert (end.value.code, going, again) == (130, "saving", signal.SIG_DFL)
+    text = "memsaver demo: interrupted in the step 'pause the engine (1)': waiting for its end"
+    err = capfd.readouterr().err
+    assert err.startswith(text) and err.count("\n") == 1
+
+
+def test_an_interrupt_between_transitions(run_workload, capfd):
+    class Interrupted(Small):
+        def train(self, nbytes):
+            raise KeyboardInterrupt
+
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as end:
+            run_workload(Interrupted)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        memsaver.resume(*demo.TAGS)
+    text = "memsaver demo: interrupted in the step 'a trainer uses the memory'\n"
+    assert (end.value.code, capfd.readouterr().err) == (130, text)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_demo_says_what_its_silent_steps_do(tmp_path):
+    done = subprocess.run(
+        ["make", "--dry-run", "demo", f"VENV={tmp_path}/new"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    before = ""
+    silent = ("make_venv.py", "setup.py --quiet", "pip install --quiet --disable")
+    for line in done.stdout.splitlines():
+        if any(name in line for name in silent) and "requirements.txt" not in line:
+            assert "echo" in before, f"nothing is said before {line}"
+        before = line
+
+
+@pytest.mark.parametrize(
+    "workload, says",
+    [
+        (ChangesWeights, "resume weights: the weights changed"),
+        (ChangesOutput, "resume the rest: the output changed"),
+        (MovesAddresses, "resume the rest: an address moved"),
+        (WakesTheCache, "resume weights: the KV cache woke too"),
+        (KeepsMemory, "became free"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_check_that_does_not_hold(run_workload, workload, says):
+    status, text = run_workload(workload)
+    assert status == 1
+    assert "failed:" in text and says in text
+    assert "✗" in text and "every check passed" not in text

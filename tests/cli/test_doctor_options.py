@@ -1,0 +1,50 @@
+"""What `memsaver doctor` says of memsaver's options, and that it knows all of them."""
+
+import json
+import re
+
+import pytest
+from doctors import run_doctor
+from repository import ROOT
+
+from memsaver._runtime.native import _C
+from memsaver.cli.checks import options as options_module
+from memsaver.errors import ConfigError
+
+
+def test_options_and_where_they_are_from(tmp_path):
+    done = run_doctor(
+        "--json",
+        MEMSAVER_SHARE_BYTES="256MiB",
+        MEMSAVER_MARGIN_BYTES="lots",
+        MEMSAVER_DISK_DIR=str(tmp_path / "missing"),
+        MEMSAVER_POISON="1",
+        MEMSAVER_HOSTBYTES="1GiB",
+    )
+    assert done.returncode == 1
+    rows = {row["name"]: row for row in json.loads(done.stdout)["findings"]}
+    share = rows["option share_bytes"]
+    assert share["data"] == {"value": str(256 << 20), "source": "environment"}
+    assert share["text"] == "256 MiB, from MEMSAVER_SHARE_BYTES"
+    assert (
+        rows["option margin_bytes"]["level"] == "bad"
+        and "lots" in rows["option margin_bytes"]["text"]
+    )
+    assert rows["disk_dir"]["level"] == rows["option disk_dir"]["level"] == "bad"
+    assert rows["option poison"]["level"] == "warned"
+    assert rows["MEMSAVER_HOSTBYTES"]["advice"] == "did you mean MEMSAVER_HOST_BYTES?"
+    assert rows["option slab_bytes"]["data"]["source"] == "default"
+
+
+def test_every_option_and_variable_is_known():
+    with pytest.raises(ConfigError) as caught:
+        _C.option("")
+    listed = re.findall(r"'(\w+)'", str(caught.value))
+    assert sorted(listed) == sorted(options_module.OPTIONS)
+    read = re.compile(r"""["'](MEMSAVER_[A-Z_]+)["']""")
+    sources = [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "csrc").rglob("*.h")]
+    sources += [*(ROOT / "memsaver").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")]
+    named = {name for path in sources for name in read.findall(path.read_text())}
+    known = {f"MEMSAVER_{name.upper()}" for name in options_module.OPTIONS}
+    known |= {*options_module.OTHER_VARIABLES, *options_module.BUILD_VARIABLES}
+    assert named <= known

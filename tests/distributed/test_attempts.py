@@ -1,0 +1,74 @@
+"""Attempts on every rank, as integrations use them, with interrupts and unusual errors."""
+
+from __future__ import annotations
+
+import pytest
+import rank_processes
+
+pytest.importorskip("torch")
+
+CODE = """
+import datetime, os, signal
+import torch.distributed as dist
+from memsaver.distributed import RankError
+from memsaver.integrations.lightrft.ranks import on_every_rank
+from memsaver.integrations.engine.ranks import Figures, Group
+from rank_calls import gathered
+
+RANK = int(os.environ["RANK"])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+
+class OddError(Exception):
+    __str__ = lambda self: 1 / 0
+
+def act(kind):
+    if RANK != 1:
+        return Figures(1.0 + RANK, {"w": RANK}, {})
+    if kind == "interrupt":
+        signal.raise_signal(signal.SIGINT)
+    raise {"exit": SystemExit(3), "error": ValueError("no"), "odd": OddError()}[kind]
+
+KINDS = {
+    "interrupt": KeyboardInterrupt, "exit": SystemExit, "error": ValueError, "odd": OddError
+}
+
+# LightRFT's attempts: all ranks raise the same error; an interrupt or exit is its own rank's.
+for kind, raised in KINDS.items():
+    try:
+        on_every_rank("the work", lambda: act(kind), "call it again")
+    except RankError as error:
+        assert RANK != 1 or issubclass(raised, Exception)
+        assert error.failures[1].kind == raised.__name__ and "call it again" in str(error)
+        assert isinstance(error.__cause__, raised if RANK == 1 else type(None))
+    except BaseException as error:
+        assert RANK == 1 and type(error) is raised
+    else:
+        raise AssertionError(kind)
+
+# An engine's attempts: the reports of the ranks that did not fail are complete.
+group = Group(dist.group.WORLD)
+for kind, raised in KINDS.items():
+    try:
+        reports = group.attempt(lambda: act(kind))
+    except BaseException as error:
+        assert RANK == 1 and type(error) is raised and not isinstance(error, Exception)
+        continue
+    assert [report.rank for report in reports] == [0, 1, 2]
+    assert reports[1].failure.kind == raised.__name__ and reports[1].host
+    assert [reports[at].seconds for at in (0, 2)] == [1.0, 3.0]
+    assert reports[2].device_bytes == {"w": 2} and reports[2].pid != reports[0].pid
+assert group.gather({"rank": RANK, "text": "x" * 500}) == [
+    {"rank": rank, "text": "x" * 500} for rank in range(3)
+]
+(alone,) = Group(None).attempt(lambda: None)
+assert alone.failure is None and alone.pid == os.getpid()
+(alone,) = Group(None).attempt(lambda: 1 / 0)
+assert alone.failure.kind == "ZeroDivisionError"
+assert gathered(RANK) == [0, 1, 2]
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+
+
+@pytest.mark.timeout(120)
+def test_an_attempt_has_the_same_outcome_on_all_ranks(tmp_path):
+    rank_processes.run(CODE, 3, tmp_path, timeout=80)

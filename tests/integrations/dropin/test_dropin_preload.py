@@ -1,0 +1,258 @@
+"""Processes preloaded with the library that provides torch_memory_saver: trainers, children."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sysconfig
+import textwrap
+import zipfile
+
+import pytest
+from repository import TESTS
+
+from memsaver._runtime.native import LIBRARY_DIR
+
+FIXTURES = TESTS / "fixtures" / "preload"
+LIBRARIES = [
+    f"torch_memory_saver_hook_mode_preload{suffix}.abi3.so" for suffix in ("", "_cu12", "_cu13")
+]
+CC = (sysconfig.get_config_var("CC") or "cc").split()
+
+
+@pytest.fixture(scope="session")
+def runtime(tmp_path_factory):
+    """A stand-in for the CUDA runtime, and a library that calls it."""
+    folder = tmp_path_factory.mktemp("runtime")
+    for output, source, options in (
+        ("libcudart.so.13", "standin_runtime.c", ["-DRUNTIME_ID=1", "-Wl,-soname,libcudart.so.13"]),
+        ("caller.so", "caller.c", ["-Wl,-rpath,$ORIGIN,--no-as-needed", "./libcudart.so.13"]),
+    ):
+        command = [*CC, "-O1", "-fPIC", "-shared", str(FIXTURES / source), "-o", output, *options]
+        subprocess.run(command, cwd=folder, check=True)
+    return folder
+
+
+CHILD = """
+from child import Caller
+caller = Caller("caller.so")
+assert caller.lib is not None
+
+def filled(byte, nbytes=3 * MIB):
+    import ctypes
+    pointer = caller.malloc(nbytes)
+    assert pointer, caller.status
+    ctypes.memset(pointer, byte, nbytes)
+    return (ctypes.c_char * nbytes).from_address(pointer)
+
+def has(array, byte):
+    return bytes(array) == bytes([byte]) * len(array)
+"""
+
+
+@pytest.fixture
+def preloaded(run_dropin, dropin_site, runtime):
+    """Runs code in a child with `LD_PRELOAD` set as a framework sets it by hand."""
+
+    def go(code, library=LIBRARIES[0], **options):
+        options = {"LD_PRELOAD": str(dropin_site / library), "FIXTURES": str(runtime), **options}
+        done = run_dropin(CHILD + textwrap.dedent(code), **options)
+        assert done.stderr == ""
+        return done
+
+    return go
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_whole_process_is_a_region(preloaded, library):
+    """As slime and miles start their trainers."""
+    preloaded(
+        """
+        assert memsaver.is_preloaded()
+        first = filled(1)
+        with saver.disable():
+            outside = caller.malloc(MIB)
+            assert outside >> 56 == 1  # from the runtime
+        with saver.region("other"):
+            other = filled(2)
+        with saver.region("default", enable_cpu_backup=False):
+            plain = filled(3)
+        cdll = saver._impl._binary_wrapper.cdll
+        assert cdll.tms_get_interesting_region() and cdll.tms_get_enable_cpu_backup()
+        assert cdll.tms_get_current_tag() == b"default"
+        cdll.tms_set_interesting_region(False)
+        assert caller.malloc(MIB) >> 56 == 1
+        cdll.tms_set_interesting_region(True)
+        before = used()
+        saver.pause("default")
+        assert before - used() == 8 * MIB
+        assert has(other, 2)
+        with saver.disable():
+            assert caller.malloc(MIB) >> 56 == 1
+        saver.resume("default")
+        assert has(first, 1) and has(plain, 0) and has(other, 2)
+        saver.pause(), saver.resume()
+        assert has(first, 1) and has(other, 0)
+        """,
+        library,
+        TMS_INIT_ENABLE="1",
+        TMS_INIT_ENABLE_CPU_BACKUP="1",
+    )
+
+
+@pytest.mark.parametrize(
+    "backup, env",
+    [
+        ("none", {}),
+        ("none", {"TMS_INIT_ENABLE_CPU_BACKUP": "0"}),
+        ("host", {"TMS_INIT_ENABLE_CPU_BACKUP": "yes"}),
+        ("pageable", {"TMS_INIT_ENABLE_CPU_BACKUP": "1", "TMS_INIT_CPU_BACKUP_BACKEND": "mmap"}),
+        ("disk", {"TMS_INIT_ENABLE_CPU_BACKUP": "0", "TMS_INIT_ENABLE_DISK_BACKUP": "true"}),
+    ],
+)
+def test_the_backup_of_a_whole_process(preloaded, backup, env):
+    preloaded(
+        f"""
+        first = filled(1)
+        assert memsaver.stats()["default"][0].backup == {backup!r}
+        saver.pause(), saver.resume()
+        assert has(first, {int(backup != "none")})
+        """,
+        TMS_INIT_ENABLE="TRUE",
+        **env,
+    )
+
+
+@pytest.mark.parametrize("env", [{}, {"TMS_INIT_ENABLE": "0"}, {"TMS_INIT_ENABLE": "maybe"}])
+def test_a_preloaded_process_is_no_region_unless_told(preloaded, env):
+    preloaded(
+        """
+        assert memsaver.is_preloaded()
+        assert caller.malloc(MIB) >> 56 == 1
+        with memsaver.region("mine", backup="host"):
+            first = filled(1)
+        memsaver.pause(), memsaver.resume()
+        assert has(first, 1)
+        """,
+        **env,
+    )
+
+
+def test_a_child_of_a_whole_process_can_be_an_ordinary_one(preloaded):
+    """The variables that were made for the parent end with TMS_INIT_ENABLE."""
+    preloaded(
+        """
+        assert os.environ["MEMSAVER_TAG"] == "default"
+        report = "import os; print([n for n in os.environ if n.startswith('MEMSAVER_')])"
+        child = lambda **env: subprocess.run([sys.executable, "-c", report], check=True,
+            capture_output=True, text=True, env={**os.environ, **env}).stdout
+        assert "MEMSAVER_TAG" in child()
+        assert "MEMSAVER_TAG" not in child(TMS_INIT_ENABLE="0")
+        assert "MEMSAVER_BACKUP" not in child(TMS_INIT_ENABLE="0")
+        """,
+        TMS_INIT_ENABLE="1",
+    )
+
+
+def test_memsavers_own_variables_come_first(preloaded):
+    preloaded(
+        """
+        first = filled(1)
+        assert [row.tag for row in memsaver.stats().tags] == ["mine"]
+        saver.pause("mine"), saver.resume()
+        assert has(first, 1)
+        """,
+        TMS_INIT_ENABLE="1",
+        MEMSAVER_TAG="mine",
+        MEMSAVER_BACKUP="host",
+    )
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_whole_process_has_no_expandable_segments(preloaded, variable):
+    setting = "a:1,expandable_segments : True,b:2,EXPANDABLE_SEGMENTS:true,c:True"
+    code = f"assert os.environ[{variable!r}] == {{!r}}, os.environ[{variable!r}]"
+    off = "a:1,expandable_segments : False,b:2,EXPANDABLE_SEGMENTS:False,c:True"
+    preloaded(code.format(off), TMS_INIT_ENABLE="1", **{variable: setting})
+    preloaded(code.format(setting), **{variable: setting})
+
+
+@pytest.mark.preloads
+def test_configure_subprocess(run_dropin, runtime):
+    """Children are preloaded, whole processes or not, and the environment is put back."""
+    run_dropin(
+        """
+        child = '''
+        import os
+        import memsaver
+        from child import Caller
+        assert memsaver.is_preloaded()
+        inside = Caller("caller.so").malloc(1 << 20) >> 56 == 0
+        assert inside == bool(os.environ.get("TMS_INIT_ENABLE"))
+        '''.replace("        ", "")
+        def start(**env):
+            subprocess.run([sys.executable, "-c", child], check=True, env={**os.environ, **env})
+        with configure_subprocess():
+            first = os.environ["LD_PRELOAD"].split(":")
+            assert "torch_memory_saver" in first[0]
+            start()
+            start(TMS_INIT_ENABLE="1")
+        assert "LD_PRELOAD" not in os.environ
+        os.environ["LD_PRELOAD"] = "/lib/a.so:/lib/b.so"
+        def fail():
+            with configure_subprocess():
+                inside = os.environ["LD_PRELOAD"].split(":")
+                assert inside == [*first, "/lib/a.so", "/lib/b.so"]
+                with configure_subprocess():
+                    assert os.environ["LD_PRELOAD"].split(":") == inside
+                raise KeyError
+        raises(KeyError, fail)
+        assert os.environ.pop("LD_PRELOAD") == "/lib/a.so:/lib/b.so"
+        """,
+        FIXTURES=str(runtime),
+    )
+
+
+@pytest.mark.long
+def test_the_library_finds_memsaver_or_harms_nothing(
+    run_dropin, dropin_wheel, dropin_site, tmp_path
+):
+    """Alone in a folder it does nothing; LD_LIBRARY_PATH shows it the way; Python says so."""
+    alone = tmp_path / "alone"
+    with zipfile.ZipFile(dropin_wheel) as archive:
+        archive.extractall(alone)
+    library, paths = str(alone / LIBRARIES[0]), f"{alone}{os.pathsep}{LIBRARY_DIR.parent}"
+    env = {"LD_PRELOAD": library, "TMS_INIT_ENABLE": "1", "PATH": os.environ["PATH"]}
+    done = subprocess.run(["/bin/sh", "-c", "echo out; exit 3"], env=env, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, b"out\n", b"")
+    code = """
+        from torch_memory_saver.utils import get_binary_path_from_package
+        name = "torch_memory_saver_hook_mode_preload"
+        message = raises(memsaver.NotLoadedError, get_binary_path_from_package, name)
+        assert "LD_LIBRARY_PATH" in message
+        assert "preload" in raises(memsaver.NotLoadedError, saver.pause)
+        os.environ["LD_LIBRARY_PATH"] = os.path.dirname(memsaver._C.__file__)
+        path = get_binary_path_from_package(name)
+        child = subprocess.run([sys.executable, "-c", "import memsaver; "
+            "assert memsaver.is_preloaded()"], env={**os.environ, "LD_PRELOAD": str(path)})
+        assert child.returncode == 0
+    """
+    run_dropin(code, packages=paths, TMS_INIT_ENABLE="1", LD_PRELOAD=library)
+
+
+@pytest.mark.long
+def test_the_path_of_the_library(run_dropin, dropin_site):
+    run_dropin(
+        f"""
+        import torch_memory_saver
+        from torch_memory_saver.utils import change_env, get_binary_path_from_package, is_xpu
+        path = get_binary_path_from_package("torch_memory_saver_hook_mode_preload")
+        assert str(path.parent) == {str(dropin_site)!r} and path.is_file()
+        by_hand = os.path.dirname(os.path.dirname(torch_memory_saver.__file__))
+        assert by_hand == str(path.parent)
+        raises(ValueError, get_binary_path_from_package, "torch_memory_saver_hook_mode_torch")
+        with change_env("A", "1"), change_env("A", "2"):
+            assert os.environ["A"] == "2"
+        assert "A" not in os.environ and not is_xpu()
+        """
+    )

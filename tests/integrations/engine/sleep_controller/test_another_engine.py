@@ -1,0 +1,109 @@
+"""An engine other than SGLang's, through the same controller and the same `RolloutEngine`."""
+
+from __future__ import annotations
+
+import pytest
+
+from memsaver.errors import InvalidStateError
+from memsaver.integrations.engine.errors import EngineBusyError
+from memsaver.integrations.engine.messages import Answer, SchedulerState
+from memsaver.integrations.engine.sleep import EngineController
+from memsaver.integrations.engine.status import Status
+from memsaver.integrations.rollout import RolloutEngine, Sample
+
+
+class AnotherEngine:
+    """An `Engine` with two schedulers, whose memory is a set of tags."""
+
+    def __init__(self) -> None:
+        self.mapped, self.idle, self.number = {"kv_cache", "weights", "cuda_graph"}, True, 0
+
+    def release(self, tags, timeout):
+        self.mapped -= set(tags)
+        return self.answers("release", tags)
+
+    def resume(self, tags, timeout):
+        self.mapped |= set(tags)
+        return self.answers("resume", tags)
+
+    def answers(self, operation, tags):
+        self.number += 1
+        return [
+            Answer(name, operation, tuple(tags), self.released, number=self.number)
+            for name in ("first", "second")
+        ]
+
+    @property
+    def released(self):
+        return tuple({"kv_cache", "weights", "cuda_graph"} - self.mapped)
+
+    def states(self, timeout):
+        last = self.answers("release", ()) if self.number else [None, None]
+        return [
+            SchedulerState(name, self.released, self.idle, answer)
+            for name, answer in zip(("first", "second"), last, strict=True)
+        ]
+
+    def flush(self, timeout):
+        return self.idle
+
+    def abort(self, timeout):
+        self.idle = True
+
+    def generate(self, prompt):
+        assert self.mapped >= {"kv_cache", "weights"}
+        return prompt * 2
+
+
+class AnotherBackend:
+    """A `Backend` over the engine, with the calls that `generate` and `sleep` need."""
+
+    tp_size = 1
+
+    def __init__(self) -> None:
+        self.control = EngineController(AnotherEngine())
+
+    def generate(self, requests, timeout):
+        with self.control.request():
+            return [Sample(one.input_ids * 2, None, "stop", None) for one in requests]
+
+    def close(self):
+        pass
+
+
+def test_the_controller_takes_any_engine():
+    engine = AnotherEngine()
+    controller = EngineController(engine)
+    assert controller.guarded and controller.status is Status.AWAKE
+    engine.idle = False
+    with pytest.raises(EngineBusyError):
+        controller.sleep()
+    report = controller.sleep(abort=True)
+    assert report.changed == ("kv_cache", "weights", "cuda_graph")
+    assert controller.status is Status.ASLEEP and not engine.mapped
+    with pytest.raises(InvalidStateError, match="cannot generate"):
+        controller.generate("ab")
+    with controller.staged_wake():
+        assert engine.mapped == {"weights"} and controller.status is Status.WEIGHTS_ONLY
+    assert controller.generate("ab") == "abab"
+
+
+def test_a_rollout_engine_takes_any_backend():
+    with RolloutEngine(AnotherBackend()) as engine:
+        assert engine.generate([[1, 2]]).token_ids.tolist() == [[1, 2, 1, 2]]
+        with engine.asleep("kv_cache"):
+            assert engine.status is Status.WEIGHTS_ONLY
+            with pytest.raises(InvalidStateError, match="kv_cache"):
+                engine.generate([[1, 2]])
+        assert engine.status is Status.AWAKE
+
+
+def test_rollouts_and_lightrft_do_not_import_an_engine(run_python):
+    run_python(
+        """
+import sys
+import memsaver.integrations.lightrft, memsaver.integrations.rollout.rollout_engine
+import memsaver.integrations.engine.sleep, memsaver.integrations.rollout.weights
+assert not [name for name in sys.modules if name.startswith("memsaver.integrations.sglang")]
+        """
+    )

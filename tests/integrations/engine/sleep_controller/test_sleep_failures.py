@@ -1,0 +1,237 @@
+"""What fails under a sleep controller: memory, engines, answers, time, what is no engine."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+
+import pytest
+import sglang_stand_in as stand_in
+from sleep_worlds import ALL, MIB
+
+import memsaver
+from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
+from memsaver.integrations.engine.status import Status
+from memsaver.integrations.engine.tags import RELEASE_ORDER
+from memsaver.integrations.sglang.engines import connect
+from memsaver.integrations.sglang.sleep import SleepController
+
+
+def test_a_wake_without_room_fails_and_the_next_one_works(make_world, kind, caplog):
+    world = make_world(kind)
+    world.controller.sleep()
+    for tags in (None, "weights", None):
+        with world.full(), pytest.raises(memsaver.OutOfDeviceMemoryError) as caught:
+            world.controller.wake_up(tags)
+        assert caught.value.needed > caught.value.free and "rank 0 of 1" in str(caught.value)
+        assert world.controller.status is Status.ASLEEP and world.released == ALL
+    world.controller.wake_up()
+    assert world.released == set() and world.scheduler.model.is_intact()
+    assert world.controller.generate(prompt="a")["text"] == "a!"
+    world.check_alive()
+    del caught
+    gc.collect()
+    assert "never retrieved" not in caplog.text  # the error was the caller's
+
+
+def test_what_a_failed_wake_left_mapped_goes_with_the_next_sleep(make_world, kind):
+    world = make_world(kind)
+    world.controller.sleep()
+    updater = world.scheduler.weight_updater
+    updater.resume_errors["after kv_cache"] = RuntimeError("no queue")
+    with world.sim.fault("cuMemUnmap"), pytest.raises(EngineError, match="could not release it"):
+        world.controller.wake_up()
+    assert world.controller.status is Status.ASLEEP and world.sim.tag_bytes() == 8 * MIB
+    with pytest.raises(InvalidStateError):
+        world.controller.generate(prompt="a")
+    report = world.controller.sleep()
+    assert report.bytes == 8 * MIB and world.sim.tag_bytes() == 0
+    assert world.controller.sleep().steps == ()
+    updater.resume_errors.clear()
+    world.controller.wake_up()
+    assert world.released == set() and world.scheduler.model.is_intact()
+    world.check_alive()
+
+
+def test_a_staged_wake_without_room_for_the_rest(make_world, kind):
+    world = make_world(kind)
+    world.controller.sleep()
+    with pytest.raises(memsaver.OutOfDeviceMemoryError), contextlib.ExitStack() as stack:
+        stack.enter_context(world.controller.staged_wake())
+        world.sim.occupy((80 << 30) - world.sim.physical())
+    assert world.controller.status is Status.WEIGHTS_ONLY and world.scheduler.model.is_intact()
+    world.sim.occupy(0)
+    world.controller.wake_up()
+    world.check_alive()
+
+
+def test_a_server_that_hides_an_error(make_world):
+    # As one whose HTTP workers do not load plugins.
+    world = make_world("server")
+    server = stand_in.Server(world.manager)
+    server.swallow_errors = True
+    try:
+        controller = SleepController(server.url)
+        controller.sleep()
+        with world.full(), pytest.raises(memsaver.OutOfDeviceMemoryError):
+            controller.wake_up()
+        assert controller.status is Status.ASLEEP and world.released == ALL
+        controller.wake_up()
+        assert world.released == set()
+    finally:
+        server.shutdown()
+
+
+def test_a_server_that_cannot_tell_what_a_release_did(make_world):
+    world = make_world("server")
+    server = stand_in.Server(world.manager)
+    try:
+        controller = SleepController(server.url, timeout=5)
+        engine_release = controller._engine.release
+
+        def release(tags, timeout):
+            answers = engine_release(tags, timeout)
+            server.failing_infos = 1
+            return answers
+
+        controller._engine.release = release
+        with pytest.raises(EngineError, match="500"):
+            controller.sleep()
+        assert world.released == ALL and controller.status is Status.UNKNOWN
+        with pytest.raises(InvalidStateError, match="unknown"):
+            controller.generate(prompt="a")
+        assert controller.sleep().skipped == RELEASE_ORDER  # it asks again
+        assert controller.status is Status.ASLEEP
+        controller.wake_up()
+        assert controller.generate(prompt="a")["text"] == "a!"
+        world.check_alive()
+    finally:
+        server.shutdown()
+
+
+def test_a_sleep_that_fails_leaves_the_engine_awake(make_world, kind):
+    world = make_world(kind)
+    with world.sim.fault("cuMemUnmap"), pytest.raises(memsaver.DriverError):
+        world.controller.sleep()
+    assert world.controller.status is Status.AWAKE and world.released == set()
+    assert world.controller.generate(prompt="a")["text"] == "a!"
+    world.controller.sleep()
+    assert world.released == ALL
+    world.check_alive()
+
+
+def test_an_engine_that_dies(make_world, kind):
+    world = make_world(kind, guarded=False)
+    world.controller.sleep()
+    with world.full(), pytest.raises(EngineTimeoutError):
+        world.controller.wake_up(timeout=0.3)
+    assert world.scheduler.death is not None
+    assert world.controller.status is Status.UNKNOWN
+    for call in (world.controller.sleep, world.controller.wake_up):
+        with pytest.raises(InvalidStateError, match="unknown"):
+            call()
+    with pytest.raises(InvalidStateError, match="unknown"):
+        world.controller.generate(prompt="a")
+
+
+def test_an_answer_that_comes_too_late(make_world, kind):
+    world = make_world(kind)
+    world.manager.answer_seconds = 0.3
+    with pytest.raises(EngineTimeoutError):
+        world.controller._request("release", ["weights"], time.monotonic() + 0.1)
+    assert world.controller.status is Status.UNKNOWN
+    world.manager.answer_seconds = 0.0
+    end = time.monotonic() + 5
+    while not world.scheduler.weight_updater.offload_tags and time.monotonic() < end:
+        time.sleep(0.05)  # the engine does the work after the caller has given up
+    world.controller.refresh()
+    assert world.controller.released == world.released
+    world.controller.sleep()
+    assert world.released == ALL
+    world.controller.wake_up()
+    world.check_alive()
+
+
+@pytest.mark.parametrize("operation", ["sleep", "wake_up"])
+def test_the_timeout_is_for_all_of_a_call(make_world, kind, operation):
+    world = make_world(kind)
+    if operation == "wake_up":
+        world.controller.sleep()
+    before = world.released
+    world.manager.answer_seconds = 2.0  # longer than the call may take, shorter than 5 s
+    call = getattr(world.controller, operation)
+    started = time.monotonic()
+    with pytest.raises(EngineTimeoutError):
+        call(timeout=0.3)
+    assert time.monotonic() - started < 1.0
+    world.manager.answer_seconds = 0.2  # enough for one question of those that it takes
+    started = time.monotonic()
+    with pytest.raises(EngineTimeoutError):
+        call(timeout=0.3)
+    assert time.monotonic() - started < 1.0
+    world.manager.answer_seconds = 0.0
+    time.sleep(0.3)
+    world.controller.refresh()
+    assert world.controller.released == world.released
+    assert world.released in (before, ALL - before)
+    call()
+    world.check_alive()
+
+
+def test_a_call_waits_for_another_ones_turn_no_longer_than_its_timeout(make_world, in_thread):
+    world = make_world("local")
+    world.scheduler.running.add("somebody's")
+    sleeping = in_thread(world.controller.sleep, wait_idle=True)
+    time.sleep(0.1)
+    for call in (world.controller.sleep, world.controller.wake_up):
+        started = time.monotonic()
+        with pytest.raises(EngineTimeoutError, match="another thread"):
+            call(timeout=0.1)
+        assert time.monotonic() - started < 1.0
+    world.scheduler.running.clear()
+    assert sleeping.result().changed == RELEASE_ORDER
+    world.controller.wake_up(timeout=5)
+    world.check_alive()
+
+
+def test_no_server(make_world):
+    with pytest.raises(EngineError, match="cannot be reached"):
+        SleepController("http://127.0.0.1:9", timeout=1)
+    world = make_world("server")
+    world.controller.sleep()
+    server = stand_in.Server(world.manager)
+    controller = SleepController(server.url, timeout=1)
+    server.shutdown()
+    with pytest.raises(EngineError):
+        controller.wake_up()
+    assert world.released == ALL
+
+
+def test_an_engine_that_was_shut_down(make_world):
+    world = make_world("local")
+    engine = stand_in.Engine(world.manager)
+    controller = SleepController(engine)
+    engine.shutdown()
+    with pytest.raises(EngineError, match="shut down"):
+        controller.sleep()
+
+
+def test_an_api_key(make_world):
+    world = make_world("server")
+    server = stand_in.Server(world.manager, api_key="secret")
+    try:
+        with pytest.raises(EngineError, match="401") as caught:
+            SleepController(server.url)
+        assert caught.value.http_status == 401
+        SleepController(server.url, api_key="secret").sleep()
+        assert world.released == ALL
+    finally:
+        server.shutdown()
+
+
+def test_what_is_no_engine():
+    for engine in ("localhost:30000", object(), None):
+        with pytest.raises(ConfigError):
+            connect(engine)

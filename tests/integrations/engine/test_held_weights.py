@@ -1,0 +1,250 @@
+"""Comparison of a model's weights with the weights it loaded, for loaders that transform them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from weight_engine import HIDDEN, Model, checkpoint  # noqa: E402
+
+from memsaver.integrations.engine.weights import held as held_weights  # noqa: E402
+from memsaver.integrations.engine.weights.held import differing, watched  # noqa: E402
+
+
+def given(seed=0, dtype=torch.float32):
+    return list(checkpoint(seed, dtype).items())
+
+
+def loaded(**model):
+    made = Model(**model)
+    made.load_weights(given())
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("rank, size", [(0, 1), (1, 2)])
+def test_a_load_is_what_the_model_holds(rank, size, pool, dtype):
+    model = Model(rank, size, pool=pool)
+    named = given(dtype=dtype)
+    watched(model, named, model.load_weights)
+    assert model.holds(dict(named))
+    assert differing(model, named, model.load_weights) == ()
+
+
+def test_watching_names_what_nothing_was_written_from():
+    model = Model()
+    named = [*given(), ("layers.0.rotary", torch.ones(4))]
+    assert watched(model, named, model.load_weights)[1] == ("lm_head.weight", "layers.0.rotary")
+    assert model.holds(dict(given()))
+
+
+@pytest.mark.parametrize(
+    "parameter, place, names",
+    [
+        ("qkv_1", (0, 0), ["layers.1.q.weight"]),
+        ("qkv_1", (HIDDEN, 3), ["layers.1.k.weight"]),
+        ("qkv_0", (3 * HIDDEN - 1, HIDDEN - 1), ["layers.0.v.weight"]),
+        ("o_t_0", (2, 5), ["layers.0.o.weight"]),
+        ("norm_1", (7,), ["layers.1.norm.weight"]),
+        ("scale_0", (0,), ["layers.0.scale"]),
+        ("embed", (0, 0), ["embed.weight"]),
+        ("embed", (15, 7), ["embed.weight"]),  # what the loader fills it up with
+    ],
+)
+@pytest.mark.parametrize("pool", [False, True])
+def test_one_wrong_element_is_found_in_every_layout(parameter, place, names, pool):
+    model = loaded(pool=pool)
+    held = dict(model.named_parameters())[parameter].data
+    before = held.clone()
+    held[place] += 1
+    changed = held.clone()
+    assert list(differing(model, given(), model.load_weights)) == names
+    assert torch.equal(held, changed), "a comparison wrote something"
+    held.copy_(before)
+    assert differing(model, given(), model.load_weights) == ()
+
+
+def test_the_smallest_bit_counts_and_nan_is_nan():
+    named = given()
+    dict(named)["layers.0.norm.weight"][3] = torch.nan
+    dict(named)["layers.0.norm.weight"][4] = 0.0
+    model = Model()
+    model.load_weights(named)
+    assert differing(model, named, model.load_weights) == ()
+    model.norm_0.data[4] = -0.0
+    assert differing(model, named, model.load_weights) == ("layers.0.norm.weight",)
+    model.norm_0.data[4] = 0.0
+    model.norm_0.data.view(torch.int32)[3] += 1  # another NaN
+    assert differing(model, named, model.load_weights) == ("layers.0.norm.weight",)
+
+
+@pytest.mark.parametrize(
+    ("given_as", "held_as"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float32)]
+)
+def test_the_payload_of_a_nan_that_is_cast_is_that_of_the_load(given_as, held_as):
+    """On the CPU it depends on how the cast is vectorised, and so on strides and lengths."""
+
+    class Strided(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Parameter(torch.zeros(1003, 2, dtype=held_as), requires_grad=False)
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.a.data[:, 0].copy_(tensor)
+
+    whole = {2: torch.int16, 4: torch.int32}
+    payloads = torch.arange(1, 1004).to(whole[given_as.itemsize])
+    nans = (torch.full((1003,), torch.inf, dtype=given_as).view(payloads.dtype) | payloads).view(
+        given_as
+    )
+    model, named = Strided(), [("a", nans)]
+    model.load_weights(named)
+    assert differing(model, named, model.load_weights) == ()
+    held = model.a.data[:, 0].view(whole[held_as.itemsize])
+    for other in (held ^ 1, nans.to(held_as).view(held.dtype)):  # another NaN
+        if not torch.equal(held, other):
+            before = held.clone()
+            held.copy_(other)
+            assert differing(model, named, model.load_weights) == ("a",)
+            held.copy_(before)
+
+
+def test_a_write_to_some_places_does_not_hide_a_difference_in_others():
+    class Patched(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Parameter(torch.zeros(8), requires_grad=False)
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                if name == "a":
+                    self.a.data.copy_(tensor)
+                else:
+                    self.a.data[torch.tensor([1, 3])] = tensor
+
+    model, named = Patched(), [("a", torch.randn(8)), ("b", torch.randn(2))]
+    model.load_weights(named)
+    assert differing(model, named, model.load_weights) == ()
+    model.a.data[5] += 1
+    assert "a" in differing(model, named, model.load_weights)
+
+
+def test_a_loader_that_reads_what_it_wrote_is_compared_with_what_it_makes_of_it():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Parameter(torch.zeros(8), requires_grad=False)
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.a.data.copy_(tensor)
+                self.a.data.copy_(self.a.data.clone() / self.a.data.abs().max())
+
+    model, named = Scaled(), [("a", torch.randn(8))]
+    model.load_weights(named)
+    assert differing(model, named, model.load_weights) == ()
+    model.a.data[5] += 1
+    assert differing(model, named, model.load_weights) == ("a",)
+
+
+def test_a_tensor_without_elements_is_not_missed():
+    model = Model()
+    named = [*given(), ("layers.0.bias", torch.ones(0, 3))]
+    assert watched(model, named, model.load_weights)[1] == ("lm_head.weight",)
+
+
+def test_what_is_written_twice_counts_as_it_is_written_last():
+    model = loaded(clears=True)
+    assert differing(model, given(), model.load_weights) == ()
+    model.embed.data[15, 0] = 1  # which the first of the two writes
+    assert differing(model, given(), model.load_weights) == ("embed.weight",)
+
+
+def test_a_difference_is_not_forgotten_where_there_is_no_room_for_a_closer_look(monkeypatch):
+    def no_room(*_):
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(held_weights._Replay, "_twin", no_room)
+    model = loaded()
+    assert differing(model, given(), model.load_weights) == ()
+    model.qkv_0.data[0, 0] += 1
+    with pytest.raises(RuntimeError, match=r"^layers.0.q.weight may differ.*no room for a copy"):
+        differing(model, given(), model.load_weights)
+
+
+def test_comparing_in_pieces(monkeypatch):
+    monkeypatch.setattr(held_weights, "_PIECE_BYTES", 3 * HIDDEN * 2)
+    model = loaded()
+    assert differing(model, given(), model.load_weights) == ()
+    model.qkv_0.data[-1, -1] += 1
+    assert differing(model, given(), model.load_weights) == ("layers.0.v.weight",)
+
+
+def test_only_some_of_the_tensors_can_be_compared():
+    model = loaded()
+    model.qkv_0.data += 1
+    some = [(name, t) for name, t in given() if not name.startswith("layers.0")]
+    assert differing(model, some, model.load_weights) == ()
+
+
+class Eager(Model):
+    """Takes everything before it writes the first."""
+
+    def load_weights(self, weights):
+        super().load_weights(sorted(weights, reverse=True))
+
+
+def test_a_loader_that_takes_all_first():
+    model, named = Eager(), given()
+    _, unused = watched(model, named, model.load_weights)
+    assert unused == ()  # casts on the way: it cannot be told
+    assert differing(model, named, model.load_weights) == ()
+    model.qkv_0.data[0, 0] += 1
+    assert differing(model, named, model.load_weights) == ("layers.0.q.weight",)
+    model.o_t_0.data[0, 0] += 1  # of a cast one, of which nobody knows where it is from
+    found = differing(model, named, model.load_weights)
+    assert "layers.0.q.weight" in found
+
+
+def test_what_writes_otherwise_than_by_a_copy():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+            self.b = torch.nn.Parameter(torch.zeros(5, dtype=torch.complex64), requires_grad=False)
+            self.register_buffer("c", torch.zeros(6, dtype=torch.bool))
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                if name == "a":
+                    self.a.data[torch.tensor([2, 0, 1, 3])] = tensor
+                elif name == "b":
+                    torch._foreach_copy_([self.b.data], [tensor])
+                else:
+                    torch.logical_not(tensor, out=self.c)
+
+    named = [("a", torch.randn(4, 3)), ("b", torch.randn(5) + 1j), ("c", torch.ones(6) > 0)]
+    model = Odd()
+    _, unused = watched(model, named, model.load_weights)
+    assert unused == () and differing(model, named, model.load_weights) == ()
+    model.a.data[3, 2] += 1
+    model.b.data[4] += 1j
+    model.c[5] = True
+    assert differing(model, named, model.load_weights) == ("a", "b", "c")
+
+
+def test_errors_pass_and_nothing_of_it_stays():
+    model, submit = Model(), concurrent.futures.ThreadPoolExecutor.submit
+    bad = [("embed.weight", torch.zeros(3, 3))]
+    with pytest.raises(AssertionError, match="vocabulary of 3"):
+        watched(model, bad, model.load_weights)
+    with pytest.raises(AssertionError, match="vocabulary of 3"):
+        differing(model, bad, model.load_weights)
+    assert concurrent.futures.ThreadPoolExecutor.submit is submit
+    model.norm_0.data.zero_()  # writes again
+    assert float(model.norm_0.sum()) == 0

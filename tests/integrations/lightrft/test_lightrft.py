@@ -1,0 +1,512 @@
+"""LightRFT's strategy interface over memsaver, around a stand-in's strategy and engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import rank_processes
+import sglang_stand_in as engines
+from lightrft_stand_in import EngineStatus, Rollout, Sender, Strategy
+
+import memsaver
+from memsaver.integrations.engine.messages import Answer, SchedulerState
+from memsaver.integrations.lightrft import adapt
+from memsaver.integrations.sglang import EngineBusyError, Status, hooks
+
+pytestmark = pytest.mark.one_python
+
+torch = pytest.importorskip("torch")
+
+from trainers import Trainer, lies_in, states_of  # noqa: E402
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def make_strategy(monkeypatch, sim, tag, make_blocks):
+    """Makes a strategy and its engine: `make_strategy(backup="host", weights="keep")`."""
+    tag.names.extend(engines.TAGS)
+    made = []
+    with engines.modules(monkeypatch) as classes:
+        hooks.install()
+
+        def make(backup="host", adapted=True, args=(), **options):
+            scheduler = classes.Scheduler(classes.Updater)
+            scheduler.model = make_blocks("weights", [4 * MIB], backup=backup)[0]
+            scheduler.kv = make_blocks("kv_cache", [8 * MIB], backup="none")[0]
+            scheduler.graph = make_blocks("cuda_graph", [2 * MIB], backup="host")[0]
+            engine = engines.Engine(classes.Tokenizer([scheduler]))
+            engine.server_args = SimpleNamespace(enable_weights_cpu_backup=backup == "host")
+            made.append((engine, scheduler))
+            strategy = Strategy(**dict(args))
+            strategy.rollout, strategy.scheduler = Rollout(engine), scheduler
+            strategy.memory = adapt(strategy, **options) if adapted else None
+            return strategy
+
+        yield make
+        for engine, scheduler in made:
+            assert scheduler.death is None, repr(scheduler.death)
+            engine.shutdown()
+            del scheduler.model, scheduler.kv, scheduler.graph
+
+
+def states():
+    return {tag: memsaver.state(tag).value for tag in ("weights", "kv_cache", "cuda_graph")}
+
+
+def all_of(state, **others):
+    return {"weights": state, "kv_cache": state, "cuda_graph": state, **others}
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+def test_a_loop_as_lightrft_runs_it(make_strategy, sim):
+    strategy = make_strategy()
+    sender = Sender(strategy, strategy.scheduler)
+    full = sim.tag_bytes()
+    strategy.setup_inference_engine(strategy.rollout, actor=sender)
+    assert states() == all_of("paused", weights="mapped") and sim.tag_bytes() < full
+    for step in range(3):
+        assert strategy.inference_engine_status is EngineStatus.SLEEPED
+        assert strategy.gather_and_generate("a", sleep_engine=False) == "a!"
+        assert strategy.inference_engine_status is EngineStatus.WAKEUP
+        assert states() == all_of("mapped") and strategy.memory.status is Status.AWAKE
+        strategy.maybe_sleep_inference_engine()
+        assert strategy.memory.status is Status.WEIGHTS_ONLY
+        sender.seed = 10 + step
+        strategy.update_engine_weights(sender)
+        # The cache and the graphs sleep on while the weights are sent, and after that.
+        assert sender.states[-1] == states() == all_of("paused", weights="mapped")
+    assert strategy.gather_and_generate("b") == "b!"
+    assert strategy.scheduler.model.seed == 12 and strategy.scheduler.model.is_intact()
+
+
+def test_the_engine_sleeps_only_if_lightrft_is_told_so(make_strategy):
+    strategy = make_strategy(args={"enable_engine_sleep": False})
+    strategy.setup_inference_engine(strategy.rollout)
+    assert states() == all_of("mapped")
+    assert strategy.inference_engine_status is EngineStatus.WAKEUP
+
+
+def test_weights_with_a_backup_sleep_too(make_strategy, sim):
+    strategy = make_strategy(weights="backup")
+    strategy.setup_inference_engine(strategy.rollout)
+    assert states() == all_of("paused") and sim.tag_bytes() == 0
+    assert strategy.memory.status is Status.ASLEEP
+    assert strategy.gather_and_generate("a") == "a!"
+    assert states() == all_of("paused")
+    strategy.wakeup_inference_engine()
+    assert strategy.scheduler.model.is_intact()
+
+
+def test_weights_without_a_backup_are_not_lost_by_mistake(make_strategy):
+    strategy = make_strategy(backup="none", weights="backup")
+    with pytest.raises(memsaver.ConfigError, match="enable_weights_cpu_backup"):
+        strategy.setup_inference_engine(strategy.rollout)
+    assert states() == all_of("mapped") and strategy.scheduler.model.is_intact()
+    strategy.wakeup_inference_engine()
+    assert strategy.gather_and_generate("a", sleep_engine=False) == "a!"
+
+
+def test_weights_without_a_backup_are_sent_again(make_strategy):
+    strategy = make_strategy(backup="none", weights="resend")
+    sender = Sender(strategy, strategy.scheduler)
+    strategy.setup_inference_engine(strategy.rollout)
+    assert states() == all_of("paused")
+    with pytest.raises(memsaver.InvalidStateError, match="update_engine_weights"):
+        strategy.wakeup_inference_engine()  # there is nobody to send them
+    assert states() == all_of("paused")
+
+    sender.seed = 5
+    strategy.update_engine_weights(sender)
+    assert states() == all_of("paused", weights="mapped")
+    assert strategy.gather_and_generate("a") == "a!"  # not sent twice
+    assert len(sender.states) == 1 and states() == all_of("paused")
+    assert strategy.gather_and_generate("b", sleep_engine=False) == "b!"
+    assert sender.states[1:] == [all_of("paused", weights="mapped")]
+    assert strategy.scheduler.model.is_intact()
+
+
+@pytest.mark.parametrize("with_sender", [False, True])
+def test_a_refused_sleep_keeps_the_weights_that_would_be_sent_again(make_strategy, with_sender):
+    strategy = make_strategy(backup="none", weights="resend", timeout=30)
+    sender = Sender(strategy, strategy.scheduler)
+    strategy.broadcast_manager = sender if with_sender else None
+    strategy.inference_engine, strategy.inference_engine_type = strategy.rollout, "sglang"
+    strategy.scheduler.begin("somebody else's")
+    strategy.memory._engine._timeout = 1
+    for _ in range(2):
+        with pytest.raises(EngineBusyError):
+            strategy.maybe_sleep_inference_engine()
+        strategy.wakeup_inference_engine()
+        assert strategy.inference_engine_status is EngineStatus.WAKEUP
+    strategy.memory._engine._timeout = 30
+    assert sender.states == [] and states() == all_of("mapped")
+    assert strategy.scheduler.model.is_intact()
+    strategy.scheduler.end("somebody else's")
+    strategy.maybe_sleep_inference_engine()  # which loses them
+    if with_sender:
+        strategy.wakeup_inference_engine()
+        assert len(sender.states) == 1 and strategy.scheduler.model.is_intact()
+    else:
+        with pytest.raises(memsaver.InvalidStateError, match="update_engine_weights"):
+            strategy.wakeup_inference_engine()
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_sleep_that_fails_half_way_keeps_the_weights(make_strategy, sim, nth):
+    strategy = make_strategy(backup="none", weights="resend", timeout=30)
+    strategy.inference_engine, strategy.inference_engine_type = strategy.rollout, "sglang"
+    with sim.fault("cuMemUnmap", nth=nth), pytest.raises(memsaver.DriverError):
+        strategy.maybe_sleep_inference_engine()
+    strategy.wakeup_inference_engine()
+    assert states() == all_of("mapped") and strategy.scheduler.model.is_intact()
+
+
+def test_weights_that_a_failed_sleep_lost_on_a_rank_are_sent_again(make_strategy):
+    # As if one rank of a group had released them when another one failed.
+    strategy = make_strategy(backup="none", weights="resend", timeout=30)
+    strategy.broadcast_manager = sender = Sender(strategy, strategy.scheduler)
+    strategy.inference_engine, strategy.inference_engine_type = strategy.rollout, "sglang"
+    controller = strategy.memory._engine.controller()
+
+    def sleep(*_, **__):
+        state = SchedulerState("one", (), True, Answer("one", "release", (), (), lost=("weights",)))
+        controller._knowledge.learn([state])
+        raise memsaver.DriverError("a rank failed")
+
+    controller.sleep = sleep
+    with pytest.raises(memsaver.DriverError):
+        strategy.maybe_sleep_inference_engine()
+    assert controller.lost == {"weights"} and controller.status is Status.AWAKE
+    strategy.wakeup_inference_engine()
+    assert len(sender.states) == 1
+
+
+def test_a_wake_up_without_room_can_be_repeated(make_strategy, sim):
+    strategy = make_strategy()
+    strategy.setup_inference_engine(strategy.rollout)
+    sim.occupy(memsaver.device_memory(0)[0] - 5 * MIB)
+    with pytest.raises(memsaver.OutOfDeviceMemoryError):
+        strategy.gather_and_generate("a")
+    assert strategy.inference_engine_status is EngineStatus.SLEEPED
+    strategy.update_engine_weights(Sender(strategy, strategy.scheduler))  # which needs no room
+    sim.occupy(0)
+    assert strategy.gather_and_generate("a") == "a!"
+
+
+def test_a_busy_engine_keeps_its_memory_and_can_go_on(make_strategy):
+    strategy = make_strategy(timeout=30)
+    strategy.setup_inference_engine(strategy.rollout)
+    strategy.wakeup_inference_engine()
+    strategy.scheduler.begin("somebody else's")
+    strategy.memory._engine._timeout = 2
+    with pytest.raises(EngineBusyError):
+        strategy.maybe_sleep_inference_engine()
+    strategy.memory._engine._timeout = 30
+    assert states() == all_of("mapped")
+    strategy.scheduler.end("somebody else's")
+    assert strategy.gather_and_generate("a") == "a!" and states()["kv_cache"] == "paused"
+
+
+def test_other_engines_are_left_to_lightrft(make_strategy):
+    strategy = make_strategy()
+    strategy.setup_inference_engine(strategy.rollout, "vllm", actor=Sender(strategy))
+    strategy.wakeup_inference_engine()
+    assert strategy.calls == ["wake up", "sleep", "wake up"] and states() == all_of("mapped")
+    assert strategy.memory.status is None
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+def test_steps_between_offloads_are_bit_equal(sim, tag):
+    strategy, name = Strategy(), tag("optimizer")
+    adapt(strategy, tag=name)
+    trainer, expected = Trainer("adamw"), Trainer("adamw")
+    for _ in range(6):
+        assert strategy.maybe_load_optimizer(trainer.optimizer) is trainer.optimizer
+        trainer.step(), expected.step()
+        trainer.optimizer.zero_grad(), expected.optimizer.zero_grad()
+        assert strategy.maybe_offload_optimizer(trainer.optimizer) is trainer.optimizer
+        assert memsaver.state(name) == "paused" and sim.tag_bytes() == 0
+        with pytest.raises(memsaver.InvalidStateError, match=name[:10]):
+            trainer.optimizer.step()
+    strategy.maybe_load_optimizer(trainer.optimizer, device=0)
+    assert trainer.contents() == expected.contents()
+    assert strategy.calls == []
+
+
+def test_two_optimizers_have_tags_of_their_own(sim, tag):
+    strategy, name = Strategy(), tag("optimizer")
+    tag.names.append(f"{name} 2")
+    adapt(strategy, tag=name)
+    actor, critic = Trainer("adamw"), Trainer("sgd_momentum")
+    for trainer in (actor, critic):
+        trainer.step()
+    strategy.maybe_offload_optimizer(actor.optimizer)
+    strategy.maybe_offload_optimizer(critic.optimizer)
+    strategy.maybe_offload_optimizer(actor.optimizer)
+    strategy.maybe_load_optimizer(critic.optimizer)
+    assert memsaver.state(name) == "paused" and memsaver.state(f"{name} 2") == "mapped"
+    critic.step()
+    strategy.maybe_load_optimizer(actor.optimizer)
+    actor.step()
+
+
+def test_a_wrapper_with_master_weights(sim, tag):
+    """As LightRFT's for mixed precision: an optimizer by its class, with the real one inside."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optim) -> None:
+            self.optim = optim
+            masters = [p.detach().float().clone() for p in optim.param_groups[0]["params"]]
+            optim.param_groups[0]["params"] = masters
+
+        def step(self):
+            for master in self.optim.param_groups[0]["params"]:
+                master.grad = torch.ones_like(master)
+            self.optim.step()
+
+    strategy, name = Strategy(), tag("optimizer")
+    adapt(strategy, tag=name)
+    trainer = Trainer("adamw")
+    wrapper = Wrapper(trainer.optimizer)
+    wrapper.step()
+    masters = wrapper.optim.param_groups[0]["params"]
+    before = [master.clone() for master in masters]
+    strategy.maybe_offload_optimizer(wrapper)
+    assert all(lies_in(tensor, name) for tensor in masters)
+    assert not any(lies_in(tensor, name) for tensor in trainer.model.parameters())
+    with pytest.raises(memsaver.InvalidStateError):
+        wrapper.step()
+    strategy.maybe_load_optimizer(wrapper)
+    assert all(torch.equal(*pair) for pair in zip(masters, before, strict=True))
+    wrapper.step()
+
+
+def test_checkpoints_are_written_and_read_with_the_memory_there(sim, tag):
+    strategy, name = Strategy(), tag("optimizer")
+    adapt(strategy, tag=name)
+    trainer = Trainer("adamw")
+    trainer.step()
+    expected = [state.clone() for state in states_of(trainer.optimizer)]
+    saved_by_torch = trainer.optimizer.state_dict()
+    saved_by_torch = {
+        **saved_by_torch,
+        "state": {
+            key: {what: value.clone() for what, value in state.items()}
+            for key, state in saved_by_torch["state"].items()
+        },
+    }
+    strategy.maybe_offload_optimizer(trainer.optimizer)
+    saved = strategy.save_ckpt(trainer.model, "folder", optimizer=trainer.optimizer)
+    found = [value for state in saved for value in state.values()]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert memsaver.state(name) == "paused"
+    assert strategy.load_ckpt(
+        trainer.model, "folder", optimizer=trainer.optimizer, states=saved_by_torch
+    ) == ("folder", {})
+    assert memsaver.state(name) == "paused" and sim.tag_bytes() == 0
+    with pytest.raises(TypeError):  # LightRFT's own errors pass through
+        strategy.save_ckpt()
+    assert memsaver.state(name) == "paused"
+    strategy.maybe_load_optimizer(trainer.optimizer)
+    found = states_of(trainer.optimizer)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("flag, asked", [(False, None), (True, False)])
+def test_nothing_is_offloaded_unless_asked_for(sim, flag, asked):
+    strategy = Strategy(adam_offload=flag)
+    adapt(strategy, offload_optimizer=asked)
+    trainer = Trainer("adamw")
+    trainer.step()
+    strategy.maybe_offload_optimizer(trainer.optimizer)
+    trainer.step()
+    assert not any(lies_in(state, "optimizer") for state in states_of(trainer.optimizer))
+
+
+# --- adapt ----------------------------------------------------------------------------------------
+
+
+def test_close_gives_the_strategy_its_own_methods_back(sim, tag):
+    strategy, name = Strategy(), tag("optimizer")
+    memory = adapt(strategy, tag=name)
+    trainer = Trainer("adamw")
+    trainer.step()
+    strategy.maybe_offload_optimizer(trainer.optimizer)
+    memory.close()
+    assert memsaver.state(name) == "mapped"
+    trainer.step()
+    strategy.maybe_sleep_inference_engine()
+    strategy.maybe_offload_optimizer(trainer.optimizer)
+    assert strategy.calls == ["sleep", "offload"] and memsaver.state(name) == "mapped"
+    adapt(strategy, tag=name).close()
+
+
+def test_what_cannot_be_adapted_is_refused():
+    with pytest.raises(memsaver.ConfigError, match="maybe_sleep_inference_engine"):
+        adapt(object())
+    strategy = Strategy()
+    for options in ({"weights": "drop"}, {"tag": ""}):
+        with pytest.raises(memsaver.ConfigError):
+            adapt(strategy, **options)
+    memory = adapt(strategy)
+    with pytest.raises(memsaver.ConfigError, match="already"):
+        adapt(strategy)
+    memory.close()
+
+
+def test_importing_it_is_light(run_python):
+    run_python(
+        """
+import sys
+import memsaver.integrations.lightrft
+assert not {"torch", "lightrft", "sglang"} & set(sys.modules)
+        """
+    )
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+RANK = """
+import contextlib, os
+import torch.distributed as dist
+import pytest
+import sglang_stand_in as engines
+from lightrft_stand_in import EngineStatus, Rollout, Sender, Strategy
+from simulated_driver import Block, Simulator
+from trainers import Trainer
+import memsaver
+from memsaver.distributed import RankError
+from memsaver.integrations.lightrft import adapt
+from memsaver.integrations.sglang import hooks
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", store=dist.FileStore("store", size), rank=rank, world_size=size)
+sim = Simulator()
+sim.start()
+MIB = 1 << 20
+
+
+def raises(call, *arguments):
+    # An error that is the same on all ranks.
+    with pytest.raises(RankError) as caught:
+        call(*arguments)
+    everyones = [None] * size
+    dist.all_gather_object(everyones, str(caught.value))
+    assert len(set(everyones)) == 1, everyones
+    return caught.value
+
+
+with pytest.MonkeyPatch.context() as patch, engines.modules(patch) as classes:
+    hooks.install()
+    engine = scheduler = None
+    tp_rank = rank % 2  # two groups, whose first ranks have an engine each
+    if tp_rank == 0:
+        scheduler = classes.Scheduler(classes.Updater)
+        with memsaver.region("weights", backup="host"):
+            scheduler.model = Block(sim, 4 * MIB, 1)
+        with memsaver.region("kv_cache", backup="none"):
+            scheduler.kv = Block(sim, 8 * MIB, 2)
+        with memsaver.region("cuda_graph", backup="host"):
+            scheduler.graph = Block(sim, 2 * MIB, 3)
+        engine = engines.Engine(classes.Tokenizer([scheduler]))
+    strategy = Strategy()
+    memory = adapt(strategy, timeout=30)
+    strategy.setup_inference_engine(Rollout(engine, tp_rank), actor=Sender(strategy, scheduler))
+    assert strategy.inference_engine_status is EngineStatus.SLEEPED
+    assert memory.status == ("weights_only" if tp_rank == 0 else None)
+
+    # One engine finds no room: every rank hears of it, and all go on when there is some.
+    if rank == 2:
+        sim.occupy(memsaver.device_memory(0)[0] - MIB)
+    error = raises(strategy.gather_and_generate, "a")
+    assert set(error.failures) == {2} and error.failures[2].kind == "OutOfDeviceMemoryError"
+    assert "rank 2 of 4" in str(error)
+    sim.occupy(0)
+    assert strategy.gather_and_generate("a") == ("a!" if tp_rank == 0 else None)
+
+    # One engine has a request in flight, while the others sleep.
+    strategy.wakeup_inference_engine()
+    if rank == 0:
+        scheduler.begin("somebody else's")
+    memory._engine._timeout = 2
+    error = raises(strategy.maybe_sleep_inference_engine)
+    assert set(error.failures) == {0} and error.failures[0].kind == "EngineBusyError"
+    memory._engine._timeout = 30
+    if rank == 0:
+        scheduler.end("somebody else's")
+    assert strategy.gather_and_generate("b") == ("b!" if tp_rank == 0 else None)
+
+    # Of engines that lose their weights in a sleep, one is busy: all get them again, once.
+    memory.close()
+    memory = adapt(strategy, timeout=30, weights="resend")
+    strategy.broadcast_manager = sender = Sender(strategy, scheduler)
+    strategy.wakeup_inference_engine()
+    assert sender.states == []
+    if tp_rank == 0:
+        scheduler.begin("somebody else's")
+    memory._engine._timeout = 2
+    raises(strategy.maybe_sleep_inference_engine)  # on both, and nothing is lost
+    memory._engine._timeout = 30
+    strategy.wakeup_inference_engine()
+    assert sender.states == []
+    if rank == 2:
+        scheduler.end("somebody else's")
+    memory._engine._timeout = 2
+    error = raises(strategy.maybe_sleep_inference_engine)
+    assert set(error.failures) == {0}
+    memory._engine._timeout = 30
+    strategy.wakeup_inference_engine()
+    assert len(sender.states) == (1 if tp_rank == 0 else 0)
+    if rank == 0:
+        scheduler.end("somebody else's")
+    assert strategy.gather_and_generate("c") == ("c!" if tp_rank == 0 else None)
+
+    # Optimizers: all ranks or none.
+    trainer, expected = Trainer("adamw"), Trainer("adamw")
+    for each in (trainer, expected):
+        each.step()
+        each.optimizer.zero_grad()
+    if rank == 1:
+        sim.occupy(memsaver.device_memory(0)[0])
+    error = raises(strategy.maybe_offload_optimizer, trainer.optimizer)
+    assert set(error.failures) == {1}
+    sim.occupy(0)
+    strategy.maybe_offload_optimizer(trainer.optimizer)
+    assert memsaver.state("optimizer") == "paused"
+    if rank == 3:
+        sim.occupy(memsaver.device_memory(0)[0])
+    error = raises(strategy.maybe_load_optimizer, trainer.optimizer)
+    assert set(error.failures) == {3} and memsaver.state("optimizer") == "paused"
+    sim.occupy(0)
+    strategy.maybe_load_optimizer(trainer.optimizer)
+    for each in (trainer, expected):
+        each.step()
+    assert trainer.contents() == expected.contents()
+    # One rank has no optimizer; the next call gives all ranks the same tag.
+    another = Trainer("adamw")
+    another.step()
+    for odd in (None, [], 5, object()):
+        error = raises(strategy.maybe_offload_optimizer, odd if rank == 2 else another.optimizer)
+        assert set(error.failures) == {2} and error.failures[2].kind == "ConfigError", error
+    strategy.maybe_offload_optimizer(another.optimizer)
+    assert memsaver.state("optimizer 2") == "paused"
+    strategy.maybe_load_optimizer(another.optimizer)
+    memory.close()
+    if engine is not None:
+        assert scheduler.death is None
+        engine.shutdown()
+        del scheduler.model, scheduler.kv, scheduler.graph
+assert sim.violations() == []
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path):
+    rank_processes.run(RANK, 4, tmp_path, timeout=100)

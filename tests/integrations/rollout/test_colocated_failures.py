@@ -1,0 +1,171 @@
+"""A trainer and an engine on one device: the state after errors and interrupts."""
+
+import pytest
+
+import memsaver
+from memsaver.integrations.rollout import Phase
+
+pytestmark = pytest.mark.one_python
+
+torch = pytest.importorskip("torch")
+
+from colocated_scene import X, paused  # noqa: E402
+from driver_faults import DRIVER_CALLS  # noqa: E402
+from trainers import bytes_of  # noqa: E402
+
+
+@pytest.mark.parametrize("call", ["wake_up weights", "update_weights", "wake_up all", "sleep"])
+def test_a_rollout_whose_engine_fails_can_be_done_again(scene, call):
+    class Broken(memsaver.MemsaverError):
+        pass
+
+    with scene.session.training():
+        before = scene.trainer.contents()
+    scene.engine.fail[call] = Broken("it broke")
+    with pytest.raises(Broken, match="it broke"):
+        with scene.session.rollout():
+            pass
+    assert scene.session.phase is Phase.IDLE
+    assert scene.session.stages[-1].error == "Broken: it broke"
+    with scene.session.rollout() as engine:
+        with_weights = engine.generate(X)
+    with scene.session.training():
+        assert scene.trainer.contents() == before
+        total = sum(float(t.double().sum()) for t in scene.trainer.model.state_dict().values())
+        assert float(with_weights[0]) == pytest.approx(1 + total, rel=1e-4)
+
+
+def test_after_a_failed_update_the_trainer_has_its_weights_and_may_train(scene):
+    scene.engine.fail["update_weights"] = memsaver.MemsaverError("a bucket did not match")
+    with pytest.raises(memsaver.MemsaverError, match="bucket"):
+        with scene.session.rollout():
+            raise AssertionError("nothing may be generated")
+    assert not scene.session.engine_is_current
+    assert paused(scene) == {"optimizer"}
+    with scene.session.training():
+        old = [bytes_of(t) for t in scene.trainer.model.state_dict().values()]
+        scene.train()
+        new = [bytes_of(t) for t in scene.trainer.model.state_dict().values()]
+        assert new != old
+    assert paused(scene) == {"weights", "kv_cache"}
+    # Nobody gets the engine before it has them.
+    updates = scene.engine.heard.count("update_weights")
+    with scene.session.rollout() as engine:
+        assert engine.heard.count("update_weights") == updates + 1
+        assert engine.weights == new
+        assert float(engine.generate(X)[0]) != 1
+
+
+def test_what_was_done_before_a_failure_is_not_done_again(scene, sim):
+    # No room for the KV cache: the weights are there, updated, and the trainer's copy is away.
+    with scene.session.training():
+        pass
+    scene.engine.fail["wake_up all"] = memsaver.OutOfDeviceMemoryError("no room")
+    with pytest.raises(memsaver.OutOfDeviceMemoryError):
+        with scene.session.rollout():
+            pass
+    assert scene.session.engine_is_current
+    assert paused(scene) == {"model", "optimizer", "kv_cache"}
+    updates = scene.engine.heard.count("update_weights")
+    with scene.session.rollout() as engine:
+        assert float(engine.generate(X)[0]) != 1
+    assert scene.engine.heard.count("update_weights") == updates
+
+
+def test_no_memory_for_the_trainer_leaves_it_paused_with_its_contents(scene, sim):
+    before = scene.trainer.contents()
+    with scene.session.rollout():
+        pass
+    sim.occupy(memsaver.device_memory(0)[0])
+    with pytest.raises(memsaver.OutOfDeviceMemoryError):
+        with scene.session.training():
+            raise AssertionError("there is no memory to train in")
+    assert paused(scene) == {"model", "optimizer", "weights", "kv_cache"}
+    sim.occupy(0)
+    with scene.session.training():
+        assert scene.trainer.contents() == before
+
+
+@pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
+def test_no_driver_call_that_fails_loses_anything(scene, sim):
+    session = scene.session
+
+    def cycle():
+        with session.rollout() as engine:
+            assert float(engine.generate(X)[0]) != 1
+        with session.training():
+            assert scene.trainer.contents() == before
+
+    with session.training():
+        before = scene.trainer.contents()
+    counts = {name: sim.calls(name) for name in DRIVER_CALLS}
+    cycle()
+    counts = {name: sim.calls(name) - count for name, count in counts.items()}
+    failed = 0
+    for name in ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemcpyHtoDAsync"):
+        assert counts[name], name
+        for nth in range(1, counts[name] + 1):
+            with sim.fault(name, sim.OUT_OF_MEMORY, nth=nth):
+                try:
+                    cycle()
+                except memsaver.MemsaverError as error:
+                    failed += 1
+                    assert session.phase is Phase.IDLE
+                    assert session.stages[-1].error == f"{type(error).__name__}: {error}"
+            cycle()
+    assert failed > 10
+
+
+def test_an_exception_in_a_block_is_the_callers_and_leaves_a_session_to_go_on_with(scene):
+    with pytest.raises(ZeroDivisionError):
+        with scene.session.rollout():
+            1 / 0  # noqa: B018
+    assert scene.session.phase is Phase.IDLE
+    assert paused(scene) == {"model", "optimizer"}  # as it was in the block
+    with pytest.raises(KeyboardInterrupt):
+        with scene.session.training():
+            raise KeyboardInterrupt
+    assert paused(scene) == {"weights", "kv_cache"}
+    with scene.session.rollout() as engine:
+        assert float(engine.generate(X)[0]) != 1
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_step_that_is_interrupted_everywhere_can_be_made_again(run_python):
+    run_python(
+        """
+    import gc, threading
+    import memsaver
+    from interrupter import Interrupter
+    from simulated_driver import Simulator
+
+    sim = Simulator()
+    import colocated_scene as tests
+    from memsaver.integrations.rollout import Phase
+
+    gc.freeze()  # the simulated driver looks for tensors among all objects
+    scene = tests.Scene(lambda name: name)
+    session = scene.session
+    interrupter = Interrupter(".")
+
+    def step():
+        with session.rollout() as engine:
+            engine.generate(tests.X)
+        with session.training():
+            pass
+
+    step()
+    right = scene.trainer.contents()
+    for place in interrupter.places(step, every=17):
+        assert session.phase is Phase.IDLE, place
+        step()
+        assert scene.trainer.contents() == right, place
+    assert place > 5000, place
+    threads = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in threads if name.startswith("memsaver")], threads
+    """,
+        timeout=110,
+    )

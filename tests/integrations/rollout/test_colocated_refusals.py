@@ -1,0 +1,173 @@
+"""Calls and arguments that a colocated session refuses."""
+
+import types
+
+import pytest
+
+import memsaver
+from memsaver.integrations.rollout import ColocatedSession
+from memsaver.integrations.trainer import offload
+
+torch = pytest.importorskip("torch")
+
+from colocated_engine import TagEngine  # noqa: E402
+from colocated_scene import Scene, X, paused  # noqa: E402
+from trainers import Trainer  # noqa: E402
+
+
+def test_blocks_are_not_nested(scene, in_thread):
+    session = scene.session
+    for outer, inner in [
+        (session.rollout, session.rollout),
+        (session.rollout, session.training),
+        (session.training, session.rollout),
+        (session.training, session.training),
+    ]:
+        with outer():
+            phase, states, heard = session.phase, scene.states(), len(scene.engine.heard)
+
+            def enter(inner=inner):
+                with inner():
+                    raise AssertionError("not within another")
+
+            with pytest.raises(memsaver.InvalidStateError, match="inside a"):
+                enter()
+            with pytest.raises(memsaver.InvalidStateError, match="inside a"):
+                in_thread(enter).result()
+            assert (session.phase, scene.states()) == (phase, states)
+            assert len(scene.engine.heard) == heard
+            with pytest.raises(memsaver.InvalidStateError):
+                session.close()
+
+
+def test_training_during_a_rollout_is_refused(scene):
+    with scene.session.rollout():
+        with pytest.raises(memsaver.InvalidStateError, match="paused"):
+            scene.trainer.optimizer.step()
+        with pytest.raises(memsaver.InvalidStateError, match="paused"):
+            scene.trainer.model(torch.ones(1, 32))
+
+
+def test_generating_during_training_is_refused(scene):
+    with scene.session.training():
+        with pytest.raises(memsaver.InvalidStateError, match="released"):
+            scene.engine.generate(X)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"backup": "none"}, "backup"),
+        ({"block_timeout": -1.0}, "block_timeout"),
+        ({"backup": "somewhere"}, "backup"),
+        ({"timeout": 0}, "timeout"),
+        ({"tags": "reference"}, "tags"),
+        ({"state": None}, "state"),
+        ({"state": {}}, "state must be a function"),
+        ({"timeout": "5"}, "timeout"),
+        ({"on_stage": 3}, "on_stage"),
+    ],
+)
+def test_bad_options_are_refused(sim, tag, options, what):
+    trainer = Trainer()
+    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
+    model = object() if what == "state" else trainer.model
+    with pytest.raises(memsaver.ConfigError, match=what):
+        ColocatedSession(engine, model, **options)
+    assert memsaver.explain(next(trainer.model.parameters())).tag is None
+
+
+def test_a_model_in_a_tag_with_the_optimizer_is_refused(sim, tag):
+    trainer = Trainer()
+    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
+    both = offload(trainer.model, trainer.optimizer, tag=tag("trainer"))
+    with pytest.raises(memsaver.ConfigError, match="its own tag"):
+        ColocatedSession(engine, both, both, state=trainer.model.state_dict)
+
+
+def test_a_trainer_without_a_backup_is_refused(sim, tag):
+    trainer = Trainer()
+    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
+    model = offload(trainer.model, tag=tag("model"), backup="none")
+    with pytest.raises(memsaver.ConfigError, match="no backup"):
+        ColocatedSession(engine, model, state=trainer.model.state_dict)
+
+
+def test_a_tag_without_a_backup_is_refused_before_anything_happens(sim, tag):
+    trainer = Trainer()
+    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
+    reference = tag("reference")
+    for error in (memsaver.UnknownTagError, memsaver.ConfigError):
+        with pytest.raises(error, match="reference"):
+            ColocatedSession(engine, trainer.model, tags=[reference])
+        assert memsaver.explain(next(trainer.model.parameters())).tag is None
+        assert not trainer.model._forward_pre_hooks
+        with memsaver.region(reference):
+            pass
+
+
+def test_a_tag_that_loses_its_backup_is_refused_before_a_rollout(sim, tag):
+    reference = tag("reference")
+    with memsaver.region(reference, backup="host"):
+        pass
+    scene = Scene(tag, tags=[reference])
+    with memsaver.region(reference, backup="none"):
+        pass
+    with pytest.raises(memsaver.ConfigError, match="no backup"):
+        with scene.session.rollout():
+            raise AssertionError("nothing may be generated")
+    assert not paused(scene) and not scene.session.stages
+
+
+def test_a_refused_close_closes_nothing(scene):
+    with scene.session.rollout():
+        pass
+    memsaver.resume(scene.tags[0])  # the model's alone
+    with pytest.raises(memsaver.InvalidStateError, match="resume it first"):
+        scene.session.close()
+    with scene.session.training():
+        scene.train()
+    with scene.session.rollout():
+        with pytest.raises(memsaver.InvalidStateError):
+            scene.trainer.model(torch.ones(1, 32))  # guarded still
+    with scene.session.training():
+        pass
+    scene.session.close()
+    for block in (scene.session.rollout, scene.session.training):
+        with pytest.raises(memsaver.InvalidStateError, match="closed"), block():
+            raise AssertionError("closed")
+    assert not paused(scene) - {"weights", "kv_cache"}
+
+
+def test_a_closed_handle_is_refused(sim, tag):
+    trainer = Trainer()
+    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
+    handle = offload(trainer.model, tag=tag("model"))
+    handle.close()
+    with pytest.raises(memsaver.InvalidStateError, match="closed"):
+        ColocatedSession(engine, handle, state=trainer.model.state_dict)
+
+
+@pytest.mark.parametrize("missing", ["update_weights", "sleep", "wake_up"])
+def test_what_is_no_engine_is_refused(sim, missing):
+    methods = {name: print for name in ("update_weights", "sleep", "wake_up") if name != missing}
+    trainer = Trainer()
+    with pytest.raises(memsaver.ConfigError, match=rf"has no {missing}\(\)"):
+        ColocatedSession(types.SimpleNamespace(**methods), trainer.model)
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_a_session_that_cannot_begin_leaves_no_hooks(sim, tag):
+    trainer = Trainer()
+    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
+    tag.names += ["model", "optimizer"]  # what a session calls its own
+    with pytest.raises(memsaver.ConfigError, match="not object"):
+        ColocatedSession(engine, trainer.model, object())
+    assert not trainer.model._forward_pre_hooks
+    other = Trainer()
+    given = offload(other.model, tag=tag("model"))
+    hooks = len(other.model._forward_pre_hooks)
+    with pytest.raises(memsaver.ConfigError, match="not object"):
+        ColocatedSession(engine, given, object(), state=other.model.state_dict)
+    assert hooks and len(other.model._forward_pre_hooks) == hooks
+    given.close()

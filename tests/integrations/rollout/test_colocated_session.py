@@ -1,0 +1,224 @@
+"""A trainer and an engine on one device: the order of their steps."""
+
+import time
+
+import pytest
+
+import memsaver
+from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
+
+pytestmark = pytest.mark.one_python
+
+torch = pytest.importorskip("torch")
+
+from colocated_engine import KV_BYTES, TagEngine, stages_of  # noqa: E402
+from colocated_scene import ENTERING, Scene, X, paused  # noqa: E402
+from trainers import Trainer, bytes_of, lies_in, states_of  # noqa: E402
+
+GIB = 1 << 30
+
+
+def test_each_has_the_memory_that_the_other_gave(scene, sim):
+    session, engine = scene.session, scene.engine
+    for step in range(3):
+        with session.rollout() as given:
+            assert given is engine and session.phase is Phase.ROLLOUT
+            assert paused(scene) == {"model", "optimizer"}
+            assert session.engine_is_current
+            generated = engine.generate(X)
+        assert paused(scene) == {"model", "optimizer", "weights", "kv_cache"}
+        assert sim.tag_bytes() == 0
+        with session.training():
+            assert session.phase is Phase.TRAINING
+            assert paused(scene) == {"weights", "kv_cache"}
+            expected = [bytes_of(t) for t in scene.trainer.model.state_dict().values()]
+            weights = sum(
+                float(t.double().sum()) for t in scene.trainer.model.state_dict().values()
+            )
+            assert generated[0] == pytest.approx(1 + weights, rel=1e-4)
+            scene.train()
+            changed = [bytes_of(t) for t in scene.trainer.model.state_dict().values()]
+            assert changed != expected, step
+        assert session.phase is Phase.IDLE
+
+
+def test_stages_come_in_their_order(scene):
+    session = scene.session
+    with session.rollout():
+        assert stages_of(session) == ENTERING
+    assert stages_of(session) == [*ENTERING, Stage.GENERATE, Stage.SLEEP]
+    with session.training():
+        pass
+    assert stages_of(session)[-3:] == [Stage.SLEEP, Stage.RESUME_TRAINER, Stage.TRAIN]
+    assert not any(report.error for report in session.stages)
+    with session.rollout():
+        assert stages_of(session) == ENTERING  # those of the step before are gone
+
+
+def test_a_session_that_sleeps_computes_what_one_does_that_never_does(sim, tag):
+    sleeping, plain = Scene(tag), Scene(tag, sleep=False)
+    results = []
+    for scene in (sleeping, plain):
+        outputs = []
+        for _ in range(5):
+            with scene.session.rollout() as engine:
+                outputs.append((bytes_of(engine.generate(X)), tuple(engine.weights)))
+            with scene.session.training():
+                scene.train()
+        with scene.session.training():
+            results.append((outputs, scene.trainer.contents()))
+    assert results[0] == results[1]
+    assert len({weights for _, weights in results[0][0]}) == 5
+    assert not paused(plain)
+    assert [call for call in plain.engine.heard if call != "update_weights"] == []
+    assert stages_of(plain.session)[:2] == [Stage.SETTLE, Stage.UPDATE]
+
+
+def test_without_a_session_of_sleep_the_trainer_is_left_where_it_is(sim, tag):
+    trainer = Trainer()
+    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
+    session = ColocatedSession(engine, trainer.model, trainer.optimizer, sleep=False)
+    with session.rollout():
+        pass
+    assert session.trainer_tags == ()
+    assert memsaver.explain(next(trainer.model.parameters())).tag is None
+
+
+def test_it_offloads_what_it_is_given(sim, tag, run_python):
+    # With the default tags, which are the process's: in one of its own.
+    run_python(
+        """
+        import memsaver
+        from memsaver.integrations.rollout import ColocatedSession
+        from colocated_engine import TagEngine
+        from trainers import Trainer, lies_in
+
+        trainer = Trainer()
+        trainer.step()
+        engine = TagEngine(trainer.model, "weights", "kv")
+        with memsaver.region("reference", backup="host"):
+            reference = memsaver.simulator.empty(1 << 20)
+        reference.fill_(3)
+        session = ColocatedSession(
+            engine,
+            trainer.model,
+            trainer.optimizer,
+            tags=["reference"],
+            update_options={"scale": 2},
+        )
+        assert session.trainer_tags == ("model", "optimizer", "reference")
+        assert all(lies_in(p, "model") for p in trainer.model.parameters())
+        with session.rollout():
+            assert all(memsaver.state(t) is memsaver.State.PAUSED for t in session.trainer_tags)
+        with session.training():
+            assert reference.sum() == 3 * (1 << 20)
+            trainer.step()
+            try:
+                session.close()
+            except memsaver.InvalidStateError as error:
+                assert "training" in str(error)
+            else:
+                raise AssertionError
+        session.close()
+        memsaver.pause("optimizer")
+        trainer.optimizer.zero_grad()  # no hook is left: nothing speaks
+        """
+    )
+
+
+def test_weights_that_the_engine_has_are_not_sent_again(sim, tag):
+    scene = Scene(tag, engine_keeps_weights=True)
+    for tag_name in (scene.engine.names["weights"],):
+        with memsaver.region(tag_name, backup="host"):
+            pass
+    session = scene.session
+    for _ in range(2):
+        with session.rollout() as engine:
+            generated = engine.generate(X)
+    assert scene.engine.heard.count("update_weights") == 1
+    assert Stage.UPDATE not in stages_of(session)
+    assert float(generated[0]) != 1
+    session.weights_changed()
+    with session.rollout():
+        pass
+    assert scene.engine.heard.count("update_weights") == 2
+
+
+def test_a_second_rollout_sends_weights_that_the_sleep_has_lost(scene):
+    with scene.session.rollout() as engine:
+        first = engine.generate(X)
+    with scene.session.rollout() as engine:
+        assert torch.equal(engine.generate(X), first)
+    assert scene.engine.heard.count("update_weights") == 2
+
+
+def test_gradients_survive_a_rollout(scene):
+    trainer = scene.trainer
+    with scene.session.training():
+        trainer.backward()
+        gradients = [bytes_of(p.grad) for p in trainer.model.parameters()]
+    with scene.session.rollout():
+        assert paused(scene) == {"model", "optimizer"}
+    with scene.session.training():
+        assert [bytes_of(p.grad) for p in trainer.model.parameters()] == gradients
+        assert any(any(g) for g in gradients)
+
+
+def test_steps_are_bit_equal_to_those_of_a_trainer_alone(scene):
+    expected = Trainer()
+    expected.step()
+    expected.optimizer.zero_grad()
+    for _ in range(6):
+        with scene.session.rollout():
+            pass
+        with scene.session.training():
+            scene.train()
+            expected.step()
+            expected.optimizer.zero_grad()
+            assert scene.trainer.contents() == expected.contents()
+            for tensor in states_of(scene.trainer.optimizer):
+                assert tensor.dim() == 0 or lies_in(tensor, scene.tags[1])
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
+def test_peaks_are_the_drivers(scene, sim, wait_until):
+    heard = []
+    session = ColocatedSession(
+        scene.engine, None, None, state=dict, sleep=False, on_stage=heard.append
+    )
+    _, total = memsaver.device_memory(0)
+    idle = total - memsaver.device_memory(0)[0]
+    with session.rollout():
+        sim.occupy(3 * GIB)
+        looks = sim.calls("cuMemGetInfo")
+        time.sleep(0.1)
+        wait_until(lambda: sim.calls("cuMemGetInfo") > looks + 1)
+        sim.occupy(0)
+    by_stage = {report.stage: report for report in heard}
+    assert heard == session.stages
+    generate, settle = by_stage[Stage.GENERATE], by_stage[Stage.SETTLE]
+    assert idle + 3 * GIB <= generate.peak_bytes < idle + 3 * GIB + (64 << 20)
+    assert settle.peak_bytes == idle
+    assert generate.ranks[0].total_bytes == total
+    assert generate.slowest.seconds >= 0.1 and generate.seconds >= generate.slowest.seconds
+
+
+def test_a_stage_tells_what_it_did(scene):
+    with scene.session.training():
+        pass
+    with scene.session.rollout():
+        pass
+    by_stage = {report.stage: report for report in scene.session.stages}
+    assert by_stage[Stage.UPDATE].result == len(scene.trainer.model.state_dict())
+    assert by_stage[Stage.PAUSE_MODEL].result.changed == (scene.tags[0],)
+    assert by_stage[Stage.WAKE_REST].result.bytes >= KV_BYTES
+    held = by_stage[Stage.GENERATE].ranks[0].tag_bytes
+    assert held - by_stage[Stage.SLEEP].ranks[0].tag_bytes >= KV_BYTES
+    # The trainer's copy is gone before the KV cache comes.
+    before, after = by_stage[Stage.UPDATE].ranks[0], by_stage[Stage.PAUSE_MODEL].ranks[0]
+    assert after.tag_bytes < before.tag_bytes
+
+
+# --- what fails -----------------------------------------------------------------------------------

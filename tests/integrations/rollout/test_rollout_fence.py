@@ -1,0 +1,138 @@
+"""Sleep and wake-up of all engines of a mesh: what a fence waits for, and what it tells."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import rank_processes
+
+from memsaver.errors import InvalidStateError
+from memsaver.integrations.engine.status import Status, status_of
+from memsaver.integrations.rollout import RolloutEngine
+
+pytest.importorskip("torch")
+
+TAGS = frozenset({"weights", "kv_cache", "cuda_graph"})
+
+
+class Engine:
+    """A backend that has only a sleep; `fail` is raised by the next transition, `slow` its time."""
+
+    tp_size = 1
+
+    def __init__(self) -> None:
+        self.control = self
+        self.released: frozenset[str] = frozenset()
+        self.fail: BaseException | None = None
+        self.slow = 0.0
+
+    @property
+    def status(self) -> Status:
+        return status_of(self.released)
+
+    def sleep(self, tags=None, **_):
+        return self._become(self.released | (TAGS if tags is None else frozenset(tags)))
+
+    def wake_up(self, tags=None, **_):
+        return self._become(self.released - (TAGS if tags is None else frozenset(tags)))
+
+    def _become(self, released):
+        time.sleep(self.slow)
+        error, self.fail = self.fail, None
+        changed = tuple(sorted(self.released ^ released))
+        if isinstance(error, KeyboardInterrupt):
+            self.released = released  # it came when all was done
+        if error is not None:
+            raise error
+        self.released = released
+        return SimpleNamespace(changed=changed)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_fence_of_one_engine_leaves_its_error_alone():
+    backend = Engine()
+    engine = RolloutEngine(backend, timeout=5)
+    own = backend.fail = InvalidStateError("busy", tag="kv_cache")
+    with pytest.raises(InvalidStateError) as caught:
+        engine.sleep(fence=True)
+    assert caught.value is own and str(own) == "busy" and own.__cause__ is None
+
+
+def test_what_an_interrupted_transition_came_to_is_unknown():
+    backend = Engine()
+    engine = RolloutEngine(backend, timeout=5)
+    backend.fail = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        engine.sleep()
+    assert engine.status is Status.UNKNOWN
+    with pytest.raises(InvalidStateError, match="unknown state"):
+        engine.check("generate")
+
+
+CODE = """
+import datetime, os, threading, time
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from memsaver.distributed import RankError
+from memsaver.integrations.rollout.ranks import layout_of
+from memsaver.integrations.engine.errors import EngineTimeoutError
+from test_rollout_fence import *
+
+RANK = int(os.environ["RANK"])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+backend = Engine()
+engine = RolloutEngine(backend, layout_of(mesh), timeout=2)
+
+# Engines of which one is asleep before, or partly so: each has its own back, and nobody fails.
+for before in ([], ["kv_cache"], list(TAGS)):
+    if RANK == 1 and before:
+        engine.sleep(before)
+    with engine.asleep(fence=True) as report:
+        assert engine.status is Status.ASLEEP
+        assert set(report.changed) == TAGS - (set(before) if RANK == 1 else set())
+    assert backend.released == (set(before) if RANK == 1 else set())
+    engine.wake_up()
+
+# One that takes all of its time, and fails then: told to the others, who wait long enough.
+if RANK == 1:
+    backend.slow, backend.fail = 2.5, EngineTimeoutError("it hangs")
+with pytest.raises(EngineTimeoutError, match="it hangs") as caught:
+    engine.sleep(fence=True)
+assert list(caught.value.failures) == [1] and "rank 1 of 2" in str(caught.value)
+# The same if the others failed at once, and the call has more time than the fence.
+backend.slow, backend.fail = RANK * 3.0, EngineTimeoutError(f"engine {RANK}")
+with pytest.raises(EngineTimeoutError) as caught:
+    engine.wake_up(fence=True, timeout=4)
+assert list(caught.value.failures) == [0, 1]
+backend.slow = 0.0
+
+# An error that holds what cannot travel.
+if RANK == 1:
+    backend.fail = InvalidStateError("it holds a lock")
+    backend.fail.lock = threading.Lock()
+with pytest.raises(RankError, match="rank 1 of 2: .*it holds a lock") as caught:
+    engine.wake_up(fence=True)
+assert list(caught.value.failures) == [1]
+
+# An interrupt is for its own rank.
+if RANK == 0:
+    backend.fail = KeyboardInterrupt()
+with pytest.raises((KeyboardInterrupt, RankError)) as caught:
+    engine.wake_up(fence=True)
+assert caught.type is (RankError if RANK else KeyboardInterrupt)
+assert RANK == 0 or "KeyboardInterrupt" in str(caught.value)
+dist.barrier()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_engines_of_a_mesh_wait_for_each_other(tmp_path):
+    here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    rank_processes.run(here + CODE, 2, tmp_path, timeout=80)

@@ -1,0 +1,334 @@
+"""`WeightGroup`: weights to an engine in other processes, by a broadcast."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from repository import SUPPORT
+
+pytest.importorskip("torch")
+
+import torch.distributed as dist
+from descriptors import open_descriptors
+from process_sockets import eventually, listening, threads
+from weight_engine import Backend
+from weight_ranks import run
+
+from memsaver.errors import ConfigError
+from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
+from memsaver.integrations.rollout import RolloutEngine, WeightGroup
+from memsaver.integrations.rollout.weights import disaggregated, sender
+
+
+class Nobody(Backend):
+    """An engine without ranks, whose groups are made of the trainer's leader alone."""
+
+    def __init__(self):
+        super().__init__(size=0)
+
+    def join_group(self, group, timeout):
+        self.joining(group)
+
+    def joining(self, group):
+        pass
+
+    def leave_group(self, *_):
+        raise EngineError("it is gone")
+
+
+@pytest.fixture
+def backend():
+    return Nobody()
+
+
+@pytest.fixture
+def group_of(backend):
+    """Return a function that makes a group; at the end, check that no group left resources open."""
+
+    def make(**options):
+        return WeightGroup(RolloutEngine(backend, timeout=20), backend="gloo", **options)
+
+    warm = make()  # torch opens some resources once
+    with pytest.raises(EngineError, match="it is gone"):
+        warm.leave()
+    eventually(lambda: [one for one in threading.enumerate() if one.name == "memsaver-weights"], [])
+    before = set(open_descriptors())
+    yield make
+    eventually(lambda: [one for one in threading.enumerate() if one.name == "memsaver-weights"], [])
+    assert set(open_descriptors()) == before
+    assert listening() == [] and not dist.distributed_c10d._world.pg_map
+
+
+def test_leaving_closes_every_socket_descriptor_and_thread(backend, group_of, monkeypatch):
+    monkeypatch.setattr(backend, "leave_group", lambda *_: None)
+    before, running = set(open_descriptors()), len(threads())
+    for _ in range(3):
+        group = group_of()
+        assert listening() and len(threads()) > running
+        group.leave()
+        assert listening() == [] and set(open_descriptors()) == before
+        eventually(lambda: len(threads()) <= running, True)
+    # Also if the engine cannot leave, and while the engine, its error and the group are referenced.
+    monkeypatch.undo()
+    group = group_of()
+    with pytest.raises(EngineError, match="it is gone") as caught:
+        group.leave()
+    assert listening() == [] and set(open_descriptors()) == before, caught.value
+    group.leave()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_a_group_on_a_loopback_address_listens_only_there(backend, group_of, address):
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
+            one.bind((address, 0))
+    except OSError:
+        pytest.skip(f"this machine has no {address}")
+    group = group_of(address=address)
+    assert set(listening()) <= {"127.0.0.1", "::1"} and len(listening()) == 2
+    with pytest.raises(EngineError, match="it is gone"):
+        group.leave()
+
+
+def test_an_address_of_another_machine_is_refused(group_of):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0.*must be this machine's own"):
+        group_of(address="192.0.2.1")
+
+
+def test_a_fixed_port_can_be_used_again(group_of):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for _ in range(2):
+        with pytest.raises(EngineError, match="it is gone"), group_of(port=port):
+            pass
+
+
+def test_names_do_not_repeat_in_another_process_with_the_same_pid(tmp_path):
+    """An engine remembers the group names of killed trainers."""
+    code = """
+import os, sys
+sys.path[:0] = sys.argv[1:]
+os.getpid = lambda: 4711
+from test_weight_group import Nobody
+from memsaver.integrations.rollout import RolloutEngine, WeightGroup
+backend = Nobody()
+backend.leave_group = lambda *_: None
+names = []
+for _ in range(2):
+    with WeightGroup(RolloutEngine(backend, timeout=20), backend="gloo") as group:
+        names.append(group.name)
+print(*names)
+"""
+    names = []
+    for _ in range(2):
+        command = [sys.executable, "-c", code, str(Path(__file__).parent), str(SUPPORT)]
+        names += subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert len(set(names)) == 4
+
+
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_a_group_that_the_engine_does_not_join_is_not_left_behind(backend, group_of, seconds):
+    def joining(_):
+        time.sleep(seconds)  # this side's part of it is made later, or before
+        raise EngineError("no such host")
+
+    backend.joining = joining
+    before = set(open_descriptors())
+    with pytest.raises(EngineError, match="no such host") as caught:
+        group_of(timeout=20)
+    assert listening() == [] and set(open_descriptors()) == before, caught.value
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"address": 3}, "not 3"),
+        ({"port": "80"}, "'80'"),
+        ({"port": 1 << 16}, "65536"),
+        ({"timeout": 0}, "timeout"),
+    ],
+)
+def test_bad_options_are_refused(group_of, options, said):
+    with pytest.raises(ConfigError, match=said):
+        group_of(**options)
+
+
+def test_what_is_no_engine_or_no_backend_is_refused(backend):
+    with pytest.raises(ConfigError, match="not str"):
+        WeightGroup("http://127.0.0.1:30000")
+    with pytest.raises(ConfigError, match="nccl, gloo"):
+        WeightGroup(RolloutEngine(backend, timeout=20), backend="mpi")
+
+
+def test_an_address_that_cannot_be_had(group_of):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"cannot create a group at 127\.0\.0\.1:"):
+            group_of(port=taken.getsockname()[1], timeout=5)
+
+
+def test_what_failed_is_told_and_not_that_the_group_cannot_be_left(group_of):
+    with pytest.raises(ZeroDivisionError), group_of():
+        raise ZeroDivisionError
+    with pytest.raises(EngineError, match="it is gone"), group_of():
+        pass
+
+
+def test_a_broadcast_takes_its_time_once(group_of, monkeypatch):
+    group, over = group_of(), threading.Event()
+    for module in (disaggregated, sender):
+        monkeypatch.setattr(module, "END_SECONDS", 0.2)
+    monkeypatch.setattr(group._sender, "send", lambda *_: over.wait(60))
+    real = group._sender._group
+    group._sender._group = SimpleNamespace(abort=lambda: over.wait(60))
+    began = time.monotonic()
+    with pytest.raises(EngineTimeoutError, match="did not receive all weights"):
+        group.broadcast([], lambda: time.sleep(3.7), 4)
+    assert time.monotonic() - began < 6  # 4.2, and 7.9 if the load's time were not counted
+    over.set()
+    monkeypatch.undo()
+    group._sender._group = real
+    with pytest.raises(EngineError, match="it is gone"):
+        group.leave()
+
+
+@pytest.mark.timeout(200)
+def test_a_group_with_an_engine_elsewhere(tmp_path):
+    """Ranks 0 and 1 are a trainer; 2 and 3 the ranks of its engine, which does as SGLang does."""
+    run(
+        """
+import threading
+from torch.distributed.distributed_c10d import (
+    Backend as Kind, PrefixStore, _new_process_group_helper, _world, default_pg_timeout, rendezvous)
+own = dist.new_group([0, 1])
+ranks = dist.new_group([2, 3])
+store = dist.distributed_c10d._get_default_store()
+
+def joined(address, port, rank, size, name, kind):
+    # As SGLang's init_custom_process_group.
+    made, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, size,
+                                       timeout=default_pg_timeout))
+    made.set_timeout(default_pg_timeout)
+    group, _ = _new_process_group_helper(
+        size, rank, [], Kind(kind), PrefixStore(name, made), group_name=name,
+        timeout=default_pg_timeout)
+    _world.pg_group_ranks[group] = {i: i for i in range(size)}
+    return group
+
+if RANK >= 2:
+    model = weight_engine.Model(RANK - 2, 2)
+    manager = Manager(model, ranks)
+    groups = {}
+    class Receiving(type(manager)):
+        pass
+    number = 0
+    while True:
+        number += 1
+        todo = eval(store.get(f"todo{number}").decode())
+        if todo[0] == "end":
+            break
+        if todo[0] == "join":
+            _, address, port, offset, size, name, kind = todo
+            groups[name] = joined(address, port, offset + RANK - 2, size, name, kind)
+            answer = (True, "joined")
+        elif todo[0] == "leave":
+            dist.destroy_process_group(groups.pop(todo[1]))
+            answer = (True, "left")
+        elif todo[0] == "load":
+            _, names, dtypes, shapes, name, text = todo
+            tensors = [torch.empty(s, dtype=getattr(torch, d)) for s, d in zip(shapes, dtypes)]
+            for tensor in tensors:
+                dist.broadcast(tensor, 0, group=groups[name])
+            request = weight_engine.Request(text, tensors=list(zip(names, tensors)))
+            output = manager.update_weights_from_distributed(request)
+            answer = (output.success, output.message)
+        else:
+            answer = (model.holds(checkpoint(todo[1])), "")
+        if RANK == 2:
+            store.set(f"done{number}", repr(answer))
+else:
+    class Remote(Backend):
+        def __init__(self):
+            super().__init__(Manager, 0)
+            self.tp_size, self.number, self.refuses = 2, 0, False
+        def order(self, *todo):
+            self.number += 1
+            store.set(f"todo{self.number}", repr(todo))
+            return eval(store.get(f"done{self.number}").decode())
+        def join_group(self, group, timeout):
+            self.order("join", group.address, group.port, group.rank_offset, group.world_size,
+                     group.name, group.backend)
+        def leave_group(self, group_name, timeout):
+            self.order("leave", group_name)
+        def ask(self, name, fields, timeout):
+            if name != "update_weights_from_distributed":
+                return super().ask(name, fields, timeout)
+            if self.refuses:
+                raise EngineError("the engine refused")
+            self.calls.append("load")
+            return Reply(*self.order(
+                "load", fields["names"], fields["dtypes"], fields["shapes"],
+                fields["group_name"], fields["rid"]))
+    from memsaver.integrations.rollout.ranks import Layout
+    from memsaver.integrations.sglang.replies import Reply
+    from memsaver.integrations.rollout.weights import disaggregated, sender
+    layout = Layout(rank=RANK, tp_group=own, tp_ranks=(0, 1), tp_rank=RANK)
+    backend = Remote() if RANK == 0 else None
+    engine = RolloutEngine(backend, layout, timeout=20)
+    mesh = dist.device_mesh.DeviceMesh.from_group(own, "cpu")
+    with WeightGroup(engine, backend="gloo", timeout=20) as group:
+        for seed in (1, 2):
+            shards = sharded(checkpoint(seed), mesh, lambda n, t: [Shard(0)])
+            report = update(engine, shards, group=group, pause="retract", verify="full",
+                            bucket_bytes=700, version=str(seed))
+            assert report.held == report.received == 13 and report.buckets > 3
+            assert backend is None or backend.order("holds", seed)[0]
+            assert backend is None or backend.calls[-1] == "continue"
+        error = refused(ConfigError, update, engine, shards, group=group, layout="engine")
+        assert "with a group, send whole tensors" in str(error)
+        # A refusal of the engine is raised on both ranks, and the group is unusable.
+        if backend is not None:
+            backend.refuses = True
+        patch.setattr(disaggregated, "END_SECONDS", 1)
+        error = refused(EngineError, update, engine, shards, group=group)
+        assert "the engine refused" in str(error)
+        error = refused(InvalidStateError, update, engine, shards, group=group)
+        assert "the group failed" in str(error) and "make a new one" in str(error), error
+        if backend is not None:
+            backend.refuses = False
+    assert "was left" in str(refused(InvalidStateError, update, engine, shards, group=group))
+    if backend is not None:
+        store.set(f"todo{backend.number + 1}", repr(("end",)))
+""",
+        4,
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize(("value", "told"), [(None, "not set"), ("1", "is 1"), ("0", "")])
+def test_a_failure_of_nccl_says_what_both_sides_need(backend, group_of, monkeypatch, value, told):
+    if value is None:
+        monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    else:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", value)
+
+    def refuse():
+        raise EngineError("Cuda failure 'invalid argument'")
+
+    monkeypatch.setattr(backend, "leave_group", lambda *_: None)
+    with group_of(timeout=20) as group:
+        monkeypatch.setattr(group, "_backend", "nccl")  # NCCL itself needs GPUs
+        with pytest.raises(EngineError, match="invalid argument") as caught:
+            group.broadcast([], refuse, 5)
+        monkeypatch.setattr(group, "_backend", "gloo")
+    assert ("NCCL_CUMEM_ENABLE" in str(caught.value)) == bool(told)
+    assert told in str(caught.value)

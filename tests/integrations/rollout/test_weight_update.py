@@ -1,0 +1,388 @@
+"""`update`: a trainer's weights to an engine, in buckets that are verified. One process."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import weight_engine  # noqa: E402
+from weight_engine import Backend, Model, checkpoint  # noqa: E402
+
+from memsaver.errors import ConfigError, InvalidStateError  # noqa: E402
+from memsaver.integrations.engine.errors import EngineError  # noqa: E402
+from memsaver.integrations.engine.weights import load_check  # noqa: E402
+from memsaver.integrations.engine.weights.held import watched  # noqa: E402
+from memsaver.integrations.rollout import WeightMismatchError  # noqa: E402
+from memsaver.integrations.rollout.rollout_engine import RolloutEngine  # noqa: E402
+from memsaver.integrations.rollout.together import GRACE_SECONDS  # noqa: E402
+from memsaver.integrations.rollout.weights import update  # noqa: E402
+from memsaver.integrations.rollout.weights.agreement import common_tie  # noqa: E402
+from memsaver.integrations.rollout.weights.buckets import ALIGNMENT, buckets_of  # noqa: E402
+from memsaver.integrations.rollout.weights.sources import sources_of  # noqa: E402
+from memsaver.integrations.sglang.protocol import verification_of  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def shared_files():
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    with weight_engine.hooked(monkeypatch) as kind:
+        yield Backend(kind)
+
+
+@pytest.fixture
+def engine(backend):
+    return RolloutEngine(backend, timeout=30)
+
+
+def holds(backend, weights=None):
+    return all(model.holds(weights or checkpoint()) for model in backend.models)
+
+
+# --- buckets --------------------------------------------------------------------------------------
+
+
+def test_buckets_keep_the_order_and_split_nothing():
+    sizes = [100, 700, 5000, 1, 0, 513, 511, 20]
+    named = [(f"t{at}", size) for at, size in enumerate(sizes)]
+    buckets = buckets_of(named, 2048)
+    assert [s.name for b in buckets for s in b.slots] == [name for name, _ in named]
+    assert [s.room for b in buckets for s in b.slots] == sizes
+    assert all(s.begin % ALIGNMENT == 0 for b in buckets for s in b.slots)
+    for bucket in buckets:
+        ends = [s.begin + s.room for s in bucket.slots]
+        following = [*[s.begin for s in bucket.slots][1:], bucket.nbytes]
+        assert all(end <= begin for end, begin in zip(ends, following, strict=True))
+        assert bucket.nbytes <= 2048 or len(bucket.slots) == 1
+    assert [len(b.slots) for b in buckets] == [2, 1, 4, 1]
+    assert buckets_of([], 10) == []
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2048, 1 << 30])
+@pytest.mark.parametrize("verify", ["off", "sampled", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_brings_all_weights(engine, backend, verify, bucket_bytes, dtype):
+    weights = checkpoint(1, dtype)
+    report = update(engine, weights, version="7", verify=verify, bucket_bytes=bucket_bytes)
+    assert holds(backend, weights) and backend.version == "7"
+    assert backend.calls == ["begin", *["load"] * report.buckets, "end"]
+    assert (report.tensors, report.tied) == (len(weights) - 1, ("lm_head.weight",))
+    assert report.bytes == sum(t.nbytes for t in weights.values()) - weights["embed.weight"].nbytes
+    assert report.version == "7" and report.seconds > 0 and report.unverified == ""
+    assert report.bucket_bytes <= max(bucket_bytes, weights["embed.weight"].nbytes)
+    assert report.buckets == len(backend.requests)
+    assert report.buckets == {1: 13, 1 << 30: 1}.get(bucket_bytes, report.buckets)
+    assert report.received == report.held
+    if verify == "sampled" and bucket_bytes > 1:
+        assert report.buckets <= report.held < 13
+    else:  # a bucket with one tensor is all sample
+        assert report.held == (0 if verify == "off" else 13)
+    # The cache is given up, and the version taken over, once: in the end.
+    assert [request.flush_cache for request in backend.requests] == [
+        *[False] * (report.buckets - 1),
+        True,
+    ]
+    assert {r.weight_version for r in backend.requests[:-1]} <= {None}
+
+
+def test_every_tensor_is_in_the_sample_of_some_update(engine, backend):
+    seen = []
+    for _ in range(8):
+        update(engine, checkpoint())
+        seen += verification_of(backend.requests[-1].rid).looked_at
+    assert sorted(seen) == list(range(13))
+
+
+def test_modules_pairs_and_names(engine, backend):
+    module = torch.nn.Module()
+    for name, tensor in checkpoint(3).items():
+        owner = module
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(last, torch.nn.Parameter(tensor))
+    report = update(engine, module, verify="full")
+    assert holds(backend, checkpoint(3)) and report.held == 13
+
+    named = [(f"actor.{name}", tensor) for name, tensor in checkpoint(4).items()]
+    named.append(("value_head", torch.ones(3)))
+    update(
+        engine,
+        iter(named),
+        rename=lambda name: name.removeprefix("actor.") if name.startswith("actor.") else None,
+    )
+    assert holds(backend, checkpoint(4))
+
+
+def test_views_and_layouts_of_any_kind(engine, backend):
+    weights = checkpoint(5)
+    odd = dict(weights)
+    odd["layers.0.q.weight"] = weights["layers.0.q.weight"].t().contiguous().t()
+    odd["layers.1.norm.weight"] = torch.stack([weights["layers.1.norm.weight"]] * 2, 1)[:, 1]
+    assert not odd["layers.1.norm.weight"].is_contiguous()
+    before = {name: tensor.clone() for name, tensor in odd.items()}
+    update(engine, odd, verify="full")
+    assert holds(backend, weights)
+    assert all(torch.equal(odd[name], tensor) for name, tensor in before.items())
+
+
+def test_shards_in_the_engines_layout(engine, backend):
+    like = Model()
+    like.load_weights(checkpoint(6).items())
+    report = update(engine, like, layout="engine", verify="full", bucket_bytes=1024)
+    assert holds(backend, checkpoint(6)) and report.held == report.tensors == 9
+    assert {request.load_format for request in backend.requests} == {"direct"}
+
+
+# --- what is refused, and what fails --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "state, options, text",
+    [
+        ({"a": 1}, {}, "a must be a tensor, not int"),
+        ({}, {}, "no tensors to send"),
+        (7, {}, "not int"),
+        (torch.ones(2), {}, "not Tensor"),
+        ({"a": torch.ones(2).to_sparse()}, {}, "not a dense tensor"),
+        ({"a": torch.ones(2, device="meta")}, {}, "on no device"),
+        ([("a", torch.ones(1)), ("a", torch.ones(2))], {}, "two tensors are called 'a'"),
+        ({"a": torch.ones(2)}, {"verify": "some"}, "off, sampled, full"),
+        ({"a": torch.ones(2)}, {"layout": "megatron"}, "'whole' or 'engine'"),
+        ({"a": torch.ones(2)}, {"bucket_bytes": 0}, "positive number of bytes"),
+        ({"a": torch.ones(2)}, {"version": 7}, "version must be text or None"),
+        ({"a": torch.ones(2)}, {"timeout": "soon"}, "positive number of seconds"),
+        ({"a": torch.ones(2)}, {"timeout": -1}, "positive number of seconds"),
+        ({"a": torch.ones(2)}, {"pause": "stop"}, "pause must be 'abort'"),
+        ({"a": torch.ones(2)}, {"rename": {"a": "b"}}, "rename must be a function"),
+        ({"a": torch.ones(2)}, {"group": "g"}, "group must be a WeightGroup"),
+        ({"a": torch.ones(2)}, {"pause": "in_place", "flush_cache": True}, "paused in place"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_the_engine_is_asked(
+    engine, backend, state, options, text
+):
+    with pytest.raises(ConfigError, match=text):
+        update(engine, state, **options)
+    assert backend.calls == []
+
+
+def test_an_engine_that_was_closed_gets_nothing(engine, backend):
+    engine.close()
+    with pytest.raises(InvalidStateError, match="closed"):
+        update(engine, checkpoint())
+    assert backend.calls == []
+
+
+def test_an_engine_with_other_ranks_needs_a_group(engine, backend):
+    engine.tp_size = 2
+    with pytest.raises(ConfigError, match=r"2 ranks, and the trainer's group 1.*WeightGroup"):
+        update(engine, checkpoint())
+    assert backend.calls == []
+
+
+def test_an_engine_whose_weights_are_released(engine, backend):
+    backend.control.released = frozenset({"weights"})
+    with pytest.raises(InvalidStateError, match="weights is released"):
+        update(engine, checkpoint())
+    assert backend.calls == []
+
+
+def test_a_name_that_the_engine_does_not_know(engine, backend):
+    weights = {f"model.{name}": tensor for name, tensor in checkpoint().items()}
+    with pytest.raises(
+        WeightMismatchError, match="the engine's model loads nothing from them"
+    ) as caught:
+        update(engine, weights, verify="off", version="new")
+    assert backend.version is None
+    assert caught.value.tensors == tuple(weights)[:-1]
+    assert "and 5 more" in str(caught.value) and caught.value.status == "WEIGHTS_DIFFER"
+    assert backend.calls == ["begin", "load", "end"]
+
+
+def test_a_shape_that_the_engine_does_not_have(engine, backend):
+    weights = checkpoint()
+    kept = weights["embed.weight"].clone()
+    with pytest.raises(EngineError, match=r"failed on rank 0 .*a vocabulary of 3"):
+        update(engine, {**weights, "embed.weight": torch.zeros(3, 3)}, version="bad")
+    assert backend.version is None and torch.equal(weights["embed.weight"], kept)
+    update(engine, weights, version="good")
+    assert holds(backend) and backend.version == "good"
+
+
+def test_after_a_failure_a_hanging_engine_is_waited_for_briefly(engine, backend, monkeypatch):
+    limits = []
+    monkeypatch.setattr(backend, "end_update", limits.append)
+    update(engine, checkpoint(), timeout=900)
+    monkeypatch.setattr(backend, "damage", lambda number: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        update(engine, checkpoint(), timeout=900)
+    assert limits[0] == 900 and limits[1] <= GRACE_SECONDS
+
+
+@pytest.mark.parametrize("kind", [EngineError, KeyboardInterrupt])
+def test_what_began_too_late_ends(engine, backend, monkeypatch, kind):
+    def begins_late(timeout, begin=backend.begin_update):
+        begin(timeout)
+        raise kind("too late")
+
+    monkeypatch.setattr(backend, "begin_update", begins_late)
+    with pytest.raises(kind, match="too late"):
+        update(engine, checkpoint())
+    assert backend.calls == ["begin", "end"]
+
+
+def test_a_bucket_that_changes_on_the_way(engine, backend, monkeypatch):
+    from memsaver.integrations.rollout.weights import updates
+
+    taken = updates.digests_of
+
+    def and_then_damaged(views, places):
+        digests = taken(views, places)
+        views[4][2].view(-1)[0] += 1
+        return digests
+
+    monkeypatch.setattr(updates, "digests_of", and_then_damaged)
+    with pytest.raises(WeightMismatchError, match="contents that differ from those sent") as caught:
+        update(engine, checkpoint(), verify="full", version="new")
+    assert caught.value.tensors == ("layers.0.o.weight",) and backend.version is None
+    monkeypatch.undo()
+
+
+def test_an_engine_that_holds_something_else(engine, backend, monkeypatch):
+    def corrupting(model, named, load):
+        result = watched(model, named, load)
+        model.qkv_1.data[8, 3] += 1
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(load_check, "watched", corrupting)
+        with pytest.raises(WeightMismatchError, match="the engine's contents differ") as caught:
+            update(engine, checkpoint(), verify="full", pause="retract")
+    assert caught.value.tensors == ("layers.1.k.weight",) and "rank 0" in str(caught.value)
+    assert "generation is still paused" in str(caught.value)
+    assert backend.calls == ["pause retract", "begin", "load", "end"]
+    backend.calls.clear()
+    update(engine, checkpoint(), verify="full", pause="retract")
+    assert holds(backend)
+    assert backend.calls == ["pause retract", "begin", "load", "end", "continue"]
+
+
+@pytest.mark.parametrize("mode, flushes", [("abort", True), ("retract", True), ("in_place", False)])
+def test_pausing_in_each_mode(engine, backend, mode, flushes):
+    update(engine, checkpoint(), pause=mode)
+    assert backend.calls == [f"pause {mode}", "begin", "load", "end", "continue"]
+    assert [request.flush_cache for request in backend.requests] == [flushes]
+    update(engine, checkpoint(), pause=mode, flush_cache=False)
+    assert backend.requests[-1].flush_cache is False
+
+
+def test_an_engine_without_the_plugin_is_reported():
+    backend = Backend()
+    report = update(RolloutEngine(backend), checkpoint(), verify="full")
+    assert holds(backend) and (report.received, report.held) == (0, 0)
+    assert "lacks memsaver's plugin" in report.unverified
+    assert report.checksums == tuple(backend.checksums(1)) and len(report.checksums) == 1
+    assert update(RolloutEngine(backend), checkpoint(), verify="off").checksums == ()
+
+
+def test_a_paused_trainer_is_refused(engine, backend, sim, tag):
+    import memsaver
+    from memsaver import simulator
+
+    name = tag("trainer")
+    with memsaver.region(name, backup="pageable"):
+        weight = simulator.empty((4, 4), torch.float32)
+    memsaver.pause(name)
+    with pytest.raises(InvalidStateError, match=f"a cannot be sent while tag '{name}' is paused"):
+        update(engine, {"a": weight})
+    assert backend.calls == []
+    memsaver.resume(name)
+    del weight
+
+
+def test_a_dtensor_is_no_shard_in_the_engines_layout(engine, backend):
+    class Distributed(torch.Tensor):
+        device_mesh = placements = ()
+
+        def to_local(self):
+            return torch.ones(2)
+
+    with pytest.raises(ConfigError, match=r"a is a DTensor.*to_local"):
+        update(engine, {"a": torch.ones(2).as_subclass(Distributed)}, layout="engine")
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_tensors_without_elements_are_sent_like_others(engine, backend, bucket_bytes):
+    none = {"layers.0.empty": torch.ones(0, 3)}
+    for state in (none, {**none, **checkpoint(7)}, {**checkpoint(8), **none}):
+        report = update(engine, state, verify="full", bucket_bytes=bucket_bytes)
+        assert report.held == report.received == report.tensors
+    assert holds(backend, checkpoint(8))
+
+
+def test_tied_weights_are_recognised_by_their_memory_and_layout():
+    one, two = torch.ones(4, 2), torch.ones(3, dtype=torch.complex64)
+    state = {"a": one, "b": one, "c": one.t(), "d": one[:2], "e": one.clone(), "f": torch.ones(0)}
+    state.update({"g": two, "h": two.conj(), "i": torch._neg_view(one), "j": two.conj()})
+    specs = {source.spec.name: source.spec for source in sources_of(state)}
+    told = {name: spec.same for name, spec in specs.items()}
+    assert told.pop("f") is None  # this rank has no element of it
+    assert {name: same for name, same in told.items() if same} == {"b": "a", "j": "h"}
+    assert (specs["c"].shape, specs["c"].dtype, specs["c"].nbytes) == ((2, 4), "float32", 32)
+
+
+@pytest.mark.parametrize(
+    ("told", "tie"),
+    [
+        (["a", "a"], "a"),
+        (["a", None], "a"),
+        (["a", ""], ""),
+        (["a", "b"], ""),
+        (["", ""], ""),
+        ([None, None], None),
+    ],
+)
+def test_a_tie_counts_only_if_all_ranks_with_an_element_have_it(told, tie):
+    assert common_tie(told) == tie
+
+
+def test_conjugated_and_negated_views_bring_their_own_values(monkeypatch):
+    """Sends each view together with its base."""
+
+    class Pair(torch.nn.Module):
+        rank = 0
+
+        def __init__(self):
+            super().__init__()
+            for name in "ab":
+                zeros = torch.zeros(5, dtype=torch.complex64)
+                self.register_parameter(name, torch.nn.Parameter(zeros, requires_grad=False))
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                getattr(self, name).data.copy_(tensor)
+
+    value = torch.randn(5, dtype=torch.complex64)
+    for view in (value.conj(), torch._neg_view(value)):
+        with weight_engine.hooked(monkeypatch) as kind:
+            backend = Backend(kind)
+            backend.models = [Pair()]
+            backend.ranks = [kind(backend.models[0])]
+            report = update(
+                RolloutEngine(backend, timeout=30), {"a": value, "b": view}, verify="full"
+            )
+        assert report.tied == () and report.held == 2
+        assert torch.equal(backend.models[0].a, value) and torch.equal(backend.models[0].b, view)

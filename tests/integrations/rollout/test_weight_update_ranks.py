@@ -1,0 +1,314 @@
+"""`update` on several ranks: sharded trainers, several engines, and what fails on one of them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from weight_ranks import run
+
+pytestmark = pytest.mark.one_python
+
+
+@pytest.mark.timeout(200)
+def test_shards_of_many_kinds_on_two_ranks(tmp_path):
+    run(
+        """
+weights = checkpoint(2)
+mesh = init_device_mesh("cpu", (2,))
+engine, backend = engine_of(2)
+for verify, bucket_bytes in (("full", 700), ("sampled", 1 << 20)):
+    # Whole tensors on every rank, as of a data-parallel trainer.
+    report = update(engine, weights, verify=verify, bucket_bytes=bucket_bytes)
+    assert holds(backend, weights) and report.tensors == 13
+    assert len(set(gathered((report.held, report.received, report.buckets, report.tied)))) == 1
+
+weights = checkpoint(3)
+kinds = [
+    lambda name, tensor: [Shard(0)],  # in place where it is even, and scale is not
+    lambda name, tensor: [Shard(tensor.dim() - 1)],
+    lambda name, tensor: [Replicate()],
+]
+for seed, kind in enumerate(kinds, 3):
+    weights = checkpoint(seed)
+    shards = sharded(weights, mesh, kind)
+    report = update(engine, shards, verify="full", bucket_bytes=700)
+    assert holds(backend, weights), seed
+    assert report.held == 13 and report.tied == ("lm_head.weight",), report
+    assert intact(shards, weights)
+# The engine's own layout: each rank sends its own part.
+like = weight_engine.Model(engine.layout.tp_rank, 2)
+like.load_weights(checkpoint(9).items())
+report = update(engine, like, layout="engine", verify="full", bucket_bytes=256)
+assert holds(backend, checkpoint(9)) and report.held == report.tensors
+""",
+        2,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
+def test_replicas_that_differ_between_ranks_are_found(tmp_path):
+    run(
+        """
+weights = checkpoint(2)
+name = "layers.0.k.weight"
+if RANK == 1:
+    weights[name].view(-1).view(torch.uint8)[79] ^= 4
+engine, backend = engine_of(2)
+error = refused(WeightMismatchError, update, engine, weights, verify="full", bucket_bytes=700)
+assert error.tensors == (name,) and "on rank 1" in str(error), error
+assert backend is None or backend.calls[-1] == "end"
+update(engine, weights, verify="off")  # nothing is compared
+# In the engine's own layout each rank has different contents.
+like = weight_engine.Model(engine.layout.tp_rank, 2)
+like.load_weights(checkpoint(9).items())
+update(engine, like, layout="engine", verify="full")
+assert holds(backend, checkpoint(9))
+# The ranks of each engine have equal contents, but the engines differ.
+alone, backend = engine_of(1)
+for options in ({}, {"layout": "engine"}):
+    state = weights
+    if options:
+        state = weight_engine.Model()
+        state.load_weights(weights.items())
+    error = refused(WeightMismatchError, update, alone, state, verify="full", **options)
+    assert "on engine 1" in str(error), error
+    assert error.tensors == (("qkv_0",) if options else (name,)), error.tensors
+report = update(alone, checkpoint(3), verify="full")
+assert holds(backend, checkpoint(3)) and report.held == 13
+""",
+        2,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tensors_that_are_tied_on_one_rank_only_are_sent(tp, tmp_path):
+    run(
+        f"""
+class Untied(weight_engine.Model):
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
+        self.register_parameter("head", weight_engine.parameter(14, 8, dtype=torch.float32))
+    def copies(self, name, tensor):
+        if name == "lm_head.weight":
+            return [(self.head.data, tensor)]
+        return super().copies(name, tensor)
+engine, backend = engine_of({tp})
+if backend is not None:
+    backend.models = [Untied(rank, {tp}) for rank in range({tp})]
+    backend.ranks = [Manager(model) for model in backend.models]
+weights = checkpoint(5)
+if RANK == 1:
+    weights["lm_head.weight"] = weights["embed.weight"].clone()
+report = update(engine, weights, verify="full")
+assert report.tied == () and report.held == report.tensors == 14, report
+for model in backend.models if backend is not None else ():
+    assert torch.equal(model.head, weights["lm_head.weight"])
+# If the contents there differ too, no tensor counts as held.
+if RANK == 1:
+    weights["lm_head.weight"] += 1
+error = refused(WeightMismatchError, update, engine, weights, verify="full")
+assert error.tensors == ("lm_head.weight",), error
+# A rank without an element of the tensors leaves the decision to the others.
+one = distribute_tensor(torch.ones(1), init_device_mesh("cpu", (2,)), [Shard(0)])
+report = update(engine, {{"layers.0.scale": one, "layers.1.scale": one}}, verify="full")
+assert report.tied == ("layers.1.scale",), report
+""",
+        2,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
+def test_fsdp2_is_gathered_a_bucket_at_a_time(tmp_path):
+    run(
+        """
+from torch.distributed.fsdp import fully_shard
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for part in "qkvo":
+            setattr(self, part, torch.nn.Linear(8, 8, bias=False))
+        self.norm = torch.nn.LayerNorm(8, bias=False)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+    def forward(self, x):
+        return self.norm(self.o(self.q(x) + self.k(x) + self.v(x))) * self.scale
+class Trainer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(14, 8)
+        self.layers = torch.nn.ModuleList(Block() for _ in range(2))
+        self.lm_head = torch.nn.Linear(8, 14, bias=False)
+        self.lm_head.weight = self.embed.weight
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+mesh = init_device_mesh("cpu", (2,))
+trainer = Trainer()
+trainer.load_state_dict(checkpoint(1))
+for layer in trainer.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(trainer, mesh=mesh)
+optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
+engine, backend = engine_of(2)
+for step in range(2):
+    trainer(torch.arange(14)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    report = update(engine, trainer, version=str(step), verify="full", bucket_bytes=512)
+    whole = {name: t.full_tensor() for name, t in trainer.state_dict().items()}
+    assert holds(backend, whole) and report.held == 13
+    assert report.bucket_bytes <= 512 and report.buckets > 6, report
+    assert backend is None or backend.version == str(step)
+""",
+        2,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
+def test_what_fails_on_two_ranks_fails_on_both(tmp_path):
+    run(
+        """
+from memsaver.integrations.rollout.weights import updates
+from memsaver.integrations.engine.weights import load_check
+engine, backend = engine_of(2)
+weights = checkpoint(1)
+
+# Ranks that do not send the same, before the engine is asked for anything.
+other = dict(weights)
+if RANK == 1:
+    other["layers.1.norm.weight"] = torch.ones(9)
+error = refused(ConfigError, update, engine, other)
+assert "rank 0 has layers.1.norm.weight (float32, (8,))" in str(error), error
+assert "rank 1 has layers.1.norm.weight (float32, (9,))" in str(error), error
+other = {n: t for n, t in weights.items() if RANK == 0 or n != "layers.1.scale"}
+assert "and rank 1 has lm_head.weight" in str(refused(ConfigError, update, engine, other))
+assert backend is None or backend.calls == []
+
+# A state that one rank cannot send.
+other = {**weights, "layers.0.scale": 1 if RANK == 1 else weights["layers.0.scale"]}
+error = refused(ConfigError, update, engine, other)
+assert "rank 1" in str(error) and "must be a tensor" in str(error), error
+
+# A rank that fails as it fills its bucket.
+class Failing(updates.BucketMemory):
+    def write(self, bucket, sources):
+        if RANK == 1 and "layers.1.q.weight" in bucket.names:
+            raise MemoryError("rank 1 has no room")
+        return super().write(bucket, sources)
+with pytest.MonkeyPatch.context() as inner:
+    inner.setattr(updates, "BucketMemory", Failing)
+    error = refused(RankError, update, engine, weights, bucket_bytes=700, pause="abort")
+assert set(error.failures) == {1} and "rank 1 has no room" in str(error), error
+assert "generation is still paused" in str(error)
+assert backend is None or (backend.calls[-1] == "end" and backend.calls.count("load") > 0)
+report = update(engine, weights, pause="abort", verify="full")
+assert holds(backend, weights) and (backend is None or backend.calls[-1] == "continue")
+
+# Engines that fail: the cause, on both ranks.
+if backend is not None:
+    patch.setattr(backend, "load_weights", lambda *a, **k: (_ for _ in ()).throw(
+        EngineError("the engine died")))
+error = refused(EngineError, update, engine, weights)
+assert "rank 0" in str(error) and "the engine died" in str(error), error
+if backend is not None:
+    del backend.load_weights
+update(engine, weights)
+
+# A wrong element in one rank of the engine.
+def corrupting(model, named, load, loads=load_check.watched):
+    result = loads(model, named, load)
+    if model.rank == 1:
+        model.o_t_0.data[0, 0] += 1
+    return result
+with pytest.MonkeyPatch.context() as inner:
+    inner.setattr(load_check, "watched", corrupting)
+    error = refused(WeightMismatchError, update, engine, weights, verify="full")
+assert error.tensors == ("layers.0.o.weight",), error.tensors
+assert "on rank 0 (" in str(error), error  # of the stand-in's ranks, which are one each
+
+# A rank that comes no more.
+start = time.monotonic()
+store = dist.distributed_c10d._get_default_store()
+if RANK == 0:
+    error = refused(GroupError, update, engine, weights, timeout=3, alone=True)
+    assert error.missing == (1,) and time.monotonic() - start < 30, error
+    store.set("missed", "")
+else:
+    store.wait(["missed"], datetime.timedelta(seconds=60))
+assert intact(weights, checkpoint(1))
+""",
+        2,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
+def test_two_engines_of_two_ranks(tmp_path):
+    """A trainer that is sharded over all of them; what fails with one engine ends both updates."""
+    run(
+        """
+from memsaver.integrations.engine.weights import load_check
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+flat = init_device_mesh("cpu", (4,))
+engine, backend = engine_of(2)
+cases = [
+    (flat, lambda n, t: [Shard(0)]),
+    (mesh, lambda n, t: [Replicate(), Shard(0)]),
+    (mesh, lambda n, t: [Shard(0), Shard(t.dim() - 1)]),
+]
+for seed, (over, kind) in enumerate(cases, 1):
+    weights = checkpoint(seed)
+    shards = sharded(weights, over, kind)
+    report = update(engine, shards, verify="full", bucket_bytes=700)
+    assert holds(backend, weights) and report.held == 13, seed
+    assert len(set(gathered((report.held, report.buckets)))) == 1
+
+# Only the second engine's loads go wrong.
+def corrupting(model, named, load, loads=load_check.watched):
+    result = loads(model, named, load)
+    if RANK == 2:
+        model.norm_0.data[0] += 1
+    return result
+with pytest.MonkeyPatch.context() as inner:
+    inner.setattr(load_check, "watched", corrupting)
+    error = refused(WeightMismatchError, update, engine, shards, verify="full", bucket_bytes=700)
+assert error.tensors == ("layers.0.norm.weight",), error.tensors
+update(engine, shards, verify="full", bucket_bytes=700)
+assert holds(backend, weights)
+
+# Only the second engine does not begin: with the first one the update ends, too.
+if RANK == 2:
+    backend.begin_update = lambda timeout: (_ for _ in ()).throw(EngineError("not now"))
+error = refused(EngineError, update, engine, shards)
+assert "rank 2 of 4" in str(error) and "not now" in str(error), error
+assert backend is None or backend.calls[-1] == "end"
+
+# Engines without the plugin: they say what they hold, and must say the same.
+hooked.__exit__(None, None, None)
+patch.undo()
+plain, other = engine_of(2)
+if other is not None:
+    other.ranks = [weight_engine.SchedulerWeightUpdaterManager(m) for m in other.models]
+report = update(plain, shards)
+assert report.held == 0 and len(report.checksums) == 2 and holds(other, weights), report
+if RANK == 2:
+    other.checksums = lambda timeout: ["?", "!"]
+error = refused(WeightMismatchError, update, plain, shards)
+assert "have different checksums" in str(error), error
+
+# Engines that are sent different things.
+mine = {**weights, **({"extra": torch.ones(1)} if RANK >= 2 else {})}
+error = refused(ConfigError, update, engine, mine)
+assert "different engines do not send the same" in str(error), error
+""",
+        4,
+        tmp_path,
+    )

@@ -1,0 +1,341 @@
+"""The backend's contract, over an engine object and over a server of the stand-in for SGLang."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+import time
+import types
+
+import pytest
+import sglang_stand_in as stand_in
+from tasks import Task
+
+from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.integrations.engine.errors import EngineBusyError, EngineError, EngineTimeoutError
+from memsaver.integrations.engine.interface import Broadcast, JoinRequest, SharedTensors, WeightLoad
+from memsaver.integrations.rollout import Request, Sample
+from memsaver.integrations.sglang.backend import backend_of
+from memsaver.integrations.sglang.engines import connect
+from memsaver.integrations.sglang.samples import sample_of
+
+FOUR = {"max_new_tokens": 4}
+
+
+@pytest.fixture
+def make_world(monkeypatch):
+    """Makes engines: `make_world("local" | "server")` is its manager and what to connect to."""
+    with contextlib.ExitStack() as cleanup:
+
+        def make(kind: str, schedulers: int = 1):
+            classes = cleanup.enter_context(stand_in.modules(monkeypatch))
+            processes = [classes.Scheduler(classes.Updater) for _ in range(schedulers)]
+            manager = classes.Tokenizer(processes)
+            engine = (stand_in.Engine if kind == "local" else stand_in.Server)(manager)
+            cleanup.callback(engine.shutdown)
+            return manager, engine if kind == "local" else engine.url
+
+        yield make
+
+
+@pytest.fixture(params=["local", "server"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def world(make_world, kind):
+    manager, target = make_world(kind)
+    yield types.SimpleNamespace(
+        manager=manager, target=target, backend=backend_of(target, timeout=30)
+    )
+    assert [scheduler.death for scheduler in manager.schedulers] == [None]
+
+
+def expected(tokens, params, images=(), version="default"):
+    made = stand_in.generated(tokens, params, images)
+    logprobs = [-token / 1000 for token in made]
+    return Sample(made, logprobs, "length", version)
+
+
+# --- generating -----------------------------------------------------------------------------------
+
+
+def test_samples_are_those_of_the_requests_in_order(world):
+    requests = [
+        Request([1, 2], {"max_new_tokens": 3}),
+        Request([50], {"max_new_tokens": 1, "sampling_seed": 9}),
+        Request([1, 2], {"max_new_tokens": 0}),
+    ]
+    found = world.backend.generate(requests, 30)
+    assert found == [expected(r.input_ids, r.sampling_params) for r in requests]
+    assert world.backend.generate([], 30) == []
+    assert world.backend.tp_size == 1
+
+
+def test_multimodal_prompts_pass_through(world):
+    requests = [
+        Request([1], FOUR),  # the first one has no image, from which SGLang takes the layout
+        Request([2], FOUR, {"image_data": "https://host/cat.png"}),
+        Request([3], FOUR, {"image_data": ["a.png", "b.png"]}),
+    ]
+    found = world.backend.generate(requests, 30)
+    assert [sample.token_ids[0] for sample in found] == [1, 2 + 100, 3 + 200]
+    with pytest.raises(ConfigError, match="smell_data"):
+        world.backend.generate([Request([1], FOUR, {"smell_data": 1})], 30)
+
+
+def test_a_server_takes_only_what_json_can_say(make_world):
+    _, url = make_world("server")
+    with pytest.raises(ConfigError, match="base64"):
+        backend_of(url).generate([Request([1], FOUR, {"image_data": object()})], 30)
+
+
+def test_what_the_engine_refuses_is_an_error_that_says_so(world):
+    bad = Request([1], {"max_new_tokens": 9000})
+    with pytest.raises(EngineError, match="context length"):
+        world.backend.generate([Request([1], FOUR), bad], 30)
+    assert world.backend.generate([Request([1], FOUR)], 30) == [expected([1], FOUR)]
+
+
+def test_a_generation_that_takes_too_long_is_aborted(world):
+    world.manager.generate_seconds = 60
+    start = time.monotonic()
+    with pytest.raises(EngineTimeoutError):
+        world.backend.generate([Request([1], FOUR), Request([2], FOUR)], 0.3)
+    assert time.monotonic() - start < 6
+    assert len(world.manager.aborted_rids) == 2
+    world.manager.generate_seconds = 0
+    assert world.backend.generate([Request([1], FOUR)], 30) == [expected([1], FOUR)]
+    world.backend.control.sleep(wait_idle=True)  # nothing is in flight any more
+
+
+def test_a_generation_and_a_sleep_keep_out_of_each_others_way(world):
+    world.manager.generate_seconds = 60
+    generation = Task(world.backend.generate, [Request([1], FOUR)], 30)
+    wait_for(lambda: world.manager.schedulers[0].running)
+    with pytest.raises(EngineBusyError):
+        world.backend.control.sleep()
+    threading.Timer(0.3, setattr, (world.manager, "finishes", True)).start()
+    world.backend.control.sleep(wait_idle=True)
+    assert generation.result() == [expected([1], FOUR)]
+    with pytest.raises(InvalidStateError, match="wake it up"):
+        world.backend.generate([Request([1], FOUR)], 30)
+    world.backend.control.wake_up()
+    assert world.backend.generate([Request([1], FOUR)], 30) == [expected([1], FOUR)]
+
+
+# --- a pause of the generation --------------------------------------------------------------------
+
+
+def test_a_pause_that_aborts_gives_what_there_is(world):
+    world.manager.generate_seconds = 60
+    generation = Task(world.backend.generate, [Request([1], FOUR)], 30)
+    wait_for(lambda: world.manager.schedulers[0].running)
+    world.backend.pause_generation("abort", 30)
+    (sample,) = generation.result(30)
+    assert sample.finish_reason == "abort" and sample.token_ids == [1, 2]
+    assert sample.logprobs == [-0.001, -0.002]
+    world.backend.continue_generation(30)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_requests_that_come_in_a_pause_wait_for_its_end(world, mode):
+    world.backend.pause_generation(mode, 30)
+    assert world.manager.pause_mode == mode
+    generation = Task(world.backend.generate, [Request([1], FOUR)], 30)
+    time.sleep(0.2)
+    assert generation.is_alive()
+    world.backend.continue_generation(30)
+    assert generation.result(30) == [expected([1], FOUR)]
+
+
+def test_a_mode_of_pausing_that_does_not_exist(world):
+    with pytest.raises(ConfigError, match="in_place"):
+        world.backend.pause_generation("gently", 30)
+    assert world.manager.pause_mode == ""
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+def load(backend, payloads, version=None):
+    tensors = SharedTensors(tuple(payloads), "engine")
+    backend.load_weights(WeightLoad(tensors, 30, flush_cache=True, weight_version=version))
+
+
+def test_tensors_are_loaded_with_a_version_that_samples_have(world):
+    load(world.backend, ["bucket"], "step-7")
+    (request,) = world.manager.loaded
+    assert request.serialized_named_tensors == ["bucket"] and request.load_format == "direct"
+    assert request.flush_cache is True
+    (sample,) = world.backend.generate([Request([1], FOUR)], 30)
+    assert sample.weight_version == "step-7"
+
+
+def test_tensors_that_are_refused(world):
+    with pytest.raises(EngineError, match="the model does not have"):
+        load(world.backend, ["bad"])
+    with pytest.raises(ConfigError, match="one for each"):
+        load(world.backend, ["a", "b"])
+    world.backend.control.sleep("weights")
+    with pytest.raises(InvalidStateError, match="weights"):
+        load(world.backend, ["bucket"])
+    world.backend.control.wake_up()
+    assert world.manager.loaded == []
+
+
+def test_tensors_that_a_group_broadcasts(world):
+    backend = world.backend
+    load = WeightLoad(
+        Broadcast("trainer", ("w",), ("bfloat16",), ((2, 3),)), 30, weight_version="2"
+    )
+    with pytest.raises(EngineError, match="trainer"):
+        backend.load_weights(load)
+    backend.join_group(JoinRequest("trainer", "10.0.0.1", 2345, "nccl", 2), 30)
+    joined = world.manager.groups["trainer"]
+    assert (joined.master_address, joined.master_port) == ("10.0.0.1", 2345)
+    assert (joined.rank_offset, joined.world_size, joined.backend) == (1, 2, "nccl")
+    backend.load_weights(load)
+    (request,) = world.manager.loaded
+    assert (request.names, request.dtypes, request.shapes) == (["w"], ["bfloat16"], [[2, 3]])
+    backend.leave_group("trainer", 30)
+    with pytest.raises(EngineError, match="not known"):
+        backend.leave_group("trainer", 30)
+
+
+# --- engines that cannot be used, or not any more -------------------------------------------------
+
+
+def test_a_server_of_another_version(make_world):
+    manager, url = make_world("server")
+    manager.version = "0.4.6.post5"
+    with pytest.raises(ConfigError, match=r"0\.4\.6\.post5.*0\.5\.11 or newer"):
+        backend_of(url)
+
+
+@pytest.mark.parametrize("name", ["tp_size", "pp_size", "dp_size"])
+@pytest.mark.parametrize("value", ["2", 2.5, -1, [], True, 1 << 70])
+def test_an_invalid_number_of_ranks_is_an_engine_error(make_world, kind, name, value):
+    manager, target = make_world(kind)
+    setattr(manager.server_args, name, value)
+    with pytest.raises(EngineError, match=name):
+        backend_of(target)
+
+
+@pytest.mark.parametrize("version", [5, None, ["0.5.16"], {}])
+def test_a_server_without_a_version_is_an_engine_error(make_world, version):
+    manager, url = make_world("server")
+    manager.version = version
+    with pytest.raises(EngineError, match="no version"):
+        backend_of(url)
+
+
+def test_a_link_is_used_as_it_is(make_world, kind):
+    _, target = make_world(kind)
+    assert backend_of(connect(target)).tp_size == 1
+
+
+def test_an_engine_that_makes_text(make_world):
+    manager, engine = make_world("local")
+    manager.server_args.skip_tokenizer_init = False
+    with pytest.raises(ConfigError, match="skip_tokenizer_init=True"):
+        backend_of(engine)
+
+
+@pytest.mark.parametrize("given", ["dp_size=2", "pp_size=4"])
+def test_ranks_that_would_get_no_weights(make_world, kind, given):
+    manager, target = make_world(kind)
+    name, number = given.split("=")
+    setattr(manager.server_args, name, int(number))
+    backend = backend_of(target)
+    backend.generate([Request([1], FOUR)], 30)
+    for call in (
+        lambda: backend.begin_update(30),
+        lambda: backend.join_group(JoinRequest("g", "127.0.0.1", 9, "gloo", 2), 30),
+    ):
+        with pytest.raises(ConfigError, match=given):
+            call()
+    manager.server_args.enable_dp_attention = True
+    if name == "dp_size":
+        backend_of(target).begin_update(30)
+
+
+def test_what_is_no_engine(make_world):
+    with pytest.raises(ConfigError, match="must be an sglang"):
+        backend_of(object())
+    with pytest.raises(EngineError, match="cannot be reached"):
+        backend_of("http://127.0.0.1:9")
+
+
+def test_a_dead_scheduler_is_a_timeout(make_world, kind):
+    manager, target = make_world(kind)
+    backend = backend_of(target)
+    manager.schedulers[0].death = RuntimeError("killed")
+    with pytest.raises(EngineTimeoutError):
+        backend.generate([Request([1], FOUR)], 0.3)
+
+
+def test_a_dead_process_of_a_local_engine_is_seen_at_once(make_world):
+    manager, engine = make_world("local")
+    backend = backend_of(engine)
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    process.start()
+    manager._subprocess_watchdog = types.SimpleNamespace(_processes=[process])
+    manager.generate_seconds = 60
+    generation = Task(backend.generate, [Request([1], FOUR)], 30)
+    time.sleep(0.3)
+    assert generation.is_alive()
+    killed = time.monotonic()
+    process.kill()
+    with pytest.raises(EngineError, match=f"its process {process.pid} ended with status -9"):
+        generation.result(20)
+    assert time.monotonic() - killed < 10
+
+
+def test_outputs_that_are_not_sglangs():
+    good = {
+        "output_ids": [5, 6],
+        "meta_info": {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-1, 5, None]] * 2,
+        },
+    }
+    assert sample_of(good) == Sample([5, 6], [-1.0, -1.0], "stop", None)
+    without = {**good, "meta_info": {"finish_reason": {"type": "stop"}}}
+    assert sample_of(without).logprobs is None
+    assert sample_of({**without, "output_ids": []}).logprobs == []
+    short = {**good, "output_ids": [5, 6, 7]}
+    with pytest.raises(EngineError, match="2 log-probabilities for 3 tokens"):
+        sample_of(short)
+    aborted = {**short, "meta_info": {**good["meta_info"], "finish_reason": {"type": "abort"}}}
+    assert sample_of(aborted).token_ids == [5, 6]
+    meta = good["meta_info"]
+    for bad in (
+        {},
+        {"output_ids": [1]},
+        {"output_ids": "x", "meta_info": {}},
+        {"output_ids": ["5", "6"], "meta_info": meta},
+        {"output_ids": [5.0, 6.5], "meta_info": meta},
+        {"output_ids": [True, False], "meta_info": meta},
+        {"output_ids": [1 << 70, 5], "meta_info": meta},
+        {"output_ids": [5, 6], "meta_info": {"output_token_logprobs": [["-1"], ["-2"]]}},
+        {"output_ids": [5, 6], "meta_info": {"output_token_logprobs": [[True], [False]]}},
+        {"output_ids": [5, 6], "meta_info": {"output_token_logprobs": 5}},
+        {"output_ids": [5, 6], "meta_info": "meta"},
+        {"output_ids": [5, 6], "meta_info": {"finish_reason": {"kind": "stop"}}},
+        "text",
+        None,
+        5,
+        [],
+    ):
+        with pytest.raises(EngineError, match="does not have SGLang's format"):
+            sample_of(bad)
+
+
+def wait_for(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

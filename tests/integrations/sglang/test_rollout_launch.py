@@ -1,0 +1,274 @@
+"""Starting an engine: which GPUs and ports it gets, and what of this process stays as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+import sglang_stand_in as stand_in
+
+from memsaver.errors import ConfigError, NotLoadedError
+from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
+from memsaver.integrations.engine.status import Status
+from memsaver.integrations.rollout import RolloutEngine
+from memsaver.integrations.sglang import launch as launching
+from memsaver.integrations.sglang.launch import Gpu, launch, place
+
+ALL_GPUS = "0,1,2,3"
+
+
+def gpus(*indices, visible=None, host="a"):
+    return [Gpu(host, visible, index) for index in indices]
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "base", "step", "visible"),
+    [
+        (gpus(0), 0, 1, None),
+        (gpus(2, 3), 2, 1, None),
+        (gpus(0, 2), 0, 2, None),
+        (gpus(2, 3, visible="4,5,6,7"), 2, 1, None),
+        (gpus(3, 2), 0, 1, "3,2"),  # SGLang counts upwards
+        (gpus(0, 1, 3), 0, 1, "0,1,3"),
+        ([Gpu("a", "6", 0), Gpu("a", "7", 0)], 0, 1, "6,7"),  # each sees its own alone, as in Ray
+        ([Gpu("a", "GPU-x", 0), Gpu("a", "GPU-y", 0)], 0, 1, "GPU-x,GPU-y"),
+        ([Gpu("a", "4, 5", 1), Gpu("a", "6,7", 0)], 0, 1, "5,6"),
+    ],
+)
+def test_an_engine_gets_the_gpus_of_its_ranks(ranks, base, step, visible):
+    placement = place(ranks, 0)
+    assert placement.arguments["base_gpu_id"] == base
+    assert placement.arguments["gpu_id_step"] == step
+    assert placement.visible == visible
+
+
+def test_places_that_there_are_not():
+    with pytest.raises(ConfigError, match="use the GPUs 0, 0"):
+        place(gpus(0, 0), 0)
+    with pytest.raises(ConfigError, match="use the GPUs 5, 5"):
+        place([Gpu("a", "4,5", 1), Gpu("a", "5", 0)], 0)
+    with pytest.raises(ConfigError, match="not on a, b"):
+        place(gpus(0) + gpus(1, host="b"), 0)
+    with pytest.raises(ConfigError, match="only some ranks"):
+        place([None, Gpu("a", None, 0)], 0)
+
+
+def test_engines_of_a_host_have_ports_apart():
+    places = [place(gpus(0, 1), 0), place(gpus(2, 3), 1), place([None], 0), place([None], 1)]
+    ports = [set(one.arguments[name] for name in ("port", "nccl_port")) for one in places]
+    assert all(len(pair) == 2 for pair in ports)
+    assert not ports[0] & ports[1] and not ports[2] & ports[3]
+    with launching.socket.socket() as taken:
+        taken.bind(("", min(ports[0])))
+        assert min(ports[0]) not in place(gpus(0, 1), 0).arguments.values()
+
+
+# --- what it does to this process -----------------------------------------------------------------
+
+
+def sleeps(seconds):
+    time.sleep(seconds)
+
+
+class SGLang:
+    """`sglang.Engine`, as far as its start matters: processes, signals, environment, a loop."""
+
+    def __init__(self, classes) -> None:
+        self.classes = classes
+        self.seen: list[types.SimpleNamespace] = []
+        self.start_seconds = 0.0
+        self.error: Exception | None = None
+
+    def __call__(self, **arguments):
+        multiprocessing.set_start_method("spawn", force=True)
+        signal.signal(signal.SIGQUIT, arguments["custom_sigquit_handler"])
+        os.environ["NCCL_CUMEM_ENABLE"], os.environ["SGLANG_RUN_ID"] = "0", "sglang-run-1"
+        processes = [multiprocessing.Process(target=sleeps, args=(600,)) for _ in range(2)]
+        for process in processes:
+            process.start()
+        self.seen.append(
+            types.SimpleNamespace(
+                arguments=arguments, environment=dict(os.environ), processes=processes
+            )
+        )
+        end = time.monotonic() + self.start_seconds
+        while time.monotonic() < end:
+            if not all(process.is_alive() for process in processes):
+                raise RuntimeError("Rank 0 scheduler died during initialization")
+            time.sleep(0.02)
+        if self.error is not None:
+            raise self.error
+        manager = self.classes.Tokenizer([self.classes.Scheduler(self.classes.Updater)])
+        manager.server_args.tp_size = arguments.get("tp_size", 1)
+        engine = stand_in.Engine(manager)
+        manager.auto_create_handle_loop = lambda: self.handle_signals(manager)
+        manager._subprocess_watchdog = types.SimpleNamespace(
+            _processes=processes, stop=lambda: None
+        )
+        return engine
+
+    @staticmethod
+    def handle_signals(manager) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = manager.signal_handler_class(manager)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, handler.sigterm_handler)
+        loop.add_signal_handler(signal.SIGQUIT, handler.running_phase_sigquit_handler)
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    with stand_in.modules(monkeypatch) as classes:
+        made = SGLang(classes)
+        monkeypatch.setattr(sys.modules["sglang"], "Engine", made, raising=False)
+        yield made
+        for seen in made.seen:
+            assert not any(process.is_alive() for process in seen.processes)
+
+
+@pytest.fixture
+def surroundings():
+    """What of this process must be as it was, and is put back if not."""
+
+    def now():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
+        theirs = ("SGLANG_", "PYTEST_")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(theirs)}
+        return environment, handlers, multiprocessing.get_start_method(allow_none=True)
+
+    before = now()
+    yield now
+    left = now()
+    for number, handler in before[1].items():
+        signal.signal(number, handler)
+    os.environ.pop("SGLANG_RUN_ID", None)
+    assert left[1:] == before[1:]  # the environment has what a test set itself
+
+
+def test_a_launch_leaves_this_process_as_it_was(sglang, surroundings, monkeypatch):
+    torchrun = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "4", "MASTER_PORT": "1234"}
+    torchrun |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0"}
+    for name, text in {**torchrun, "CUDA_VISIBLE_DEVICES": ALL_GPUS}.items():
+        monkeypatch.setenv(name, text)
+    before = surroundings()
+    own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        placement = place([Gpu("a", "6", 0), Gpu("a", "7", 0)], 0)
+        backend = launch(placement, 2, {"model_path": "m", "log_level": "info"}, 30)
+        (seen,) = sglang.seen
+        assert not set(torchrun) & set(seen.environment)
+        assert seen.environment["CUDA_VISIBLE_DEVICES"] == "6,7"
+        assert seen.environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+        assert seen.arguments["tp_size"] == backend.tp_size == 2
+        assert seen.arguments["skip_tokenizer_init"] and seen.arguments["enable_memory_saver"]
+        assert (seen.arguments["model_path"], seen.arguments["log_level"]) == ("m", "info")
+        environment, handlers, method = surroundings()
+        assert environment == before[0] and method == before[2]
+        assert os.environ["SGLANG_RUN_ID"] == "sglang-run-1"  # SGLang's own
+        assert handlers[signal.SIGTERM] == before[1][signal.SIGTERM]
+        # What SGLang's processes send when they die ends nothing here.
+        os.kill(os.getpid(), signal.SIGQUIT)
+        seen.processes[0].kill()
+        seen.processes[0].join(10)
+        with pytest.raises(EngineError, match="ended with status -9"):
+            backend.control.sleep()
+        backend.close()
+        backend.close()
+        assert not any(process.is_alive() for process in seen.processes)
+        assert own.poll() is None and surroundings() == before
+    finally:
+        own.kill()
+        own.wait()
+
+
+def test_an_engine_that_does_not_start(sglang, surroundings):
+    before = surroundings()
+    sglang.error = RuntimeError("Initialization failed. Please see the error messages above.")
+    with pytest.raises(EngineError, match="Initialization failed"):
+        launch(place([None], 0), None, {}, 30)
+    sglang.error = TypeError("unexpected keyword argument 'modle_path'")
+    with pytest.raises(ConfigError, match="modle_path"):
+        launch(place([None], 0), None, {"modle_path": "m"}, 30)
+    with pytest.raises(ConfigError, match="positive number of seconds"):
+        launch(place([None], 0), None, {"model_path": "m"}, float("inf"))
+    with pytest.raises(ConfigError, match=r"tp_size=4.*2 ranks"):
+        launch(place([None, None], 0), 2, {"tp_size": 4}, 30)
+    assert surroundings() == before
+
+
+def test_an_engine_that_does_not_start_in_time(sglang, surroundings):
+    before = surroundings()
+    sglang.start_seconds = 60
+    start = time.monotonic()
+    with pytest.raises(EngineTimeoutError, match="within 1"):
+        launch(place([None], 0), None, {}, 1)
+    assert time.monotonic() - start < 30 and surroundings() == before
+
+
+def test_an_engine_that_makes_text_is_ended(sglang, surroundings):
+    before = surroundings()
+    original = sglang.classes.Tokenizer.__init__
+
+    def init(manager, schedulers):
+        original(manager, schedulers)
+        manager.server_args.skip_tokenizer_init = False
+
+    sglang.classes.Tokenizer.__init__ = init
+    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+        launch(place([None], 0), None, {"skip_tokenizer_init": False}, 30)
+    assert surroundings() == before
+
+
+def test_a_rollout_engine_that_starts_its_own(sglang, surroundings):
+    pytest.importorskip("torch")
+    before = surroundings()
+    with RolloutEngine.launch(model_path="m", tp_size=2, timeout=30) as engine:
+        assert engine.tp_size == 2 and engine.status is Status.AWAKE
+        assert sglang.seen[0].arguments["model_path"] == "m"
+        assert engine.generate([[1]], {"max_new_tokens": 2}).token_ids.tolist() == [[1, 2]]
+        with engine.asleep():
+            assert engine.status is Status.ASLEEP
+    assert surroundings() == before
+
+
+def test_the_descendants_of_an_engines_processes_are_ended(tmp_path):
+    """As those that SGLang's schedulers start."""
+    context = multiprocessing.get_context("spawn")
+    file = tmp_path / "pid"
+    process = context.Process(target=starts_another, args=(file,))
+    process.start()
+    end = time.monotonic() + 20
+    while not file.exists() or not file.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    launching._kill([process])
+    assert not process.is_alive()
+    grandchild = Path("/proc", file.read_text(), "stat")
+    while grandchild.exists() and grandchild.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def starts_another(file):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    file.write_text(str(child.pid))
+    child.wait()
+
+
+def test_without_sglang(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    with pytest.raises(NotLoadedError, match="SGLang"):
+        RolloutEngine.launch(model_path="m")

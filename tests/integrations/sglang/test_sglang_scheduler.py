@@ -1,0 +1,493 @@
+"""Release and resume in the scheduler: on the simulated driver, around a stand-in's handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import scheduler_calls
+import sglang_stand_in as stand_in
+from repository import IMPORT_PATH
+from scheduler_calls import ask, states
+
+import memsaver
+from memsaver.integrations.engine import moves
+from memsaver.integrations.engine.errors import EngineBusyError
+from memsaver.integrations.engine.messages import SchedulerState, error_of
+from memsaver.integrations.sglang import hooks
+from memsaver.integrations.sglang.protocol import answers_of
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    with stand_in.modules(monkeypatch) as classes:
+        hooks.install()
+        yield classes
+
+
+@pytest.fixture
+def engine(sglang, sim, tag, make_blocks):
+    """A scheduler whose weights (with a backup), KV cache and graphs are memsaver's."""
+    tag.names.extend(stand_in.TAGS)
+    scheduler = sglang.Scheduler(sglang.Updater)
+    scheduler_calls.hold(scheduler, make_blocks)
+    yield scheduler
+    scheduler_calls.let_go(scheduler)
+
+
+def test_release_and_resume_tell_bytes_of_each_tag(engine, sim):
+    before = sim.tag_bytes()
+    answer = ask(engine, "release")
+    assert answer.failure is None and set(answer.released) == set(stand_in.TAGS)
+    (rank,) = answer.ranks
+    assert rank.device_bytes["kv_cache"] >= 8 * MIB and rank.device_bytes["weights"] >= 4 * MIB
+    assert rank.bytes == before and sim.tag_bytes() == 0
+    assert rank.copied_bytes["kv_cache"] == 0 and rank.copied_bytes["weights"] >= 4 * MIB
+    assert rank.seconds > 0
+
+    answer = ask(engine, "resume", ["weights"])
+    assert set(answer.released) == {"kv_cache", "cuda_graph"}
+    assert engine.model.is_intact()
+    answer = ask(engine, "resume")
+    assert set(answer.tags) == {"kv_cache", "cuda_graph"} and answer.released == ()
+    assert engine.kv.is_zero() and engine.graph.is_intact()
+
+
+def test_arguments_by_name_are_those_by_position(engine):
+    updater = engine.weight_updater
+    request = stand_in.ReleaseMemoryOccupationReqInput(tags=["weights"])
+    (answer,) = answers_of([updater.release_memory_occupation(recv_req=request)])
+    assert (answer.failure, answer.tags) == (None, ("weights",))
+    state = engine.get_internal_state(recv_req=None).internal_state["memsaver"]
+    assert list(state["released"]) == ["weights"]
+    request = stand_in.ResumeMemoryOccupationReqInput(tags=["weights"])
+    (answer,) = answers_of([updater.resume_memory_occupation(recv_req=request)])
+    assert answer.released == () and engine.model.is_intact()
+    with pytest.raises(TypeError):  # as SGLang's own
+        updater.resume_memory_occupation(other=request)
+
+
+@pytest.mark.parametrize("tags", [None, [], ["weights"], ["weights", "kv_cache"]])
+def test_doing_it_twice_changes_nothing(engine, tags):
+    ask(engine, "release", tags)
+    after = states()
+    answer = ask(engine, "release", tags)
+    assert answer.tags == () and answer.failure is None and states() == after
+    ask(engine, "resume")
+    answer = ask(engine, "resume", tags)
+    assert answer.tags == () and answer.failure is None
+    assert engine.model.is_intact() and set(states().values()) == {"mapped"}
+
+
+def test_unknown_tags_change_nothing(engine):
+    for operation in ("release", "resume"):
+        for tags in (["weights", "optimizer"], "weights", 5, [["weights"]], ["\ud800"], [None]):
+            answer = ask(engine, operation, tags)
+            assert isinstance(error_of([answer]), memsaver.ConfigError)
+    assert set(states().values()) == {"mapped"} and engine.weight_updater.offload_tags == set()
+
+
+def test_a_busy_engine_refuses(engine):
+    engine.begin("a")
+    answer = ask(engine, "release")
+    assert isinstance(error_of([answer]), EngineBusyError)
+    assert set(states().values()) == {"mapped"} and answer.released == ()
+    engine.end("a")
+    assert ask(engine, "release").failure is None
+
+
+def test_a_resume_without_room_can_be_repeated(engine, sim):
+    ask(engine, "release")
+    sim.occupy((80 << 30) - sim.physical() - 6 * MIB)  # the trainer's
+    answer = ask(engine, "resume")
+    error = error_of([answer])
+    assert isinstance(error, memsaver.OutOfDeviceMemoryError)
+    assert error.needed > error.free == 6 * MIB and "rank 0 of 1" in str(error)
+    assert set(states().values()) == {"paused"} and set(answer.released) == set(stand_in.TAGS)
+    assert sim.tag_bytes() == 0
+    assert ask(engine, "resume", ["weights"]).failure is None  # for which there is room
+    assert engine.model.is_intact()
+    sim.occupy(0)
+    assert ask(engine, "resume").released == ()
+    assert engine.model.is_intact() and engine.graph.is_intact() and engine.kv.is_zero()
+
+
+@pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemcpyDtoHAsync"])
+def test_a_release_that_fails_leaves_everything_mapped(engine, sim, call):
+    with sim.fault(call):
+        answer = ask(engine, "release")
+    assert isinstance(error_of([answer]), memsaver.MemsaverError)
+    assert set(states().values()) == {"mapped"} and answer.released == ()
+    assert engine.weight_updater.offload_tags == set()
+    assert engine.model.is_intact() and engine.graph.is_intact()
+    assert ask(engine, "release").failure is None
+    ask(engine, "resume")
+    assert engine.model.is_intact()
+
+
+def test_a_failure_of_sglangs_own_part_is_undone(engine):
+    engine.weight_updater.prepare_error = RuntimeError("a weight cache is active")
+    answer = ask(engine, "release")
+    assert "a weight cache is active" in str(error_of([answer]))
+    assert set(states().values()) == {"mapped"} and engine.weight_updater.offload_tags == set()
+    engine.weight_updater.prepare_error = None
+    assert ask(engine, "release").failure is None
+    assert ask(engine, "resume").failure is None and engine.model.is_intact()
+
+
+@pytest.mark.parametrize("where", ["before weights", "after weights", "after kv_cache"])
+def test_a_failure_of_sglangs_own_part_of_a_resume_is_undone(engine, sim, where):
+    ask(engine, "release")
+    updater = engine.weight_updater
+    updater.resume_errors[where] = RuntimeError("a buffer has another shape")
+    for _ in range(2):
+        answer = ask(engine, "resume")
+        assert "a buffer has another shape" in str(error_of([answer]))
+        assert "released as before" in str(error_of([answer])) and answer.held == ()
+        assert set(states().values()) == {"paused"} and sim.tag_bytes() == 0
+        assert set(answer.released) == updater.offload_tags == set(stand_in.TAGS)
+    updater.resume_errors.clear()
+    assert ask(engine, "resume").failure is None
+    assert engine.model.is_intact() and engine.graph.is_intact() and engine.kv.is_zero()
+    assert ask(engine, "release").failure is None and ask(engine, "resume").failure is None
+
+
+def test_memory_that_a_failed_resume_leaves_mapped_is_given_back(engine, sim):
+    ask(engine, "release")
+    updater = engine.weight_updater
+    updater.resume_errors["after kv_cache"] = RuntimeError("no queue")
+    with sim.fault("cuMemUnmap"):
+        answer = ask(engine, "resume")
+    message = str(error_of([answer]))
+    assert "no queue" in message and "could not release it: rank 0" in message
+    assert "as before" not in message
+    assert set(answer.held) == set(answer.released) == set(stand_in.TAGS)
+    assert sim.tag_bytes() > 0
+
+    engine.running.add("a")  # it has memory, so that somebody may use it
+    assert isinstance(error_of([ask(engine, "release")]), EngineBusyError)
+    assert sim.tag_bytes() > 0
+    engine.running.clear()
+    with sim.fault("cuMemUnmap"):
+        answer = ask(engine, "release")
+    assert "some ranks still have their memory" in str(error_of([answer])) and len(answer.held) == 3
+    assert set(answer.released) == set(stand_in.TAGS)
+    answer = ask(engine, "release", ["kv_cache"])
+    assert answer.failure is None and answer.tags == ("kv_cache",)
+    assert set(answer.held) == {"weights", "cuda_graph"}
+    answer = ask(engine, "release")
+    assert answer.held == () and answer.ranks[0].bytes == 6 * MIB and sim.tag_bytes() == 0
+    updater.resume_errors.clear()
+    assert ask(engine, "resume").failure is None
+    assert engine.model.is_intact() and engine.graph.is_intact()
+
+
+def test_a_release_that_is_refused_keeps_contents_without_a_backup(engine):
+    def refuse(tag):
+        raise RuntimeError("not now")
+
+    handle = memsaver.on_pause(refuse, "cuda_graph")
+    try:
+        answer = ask(engine, "release")
+    finally:
+        handle.remove()
+    message = str(error_of([answer]))
+    assert "not now" in message and "with its contents" in message and "lost" not in message
+    assert engine.kv.is_intact() and engine.model.is_intact() and engine.graph.is_intact()
+    assert ask(engine, "release").failure is None and ask(engine, "resume").failure is None
+
+
+def test_an_sglang_without_what_the_hooks_need(sglang, monkeypatch, caplog):
+    """Its own handlers do it all, and it tells of no guard."""
+    monkeypatch.setattr(moves, "names_of", lambda tag: ())
+    request = stand_in.ReleaseMemoryOccupationReqInput()
+    for owner, name in [
+        ("updater", "offload_tags"),
+        ("updater", "tp_cpu_group"),
+        ("updater", "is_fully_idle"),
+        ("scheduler", "weight_updater"),
+    ]:
+        scheduler = sglang.Scheduler(sglang.Updater)
+        updater = scheduler.weight_updater
+        delattr(updater if owner == "updater" else scheduler, name)
+        caplog.clear()
+        for _ in range(2):
+            state = scheduler.handle("get_internal_state")
+            assert state is not None and "memsaver" not in state.internal_state
+        assert scheduler.death is None and caplog.text.count(name) == 1
+        if owner == "updater":
+            output = hooks.scheduler.release(lambda *given: given, updater, request)
+            assert output == (updater, request)
+
+
+def test_answers_without_room_for_a_text_are_not_guarded(sglang, monkeypatch):
+    import sglang.srt.managers.io_struct as messages
+
+    monkeypatch.setattr(messages, "ResumeMemoryOccupationReqOutput", type("Output", (), {}))
+    scheduler = sglang.Scheduler(sglang.Updater)
+    assert "memsaver" not in scheduler.handle("get_internal_state").internal_state
+    request = stand_in.ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
+    output = scheduler.handle("release_memory_occupation", request)
+    assert output is not None and answers_of([output]) == [] and scheduler.death is None
+
+
+def test_model_buffers_come_back_without_a_backup(sglang, sim, tag, make_blocks):
+    tag.names.extend(stand_in.TAGS)
+    scheduler = sglang.Scheduler(sglang.Updater)
+    scheduler.model = make_blocks("weights", [MIB], backup="none")[0]
+    saved = scheduler.buffers()
+    ask(scheduler, "release")
+    ask(scheduler, "resume")
+    assert scheduler.buffers() == saved and any(saved)
+    assert scheduler.model.bytes()[16:].count(0) == MIB - 16
+    del scheduler.model
+
+
+def test_what_is_released_keeps_no_model_buffers_on_the_device(engine):
+    (before,) = [tensor for _, tensor in engine.buffers()["buffers"]]
+    ask(engine, "release", ["kv_cache", "weights"])
+    stash = engine.weight_updater.stashed_model_static_state
+    assert [tensor for _, tensor in stash["buffers"]] == [before.cpu()] and before.is_cuda
+    ask(engine, "resume")
+    assert not hasattr(engine.weight_updater, "stashed_model_static_state")
+    assert engine.model.is_intact()
+
+
+def test_a_release_that_cannot_keep_the_model_buffers_changes_nothing(engine, monkeypatch):
+    def no_memory(tensor):
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr(stand_in.Tensor, "cpu", no_memory)
+    answer = ask(engine, "release")
+    assert "no host memory" in answer.failure.message and answer.released == ()
+    assert set(states().values()) == {"mapped"}
+    assert engine.model.is_intact() and engine.graph.is_intact() and engine.kv.is_intact()
+
+
+def test_the_state_is_part_of_the_server_information(engine):
+    def state():
+        fields = engine.handle("get_internal_state").internal_state["memsaver"]
+        return SchedulerState.from_fields(fields)
+
+    first = state()
+    assert first == SchedulerState(first.scheduler, (), True, None)
+    answer = ask(engine, "release", ["kv_cache"])
+    assert state() == SchedulerState(first.scheduler, ("kv_cache",), True, answer)
+    assert answer.number == 1 and answer.scheduler == first.scheduler
+    engine.running.add("a")
+    assert not state().idle
+    engine.running.clear()
+    assert ask(engine, "resume").number == 2
+
+
+def test_an_error_reaches_whoever_asked_the_engine(engine, sglang, sim):
+    local = stand_in.Engine(sglang.Tokenizer([engine]))
+    request = stand_in.ResumeMemoryOccupationReqInput
+
+    def run(method, message):
+        return local.loop.run_until_complete(method(message, None))
+
+    manager = local.tokenizer_manager
+    (answer,) = run(manager.release_memory_occupation, stand_in.ReleaseMemoryOccupationReqInput())
+    assert answer.ranks[0].bytes == 14 * MIB
+    with sim.fault("cuMemCreate", sim.OUT_OF_MEMORY):
+        with pytest.raises(memsaver.OutOfDeviceMemoryError, match="rank 0 of 1"):
+            run(manager.resume_memory_occupation, request())
+    assert run(manager.resume_memory_occupation, request())[0].released == ()
+    local.shutdown()
+
+
+def test_another_saver_is_guarded_and_does_its_own_work(sglang, monkeypatch):
+    monkeypatch.setattr(moves, "names_of", lambda tag: ())  # other tests have made such tags
+    scheduler = sglang.Scheduler(sglang.Updater)
+    saver = scheduler.weight_updater.memory_saver_adapter
+    for _ in range(2):
+        ask(scheduler, "release", ["kv_cache", "weights"])
+        ask(scheduler, "release")
+        assert saver.paused == set(stand_in.TAGS)
+    for _ in range(2):
+        ask(scheduler, "resume", ["weights"])
+        ask(scheduler, "resume")
+        assert saver.paused == set()
+
+
+def test_install_twice_is_as_once(engine):
+    hooks.install()
+    assert ask(engine, "release").number == 1
+    assert ask(engine, "resume").released == ()
+
+
+def test_without_hooks_the_stand_in_dies(monkeypatch):
+    with stand_in.modules(monkeypatch) as classes:
+        for setup, name, tags in [
+            ([], "resume_memory_occupation", None),
+            ([["kv_cache"]], "resume_memory_occupation", None),
+            ([None], "release_memory_occupation", None),
+        ]:
+            scheduler = classes.Scheduler(classes.Updater)
+            for released in setup:
+                scheduler.handle(
+                    "release_memory_occupation",
+                    stand_in.ReleaseMemoryOccupationReqInput(tags=released),
+                )
+            scheduler.handle(name, stand_in.ResumeMemoryOccupationReqInput(tags=tags))
+            assert scheduler.death is not None
+        busy = classes.Scheduler(classes.Updater)
+        busy.begin("a")
+        busy.handle("release_memory_occupation", stand_in.ReleaseMemoryOccupationReqInput())
+        assert isinstance(busy.death, AssertionError)
+        asyncio.set_event_loop(None)
+
+
+RANK = """
+    import os, sys, datetime
+    import pytest, torch.distributed as dist
+    import sglang_stand_in as stand_in
+    import memsaver
+    from simulated_driver import Block, Simulator
+    from test_sglang_scheduler import MIB, ask, hooks, states
+
+    rank = int(sys.argv[1])
+    dist.init_process_group(
+        "gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2,
+        timeout=datetime.timedelta(seconds=30))
+    sim = Simulator()
+    sim.start()
+    patch = pytest.MonkeyPatch()
+    with stand_in.modules(patch) as classes:
+        hooks.install()
+        scheduler = classes.Scheduler(classes.Updater, group=dist.group.WORLD)
+        with memsaver.region("weights", backup="host"):
+            scheduler.model = Block(sim, 4 * MIB, rank)
+        with memsaver.region("kv_cache"):
+            kv = Block(sim, 8 * MIB, rank)
+        updater = scheduler.weight_updater
+        everything = ("kv_cache", "weights")
+        memsaver_states = lambda: {memsaver.state(tag).value for tag in everything}
+
+        # One rank is busy: none releases.
+        if rank == 1:
+            scheduler.begin("a")
+        answer = ask(scheduler, "release")
+        assert answer.failure.kind == "EngineBusyError", answer
+        assert memsaver_states() == {"mapped"}
+        scheduler.end("a")
+
+        # SGLang's part fails on one, before its barrier.
+        if rank == 1:
+            scheduler.weight_updater.prepare_error = RuntimeError("no room for the buffers")
+        answer = ask(scheduler, "release")
+        assert "no room for the buffers" in answer.failure.message, answer
+        assert memsaver_states() == {"mapped"} and not scheduler.weight_updater.offload_tags
+        assert scheduler.model.is_intact() and kv.is_intact()
+        assert updater.queue_open  # on the rank that failed, too
+        scheduler.weight_updater.prepare_error = None
+
+        # The saver refuses on one: the other one has not given anything up.
+        def refuse(tag):
+            raise RuntimeError("not now")
+
+        handle = memsaver.on_pause(refuse, "weights") if rank == 1 else None
+        answer = ask(scheduler, "release")
+        assert "not now" in answer.failure.message and "rank 1 of 2" in answer.failure.message
+        assert "with its contents" in answer.failure.message, answer
+        assert memsaver_states() == {"mapped"} and kv.is_intact() and scheduler.model.is_intact()
+        if handle:
+            handle.remove()
+
+        # The saver fails on one.
+        if rank == 1:
+            sim.fail("cuMemUnmap", 1)
+        answer = ask(scheduler, "release")
+        assert "rank 1 of 2" in answer.failure.message, answer
+        assert "contents of kv_cache without a backup are lost" in answer.failure.message, answer
+        assert answer.lost == ("kv_cache",), answer
+        assert memsaver_states() == {"mapped"} and not scheduler.weight_updater.offload_tags
+        assert scheduler.model.is_intact()
+
+        # All is well.
+        answer = ask(scheduler, "release")
+        assert answer.failure is None and len(answer.ranks) == 2, answer
+        assert [r.rank for r in answer.ranks] == [0, 1] and len({r.pid for r in answer.ranks}) == 2
+        assert memsaver_states() == {"paused"}
+
+        # A trainer holds one rank's memory: none resumes.
+        if rank == 1:
+            sim.occupy((80 << 30) - sim.physical() - 6 * MIB)
+        answer = ask(scheduler, "resume")
+        assert answer.failure.kind == "OutOfDeviceMemoryError", answer
+        assert "rank 1 of 2" in answer.failure.message and answer.failure.free == 6 * MIB
+        assert memsaver_states() == {"paused"} and sim.tag_bytes() == 0
+        sim.occupy(0)
+
+        # SGLang's part of a resume fails on one, before its barrier or after it.
+        for where in ("before weights", "after weights"):
+            if rank == 1:
+                updater.resume_errors[where] = RuntimeError("another shape")
+            answer = ask(scheduler, "resume")
+            assert "another shape" in answer.failure.message, answer
+            assert "released as before" in answer.failure.message and answer.held == (), answer
+            assert memsaver_states() == {"paused"} and updater.offload_tags == set(stand_in.TAGS)
+            updater.resume_errors.clear()
+
+        # And then another rank cannot give it back: it is named, and a release has it do so.
+        if rank == 1:
+            sim.occupy((80 << 30) - sim.physical() - 6 * MIB)
+        else:
+            sim.fail("cuMemUnmap", 1)
+        answer = ask(scheduler, "resume")
+        assert answer.failure.kind == "OutOfDeviceMemoryError", answer
+        assert "release it: rank 0" in answer.failure.message, answer
+        assert set(answer.held) == set(stand_in.TAGS) == updater.offload_tags
+        assert memsaver_states() == ({"mapped"} if rank == 0 else {"paused"})
+        answer = ask(scheduler, "release")
+        assert answer.failure is None and answer.held == (), answer
+        assert [r.bytes > 0 for r in answer.ranks] == [True, False]
+        assert memsaver_states() == {"paused"} and sim.tag_bytes() == 0
+
+        sim.occupy(0)
+        answer = ask(scheduler, "resume")
+        assert answer.failure is None and answer.released == ()
+        assert memsaver_states() == {"mapped"} and scheduler.model.is_intact() and kv.is_zero()
+        assert scheduler.death is None
+        dist.barrier()
+    print("done")
+"""
+
+
+@pytest.mark.long
+def test_two_ranks_do_it_together_or_not_at_all(tmp_path, run_python):
+    pytest.importorskip("torch.distributed")
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(RANK))
+    import os
+
+    from memsaver._runtime.native import LIBRARY_DIR
+
+    environment = {**os.environ, "MEMSAVER_DRIVER": "sim"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), IMPORT_PATH, str(LIBRARY_DIR.parent)]
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for output in outputs:
+        assert output.endswith("done\n"), "\n".join(outputs)

@@ -1,0 +1,145 @@
+"""New weights through SGLang's calls: requests, answers and what older versions lack."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import dataclass, replace
+
+import pytest
+import sglang_stand_in as stand_in
+
+from memsaver.errors import InvalidStateError
+from memsaver.integrations.engine.errors import EngineError
+from memsaver.integrations.engine.interface import Broadcast, SharedTensors, WeightLoad
+from memsaver.integrations.engine.messages import Failure
+from memsaver.integrations.engine.weights.checks import RankCheck, VerificationRequest
+from memsaver.integrations.sglang.backend import backend_of
+from memsaver.integrations.sglang.protocol import text_of_checks, verification_of
+
+REQUEST = VerificationRequest(("a", "b"), (0,), (("digest",),))
+GOOD = [RankCheck(0, "h", 1, 1, 1), RankCheck(1, "h", 2, 1, 1)]
+
+
+@dataclass
+class Empty:
+    action: str = ""
+
+
+@pytest.fixture(params=["local", "server"])
+def world(request, monkeypatch):
+    with stand_in.modules(monkeypatch) as classes:
+        manager = classes.Tokenizer([classes.Scheduler(classes.Updater)])
+        local = request.param == "local"
+        engine = (stand_in.Engine if local else stand_in.Server)(manager)
+        messages = sys.modules["sglang.srt.managers.io_struct"]
+        for name in ("BeginWeightUpdate", "EndWeightUpdate", "CheckWeights"):
+            monkeypatch.setattr(messages, f"{name}ReqInput", Empty, raising=False)
+        backend = backend_of(engine if local else engine.url, timeout=30)
+        yield types.SimpleNamespace(manager=manager, backend=backend, monkeypatch=monkeypatch)
+        engine.shutdown()
+
+
+def answering(world, done, message):
+    """What the engine says of each update from now on; the requests that it gets."""
+    requests = []
+
+    async def update(obj, request=None):
+        requests.append(obj)
+        return done, message
+
+    for name in ("update_weights_from_tensor", "update_weights_from_distributed"):
+        world.monkeypatch.setattr(world.manager, name, update)
+    return requests
+
+
+def load(backend, verification=REQUEST):
+    tensors = SharedTensors(("payload",))
+    return backend.load_weights(
+        WeightLoad(tensors, 30, weight_version="7", verification=verification)
+    )
+
+
+def broadcast(backend, verification=REQUEST):
+    tensors = Broadcast("g", ("a",), ("bfloat16",), ((2, 3),))
+    return backend.load_weights(
+        WeightLoad(tensors, 30, flush_cache=True, verification=verification)
+    )
+
+
+@pytest.mark.parametrize("call", [load, broadcast])
+def test_requests_go_and_checks_come(world, call):
+    text = f"{text_of_checks(GOOD)} Weight version updated to 7."
+    requests = answering(world, True, text)
+    assert call(world.backend) == GOOD
+    assert verification_of(requests[0].rid) == REQUEST
+    assert call(world.backend, None) == GOOD and requests[1].rid is None
+    answering(world, True, "Success")  # of an engine without the plugin
+    assert call(world.backend) == []
+
+
+@pytest.mark.parametrize("call", [load, broadcast])
+def test_what_differs_is_an_answer_however_long(world, call):
+    names = tuple(f"model.layers.{number}.weight" for number in range(400))
+    checks = [RankCheck(0, "h", 1, damaged=names), *GOOD[1:]]
+    answering(world, False, text_of_checks(checks))
+    assert call(world.backend) == checks
+
+
+@pytest.mark.parametrize("call", [load, broadcast])
+def test_names_that_no_rank_knows_are_an_answer(world, call):
+    checks = [replace(check, unused=("a",)) for check in GOOD]
+    answering(world, False, text_of_checks(checks))
+    assert call(world.backend) == checks
+
+
+@pytest.mark.parametrize("call", [load, broadcast])
+def test_a_failure_beside_good_answers_is_one(world, call):
+    answering(world, False, f"{text_of_checks(GOOD)} | another scheduler's loader failed")
+    with pytest.raises(EngineError, match="another scheduler's loader failed"):
+        call(world.backend)
+
+
+@pytest.mark.parametrize("call", [load, broadcast])
+def test_what_fails_is_the_ranks_own_error(world, call):
+    failed = RankCheck(1, "there", 1, failure=Failure("InvalidStateError", "asleep", "weights"))
+    answering(world, False, text_of_checks([GOOD[0], failed]))
+    with pytest.raises(InvalidStateError, match=r"rank 1 \(there\): asleep"):
+        call(world.backend)
+    answering(world, False, "the group is not known")
+    with pytest.raises(EngineError, match="the group is not known"):
+        call(world.backend)
+
+
+def test_a_session_where_the_version_has_one(world):
+    world.backend.begin_update(5)  # this one has not
+    world.backend.end_update(5)
+    asked = []
+
+    def known(name, answer):
+        async def call(obj, request=None):
+            asked.append(name)
+            return answer
+
+        world.monkeypatch.setattr(world.manager, name, call, raising=False)
+        world.monkeypatch.setitem(stand_in.CALLS, f"/{name}", Empty)
+
+    known("begin_weight_update", (True, "Success"))
+    known("end_weight_update", (False, "no session is open"))
+    world.backend.begin_update(5)
+    with pytest.raises(EngineError, match="no session is open"):
+        world.backend.end_update(5)
+    assert asked == ["begin_weight_update", "end_weight_update"]
+
+
+def test_checksums_where_the_version_has_them(world):
+    assert list(world.backend.checksums(5)) == []
+    rows = [{"per_gpu_checksum": "x"}, {"per_gpu_checksum": "y"}]
+
+    async def check_weights(obj, request=None):
+        assert obj.action == "checksum"
+        return True, "Success.", rows, "both"
+
+    world.monkeypatch.setattr(world.manager, "check_weights", check_weights, raising=False)
+    world.monkeypatch.setattr(stand_in.server, "CHECKER", "/weights_checker")
+    assert list(world.backend.checksums(5)) == ["x", "y"]

@@ -1,0 +1,339 @@
+"""Weight updates in an engine's ranks: verified, answered, and without ending a rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import rank_processes  # noqa: E402
+import weight_engine  # noqa: E402
+from weight_engine import Model, Request, checkpoint  # noqa: E402
+
+from memsaver.errors import InvalidStateError  # noqa: E402
+from memsaver.integrations.engine.errors import EngineError  # noqa: E402
+from memsaver.integrations.engine.messages import Failure  # noqa: E402
+from memsaver.integrations.engine.weights import load_check  # noqa: E402
+from memsaver.integrations.engine.weights.checks import RankCheck, VerificationRequest  # noqa: E402
+from memsaver.integrations.engine.weights.digests import digest  # noqa: E402
+from memsaver.integrations.engine.weights.held import watched  # noqa: E402
+from memsaver.integrations.rollout.weights.payloads import flattened, listed  # noqa: E402
+from memsaver.integrations.sglang.protocol import (  # noqa: E402
+    text_of,
+    text_of_checks,
+    verification_of,
+)
+from memsaver.integrations.sglang.replies import Reply  # noqa: E402
+from memsaver.integrations.sglang.weight_calls import checks_of  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def shared_files():
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    with weight_engine.hooked(monkeypatch) as kind:
+        yield kind
+
+
+def weights():
+    named = checkpoint()
+    del named["lm_head.weight"]
+    return named
+
+
+def payload(named, load_format="flattened_bucket"):
+    memory = torch.zeros(sum(512 + t.nbytes for t in named.values()), dtype=torch.uint8)
+    views, begin = [], 0
+    for name, tensor in named.items():
+        begin = -(-begin // 512) * 512
+        view = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        view.copy_(tensor)
+        views.append((name, begin, view))
+        begin += tensor.nbytes
+    payload.kept = memory  # as long as somebody opens it
+    return listed(views) if load_format == "direct" else flattened(memory, views)
+
+
+def verification(named, places=None, sent=None):
+    names = tuple(named)
+    places = tuple(range(len(names))) if places is None else places
+    row = tuple(digest((sent or named)[names[at]]) for at in places)
+    return VerificationRequest(names, places, (row,))
+
+
+def checks(output):
+    """The checks in a rank's output, as their sender gets them."""
+    return checks_of(Reply(output.success, output.message))
+
+
+def load(rank, named, wanted, load_format="flattened_bucket", **fields):
+    request = Request(
+        text_of(wanted) if wanted else None,
+        [payload(named, load_format)],
+        load_format=load_format,
+        **fields,
+    )
+    return rank.update_weights_from_tensor(request)
+
+
+def test_what_was_sent_arrives_and_is_held(manager):
+    rank, named = manager(Model()), weights()
+    output = load(rank, named, verification(named))
+    (check,) = checks(output)
+    assert (check.received, check.held) == (len(named), len(named))
+    assert (check.damaged, check.differing, check.unused, check.unverified) == ((), (), (), "")
+    assert check.failure is None and (check.host, check.pid) == (socket.gethostname(), os.getpid())
+    assert rank.runner.model.holds(checkpoint()) and rank.flushed == 1
+    assert "load_weights" not in vars(rank.runner.model)
+
+
+def test_a_sample_is_looked_at_and_all_is_loaded(manager):
+    rank, named = manager(Model()), weights()
+    output = load(rank, named, verification(named, (0, 3)), flush_cache=False)
+    (check,) = checks(output)
+    assert (check.received, check.held, rank.flushed) == (2, 2, 0)
+    assert rank.runner.model.holds(checkpoint())
+
+
+def test_an_update_without_verification_is_sglangs_own(manager):
+    rank, named = manager(Model()), weights()
+    output = load(rank, named, None)
+    assert (output.success, output.message) == (True, "Success")
+    assert rank.runner.model.holds(checkpoint())
+    assert checks(output) == []
+    with pytest.raises(AssertionError, match="vocabulary"):  # which would be the engine's end
+        load(rank, {"embed.weight": torch.zeros(3, 3)}, None)
+
+
+def test_what_came_otherwise_is_named_and_not_loaded(manager):
+    rank, named = manager(Model()), weights()
+    sent = {**named, "layers.1.k.weight": named["layers.1.k.weight"] + 1}
+    output = load(rank, named, verification(named, sent=sent))
+    assert not output.success
+    (check,) = checks(output)
+    assert check.damaged == ("layers.1.k.weight",) and check.unused == ()
+    assert torch.isnan(rank.runner.model.embed).all() and rank.flushed == 0
+
+
+def corrupting(monkeypatch, *parameters):
+    """Let the model's memory change right after each load."""
+
+    def loaded(model, named, load):
+        result = watched(model, named, load)
+        for name in parameters:
+            dict(model.named_parameters())[name].data.view(-1)[0] += 1
+        return result
+
+    monkeypatch.setattr(load_check, "watched", loaded)
+
+
+def test_a_model_that_holds_something_else_is_found(manager, monkeypatch):
+    corrupting(monkeypatch, "qkv_0", "norm_1")
+    rank, named = manager(Model()), weights()
+    output = load(rank, named, verification(named))
+    assert not output.success and rank.flushed == 0
+    (check,) = checks(output)
+    assert check.differing == ("layers.0.q.weight", "layers.1.norm.weight")
+    assert check.held == len(named) - 2 and check.damaged == ()
+    # The sample does not include the tensor, and its own comparison is correct.
+    (check,) = checks(load(rank, named, verification(named, (0,))))
+    assert (check.held, check.differing) == (1, ())
+
+
+def test_names_that_the_model_does_not_know_are_told_in_any_case(manager):
+    rank, named = manager(Model()), {**weights(), "layer.0.q.weight": torch.ones(2)}
+    output = load(rank, named, verification(named, ()))
+    assert not output.success  # SGLang's manager takes the new version from what succeeded
+    (check,) = checks(output)
+    assert check.unused == ("layer.0.q.weight",) and (check.received, check.held) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "named, text",
+    [
+        ({"embed.weight": torch.zeros(3, 3)}, "AssertionError: a vocabulary of 3"),
+        ({"layers.0.q.weight": torch.zeros(8, 5)}, "RuntimeError"),
+        ({"layers.7.q.weight": torch.zeros(8, 8)}, "qkv_7"),
+    ],
+)
+def test_what_a_loader_raises_is_an_answer(manager, named, text):
+    rank = manager(Model())
+    output = load(rank, named, verification(named))
+    assert not output.success
+    with pytest.raises(EngineError, match=f"(?s)failed on rank 0 .*{text}"):
+        checks(output)
+    named = weights()
+    assert load(rank, named, verification(named)).success and rank.runner.model.holds(checkpoint())
+
+
+def test_a_cache_that_cannot_be_flushed_is_an_answer(manager):
+    rank, named = manager(Model()), weights()
+    rank.can_flush = False
+    output = load(rank, named, verification(named))
+    with pytest.raises(EngineError, match="Cache flush failed"):
+        checks(output)
+
+
+def test_requests_that_wait_in_a_pause_do_not_bar_a_flush(manager):
+    rank, named = manager(Model()), weights()
+    rank.scheduler.waiting_queue = waiting = ["retracted"]
+    output = load(rank, named, verification(named))
+    with pytest.raises(EngineError, match="Cache flush failed"):
+        checks(output)
+    rank.scheduler._engine_paused = True
+    assert load(rank, named, verification(named)).success and rank.flushed == 1
+    assert rank.scheduler.waiting_queue is waiting and rank.flush_cache == rank._flush
+    rank.can_flush = False  # as one runs, which was paused in place
+    assert not load(rank, named, verification(named)).success and rank.flushed == 1
+
+
+def test_shards_in_the_models_own_layout(manager):
+    rank, like = manager(Model()), Model()
+    like.load_weights(checkpoint().items())
+    named = {name: p.data.clone() for name, p in like.named_parameters()}
+    output = load(rank, named, verification(named), "direct")
+    (check,) = checks(output)
+    assert check.held == len(named) and check.unused == ()
+    assert rank.runner.model.holds(checkpoint())
+
+    for bad in ({"nope": torch.ones(1)}, {"embed": torch.ones(3, 8, dtype=torch.bfloat16)}):
+        output = load(rank, bad, verification(bad), "direct")
+        with pytest.raises(EngineError, match=r"KeyError: 'nope'|embed is"):
+            checks(output)
+
+
+def test_broadcasts_are_checked_alike(manager):
+    rank, named = manager(Model()), weights()
+    request = Request(text_of(verification(named)), tensors=list(named.items()))
+    output = rank.update_weights_from_distributed(request)
+    (check,) = checks(output)
+    assert (check.received, check.held) == (len(named), len(named))
+    request.tensors[4] = (request.tensors[4][0], request.tensors[4][1] + 1)
+    output = rank.update_weights_from_distributed(request)
+    (check,) = checks(output)
+    assert check.damaged == (request.tensors[4][0],)
+    request = Request(text_of(verification({"embed.weight": torch.zeros(2, 2)})))
+    request.tensors = [("embed.weight", torch.zeros(2, 2))]
+    output = rank.update_weights_from_distributed(request)
+    with pytest.raises(EngineError, match="vocabulary of 2"):
+        checks(output)
+
+
+def test_a_model_that_keeps_what_it_is_given_is_refused(manager):
+    class Keeper(Model):
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.norm_0.data = tensor
+
+    rank, named = manager(Keeper()), {"layers.0.norm.weight": torch.ones(8)}
+    output = load(rank, named, verification(named))
+    with pytest.raises(EngineError, match="norm_0, which is the sender's memory"):
+        checks(output)
+
+
+def test_a_loader_that_cannot_be_run_twice_says_why(manager):
+    class Once(Model):
+        def load_weights(self, weights):
+            if hasattr(self, "done"):
+                raise RuntimeError("quantised already")
+            super().load_weights(weights)
+            self.done = True
+
+    rank, named = manager(Once()), weights()
+    output = load(rank, named, verification(named))
+    (check,) = checks(output)
+    assert output.success and check.held == 0 and check.received == len(named)
+    assert check.unverified == "RuntimeError: quantised already"
+
+
+@pytest.mark.parametrize("fields", ["", "[]", '{"names": 5}'])
+def test_an_invalid_verification_request_fails_the_update_and_not_the_engine(manager, fields):
+    named, rank = weights(), manager(Model())
+    request = Request(f"memsaver:{fields}", [payload(named)], load_format="flattened_bucket")
+    output = rank.update_weights_from_tensor(request)
+    assert not output.success and "a verification request" in output.message
+    assert load(rank, named, verification(named)).success
+
+
+def test_requests_and_checks_travel_as_text():
+    made = VerificationRequest(("a", "b"), (1,), (("x",), ("y",)))
+    assert verification_of(text_of(made)) == made and made.digests(1) == {"b": "y"}
+    assert VerificationRequest(("a",), (0,), (("z",),)).digests(5) == {"a": "z"}
+    assert verification_of(None) is None and verification_of("rid-7") is None
+    several = [
+        RankCheck(0, "h", 1, 2, 3, ("a",), ("b",), ("c",), "why"),
+        RankCheck(1, "h", 2),
+    ]
+    first, second = text_of_checks(several), text_of_checks(several[1:])
+    text = f"before {first} | {second} Weight version updated to 7."
+    assert checks_of(Reply(True, text)) == [*several, several[1]]
+    with pytest.raises(EngineError, match="was truncated"):
+        checks_of(Reply(True, first[:-5]))
+    failed = [RankCheck(3, "there", 1, failure=Failure("InvalidStateError", "asleep", "weights"))]
+    with pytest.raises(InvalidStateError, match="rank 3 \\(there\\): asleep") as caught:
+        checks_of(Reply(False, text_of_checks(failed)))
+    assert caught.value.tag == "weights"
+    with pytest.raises(EngineError, match="refused the update of its weights: no room"):
+        checks_of(Reply(False, "no room"))
+
+
+RANKS = """
+import torch, torch.distributed as dist, pytest
+import weight_engine
+from weight_engine import Model, checkpoint
+import test_weight_loads as t
+from memsaver.integrations.sglang.protocol import text_of
+from memsaver.integrations.engine.errors import EngineError
+torch.multiprocessing.set_sharing_strategy("file_system")
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+named = t.weights()
+with pytest.MonkeyPatch.context() as patch, weight_engine.hooked(patch) as kind:
+    updater = kind(Model(rank, 2), dist.group.WORLD)
+    def load(named, wanted):
+        text = t.payload(named)
+        request = t.Request(text_of(wanted), [text, text], load_format="flattened_bucket")
+        return updater.update_weights_from_tensor(request)
+    output = load(named, t.verification(named))
+    found = t.checks(output)
+    assert [c.rank for c in found] == [0, 1] and all(c.held == len(named) for c in found)
+    assert updater.runner.model.holds(checkpoint())
+    # One rank holds something else: all of them say so, and which.
+    good = type(updater.runner.model).load_weights
+    with pytest.MonkeyPatch.context() as inner:
+        t.corrupting(inner, *(["qkv_0"] if rank == 1 else []))
+        output = load(named, t.verification(named))
+    found = t.checks(output)
+    assert [c.differing for c in found] == [(), ("layers.0.q.weight",)], found
+    assert not output.success
+    # One rank raises before the barrier where the other one waits.
+    def ugly(self, weights):
+        if rank == 0:
+            raise ValueError("rank 0 has a bad day")
+        good(self, weights)
+    type(updater.runner.model).load_weights = ugly
+    output = load(named, t.verification(named))
+    with pytest.raises(EngineError, match="rank 0 .* ValueError: rank 0 has a bad day"):
+        t.checks(output)
+    type(updater.runner.model).load_weights = good
+    assert load(named, t.verification(named)).success
+dist.destroy_process_group()
+print("fine")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_all_ranks_of_a_group_answer_together(tmp_path):
+    here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    found = rank_processes.run(here + RANKS, 2, tmp_path, timeout=100)
+    assert all("fine" in said for said in found)

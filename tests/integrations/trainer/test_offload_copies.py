@@ -1,0 +1,152 @@
+"""Copies of what is offloaded, how long it lives, and how often it moves."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+
+import memsaver
+from memsaver._transitions import observers
+from memsaver.integrations.trainer import offload
+
+torch = pytest.importorskip("torch")
+
+from trainers import Trainer, addresses_of, assert_same_steps, lies_in  # noqa: E402
+
+
+def test_copies_of_a_model_and_an_optimizer_are_free(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    trainer.step()
+    model, optimizer = copy.deepcopy(trainer.model), copy.deepcopy(trainer.optimizer)
+    loaded = pickle.loads(pickle.dumps(trainer.model))
+    x = torch.ones(1, 32)
+    expected = trainer.model(x)
+    with offloaded.paused():
+        assert torch.equal(model(x), expected)
+        assert torch.equal(loaded(x), expected)
+        optimizer.step()
+        loaded.load_state_dict(model.state_dict())
+        with pytest.raises(memsaver.InvalidStateError):
+            trainer.model(x)
+
+
+def test_what_is_offloaded_dies_with_its_trainer(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    trainer.step()
+    with offloaded.paused():
+        pass
+    assert sim.tag_bytes() > 0
+    gc.collect()
+    gc.disable()  # by reference counts alone: no cycle keeps device memory
+    try:
+        del trainer
+        assert sim.tag_bytes() == 0
+        assert offloaded.bytes == 0
+    finally:
+        gc.enable()
+    with offloaded.paused():
+        pass
+
+
+def test_addresses_of_what_exists_change_once(sim, tag):
+    trainer = Trainer()
+    trainer.step()
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    addresses = addresses_of(trainer)
+    for _ in range(3):
+        trainer.step()
+        with offloaded.paused():
+            pass
+    again = offload(trainer.model, trainer.optimizer, tag=offloaded.tag)
+    assert again.bytes == offloaded.bytes
+    assert addresses_of(trainer) == addresses
+
+
+def test_nothing_is_registered_for_a_dead_trainer(sim, tag):
+    name = tag()
+    gone = []
+    for _ in range(3):
+        trainer = Trainer()
+        offload(trainer.optimizer, tag=name)
+        gone.append(weakref.ref(trainer.optimizer))
+        del trainer
+    gc.collect()
+    assert not any(reference() for reference in gone)
+    with memsaver.paused(name):
+        pass
+    for callbacks in (observers._before_pause, observers._after_resume):
+        assert not any(callback.concerns(name) for callback in callbacks)
+
+
+def test_gradients_of_tensors_go_along_as_long_as_the_handle_lives(sim, tag):
+    tensor = torch.nn.Parameter(torch.ones(64))
+    offloaded = offload(tensor, tag=tag())
+    tensor.square().sum().backward()
+    assert offloaded.bytes_elsewhere == tensor.grad.nbytes
+    with offloaded.paused():
+        assert lies_in(tensor.grad, offloaded.tag)
+    assert tensor.grad.tolist() == [2] * 64
+    del offloaded
+    tensor.grad = torch.ones(64)
+    with memsaver.paused(tag.names[0]):
+        assert not lies_in(tensor.grad, tag.names[0])
+
+
+def test_what_a_pause_in_inference_mode_moves_can_be_trained(sim, tag):
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    for one in (trainer, expected):
+        one.step()
+        one.model.double().float()  # new memory, which goes with the pause
+    with torch.inference_mode(), offloaded.paused():
+        pass
+    with torch.inference_mode():
+        offload(trainer.model, tag=offloaded.tag)
+    assert_same_steps(trainer, expected, offloaded)
+
+
+def test_what_was_made_in_inference_mode_stays_so(sim, tag):
+    with torch.inference_mode():
+        tensor = torch.arange(64.0)
+    offloaded = offload(tensor, tag=tag())
+    assert tensor.is_inference()
+    with offloaded.paused():
+        assert sim.tag_bytes() == 0
+    assert tensor.tolist() == list(range(64))
+
+
+def test_states_that_are_replaced_go_with_the_next_pause(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    trainer.step()
+    state = trainer.optimizer.state[trainer.model[0].weight]
+    state["exp_avg"] = state["exp_avg"].clone()
+    trainer.step()  # looks for states by their number alone
+    assert not lies_in(state["exp_avg"], offloaded.tag)
+    with offloaded.paused():
+        assert lies_in(state["exp_avg"], offloaded.tag)
+
+
+def test_gradients_that_stay_keep_their_addresses_from_the_first_pause_on(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+
+    def step():
+        trainer.optimizer.zero_grad(set_to_none=False)
+        trainer.backward()
+        trainer.optimizer.step()
+        return [parameter.grad.data_ptr() for parameter in trainer.model.parameters()]
+
+    before = step()
+    with offloaded.paused():
+        pass
+    after = step()
+    assert not set(before) & set(after)
+    for _ in range(2):
+        with offloaded.paused():
+            pass
+        assert step() == after

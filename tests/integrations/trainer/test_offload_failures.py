@@ -1,0 +1,288 @@
+"""What fails for want of memory or by the driver, and what holds afterwards."""
+
+import copy
+import gc
+import warnings
+
+import pytest
+
+import memsaver
+from memsaver.integrations.trainer import offload
+
+pytestmark = pytest.mark.one_python
+
+torch = pytest.importorskip("torch")
+
+from trainers import Trainer, addresses_of, lies_in, states_of  # noqa: E402
+
+MIB = 1 << 20
+
+
+def wide_model():
+    """A model whose first weight has 4 MiB."""
+    return torch.nn.Sequential(torch.nn.Linear(32, 32 << 10), torch.nn.Linear(32 << 10, 8))
+
+
+@pytest.fixture
+def leave_free(sim):
+    """Leaves so many bytes of the device to the test: `leave_free(nbytes)`."""
+
+    def leave(nbytes):
+        sim.occupy(0)
+        free, _ = memsaver.device_memory()
+        sim.occupy(free - nbytes)
+
+    yield leave
+    sim.occupy(0)
+
+
+@pytest.fixture
+def half_moved(sim, tag, leave_free):
+    """`trainer, name = half_moved()`: one whose states had room in part, and the tag of that."""
+
+    def make():
+        trainer = Trainer(model=wide_model)
+        trainer.step()
+        leave_free(10 * MIB)
+        name = tag()
+        with pytest.raises(memsaver.OutOfDeviceMemoryError):
+            offload(trainer.optimizer, tag=name)
+        sim.occupy(0)
+        return trainer, name
+
+    return make
+
+
+def test_a_resume_without_room_can_be_made_again(sim, tag, leave_free):
+    trainer, expected = Trainer(model=wide_model), Trainer(model=wide_model)
+    offloaded = offload(trainer.optimizer, tag=tag())
+    for _ in range(2):
+        trainer.step()
+        expected.step()
+    addresses = addresses_of(trainer)
+    offloaded.pause()
+    leave_free(4 * MIB)
+    with pytest.raises(memsaver.OutOfDeviceMemoryError) as caught:
+        offloaded.resume()
+    assert caught.value.needed >= offloaded.bytes
+    assert offloaded.state == "paused"
+    assert memsaver.stats()[offloaded.tag][0].resident_bytes == 0
+    with pytest.raises(memsaver.InvalidStateError):
+        trainer.optimizer.step()
+    sim.occupy(0)
+    offloaded.resume()
+    assert addresses_of(trainer) == addresses
+    for _ in range(3):
+        trainer.step()
+        expected.step()
+        with offloaded.paused():
+            pass
+        assert trainer.contents() == expected.contents()
+
+
+def test_an_offload_without_room_can_be_made_again(sim, tag, leave_free):
+    trainer, expected = Trainer(model=wide_model), Trainer(model=wide_model)
+    for one in (trainer, expected):
+        one.step()
+    leave_free(10 * MIB)
+    name = tag()
+    with pytest.raises(memsaver.OutOfDeviceMemoryError):
+        offload(trainer.optimizer, tag=name)
+    assert trainer.contents() == expected.contents()
+    with pytest.warns(memsaver.MemsaverWarning, match="the next pause"):
+        trainer.step()  # usable as it is; tries again
+    expected.step()
+    sim.occupy(0)
+    offloaded = offload(trainer.optimizer, tag=name)
+    assert trainer.contents() == expected.contents()
+    trainer.optimizer.zero_grad()
+    expected.optimizer.zero_grad()
+    with offloaded.paused():
+        assert sim.tag_bytes() == 0
+    assert trainer.contents() == expected.contents()
+
+
+def test_what_an_offload_without_room_has_moved_is_guarded(half_moved):
+    trainer, name = half_moved()
+    assert sum(lies_in(state, name) for state in states_of(trainer.optimizer)) > 0
+    contents = trainer.contents()
+    with memsaver.paused(name), pytest.raises(memsaver.InvalidStateError):
+        trainer.optimizer.step()
+    assert trainer.contents() == contents
+    trainer.step()
+
+
+def test_an_offload_that_is_made_again_takes_over(half_moved):
+    trainer, name = half_moved()
+    states = copy.deepcopy(trainer.optimizer.state_dict())
+    offload(trainer.optimizer, tag=name).close()
+    with memsaver.paused(name):
+        trainer.optimizer.load_state_dict(states)  # nobody looks any more
+    trainer.step()
+
+
+def test_an_offload_that_moved_nothing_guards_nothing(sim, tag, leave_free):
+    trainer = Trainer(model=wide_model)
+    trainer.step()
+    leave_free(0)
+    name = tag()
+    with pytest.raises(memsaver.OutOfDeviceMemoryError):
+        offload(trainer.optimizer, trainer.model, tag=name)
+    sim.occupy(0)
+    with memsaver.paused(name):
+        trainer.step()
+
+
+def test_a_pause_without_room_for_gradients_pauses_nothing(sim, tag, leave_free):
+    trainer, expected = Trainer(model=wide_model), Trainer(model=wide_model)
+    offloaded = offload(trainer.optimizer, tag=tag())
+    trainer.step()
+    expected.step()
+    leave_free(2 * MIB)
+    with pytest.raises(memsaver.OutOfDeviceMemoryError):
+        memsaver.pause(offloaded.tag)
+    assert offloaded.state == "mapped"
+    assert trainer.contents() == expected.contents()
+    trainer.optimizer.zero_grad()
+    expected.optimizer.zero_grad()
+    with offloaded.paused():  # without them there is enough
+        assert memsaver.stats()[offloaded.tag][0].resident_bytes == 0
+    assert trainer.contents() == expected.contents()
+
+
+def test_a_step_whose_states_find_no_room_is_done_and_warns(sim, tag, leave_free):
+    trainer, expected = Trainer(model=wide_model), Trainer(model=wide_model)
+    offloaded = offload(trainer.optimizer, tag=tag())
+    leave_free(2 * MIB)
+    with pytest.warns(memsaver.MemsaverWarning, match="the next pause"):
+        trainer.step()
+    expected.step()
+    assert trainer.contents() == expected.contents()
+    sim.occupy(0)
+    with offloaded.paused():
+        assert offloaded.bytes_elsewhere == 0
+        assert sim.tag_bytes() == 0
+    assert trainer.contents() == expected.contents()
+
+
+def test_states_without_room_warn_once_and_say_where(sim, tag, leave_free):
+    trainer, loaded = Trainer(model=wide_model), Trainer(model=wide_model)
+    loaded.step()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    leave_free(2 * MIB)
+
+    def warned(work):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            work()
+        return [one for one in caught if issubclass(one.category, memsaver.MemsaverWarning)]
+
+    trainer.backward()
+    calls = (
+        trainer.optimizer.step,
+        lambda: trainer.optimizer.load_state_dict(loaded.optimizer.state_dict()),
+    )
+    for call in calls:
+        (warning,) = warned(call)
+        assert offloaded.tag in str(warning.message)
+        assert warning.filename == __file__
+        for _ in range(3):
+            assert not warned(trainer.optimizer.step)
+    sim.occupy(0)
+    with offloaded.paused():
+        assert offloaded.bytes_elsewhere == 0
+
+
+def test_a_step_is_done_whatever_the_move_of_its_states_meets(sim, tag, monkeypatch):
+    def refuse(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    with monkeypatch.context() as patched:
+        patched.setattr(memsaver.simulator, "empty", refuse)
+        with pytest.warns(memsaver.MemsaverWarning, match="CUDA out of memory"):
+            trainer.step()
+    expected.step()
+    assert trainer.contents() == expected.contents()
+    with offloaded.paused():
+        assert offloaded.bytes_elsewhere == 0
+
+
+def test_a_pause_without_host_memory_leaves_all_mapped(sim, tag):
+    trainer, expected = Trainer(model=wide_model), Trainer(model=wide_model)
+    offloaded = offload(trainer.optimizer, trainer.model, tag=tag())
+    trainer.step()
+    expected.step()
+    sim.host_limit(0)
+    with pytest.raises(memsaver.MemsaverError):
+        offloaded.pause()
+    assert offloaded.state == "mapped"
+    assert trainer.contents() == expected.contents()
+    sim.host_limit()
+    with offloaded.paused():
+        assert sim.tag_bytes() == 0
+    assert trainer.contents() == expected.contents()
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+def test_a_resume_that_the_driver_refuses_once(sim, tag, call):
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.optimizer, trainer.model, tag=tag())
+    trainer.step()
+    expected.step()
+    offloaded.pause()
+    with sim.fault(call, sim.OUT_OF_MEMORY), pytest.raises(memsaver.MemsaverError):
+        offloaded.resume()
+    assert offloaded.state == "paused"
+    assert sim.tag_bytes() == 0
+    offloaded.resume()
+    trainer.step()
+    expected.step()
+    assert trainer.contents() == expected.contents()
+
+
+def test_a_dead_trainer_stops_no_pause(sim, tag):
+    trainer = Trainer()
+    name = tag()
+    offload(trainer.optimizer, tag=name)
+    trainer.step()
+    del trainer
+    gc.collect()
+    with memsaver.paused(name):
+        assert sim.tag_bytes() == 0
+
+
+@pytest.mark.long
+def test_interrupted_everywhere(run_python):
+    # Contents and hooks are as before, or all is done; the same call then gives the handle.
+    run_python(
+        """
+    import gc
+    import torch
+    import memsaver
+    from interrupter import Interrupter
+    from memsaver.integrations.trainer import collection, offload
+
+    interrupter = Interrupter(".")
+    gc.freeze()  # the simulated driver looks for tensors among all objects
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.ones(8, 8)
+    optimizer.step()
+    states = optimizer.state[weight]
+    right = {name: state.clone() for name, state in states.items()}
+    handles = []
+    for place in interrupter.places(lambda: handles.append(offload(optimizer)), every=29):
+        assert all(torch.equal(states[name], right[name]) for name in right), place
+        handle = handles.pop() if handles else offload(optimizer)
+        with handle.paused():
+            pass
+        assert all(torch.equal(states[name], right[name]) for name in right), place
+        handle.close()
+        assert not list(collection._watching), place
+        states.update({name: state.clone() for name, state in states.items()})
+    assert place > 1000, place
+    """,
+        timeout=110,
+    )

@@ -1,0 +1,249 @@
+"""Optimizers of every make: master weights, groups, several, loaded states, one inside another."""
+
+import io
+
+import pytest
+
+import memsaver
+from memsaver.integrations.trainer import offload
+
+pytestmark = pytest.mark.one_python
+
+torch = pytest.importorskip("torch")
+
+from trainers import (  # noqa: E402
+    Trainer,
+    assert_same_steps,
+    bytes_of,
+    lies_in,
+    plain_model,
+    states_of,
+)
+
+
+def moments_of(trainer):
+    states = trainer.optimizer.state.values()
+    return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
+class MasterWeights:
+    """A half-precision model whose optimizer has float masters."""
+
+    def __init__(self):
+        torch.manual_seed(7)
+        self.model = plain_model().to(torch.bfloat16)
+        self.masters = [p.detach().float() for p in self.model.parameters()]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-2)
+        self.done = 0
+
+    def step(self):
+        generator = torch.Generator().manual_seed(self.done)
+        x = torch.randn(4, 32, generator=generator).to(torch.bfloat16)
+        self.model(x).square().mean().backward()
+        for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
+                parameter.copy_(master)
+        self.done += 1
+
+    def contents(self):
+        tensors = [*self.model.parameters(), *self.masters, *states_of(self.optimizer)]
+        return [bytes_of(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("by", ["parameters", "tensors"])
+def test_master_weights(sim, tag, by):
+    trainer, expected = MasterWeights(), MasterWeights()
+    if by == "parameters":
+        offloaded = offload(trainer.optimizer, parameters=True, tag=tag())
+    else:
+        offloaded = offload(trainer.optimizer, trainer.masters, tag=tag())
+    assert all(lies_in(master, offloaded.tag) for master in trainer.masters)
+    assert_same_steps(trainer, expected, offloaded)
+    with offloaded.paused():
+        assert sim.tag_bytes() == 0
+        trainer.model(torch.ones(1, 32, dtype=torch.bfloat16))  # its weights stay
+
+
+def test_a_group_that_is_added_later(sim, tag):
+    def make():
+        trainer = Trainer()
+        trainer.optimizer = torch.optim.AdamW(trainer.model[0].parameters(), lr=1e-2)
+        return trainer
+
+    trainer, expected = make(), make()
+    offloaded = offload(trainer.optimizer, parameters=True, tag=tag())
+    assert_same_steps(trainer, expected, offloaded, 2)
+    for one in (trainer, expected):
+        one.optimizer.add_param_group({"params": list(one.model[3].parameters()), "lr": 1e-3})
+    trainer.step()
+    expected.step()
+    grouped = [*trainer.model[0].parameters(), *trainer.model[3].parameters()]
+    assert all(lies_in(moment, offloaded.tag) for moment in moments_of(trainer))
+    assert all(lies_in(p, offloaded.tag) for p in grouped)
+    assert offloaded.bytes_elsewhere == sum(p.grad.nbytes for p in grouped)
+    assert_same_steps(trainer, expected, offloaded, 3)
+
+
+def test_several_optimizers_in_one_tag_or_in_two(sim, tag):
+    trainers, expected = [Trainer(), Trainer("rmsprop")], [Trainer(), Trainer("rmsprop")]
+    both = offload([trainer.optimizer for trainer in trainers], tag=tag("both"))
+    for one, other in zip(trainers, expected, strict=True):
+        assert_same_steps(one, other, both)
+    first = Trainer("adam_amsgrad")
+    second = Trainer("sgd_momentum")
+    apart = [offload(first.optimizer, tag=tag("first")), offload(second.optimizer, tag=tag("b"))]
+    first.step()
+    second.step()
+    with apart[0].paused():
+        second.step()
+        with pytest.raises(memsaver.InvalidStateError):
+            first.step()
+
+
+def test_two_handles_on_one_tag(sim, tag):
+    trainer, expected = Trainer(), Trainer()
+    name = tag()
+    offload(trainer.model, tag=name)
+    offloaded = offload(trainer.optimizer, tag=name)
+    assert_same_steps(trainer, expected, offloaded)
+
+
+def test_load_state_dict_after_offloading(sim, tag):
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.optimizer, trainer.model, tag=tag())
+    assert_same_steps(trainer, expected, offloaded, 3)
+    saved = io.BytesIO()
+    torch.save([trainer.model.state_dict(), trainer.optimizer.state_dict()], saved)
+    assert_same_steps(trainer, expected, offloaded, 2)
+    for one in (trainer, expected):
+        saved.seek(0)
+        model, optimizer = torch.load(saved)
+        one.model.load_state_dict(model)
+        one.optimizer.load_state_dict(optimizer)
+        one.optimizer.zero_grad()
+        one.done = 3
+    assert all(lies_in(moment, offloaded.tag) for moment in moments_of(trainer))
+    assert_same_steps(trainer, expected, offloaded, 3)
+
+
+def test_a_state_dict_that_shares_tensors_with_the_optimizer(sim, tag):
+    # torch keeps tensors of the dict that are on the right device.
+    trainer, expected = Trainer(), Trainer()
+    for one in (trainer, expected):
+        one.step()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    kept = trainer.optimizer.state_dict()
+    trainer.optimizer.load_state_dict(kept)
+    assert_same_steps(trainer, expected, offloaded)
+
+
+def test_steps_inside_the_backward(sim, tag):
+    # Optimizers that step as soon as a gradient is there, on autograd's threads.
+    def make():
+        trainer = Trainer("sgd_momentum")
+        trainer.optimizers = {
+            p: torch.optim.AdamW([p], lr=1e-2) for p in trainer.model.parameters()
+        }
+
+        def step(parameter):
+            trainer.optimizers[parameter].step()
+            trainer.optimizers[parameter].zero_grad()
+
+        for parameter in trainer.model.parameters():
+            hooks.append(parameter.register_post_accumulate_grad_hook(step))
+        return trainer
+
+    hooks = []
+    trainer, expected = make(), make()
+    offloaded = offload(list(trainer.optimizers.values()), trainer.model, tag=tag())
+    for number in range(4):
+        trainer.backward(number)
+        expected.backward(number)
+        with offloaded.paused():
+            assert sim.tag_bytes() == 0
+        for one, other in zip(
+            trainer.optimizers.values(), expected.optimizers.values(), strict=True
+        ):
+            ours, theirs = states_of(one), states_of(other)
+            assert [*map(bytes_of, ours)] == [*map(bytes_of, theirs)]
+        assert trainer.contents() == expected.contents()
+    for hook in hooks:
+        hook.remove()
+
+
+def test_a_module_that_is_converted_afterwards(sim, tag):
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.model, tag=tag())
+    for one in (trainer, expected):
+        one.model.double().float()  # torch replaces what the parameters hold
+    assert not lies_in(trainer.model[0].weight, offloaded.tag)
+    assert_same_steps(trainer, expected, offloaded)
+    assert lies_in(trainer.model[0].weight, offloaded.tag)
+
+
+def test_an_optimizer_inside_another(sim, tag):
+    class Accelerated(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(Accelerated(trainer.optimizer), tag=tag())
+    assert_same_steps(trainer, expected, offloaded)
+    assert offloaded.bytes > 0
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights of its own, around another optimizer's steps."""
+
+    def __init__(self, optimizer, name):
+        super().__init__(optimizer.param_groups, {})
+        setattr(self, name, optimizer)
+        self.me = self
+        self.inner = optimizer
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["slow"] = parameter.detach().clone()
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        with torch.no_grad():
+            for parameter, state in self.state.items():
+                parameter.copy_(state["slow"].lerp_(parameter, 0.5))
+
+
+@pytest.mark.parametrize("name", ["optimizer", "optim", "base_optimizer"])
+def test_an_optimizer_with_states_around_another(sim, tag, name):
+    trainer, expected = Trainer(), Trainer()
+    for one in (trainer, expected):
+        one.optimizer = Lookahead(one.optimizer, name)
+    offloaded = offload(trainer.optimizer, tag=tag())
+    trainer.step()
+    expected.step()
+    slow = states_of(trainer.optimizer)
+    moments = [t for t in states_of(trainer.optimizer.inner) if t.dim()]
+    assert all(lies_in(tensor, offloaded.tag) for tensor in [*slow, *moments])
+    assert offloaded.bytes == sum(t.nbytes for t in [*slow, *moments])
+    assert_same_steps(trainer, expected, offloaded)
+    with offloaded.paused():
+        for work in (trainer.optimizer.step, trainer.optimizer.inner.step):
+            with pytest.raises(memsaver.InvalidStateError):
+                work()
+
+
+def test_a_wrapper_that_shares_the_states_of_another(sim, tag):
+    class Averaging(torch.optim.Optimizer):
+        def __init__(self, optim):
+            self.optim = optim
+            self.param_groups = optim.param_groups
+
+        @property
+        def state(self):
+            return self.optim.state
+
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(Averaging(trainer.optimizer), tag=tag())
+    assert_same_steps(trainer, expected, offloaded)
+    assert offloaded.bytes > 0

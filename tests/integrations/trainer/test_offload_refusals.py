@@ -1,0 +1,341 @@
+"""What is refused: work while the tag is paused, closing then, and what cannot be offloaded."""
+
+import asyncio
+import copy
+import gc
+
+import pytest
+
+import memsaver
+from memsaver._runtime.native import _C, backup_code
+from memsaver.integrations.trainer import offload
+
+torch = pytest.importorskip("torch")
+
+from trainers import Trainer, addresses_of, lies_in  # noqa: E402
+
+# --- while paused ---------------------------------------------------------------------------------
+
+
+def test_a_step_while_paused_says_what_to_do_and_touches_nothing(sim, tag):
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    for one in (trainer, expected):
+        one.step()
+        one.backward()
+    contents = trainer.contents()
+    with offloaded.paused():
+        with pytest.raises(memsaver.InvalidStateError) as caught:
+            trainer.optimizer.step()
+        assert caught.value.tag == offloaded.tag
+        assert f"memsaver.resume({offloaded.tag!r})" in str(caught.value)
+    assert trainer.contents() == contents
+    for one in (trainer, expected):
+        one.optimizer.step()
+    assert trainer.contents() == expected.contents()
+
+
+def test_a_gradient_scaler_after_unscaling_is_refused_too(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    trainer.step()
+    scaler = torch.amp.GradScaler("cpu")
+    trainer.optimizer.zero_grad()
+    scaler.scale(trainer.model(torch.ones(1, 32)).square().mean()).backward()
+    scaler.unscale_(trainer.optimizer)  # reads the gradients, so not while they are paused
+    with offloaded.paused(), pytest.raises(memsaver.InvalidStateError):
+        scaler.step(trainer.optimizer)
+    scaler.step(trainer.optimizer)
+
+
+def test_every_part_of_a_model_is_refused(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.model, tag=tag())
+    trainer.step()
+    x = torch.ones(1, 32)
+    shallow = copy.copy(trainer.model)  # with the same parameters
+    part = trainer.model[0].state_dict()
+    loaded = {name: value.clone() for name, value in part.items()}
+    with offloaded.paused():
+        for work in (
+            lambda: trainer.model[0](x),
+            lambda: trainer.model[0].load_state_dict(loaded),
+            lambda: shallow(x),
+        ):
+            with pytest.raises(memsaver.InvalidStateError) as caught:
+                work()
+            assert caught.value.tag == offloaded.tag
+    trainer.model[0](x)
+    shallow(x)
+    assert not trainer.model[0]._forward_pre_hooks  # which cost time, and torch's fast paths
+    with sim.fault("cuMemUnmap", sim.OUT_OF_MEMORY), pytest.raises(memsaver.MemsaverError):
+        offloaded.pause()
+    assert offloaded.state == "mapped"
+    assert not trainer.model[0]._forward_pre_hooks
+
+
+def test_loading_and_the_forward_are_refused_while_paused(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    trainer.step()
+    contents = trainer.contents()
+    weights = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+    states = trainer.optimizer.state_dict()
+    with offloaded.paused():
+        for work in (
+            lambda: trainer.model(torch.ones(1, 32)),
+            lambda: trainer.model.load_state_dict(weights),
+            lambda: trainer.optimizer.load_state_dict(states),
+        ):
+            with pytest.raises(memsaver.InvalidStateError) as caught:
+                work()
+            assert caught.value.tag == offloaded.tag
+    assert trainer.contents() == contents
+    trainer.model.load_state_dict(weights)
+    trainer.optimizer.load_state_dict(states)
+
+
+def test_compiled_code_is_refused_too(sim, tag):
+    trainer = Trainer()
+    whole = torch.compile(trainer.model, backend="eager", fullgraph=True)
+    step = torch.compile(trainer.optimizer.step, backend="eager")
+    weights = offload(whole, tag=tag("model"))
+    states = offload(trainer.optimizer, tag=tag("optimizer"))
+    x = torch.ones(2, 32)
+    whole(x).sum().backward()
+    step()
+    assert weights.bytes == sum(p.nbytes for p in trainer.model.parameters())
+    assert states.bytes == 2 * weights.bytes
+    with states.paused(), pytest.raises(memsaver.InvalidStateError):
+        step()
+    with weights.paused(), pytest.raises(memsaver.InvalidStateError):
+        whole(x)
+    whole(x)
+    step()
+
+
+def test_hooks_leave_compiled_code_in_one_graph(sim, tag):
+    trainer = Trainer()
+    offload(trainer.model, tag=tag())
+    x = torch.ones(2, 32)
+    expected = trainer.model(x)
+    assert torch.equal(torch.compile(trainer.model, backend="eager", fullgraph=True)(x), expected)
+
+
+def test_a_step_waits_for_no_transition(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    trainer.step()
+    sim.stream_delay(0.2)
+    pausing = memsaver.pause(offloaded.tag, wait=False)
+    with pytest.raises(memsaver.InvalidStateError):
+        trainer.optimizer.step()
+    pausing.wait()
+    sim.stream_delay(0)
+    offloaded.resume()
+    trainer.step()
+
+
+def test_an_exception_resumes(sim, tag):
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    trainer.step()
+    expected.step()
+    with pytest.raises(KeyError), offloaded.paused():
+        raise KeyError
+    assert offloaded.state == "mapped"
+    assert trainer.contents() == expected.contents()
+    offloaded.pause()
+    with offloaded.paused():
+        pass
+    assert offloaded.state == "paused"  # as it was
+
+
+def test_paused_is_around_functions_and_coroutines(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    trainer.step()
+
+    @offloaded.paused()
+    def work():
+        return str(offloaded.state)
+
+    @offloaded.paused()
+    async def later():
+        return str(offloaded.state)
+
+    assert [work(), work(), asyncio.run(later())] == ["paused"] * 3
+    assert offloaded.state == "mapped"
+
+    def generator():
+        yield offloaded.state
+
+    with pytest.raises(memsaver.ConfigError, match="runs after its call"):
+        offloaded.paused()(generator)
+    offloaded.close()
+    with pytest.raises(memsaver.InvalidStateError, match="closed"):
+        work()
+
+
+# --- closing --------------------------------------------------------------------------------------
+
+
+def test_closing_leaves_the_tensors_in_the_tag(sim, tag):
+    trainer, expected = Trainer(), Trainer()
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    trainer.step()
+    expected.step()
+    addresses = addresses_of(trainer)
+    offloaded.close()
+    offloaded.close()
+    assert addresses_of(trainer) == addresses
+    with memsaver.paused(offloaded.tag):
+        assert not any(lies_in(p.grad, offloaded.tag) for p in trainer.model.parameters())
+        assert sim.tag_bytes() == 0
+    trainer.step()
+    expected.step()
+    assert trainer.contents() == expected.contents()
+    for call in (offloaded.pause, offloaded.resume, lambda: offloaded.paused().__enter__()):
+        with pytest.raises(memsaver.InvalidStateError):
+            call()
+    again = offload(trainer.model, trainer.optimizer, tag=offloaded.tag)
+    with again.paused():
+        assert sim.tag_bytes() == 0
+    assert trainer.contents() == expected.contents()
+
+
+def test_closing_is_refused_while_paused(sim, tag):
+    trainer = Trainer()
+    offloaded = offload(trainer.optimizer, tag=tag())
+    trainer.step()
+    with offloaded.paused():
+        with pytest.raises(memsaver.InvalidStateError, match="resume it first"):
+            offloaded.close()
+        with pytest.raises(memsaver.InvalidStateError):
+            trainer.optimizer.step()  # still watched
+    offloaded.close()
+
+
+# --- bad calls ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "options"),
+    [
+        ((), {}),
+        (([],), {}),
+        (("optimizer",), {}),
+        ((None,), {}),
+        ((object(),), {}),
+        ((torch.ones(2),), {"backup": "cloud"}),
+        ((torch.ones(2),), {"tag": ""}),
+        ((torch.ones(2),), {"tag": 3}),
+    ],
+)
+def test_what_cannot_be_offloaded(sim, tag, targets, options):
+    with pytest.raises(memsaver.ConfigError):
+        offload(*targets, **{"tag": tag(), **options})
+    assert sim.tag_bytes() == 0
+
+
+def test_what_takes_no_hooks_is_refused_before_anything_moves(sim, tag):
+    module = torch.jit.script(torch.nn.Linear(8, 8))
+    name = tag()
+    with pytest.raises(memsaver.ConfigError, match="accepts none"):
+        offload(Trainer().optimizer, module, tag=name)
+    with pytest.raises(memsaver.UnknownTagError):
+        memsaver.state(name)
+
+
+def test_a_paused_tag_is_refused(sim, tag):
+    name = tag()
+    with memsaver.region(name):
+        pass
+    trainer = Trainer()
+    addresses = addresses_of(trainer)
+    with memsaver.paused(name), pytest.raises(memsaver.InvalidStateError):
+        offload(trainer.model, tag=name)
+    assert addresses_of(trainer) == addresses
+    trainer.step()
+
+
+def test_memory_of_another_tag_is_refused_before_anything_moves(sim, tag):
+    trainer = Trainer()
+    offload(trainer.model[3], tag=tag("first"))
+    first, second = trainer.model[3].weight, trainer.model[0].weight
+    address = second.data_ptr()
+    with pytest.raises(memsaver.ConfigError, match="is already in tag 'first"):
+        offload(trainer.model, tag=tag("second"))
+    assert second.data_ptr() == address
+    assert lies_in(first, tag.names[0])
+
+
+def test_a_refused_offload_leaves_the_tag_alone(sim, tag):
+    trainer = Trainer()
+    offload(trainer.model, tag=tag("first"))
+    kept, new = tag("kept"), tag("new")
+    with memsaver.region(kept, backup="disk"):
+        pass
+    for name in (kept, new):
+        with pytest.raises(memsaver.ConfigError):
+            offload(trainer.optimizer, trainer.model, tag=name, backup="pageable")
+    assert _C.tag_backup(kept) == backup_code("disk")
+    with pytest.raises(memsaver.UnknownTagError):
+        memsaver.state(new)
+    with memsaver.paused(kept):
+        trainer.optimizer.step()  # not watched either
+
+
+def test_an_optimizer_goes_to_one_tag(sim, tag):
+    trainer = Trainer()  # without states, which would say where they are
+    first, second = tag("first"), tag("second")
+    offloaded = offload(trainer.optimizer, tag=first)
+    with pytest.raises(memsaver.ConfigError, match="first"):
+        offload(trainer.optimizer, tag=second)
+    again = offload(trainer.optimizer, tag=first)
+    offloaded.close()
+    with pytest.raises(memsaver.ConfigError, match="first"):
+        offload(trainer.optimizer, tag=second)
+    again.close()
+    offload(trainer.optimizer, tag=second)
+    trainer.step()
+    assert lies_in(trainer.optimizer.state[trainer.model[0].weight]["exp_avg"], second)
+
+
+def test_gradients_in_another_tag_stay_there(sim, tag):
+    trainer, expected = Trainer(), Trainer()
+    weights = offload(trainer.model, tag=tag("model"))
+    states = offload(trainer.optimizer, tag=tag("optimizer"))
+    trainer.step()
+    expected.step()
+    gradient = next(trainer.model.parameters()).grad
+    with weights.paused():
+        assert lies_in(gradient, weights.tag)
+        with states.paused():
+            assert lies_in(gradient, weights.tag)
+            assert sim.tag_bytes() == 0
+    assert trainer.contents() == expected.contents()
+
+
+def test_what_python_cannot_find_is_refused_by_the_simulator(sim, tag):
+    model = torch.nn.Linear(8, 8)
+    out = model(torch.ones(2, 8, requires_grad=True))  # its graph has a view of the weight
+    address = model.weight.data_ptr()
+    name = tag()
+    with pytest.raises(memsaver.InvalidStateError, match="collector does not track"):
+        offload(model, tag=name)
+    assert model.weight.data_ptr() == address
+    del out
+    assert offload(model, tag=name).bytes == model.weight.nbytes + model.bias.nbytes
+
+
+def test_the_simulator_says_when_the_collector_was_frozen(sim, tag):
+    model = torch.nn.Linear(8, 8)
+    gc.collect()
+    gc.freeze()
+    try:
+        with pytest.raises(memsaver.InvalidStateError, match=r"gc\.unfreeze\(\)"):
+            offload(model, tag=tag())
+    finally:
+        gc.unfreeze()
+    offload(model, tag=tag())

@@ -1,0 +1,188 @@
+"""Silent mistakes: large contents that nobody chose to discard, and tags without memory."""
+
+import warnings
+
+import pytest
+
+import memsaver
+from memsaver import simulator
+from memsaver._memory import choices
+from memsaver.errors import InvalidStateError, UsageWarning
+
+MIB = 1 << 20
+LARGE_BYTES = 8 * MIB
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch):
+    assert choices.LARGE_BYTES == 256 * MIB
+    monkeypatch.setattr(choices, "LARGE_BYTES", LARGE_BYTES)
+
+
+def filled(name, nbytes=LARGE_BYTES, **choice):
+    with memsaver.region(name, **choice):
+        return simulator.buffer(nbytes)
+
+
+def pause(name):
+    return memsaver.pause(name)
+
+
+def pause_all(name):
+    return memsaver.pause()
+
+
+def swap_out(name):
+    return memsaver.swap(out=name, into=f"{name} other")
+
+
+def paused(name):
+    with memsaver.paused(name):
+        pass
+
+
+@pytest.mark.parametrize("call", [pause, pause_all, swap_out, paused])
+def test_large_contents_are_not_discarded_without_a_choice(sim, tag, call):
+    name = tag()
+    tag.names.append(f"{name} other")
+    other = filled(f"{name} other", MIB, backup="host")
+    memsaver.pause(f"{name} other")
+    kept = filled(name)
+    sim.write(kept.address, b"weights")
+    with pytest.raises(
+        InvalidStateError, match=r"discard 8 MiB of tag .*backup='host'.*backup='none'"
+    ) as caught:
+        call(name)
+    assert caught.value.tag == name
+    assert memsaver.state(name) == "mapped" and memsaver.state(f"{name} other") == "paused"
+    assert sim.read(kept.address, 7) == b"weights" and other
+
+
+@pytest.mark.parametrize("backup", list(memsaver.Backup))
+@pytest.mark.parametrize("where", ["region", "later region", "pause", "swap"])
+def test_any_choice_counts(sim, tag, where, backup):
+    name = tag()
+    first = filled(name, **({"backup": backup} if where == "region" else {}))
+    second = filled(name, MIB, backup=backup) if where == "later region" else None
+    if where == "swap":
+        tag.names.append(f"{name} other")
+        third = filled(f"{name} other", MIB)
+        memsaver.pause(f"{name} other")
+        memsaver.swap(out=name, into=f"{name} other", backup=backup)
+        assert third
+    else:
+        memsaver.pause(name, **({"backup": backup} if where == "pause" else {}))
+    memsaver.resume(name)
+    if "region" in where:
+        assert memsaver.pause(name).changed == (name,)
+        memsaver.resume(name)
+    else:  # that choice was the call's alone
+        with pytest.raises(InvalidStateError, match="no backup was chosen"):
+            memsaver.pause(name)
+    assert first and (second or where != "later region")
+
+
+def test_a_failed_pause_with_a_backup_chooses_nothing(sim, tag, options):
+    name = tag()
+    kept = filled(name)
+    options(host_bytes=1 << 20)
+    with pytest.raises(memsaver.OutOfHostMemoryError):
+        memsaver.pause(name, backup="host")
+    with pytest.raises(InvalidStateError, match="no backup was chosen"):
+        memsaver.pause(name)
+    assert kept
+
+
+def test_tags_are_counted_together(sim, tag):
+    names = [tag() for _ in range(4)]
+    blocks = [filled(name, LARGE_BYTES // 4) for name in names]
+    memsaver.pause(*names[1:])
+    memsaver.resume()
+    with pytest.raises(InvalidStateError, match=r"tags '.*', '.*', '.*', '"):
+        memsaver.pause(*names)
+    assert blocks and {memsaver.state(name) for name in names} == {"mapped"}
+
+
+@pytest.mark.parametrize(("backup", "word"), [("", "discard"), ("none", "paused")])
+def test_the_tag_of_a_process_needs_a_choice(run_python, backup, word):
+    done = run_python(
+        """
+        import memsaver
+        from memsaver import simulator
+
+        with memsaver.region("own"):
+            block = simulator.buffer(256 << 20)
+        try:
+            memsaver.pause()
+            print("paused")
+        except memsaver.InvalidStateError as error:
+            print(error)
+        """,
+        MEMSAVER_TAG="own",
+        MEMSAVER_BACKUP=backup,
+    )
+    assert word in done.stdout
+
+
+def test_small_and_paused_tags_need_no_choice(sim, tag):
+    name = tag()
+    small = filled(name, LARGE_BYTES - 2 * MIB)
+    memsaver.pause(name)
+    memsaver.pause(name)
+    memsaver.resume(name)
+    more = filled(name, 2 * MIB)
+    with pytest.raises(InvalidStateError, match="no backup was chosen"):
+        memsaver.pause(name)
+    del more, small
+    memsaver.pause(name)
+
+
+def pause_in_the_background(name):
+    return memsaver.pause(name, wait=False).wait()
+
+
+@pytest.mark.parametrize("call", [pause, paused, pause_in_the_background])
+def test_a_first_pause_without_memory_warns_once(sim, tag, call):
+    empty, full = tag(), tag()
+    block = filled(full, MIB)
+    with memsaver.region(empty, backup="host"):
+        pass
+    with pytest.warns(UsageWarning, match="has no device memory") as caught:
+        call(empty)
+        memsaver.resume()
+        call(empty)
+        memsaver.resume()
+    (warning,) = caught
+    assert repr(empty) in str(warning.message) and warning.filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(full)
+        memsaver.resume()
+    assert block
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("vllm", "vLLM is not supported yet"),
+        ("vLLM", "vLLM is not supported yet"),
+        ("sglang", "memsaver.integrations.sglang"),
+        ("offload", "memsaver.integrations.trainer"),
+        ("wake_up", "use memsaver.resume"),
+        ("regoin", "did you mean 'region'"),
+        ("nothing_of_the_kind", "has no attribute"),
+    ],
+)
+def test_a_name_that_memsaver_lacks(name, advice):
+    with pytest.raises(AttributeError, match=advice) as caught:
+        getattr(memsaver, name)
+    assert repr(name) in str(caught.value)
+
+
+def test_advice_names_what_exists():
+    from memsaver._runtime import guesses
+
+    for name, module in guesses._MODULES.items():
+        found = pytest.importorskip(module)
+        assert name == module.rpartition(".")[2] or name == "sim" or hasattr(found, name)
+    assert set(guesses._CALLED.values()) <= set(memsaver.__all__)

@@ -1,0 +1,150 @@
+"""Freeing memory in every state of its tag, while other threads change it, under work in flight."""
+
+import random
+import time
+
+import pytest
+from looks import row_of
+
+import memsaver
+from memsaver import simulator
+from memsaver._runtime.native import _C
+from memsaver.errors import ConfigError
+
+MIB = 1 << 20
+PAGE = 2 * MIB
+
+
+def test_freeing_while_paused(sim, tag, make_blocks):
+    name = tag()
+    blocks = make_blocks(name, [MIB] * 6, backup="host")
+    memsaver.pause(name)
+    del blocks[1::2]
+    assert len(memsaver.ranges(name)) == 3
+    report = memsaver.resume(name)
+    assert report.copied_bytes == 3 * MIB
+    assert all(b.is_intact() for b in blocks)
+    memsaver.pause(name)
+    blocks.clear()
+    assert memsaver.resume(name).bytes == 0
+    assert sim.tag_bytes() == 0
+
+
+def test_freeing_while_another_thread_pauses(sim, tag, make_blocks, in_thread, wait_until, slow):
+    name = tag()
+    blocks = make_blocks(name, [MIB] * 8, backup="host")
+    slow()
+    task = in_thread(memsaver.pause, name)
+    wait_until(lambda: memsaver.state(name) == "saving")
+    start = time.perf_counter()
+    del blocks[::2]
+    assert time.perf_counter() - start < 0.1, "freeing waited for the pause"
+    assert len(memsaver.ranges(name)) == 4
+    assert memsaver.state(name) == "saving"
+    task.result()
+    assert sim.tag_bytes() == 0
+    memsaver.resume(name)
+    assert all(b.is_intact() for b in blocks)
+    assert row_of(name).allocations == 4
+
+
+def test_freeing_while_another_thread_resumes(sim, tag, make_blocks, in_thread, wait_until, slow):
+    name = tag()
+    blocks = make_blocks(name, [MIB] * 8, backup="host")
+    memsaver.pause(name)
+    slow()
+    task = in_thread(memsaver.resume, name)
+    wait_until(lambda: memsaver.state(name) == "restoring")
+    del blocks[::2]
+    task.result()
+    sim.stream_delay(0)
+    assert all(b.is_intact() for b in blocks)
+    assert row_of(name).allocations == 4
+    blocks.clear()
+    assert sim.tag_bytes() == 0
+
+
+def test_freeing_everything_while_another_thread_pauses(
+    sim, tag, make_blocks, in_thread, wait_until, slow
+):
+    name = tag()
+    blocks = make_blocks(name, [MIB, 80 * MIB], backup="host")
+    slow()
+    task = in_thread(memsaver.pause, name)
+    wait_until(lambda: memsaver.state(name) == "saving")
+    blocks.clear()
+    task.result()
+    assert row_of(name).allocations == 0 and row_of(name).backup_bytes == 0
+    assert memsaver.resume(name).bytes == 0
+    assert sim.tag_bytes() == 0
+
+
+def test_freeing_while_a_pause_fails(sim, tag, make_blocks, in_thread, wait_until, slow):
+    name = tag()
+    blocks = make_blocks(name, [MIB] * 8, backup="host")
+    slow()
+    sim.fail("cuMemUnmap", 1)
+    task = in_thread(memsaver.pause, name)
+    wait_until(lambda: memsaver.state(name) == "saving")
+    del blocks[::2]
+    with pytest.raises(memsaver.DriverError):
+        task.result()
+    sim.clear_faults()
+    assert memsaver.state(name) == "mapped"
+    assert all(b.is_intact() for b in blocks)
+    assert row_of(name).allocations == 4
+
+
+def test_freeing_from_other_threads(sim, tag, in_thread):
+    name = tag()
+    rng = random.Random(5)
+
+    def take():
+        with memsaver.region(name):
+            return [_C.malloc(rng.choice([512, 5000, 3 * MIB])) for _ in range(100)]
+
+    lists = [task.result() for task in [in_thread(take) for _ in range(4)]]
+    mixed = [address for addresses in lists for address in addresses]
+    assert len(set(mixed)) == 400
+    rng.shuffle(mixed)
+    for task in [in_thread(lambda part: [_C.free(a) for a in part], mixed[i::4]) for i in range(4)]:
+        task.result()
+    assert memsaver.ranges(name) == ()
+    assert sim.tag_bytes() == 0
+
+
+def test_what_cannot_be_freed(sim, tag, make_blocks):
+    name = tag()
+    (block,) = make_blocks(name, [MIB])
+    with pytest.raises(ConfigError, match="not allocated by memsaver") as caught:
+        _C.free(0x1000)
+    assert caught.value.status == "NOT_OURS"
+    with pytest.raises(ConfigError, match="not the start of a live allocation") as caught:
+        _C.free(block.address + 512)
+    assert caught.value.tag == name
+    with memsaver.region(name):
+        address = _C.malloc(512)
+    _C.free(address)
+    with pytest.raises(ConfigError, match="freed twice"):
+        _C.free(address)
+    _C.free(0)
+    assert block.is_intact()
+
+
+def test_freed_memory_is_not_handed_out_under_work_in_flight(sim, tag):
+    # A stream still writes to what was freed; the next allocation must not see that.
+    name = tag()
+    with memsaver.region(name):
+        keep = simulator.buffer(512)
+        for nbytes in (4096, PAGE, 64 * MIB):
+            block = simulator.buffer(nbytes)
+            with sim.stream() as stream:
+                sim.stream_delay(0.05)
+                sim.memset(block.address, 0xAA, nbytes, stream)
+                del block
+                again = simulator.buffer(nbytes)
+                sim.write(again.address, bytes(nbytes))
+                sim.stream_delay(0)
+            assert not any(sim.read(again.address, nbytes)), "written by the freed block's work"
+            del again
+    assert keep.nbytes == 512

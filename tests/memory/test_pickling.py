@@ -1,0 +1,195 @@
+"""Tensors of regions that are pickled, saved, copied, or sent to another process."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import io
+import pickle
+import re
+import subprocess
+import sys
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+
+import memsaver
+from memsaver import simulator
+from memsaver._memory import pickling
+
+torch = pytest.importorskip("torch")
+
+
+def saved(value: object) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+@pytest.fixture
+def name(tag):
+    return tag("weights")
+
+
+@pytest.fixture
+def make(sim, name):
+    """Makes a tensor with known contents in the tag; the test alone keeps it."""
+
+    def made() -> torch.Tensor:
+        with memsaver.region(name, backup="host"):
+            tensor = simulator.empty((16, 4), dtype=torch.float32)
+        return tensor.copy_(torch.arange(64, dtype=torch.float32).reshape(16, 4))
+
+    return made
+
+
+WAYS = {
+    "tensor": lambda tensor: tensor,
+    "view": lambda tensor: tensor[3:, 1],
+    "parameter": lambda tensor: torch.nn.Parameter(tensor),
+    "module": lambda tensor: torch.nn.ParameterDict({"w": torch.nn.Parameter(tensor)}),
+    "state": lambda tensor: {"step": 3, "w": [tensor.view(torch.int32)]},
+}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+@ways
+def test_mapped_ones_are_pickled_and_saved(make, way):
+    tensor = make()
+    made = way(tensor)
+    plain = way(tensor.clone())
+    again = [
+        pickle.loads(pickle.dumps(made)),
+        pickle.loads(pickle.dumps(made, protocol=2)),
+        torch.load(saved(made), weights_only=False),
+        copy.deepcopy(made),
+    ]
+    del made
+    for other in again:
+        assert type(other) is type(plain)
+        assert repr(other) == repr(plain)
+
+
+@ways
+def test_paused_ones_are_refused(make, name, way):
+    tensor = make()
+    made = way(tensor)
+    memsaver.pause(name)
+    for save in (pickle.dumps, saved):
+        with pytest.raises(memsaver.InvalidStateError, match="resume") as caught:
+            save(made)
+        assert caught.value.tag == name
+    assert memsaver.backup_view(tensor).tolist()[1] == [4, 5, 6, 7]
+    file = saved(memsaver.backup_view(tensor))  # what the error advises
+    memsaver.resume(name)
+    assert torch.equal(torch.load(file), tensor)
+    pickle.dumps(made)
+
+
+def test_a_shallow_copy_of_a_paused_one_shares_its_memory(make, name):
+    tensor = make()
+    with memsaver.paused(name):
+        shared = copy.copy(tensor)
+        assert shared.data_ptr() == tensor.data_ptr()
+    assert torch.equal(shared, tensor)
+
+
+def test_a_tag_under_way_is_refused(sim, make, name):
+    tensor = make()
+    sim.stream_delay(0.3)
+    going = memsaver.pause(name, wait=False)
+    with pytest.raises(memsaver.InvalidStateError):
+        pickle.dumps(tensor)
+    going.wait()
+    memsaver.resume(name)
+
+
+@ways
+@pytest.mark.parametrize("paused", [False, True], ids=["mapped", "paused"])
+def test_none_is_sent_to_another_process(make, name, way, paused):
+    tensor = make()
+    made = way(tensor)
+    address = tensor.data_ptr()
+    if paused:
+        memsaver.pause(name)
+    with pytest.raises(memsaver.ConfigError, match=r"send a copy: tensor\.clone\(\)") as caught:
+        ForkingPickler.dumps(made)
+    assert caught.value.tag == name
+    assert ("memsaver.resume" in str(caught.value)) is paused
+    assert tensor.data_ptr() == address  # nor moved elsewhere on the way
+    if paused:
+        memsaver.resume(name)
+
+
+def test_what_the_error_advises_works(make):
+    tensor = make()
+    with pytest.raises(memsaver.ConfigError, match="send a copy: ") as caught:
+        ForkingPickler.dumps(tensor)
+    advice = re.search(r"send a copy: (tensor\.\w+\(\))", str(caught.value))[1]
+    copied = pickle.loads(ForkingPickler.dumps(eval(advice, {"tensor": tensor})))
+    assert torch.equal(copied, tensor)
+
+
+def test_other_tensors_are_as_before(make):
+    make()
+    plain = torch.arange(5.0)
+    for other in (
+        pickle.loads(pickle.dumps(plain)),
+        pickle.loads(ForkingPickler.dumps(plain)),
+        torch.load(saved(plain)),
+        copy.copy(plain),
+    ):
+        assert torch.equal(other, plain)
+    parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    again = pickle.loads(pickle.dumps(parameter))
+    assert type(again) is torch.nn.Parameter and not again.requires_grad
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal(pickle.loads(pickle.dumps(sparse)).to_dense(), torch.eye(3))
+    meta = torch.empty(3, device="meta")
+    assert pickle.loads(pickle.dumps(meta)).is_meta
+    tagged = torch.ones(2)
+    tagged.note = "kept"  # Python state of its own
+    assert pickle.loads(pickle.dumps(tagged)).note == "kept"
+
+
+def test_explain_says_what_cannot_be_done(make, name):
+    tensor = make()
+    assert "CUDA IPC cannot share it" in str(memsaver.explain(tensor))
+    with memsaver.paused(name):
+        assert "nothing that saves or sends it" in str(memsaver.explain(tensor))
+
+
+def test_what_is_registered_and_when():
+    """Nothing before there is a tensor of a region; somebody else's way to pickle is kept."""
+    program = """
+import copyreg, pickle, torch, memsaver
+from memsaver import simulator
+
+copyreg.pickle(torch.Tensor, lambda tensor: (list, ((1, 2, 3),)))
+before = dict(copyreg.dispatch_table)
+with memsaver.region("weights"):
+    pass
+assert copyreg.dispatch_table == before
+with memsaver.region("weights"):
+    tensor = simulator.empty(4)
+changed = [kind for kind, way in copyreg.dispatch_table.items() if before.get(kind) is not way]
+assert set(changed) == {torch.Tensor, torch.nn.Parameter}, changed
+assert pickle.loads(pickle.dumps(tensor)) == [1, 2, 3]
+memsaver.pause("weights")
+try:
+    pickle.dumps(tensor)
+except memsaver.InvalidStateError:
+    memsaver.resume("weights")
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+def test_the_registered_functions_are_not_stacked(make):
+    tensor = make()
+    before = copyreg.dispatch_table[torch.Tensor]
+    pickling.register(torch)
+    assert copyreg.dispatch_table[torch.Tensor] is before
+    assert pickle.loads(pickle.dumps(tensor)).shape == tensor.shape

@@ -1,0 +1,120 @@
+"""Tags of a million characters, and in any script: by the same name everywhere."""
+
+import os
+import unicodedata
+
+import pytest
+
+import memsaver
+from memsaver._runtime.native import _C
+
+MIB = 1 << 20
+
+NAMES = {
+    "long": "w" * 1_000_000,
+    "long in four bytes": "\U0001f9e0" * 1_000_000,
+    "Latin": "Gewichte für größere Modelle",
+    "decomposed": unicodedata.normalize("NFD", "für größere"),
+    "Greek": "βάρη",
+    "Cyrillic": "веса",
+    "Arabic": "أوزان",
+    "Hebrew": "משקולות",
+    "Devanagari": "भार",
+    "Thai": "น้ำหนัก",
+    "Chinese": "权重",
+    "Japanese": "重み",
+    "Korean": "가중치",
+    "cuneiform": "\U00012000\U00012001",
+    "emoji": "🏋\u200d♀\ufe0f🧠",
+    "right to left mark": "a\u202eb",
+    "blanks": " \t\n ",
+    "controls": "\x01\x1b[31m\x7f\x80",
+    "quotes": "'\"\\%s%n{}",
+    "a path": "../../../etc/passwd",
+    "not a character": "\uffff\ufdd0\U0010ffff",
+    "one byte": "a",
+}
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES.keys())
+def test_a_name(sim, tag, make_blocks, tmp_path, options, name):
+    tag.names += [name, name + "2"]
+    options(disk_dir=tmp_path)
+    first = make_blocks(name, [3 * MIB], backup="host")
+    second = make_blocks(name + "2", [5 * MIB], backup="disk")
+    assert {row.tag for row in memsaver.stats().tags} >= {name, name + "2"}
+    assert len(memsaver.ranges(name)) == 1
+    told = []
+    registrations = [memsaver.on_pause(told.append), memsaver.on_resume(told.append, tag=name)]
+    try:
+        report = memsaver.pause(name)
+        assert report.changed == (name,) and memsaver.state(name) == "paused"
+        assert memsaver.state(name + "2") == "mapped"
+        report = memsaver.swap(out=name + "2", into=name)
+        assert {change.tag for change in report.changes} == {name, name + "2"}
+        memsaver.resume(name + "2", wait=False).wait()
+        assert told == [name, name + "2", name]
+    finally:
+        for registration in registrations:
+            registration.remove()
+    assert first[0].is_intact() and second[0].is_intact()
+    shown = name.encode()[:127].decode(errors="ignore")
+    with memsaver.region(name):
+        assert _C.region_tag() == name
+        with pytest.raises(memsaver.InvalidStateError) as caught:
+            memsaver.pause(name)
+        assert caught.value.tag == shown and len(str(caught.value)) < 1024
+        with pytest.raises(memsaver.OutOfDeviceMemoryError) as caught:
+            make_blocks(name, [1 << 50])
+        assert caught.value.tag == shown
+    with pytest.raises(memsaver.UnknownTagError) as caught:
+        memsaver.state(name + "3")
+    assert caught.value.tag == (name + "3").encode()[:127].decode(errors="ignore")
+    assert str(caught.value).encode()
+
+
+def test_alike_is_not_the_same(sim, tag, make_blocks):
+    composed, decomposed = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
+    names = [composed, decomposed, "É", "e", "k" * 1_000_000, "k" * 999_999]
+    tag.names += names
+    blocks = {name: make_blocks(name, [MIB])[0] for name in names}
+    for name in names:
+        memsaver.pause(name)
+        assert [other for other in names if memsaver.state(other) == "paused"] == [name]
+        memsaver.resume(name)
+    assert all(block.is_zero() for block in blocks.values())
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "\ud800", b"bytes", None, 1, ["list"]], ids=repr)
+def test_what_is_no_name(sim, name):
+    before = {row.tag for row in memsaver.stats().tags}
+    with pytest.raises(memsaver.ConfigError):
+        with memsaver.region(name):
+            pytest.fail("entered")
+    for call in (memsaver.pause, memsaver.resume, memsaver.state, memsaver.ranges):
+        with pytest.raises(memsaver.ConfigError):
+            call(name)
+    assert {row.tag for row in memsaver.stats().tags} == before
+
+
+NO_TEXT = [b"\xff", b"a\xc3", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe0\x9f\xbf"]
+
+PROGRAM = """
+import warnings
+import memsaver
+from memsaver._runtime.native import _C, emit_warnings
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert _C.region_tag() is None
+    emit_warnings()
+assert ["MEMSAVER_TAG is not valid UTF-8" in str(w.message) for w in caught] == [True], caught
+assert memsaver.stats().tags == ()
+"""
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_a_process_tag_that_is_no_text(run_python, name):
+    # It has no effect, and says so.
+    done = run_python(PROGRAM, MEMSAVER_TAG=os.fsdecode(name))
+    assert (done.stdout, done.stderr) == ("", "")

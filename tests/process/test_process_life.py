@@ -1,0 +1,415 @@
+"""What may happen to a process meanwhile: signals, another program in its place, its end.
+
+Each case is a process of its own, whose exit status and output are checked.
+"""
+
+import signal
+
+import pytest
+from test_process import code
+
+pytestmark = pytest.mark.long
+
+KINDS = ["none", "host", "pageable", "disk"]
+
+# --- signals --------------------------------------------------------------------------------------
+
+STORM = """
+import random, signal, threading, time
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test run inherited
+
+def block_in(name, kind, seed):
+    with memsaver.region(name, backup=kind):
+        return Block(sim, (3 << 20) + 700, seed)
+
+def interrupted(call, seconds):
+    '''Whether SIGINT, so many seconds after its start, ended the call or what follows at once.'''
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        call()
+        while timer.is_alive():
+            time.sleep(0.001)
+        time.sleep(0.001)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        timer.join()
+    return False
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupts_at_any_time(run_python, tmp_path, kind):
+    # All or nothing, for the tags, their contents and the callbacks; KeyboardInterrupt afterwards.
+    done = run_python(
+        code(
+            STORM
+            + f"""
+kind = {kind!r}
+first, second, third = (block_in(name, kind, seed) for seed, name in enumerate("abc", 1))
+told = {{name: "mapped" for name in "abc"}}
+memsaver.on_pause(lambda tag: told.update({{tag: "paused"}}))
+memsaver.on_resume(lambda tag: told.update({{tag: "mapped"}}))
+random.seed(1)
+
+def right(name, block):
+    return memsaver.state(name) == "paused" or kind == "none" or block.is_intact()
+
+def check():
+    states = {{name: str(memsaver.state(name)) for name in "abc"}}
+    assert states["a"] == states["b"] and set(states.values()) <= {{"mapped", "paused"}}, states
+    assert told == states, (told, states)
+    assert right("a", first) and right("b", second) and right("c", third)
+    return states
+
+def both():
+    with memsaver.paused("a", "b"):
+        pass
+
+hits, turns = 0, 0
+end = time.monotonic() + 2.5
+memsaver.pause("c")
+while time.monotonic() < end:
+    for block in (first, second):
+        if memsaver.state("a") == "mapped":
+            block.fill(block.seed + 2)
+    sim.stream_delay(random.choice([0, 0.002]))
+    out = memsaver.state("a") == "mapped"
+    call = random.choice([
+        (lambda: memsaver.pause("a", "b")) if out else (lambda: memsaver.resume("a", "b")),
+        (lambda: memsaver.swap(out=["a", "b"], into="c")) if out else
+        (lambda: memsaver.swap(out="c", into=["a", "b"])),
+        both,
+        lambda: memsaver.pause("a", "b", wait=False).wait(),
+    ])
+    hits += interrupted(call, random.random() * 0.02)
+    sim.stream_delay(0)
+    # Of an interrupted wait the transition goes on; the next call waits for it.
+    memsaver.stats()
+    while not {{str(memsaver.state(n)) for n in "abc"}} <= {{"mapped", "paused"}}:
+        time.sleep(0.001)
+    time.sleep(0.002)
+    check()
+    turns += 1
+thread = threading.Thread(target=memsaver.resume, daemon=True)  # nothing is held by nobody
+thread.start()
+thread.join(20)
+assert not thread.is_alive() and set(check().values()) == {{"mapped"}}
+assert sim.violations() == [] and hits >= 5, (hits, turns)
+"""
+        ),
+        MEMSAVER_DISK_DIR=tmp_path,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_an_interrupt_during_a_pause_comes_after_it(run_python, tmp_path, kind):
+    done = run_python(
+        code(
+            STORM
+            + f"""
+block = block_in("t", {kind!r}, 1)
+sim.stream_delay(0.6)
+start = time.monotonic()
+assert interrupted(lambda: memsaver.pause("t"), 0.2)
+assert time.monotonic() - start > 0.5 and memsaver.state("t") == "paused"
+assert not sim.accessible(block.address)
+assert interrupted(lambda: memsaver.resume("t"), 0.2)
+sim.stream_delay(0)
+assert memsaver.state("t") == "mapped" and block.is_intact()
+block.fill(2)
+sim.stream_delay(0.6)
+sim.fail("cuMemUnmap", 1)
+assert interrupted(lambda: memsaver.pause("t"), 0.2)  # a failure and an interrupt
+assert memsaver.state("t") == "mapped" and block.is_intact()
+assert sim.violations() == []
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(1)
+"""
+        ),
+        status=None,
+        MEMSAVER_DISK_DIR=tmp_path,
+    )
+    assert done.returncode == -signal.SIGINT and done.stdout == ""
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_signals_that_interrupt_system_calls(run_python, tmp_path):
+    run_python(
+        code(
+            """
+            import signal
+
+            came = []
+            signal.signal(signal.SIGALRM, lambda number, frame: came.append(memsaver.state("t")))
+            signal.siginterrupt(signal.SIGALRM, True)
+            with memsaver.region("t", backup="disk"):
+                block = Block(sim, 18 << 20, 1)
+            signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+            for seed in range(10):
+                block.fill(seed)
+                with memsaver.paused("t", backup=["disk", "host", "pageable"][seed % 3]):
+                    pass
+                assert block.is_intact()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert len(came) > 20
+            assert sim.violations() == []
+            """
+        ),
+        MEMSAVER_DISK_DIR=tmp_path,
+    )
+
+
+def test_a_handler_that_pauses_and_resumes(run_python):
+    run_python(
+        code(
+            """
+            import signal
+
+            block = use("t")
+            depth = []
+            def handler(number, frame):
+                if len(depth) < 3:
+                    depth.append(1)
+                    with memsaver.paused("t"):
+                        pass
+            signal.signal(signal.SIGUSR1, handler)
+            memsaver.on_pause(lambda tag: signal.raise_signal(signal.SIGUSR1))
+            memsaver.on_resume(lambda tag: signal.raise_signal(signal.SIGUSR1))
+            for _ in range(3):
+                with memsaver.paused("t"):
+                    pass
+            assert memsaver.state("t") == "mapped" and block.is_intact() and len(depth) == 3
+            """
+        )
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGQUIT], ids=str)
+def test_killed_in_the_middle_of_a_pause(run_python, tmp_path, number):
+    done = run_python(
+        code(
+            f"""
+            import resource, threading, time
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            with memsaver.region("t", backup="disk"):
+                block = Block(sim, 18 << 20, 1)
+            with memsaver.paused("t"):
+                pass
+            block.fill(2)
+            sim.stream_delay(0.3)
+            threading.Timer(0.1, os.kill, (os.getpid(), {int(number)})).start()
+            print("now", flush=True)
+            memsaver.pause("t")
+            time.sleep(5)
+            """
+        ),
+        status=-number,
+        MEMSAVER_DISK_DIR=tmp_path,
+    )
+    assert (done.stdout, done.stderr) == ("now\n", "")
+    assert list(tmp_path.iterdir()) == [], "nothing is left on disk"
+
+
+def test_a_handler_that_exits(run_python):
+    done = run_python(
+        code(
+            """
+            import signal, threading
+
+            block = use("t")
+            block.fill(2)
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(5))
+            memsaver.on_resume(lambda tag: print("resumed", block.is_intact(), flush=True))
+            sim.stream_delay(1)
+            kill = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+            memsaver.on_pause(lambda tag: kill.start())  # when the pause has begun
+            with memsaver.paused("t"):
+                print("not reached")
+            """
+        ),
+        status=5,
+    )
+    assert (done.stdout, done.stderr) == ("resumed True\n", "")
+
+
+# --- another program ------------------------------------------------------------------------------
+
+INHERITED = """
+from descriptors import open_descriptors
+
+def inherited():
+    return [
+        where
+        for number, where in open_descriptors().items()
+        if number > 2 and ("memfd" in where or "(deleted)" in where or "nvidia" in where)
+    ]
+"""
+
+
+@pytest.mark.parametrize("how", ["exec", "subprocess", "posix_spawn"])
+def test_another_program(run_python, tmp_path, how):
+    # It has nothing of the first one's, and memsaver works in it as in any.
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\n" + INHERITED + "assert inherited() == []\n" + code("use()\nprint('program')\n")
+    )
+    start = {
+        "exec": f"os.execv(sys.executable, [sys.executable, {str(program)!r}])",
+        "subprocess": "import subprocess; subprocess.run("
+        f"[sys.executable, {str(program)!r}], check=True, close_fds=False)",
+        "posix_spawn": "pid = os.posix_spawn(sys.executable, "
+        f"[sys.executable, {str(program)!r}], os.environ)\n"
+        "assert os.waitpid(pid, 0)[1] == 0",
+    }[how]
+    done = run_python(
+        code(
+            INHERITED
+            + f"""
+blocks = [use("mapped")]
+for kind in ("host", "pageable", "disk"):
+    with memsaver.region(kind, backup=kind):
+        blocks.append(Block(sim, 3 << 20, len(blocks)))
+    memsaver.pause(kind)
+assert len(inherited()) >= 2, "the device and the backup's file, of this process only"
+under_way = memsaver.resume("host", wait=False)
+{start}
+under_way.wait()
+memsaver.resume()
+assert all(block.is_intact() for block in blocks[1:]) and sim.violations() == []
+"""
+        ),
+        MEMSAVER_DISK_DIR=tmp_path,
+    )
+    assert (done.stdout, done.stderr) == ("program\n", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+# --- exit -----------------------------------------------------------------------------------------
+
+STATES = """
+def block_in(name, kind, seed):
+    with memsaver.region(name, backup=kind):
+        return Block(sim, 3 << 20, seed)
+
+blocks = {}
+for kind in ("none", "host", "pageable", "disk"):
+    for state in ("mapped", "paused", "resumed"):
+        blocks[kind, state] = block_in(f"{kind} {state}", kind, len(blocks))
+memsaver.pause(*(f"{kind} {state}" for kind, state in blocks if state != "mapped"))
+memsaver.resume(*(f"{kind} {state}" for kind, state in blocks if state == "resumed"))
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "says"),
+    [
+        ("", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("os._exit(3)", 3, ""),
+        ("raise ValueError('mine')", 1, "ValueError: mine"),
+        ("os.abort()", -signal.SIGABRT, ""),
+        ("sim.stream_delay(0.2); kept = memsaver.resume('host paused', wait=False)", 0, ""),
+        ("sim.stream_delay(0.2); kept = memsaver.resume(wait=False); os._exit(4)", 4, ""),
+        (
+            "sim.stream_delay(0.2); kept = memsaver.swap(out='host mapped', into='host paused', "
+            "wait=False); sys.exit(6)",
+            6,
+            "",
+        ),
+        ("sys.modules.clear()", 0, ""),
+        ("memsaver.paused('host mapped').__enter__()", 0, ""),
+        ("kept = memsaver.paused('host mapped'); kept.__enter__(); kept.own = kept", 0, ""),
+        ("sim.hold_streams(True); memsaver.pause('host mapped', wait=False); os._exit(2)", 2, ""),
+    ],
+)
+def test_exit_with_every_backup_in_every_state(run_python, tmp_path, end, status, says):
+    done = run_python(
+        code("import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n" + STATES + end),
+        status=status,
+        MEMSAVER_DISK_DIR=tmp_path,
+    )
+    assert done.stdout == "done\n"
+    assert says in done.stderr if says else done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_order_in_which_the_interpreter_ends(run_python, tmp_path):
+    # Finalizers of every kind, before and after memsaver's own modules go, with memory in every
+    # state; threads that pause while it ends; and the library's last calls find nothing missing.
+    done = run_python(
+        code(
+            STATES
+            + """
+import atexit, builtins, threading, time, weakref
+
+class Last:
+    '''Lives in a module that goes late; its memory and its calls outlive memsaver's modules.'''
+    def __init__(self, block):
+        self.block = block
+    def __del__(self, stats=memsaver.stats, state=memsaver.state, free=_C.free, trim=_C.trim):
+        trim()
+        self.block = None
+
+builtins.kept_last = Last(blocks.pop(("host", "mapped")))
+sys.kept_last = Last(blocks.pop(("host", "paused")))
+os.kept_last = Last(blocks.pop(("disk", "paused")))
+cycle = Last(blocks.pop(("pageable", "resumed")))
+cycle.itself = cycle
+weakref.finalize(cycle, memsaver.resume, "pageable paused")
+atexit.register(lambda: memsaver.pause("pageable mapped"))
+atexit.register(lambda: print("atexit", memsaver.state("none mapped"), flush=True))
+memsaver.on_pause(lambda tag: None)
+
+def again_and_again():
+    while True:
+        memsaver.pause("none resumed")
+        memsaver.resume("none resumed")
+
+threading.Thread(target=again_and_again, daemon=True).start()
+held = threading.local()
+held.region = memsaver.region("open")
+held.region.__enter__()
+time.sleep(0.05)
+"""
+        ),
+        MEMSAVER_DISK_DIR=tmp_path,
+    )
+    assert (done.stdout, done.stderr) == ("done\natexit mapped\n", "")
+
+
+# --- threads and the interpreter's lock -----------------------------------------------------------
+
+
+def test_a_transition_that_nobody_ran_waits_without_the_lock_of_the_interpreter(run_python):
+    # Giving it up waits for the device, and who would let the device go on needs the interpreter.
+    run_python(
+        code(
+            """
+            import threading
+            from tasks import Task
+
+            with memsaver.region("t", backup="host"):
+                block, other = Block(sim, 64 << 20, 1), Block(sim, 3 << 20, 2)
+            begun = [_C.begin(["t"], [], -1, [])]
+            block.buffer.array = None  # freed when the tag is let go, after the device's work
+            with sim.stream() as stream:
+                sim.hold_streams(True)
+                sim.memset(other.address, 7, 100, stream)
+                giving_up = Task(begun.clear)
+                threading.Event().wait(0.2)
+                sim.hold_streams(False)
+                giving_up.result()
+            assert memsaver.state("t") == "mapped" and sim.violations() == []
+            assert memsaver.stats()["t"][0].allocations == 1
+            with memsaver.paused("t"):
+                pass
+            assert other.bytes()[:101] == b"\\7" * 100 + other.expected()[100:101]
+            """
+        ),
+        timeout=30,
+    )

@@ -1,0 +1,289 @@
+"""docs/ keeps to what is there: its code runs and prints what it says, and names what exists."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pages
+import pytest
+from repository import ROOT, SUPPORT
+
+import memsaver
+from memsaver.integrations.engine.tags import RELEASE_ORDER
+from memsaver.integrations.sglang import versions
+
+pytestmark = pytest.mark.one_python
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("**/*.md"))
+SGLANG = DOCS / "sglang.md"
+SIMULATED = [path for path in PAGES if any(b.where == "sim" for b in pages.blocks_of(path))]
+WITH_BLOCKS = [path for path in [*PAGES, ROOT / "README.md"] if pages.blocks_of(path)]
+
+every_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+
+
+def text_of(path):
+    """A page with what it includes from elsewhere."""
+    text = path.read_text()
+    return re.sub(r'^--8<-- "([^":]*).*"$', lambda m: (ROOT / m[1]).read_text(), text, flags=re.M)
+
+
+def sections(path):
+    """The body of each section, by its heading, without empty lines."""
+    parts = re.split(r"^## (.*)\n", path.read_text(), flags=re.M)
+    return {
+        heading: [line for line in body.splitlines() if line]
+        for heading, body in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def rows_of(text):
+    """The cells of every row of every table, without code marks."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+
+
+# --- code -----------------------------------------------------------------------------------------
+
+
+def run_pages(folder, *paths):
+    """What the blocks of each page print on the simulated driver, or how they fail."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
+    environment["MEMSAVER_DRIVER"] = "sim"
+    command = [sys.executable, str(SUPPORT / "pages.py"), "sim", *map(str, paths)]
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = map(json.loads, done.stdout.splitlines())
+    return {row["page"]: row for row in rows}
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    return run_pages(tmp_path_factory.mktemp("pages"), *SIMULATED)
+
+
+def test_lines_of_libraries_on_stdout_are_not_taken_for_a_pages(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nimport os\nos.write(1, b'[Gloo] Rank 0\\n')\nprint(1)\n```\n")
+    assert run_pages(tmp_path, page)[str(page)]["printed"] == ["1\n"]
+
+
+def page(path):
+    marks = [pytest.mark.preloads] if "preload_env(" in path.read_text() else []
+    return pytest.param(path, id=path.stem, marks=marks)
+
+
+@pytest.mark.timeout(320)  # the first one runs all pages
+@pytest.mark.parametrize("path", [page(path) for path in SIMULATED])
+def test_code_prints_what_the_page_says(printed, path):
+    found = printed[str(path)]
+    assert "error" not in found, found["error"]
+    blocks = [block for block in pages.blocks_of(path) if block.where == "sim"]
+    assert found["printed"] == [block.output or "" for block in blocks]
+
+
+def test_the_tutorial_and_the_how_to_pages_are_run():
+    run = {path.stem for path in SIMULATED}
+    assert run >= {
+        "index",
+        "tutorial",
+        "troubleshooting",
+        "torch",
+        "trainers",
+        "several_gpus",
+        "containers",
+        "grpo",
+    }
+
+
+@pytest.mark.parametrize("path", WITH_BLOCKS, ids=lambda path: path.stem)
+def test_every_block_names_what_exists(path):
+    for block in pages.blocks_of(path):
+        for node in ast.walk(ast.parse(block.code)):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "memsaver":
+                module = importlib.import_module(node.module)
+                assert [a.name for a in node.names if not hasattr(module, a.name)] == []
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("memsaver."):
+                importlib.import_module("memsaver.distributed")
+                named = re.match(r"memsaver(\.\w+)+", ast.unparse(node))[0]
+                found = memsaver
+                for name in named.split(".")[1:]:
+                    assert hasattr(found, name), f"{path.name}:{block.line}: {named}"
+                    found = getattr(found, name)
+
+
+@pytest.mark.parametrize("path", WITH_BLOCKS, ids=lambda path: path.stem)
+def test_blocks_that_need_more_than_the_simulator_say_so_visibly(path):
+    for block in pages.blocks_of(path):
+        above = path.read_text().splitlines()[: block.line - 2]  # up to the fence
+        label = above[-2].strip() if block.where != "sim" else ""
+        assert block.where == "sim" or re.fullmatch(r"\*\*Needs .+:\*\*", label), block
+
+
+def test_every_block_of_python_is_seen():
+    # One whose fence or comment is written otherwise would be checked by nobody.
+    for path in PAGES:
+        fences = re.findall(r"^ *```(?:python|py|\{ *\.py)", path.read_text(), re.M)
+        assert len(fences) == len(pages.blocks_of(path)), path
+
+
+# --- what it names --------------------------------------------------------------------------------
+
+
+@every_page
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):
+        file, _, heading = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        assert found.is_file() and found.is_relative_to(DOCS), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", text_of(found), re.M)
+            anchors = {re.sub(r"[^\w\s-]", "", h).lower().replace(" ", "-") for h in headings}
+            assert heading in anchors, target
+
+
+def test_the_readmes_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).is_file(), target
+
+
+@every_page
+def test_variables_of_memsaver_exist(path):
+    sources = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")]
+    for folder in ("memsaver", "integrations", "build_support"):
+        sources += (ROOT / folder).rglob("*.py")
+    known = set(re.findall(r"\bMEMSAVER_[A-Z_]+", "".join(p.read_text() for p in sources)))
+    named = set(re.findall(r"\bMEMSAVER_[A-Z_]+", text_of(path)))
+    assert named <= known
+
+
+def test_the_table_of_options_is_the_librarys():
+    path = DOCS / "reference" / "options.md"
+    source = (ROOT / "csrc" / "core" / "platform" / "options.h").read_text()
+    options = set(re.findall(r'X\((\w+), k\w+, "(MEMSAVER_\w+)"', source))
+    assert len(options) >= 7
+    rows = [tuple(row[:2]) for row in rows_of(path.read_text()) if len(row) > 3]
+    named = {row for row in rows if row[0].isidentifier() and row[1].startswith("MEMSAVER_")}
+    assert named == options
+
+
+def test_the_reference_has_everything_public():
+    text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: memsaver\.(\w+)$", text, re.M))
+    errors = set(importlib.import_module("memsaver.errors").__all__)
+    assert set(memsaver.__all__) - errors <= shown
+    for name in (
+        "distributed",
+        "integrations.lightrft",
+        "integrations.rollout",
+        "integrations.sglang",
+        "integrations.trainer",
+    ):
+        module = importlib.import_module(f"memsaver.{name}")
+        page = DOCS / "reference" / f"{name.rpartition('.')[2]}.md"
+        shown = set(re.findall(r"^::: [\w.]+\.(\w+)$", page.read_text(), re.M))
+        assert set(module.__all__) <= shown
+
+
+def test_the_reference_can_be_read_without_the_site(monkeypatch):
+    """Pages whose directives only the site resolves have a table of the names, by `make pages`."""
+    monkeypatch.syspath_prepend(ROOT / "build_support")
+    tables = importlib.import_module("reference_tables")
+    found = [path for path in (DOCS / "reference").glob("*.md") if "\n::: " in path.read_text()]
+    assert len(found) >= 8
+    for path in found:
+        text = path.read_text()
+        assert tables.rewritten(text) == text, f"{path.name}: make pages"
+        rows = {row[0]: row[1] for row in rows_of(tables.table(text)) if len(row) == 2}
+        assert len(rows) > 5 and all(rows.values()), path
+
+
+def test_the_page_of_the_command_line_is_what_is_generated(tmp_path):
+    """As `make pages` writes it."""
+    page = tmp_path / "cli.md"
+    recipe = re.search(
+        r"typer (memsaver\.cli utils docs .*) --output", (ROOT / "Makefile").read_text()
+    )
+    words = shlex.split(recipe[1])
+    command = [sys.executable, "-m", "typer", *words, "--output", str(page)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    assert page.read_text() == (DOCS / "reference" / "cli.md").read_text(), "make pages"
+
+
+def test_the_messages_of_the_troubleshooting_page_are_the_sources():
+    page = sections(DOCS / "troubleshooting.md")
+    said = [*page["memsaver's errors"], *page["Warnings"]]
+    messages = [row[0] for row in rows_of("\n".join(said)) if not row[0].startswith("part of the ")]
+    sources = [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "memsaver").rglob("*.py")]
+    text = "\n".join(path.read_text() for path in sources)
+    text = re.sub(r'"\s*(?:MEMSAVER_VERSION\s*)?f?"', "", text)  # adjacent literals are one
+    assert len(messages) > 10
+    parts = [part.strip() for message in messages for part in message.split("...")]
+    assert [part for part in parts if part not in text] == []
+
+
+def test_the_measured_page_is_the_result_files():
+    path = ROOT / "benchmarks" / "measured_page.py"
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec = importlib.util.spec_from_file_location("measured_page", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    assert module.page() == (DOCS / "measured.md").read_text(), "make pages"
+    results = json.loads(module.RESULTS.read_text())
+    assert all(
+        f" {row['ratio']:.2f} |" in module.page() for row in results if row["ratio"] is not None
+    )
+
+
+# --- SGLang and its hosts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("page", "section"),
+    [
+        ("sglang.md", "Install and turn on"),
+        ("how-to/verl.md", "Install and turn on"),
+        ("how-to/lightrft.md", "Install and turn on"),
+        ("how-to/slime.md", "slime"),
+        ("how-to/slime.md", "miles"),
+        ("how-to/xtuner.md", "Install and turn on"),
+    ],
+)
+def test_what_to_install_and_set_takes_ten_lines(page, section):
+    marks = ("<!--", "**Needs ")
+    lines = [line for line in sections(DOCS / page)[section] if not line.startswith(marks)]
+    assert 0 < len(lines) <= 10
+
+
+def test_the_versions_are_those_of_the_plugin():
+    rows = [row.split("|") for row in sections(SGLANG)["Versions"] if row.startswith("| SGLang")]
+    by_meaning = {row[3].strip(): row[2] for row in rows}
+    for version in versions.TRIED:
+        assert version in by_meaning["run"]
+    for version in versions.READ:
+        assert version in by_meaning["its source was read"]
+    since = versions.PLUGINS_SINCE
+    assert f"SGLang {since} or newer" in " ".join(sections(SGLANG)["Install and turn on"])
+    assert sum(f"from {since}" in row[2] or f"before {since}" in row[2] for row in rows) == 2
+
+
+def test_the_tags_are_those_of_the_protocol():
+    text = SGLANG.read_text()
+    assert all(f"`{tag}`" in text for tag in RELEASE_ORDER)

@@ -1,0 +1,279 @@
+"""Who knows whom: units of csrc/ only those below them, integrations nobody but memsaver."""
+
+import ast
+import re
+
+import pytest
+from repository import ROOT
+
+pytestmark = pytest.mark.one_python
+
+CSRC = ROOT / "csrc"
+
+# The folders of csrc/core, lowest first: the rows of a table in the design. A unit (NAME.h and
+# NAME.cpp) may include the folders below its own, and others in its folder without a cycle.
+FOLDERS = re.findall(r"^\| `core/(\w+)/` \|", (CSRC / "DESIGN.md").read_text(), re.M)
+
+PUBLIC = "memsaver.h"
+# The arithmetic that the kernel, its launcher and its simulation have in common.
+HASH = "kernels/fingerprint_hash.h"
+HOST_HASH = "kernels/fingerprint_host.h"
+# The headers from outside the core that its units may include.
+INTO_THE_CORE = {
+    "backup/fingerprint": {HOST_HASH},
+    "observe/stats": {PUBLIC},
+    "abi/marshal": {PUBLIC},
+    "abi/abi": {PUBLIC},
+    "abi/abi_transitions": {PUBLIC},
+}
+# Outside the core: the headers of our own that a folder may include besides those in it.
+OUTSIDE_THE_CORE = {
+    "hooks": {PUBLIC},
+    "python": {PUBLIC},
+    "sim": {HOST_HASH},
+    "kernels": {HASH},
+}
+
+
+def sources(folder):
+    return sorted(
+        path for path in (CSRC / folder).rglob("*") if path.suffix in {".h", ".cpp", ".cu"}
+    )
+
+
+def includes(path):
+    """The quoted includes of a file, as paths from csrc/."""
+    for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.M):
+        beside = (path.parent / name).resolve()
+        from_csrc = (CSRC / name).resolve()
+        found = next((p for p in (beside, from_csrc) if p.is_file()), None)
+        assert found, f'{path.relative_to(CSRC)} includes "{name}", which is not in csrc/'
+        yield found.relative_to(CSRC.resolve()).as_posix()
+
+
+def unit_of(path):
+    """The core unit of a file, given from csrc/, as FOLDER/NAME; or None."""
+    top, _, rest = path.partition("/")
+    return rest.rpartition(".")[0] if top == "core" else None
+
+
+def label(path):
+    return path.relative_to(CSRC).as_posix()
+
+
+def test_the_design_lists_the_folders_of_the_core():
+    assert len(FOLDERS) == len(set(FOLDERS))
+    assert set(FOLDERS) == {path.name for path in (CSRC / "core").iterdir()}
+    assert {path.parent.parent for path in sources("core")} == {CSRC / "core"}
+
+
+@pytest.mark.parametrize("path", sources("core"), ids=label)
+def test_core_includes_only_what_lies_below(path):
+    below = FOLDERS[: FOLDERS.index(path.parent.name) + 1]
+    for header in includes(path):
+        unit = unit_of(header)
+        if unit is None:
+            allowed = header in INTO_THE_CORE.get(unit_of(label(path)), ())
+        else:
+            allowed = unit.partition("/")[0] in below
+        assert allowed, f"{label(path)} may not include {header}"
+
+
+def test_core_has_no_cycle():
+    known = {}
+    for path in sources("core"):
+        own = unit_of(label(path))
+        known.setdefault(own, set()).update(
+            unit for header in includes(path) if (unit := unit_of(header)) and unit != own
+        )
+
+    def walk(unit, trail):
+        assert unit not in trail, " -> ".join([*trail, unit])
+        for other in sorted(known.get(unit, ())):
+            walk(other, [*trail, unit])
+
+    for unit in known:
+        walk(unit, [])
+
+
+@pytest.mark.parametrize(
+    ("folder", "path"),
+    [
+        pytest.param(folder, path, id=label(path))
+        for folder in OUTSIDE_THE_CORE
+        for path in sources(folder)
+    ],
+)
+def test_the_rest_knows_only_the_public_header(folder, path):
+    allowed = OUTSIDE_THE_CORE[folder]
+    for header in includes(path):
+        assert header in allowed or header.startswith(f"{folder}/"), (
+            f"{label(path)} may not include {header}"
+        )
+
+
+def test_public_header_needs_nothing():
+    text = (CSRC / PUBLIC).read_text()
+    assert set(re.findall(r"^\s*#\s*include\s*(\S+)", text, re.M)) <= {"<stddef.h>", "<stdint.h>"}
+
+
+# --- Python ---------------------------------------------------------------------------------------
+
+# Packages of ours: where they lie, and which of ours a module of theirs may import beside them.
+PACKAGES = {
+    "memsaver": ("memsaver", set()),
+    "memsaver.cli": ("memsaver/cli", {"memsaver", "memsaver.integrations.sglang"}),
+    "memsaver.distributed": ("memsaver/distributed", {"memsaver"}),
+    "memsaver.integrations": ("integrations", set()),
+    "memsaver.integrations.engine": (
+        "integrations/engine",
+        {"memsaver", "memsaver.distributed"},
+    ),
+    "memsaver.integrations.sglang": (
+        "integrations/sglang",
+        {
+            "memsaver",
+            "memsaver.distributed",
+            "memsaver.integrations",
+            "memsaver.integrations.engine",
+        },
+    ),
+    "memsaver.integrations.rollout": (
+        "integrations/rollout",
+        {
+            "memsaver",
+            "memsaver.distributed",
+            "memsaver.integrations",
+            "memsaver.integrations.engine",
+            "memsaver.integrations.trainer",
+        },
+    ),
+    "memsaver.integrations.lightrft": (
+        "integrations/lightrft",
+        {
+            "memsaver",
+            "memsaver.distributed",
+            "memsaver.integrations.engine",
+            "memsaver.integrations.trainer",
+        },
+    ),
+    "memsaver.integrations.trainer": ("integrations/trainer", {"memsaver"}),
+    "torch_memory_saver": (
+        "integrations/torch_memory_saver/torch_memory_saver",
+        {"memsaver"},
+    ),
+}
+# Modules that import an engine's package when a user chooses that engine, and not before.
+CHOICES_OF_AN_ENGINE = {
+    "integrations/lightrft/engine_memory.py": "memsaver.integrations.sglang",
+    "integrations/rollout/rollout_engine.py": "memsaver.integrations.sglang",
+}
+# What may be missing: imported where it is needed, never when a module of ours is.
+OPTIONAL = {"numpy", "prometheus_client", "pynvml", "sglang", "torch", "vllm"}
+WITH_TORCH = {"memsaver/_memory/readonly.py"}  # which is imported where torch is there only
+
+
+def test_no_packages_of_ours_need_each_other():
+    left = {name: set(others) for name, (_, others) in PACKAGES.items()}
+    while left:
+        ready = [name for name, needs in left.items() if not needs & set(left)]
+        assert ready, f"a cycle among {sorted(left)}"
+        for name in ready:
+            del left[name]
+
+
+def modules():
+    for package, (folder, _) in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if package == package_of(name_of(path)):
+                yield pytest.param(package, path, id=path.relative_to(ROOT).as_posix())
+
+
+def name_of(path):
+    """The name that a module of ours is imported by."""
+    if path == ROOT / "memsaver" / "__main__.py":
+        return "memsaver.cli.__main__"  # `python -m memsaver` is the command line
+    for package, (folder, _) in sorted(PACKAGES.items(), key=lambda row: -len(row[1][0])):
+        if path.is_relative_to(ROOT / folder):
+            return ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts])
+    raise AssertionError(f"{path} is in no package of PACKAGES")
+
+
+def package_of(name):
+    """The package of ours that a name belongs to, or None."""
+    found = [known for known in PACKAGES if f"{name}.".startswith(f"{known}.")]
+    return max(found, key=len, default=None)
+
+
+def is_for_types(node):
+    """Whether it is `if TYPE_CHECKING:`, which no program enters."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def module_of(node, path):
+    """The absolute name of the module that an `import from` names."""
+    if not node.level:
+        return node.module
+    # In integrations/ mypy knows the modules by other names than Python, but for relative ones.
+    assert path.is_relative_to(ROOT / "integrations"), f"{path}:{node.lineno}: a relative import"
+    parts = name_of(path).split(".")
+    return ".".join([*parts[: len(parts) - node.level], *filter(None, [node.module])])
+
+
+def imports(path, for_types=True):
+    """The names that a module imports, and whether it does when it is imported itself.
+
+    `for_types` includes what only a type checker imports.
+    """
+    tree = ast.parse(path.read_text())
+    if not for_types:
+        tree.body = [node for node in tree.body if not is_for_types(node)]
+    late = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or is_for_types(outer)
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{module_of(node, path)}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from ((name, id(node) not in late) for name in names)
+
+
+def rows_of_the_package():
+    """The table of memsaver's own modules in csrc/DESIGN.md: the number of each one's row."""
+    text = (CSRC / "DESIGN.md").read_text()
+    table = text[text.index("| modules | one concept |") :].split("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines()[2:]]
+    return {name: row for row, cell in enumerate(cells) for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_modules_of_the_package_know_only_what_lies_above_in_the_table():
+    rows = rows_of_the_package()
+    checked = set()
+    for package, path in (case.values for case in modules()):
+        own = name_of(path).split(".")[1]
+        if package != "memsaver" or own == "__init__":
+            continue
+        assert own in rows, f"give {own} its row in csrc/DESIGN.md"
+        checked.add(own)
+        for name, _ in imports(path, for_types=False):
+            other = name.split(".")[1] if package_of(name) == "memsaver" else None
+            assert rows.get(other, 0) <= rows[own], f"{path} imports {name}"
+    assert checked == set(rows)
+
+
+@pytest.mark.parametrize(("package", "path"), list(modules()))
+def test_a_package_knows_only_what_it_is_built_on(package, path):
+    label = path.relative_to(ROOT).as_posix()
+    for name, at_once in imports(path):
+        theirs = package_of(name)
+        if at_once or CHOICES_OF_AN_ENGINE.get(label) != theirs:
+            assert theirs in {None, package, *PACKAGES[package][1]}, f"{path} imports {name}"
+        optional = name.split(".")[0] in OPTIONAL
+        if path.relative_to(ROOT).as_posix() not in WITH_TORCH:
+            assert not (at_once and optional), f"{path} imports {name} at once"

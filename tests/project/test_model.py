@@ -1,0 +1,89 @@
+"""The model test (`make model`): a short share of it, and that it notices what does not hold."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from repository import IMPORT_PATH, TESTS
+
+pytestmark = pytest.mark.one_python
+
+ONE = ["--sequences", "2", "--workers", "1", "--seed", "1"]
+
+
+def test_a_short_share():
+    done = subprocess.run(
+        [sys.executable, "-m", "model", "--operations", "200", *ONE],
+        env={**os.environ, "PYTHONPATH": IMPORT_PATH},
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "all is as the model says"
+    assert int(done.stdout.splitlines()[-2].split()[0]) >= 200
+
+
+# What is done to the library behind the model's back, and what is then said.
+SABOTAGE = {
+    "a lost byte": (
+        """
+        def resume(*tags, **named):
+            report = real.resume(*tags, **named)
+            for tag in tags:
+                for address, nbytes in memsaver.ranges(tag):
+                    ctypes.memset(address + nbytes - 1, 77, 1)
+            return report
+        """,
+        "is 77, not",
+    ),
+    "a leak": (
+        """
+        def resume(*tags, **named):
+            with memsaver.region("e"):
+                _C.malloc(512, 0)
+            return real.resume(*tags, **named)
+        """,
+        "e has other addresses",
+    ),
+    "an error of no kind": (
+        """
+        def resume(*tags, **named):
+            raise memsaver.DriverError("nothing", call="cuMemMap", cuda_error=1)
+        """,
+        "an error without a reason",
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("resume, said", SABOTAGE.values(), ids=SABOTAGE)
+def test_what_does_not_hold_is_found_and_made_small(run_python, tmp_path, resume, said):
+    done = run_python(
+        f"""
+        import ctypes
+        from pathlib import Path
+        from types import SimpleNamespace
+        import memsaver
+        from memsaver._runtime.native import _C
+        from model import transition_rules
+        from model.worker import prepare, run_round
+{resume}
+        real = SimpleNamespace(resume=memsaver.resume)
+        machine, process = prepare(Path({str(tmp_path)!r}))
+        beside = dict(vars(memsaver), resume=resume)
+        transition_rules.memsaver = SimpleNamespace(**beside)
+        try:
+            run_round(machine, 1)
+        except AssertionError as error:
+            steps = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
+            print(error, *steps, sep="\\n")
+        """,
+        timeout=110,
+        MEMSAVER_SIM_DEVICES=2,
+    )
+    assert said in done.stdout
+    steps = [line for line in done.stdout.splitlines() if line.startswith("state.")]
+    assert 2 <= len([step for step in steps if "the_library_is" not in step]) <= 12, done.stdout

@@ -1,0 +1,104 @@
+"""README.md: its program runs, its figures are those of the result file, its names exist."""
+
+import importlib
+import json
+import re
+
+import pages
+import pytest
+from repository import ROOT
+
+import memsaver
+from memsaver.integrations.sglang import versions
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+pytestmark = pytest.mark.one_python
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The program that draws the picture."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("readme_picture")
+
+
+@pytest.fixture
+def readme_table(drawn):
+    return importlib.import_module("readme_table")
+
+
+def test_the_measured_tables_are_the_result_files(readme_table):
+    rows = json.loads(readme_table.RESULTS.read_text())
+    for path, wanted in (
+        (readme_table.README, readme_table.LINES),
+        (readme_table.COMPARISON, readme_table.COMPARED),
+    ):
+        assert readme_table.rewritten(path.read_text(), rows, wanted) == path.read_text(), path
+
+
+def test_the_readme_has_six_rows_of_figures_with_the_peers_best_setting(readme_table):
+    table = README.split(readme_table.BEGIN)[1].split(readme_table.END)[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and "x)" in line]
+    assert len(rows) == len(readme_table.LINES) == 6
+    assert all(row.count("x)") == 2 for row in rows)  # its default and its best setting
+    assert "`retain_cpu_backup=True` (*retained*)" in README
+
+
+def test_the_picture_is_the_result_files(drawn):
+    texts = re.findall(r"<text [^>]*>([^<]*)</text>", drawn.PICTURE.read_text())
+    assert {"memsaver", drawn.PEER} <= set(texts)  # the legend names both colours
+    bars = drawn.bars(json.loads(drawn.RESULTS.read_text()))
+    assert len(bars) == 5
+    for words, ours, peers, ratio in bars:
+        assert {words, drawn.label(ours, ratio), drawn.label(peers)} <= set(texts)
+
+
+def test_the_readme_is_short_and_says_how_to_install_first():
+    assert len(README.splitlines()) <= 150
+    headings = re.findall(r"^## (.*)$", README, re.M)
+    assert headings[:2] == ["Install", "Try it"]
+    assert len(re.findall(r"^!\[", README, re.M)) == 1
+
+
+def test_one_sentence_says_everywhere_what_memsaver_is():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    sentence = project["description"]
+    assert f"# memsaver\n\n{sentence}.\n" in README
+    assert f"# memsaver\n\n{sentence}.\n" in (ROOT / "docs" / "index.md").read_text()
+    assert f'site_description: "{sentence}"\n' in (ROOT / "mkdocs.yml").read_text()
+    assert memsaver.__doc__.startswith(f"{sentence}.\n")
+
+
+def test_every_name_the_readme_uses_exists():
+    names = set(re.findall(r"memsaver\.([a-z_]+)\(", README))
+    assert names >= {"region", "pause", "resume", "explain"}
+    for name in names:
+        assert hasattr(memsaver, name), name
+
+
+def test_the_first_program_prints_what_the_readme_says(run_python):
+    pytest.importorskip("torch")
+    block, *others = pages.blocks_of(ROOT / "README.md")
+    assert not others and block.output
+    done = run_python(block.code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == block.output
+
+
+def test_what_runs_where_names_the_versions_that_were_run():
+    rows = [line.split("|") for line in README.splitlines() if line.startswith("| [SGLang]")]
+    ((_, _, gpus, simulated, read, _),) = rows
+    assert all(version in gpus for version in versions.TRIED)
+    assert all(version in simulated + read for version in versions.READ)
+
+
+def test_every_error_the_readme_names_exists():
+    rows = README.split("## If an error comes")[1]
+    names = set(re.findall(r"`(\w+Error)`", rows))
+    assert len(names) >= 3 and names <= set(dir(memsaver))

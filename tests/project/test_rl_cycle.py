@@ -1,0 +1,460 @@
+"""benchmarks/rl_cycle.py from end to end, without a GPU and without SGLang."""
+
+import json
+import os
+import shutil
+import subprocess
+import sysconfig
+import threading
+from types import SimpleNamespace
+
+import pytest
+from repository import TESTS
+
+pytestmark = pytest.mark.one_python
+
+pytest.importorskip("torch")
+
+FIXTURES = TESTS / "fixtures"
+CC = (sysconfig.get_config_var("CC") or "cc").split()
+MIB = 1 << 20
+
+SMI = """#!/bin/sh
+case "$*" in *memory.used*) echo 1000;; *) echo "Some GPU, 1.2.3";; esac
+"""
+ALONE = "memsaver, the engine alone on the GPU"
+TRANSITIONS = [
+    "engine_sleep",
+    "trainer_wake",
+    "optimizer_sleep",
+    "weights_wake",
+    "copy_goes",
+    "kv_wake",
+]
+
+
+@pytest.fixture(scope="session")
+def nvml(tmp_path_factory):
+    """The stand-in for NVML."""
+    library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
+    source = FIXTURES / "nvml" / "nvml.c"
+    subprocess.run([*CC, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    return library
+
+
+@pytest.fixture
+def memory(benchmark_module, nvml, tmp_path, monkeypatch):
+    """Sets what the device's memory is: `memory(total, free)`."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml.parent))
+    monkeypatch.setattr(benchmark_module("device_memory"), "LIBRARY", str(nvml))
+    monkeypatch.setenv("STAND_IN_MEMORY", str(tmp_path / "memory"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def set_to(total, free):
+        (tmp_path / "memory.new").write_text(f"{total} {free}")
+        (tmp_path / "memory.new").replace(tmp_path / "memory")
+
+    set_to(320 * 10**6, 310 * 10**6)
+    return set_to
+
+
+@pytest.fixture
+def run(benchmark_module, memory, tmp_path, monkeypatch):
+    """Runs the benchmark; the exit status, the rows by metric and peer, and the engines."""
+    shutil.copytree(FIXTURES / "sglang_engine", tmp_path / "site")
+    shutil.copytree(FIXTURES / "peer", tmp_path / "site", dirs_exist_ok=True)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text(SMI)
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", "site")
+    monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log"))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(benchmark_module("kv_search"), "KEEP", MIB)
+
+    def call(*arguments, fault="", peer=""):
+        monkeypatch.setenv("STAND_IN_FAULT", fault)
+        monkeypatch.setenv("STAND_IN_PEER", peer)
+        cycle = benchmark_module("rl_cycle")
+        short = ["--small", "--wait=0", "--touch-gib=0", "--steps=2", "--output=out.json"]
+        options = cycle.parser().parse_args([*short, "--states=1", "--bucket-mib=16", *arguments])
+        options.device = "cpu"
+        status = cycle.run(options)
+        path = tmp_path / "out.json"
+        rows = json.loads(path.read_text()) if path.exists() else []
+        log = tmp_path / "log"
+        engines = [line.split()[1] for line in log.read_text().splitlines()]
+        return status, {(row["metric"], row["peer"]): row for row in rows}, engines
+
+    return call
+
+
+# --- seconds and memory ---------------------------------------------------------------------------
+
+
+def test_the_rows_of_steps(run, capsys):
+    status, rows, engines = run("--only=step")
+    assert (status, engines) == (0, ["ours", "theirs", "theirs-retained"])
+    retained = rows.pop(("rl_transition_seconds", "torch_memory_saver, retained backup"))
+    assert len(retained["detail"]["peer"]) == 2 and retained["ratio"] > 0
+    assert set(retained["detail"]["peer_stages"]) == {*TRANSITIONS, "train", "update", "generate"}
+    assert {peer for _, peer in rows} == {"torch_memory_saver"}
+    by_metric = {metric: row for (metric, _), row in rows.items()}
+    stages = [*TRANSITIONS, "train", "update", "generate"]
+    assert set(by_metric) == {
+        "rl_transition_seconds",
+        "rl_peak_GiB",
+        *(f"rl_{stage}_ms" for stage in stages),
+    }
+    for who in ("memsaver", "peer"):
+        each = [by_metric[f"rl_{stage}_ms"]["detail"][who] for stage in TRANSITIONS]
+        total = by_metric["rl_transition_seconds"]["detail"][who]
+        assert total == pytest.approx([sum(s) / 1e3 for s in zip(*each, strict=True)], abs=1e-3)
+        assert len(total) == 2 and min(total) > 0
+
+    # By the stand-in's figures: generating has all of the engine, the update the trainer's copy.
+    peak = by_metric["rl_peak_GiB"]["detail"]
+    for who in ("memsaver_stages", "peer_stages"):
+        assert set(peak[who]) == set(stages)
+        assert all(0 < value <= 320e6 / 2**30 for values in peak[who].values() for value in values)
+        assert min(peak[who]["generate"]) > max(peak[who]["update"]) > max(peak[who]["train"])
+    assert by_metric["rl_peak_GiB"]["memsaver"] == max(peak["memsaver_stages"]["generate"])
+    assert "memsaver: step 0: engine_sleep" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ends", "steps"), [(5, 1), (1, 0)])
+def test_a_peer_that_ends_has_what_it_did_before_and_the_row_says_so(run, ends, steps):
+    """Each step pauses twice; the first step, which makes the trainer, is not told."""
+    status, rows, _ = run("--only=step", peer=f"ends {ends}")
+    assert status == 1
+    for metric in ("rl_transition_seconds", "rl_peak_GiB", "rl_kv_wake_ms"):
+        row = rows[metric, "torch_memory_saver"]
+        assert len(row["detail"]["memsaver"]) == 2
+        assert len(row["detail"]["peer"]) == steps
+        assert "tms ended in step" in row["detail"]["peer_failed"]
+        assert (row["peer_value"] is None) == (row["ratio"] is None) == (steps == 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ({"peer": "loses"}, "tms, step 1: lost"),
+        ({"fault": "loses"}, "memsaver, step 0: lost the engine's weights: sum"),
+        ({"fault": "refuses"}, "the weights were not updated: no such weight"),
+        ({"fault": "stale"}, "the update did not change the weights"),
+    ],
+)
+def test_contents_that_are_lost_give_no_figures(run, capsys, faults, message):
+    status, rows, _ = run("--only=step", **faults)
+    assert status == 1 and message in capsys.readouterr().err
+    assert bool(rows) == ("peer" in faults)
+    for row in rows.values():
+        failed = row["detail"]["peer_failed"].replace("tms-retained", "tms")
+        assert row["peer_value"] is None and message in failed
+
+
+@pytest.mark.long
+def test_a_run_that_took_long_leaves_the_second_way_of_the_peer_out(run, capsys):
+    status, rows, engines = run("--only=step", "--steps=1", "--step-seconds=0")
+    assert (status, engines) == (1, ["ours", "theirs"])
+    assert ("rl_transition_seconds", "torch_memory_saver") in rows
+    assert "increase --step-seconds" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_without_a_peer_values_are_printed(run, capsys):
+    status, rows, engines = run("--only=step", "--no-peer", "--steps=1", "--no-engine-backup")
+    assert (status, rows, engines) == (0, {}, ["ours"])
+    assert "rl_transition_seconds: [" in capsys.readouterr().out
+
+
+def test_what_is_missing_is_said_before_anything_starts(run, benchmark_module, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark_module("device_memory"), "LIBRARY", "libnothing.so.1")
+    cycle = benchmark_module("rl_cycle")
+    assert cycle.run(cycle.parser().parse_args([])) == 2
+    assert "NVML, which reports" in capsys.readouterr().err
+
+
+# --- the KV cache ---------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_the_largest_kv_caches(run, benchmark_module, capsys):
+    status, rows, engines = run("--only=kv")
+    assert status == 0, capsys.readouterr().err
+    metric = "rl_kv_tokens_fraction"
+    assert set(rows) == {
+        (metric, ALONE),
+        (metric, "torch_memory_saver"),
+        (f"{metric}_at_once", ALONE),
+    }
+    # What the stand-in's device has room for, less than a search's resolution away.
+    alone = (320 - 10 - 46 - 1 - 4) * 10**6 // 16384
+    staged = alone - 2 * 10**6 // 16384  # the trainer's process
+    copy = 45_000_000
+    detail = rows[metric, ALONE]["detail"]["trials"]
+    found = {
+        way: max(one["tokens"] for one in trials if "spare_MiB" in one)
+        for way, trials in detail.items()
+    }
+    near = 0.004 * alone + MIB // 16384
+    assert alone - near - 1 <= found["alone"] <= alone
+    assert staged - near - 1 <= found["staged"] <= staged
+    assert 0.74 * alone < found["at once"] < alone - copy // 16384
+    row = rows[metric, ALONE]
+    assert row["memsaver"] == row["ratio"] == round(found["staged"] / found["alone"], 4) > 0.98
+    assert row["peer_value"] == 1.0
+    assert rows[f"{metric}_at_once", ALONE]["memsaver"] < 0.85
+    assert rows[metric, "torch_memory_saver"]["ratio"] == pytest.approx(1.0, abs=0.005)
+    assert engines[0] == "ours" and engines.count("theirs") <= 2 and len(engines) <= 9
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_peer_that_never_wakes_up_has_a_row_that_says_so(run):
+    status, rows, engines = run("--only=kv", peer="ends 1")
+    row = rows["rl_kv_tokens_fraction", "torch_memory_saver"]
+    assert row["peer_value"] is None and row["memsaver"] > 0.98
+    assert "tms ended in fit" in row["detail"]["peer_failed"]
+    assert status == 0 and engines.count("theirs") == 3  # less was tried, too
+
+
+def test_a_peer_that_failed_once_and_had_no_time_for_less_has_no_row(benchmark_module):
+    kv, search = benchmark_module("parts.rl_kv"), benchmark_module("kv_search")
+
+    def row(*trials):
+        failures = []
+        way = kv.Way(kv.PEER_STAGED, "tms", search.Search(1 << 20, list(trials)))
+        return [*kv.peer_row(way, {kv.STAGED: 0.98, kv.PEER_STAGED: 0.5}, failures)], failures
+
+    failed = search.Trial(700, why="it ended")
+    assert row(failed) == (
+        [],
+        [
+            "rl_kv_tokens_fraction: no time to try the peer with less; increase --kv-seconds: "
+            "it ended"
+        ],
+    )
+    ((found,), failures) = row(failed, failed, failed)
+    assert found["peer_value"] is None and failures == []
+    ((found,), failures) = row(failed, search.Trial(600, spare=0))
+    assert found["peer_value"] == 0.5 and failures == []
+
+
+@pytest.mark.long
+def test_without_time_there_are_no_rows_but_reasons(run, capsys):
+    status, rows, engines = run("--only=kv", "--kv-seconds=0")
+    assert (status, rows, engines) == (1, {}, ["ours"])
+    assert "was not settled; increase --kv-seconds" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("full", "staged: 11,840 tokens: the weights were not updated: CUDA out of memory"),
+        ("refuses", "failed: memsaver, fit False: RuntimeError: the weights were not updated"),
+    ],
+)
+def test_a_want_of_memory_is_an_answer_and_other_errors_are_failures(run, capsys, fault, message):
+    status, rows, _ = run("--only=kv", "--kv-seconds=0", fault=fault)
+    told = capsys.readouterr().err
+    assert (status, rows) == (1, {}) and message in told
+
+
+@pytest.fixture
+def search(benchmark_module):
+    """Searches with what fits being so many tokens, from a first trial; the trials."""
+    kv_search = benchmark_module("kv_search")
+
+    def go(most, first, hidden=0):
+        """hidden: bytes that are needed beyond those that are seen as spare."""
+        cell, found = 1 << 20, kv_search.Search(1 << 20)
+        tokens = first
+        while tokens is not None and len(found.trials) < 20:
+            spare = (most - tokens) * cell
+            if spare >= 0:
+                found.trials.append(kv_search.Trial(tokens, spare=spare + hidden))
+            else:
+                found.trials.append(kv_search.Trial(tokens, why="no room"))
+            tokens = found.proposal()
+        return found
+
+    return go
+
+
+def test_the_search_needs_two_trials_where_the_spare_is_all_there_is(search):
+    found = search(100_000, 70_000)
+    assert [one.tokens for one in found.trials] == [70_000, 100_000 - 256]
+    assert found.is_settled and found.failing is None
+
+
+def test_the_search_comes_back_from_what_does_not_fit(search):
+    found = search(100_000, 70_000, hidden=3_000 << 20)
+    assert found.is_settled and len(found.trials) <= 8
+    assert 0.99 * 100_000 < found.best.tokens <= 100_000 < found.failing.tokens
+    assert found.failing.tokens - found.best.tokens <= 0.004 * found.best.tokens
+
+
+def test_the_search_ends_where_engines_take_no_more(benchmark_module):
+    kv_search = benchmark_module("kv_search")
+    trials = [kv_search.Trial(700, spare=9 << 40), kv_search.Trial(800, spare=8 << 40)]
+    found = kv_search.Search(1 << 20, trials)
+    assert found.proposal() > 800
+    trials.append(kv_search.Trial(800, spare=8 << 40))
+    assert found.is_settled
+
+
+def test_the_search_goes_down_until_something_fits(search):
+    found = search(80_000, 100_000)
+    assert found.is_settled and 0.98 * 80_000 < found.best.tokens <= 80_000
+    assert not search(0, 100).is_settled
+
+
+# --- helpers --------------------------------------------------------------------------------------
+
+
+def test_peaks_of_stages(benchmark_module):
+    device_memory = benchmark_module("device_memory")
+    now, seen = [5], threading.Event()
+
+    def used():
+        if now[0] == 9:
+            seen.set()
+        return now[0]
+
+    peaks = device_memory.Peaks(used, interval=0.001)
+    with peaks.stage("first"):
+        now[0] = 9  # in between only: the thread sees it
+        assert seen.wait(10)
+        now[0] = 2
+    with pytest.raises(OSError), peaks.stage("second"):
+        now[0] = 3
+        raise OSError
+    assert peaks.stages["first"] == 9 and peaks.stages["second"] == 3
+
+
+def test_nvml_says_how_much_of_the_visible_gpu_is_in_use(benchmark_module, memory, monkeypatch):
+    device_memory = benchmark_module("device_memory")
+    memory(1000, 300)
+    found = device_memory.DeviceMemory()
+    assert (found.total, found.used()) == (1000, 700)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5eed,GPU-1")
+    assert device_memory.DeviceMemory().used() == 700
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(RuntimeError, match="nvmlDeviceGetHandleByIndex_v2 of NVML failed"):
+        device_memory.DeviceMemory()
+
+
+def test_buckets_keep_the_order_and_split_nothing(benchmark_module):
+    import torch
+
+    buckets = benchmark_module("rl_engine").buckets
+    sizes = [3, 3, 3, 10, 1, 8, 1]
+    weights = [(str(at), torch.empty(size, dtype=torch.uint8)) for at, size in enumerate(sizes)]
+    found = [[tensor.nbytes for _, tensor in part] for part in buckets(weights, 8)]
+    assert found == [[3, 3], [3], [10], [1], [8], [1]]
+    assert list(buckets([], 8)) == []
+
+
+@pytest.mark.parametrize("name", ["memsaver", "tms"])
+def test_a_trainer_notices_what_is_lost_and_repeats_itself(
+    benchmark_module, monkeypatch, sim, name
+):
+    monkeypatch.syspath_prepend(FIXTURES / "peer")
+    model = benchmark_module("sglang_model")
+    trainers = [
+        benchmark_module("rl_trainer").Trainer(name, model.SMALL, 2, "cpu") for _ in range(2)
+    ]
+    weights = sum(tensor.nbytes for _, tensor in trainers[0].weights)
+    assert trainers[0].bytes == 3 * weights
+    for trainer in trainers:
+        before = dict(trainer.weights)["lm_head.weight"].clone()
+        trainer.train(5)
+        assert (dict(trainer.weights)["lm_head.weight"] != before).any()
+    first, second = (dict(trainer.weights)["lm_head.weight"] for trainer in trainers)
+    assert (first == second).all()
+    trainers[0].remember()
+    assert trainers[0].lost() == ""
+    next(iter(trainers[0]._optimizer.state.values()))["average_1"].view(-1)[3] += 1
+    assert "1 of" in trainers[0].lost()
+
+
+def test_memsavers_trainer_gives_all_its_memory_back(benchmark_module, sim):
+    import memsaver
+
+    model = benchmark_module("sglang_model")
+    trainer = benchmark_module("rl_trainer").Trainer("memsaver", model.SMALL, 1, "cpu")
+    trainer.sleep_optimizer()
+    assert memsaver.stats().resident_bytes == pytest.approx(trainer.bytes // 2, rel=0.1)
+    trainer.sleep_weights()
+    assert memsaver.stats().resident_bytes == 0
+    trainer.wake()
+    assert trainer.lost() == ""
+
+
+@pytest.mark.parametrize(
+    ("metric", "peer", "memsaver", "ratio", "met"),
+    [
+        ("rl_kv_tokens_fraction", ALONE, 0.97, 0.97, "yes"),
+        ("rl_kv_tokens_fraction", ALONE, 0.969, 0.969, "not met"),
+        ("rl_kv_tokens_fraction", "torch_memory_saver", 0.9, 0.5, ""),
+        ("rl_kv_tokens_fraction_at_once", ALONE, 0.8, 0.8, ""),
+        ("rl_transition_seconds", "torch_memory_saver", 2.0, 5.0, "yes"),
+        ("rl_transition_seconds", "torch_memory_saver", 2.0, 4.9, "not met"),
+        ("rl_transition_seconds", "torch_memory_saver, retained backup", 2.0, 1.0, ""),
+        ("rl_transition_seconds", "torch_memory_saver", 2.0, None, "no peer"),
+        ("rl_peak_GiB", "torch_memory_saver", 2.0, 1.0, ""),
+    ],
+)
+def test_goals(benchmark_module, metric, peer, memsaver, ratio, met):
+    row = {"metric": metric, "memsaver": memsaver, "peer": peer, "ratio": ratio}
+    assert benchmark_module("report").verdict(row, [row]) == met
+
+
+def test_rows_are_kept_when_a_run_is_ended_from_outside(benchmark_module, tmp_path):
+    runs, results = benchmark_module("runs"), benchmark_module("results")
+
+    def measure(options, failures):
+        yield results.measurement("first_ms", [1.0], "peer", [2.0])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.run([measure], SimpleNamespace(output=tmp_path / "out.json"))
+    assert [row["metric"] for row in results.read(tmp_path / "out.json")] == ["first_ms"]
+
+
+def test_a_fraction_is_not_rounded_up_to_its_goal(benchmark_module):
+    row = benchmark_module("parts.rl_kv").measured("rl_kv_tokens_fraction", 0.96961, ALONE, 1.0)
+    assert (row["memsaver"], row["ratio"]) == (0.9696, 0.9696)
+    assert benchmark_module("report").verdict(row, [row]) == "not met"
+
+
+def test_a_row_without_a_peers_value_is_shown_everywhere(benchmark_module, capsys):
+    results = benchmark_module("results")
+    row = results.unanswered(
+        "rl_transition_seconds", [2.5, 2.0, 3.0], "torch_memory_saver", "it ended", bench="rl_cycle"
+    )
+    assert set(row) <= set(results.KEYS) and row["memsaver"] == 2.5
+    row |= {"gpu": "G", "date": "2026-01-01", "versions": {"torch": "2"}}
+    benchmark_module("report").show([row])
+    assert "ended" in capsys.readouterr().out
+    (line,) = benchmark_module("measured_page").table([row])[2:]
+    assert "2.5 (2.0 to 3.0) | torch_memory_saver | ended |  |  |" in line
+    table = benchmark_module("readme_table").table([row])
+    assert "| 2.5 | ended | not measured |" in table
+
+
+@pytest.mark.parametrize(
+    "argument", ["--steps=0", "--states=0", "--fraction=1", "--only=x", "--bucket-mib=a"]
+)
+def test_options_that_make_no_sense(benchmark_module, capsys, argument):
+    parser = benchmark_module("rl_cycle").parser()
+    with pytest.raises(SystemExit):
+        parser.parse_args([argument])
+    assert "argument --" in capsys.readouterr().err
+    assert parser.parse_args([]).only == ["kv", "step"]

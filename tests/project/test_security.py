@@ -1,0 +1,183 @@
+"""What SECURITY.md promises: who can read what, and what is never executed."""
+
+import ast
+import os
+import re
+import stat
+import textwrap
+
+import pytest
+from descriptors import open_descriptors
+from repository import ROOT
+
+import memsaver
+from memsaver.errors import BackupError
+
+MIB = 1 << 20
+SOURCES = sorted(
+    path for folder in ("memsaver", "integrations") for path in (ROOT / folder).rglob("*.py")
+)
+
+# What makes code of data, by module and name; a bare name is a builtin.
+EXECUTES = {"eval", "exec", "compile", "execfile"}
+UNPICKLES = re.compile(
+    r"\b(c?pickle|dill|marshal|shelve|all_gather_object|gather_object|scatter_object_list|"
+    r"broadcast_object_list|send_object_list|recv_object_list|torch\.load|yaml\.(unsafe_)?load|"
+    r"os\.system|os\.popen|shell=True)\b"
+)
+RANKS_OF_A_JOB = ROOT / "integrations" / "rollout" / "pickles.py"  # as SECURITY.md says
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_data_is_executed_or_unpickled(path):
+    text = path.read_text()
+    tree = ast.parse(text)
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not called & EXECUTES
+    code = ast.unparse(_without_docstrings(tree))
+    found = UNPICKLES.search(code)
+    assert bool(found) == (path == RANKS_OF_A_JOB), found
+
+
+def _without_docstrings(tree):
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [
+                line
+                for line in body
+                if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+            ] or [ast.Pass()]
+    return tree
+
+
+def open_files(folder):
+    return [
+        number for number, where in open_descriptors().items() if where.startswith(f"{folder}/")
+    ]
+
+
+@pytest.mark.parametrize("mask", [0, 0o077])
+def test_a_backup_on_disk_is_private(sim, tag, make_blocks, options, tmp_path, mask):
+    # Whatever the umask: no name, no rights for others, nothing for a program that is started.
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    options(disk_dir=folder)
+    blocks = make_blocks(name := tag(), [3 * MIB], backup="disk")
+    before = os.umask(mask)
+    try:
+        memsaver.pause(name)
+    finally:
+        os.umask(before)
+    (file,) = open_files(folder)
+    facts = os.fstat(file)
+    assert stat.S_ISREG(facts.st_mode) and stat.S_IMODE(facts.st_mode) == 0o600
+    assert facts.st_nlink == 0 and facts.st_uid == os.geteuid() and list(folder.iterdir()) == []
+    assert not os.get_inheritable(file)
+    with pytest.raises(OSError):  # nor can it be given a name
+        os.link(f"/proc/self/fd/{file}", folder / "name", follow_symlinks=True)
+    memsaver.resume(name)
+    assert blocks[0].is_intact()
+
+
+def test_a_directory_that_became_a_link(sim, tag, make_blocks, options, tmp_path):
+    # Files are made without a name, so that a link of somebody else's has nothing to catch.
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    folder.mkdir()
+    options(disk_dir=folder)
+    blocks = make_blocks(name := tag(), [MIB], backup="disk")
+    folder.rmdir()
+    folder.symlink_to(elsewhere)
+    with pytest.raises(BackupError):
+        memsaver.pause(name)
+    assert not elsewhere.exists() and blocks[0].is_intact()
+
+
+@pytest.mark.parametrize("top", ["off", "on"])
+def test_one_socket_at_most_and_no_names_in_shared_places(run_python, tmp_path, top):
+    # What others could open: of the process's descriptors one is a socket (what it promises is in
+    # test_stats_server.py) and none a shared file, and nothing appears in /dev/shm or the directory
+    # of temporary files.
+    run_python(
+        """
+        import os, stat
+        before = set(os.listdir("/dev/shm"))
+        import memsaver
+        from memsaver import simulator
+        for kind in ("host", "pageable", "disk"):
+            with memsaver.region(kind, backup=kind):
+                block = simulator.buffer(1 << 20)
+            memsaver.pause(kind)
+            kinds = [os.stat(f"/proc/self/fd/{n}").st_mode for n in os.listdir("/proc/self/fd")
+                     if os.path.exists(f"/proc/self/fd/{n}")]
+            assert sum(map(stat.S_ISSOCK, kinds)) == (os.environ["MEMSAVER_TOP"] == "on")
+            assert set(os.listdir("/dev/shm")) <= before
+            assert os.listdir(os.environ["TMPDIR"]) == []
+            memsaver.resume(kind)
+        """,
+        TMPDIR=tmp_path,
+        MEMSAVER_TOP=top,
+    )
+
+
+HOSTILE = [
+    "__import__('os').system('touch owned')",
+    "$(touch owned)",
+    "`touch owned`",
+    "; touch owned",
+    "%n%n%n%n%s%s",
+    "../../../../etc/passwd",
+    "\x1b]0;owned\x07",
+    "A" * 5000,
+    "\udcff",
+]
+
+
+OPTIONS = [
+    "SHARE_BYTES",
+    "SLAB_BYTES",
+    "MARGIN_BYTES",
+    "HOST_BYTES",
+    "FINGERPRINTS",
+    "POISON",
+    "TOP",
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("name", [*OPTIONS, "DISK_DIR"])
+def test_variables_are_data(run_python, tmp_path, name, value):
+    run_python(
+        textwrap.dedent(
+            f"""
+            import memsaver
+            from memsaver import simulator
+            try:
+                with memsaver.region("t", backup="disk"):
+                    block = simulator.buffer(1 << 20)
+                memsaver.pause("t")
+            except memsaver.ConfigError as error:
+                assert "MEMSAVER_{name}" in str(error)
+            except memsaver.BackupError as error:
+                assert {name == "DISK_DIR"}, error
+            else:
+                raise AssertionError("accepted")
+            """
+        ),
+        **{f"MEMSAVER_{name}": value},
+        MEMSAVER_TAG=value,
+        MEMSAVER_BACKUP=value,
+    )
+    assert not (tmp_path / "owned").exists()
+
+
+def test_the_promises_are_written_down():
+    text = (ROOT / "SECURITY.md").read_text()
+    subjects = ["Other processes of the same user", "MEMSAVER_DRIVER", "0600", "pickle"]
+    for subject in [*subjects, "MEMSAVER_TOP", "SO_PEERCRED"]:
+        assert subject in text

@@ -1,0 +1,52 @@
+"""What the simulator's functions are given: nonsense is an error of ours, which says what to do."""
+
+import numpy as np
+import pytest
+
+import memsaver
+from memsaver import simulator
+
+pytestmark = pytest.mark.one_python
+
+
+@pytest.mark.parametrize("nbytes", [-5, "x", 1.5, None, 1 << 64, [4]])
+def test_a_buffer_of_nonsense(sim, tag, nbytes):
+    with memsaver.region(tag()):
+        with pytest.raises(memsaver.ConfigError, match="size in bytes"):
+            simulator.buffer(nbytes)
+
+
+@pytest.mark.parametrize("shape", ["x", -1, 2.5, (2, -1), (2, "3"), None, (1 << 64,), [[2]]])
+def test_a_tensor_of_nonsense(sim, tag, shape):
+    pytest.importorskip("torch")
+    with memsaver.region(tag()):
+        with pytest.raises(memsaver.ConfigError, match="size of a shape"):
+            simulator.empty(shape)
+        with pytest.raises(memsaver.ConfigError, match=r"torch\.float32, not 'uint8'"):
+            simulator.empty(4, dtype="uint8")
+
+
+def test_sizes_of_other_kinds_are_taken(sim, tag):
+    torch = pytest.importorskip("torch")
+    with memsaver.region(tag()):
+        assert simulator.buffer(np.int64(4096)).nbytes == 4096
+        assert simulator.empty(np.int64(3)).shape == (3,)
+        assert simulator.empty(torch.Size([2, 3])).shape == (2, 3)
+        assert simulator.empty([]).shape == ()
+
+
+def test_without_torch_it_says_what_to_do(run_python):
+    run_python(
+        """
+        import sys
+        sys.modules["torch"] = None
+        import memsaver
+        from memsaver import simulator
+        from refusals import raises
+
+        with memsaver.region("weights", backup="host"):
+            text = raises(memsaver.NotLoadedError, simulator.empty, (1024, 1024))
+            block = simulator.buffer(4096)
+        assert "pip install torch" in text and "simulator.buffer" in text, text
+        """
+    )

@@ -1,0 +1,50 @@
+"""The simulated driver's variables: one that makes no sense is named, with what it takes."""
+
+import pytest
+
+pytestmark = pytest.mark.one_python
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "takes"),
+    [
+        ("MEMSAVER_SIM_MEMORY", "lots", "16GiB"),
+        ("MEMSAVER_SIM_MEMORY", "1MiB", "2 MiB at least"),
+        ("MEMSAVER_SIM_MEMORY", "\x1b[31m" + "9" * 80, "?[31m9999"),
+        ("MEMSAVER_SIM_DEVICES", "x", "a number of devices, up to 16"),
+        ("MEMSAVER_SIM_DEVICES", "17", "a number of devices, up to 16"),
+        ("MEMSAVER_SIM_DEVICES", "0", "set it to 1 or more"),
+        ("MEMSAVER_SIM_FAULTS", "bogus", "call:nth:code[:times]"),
+        ("MEMSAVER_SIM_FAULTS", "cuNone:1:2", "call:nth:code[:times]"),
+        ("MEMSAVER_SIM_FAULTS", "cuMemCreate:0:2", "nth counts from 1"),
+    ],
+)
+def test_a_variable_that_makes_no_sense_is_named(run_python, name, value, takes):
+    run_python(
+        f"""
+        import memsaver
+        from refusals import raises
+        from memsaver.cli.checks.driver import check_driver
+
+        text = raises(memsaver.NotLoadedError, memsaver.device_memory)
+        assert text.startswith("the simulated driver does not start: {name}="), text
+        assert {takes!r} in text and "NVIDIA" not in text and text.isprintable(), text
+        (found,) = check_driver()
+        assert found.level == "bad" and found.text == text
+        assert found.advice == "correct {name}, or unset MEMSAVER_DRIVER to use a GPU", found
+        """,
+        **{name: value},
+    )
+
+
+def test_a_variable_that_was_corrected_is_read_again(run_python):
+    run_python(
+        """
+        import os, memsaver
+        from refusals import raises
+        raises(memsaver.NotLoadedError, memsaver.device_memory)
+        os.environ["MEMSAVER_SIM_MEMORY"] = "1GiB"
+        assert memsaver.device_memory()[1] == 1 << 30
+        """,
+        MEMSAVER_SIM_MEMORY="lots",
+    )

@@ -1,0 +1,63 @@
+"""Chooses the driver of a test run, and the tests to skip."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from importlib.util import find_spec
+
+import pytest
+from repository import ROOT
+
+
+def count_gpus() -> int:
+    """Return the number of the real driver's GPUs; 0 without a driver. Starts no context."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int(0)
+        if library.cuInit(0) != 0 or library.cuDeviceGetCount(ctypes.byref(count)) != 0:
+            return 0
+    except (OSError, AttributeError):
+        return 0
+    return count.value
+
+
+GPUS = count_gpus()
+
+
+def asks_for_gpu_tests(expression: str) -> bool:
+    """Return whether `-m expression` selects tests marked gpu, but no ordinary tests."""
+    if not expression:
+        return False
+    words = set(re.findall(r"[A-Za-z_]\w*", expression)) - {"and", "or", "not"}
+    kinds = [{"gpu", *more} for more in [(), ("two_gpus",), ("sglang",), ("soak",)]]
+
+    def selects(marks: set[str]) -> bool:
+        return bool(eval(expression, {"__builtins__": {}}, {word: word in marks for word in words}))
+
+    try:
+        return any(map(selects, kinds)) and not selects(set())
+    except Exception:
+        return False
+
+
+def why_not(config: pytest.Config, item: pytest.Item) -> str | None:
+    """Return the reason why a test cannot run; None if it can."""
+    marked = item.get_closest_marker
+    if (marked("gpu") or marked("two_gpus")) and GPUS == 0:
+        return "no NVIDIA GPU: libcuda.so.1 cannot be opened, or finds none"
+    if marked("two_gpus") and GPUS < 2:
+        return "there is only one NVIDIA GPU"
+    opens_its_own = "conformance" in item.path.parts
+    if (marked("gpu") or marked("two_gpus")) and not (config.real_driver or opens_its_own):
+        return "this run is on the simulated driver; choose GPU tests with -m gpu"
+    on_the_simulator = "sim" in getattr(item, "fixturenames", ()) and not opens_its_own
+    if config.real_driver and on_the_simulator:
+        return "this run is on the real driver"
+    if marked("sglang") and find_spec("sglang") is None:
+        return "SGLang is not installed"
+    if marked("preloads") and re.search(r"[\s:]", str(ROOT.resolve())):
+        return f"LD_PRELOAD cannot name a library below {ROOT}: the path has a space or a colon"
+    if marked("soak") and not config.soak:
+        return "runs for minutes; choose it with -m soak"
+    return None

@@ -1,0 +1,75 @@
+"""Faults of driver calls, and checks of the state afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from repository import ROOT
+
+import memsaver
+from memsaver.errors import DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError
+
+PAGE = 2 << 20
+CODES = {"out of memory": 2, "invalid value": 1, "launch failed": 719}
+TYPED = (DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError)
+
+# Every entry point that the library knows: one that comes later is failed too.
+DRIVER_CALLS = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver/driver.h").read_text())
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Makes the nth next call of that name fail, and `times` calls in total; 0 means all."""
+
+    call: str
+    nth: int
+    times: int
+    code: int
+
+    def __str__(self):
+        often = "once" if self.times else "from then on"
+        return f"{self.call} number {self.nth} fails {often} with {self.code}"
+
+
+class Fixed:
+    """Blocks whose contents are checked often: the expected bytes are made once."""
+
+    def __init__(self, sim, blocks):
+        self.sim = sim
+        self.blocks = list(blocks)
+        self.contents = [b.expected() for b in self.blocks]
+
+    def fill(self):
+        for block, content in zip(self.blocks, self.contents, strict=True):
+            self.sim.write(block.address, content)
+
+    def are_intact(self):
+        pairs = zip(self.blocks, self.contents, strict=True)
+        return all(block.bytes() == content for block, content in pairs)
+
+    def are_zero(self):
+        return all(block.is_zero() for block in self.blocks)
+
+    def are_gone(self):
+        return not any(self.sim.accessible(block.address) for block in self.blocks)
+
+
+def held(names):
+    """Return the device memory that the library reports for these tags."""
+    return sum(row.resident_bytes for row in memsaver.stats().tags if row.tag in names)
+
+
+def reported():
+    """Return the device memory of all tags; it equals the driver's figure if nothing leaks."""
+    return memsaver.stats().resident_bytes
+
+
+def fill_device(sim, free):
+    """Make another process allocate all device memory except `free` bytes."""
+    sim.occupy(0)
+    sim.occupy(memsaver.device_memory(0)[0] - free)
+
+
+def states(names):
+    return {str(memsaver.state(name)) for name in names}

@@ -1,0 +1,80 @@
+"""The distribution of integrations/torch_memory_saver, built and run as a program's dependency."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+from child_process import environment_without, run_code
+from repository import IMPORT_PATH, ROOT, TESTS
+
+
+def build_wheel(folder: Path) -> Path:
+    """Build the distribution's wheel in a folder, with pip."""
+    leftovers = shutil.ignore_patterns("build", "*.egg-info", "*.so", "__pycache__")
+    source = ROOT / "integrations" / "torch_memory_saver"
+    shutil.copytree(source, folder / "source", ignore=leftovers)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
+    subprocess.run(
+        [*command, "--disable-pip-version-check", "-w", str(folder), str(folder / "source")],
+        check=True,
+        timeout=110,
+    )
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def make_site(wheel: Path) -> Path:
+    """Make a site-packages folder next to the wheel, with memsaver and the wheel's contents."""
+    from memsaver._runtime.native import LIBRARY_DIR
+
+    folder = wheel.parent / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    (folder / "memsaver").symlink_to(LIBRARY_DIR)
+    return folder
+
+
+def run_with(
+    packages: object, code: str, folder: Path, status: int, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code after the usual import, on the simulated driver, and check its status."""
+    environment = environment_without("MEMSAVER_", "TMS_")
+    environment.pop("LD_PRELOAD", None)
+    paths = [str(packages), str(TESTS / "fixtures" / "preload"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, IMPORT_PATH]))
+    environment["MEMSAVER_DRIVER"] = "sim"
+    environment.update(env)
+    return run_code(PREAMBLE + textwrap.dedent(code), environment, folder, status=status)
+
+
+PREAMBLE = """
+import os, subprocess, sys
+import memsaver
+from memsaver import simulator
+from refusals import raises
+from torch_memory_saver import TorchMemorySaver, configure_subprocess, torch_memory_saver as saver
+
+MIB = 1 << 20
+
+def block(byte, nbytes=3 * MIB):
+    made = simulator.buffer(nbytes)
+    made.array[:] = bytes([byte]) * nbytes
+    return made
+
+def reads(made, byte):
+    return bytes(made.array) == bytes([byte]) * made.nbytes
+
+def enter(context):
+    with context:
+        pass
+
+def used():
+    free, total = memsaver.device_memory(0)
+    return total - free
+"""

@@ -1,0 +1,97 @@
+"""One rank of FSDP2 trainers in tags, on gloo: python fsdp2_rank.py STORE RANK SIZE"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from simulated_driver import Simulator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from trainers import Trainer, lies_in, plain_model
+
+import memsaver
+from memsaver.integrations.trainer import offload
+
+sim = Simulator()
+
+
+def sharded(mesh, reshard):
+    def make():
+        model = plain_model()
+        for layer in (model[0], model[3]):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+    return make
+
+
+def addresses_of_shards(model):
+    return [parameter.to_local().data_ptr() for parameter in model.parameters()]
+
+
+def train(optimizer, model, accumulate, tags):
+    """Check that steps with and without pauses are bit-equal."""
+    trainer = Trainer(optimizer, model, accumulate=accumulate)
+    expected = Trainer(optimizer, model, accumulate=accumulate)
+    offload(trainer.optimizer, tag=tags[0])
+    weights = offload(trainer.model, tag=tags[1])
+
+    def pause():
+        with memsaver.paused(*tags):
+            rows = memsaver.stats().tags
+            assert sim.tag_bytes() == sum(row.resident_bytes for row in rows)
+            assert not any(row.resident_bytes for row in rows if row.tag in tags)
+
+    pause()
+    for step in range(8):
+        expected.step()
+        trainer.step(pause if step % 2 else lambda: None)
+        if step == 4:
+            addresses = addresses_of_shards(trainer.model)
+        if step % 3 == 0:
+            pause()
+        assert trainer.contents() == expected.contents(), (optimizer, step)
+    assert addresses == addresses_of_shards(trainer.model)
+    for parameter in trainer.model.parameters():
+        assert lies_in(parameter, tags[1])
+        for name, value in trainer.optimizer.state[parameter].items():
+            assert name == "step" or lies_in(value, tags[0])
+    # A forward alone leaves full parameters behind; they are neither kept nor moved.
+    held = weights.bytes
+    for one in (trainer, expected):
+        one.optimizer.zero_grad()
+        with torch.no_grad():
+            one.model(torch.ones(1, 32))
+    pause()
+    assert weights.bytes == held
+    assert all(lies_in(parameter, tags[1]) for parameter in trainer.model.parameters())
+    trainer.step()
+    expected.step()
+    assert trainer.contents() == expected.contents(), optimizer
+    memsaver.pause(*tags)
+    for work in (trainer.optimizer.step, lambda: trainer.model(torch.ones(1, 32))):
+        try:
+            work()
+        except memsaver.InvalidStateError as error:
+            assert error.tag in tags
+        else:
+            raise AssertionError("nothing refused it")
+    memsaver.resume(*tags)
+
+
+def main():
+    path, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
+    mesh = init_device_mesh("cpu", (size,))
+    sim.start()
+    for number, (optimizer, reshard, accumulate) in enumerate(
+        [("adamw", True, False), ("adam_amsgrad", False, True), ("sgd_momentum", False, False)]
+    ):
+        tags = f"optimizer {number}", f"model {number}"
+        train(optimizer, sharded(mesh, reshard), accumulate, tags)
+    dist.destroy_process_group()
+    print("held")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Short queries of the library's state of a test's tags and blocks."""
+
+from __future__ import annotations
+
+import contextlib
+
+import memsaver
+
+
+def row_of(name, device=0):
+    """Return a tag's row of the statistics on one device."""
+    return next(row for row in memsaver.stats()[name] if row.device == device)
+
+
+def addresses(blocks):
+    return [block.address for block in blocks]
+
+
+def intact(blocks):
+    return all(block.is_intact() for block in blocks)
+
+
+@contextlib.contextmanager
+def held(sim):
+    """Prevent copies from starting in the block. Ends before a failing test frees its blocks."""
+    sim.hold_streams(True)
+    try:
+        yield
+    finally:
+        sim.hold_streams(False)

@@ -1,0 +1,133 @@
+"""Runs the same Python code in several processes, as ranks of a `torch.distributed` group."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from repository import IMPORT_PATH, SUPPORT
+
+from memsaver._runtime.native import LIBRARY_DIR
+
+Process = dict[str, Any]  # as of `fork_server.become`
+
+_server: subprocess.Popen[str] | None = None
+
+
+def run(
+    code: str,
+    size: int,
+    folder: Path,
+    *,
+    statuses: Mapping[int, int] | None = None,
+    timeout: float = 60,
+    fresh: bool = False,
+) -> list[str]:
+    """Run `code` as ranks 0 to `size` - 1, on the simulated driver; return the output of each.
+
+    Every process must end with status 0, except those in `statuses`. `timeout` is in seconds, for
+    all processes. The processes have imported torch, but not memsaver; with `fresh` they are new
+    interpreters, which takes seconds more for each.
+    """
+    environment = _environment()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment["MASTER_PORT"] = str(free.getsockname()[1])
+    environment.update(MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(size))
+    script = folder / "ranks.py"
+    script.write_text(code)
+    outputs = [folder / str(rank) for rank in range(size)]
+    for output in outputs:
+        output.write_text("")
+    processes = [
+        {
+            "script": str(script),
+            "folder": str(folder),
+            "environment": {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            "output": str(output),
+        }
+        for rank, output in enumerate(outputs)
+    ]
+    try:
+        ended = (_started if fresh else _forked)(processes, timeout)
+    finally:
+        said = [output.read_text() for output in outputs]
+        report = "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(said))
+        print(report)
+    assert ended == [(statuses or {}).get(rank, 0) for rank in range(size)], report
+    return said
+
+
+def _environment() -> dict[str, str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
+    environment.update(
+        MEMSAVER_DRIVER="sim",
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=os.pathsep.join([IMPORT_PATH, str(LIBRARY_DIR.parent)]),
+    )
+    return environment
+
+
+def _started(processes: Sequence[Process], timeout: float) -> list[int | None]:
+    """Return the exit statuses of new interpreters; None for one that did not end in time."""
+    deadline = time.monotonic() + timeout
+    started: list[subprocess.Popen[bytes]] = []
+    ended: list[int | None] = []
+    try:
+        for process in processes:
+            with open(process["output"], "a") as output:
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, process["script"]],
+                        env=process["environment"],
+                        cwd=process["folder"],
+                        stdout=output,
+                        stderr=output,
+                    )
+                )
+        for one in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                one.wait(max(0, deadline - time.monotonic()))
+            ended.append(one.returncode)
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+    return ended
+
+
+def _forked(processes: Sequence[Process], timeout: float) -> list[int | None]:
+    """Return the exit statuses of children of `fork_server`; None for one that was too late."""
+    global _server
+    if _server is None:  # for this process's life: it ends with its pipe
+        _server = subprocess.Popen(
+            [sys.executable, str(SUPPORT / "fork_server.py")],
+            env=_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    assert _server.stdin is not None and _server.stdout is not None
+    try:
+        request = json.dumps({"processes": processes, "timeout": timeout})
+        print(request, file=_server.stdin, flush=True)
+        line = _server.stdout.readline()
+        assert line, f"fork_server.py ended with status {_server.wait(10)}; its stderr says why"
+        answer: list[int | None] = json.loads(line)
+        return answer
+    except BaseException:  # a test's time is over, say: none of its ranks stays
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(_server.pid, signal.SIGKILL)
+        _server.communicate()
+        _server = None
+        raise

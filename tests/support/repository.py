@@ -1,0 +1,14 @@
+"""The paths of the repository and of the folders that its tests import from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+TESTS = ROOT / "tests"
+SUPPORT = TESTS / "support"
+
+# PYTHONPATH of a process that imports what tests import: programs in tests/ such as faults and
+# model, and helpers in tests/support. The Makefile and pyproject.toml name the same two folders.
+IMPORT_PATH = os.pathsep.join([str(TESTS), str(SUPPORT)])

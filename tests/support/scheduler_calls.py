@@ -1,0 +1,39 @@
+"""Calls to a scheduler of the fake SGLang, and checks of its tags."""
+
+from __future__ import annotations
+
+import sglang_stand_in as stand_in
+
+import memsaver
+from memsaver.integrations.sglang.protocol import answers_of
+
+MIB = 1 << 20
+
+
+def hold(scheduler, make_blocks):
+    """Allocate weights and graphs with a backup, and a KV cache without a backup."""
+    scheduler.model = make_blocks("weights", [4 * MIB], backup="host")[0]
+    scheduler.kv = make_blocks("kv_cache", [8 * MIB], backup="none")[0]
+    scheduler.graph = make_blocks("cuda_graph", [2 * MIB], backup="host")[0]
+
+
+def let_go(scheduler):
+    """Check that the scheduler is alive, and free its memory."""
+    assert scheduler.death is None
+    del scheduler.model, scheduler.kv, scheduler.graph
+
+
+def ask(scheduler, operation, tags=None):
+    """Send one message, and return the answer that the tokenizer manager receives."""
+    kind = {
+        "release": stand_in.ReleaseMemoryOccupationReqInput,
+        "resume": stand_in.ResumeMemoryOccupationReqInput,
+    }[operation]
+    output = scheduler.handle(f"{operation}_memory_occupation", kind(tags=tags))
+    assert scheduler.death is None, repr(scheduler.death)
+    (answer,) = answers_of([output])
+    return answer
+
+
+def states():
+    return {tag: memsaver.state(tag).value for tag in stand_in.TAGS}

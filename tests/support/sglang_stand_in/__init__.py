@@ -1,0 +1,72 @@
+"""A fake engine with SGLang's interface; errors that end SGLang's scheduler end it too.
+
+The parts have the names, fields and message types of SGLang 0.5.16 and 0.5.23 that memsaver's
+integration uses (and of 0.5.12, where asked for): a scheduler with its weight updater, a tokenizer
+manager that asks the schedulers and waits for all of them, an `Engine` with an event loop, and a
+server. A scheduler that died does not answer any more, so that whoever waits for it waits for ever.
+"""
+
+from sglang_stand_in.main_process import (
+    Engine,
+    TokenizerManager,
+    dies_in_a_release,
+    finish_of,
+    generated,
+)
+from sglang_stand_in.messages import (
+    ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    FlushCacheReqOutput,
+    GenerateReqInput,
+    GetInternalStateReqOutput,
+    InitWeightsUpdateGroupReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang_stand_in.scheduler import (
+    TAGS,
+    OlderScheduler,
+    Saver,
+    Scheduler,
+    Tensor,
+    Updater,
+    UpdateWeightsMixin,
+)
+from sglang_stand_in.server import CALLS, Server
+from sglang_stand_in.sys_modules import modules
+
+__all__ = [
+    "CALLS",
+    "TAGS",
+    "ContinueGenerationReqInput",
+    "DestroyWeightsUpdateGroupReqInput",
+    "Engine",
+    "FlushCacheReqOutput",
+    "GenerateReqInput",
+    "GetInternalStateReqOutput",
+    "InitWeightsUpdateGroupReqInput",
+    "OlderScheduler",
+    "PauseGenerationReqInput",
+    "ReleaseMemoryOccupationReqInput",
+    "ReleaseMemoryOccupationReqOutput",
+    "ResumeMemoryOccupationReqInput",
+    "ResumeMemoryOccupationReqOutput",
+    "Saver",
+    "Scheduler",
+    "Server",
+    "Tensor",
+    "TokenizerManager",
+    "UpdateWeightsFromDistributedReqInput",
+    "UpdateWeightsFromTensorReqInput",
+    "UpdateWeightsMixin",
+    "Updater",
+    "dies_in_a_release",
+    "finish_of",
+    "generated",
+    "modules",
+]

@@ -1,0 +1,92 @@
+"""Messages between SGLang's processes: those that memsaver's integration uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ReleaseMemoryOccupationReqInput:
+    tags: list[str] | None = None
+
+
+@dataclass
+class ResumeMemoryOccupationReqInput:
+    tags: list[str] | None = None
+
+
+@dataclass
+class ReleaseMemoryOccupationReqOutput:
+    rid: str | None = None
+
+
+@dataclass
+class ResumeMemoryOccupationReqOutput:
+    rid: str | None = None
+
+
+@dataclass
+class GetInternalStateReqOutput:
+    internal_state: dict = field(default_factory=dict)
+
+
+@dataclass
+class FlushCacheReqOutput:
+    success: bool
+
+
+@dataclass
+class GenerateReqInput:
+    rid: list[str] | None = None
+    input_ids: list[list[int]] | None = None
+    sampling_params: list[dict] | None = None
+    return_logprob: bool = False
+    image_data: list | None = None
+    video_data: list | None = None
+    audio_data: list | None = None
+
+
+@dataclass
+class PauseGenerationReqInput:
+    mode: str = "abort"
+
+
+@dataclass
+class ContinueGenerationReqInput:
+    torch_empty_cache: bool = True
+
+
+@dataclass
+class UpdateWeightsFromTensorReqInput:
+    serialized_named_tensors: list
+    load_format: str | None = None
+    flush_cache: bool = True
+    weight_version: str | None = None
+    rid: str | None = None
+
+
+@dataclass
+class UpdateWeightsFromDistributedReqInput:
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    flush_cache: bool = True
+    weight_version: str | None = None
+    load_format: str | None = None
+    rid: str | None = None
+
+
+@dataclass
+class InitWeightsUpdateGroupReqInput:
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+@dataclass
+class DestroyWeightsUpdateGroupReqInput:
+    group_name: str = "weight_update_group"

@@ -1,0 +1,202 @@
+"""The scheduler's process: its weight updater and its saver. Its first exception ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_stand_in.messages import (
+    FlushCacheReqOutput,
+    GetInternalStateReqOutput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqOutput,
+)
+
+TAGS = ("kv_cache", "weights", "cuda_graph")
+
+
+class Saver:
+    """Another saver than memsaver's. It cannot resume what it did not pause, nor without room."""
+
+    def __init__(self) -> None:
+        self.paused: set[str] = set()
+        self.full = False
+
+    def pause(self, tag: str) -> None:
+        if tag in self.paused:
+            raise RuntimeError(f"{tag} is paused already")
+        self.paused.add(tag)
+
+    def resume(self, tag: str) -> None:
+        if self.full:
+            raise MemoryError(tag)
+        self.paused.remove(tag)
+
+
+class Updater:
+    """SGLang's handlers of release and resume, as trusting as they are."""
+
+    def __init__(self, scheduler, saver, group=None) -> None:
+        self.scheduler, self.memory_saver_adapter, self.tp_cpu_group = scheduler, saver, group
+        self.offload_tags: set[str] = set()
+        self.is_fully_idle = scheduler.is_fully_idle
+        self.prepare_error: Exception | None = None  # of a release, before its barrier
+        self.resume_errors: dict[str, Exception] = {}  # of a resume, by where it raises them
+        self.queue_open = True  # of the KV cache
+
+    def release_memory_occupation(self, recv_req):
+        assert self.is_fully_idle(), "only when the server is idle"
+        tags = recv_req.tags or TAGS
+        self.offload_tags.update(tags)
+        if "kv_cache" in tags:
+            self.queue_open = False
+            self.memory_saver_adapter.pause("kv_cache")
+            self.scheduler.flush_cache()
+        if "weights" in tags:
+            if self.prepare_error is not None:
+                raise self.prepare_error
+            self.stashed_model_static_state = self.scheduler.buffers()
+            self._barrier()
+            self.memory_saver_adapter.pause("weights")
+        if "cuda_graph" in tags:
+            self.memory_saver_adapter.pause("cuda_graph")
+        return ReleaseMemoryOccupationReqOutput()
+
+    def resume_memory_occupation(self, recv_req):
+        tags = recv_req.tags or TAGS
+        for tag in tags:
+            self.offload_tags.remove(tag)
+        if "cuda_graph" in tags:
+            self.memory_saver_adapter.resume("cuda_graph")
+        if "weights" in tags:
+            self._raise("before weights")
+            self.memory_saver_adapter.resume("weights")
+            self._barrier()
+            self._raise("after weights")
+            self.scheduler.restore_buffers(self.stashed_model_static_state)
+            del self.stashed_model_static_state
+        if "kv_cache" in tags:
+            self.memory_saver_adapter.resume("kv_cache")
+            self.queue_open = True
+            self._raise("after kv_cache")
+        return ResumeMemoryOccupationReqOutput()
+
+    def _raise(self, where: str) -> None:
+        if where in self.resume_errors:
+            raise self.resume_errors[where]
+
+    def _barrier(self) -> None:
+        if self.tp_cpu_group is not None:
+            import torch.distributed
+
+            torch.distributed.barrier(self.tp_cpu_group)
+
+
+class UpdateWeightsMixin:
+    """The same of SGLang 0.5.12, where they are the scheduler's own."""
+
+    def release_memory_occupation(self, recv_req):
+        assert self.is_fully_idle(), "only when the server is idle"
+        tags = recv_req.tags or TAGS
+        self.offload_tags.update(tags)
+        if "kv_cache" in tags:
+            self.memory_saver_adapter.pause("kv_cache")
+            self.flush_cache()
+        if "weights" in tags:
+            if self.prepare_error is not None:
+                raise self.prepare_error
+            self.stashed_model_static_state = self.buffers()
+            self.memory_saver_adapter.pause("weights")
+        if "cuda_graph" in tags:
+            self.memory_saver_adapter.pause("cuda_graph")
+        return ReleaseMemoryOccupationReqOutput()
+
+    def resume_memory_occupation(self, recv_req):
+        tags = recv_req.tags or TAGS
+        for tag in tags:
+            self.offload_tags.remove(tag)
+        if "cuda_graph" in tags:
+            self.memory_saver_adapter.resume("cuda_graph")
+        if "weights" in tags:
+            self.memory_saver_adapter.resume("weights")
+            self.restore_buffers(self.stashed_model_static_state)
+            del self.stashed_model_static_state
+        if "kv_cache" in tags:
+            self.memory_saver_adapter.resume("kv_cache")
+        return ResumeMemoryOccupationReqOutput()
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Bytes in the device's memory, or the host's."""
+
+    data: bytes
+    is_cuda: bool = True
+
+    def cpu(self) -> Tensor:
+        return Tensor(self.data, is_cuda=False)
+
+
+class Scheduler:
+    """A scheduler process: one message after the other, and dead after the first exception."""
+
+    def __init__(self, make_updater=Updater, saver=None, group=None) -> None:
+        self.running: set[str] = set()
+        self.generated, self.flushed = 0, 0
+        self.death: BaseException | None = None
+        self.buffer: bytes | None = None  # the model's buffers
+        self.model = None  # a simulated_driver.Block, whose first bytes are the buffer
+        self._make_handlers(make_updater, saver or Saver(), group)
+
+    def _make_handlers(self, make_updater, saver, group) -> None:
+        self.weight_updater = self.handlers = make_updater(self, saver, group)
+
+    def handle(self, name: str, message=None):
+        """Return the answer to a message; None from a dead scheduler."""
+        if self.death is not None:
+            return None
+        try:
+            if name == "flush_cache":
+                return FlushCacheReqOutput(self.flush_cache())
+            if name == "get_internal_state":
+                return self.get_internal_state(message)
+            return getattr(self.handlers, name)(message)
+        except Exception as error:
+            self.death = error
+            return None
+
+    def begin(self, rid: str) -> None:
+        if self.handlers.offload_tags:
+            self.death = RuntimeError("an illegal memory access was encountered")
+        self.running.add(rid)
+
+    def end(self, rid: str) -> None:
+        self.running.discard(rid)
+        self.generated += 1
+
+    def is_fully_idle(self) -> bool:
+        return not self.running
+
+    def flush_cache(self) -> bool:
+        self.flushed += self.is_fully_idle()
+        return self.is_fully_idle()
+
+    def get_internal_state(self, recv_req):
+        return GetInternalStateReqOutput({"last_gen_throughput": 0.0})
+
+    def buffers(self):
+        if self.model is None:
+            return {"buffers": []}
+        return {"buffers": [("rotary_emb.cos_sin_cache", Tensor(self.model.bytes()[:16]))]}
+
+    def restore_buffers(self, saved) -> None:
+        for _, tensor in saved["buffers"]:
+            self.model.sim.write(self.model.address, tensor.data)
+
+
+class OlderScheduler(Scheduler):
+    """One that has the handlers itself, by a mixin of the classes below."""
+
+    def _make_handlers(self, make_updater, saver, group) -> None:
+        self.handlers, self.memory_saver_adapter, self.tp_cpu_group = self, saver, group
+        self.offload_tags: set[str] = set()
+        self.prepare_error: Exception | None = None

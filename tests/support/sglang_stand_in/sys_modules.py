@@ -1,0 +1,55 @@
+"""Fake modules of SGLang with the fake classes."""
+
+from __future__ import annotations
+
+import sys
+import types
+from contextlib import contextmanager
+
+from sglang_stand_in import messages
+from sglang_stand_in.main_process import TokenizerManager
+from sglang_stand_in.scheduler import OlderScheduler, Scheduler, Updater, UpdateWeightsMixin
+
+
+@contextmanager
+def modules(monkeypatch, older: bool = False):
+    """SGLang's modules with these classes, which belong to the caller, for the block.
+
+    With `older` they are those of SGLang 0.5.12, whose schedulers have the handlers themselves.
+    """
+    classes = types.SimpleNamespace(
+        Updater=type("SchedulerWeightUpdaterManager", (Updater,), {}),
+        Mixin=type("SchedulerUpdateWeightsMixin", (UpdateWeightsMixin,), {}),
+        Scheduler=type("Scheduler", (Scheduler,), {}),
+        Tokenizer=type("TokenizerControlMixin", (TokenizerManager,), {}),
+    )
+    if older:
+        classes.Scheduler = type("Scheduler", (classes.Mixin, OlderScheduler), {})
+    requests = {name: value for name, value in vars(messages).items() if "Req" in name}
+    contents = {
+        "sglang": {},
+        "sglang.srt": {},
+        "sglang.srt.managers": {},
+        "sglang.srt.managers.io_struct": requests,
+        "sglang.srt.managers.scheduler": {"Scheduler": classes.Scheduler},
+        "sglang.srt.managers.tokenizer_control_mixin": {"TokenizerControlMixin": classes.Tokenizer},
+    }
+    if older:
+        contents["sglang.srt.managers.scheduler_update_weights_mixin"] = {
+            "SchedulerUpdateWeightsMixin": classes.Mixin
+        }
+    else:
+        contents["sglang.srt.managers.scheduler_components"] = {}
+        contents["sglang.srt.managers.scheduler_components.weight_updater"] = {
+            "SchedulerWeightUpdaterManager": classes.Updater
+        }
+    with monkeypatch.context() as patch:
+        for name, values in contents.items():
+            module = types.ModuleType(name)
+            module.__path__ = []
+            vars(module).update(values)
+            patch.setitem(sys.modules, name, module)
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, module)
+        yield classes

@@ -1,0 +1,245 @@
+"""The simulated driver: its controls, its state, and memory with known contents."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+from collections.abc import Callable
+
+
+class Part(ctypes.Structure):
+    """struct iovec."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.process_vm_readv.restype = _LIBC.process_vm_writev.restype = ctypes.c_ssize_t
+
+
+class Totals(ctypes.Structure):
+    """struct sim_totals of csrc/sim/sim.h."""
+
+    _order = (
+        "handles mappings reservations reserved_bytes allocations pinned_bytes registered_bytes "
+        "streams events graphs modules captures retained_contexts queued_operations violations "
+        "illegal_accesses devices"
+    )
+    _names = tuple(_order.split())
+    _fields_ = [(name, ctypes.c_uint64) for name in _names] + [
+        ("physical_bytes", ctypes.c_uint64 * 16)
+    ]
+
+
+class Simulator:
+    """The simulated driver: its controls, its state, and safe access to its memory."""
+
+    OUT_OF_MEMORY = 2
+    INVALID_VALUE = 1
+    LAUNCH_FAILED = 719
+
+    def __init__(self) -> None:
+        from memsaver._runtime.native import LIBRARY_DIR
+
+        self.opened = ctypes.CDLL(str(LIBRARY_DIR / "libmemsaver_sim.so"))
+        u64, text, pointer = ctypes.c_uint64, ctypes.c_char_p, ctypes.c_void_p
+        for name, result, arguments in (
+            ("sim_fail", ctypes.c_int, [text, u64, ctypes.c_int, u64]),
+            ("sim_calls", u64, [text]),
+            ("sim_counts", ctypes.c_int, [ctypes.POINTER(Totals)]),
+            ("sim_violation", ctypes.c_int, [u64, text, ctypes.c_size_t]),
+            ("sim_occupy", ctypes.c_int, [ctypes.c_int, u64]),
+            ("sim_host_limit", None, [u64]),
+            ("sim_stream_delay", None, [u64]),
+            ("sim_copy_rate", None, [u64]),
+        ):
+            function = getattr(self.opened, name)
+            function.restype, function.argtypes = result, arguments
+        self.opened.cuMemsetD8Async.argtypes = [u64, ctypes.c_ubyte, ctypes.c_size_t, pointer]
+        self.opened.cuMemcpyHtoDAsync_v2.argtypes = [u64, u64, ctypes.c_size_t, pointer]
+        self.opened.cuMemcpyDtoHAsync_v2.argtypes = [u64, u64, ctypes.c_size_t, pointer]
+        self.opened.cuStreamSynchronize.argtypes = [pointer]
+        self.opened.cuStreamDestroy_v2.argtypes = [pointer]
+        self.opened.cuCtxPushCurrent_v2.argtypes = [pointer]
+        self.opened.cuStreamBeginCapture_v2.argtypes = [pointer, ctypes.c_int]
+        self.opened.cuStreamEndCapture.argtypes = [pointer, pointer]
+        self.opened.cuGraphDestroy.argtypes = [pointer]
+        self.idle: dict[int, int] = {}
+
+    # Its behaviour.
+
+    def fail(self, call: str, code: int, nth: int = 1, times: int = 1) -> None:
+        """Fail the nth next call of that name, and times - 1 after it; times 0: all."""
+        assert self.opened.sim_fail(call.encode(), nth, code, times) == 0, f"no call {call}"
+
+    def clear_faults(self) -> None:
+        self.opened.sim_clear_faults()
+
+    @contextlib.contextmanager
+    def fault(self, call: str, code: int = 1, nth: int = 1, times: int = 1):
+        self.fail(call, code, nth, times)
+        try:
+            yield
+        finally:
+            self.clear_faults()
+
+    def calls(self, call: str) -> int:
+        return self.opened.sim_calls(call.encode())
+
+    def occupy(self, nbytes: int, device: int = 0) -> None:
+        """Allocate memory as another process."""
+        assert self.opened.sim_occupy(device, nbytes) == 0
+
+    def host_limit(self, nbytes: int = (1 << 64) - 1) -> None:
+        self.opened.sim_host_limit(nbytes)
+
+    def stream_delay(self, seconds: float) -> None:
+        """Make every copy and set wait this long before it starts."""
+        self.opened.sim_stream_delay(int(seconds * 1e6))
+
+    def copy_rate(self, bytes_per_second: int) -> None:
+        self.opened.sim_copy_rate(bytes_per_second)
+
+    def hold_streams(self, held: bool) -> None:
+        """Hold or release all streams; a held stream starts no operation."""
+        self.opened.sim_hold_streams(int(held))
+
+    def deinitialize(self, gone: bool) -> None:
+        self.opened.sim_deinitialize(int(gone))
+
+    def reset(self) -> None:
+        self.clear_faults()
+        self.hold_streams(False)
+        self.stream_delay(0)
+        self.copy_rate(0)
+        self.host_limit()
+        self.deinitialize(False)
+        if self.counts().devices:
+            self.occupy(0)
+
+    # Its state.
+
+    def counts(self) -> Totals:
+        totals = Totals()
+        self.opened.sim_counts(ctypes.byref(totals))
+        return totals
+
+    def physical(self, device: int = 0) -> int:
+        """Device memory in use, as the driver counts it."""
+        return self.counts().physical_bytes[device]
+
+    def tag_bytes(self, device: int = 0) -> int:
+        """Device memory in use without the library's own: the tags' memory, if nothing leaks."""
+        return self.physical(device) - self.idle[device]
+
+    def start(self, device: int = 0) -> int:
+        """Make the library start a device in a child, to exclude the library's own memory there."""
+        import memsaver
+
+        memsaver.device_memory(device)
+        self.idle[device] = self.physical(device)
+        return self.idle[device]
+
+    def violations(self) -> list[str]:
+        """Return violations: memory unmapped under work in flight, accesses to unmapped memory."""
+        found, buffer = [], ctypes.create_string_buffer(500)
+        while self.opened.sim_violation(len(found), buffer, 500) >= 0:
+            found.append(buffer.value.decode())
+        return found
+
+    def clear_violations(self) -> None:
+        self.opened.sim_clear_violations()
+
+    # Device memory, through system calls: an address without memory is an error, not a crash. Any
+    # number of threads may read at once, also where a process has no descriptor left.
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Return the bytes at an address. Raises AssertionError if they are not accessible."""
+        copy = (ctypes.c_char * nbytes)()
+        _copy(_LIBC.process_vm_readv, ctypes.addressof(copy), address, nbytes)
+        return copy.raw
+
+    def write(self, address: int, data: bytes) -> None:
+        """Write bytes at an address. Raises AssertionError if they are not accessible."""
+        copy = ctypes.create_string_buffer(data, len(data))
+        _copy(_LIBC.process_vm_writev, ctypes.addressof(copy), address, len(data))
+
+    def accessible(self, address: int, nbytes: int = 1) -> bool:
+        try:
+            self.read(address, nbytes)
+        except AssertionError:
+            return False
+        return True
+
+    # The program's own work.
+
+    @contextlib.contextmanager
+    def stream(self, device: int = 0):
+        """Create a stream of the program, with its context current on this thread."""
+        library, context, stream = self.opened, ctypes.c_void_p(), ctypes.c_void_p()
+        assert library.cuInit(0) == 0
+        assert library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+        assert library.cuCtxPushCurrent_v2(context) == 0
+        assert library.cuStreamCreate(ctypes.byref(stream), 1) == 0
+        try:
+            yield stream
+        finally:
+            library.cuStreamSynchronize(stream)
+            library.cuStreamDestroy_v2(stream)
+            library.cuCtxPopCurrent_v2(ctypes.byref(context))
+            library.cuDevicePrimaryCtxRelease_v2(device)
+
+    def memset(self, address: int, value: int, nbytes: int, stream) -> None:
+        """Queue a fill on a stream."""
+        assert self.opened.cuMemsetD8Async(address, value, nbytes, stream) == 0
+
+    def to_device(self, address: int, host: int, nbytes: int, stream) -> int:
+        """Queue a copy from host memory; the driver's code."""
+        return self.opened.cuMemcpyHtoDAsync_v2(address, host, nbytes, stream)
+
+    def to_host(self, host: int, address: int, nbytes: int, stream) -> int:
+        """Queue a copy to host memory; the driver's code."""
+        return self.opened.cuMemcpyDtoHAsync_v2(host, address, nbytes, stream)
+
+
+class Block:
+    """Simulated device memory with known random contents."""
+
+    def __init__(self, sim: Simulator, nbytes: int, seed: int, device: int = 0) -> None:
+        from memsaver import simulator
+
+        self.sim = sim
+        self.buffer = simulator.buffer(nbytes, device)
+        self.address = self.buffer.address
+        self.nbytes = nbytes
+        self.fill(seed)
+
+    def fill(self, seed: int) -> None:
+        self.seed = seed
+        self.sim.write(self.address, self.expected())
+
+    def expected(self) -> bytes:
+        return random.Random(self.seed).randbytes(self.nbytes)
+
+    def bytes(self) -> bytes:
+        return self.sim.read(self.address, self.nbytes)
+
+    def is_intact(self) -> bool:
+        return self.bytes() == self.expected()
+
+    def is_zero(self) -> bool:
+        return self.bytes().count(0) == self.nbytes
+
+
+def _copy(call: Callable[..., int], local: int, address: int, nbytes: int) -> None:
+    """Copy within this process, by process_vm_readv or process_vm_writev."""
+    if nbytes == 0:
+        return
+    parts = Part(local, nbytes), Part(address, nbytes)
+    mine, other = (ctypes.byref(part) for part in parts)
+    arguments = ctypes.c_int(os.getpid()), mine, ctypes.c_ulong(1), other, ctypes.c_ulong(1)
+    done = call(*arguments, ctypes.c_ulong(0))
+    error = os.strerror(ctypes.get_errno()) if done < 0 else f"{max(done, 0)} bytes were accessible"
+    assert done == nbytes, f"no memory at {address:#x}, {nbytes} bytes: {error}"

@@ -1,0 +1,39 @@
+"""A test's own tags: unique names, and a check for leftovers at its end."""
+
+from __future__ import annotations
+
+import contextlib
+
+
+class Tags:
+    """Makes names that no other test uses."""
+
+    _made = 0
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.names: list[str] = []
+
+    def __call__(self, name: str = "tag") -> str:
+        Tags._made += 1
+        self.names.append(f"{name}-{Tags._made}-{self.prefix}"[:50])  # errors show so much
+        return self.names[-1]
+
+
+def leftovers(names: list[str]) -> list[str]:
+    """Resume the tags, release their host memory, and describe the memory that they still have."""
+    import memsaver
+    from memsaver._runtime.native import _C
+
+    mine = set(names)
+    for name in names:
+        with contextlib.suppress(memsaver.UnknownTagError):  # it was never used
+            if memsaver.state(name) != memsaver.State.MAPPED:
+                memsaver.resume(name)
+    memsaver.trim(wait=True)
+    kinds = ("allocations", "resident_bytes", "host_bytes")
+    return [
+        f"{row['tag']}: " + ", ".join(f"{row[kind]} {kind}" for kind in kinds)
+        for row in _C.stats()  # of all tests' tags: thousands, for which stats() is slow
+        if row["tag"] in mine and any(row[kind] for kind in kinds)
+    ]

@@ -1,0 +1,75 @@
+"""Code that runs as ranks of a trainer with a fake engine, on the CPU."""
+
+from __future__ import annotations
+
+import rank_processes
+
+# Common code of the ranks: an engine for each group of `tp` ranks, and CPU tensors.
+PRELUDE = """
+import datetime, os, time  # noqa: E402
+import pytest, torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
+import weight_engine  # noqa: E402
+from rank_calls import gathered  # noqa: E402
+from weight_engine import Backend, checkpoint  # noqa: E402
+from memsaver.distributed import GroupError, RankError  # noqa: E402
+from memsaver.errors import ConfigError, InvalidStateError  # noqa: E402
+from memsaver.integrations.rollout import WeightMismatchError  # noqa: E402
+from memsaver.integrations.rollout.rollout_engine import RolloutEngine  # noqa: E402
+from memsaver.integrations.rollout.ranks import layout_of  # noqa: E402
+from memsaver.integrations.rollout.weights import WeightGroup, update  # noqa: E402
+from memsaver.integrations.engine.errors import EngineError  # noqa: E402
+
+torch.multiprocessing.set_sharing_strategy("file_system")
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+RANK, SIZE = dist.get_rank(), dist.get_world_size()
+patch = pytest.MonkeyPatch()
+hooked = weight_engine.hooked(patch)
+Manager = hooked.__enter__()
+
+def engine_of(tp, timeout=20, **model):
+    mesh = init_device_mesh("cpu", (SIZE // tp, tp), mesh_dim_names=("dp", "tp"))
+    layout = layout_of(mesh)
+    backend = Backend(Manager, tp, **model) if layout.is_leader else None
+    return RolloutEngine(backend, layout, timeout=timeout), backend
+
+def holds(backend, weights=None):
+    return backend is None or all(m.holds(weights or checkpoint()) for m in backend.models)
+
+def refused(kind, call, engine, *args, alone=False, **named):
+    # The error, of this very kind; its text is the same on all ranks of the engine, or on none.
+    try:
+        call(engine, *args, **named)
+    except kind as error:
+        assert type(error) is kind, repr(error)
+        if not alone:
+            layout = engine.layout
+            rows = [None] * len(layout.tp_ranks)
+            dist.all_gather_object(rows, str(error), group=layout.tp_group)
+            assert len(set(rows)) == 1, rows
+        return error
+    raise AssertionError("nothing was refused")
+
+def sharded(weights, mesh, placements):
+    made = {n: distribute_tensor(t, mesh, placements(n, t)) for n, t in weights.items()}
+    made["lm_head.weight"] = made["embed.weight"]
+    return made
+
+def intact(weights, like):
+    return all(
+        torch.equal(t.full_tensor() if isinstance(t, DTensor) else t, like[n])
+        for n, t in weights.items()
+    )
+"""
+END = """
+dist.barrier()
+dist.destroy_process_group()
+print("fine")
+"""
+
+
+def run(code: str, size: int, tmp_path, **options) -> None:
+    said = rank_processes.run(PRELUDE + code + END, size, tmp_path, timeout=150, **options)
+    assert all("fine" in text for text in said)

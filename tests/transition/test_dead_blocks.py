@@ -1,0 +1,90 @@
+"""Blocks that no tensor owns: neither saved nor restored, unless memory has changed since."""
+
+import pytest
+from looks import row_of
+
+import memsaver
+from memsaver._runtime.native import _C
+from memsaver.errors import InvalidStateError
+
+pytestmark = pytest.mark.one_python
+
+MIB = 1 << 20
+PAGE = 2 * MIB
+
+
+def test_dead_ranges_are_neither_saved_nor_restored(sim, tag, make_blocks):
+    name = tag()
+    live, dead, part = make_blocks(name, [MIB, 2 * MIB, 4 * MIB], backup="host")
+    contents = part.bytes()
+    holes = [(dead.address, dead.nbytes), (part.address + MIB, MIB), (part.address + 3 * MIB, 512)]
+    rows = _C.pause([name], -1, holes)
+    saved = MIB + 4 * MIB - MIB - 512
+    assert rows == [(name, 0, True, rows[0][3], saved)]
+    assert row_of(name).backup_bytes == saved
+    assert bytes(_C.backup_view(live.address, MIB)) == live.expected()
+    for address, nbytes in [(dead.address, 1), (part.address, 4 * MIB), (part.address + MIB, 512)]:
+        with pytest.raises(InvalidStateError, match="not all of the range was saved"):
+            _C.backup_view(address, nbytes)
+    assert memsaver.resume(name).copied_bytes == saved
+    assert live.is_intact() and dead.is_zero()
+    expected = bytearray(contents)
+    expected[MIB : 2 * MIB] = bytes(MIB)
+    expected[3 * MIB : 3 * MIB + 512] = bytes(512)
+    assert part.bytes() == bytes(expected)
+
+
+def test_dead_ranges_of_other_tags_and_other_memory_do_no_harm(sim, tag, make_blocks):
+    name, other = tag("paused"), tag("other")
+    (block,) = make_blocks(name, [MIB], backup="host")
+    (foreign,) = make_blocks(other, [MIB])
+    holes = [
+        (foreign.address, MIB),
+        (0, 4096),
+        (0xDEAD000, 1 << 20),
+        (block.address - 4096, 4096),
+        (block.address + MIB, 4096),
+        (block.address, 0),
+    ]
+    _C.pause([name], -1, holes)
+    assert foreign.is_intact()
+    memsaver.resume(name)
+    assert block.is_intact()
+
+
+def test_overlapping_and_unsorted_dead_ranges(sim, tag, make_blocks):
+    name = tag()
+    (block,) = make_blocks(name, [MIB], backup="host")
+    contents = bytearray(block.bytes())
+    holes = [(700_000, 100_000), (100, 50), (100, 10), (120, 1000), (699_000, 2000)]
+    _C.pause([name], -1, [(block.address + at, n) for at, n in holes])
+    memsaver.resume(name)
+    for at, n in holes:
+        contents[at : at + n] = bytes(n)
+    assert block.bytes() == bytes(contents)
+
+
+def test_dead_ranges_of_one_pause_live_in_the_next(sim, tag, make_blocks):
+    name = tag()
+    (block,) = make_blocks(name, [MIB], backup="host")
+    _C.pause([name], -1, [(block.address, MIB)])
+    memsaver.resume(name)
+    assert block.is_zero()
+    block.fill(5)
+    memsaver.pause(name)
+    memsaver.resume(name)
+    assert block.is_intact()
+
+
+def test_what_was_dead_is_saved_if_memory_changed_since(sim, tag, make_blocks):
+    name = tag()
+    (block,) = make_blocks(name, [PAGE], backup="host")
+    dead = [(block.address, PAGE)]
+    looked = _C.changes()
+    (another,) = make_blocks(name, [PAGE], backup="host")
+    _C.pause([name], -1, dead, looked)
+    memsaver.resume(name)
+    assert block.is_intact() and another.is_intact()
+    _C.pause([name], -1, dead, _C.changes())
+    memsaver.resume(name)
+    assert block.is_zero() and another.is_intact()

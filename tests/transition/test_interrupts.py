@@ -1,0 +1,391 @@
+"""Signal handlers that raise in the middle of a call: callbacks and states stay consistent."""
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
+
+
+INTERRUPTED = """
+    import os, signal, threading
+    import memsaver
+    from simulated_driver import Block, Simulator
+
+    sim = Simulator()
+    with memsaver.region("t", backup="host"):
+        block = Block(sim, 3 << 20, 1)
+    told = []
+    memsaver.on_pause(lambda tag: told.append("paused"))
+    memsaver.on_resume(lambda tag: told.append("mapped"))
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test run inherited
+
+    def interrupted(call):
+        sim.stream_delay(0.4)
+        timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            call("t")
+        except KeyboardInterrupt:
+            return True
+        finally:
+            timer.join()
+            sim.stream_delay(0)
+        return False
+"""
+
+
+def test_an_interrupted_pause_matches_what_callbacks_were_told(run_python):
+    run_python(
+        INTERRUPTED
+        + """
+    assert interrupted(memsaver.pause)
+    assert told[-1] == memsaver.state("t"), told
+    memsaver.resume("t")
+    assert block.is_intact() and told[-1] == "mapped"
+    """
+    )
+
+
+def test_an_interrupted_resume_matches_what_callbacks_were_told(run_python):
+    run_python(
+        INTERRUPTED
+        + """
+    memsaver.pause("t")
+    assert interrupted(memsaver.resume)
+    assert told[-1] == memsaver.state("t"), told
+    memsaver.resume("t")
+    assert block.is_intact() and told[-1] == "mapped"
+    """
+    )
+
+
+def test_an_interrupted_paused_resumes(run_python):
+    run_python(
+        INTERRUPTED
+        + """
+    def paused(tag):
+        with memsaver.paused(tag):
+            pass
+
+    assert interrupted(paused)
+    assert memsaver.state("t") == "mapped", told
+    assert told[-1] == "mapped" and block.is_intact()
+    """
+    )
+
+
+# At every place where the interpreter looks for signals.
+
+EVERYWHERE = """
+    import signal, threading
+    import memsaver
+    from interrupter import Interrupter
+    from memsaver._runtime.native import _C
+    from simulated_driver import Block, Simulator
+
+    def block_in(tag, seed):
+        with memsaver.region(tag, backup="host"):
+            return Block(sim, 4796, seed)
+
+    sim = Simulator()
+    blocks = {tag: block_in(tag, seed) for seed, tag in enumerate("abc", 1)}
+    calls, told = [], dict.fromkeys("abc", "mapped")
+
+    @memsaver.on_pause
+    def before(tag):
+        calls.append(("pause", tag))
+        told[tag] = "paused"
+
+    @memsaver.on_resume
+    def after(tag):
+        calls.append(("resume", tag))
+        told[tag] = "mapped"
+
+    def in_thread(call):
+        results = []
+        thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert results, "held by nobody"
+        return results[0]
+
+    def settled():
+        for thread in threading.enumerate():
+            if thread.name.startswith("memsaver-"):
+                thread.join()
+        return {tag: str(memsaver.state(tag)) for tag in "abc"}
+
+    def start():
+        in_thread(memsaver.resume)  # another thread: a turn that was left would be in its way
+        if PAUSED:
+            memsaver.pause(*PAUSED)
+        calls.clear()
+
+    def both():
+        with memsaver.paused("a", "b"):
+            pass
+
+    block = memsaver.paused("a", "b")
+
+    def again():
+        with block:
+            pass
+"""
+
+TRANSITIONS = {
+    "pause": ("", "memsaver.pause('a', 'b')"),
+    "resume": ("ab", "memsaver.resume('a', 'b')"),
+    "swap": ("c", "memsaver.swap(out=['a', 'b'], into='c')"),
+    "paused": ("", "both()"),
+    "paused block": ("", "again()"),
+    "waiting": ("", "(memsaver.pause('a', 'b', wait=False), memsaver.resume('a', 'b'))"),
+    "background": ("", "memsaver.pause('a', 'b', wait=False).wait()"),
+    "progress": ("ab", "memsaver.resume('a', 'b', progress=lambda done, total: None)"),
+}
+
+
+# A handler that raises: Ctrl-C's, and another signal's.
+SIGNALS = {
+    "SIGINT": "Interrupter('.')",
+    "SIGALRM": "Interrupter('.', signal.SIGALRM, TimeoutError)",
+}
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("case", TRANSITIONS)
+def test_transitions_interrupted_everywhere(run_python, case, number):
+    paused, call = TRANSITIONS[case]
+    done = run_python(
+        EVERYWHERE
+        + f"""
+    PAUSED = {paused!r}
+    interrupter = {SIGNALS[number]}
+    start()
+    for place in interrupter.places(lambda: {call}):
+        now = settled()
+        assert told == now and now["a"] == now["b"], (place, told, now)
+        assert len(set(calls)) == len(calls), (place, calls)
+        assert "paused" not in {case!r} or now["a"] == "mapped", place
+        in_thread(memsaver.resume)
+        assert all(block.is_intact() for block in blocks.values()), place
+        start()
+    assert place > 150 and sim.violations() == [], place
+    """
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+SECTIONS = {
+    "region": "region('d')",
+    "region of devices": "region('d', device=[0])",
+    "disabled": "disabled()",
+    "timeline": "timeline(events=16, interval=0.001)",
+}
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("case", SECTIONS)
+def test_sections_interrupted_everywhere(run_python, case, number):
+    # The section is left when the error arrives, whether during entry, inside or during exit.
+    run_python(
+        EVERYWHERE
+        + f"""
+    interrupter = {SIGNALS[number]}
+    section = memsaver.{SECTIONS[case]}
+
+    def entered():
+        with section:
+            pass
+
+    for place in interrupter.places(entered):
+        assert _C.region_depth() == 0 and "recording" not in repr(section), place
+        with memsaver.timeline():  # there is one at a time
+            pass
+    assert place > 20, place
+    """
+    )
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_gate_interrupted_everywhere(run_python, number):
+    run_python(
+        f"""
+    import signal, threading
+    from interrupter import Interrupter
+    from memsaver._runtime.latches import Gate
+
+    gate = Gate()
+    interrupter = {SIGNALS[number]}
+
+    def pass_it(seconds=5.0):
+        with gate.passed(seconds, TimeoutError):
+            pass
+
+    for place in interrupter.places(pass_it):
+        thread = threading.Thread(target=pass_it)
+        thread.start()
+        thread.join(3)
+        assert not thread.is_alive(), place
+    assert place > 25, place
+    with gate.passed(1, TimeoutError):
+        try:
+            pass_it(0.01)
+        except TimeoutError:
+            pass
+        else:
+            raise AssertionError("two at a time")
+    reentrant = Gate(reentrant=True)
+    with reentrant.passed(1, TimeoutError), reentrant.passed(1, TimeoutError):
+        pass
+    with reentrant.passed(0.01, TimeoutError):
+        pass
+    """
+    )
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_requests_interrupted_everywhere(run_python, number):
+    # Neither is one counted for ever, nor are all kept out.
+    run_python(
+        f"""
+    import signal
+    from interrupter import Interrupter
+    from memsaver.integrations.engine.requests import Requests
+
+    requests = Requests()
+    interrupter = {SIGNALS[number]}
+
+    def one():
+        with requests.one(lambda: None):
+            assert not requests.closed
+
+    def none():
+        with requests.none(True, lambda: None, lambda: 5.0):
+            assert requests.closed
+
+    for call in (one, none):
+        for place in interrupter.places(call):
+            assert not requests.closed, place
+            with requests.none(False, lambda: None, lambda: 0.0):  # refuses where there are some
+                pass
+        assert place > 20, place
+    """
+    )
+
+
+# Handlers of other kinds.
+
+HANDLERS = """
+    import os, signal, threading, time
+    import memsaver
+    from simulated_driver import Block, Simulator
+
+    sim = Simulator()
+    with memsaver.region("t", backup="host"):
+        block = Block(sim, 4796, 1)
+    came = []
+"""
+
+
+def test_a_handler_is_called_once_for_a_signal_that_came_several_times(run_python):
+    # As for signals that a process blocks. If each signal were handled, handlers that begin
+    # transitions, during which more signals come, would multiply, and a flood would never end.
+    run_python(
+        HANDLERS
+        + """
+    def handler(number, frame):
+        came.append(str(memsaver.state("t")))
+
+    @memsaver.on_pause
+    def before(tag):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert not came
+
+    signal.signal(signal.SIGINT, handler)
+    memsaver.pause("t")
+    assert came == ["paused"] and signal.getsignal(signal.SIGINT) is handler
+    memsaver.resume("t")
+    assert came == ["paused"]
+    """
+    )
+
+
+def test_a_handler_that_is_set_in_a_callback_stays(run_python):
+    run_python(
+        HANDLERS
+        + """
+    def handler(number, frame):
+        came.append(number)
+
+    @memsaver.on_pause
+    def before(tag):
+        signal.raise_signal(signal.SIGINT)  # is for whoever handles it at the end
+        signal.signal(signal.SIGINT, handler)
+        with memsaver.region("u"):
+            pass
+
+    memsaver.pause("t")
+    assert came == [signal.SIGINT] and signal.getsignal(signal.SIGINT) is handler
+    """
+    )
+
+
+def test_a_child_that_is_forked_meanwhile_can_be_interrupted(run_python):
+    # By another thread: the block of the main thread never ends in the child.
+    run_python(
+        HANDLERS
+        + """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    status = []
+
+    def fork():
+        child = os.fork()
+        if child == 0:
+            try:
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                os._exit(7)
+            os._exit(1)
+        status.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    @memsaver.on_pause
+    def before(tag):
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+
+    memsaver.pause("t")
+    assert status == [7], status
+    """
+    )
+
+
+@pytest.mark.parametrize("call", ["pause('t')", "region('u').__enter__()"])
+def test_another_signals_exception_leaves_interrupts_as_they_were(run_python, call):
+    # Wherever it comes from: Ctrl-C works afterwards.
+    run_python(
+        HANDLERS
+        + f"""
+    from interrupter import Interrupter
+
+    class Alarm(BaseException):
+        pass
+
+    interrupter = Interrupter(".", signal.SIGALRM, Alarm)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts = 0
+    for place in interrupter.places(lambda: memsaver.{call}):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert interrupts == place + 1, place
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, place
+        while memsaver._runtime.native._C.region_depth():
+            memsaver._runtime.native._C.region_exit()
+        memsaver.resume()
+    assert place > 25, place
+    """
+    )
