@@ -518,17 +518,17 @@ MS_API ms_status ms_locate(const void* pointer, ms_location* location, ms_error*
  * a resume of the tag begins or the range is freed. Pinned backups are contiguous, so that one call
  * copies the range to or from a device (a block of less than 1 MiB may be in two pieces).
  * `writable` must be 1 if the caller writes to the backup; the resume restores the written bytes.
- * Errors: MS_INVALID_STATE if the tag is not paused, was paused without a backup or with one on
- * disk, or a part of the range is dead; MS_NOT_OURS. */
+ * Errors: MS_INVALID_ARGUMENT if `bytes` is 0; MS_INVALID_STATE if the tag is not paused, was paused
+ * without a backup or with one on disk, or a part of the range is dead; MS_NOT_OURS. */
 MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                 ms_error* error);
 
 /* Returns the host address of the copy of [address, address + bytes) that the last pause of a
  * mapped tag saved. The address is that of ms_backup_view, and the contents are those of the pause.
  * Valid until the tag's next change or trim. `writable` must be 1 if the caller writes to the copy:
- * the next pause then saves the range in any case. Errors: MS_INVALID_STATE if the tag is not
- * mapped, was paused without a backup or with one on disk, or the copy was trimmed or belongs to an
- * earlier allocation; MS_NOT_OURS. */
+ * the next pause then saves the range in any case. Errors: MS_INVALID_ARGUMENT if `bytes` is 0;
+ * MS_INVALID_STATE if the tag is not mapped, was paused without a backup or with one on disk, or the
+ * copy was trimmed or belongs to an earlier allocation; MS_NOT_OURS. */
 MS_API ms_status ms_retained_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                   ms_error* error);
 

@@ -24,6 +24,18 @@ def test_a_backup_view_is_the_contents(sim, tag, make_blocks):
         assert bytes(_C.backup_view(b.address + 7, b.nbytes - 7)) == b.expected()[7:]
 
 
+@pytest.mark.parametrize("kind", ["none", "host", "disk"])
+def test_an_empty_range_has_no_backup(sim, tag, make_blocks, kind):
+    name = tag()
+    (block,) = make_blocks(name, [MIB], backup=kind)
+    memsaver.pause(name)
+    with pytest.raises(ConfigError, match="no bytes"):
+        _C.backup_view(block.address, 0)
+    memsaver.resume(name)
+    with pytest.raises(ConfigError, match="no bytes"):
+        _C.backup_view(block.address, 0, False, True)
+
+
 @pytest.mark.parametrize("kind", ["host", "pageable"])
 def test_a_backup_can_be_copied_to_a_device_in_one_call(sim, tag, make_blocks, kind):
     name, elsewhere = tag(), tag("elsewhere")

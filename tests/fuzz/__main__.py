@@ -62,8 +62,9 @@ def environment(folder: Path) -> dict[str, str]:
         "MEMSAVER_SIM_MEMORY": MEMORY,
         "TMPDIR": str(folder),  # for backups on disk
         "XDG_RUNTIME_DIR": str(folder),
-        "ASAN_OPTIONS": "detect_leaks=0",  # of one input: the targets check what is left instead
-        "UBSAN_OPTIONS": "print_stacktrace=1",
+        # No leaks of one input: the targets check what is left instead. An abort keeps the input.
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1:abort_on_error=1",
     }
 
 

@@ -11,8 +11,8 @@ namespace memsaver {
 
 // Returns the host address of a range's backup, valid until the tag's next change. `writable`: the
 // caller may write to the backup, and the resume restores the written bytes. Waits while another
-// thread owns the tag. Throws kNotOurs; kInvalidState (the tag is not paused, the range was not
-// saved, or its backup is not in host memory).
+// thread owns the tag. Throws kInvalidArgument (the range is empty); kNotOurs; kInvalidState (the
+// tag is not paused, the range was not saved, or its backup is not in host memory).
 void* view_backup(const Range& range, bool writable);
 
 // Like view_backup, but for a mapped tag: returns the host address of the copy that its last pause
