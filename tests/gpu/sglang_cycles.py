@@ -38,7 +38,7 @@ def active_in_every_process(session: Session) -> None:
     said = Counter(int(pid) for pid, _ in lines)
     assert ranks <= set(said), (ranks, lines)
     assert set(said.values()) == {1}, lines
-    assert {how for _, how in lines} == {"torch mode, CUDA graphs included"}, lines
+    assert {how for _, how in lines} == {"torch mode, with CUDA graphs"}, lines
     check_output(session)
 
 

@@ -57,6 +57,7 @@ WARNING = (  # their warnings are meant
     "case_allocation_without_enough_memory",
     "case_dead_blocks_are_not_copied",
     "case_shortage_in_a_region",
+    "case_torch_pool_in_use",
     "case_torch_pool_of_a_paused_tag",
 )
 FRESH = ("case_two_gpus_copies",)  # want a process in which nothing ran before
