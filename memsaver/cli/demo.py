@@ -70,6 +70,7 @@ class Workload(Protocol):
 
     title: str
     limits: str
+    unit: int  # in bytes: the trainer takes a multiple of it
 
     def build(self) -> None:
         """Allocate weights, KV cache and graph in their regions."""
@@ -93,6 +94,7 @@ class GpuWorkload:
     """
 
     limits = "Everything here is real: torch's tensors, a CUDA graph, the driver's figures."
+    unit = GIB
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -162,18 +164,19 @@ class SimulatedWorkload:
         "and paused memory faults when touched.\nIt cannot show kernels, CUDA graphs, torch's "
         "allocator, or the speed of anything: the times are this CPU's."
     )
+    unit = 64 * MIB
 
     def __init__(self, why: str) -> None:
         self.title = f"the simulated driver ({why})"
 
     def build(self) -> None:
-        """Build half a GiB of weights, one GiB of KV cache, and a third tag for a graph's pool."""
+        """Build 128 MiB of weights, 256 MiB of KV cache, and a third tag for a graph's pool."""
         from memsaver import simulator
 
         with memsaver.region("weights", backup="host"):
-            self.weights = [simulator.buffer(16 * MIB) for _ in range(32)]
+            self.weights = [simulator.buffer(4 * MIB) for _ in range(32)]
         with memsaver.region("kv_cache", backup="host"):
-            self.kv = [simulator.buffer(128 * MIB) for _ in range(8)]
+            self.kv = [simulator.buffer(32 * MIB) for _ in range(8)]
         with memsaver.region("cuda_graph", backup="none"):
             self.scratch = simulator.buffer(32 * MIB)
         noise = random.Random(0)
@@ -310,7 +313,7 @@ def run(console: Console) -> int:
     where, reference = work.addresses(), work.output()
     held = memsaver.stats().resident_bytes  # of the engine: the trainer comes later
     free = memsaver.device_memory()[0]
-    lent = held // GIB * GIB
+    lent = held // work.unit * work.unit
 
     def is_free() -> str:
         grown = memsaver.device_memory()[0] - free

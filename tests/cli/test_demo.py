@@ -76,8 +76,8 @@ def test_the_numbers_are_the_drivers(finished_demo):
                 rows[step] = [cell.replace(",", "") for cell in line[len(step) :].split()][-4:]
     free = 80 * 1024
     assert rows["pause the engine (1)"][:3] == ["0", "0", "0"]
-    assert rows["resume weights"][:3] == ["512", "0", "0"]
-    assert rows["resume the rest"][:3] == ["512", "1024", "32"]
+    assert rows["resume weights"][:3] == ["128", "0", "0"]
+    assert rows["resume the rest"][:3] == ["128", "256", "32"]
     for cells in rows.values():
         assert free - 4 <= sum(map(int, cells)) <= free  # the library's own blocks aside
 
@@ -90,7 +90,7 @@ def test_an_unusable_driver_is_an_error(run_demo):
 
 
 def test_a_device_too_small_is_an_error(run_demo):
-    done = run_demo(status=1, MEMSAVER_SIM_MEMORY="1GiB")
+    done = run_demo(status=1, MEMSAVER_SIM_MEMORY="256MiB")
     assert "CUDA out of memory" in done.stderr and "Traceback" not in done.stderr
 
 
