@@ -180,7 +180,7 @@ class Timeline:
 
         - `.json`: a trace for ui.perfetto.dev, chrome://tracing and `memsaver trace`.
         - `.html`: a self-contained page with an interactive chart.
-        - `.png`, `.svg`, `.pdf`: a picture; needs matplotlib (`pip install memsaver[plot]`).
+        - `.png`, `.svg`, `.pdf`: a picture; needs matplotlib (`pip install 'memsaver[plot]'`).
 
         Replaces an existing file only when the new file is complete.
 

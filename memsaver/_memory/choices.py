@@ -62,7 +62,7 @@ def check_chosen(tags: Iterable[str], backup: BackupChoice | None) -> None:
             sizes[str(row["tag"])] += int(row["resident_bytes"])
     total = sum(sizes.values())
     if total >= LARGE_BYTES:
-        largest = sorted((tag for tag in sizes if sizes[tag]), key=lambda tag: -sizes[tag])
+        largest = sorted((tag for tag in sizes if sizes[tag]), key=lambda tag: (-sizes[tag], tag))
         some = f"tag{'s' if len(largest) > 1 else ''} {', '.join(map(repr, largest))}"
         raise InvalidStateError(
             f"this pause would discard {size_text(total)} of {some}, and no backup was chosen: "

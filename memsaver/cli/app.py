@@ -76,7 +76,7 @@ def main() -> None:
         raise SystemExit(_run(sys.argv[1:]))
     except _UsageError as error:
         who = _command_of(error)
-        text = error.format_message().rstrip(".")
+        text = error.format_message().rstrip(".?")
         complain(who, f"{text[:1].lower()}{text[1:]}; see `{who} --help`")
         raise SystemExit(USAGE) from None
     except KeyboardInterrupt:

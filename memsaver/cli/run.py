@@ -59,6 +59,8 @@ def command(
             "there is no command to run; put it after `--`, as in "
             "`memsaver run --tag trainer -- python train.py`"
         )
+    if tag is not None and tag.startswith("-"):
+        _fail(f"--tag takes a name, and {tag!r} looks like an option")
     try:
         added = preload_env(tag, cast("BackupChoice | None", backup))  # which it checks
     except (ConfigError, NotLoadedError) as error:

@@ -148,7 +148,9 @@ def show(trace: Trace, console: Console) -> None:
 
     from memsaver.traces.summary import summary
 
-    head = f"{format_seconds(trace.seconds)} of process {trace.process}, {_calls(trace)} calls"
+    calls = _calls(trace)
+    head = f"{format_seconds(trace.seconds)} of process {trace.process}, "
+    head += f"{calls} call{'' if calls == 1 else 's'}"
     console.print(Text(head))
     if trace.dropped:
         console.print(

@@ -38,7 +38,7 @@ def to_picture(trace: Trace, kind: str) -> bytes:
     except ImportError:
         raise ConfigError(
             "a picture needs matplotlib, which is not installed: "
-            "`pip install memsaver[plot]`, or save the timeline as .html"
+            "`pip install 'memsaver[plot]'`, or save the timeline as .html"
         ) from None
     devices = trace.devices or (0,)
     figure = Figure(figsize=(_WIDTH, _HEIGHT * len(devices)), layout="constrained")

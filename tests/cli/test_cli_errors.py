@@ -23,12 +23,15 @@ NO_TRACE = "not a memsaver trace"
 # for all: it is the command's, if the first argument is a command.
 CASES = [
     ("nope", 2, "no such command 'nope'"),
+    ("docter", 2, "Did you mean 'doctor'; see `memsaver --help`"),
     ("--nope", 2, NO_OPTION),
     ("run", 2, NO_COMMAND),
     ("run --", 2, NO_COMMAND),
     ("run ''", 2, NO_COMMAND),
     ("run --tag t", 2, SEE_RUN),
     ("run --tag", 2, NO_VALUE),
+    ("run --tag -- true", 2, "'--' looks like an option"),
+    ("run --tag --backup host -- true", 2, "'--backup' looks like an option"),
     ("run --tag '' -- true", 2, "a tag cannot be empty"),
     ("run --backup host -- true", 2, "needs a tag"),
     ("run --tag t --backup nope -- true", 2, "there is no backup 'nope'"),

@@ -118,3 +118,14 @@ def test_a_process_tag_that_is_no_text(run_python, name):
     # It has no effect, and says so.
     done = run_python(PROGRAM, MEMSAVER_TAG=os.fsdecode(name))
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_long_names_that_differ_at_the_end_differ_in_messages(sim, tag, make_blocks):
+    names = [f"{'layer.' * 30}{end} of these tensors" for end in ("first", "second")]
+    tag.names += names
+    for name in names:
+        make_blocks(name, [MIB])
+        memsaver.pause(name)
+        with pytest.raises(memsaver.InvalidStateError) as caught, memsaver.region(name):
+            pass
+        assert f"{name[-20:]}'" in str(caught.value)

@@ -49,9 +49,13 @@ bool is_utf8(const std::string& text) {
 std::string quoted(const std::string& name) {
   constexpr size_t kShown = 60;
   if (name.size() <= kShown) return "'" + name + "'";
-  size_t cut = kShown;
-  while (cut > 0 && (static_cast<unsigned char>(name[cut]) & 0xC0) == 0x80) --cut;
-  return "'" + name.substr(0, cut) + "...'";
+  const auto is_continuation = [&](size_t at) {
+    return (static_cast<unsigned char>(name[at]) & 0xC0) == 0x80;
+  };
+  size_t head = kShown / 2, tail = name.size() - kShown / 2;
+  while (head > 0 && is_continuation(head)) --head;
+  while (tail < name.size() && is_continuation(tail)) ++tail;
+  return "'" + name.substr(0, head) + "..." + name.substr(tail) + "'";
 }
 
 std::string format_names(const std::vector<std::string>& names) {

@@ -16,7 +16,8 @@ std::string format_names(const std::vector<std::string>& names);
 // Returns whether the text is UTF-8, as tags are.
 bool is_utf8(const std::string& text);
 
-// Returns a name in quotes, truncated to 60 bytes at a UTF-8 boundary.
+// Returns a name in quotes; of more than 60 bytes, the first 30 and the last 30, at UTF-8
+// boundaries.
 std::string quoted(const std::string& name);
 
 }  // namespace memsaver

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memsaver._inspection.bare_driver import BareDriver, BareMemory
+from memsaver._inspection.bare_driver import PIECE, BareDriver, BareMemory
+from memsaver._runtime.text import size_text
 from memsaver.cli.measurements.figures import Figure, seconds_of
 
 __all__ = ["CREATE", "MAP", "RELEASE", "UNMAP", "measure_driver"]
@@ -36,7 +37,8 @@ def measure_driver(
         driver.fill(memory.address, 1, memory.bytes)
         seconds[UNMAP].append(seconds_of(memory.unmap))
         seconds[RELEASE].append(seconds_of(memory.release))
+    group = f"driver, pieces of {size_text(min(memory.bytes, PIECE))}"
     return [
-        Figure(name, "driver, pieces of 1 GiB", title, memory.bytes, tuple(seconds[name]))
+        Figure(name, group, title, memory.bytes, tuple(seconds[name]))
         for name, title in _TITLES.items()
     ]
