@@ -1,4 +1,4 @@
-"""Child processes: each measured library runs in a process of its own.
+"""Run each measured library in a child process of its own.
 
 The parent sends requests as JSON lines and receives one JSON line for each (serve.py). A request
 names a method of the child's worker and its arguments; the reply is the method's result.

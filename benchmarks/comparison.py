@@ -1,4 +1,4 @@
-"""Rows that compare memsaver with other libraries."""
+"""Create rows that compare memsaver with other libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def compared(
     found: Mapping[str, Sequence[float]],
     limit: Sequence[float] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Return a row for each peer if both it and memsaver have values. Less is better."""
+    """Yield a row for each peer that has values, if memsaver has values too. Less is better."""
     if not found.get(OURS):
         return
     for name, peer in PEERS.items():

@@ -1,4 +1,4 @@
-"""The GPU's memory in use, by NVML, and its peaks between two moments."""
+"""Measure the GPU's memory in use with NVML, and its peaks in stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DeviceMemory:
     """The memory in use on the first visible GPU, by all processes. Creates no CUDA context.
 
     Raises:
-        RuntimeError: NVML is missing or does not report it.
+        RuntimeError: NVML is missing or does not report the memory in use.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class DeviceMemory:
         self.total = self._read().total
 
     def used(self) -> int:
-        """Return the bytes in use, including the driver's own. Any thread."""
+        """Return the bytes in use, including the driver's own. Callable on any thread."""
         found = self._read()
         return int(found.total - found.free)
 
@@ -67,7 +67,7 @@ class Peaks:
     """The peak of memory in use in each stage, sampled by a thread.
 
     Args:
-        used: returns the bytes in use; called on that thread too.
+        used: returns the bytes in use; also called on the sampling thread.
         interval: seconds between two readings.
     """
 

@@ -1,4 +1,4 @@
-"""The speed of a disk: direct I/O by 4 threads in pieces of 16 MiB. Also empties the page cache."""
+"""Measure a disk's speed: direct I/O by 4 threads in 16 MiB pieces. Also drops the page cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the fingerprint kernel's read rate, beside a device copy in the same run.
+"""Measure the fingerprint kernel's read rate, and a device copy in the same run for comparison.
 
     python benchmarks/fingerprint_rate.py [--gb 16] [--cycles 15] [--output FILE]
 

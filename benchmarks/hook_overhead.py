@@ -83,7 +83,7 @@ int main(int, char** arguments) {
 
 
 def find_runtime() -> Path:
-    """Return the CUDA runtime that torch includes, else a toolkit's."""
+    """Return the path of torch's CUDA runtime, or of a toolkit's if torch has none."""
     folders: list[Path] = []
     spec = importlib.util.find_spec("nvidia")
     if spec is not None:

@@ -1,9 +1,9 @@
-"""Host memory: how much is in use, and touching it before a measurement.
+"""Measure host memory in use, and touch host memory before a measurement.
 
     python host_memory.py BYTES     touches BYTES bytes and ends; prints the seconds
 
-A virtual machine may get its memory only at the first access by any process, at 2 to 3 GB/s, once.
-Without touching, the first measured library would pay for that.
+A virtual machine may get its memory only at the first access by any process, once, at 2 to 3 GB/s.
+If the memory were not touched before, the first measured library would be slower.
 """
 
 from __future__ import annotations

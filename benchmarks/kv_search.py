@@ -57,7 +57,7 @@ class Search:
         return self.best is not None and self.proposal() is None
 
     def proposal(self) -> int | None:
-        """Return the tokens to try next; None if no trial is useful, or nothing is known."""
+        """Return the tokens to try next; None if no trial is useful, or there is no trial yet."""
         best, failing = self.best, self.failing
         if failing is None and best is None:
             return None

@@ -1,4 +1,4 @@
-"""The measured memory savers behind one interface, in torch mode."""
+"""Wrap the measured memory savers in a common interface, in torch mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Library(Protocol):
     def region(
         self, tag: str, backup: str = "none", devices: Sequence[int] = (0,)
     ) -> AbstractContextManager[Any]:
-        """Assign tensors created inside to the tag. A backup is none, host or disk."""
+        """Assign tensors created inside to the tag. `backup` is "none", "host" or "disk"."""
 
     def pause(self, tag: str) -> object:
         """Release the tag's memory."""

@@ -98,7 +98,7 @@ WORDS = {
     "malloc_free_pair_512B_ns": "cudaMalloc + cudaFree of 512 B under preload, ns",
 }
 
-# The steps of limits.py whose names in its results are not what the page calls them.
+# The page's names of steps that have other names in the results of limits.py.
 STEPS = {
     "free, mixed": "free, random order",
     "look at a backup, in order": "view a backup, in order",

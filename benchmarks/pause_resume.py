@@ -1,8 +1,8 @@
-"""Pause, resume and swap: memsaver beside torch_memory_saver, on the same tensors.
+"""Measure pause, resume and swap: memsaver and torch_memory_saver on the same tensors.
 
-    PYTHONPATH=where/torch_memory_saver/lies python benchmarks/pause_resume.py [--only kv,many]
+    PYTHONPATH=/parent/of/torch_memory_saver python benchmarks/pause_resume.py [--only kv,many]
 
-What is measured
+Measurements
     kv          64 tensors of 1 GiB in one tag, no backup
     discarded   the 195 weight tensors of an 8-billion-parameter decoder, 16 GB, no backup
     many        10,000 allocations of 2 MiB in one tag, no backup
@@ -22,17 +22,18 @@ paused, so that each finds the device in the same state. With a backup, the limi
 the same number of bytes between the device and 1 GiB of pinned memory. All values count: none is
 excluded as a warm-up or an outlier.
 
-Without a backup, a wait of --gap seconds lies between a pause and any later resume, as work would,
-so that the driver's clearing of released memory is not measured. The metrics that end in
+Without a backup, a wait of --gap seconds between a pause and any later resume stands for work, so
+that the driver's clearing of released memory is not measured. The metrics that end in
 _at_once_ms have no wait: each resume follows its pause immediately. Swaps of tags without a backup
-follow each other immediately; those in _spaced_ms follow such a wait.
+follow each other immediately; those in _spaced_ms follow a wait of --gap seconds.
 
 A virtual machine may get its memory only at the first access by any process, at 2 to 3 GB/s, once.
-So before any library measures a backup, throw-away processes touch --touch-gib of host memory
-repeatedly until that is fast, for all libraries alike.
+So before any library measures a backup, temporary processes touch --touch-gib of host memory
+repeatedly until that is fast, for all libraries.
 
 Memory with a backup is full of random bits. In every cycle the sums of each MiB before the pause
-are compared with those after the resume; a library that loses bytes is a failure and gets no row.
+are compared with those after the resume. If a library loses bytes, its measurement fails and gets
+no row.
 
 Prints a table and merges each row into --output as soon as it exists (see results.py).
 """
@@ -50,8 +51,8 @@ import runs
 from parts import backed, bandwidth, discarded, disk, hook, host, swap, two_gpu
 from raw_driver import count_gpus
 
-# By name, the module that measures it, in this order; a shared module is called once. The last one
-# needs the device for itself.
+# The module that measures each name, in the order of measuring; a shared module is called once. The
+# last module needs the device for itself.
 PARTS: dict[str, runs.Measure] = {
     **dict.fromkeys(discarded.WORKLOADS, discarded.measure),
     "backed": backed.measure,
@@ -65,7 +66,7 @@ PARTS: dict[str, runs.Measure] = {
 WITH_PEER = (*discarded.WORKLOADS, "backed", "swap", "disk", "host")
 IN_HOST_MEMORY = ("backed", "swap", "disk", "host", "two_gpu")
 
-DISK_DIR = Path("/var/tmp")  # /tmp may lie in memory
+DISK_DIR = Path("/var/tmp")  # /tmp may be in memory
 
 
 def run(options: argparse.Namespace) -> int:

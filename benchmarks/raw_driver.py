@@ -1,4 +1,4 @@
-"""Bare driver calls, the limit for any library without a backup."""
+"""Make bare driver calls, the limit for any library without a backup."""
 
 from __future__ import annotations
 

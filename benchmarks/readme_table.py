@@ -31,7 +31,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("rl_transition_seconds", "all pauses and resumes of an RL step, 8B model, s"),
 )
 
-# Of docs/comparison.md: the README's rows, and those in which the peer does better.
+# The rows of docs/comparison.md: the README's, and those in which the peer is better.
 COMPARED = (
     *LINES[:2],
     ("many_10k_pause_ms", "pause 10,000 allocations of 2 MiB without a backup, ms"),
@@ -90,7 +90,7 @@ def table(rows: list[dict[str, Any]], wanted: tuple[tuple[str, str], ...] = LINE
 
 
 def their_figure(row: dict[str, Any] | None) -> str:
-    """Return the peer's value and ratio in a row, or why there is none."""
+    """Return the peer's value and ratio in a row, or the reason if there is no value."""
     if row is None:
         return "not measured"
     if row["peer_value"] is None:

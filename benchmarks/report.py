@@ -1,4 +1,4 @@
-"""The goals of the benchmarks, and the table of results with them."""
+"""Define the goals of the benchmarks, and print the table of results with them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Goal:
     """A goal for a row.
 
     Attributes:
-        ratio: the least ratio; or
-        at_most: the greatest value of memsaver; or
-        alone: a value that memsaver must reach and the peer must not.
+        ratio: the minimum ratio; or
+        at_most: the maximum value of memsaver; or
+        alone: a value that memsaver must reach and the peer must not reach.
         peer: the peer that the goal applies to; None for all.
         otherwise: another metric, whose goal may be reached instead.
     """
@@ -30,7 +30,7 @@ class Goal:
     otherwise: str | None = None
 
     def is_met(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a row reaches this goal, without regard to `otherwise`."""
+        """Return whether a row reaches this goal, ignoring `otherwise`."""
         if self.at_most is not None:
             return float(row["memsaver"]) <= self.at_most
         if self.alone is not None:

@@ -27,8 +27,8 @@ class Measurement(TypedDict):
     """A benchmark's result for one metric against one peer."""
 
     bench: str  # the benchmark's name
-    # The suffix of the name is its unit: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps; a fraction if
-    # the name says so; else percent.
+    # The suffix of the name is the unit: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps. Names of
+    # fractions contain "fraction"; the unit of all other names is percent.
     metric: str
     memsaver: float  # the median
     peer: str  # the library or setting that it is compared with
@@ -43,7 +43,7 @@ class Row(Measurement, total=False):
     """A measurement with its circumstances. `detail` is optional."""
 
     gpu: str
-    versions: dict[str, str]  # of the driver and of DISTRIBUTIONS, where installed
+    versions: dict[str, str]  # of the driver, and of DISTRIBUTIONS if installed
     commit: str
     date: str  # ISO 8601
     detail: dict[str, Any]  # every value behind the medians, in the order of measurement

@@ -1,15 +1,15 @@
-"""Measure a step of RL on one GPU: an SGLang engine and a trainer share its memory in turns.
+"""Measure a step of RL on one GPU, whose memory an SGLang engine and a trainer use in turns.
 
-    PYTHONPATH=where/torch_memory_saver/lies python benchmarks/rl_cycle.py [--only kv,step]
+    PYTHONPATH=/parent/of/torch_memory_saver python benchmarks/rl_cycle.py [--only kv,step]
 
 Needs SGLang, and memsaver installed so that SGLang finds its plugin. The engine serves a model of
-Qwen3-8B's shape with random weights, 16.4 GB, including CUDA graphs. The trainer, in the process of
-the engine's caller, has a copy of the weights in bfloat16 and an optimizer with --states states of
-that size; its kernels use all of it. Both are backed up in host memory: with memsaver by
-memsaver.integrations.trainer.offload, with torch_memory_saver in regions. See rl_engine.py for the
-stages of a step.
+Qwen3-8B's shape with random weights, 16.4 GB, including CUDA graphs. The trainer runs in the
+process that calls the engine. It has a bfloat16 copy of the weights, and an optimizer with --states
+states of the same size; its kernels access all of this memory. Copy and states are backed up in
+host memory: with memsaver by memsaver.integrations.trainer.offload, with torch_memory_saver in
+regions. See rl_engine.py for the stages of a step.
 
-What is measured
+Measurements
     kv      the largest KV cache with which a step completes: waking in stages, waking all at once,
             and the engine alone on the GPU; the peer's waking in stages. About 6 minutes
     step    seconds of each transition of a step, and the peak of memory in use in each stage, for
@@ -17,9 +17,10 @@ What is measured
             the seconds. About 6 minutes, most of them the peer's
 
 Each library's engine and trainer run in processes of their own, with the GPU for themselves. If a
-peer ends early, the run continues: its rows say so, or have its results up to then. NVML reports
-the memory in use. Host memory is touched first (--touch-gib); see pause_resume.py. Progress goes to
-stderr. Prints a table and merges each row into --output as soon as it exists (see results.py).
+peer ends early, the run continues, and the peer's rows report the failure or contain its earlier
+results. NVML reports the memory in use. Host memory is touched first (--touch-gib); see
+pause_resume.py. Progress is printed to stderr. Prints a table and merges each row into --output as
+soon as it exists (see results.py).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ A step begins with the engine awake and the trainer asleep:
     kv_wake          resume the KV cache                                          transition
     generate
 
-If everything wakes at once, weights_wake also brings the KV cache, and there is no kv_wake. The
+If everything wakes at once, weights_wake also resumes the KV cache, and there is no kv_wake. The
 first step of an engine has no trainer_wake: the trainer allocates its memory instead ("make").
 """
 

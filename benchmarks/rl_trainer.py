@@ -44,10 +44,10 @@ class Saver(Protocol):
     """A library's way to manage a trainer's memory."""
 
     def hold_weights(self, make: Callable[[], Any]) -> Any:
-        """Create a module by this call, with its parameters in the tag WEIGHTS."""
+        """Call `make` to create a module, and put its parameters in the tag WEIGHTS."""
 
     def hold_states(self, optimizer: Any, first_step: Callable[[], None]) -> None:
-        """Run the first step; the optimizer states that it creates go into the tag OPTIMIZER."""
+        """Run the first step, and put the optimizer states that it creates in the tag OPTIMIZER."""
 
     def pause(self, tag: str) -> None:
         """Release the tag's memory."""

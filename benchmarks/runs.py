@@ -1,4 +1,4 @@
-"""Run the parts of a benchmark one after the other, and keep their results."""
+"""Run the parts of a benchmark one after the other, and save their results."""
 
 from __future__ import annotations
 

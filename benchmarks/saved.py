@@ -1,4 +1,4 @@
-"""Tensors whose contents must be restored, and the plain copy that limits the speed."""
+"""Provide tensors whose contents must be restored, and the plain copy that limits the speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks of SGLang engines."""
+"""Code shared by the benchmarks of SGLang engines."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def run(
 
     Args:
         parts: the parts by name, in the order of measuring.
-        options: the command line's. Receives the model's path and the memory in use at the start.
+        options: the options; the model's path and the initial memory in use are added to them.
         needs_peer: whether torch_memory_saver must be installed.
-        check: raises RuntimeError if something else is missing.
+        check: a function that raises RuntimeError if another requirement is missing.
     """
     wrong = _why_not(options, needs_peer, check)
     if wrong:

@@ -1,16 +1,16 @@
-"""Measure an SGLang engine in the memory cycle of RL training, with both memory savers.
+"""Measure an SGLang engine's release and resume cycle with memsaver and torch_memory_saver.
 
-    PYTHONPATH=where/torch_memory_saver/lies python benchmarks/sglang_cycle.py [--only cycle]
+    PYTHONPATH=/parent/of/torch_memory_saver python benchmarks/sglang_cycle.py [--only cycle]
 
 Needs SGLang, and memsaver installed so that SGLang finds its plugin. The engine serves a model of
 Qwen3-8B's shape with random weights, 16.4 GB, on one GPU, including CUDA graphs.
 
-What is measured
+Measurements
     fraction    the largest mem_fraction_static with which an engine wakes up beside a trainer that
                 holds a copy of the weights: in stages, against all at once
     cycle       release and resume of each tag, with weights backed up in host memory: as loaded,
-                with nothing changed, and after a weight update; decoding before and after; memory
-                in use when all is released; the start of the engine
+                without changes, and after a weight update; decoding before and after; memory in
+                use while all is released; the start of the engine
 
 Each engine runs in a process of its own with the GPU for itself, memsaver's and the peer's one
 after the other. The first engine of a run compiles kernels, and its start does not count. Before
@@ -19,7 +19,7 @@ measured. Times are those of the engine's caller. All values count.
 
 New weights come from tensors of a trainer in the process of the engine's caller, which are freed
 before the release. The engine's checksums of its weights before each release and after the resume
-are compared; a library that loses bytes is a failure and gets no row.
+are compared. If a library loses bytes, its measurement fails and gets no row.
 
 Host memory is touched first (--touch-gib); see pause_resume.py. Progress goes to stderr. Prints a
 table and merges its rows into --output (see results.py), after each part.

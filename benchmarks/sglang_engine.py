@@ -1,4 +1,4 @@
-"""An SGLang engine in a process of its own, with one of the two memory savers.
+"""Run an SGLang engine in a process of its own, with one of the two memory savers.
 
 SGLang finds the saver itself: memsaver through its plugin, or torch_memory_saver if the plugin is
 disabled. Both may be installed. Every start is checked, so that all figures belong to the named
@@ -57,7 +57,7 @@ def say(text: str) -> None:
 
 
 def used_mib() -> float:
-    """Return the MiB in use on the first visible GPU, by the driver. Creates no CUDA context."""
+    """Return the driver's MiB in use on the first visible GPU. Creates no CUDA context."""
     query = (
         "nvidia-smi",
         "-i",
@@ -129,7 +129,7 @@ def running(
         options.compiled = True
         say(f"{name}: up after {started['seconds']:.1f} s, {started['used']:.0f} MiB in use")
         yield child, started
-        with contextlib.suppress(Failed):  # it is killed anyway
+        with contextlib.suppress(Failed):  # the process is killed in any case
             child.ask("stop")
 
 
@@ -145,7 +145,7 @@ def wait_until_free(idle_mib: float) -> None:
 def mapped(part: str) -> bool:
     """Return whether a process of this session has mapped a file with `part` in its path."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if os.getsid(int(pid)) == os.getsid(0) and part in Path(f"/proc/{pid}/maps").read_text(
                 errors="replace"
             ):

@@ -1,4 +1,4 @@
-"""The model of the measured engines, a Qwen3 with random weights, and its trainer."""
+"""Define the model of the measured engines, a Qwen3 with random weights, and its trainer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def checkpoint(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 class Trainer:
-    """A copy of the weights on the GPU, in memory of its own, that can be sent to engines.
+    """A copy of the weights on the GPU, in its own memory, which can be sent to engines.
 
     Args:
         total: bytes to allocate, if that is more than the weights.

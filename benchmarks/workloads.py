@@ -1,4 +1,4 @@
-"""The measured tensors, and their contents. Imports torch only inside functions."""
+"""Create the measured tensors and their contents. Imports torch only inside functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native artefacts and their sources."""
+"""Define the native artefacts and their sources."""
 
 from build_support.native import Artefact
 

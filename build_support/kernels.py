@@ -4,12 +4,12 @@ Needed only after a change of csrc/kernels/*: the result, fingerprint.fatbin, is
 and every build embeds it in libmemsaver.so. Beside it is fingerprint.fatbin.json with the hashes of
 its sources, which a test compares with the sources.
 
-Uses three programs of NVIDIA's, from CUDA_HOME or PATH, or else from PyPI in build/cuda:
+Uses three NVIDIA programs, from CUDA_HOME or PATH, or else from PyPI in build/cuda:
 
     nvcc       C++ to PTX, for the lowest architecture that this nvcc knows
     ptxas      PTX to machine code, of CUDA 12.8 or 12.9: the drivers of CUDA 12 before 12.8 cannot
                read the output of ptxas 13 (ELF ABI 8), on any GPU
-    fatbinary  all of it into one file, uncompressed: older drivers lack some compressions
+    fatbinary  combines all of it in one file, uncompressed: older drivers lack some compressions
 
 Between the first two, the PTX is declared as PTX_VERSION and PTX_TARGET, which nvcc 13 cannot
 write; ptxas checks the declaration. So every driver from 525 on compiles the PTX, for GPUs without
@@ -109,7 +109,7 @@ def _toolkit() -> Path | None:
 
 
 def _install(packages: list[str], program: str) -> Path:
-    """Return the folder with a program of PyPI's packages, installed in build/cuda."""
+    """Install PyPI packages in build/cuda if missing; return the folder that contains `program`."""
     name = re.sub(r"[^\w.]+", "-", packages[0]).strip("-.")
     target = ROOT / "build" / "cuda" / name
     if not list(target.glob(f"nvidia/*/bin/{program}")):

@@ -1,8 +1,8 @@
 """Create the development environment: `python build_support/make_venv.py .venv`.
 
-If this interpreter already has torch, the environment uses it (it may be the only build for the
-machine's GPU), and so do the tests; otherwise the tests install the pinned version. The file
-`test-extra` of the environment has the extra to install, `test-base` or `test`.
+If this interpreter already has torch, the environment and the tests use it (it may be the only
+build for the machine's GPU); otherwise the tests install the pinned version. The file `test-extra`
+in the environment contains the extra to install, `test-base` or `test`.
 """
 
 import site

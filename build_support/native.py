@@ -113,7 +113,7 @@ class Variant:
     def build_dir(self, root: Path) -> Path:
         """Return the folder of objects and artefacts.
 
-        It lies outside setuptools' own folders, which an editable install deletes, so every build
+        It is outside setuptools' own folders, which an editable install deletes, so every build
         is incremental.
         """
         return root / "build" / f"{self.name}-{sys.implementation.cache_tag}"

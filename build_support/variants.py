@@ -1,4 +1,4 @@
-"""Build variants of the native artefacts for tests: with sanitizers, and for a fuzzer."""
+"""Define variants of the native artefacts for tests: with sanitizers, and for a fuzzer."""
 
 from build_support.native import Variant
 
@@ -16,7 +16,7 @@ _TSAN = ["-fsanitize=thread"]
 ASAN = Variant("asan", [*_SANITIZED, *_ASAN], _ASAN, shared_runtime=True)
 TSAN = Variant("tsan", [*_SANITIZED, *_TSAN], _TSAN, shared_runtime=True)
 
-# The core with its coverage reported to libFuzzer, by tests/native/fuzz/coverage.cpp.
+# The core with coverage, which tests/native/fuzz/coverage.cpp reports to libFuzzer.
 FUZZ = Variant(
     "fuzz",
     [*ASAN.cxxflags, "-fsanitize-coverage=trace-pc,trace-cmp"],

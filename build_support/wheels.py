@@ -109,14 +109,14 @@ def repair(wheel: Path, plat: str, output: Path) -> Path:
 
 
 def core_of(wheel: Path) -> dict[str, str]:
-    """SHA-256 of each library of the core in a wheel."""
+    """Return the SHA-256 of each library of the core in a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         read = {name: archive.read(f"memsaver/{name}") for name in CORE}
     return {name: hashlib.sha256(data).hexdigest() for name, data in read.items()}
 
 
 def main() -> None:
-    """Build all packages, or none."""
+    """Build all packages, or none if one fails."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plat", default="auto", help="the platform tag for auditwheel")
     parser.add_argument("--sdist-only", action="store_true")
@@ -133,7 +133,7 @@ def main() -> None:
         if not options.sdist_only:
             source = unpack(sdist, unpacked)
             pythons = options.pythons or [sys.executable]
-            # One folder of headers for all, or each build would compile the core again.
+            # One folder of headers for all; otherwise each build would compile the core again.
             one_place = {"MEMSAVER_CUDA_INCLUDE": str(include_folders()[0])}
             environment = one_place if len(pythons) > 1 else {}
             wheels = []

@@ -64,7 +64,7 @@ typedef struct ms_error {
   int32_t status;     /* an ms_status */
   int32_t cuda_error; /* the CUresult of `call`, or 0 if no driver call failed */
   int32_t os_error;   /* the errno of the file operation that failed, or 0 */
-  int32_t device;     /* the device that is out of memory, else -1 */
+  int32_t device;     /* the device that is out of memory, or -1 */
   uint64_t needed_bytes, free_bytes;
   char call[48];      /* the driver call that failed, or "" */
   char tag[128];      /* the tag concerned, truncated to fit, or "" */
@@ -172,8 +172,8 @@ typedef struct ms_event {
                        /* for MS_EVENT_END with MS_DONE: see ms_change */
   uint64_t device_bytes, copied_bytes;
   uint64_t free_bytes, total_bytes; /* for MS_EVENT_MEMORY */
-  /* for MS_EVENT_END: the caller of the transition, as in ms_location; of a long text, only
-   * the end */
+  /* for MS_EVENT_END: the caller of the transition, as in ms_location; only the end of a
+   * long text */
   char caller[256];
 } ms_event;
 
@@ -198,7 +198,7 @@ MS_API const char* ms_version(void);
  * ("libcuda.so.1", or the value of MEMSAVER_DRIVER). `simulated` is 1 for the simulated driver.
  * Creates no CUDA context.
  * Errors: MS_NOT_LOADED if there is no driver, or it has no virtual memory management; the message
- * says what to do. */
+ * contains advice. */
 MS_API ms_status ms_driver_info(int* version, const char** library, int* simulated,
                                 ms_error* error);
 
@@ -292,8 +292,8 @@ MS_API int ms_owns(const void* pointer);
 MS_API int ms_wants(void);
 
 /* The counterparts of ms_malloc and ms_free for an allocator that must serve every thread. Outside
- * any region, the memory belongs to the tag bound to the stream, or else is plain device memory,
- * which no pause affects. ms_free_any accepts both kinds. */
+ * any region, the memory belongs to the tag bound to the stream; otherwise it is plain device
+ * memory, which no pause affects. ms_free_any accepts both kinds. */
 MS_API ms_status ms_malloc_any(uint64_t bytes, int device, void* stream, void** pointer,
                                ms_error* error);
 MS_API ms_status ms_free_any(void* pointer, int device, ms_error* error);
@@ -355,7 +355,7 @@ MS_API ms_status ms_reserve(const char* const* tags, size_t tag_count, ms_reserv
                             ms_error* error);
 
 /* Hands the reservation, and transitions of its tags that this thread has begun, over to another
- * thread, which must call ms_reservation_take_over. From now on this thread's calls wait for them.
+ * thread, which must call ms_reservation_take_over. Afterwards this thread's calls wait for them.
  * Does nothing if the other thread has already taken the reservation over. */
 MS_API ms_status ms_reservation_hand_over(ms_reservation* reservation, ms_error* error);
 MS_API ms_status ms_reservation_take_over(ms_reservation* reservation, ms_error* error);
@@ -364,8 +364,8 @@ MS_API ms_status ms_reservation_take_over(ms_reservation* reservation, ms_error*
 MS_API ms_status ms_reservation_release(ms_reservation* reservation, ms_error* error);
 
 /* Waits at most `seconds` (below zero: without a bound) for the release of the reservation. Sets
- * `is_over` to 1 if it was released, else to 0. Any thread. Errors: MS_INVALID_STATE if this thread
- * owns the reservation, or its owner waits for this thread. */
+ * `is_over` to 1 if it was released, otherwise to 0. Any thread. Errors: MS_INVALID_STATE if this
+ * thread owns the reservation, or its owner waits for this thread. */
 MS_API ms_status ms_reservation_wait(ms_reservation* reservation, double seconds, int* is_over,
                                      ms_error* error);
 
@@ -381,17 +381,17 @@ typedef struct ms_transition ms_transition;
 
 /* Begins a transition that releases the device memory of the tags `out` and maps that of the tags
  * `into` again, behind the same addresses, on every device; all or nothing. Either may be empty,
- * but not both: without `into` it is a pause, without `out` a resume, else a swap, which copies in
- * both directions at once and maps pages of `out` for `into` without releasing them. Tags of `out`
- * that are paused and tags of `into` that are mapped are left as they are.
+ * but not both: without `into` it is a pause, without `out` a resume, with both a swap, which
+ * copies in both directions at once and maps pages of `out` for `into` without releasing them. Tags
+ * of `out` that are paused and tags of `into` that are mapped are left as they are.
  *
- * From here on the transition owns the tags, and conflicting calls wait (see "Waiting for a tag"),
- * so the transition must be run or freed.
+ * After this call the transition owns the tags, and conflicting calls wait (see "Waiting for a
+ * tag"), so the transition must be run or freed.
  *
  * `backup` overrides the policies of the tags of `out` for this call. The bytes of `dead`, which no
  * tensor owns, are neither saved nor restored. `changes` is the result of ms_changes from before
- * `dead` was determined: if ms_changes differs by now, everything is saved (NULL: `dead` is
- * up to date). Bytes that were not saved read as zero after the resume, with option `poison` as
+ * `dead` was determined: if the counter has changed since, everything is saved (NULL: `dead`
+ * is up to date). Bytes that were not saved read as zero after the resume, with option `poison` as
  * 0xFF.
  *
  * Errors: MS_UNKNOWN_TAG; MS_INVALID_STATE if a region of a tag of `out` is open on a thread, or
@@ -403,8 +403,8 @@ typedef struct ms_transition ms_transition;
  * `into` is paused with its backup and uses no device memory; the same call may be made again.
  * There are two exceptions:
  *   - If `into` has tags, the contents of tags of `out` without a backup may be lost.
- *   - If the driver also refuses to undo, the tags of `out` are paused, and their bytes are in
- *     their backups or in retained pages; the message says so, and a resume restores them. */
+ *   - If the rollback also fails, the tags of `out` are paused, and their contents are in their
+ *     backups or in retained pages; the error message reports this, and a resume restores them. */
 MS_API ms_status ms_transition_begin(const char* const* out, size_t out_count,
                                      const char* const* into, size_t into_count, int backup,
                                      const ms_range* dead, size_t dead_count,
@@ -431,13 +431,13 @@ MS_API ms_status ms_swap_begin(const char* const* out, size_t out_count, const c
 MS_API ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t* row_count,
                                    ms_error* error);
 
-/* Hands the transition over to another thread, which must run it. From now on the calls of the
+/* Hands the transition over to another thread, which must run it. Afterwards the calls of the
  * thread that began it wait for it. Errors: MS_INVALID_STATE if the transition was run. */
 MS_API ms_status ms_transition_hand_over(ms_transition* transition, ms_error* error);
 
-/* Describes the caller of the transition (for example, by a place in a program), for ms_locate.
- * Call only on the thread that begins or runs it, before the run. Errors: MS_INVALID_STATE if the
- * transition was run. */
+/* Sets the description of the transition's caller (for example, a place in a program), for
+ * ms_locate. Call only on the thread that begins or runs the transition, before the run. Errors:
+ * MS_INVALID_STATE if the transition was run. */
 MS_API ms_status ms_transition_set_caller(ms_transition* transition, const char* caller,
                                           ms_error* error);
 
@@ -447,10 +447,11 @@ MS_API ms_status ms_transition_set_caller(ms_transition* transition, const char*
 MS_API void ms_transition_progress(const ms_transition* transition, uint64_t* done_bytes,
                                    uint64_t* total_bytes);
 
-/* Makes work that is submitted to `stream` (a CUstream) from now on wait for the transition. For a
- * resume, returns when all copies are queued on the devices, else when the transition is over. Any
- * thread. Errors: MS_INVALID_STATE if the transition failed, or the wait would deadlock, because
- * this thread owns the transition and has not run it, or its owner waits for this thread. */
+/* Makes work that is submitted to `stream` (a CUstream) after this call wait for the transition.
+ * For a resume, returns when all copies are queued on the devices, otherwise when the transition is
+ * over. Any thread. Errors: MS_INVALID_STATE if the transition failed, or the wait would deadlock,
+ * because this thread owns the transition and has not run it, or its owner waits for this thread.
+ */
 MS_API ms_status ms_transition_wait_stream(ms_transition* transition, void* stream,
                                            ms_error* error);
 
@@ -482,7 +483,7 @@ MS_API ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error);
 /* Starts recording the memory events of this process's tags in a ring of `capacity` events of about
  * 140 bytes each. New events replace the oldest. A process records one timeline at a time.
  *
- * Cost: a load and a branch per allocation while nothing is recorded, else some tens of
+ * Cost: a load and a branch per allocation while nothing is recorded, otherwise some tens of
  * nanoseconds. While a timeline is recorded, transitions query the driver's free memory at their
  * begin and end.
  * Errors: MS_INVALID_ARGUMENT if `capacity` is 0 or above 2^24; MS_INVALID_STATE if a timeline is
@@ -518,8 +519,8 @@ MS_API ms_status ms_locate(const void* pointer, ms_location* location, ms_error*
  * a resume of the tag begins or the range is freed. Pinned backups are contiguous, so that one call
  * copies the range to or from a device (a block of less than 1 MiB may be in two pieces).
  * `writable` must be 1 if the caller writes to the backup; the resume restores the written bytes.
- * Errors: MS_INVALID_ARGUMENT if `bytes` is 0; MS_INVALID_STATE if the tag is not paused, was paused
- * without a backup or with one on disk, or a part of the range is dead; MS_NOT_OURS. */
+ * Errors: MS_INVALID_ARGUMENT if `bytes` is 0; MS_INVALID_STATE if the tag is not paused, was
+ * paused without a backup or with one on disk, or a part of the range is dead; MS_NOT_OURS. */
 MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                 ms_error* error);
 
@@ -527,8 +528,8 @@ MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, 
  * mapped tag saved. The address is that of ms_backup_view, and the contents are those of the pause.
  * Valid until the tag's next change or trim. `writable` must be 1 if the caller writes to the copy:
  * the next pause then saves the range in any case. Errors: MS_INVALID_ARGUMENT if `bytes` is 0;
- * MS_INVALID_STATE if the tag is not mapped, was paused without a backup or with one on disk, or the
- * copy was trimmed or belongs to an earlier allocation; MS_NOT_OURS. */
+ * MS_INVALID_STATE if the tag is not mapped, was paused without a backup or with one on disk, or
+ * the copy was trimmed or belongs to an earlier allocation; MS_NOT_OURS. */
 MS_API ms_status ms_retained_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                   ms_error* error);
 

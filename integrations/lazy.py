@@ -1,4 +1,4 @@
-"""Names that a package imports when they are first used."""
+"""Imports a package's names when they are first used."""
 
 from __future__ import annotations
 

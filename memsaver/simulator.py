@@ -3,8 +3,8 @@
 Simulated device memory is host memory at the simulated addresses, so CPU code can read and write it
 directly; accesses to paused memory fault, as on a GPU. torch cannot allocate simulated memory by
 itself: `empty` creates a CPU tensor over memory of the open region. Without a device argument,
-`empty` and `buffer` use the region's device if it has one, else the first device. Not simulated:
-kernels other than memsaver's own, torch's allocator, and speed.
+`empty` and `buffer` use the region's device if it has one, otherwise the first device. Not
+simulated: kernels other than memsaver's own, torch's allocator, and speed.
 """
 
 from __future__ import annotations

@@ -42,20 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith(("MEMSAVER_", "PYTHON"))]:
         if name not in ("MEMSAVER_WERROR", "PYTHONPATH"):
             del os.environ[name]
-    # Python 3.12 and newer warn of a fork in a process with threads, which tests do on purpose.
+    # Python 3.12 and newer warn about a fork in a process with threads, which tests do on purpose.
     os.environ["PYTHONWARNINGS"] = "ignore:This process:DeprecationWarning"
-    for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):  # typer colours by any of them
+    for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):  # each makes typer use colours
         os.environ.pop(name, None)
     if not config.real_driver:
         os.environ["MEMSAVER_DRIVER"] = "sim"
-    # A shell starts what it runs in the background with these ignored, which children inherit.
+    # A shell starts background processes with these signals ignored, and children inherit that.
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGQUIT, signal.SIG_DFL),
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
-    # Where processes leave the sockets by which they are watched: none of the user's.
+    # The folder of watched processes' sockets, so that tests do not use the user's folder.
     config.runtime_folder = tempfile.TemporaryDirectory(prefix="memsaver-runtime-")
     os.environ["XDG_RUNTIME_DIR"] = config.runtime_folder.name
 
@@ -78,7 +78,7 @@ _modules = 0
 
 
 def collect_garbage() -> None:
-    """Collects it. What new modules have made is there to stay: it is not looked through again."""
+    """Collect garbage. Objects of new modules are permanent, so later collections skip them."""
     global _modules
     gc.collect()
     if len(sys.modules) != _modules:
@@ -93,13 +93,13 @@ def simulator_library():
 
 @pytest.fixture
 def sim(simulator_library, tag):
-    """The simulator. Checks after the test for leaks, and for violations of the driver's rules."""
+    """Yield the simulator; after the test, check for leaks and violations of the driver's rules."""
     import memsaver
     from memsaver._runtime.native import _C
 
     sim = simulator_library
     sim.reset()
-    memsaver.device_memory(0)  # what the library keeps per device, it has from here on
+    memsaver.device_memory(0)  # allocates the library's memory for the device
     collect_garbage()
     memsaver.trim(wait=True)
     before = sim.counts()
@@ -114,7 +114,7 @@ def sim(simulator_library, tag):
     if left and gc.collect():  # torch's compiled code holds tensors until its guards are collected
         left = leftovers(tag.names)
     sim.clear_faults()
-    memsaver.trim(wait=True)  # what is kept for the next fingerprints
+    memsaver.trim(wait=True)  # releases the memory kept for the next fingerprints
     after = sim.counts()
     assert not violations
     assert not left
@@ -125,13 +125,13 @@ def sim(simulator_library, tag):
 
 @pytest.fixture
 def tag(request):
-    """Makes unique tag names for this test: `tag("weights")`."""
+    """Create unique tag names for this test: `tag("weights")`."""
     return Tags(request.node.name)
 
 
 @pytest.fixture
 def make_blocks(sim):
-    """Makes blocks in a tag: `make_blocks(tag, [sizes], backup="host")`."""
+    """Create blocks in a tag: `make_blocks(tag, [sizes], backup="host")`."""
     import memsaver
 
     seeds = iter(range(1, 1 << 30))
@@ -192,7 +192,7 @@ def attempt(sim, in_thread):
 
 @pytest.fixture
 def memory(sim, tag):
-    """A tag's memory with known bytes: three pieces of a fingerprint, and a part of a piece."""
+    """Yield a tag's memory with known bytes: three pieces of a fingerprint, and part of a piece."""
     from fingerprint_memory import Memory
 
     import memsaver
@@ -205,17 +205,17 @@ def memory(sim, tag):
 
 @pytest.fixture
 def registered():
-    """Registrations of callbacks, removed at the end: `registered += [memsaver.on_pause(f)]`."""
+    """Collect callback registrations to remove: `registered += [memsaver.on_pause(f)]`."""
     found: list[Any] = []
     yield found
     for registration in found:
         registration.remove()
-    found.clear()  # pytest keeps the list, and with it what the callbacks refer to
+    found.clear()  # pytest keeps the list, which would keep the callbacks' objects
 
 
 @pytest.fixture
 def make_paused(make_blocks):
-    """Makes a paused tag, and returns its blocks."""
+    """Create a paused tag, and return its blocks."""
     import memsaver
 
     def make(
@@ -230,7 +230,7 @@ def make_paused(make_blocks):
 
 @pytest.fixture
 def slow(sim):
-    """Delays every copy, so that a pause or a resume takes at least that long."""
+    """Delay every copy, so that a pause or a resume takes at least that long."""
 
     def set_delay(seconds=0.15):
         sim.stream_delay(seconds)
@@ -241,7 +241,7 @@ def slow(sim):
 
 @pytest.fixture
 def options():
-    """Sets options for the test: `options(share_bytes="2MiB")`."""
+    """Set options for the test: `options(share_bytes="2MiB")`."""
     import memsaver
     from memsaver._runtime.native import _C
 
@@ -261,7 +261,7 @@ def options():
 
 @pytest.fixture
 def in_thread():
-    """Runs a call on another thread: `in_thread(function, ...).result()`."""
+    """Run a call on another thread: `in_thread(function, ...).result()`."""
     return Task
 
 
@@ -281,7 +281,7 @@ def wait_until():
 
 @pytest.fixture
 def plain(monkeypatch):
-    """An environment without the variables that the checks read; returns its monkeypatch."""
+    """Remove the variables that the checks read from the environment; return its monkeypatch."""
     prefixes = ("MEMSAVER_", "NCCL_", "PYTORCH_", "SGLANG_", "LD_", "TMPDIR", "TORCH_", "CUDA_")
     for name in list(os.environ):
         if name.startswith(prefixes) and name not in ("MEMSAVER_DRIVER", "LD_LIBRARY_PATH"):
@@ -292,7 +292,7 @@ def plain(monkeypatch):
 
 @pytest.fixture
 def system(plain, tmp_path):
-    """A fake system root with files: `system({"/proc/meminfo": "..."})`."""
+    """Create a fake system root with files: `system({"/proc/meminfo": "..."})`."""
     plain.setenv("MEMSAVER_TEST_SYSTEM_ROOT", str(tmp_path))
 
     def make(files):
@@ -309,7 +309,7 @@ def system(plain, tmp_path):
 
 @pytest.fixture
 def recorded(sim, tag, make_blocks):
-    """A timeline with a pause, a failed resume, a resume and a swap, and its two tags."""
+    """Return a timeline with a pause, a failed resume and a swap, and its two tags."""
     import memsaver
 
     first, second = tag("weights"), tag("kv_cache")
@@ -330,7 +330,7 @@ def recorded(sim, tag, make_blocks):
 
 @pytest.fixture
 def run_python(tmp_path):
-    """Runs code in a new process: `run_python(code, MEMSAVER_SIM_DEVICES=2)`.
+    """Run code in a new process: `run_python(code, MEMSAVER_SIM_DEVICES=2)`.
 
     Returns a CompletedProcess. The environment is this process's without memsaver's variables, with
     the simulated driver; a variable whose value is None is not set.
@@ -357,7 +357,7 @@ def run_python(tmp_path):
 
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
-    """The folder of this test's sockets, the only one that `memsaver top` searches here."""
+    """Create the folder of this test's sockets, the only folder that `memsaver top` searches."""
     from memsaver.cli import watched
 
     folder = tmp_path / "runtime"
@@ -372,19 +372,19 @@ def runtime(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def dropin_wheel(tmp_path_factory):
-    """The distribution's wheel, built with pip."""
+    """Build the distribution's wheel with pip."""
     return build_wheel(tmp_path_factory.mktemp("dropin"))
 
 
 @pytest.fixture(scope="session")
 def dropin_site(dropin_wheel):
-    """A site-packages folder with memsaver and the wheel's contents."""
+    """Create a site-packages folder with memsaver and the wheel's contents."""
     return make_site(dropin_wheel)
 
 
 @pytest.fixture
 def run_dropin(dropin_site, tmp_path):
-    """Runs Python code after the usual import; checks its status, and returns its process."""
+    """Run Python code after the usual import; check its status, and return its process."""
 
     def go(code, *, status=0, packages=dropin_site, **env):
         return run_with(packages, code, tmp_path, status, **env)
@@ -397,28 +397,28 @@ def run_dropin(dropin_site, tmp_path):
 
 @pytest.fixture
 def benchmark_module(monkeypatch):
-    """Imports a module of the benchmarks, and the fake of a peer, for this test."""
+    """Import a module of the benchmarks, and the fake of a peer, for this test."""
     yield from _modules_of(monkeypatch, BENCHMARKS, PEER)
 
 
 @pytest.fixture
 def example(monkeypatch):
-    """Imports a module of examples/grpo, only for this test."""
+    """Import a module of examples/grpo, only for this test."""
     yield from _modules_of(monkeypatch, EXAMPLE)
 
 
 @pytest.fixture
 def scene(sim, tag):
-    """A colocated session with a trainer and a fake engine, on one simulated device."""
+    """Yield a colocated session with a trainer and a fake engine, on one simulated device."""
     from colocated_scene import Scene  # imports torch
 
     made = Scene(tag)
     yield made
-    made.__dict__.clear()  # pytest keeps it
+    made.__dict__.clear()  # pytest keeps the object
 
 
 def _modules_of(monkeypatch, folder, *others):
-    """Return `import_module` with the folder on its path; removes the folder's modules later."""
+    """Yield `import_module` with the folder on its path; remove the folder's modules later."""
     monkeypatch.syspath_prepend(folder)
     before = set(sys.modules)
     yield importlib.import_module

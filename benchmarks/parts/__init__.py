@@ -1,4 +1,5 @@
 """The parts of the benchmarks, one file for each group of metrics.
 
-Each file has `measure`, which runs in the parent process, and the worker of its child processes.
+Each file defines `measure`, which runs in the parent process, and the worker of its child
+processes.
 """

@@ -1,8 +1,9 @@
-"""Pause and resume of 16 GB with a backup in host memory: the first time, changed, unchanged, lora.
+"""Measure pause and resume of 16 GB with a host backup: first, changed, unchanged, lora.
 
 Each process ends before the next begins, so that at most one has a backup. First pauses are
 measured in separate processes; each library's last process then also runs the later cycles. In
-memsaver's, a plain pinned copy of the same size precedes each pause and resume of changed contents.
+memsaver's process, a plain pinned copy of the same size precedes each pause and resume of changed
+contents.
 """
 
 from __future__ import annotations

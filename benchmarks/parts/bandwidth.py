@@ -1,4 +1,4 @@
-"""The bandwidth of a kernel on a region's memory, compared with plain memory."""
+"""Measure a kernel's bandwidth on a region's memory, compared with plain memory."""
 
 from __future__ import annotations
 

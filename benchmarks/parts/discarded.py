@@ -1,4 +1,4 @@
-"""Pause and resume without a backup: the workloads kv, discarded and many.
+"""Measure pause and resume without a backup: the workloads kv, discarded and many.
 
 The processes of all libraries and of the bare driver calls take turns, cycle by cycle in rotating
 order; all processes except the current one are paused, so that each finds the device in the same

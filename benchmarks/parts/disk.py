@@ -1,8 +1,8 @@
-"""Pause and resume of 8 GB with a backup on disk, compared with direct I/O in the same directory.
+"""Measure pause and resume of 8 GB with a backup on disk, and direct I/O in the same directory.
 
 The libraries and the direct I/O take turns. Before a resume the files' pages are dropped from the
-page cache, so that the resume reads from the disk. Direct I/O uses a file that was written once
-before.
+page cache, so that the resume reads from the disk. Direct I/O uses a file that has already been
+written once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The overhead of a cudaMalloc/cudaFree pair outside any region (see hook_overhead.py)."""
+"""Measure the overhead of a cudaMalloc/cudaFree pair outside any region (see hook_overhead.py)."""
 
 from __future__ import annotations
 

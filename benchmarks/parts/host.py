@@ -1,4 +1,4 @@
-"""Host memory in addition to the bytes that are backed up, while paused and after a resume.
+"""Measure host memory beyond the backed-up bytes, while paused and after a resume.
 
 The figures are MiB in addition to those before the first pause, each library in its own process:
 while 16 GB are paused, minus these 16 GB; and after a resume and, for memsaver, trim(wait=True).

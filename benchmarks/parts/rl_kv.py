@@ -1,4 +1,4 @@
-"""The largest KV cache of an engine: alone on the GPU, and with a trainer that shares the GPU.
+"""Find the largest KV cache of an engine: alone on the GPU, and with a trainer that shares it.
 
 With the trainer, the engine runs a whole step (see rl_engine.py), in which the trainer has a copy
 of the weights until the engine has received them. If the engine wakes in stages, the KV cache is
@@ -61,7 +61,7 @@ class Way:
 
     @property
     def tokens(self) -> int:
-        """The largest number of tokens that fit; 0 if none did."""
+        """Return the largest number of tokens that fit; 0 if none did."""
         return self.search.best.tokens if self.search.best else 0
 
 

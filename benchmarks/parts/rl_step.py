@@ -1,4 +1,4 @@
-"""Steps of RL in which an engine and a trainer share a GPU: seconds and memory of each stage.
+"""Measure steps of RL in which an engine and a trainer share a GPU: time and memory of each stage.
 
 rl_engine.py describes a step. One library after the other has the GPU, with an engine and a trainer
 whose weights and optimizer states are backed up. The first step of each library creates the
@@ -63,18 +63,18 @@ class Found:
 
     @property
     def totals(self) -> list[float]:
-        """The sum of all transitions of each step, in seconds."""
+        """Return the total duration of the transitions in each step, in seconds."""
         each = [self.seconds.get(name, []) for name in TRANSITIONS]
         return [round(sum(step), 4) for step in zip(*each, strict=True)]
 
     @property
     def highest(self) -> list[float]:
-        """The highest peak of each step, in GiB."""
+        """Return the highest peak of each step, in GiB."""
         return [max(step) for step in zip(*self.peaks.values(), strict=True)]
 
 
 def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> Found:
-    """Measure one library's steps, up to a failure; return none if contents were lost."""
+    """Measure one library's steps, up to a failure; return no figures if contents were lost."""
     found = Found()
     try:
         with running(

@@ -1,4 +1,4 @@
-"""The largest mem_fraction_static with which an engine can wake up next to a trainer.
+"""Find the largest mem_fraction_static with which an engine can wake up next to a trainer.
 
 The trainer allocates memory while the engine sleeps, and has a copy of the weights until the engine
 has received them. If the engine wakes all at once, it resumes all memory while the trainer still

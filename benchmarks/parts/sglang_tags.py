@@ -1,4 +1,4 @@
-"""Release and resume of each tag of an SGLang engine, with decoding before and after.
+"""Measure release and resume of each tag of an SGLang engine, with decoding before and after.
 
 One engine after the other has the GPU. Each runs one cycle with the weights as loaded, and then
 alternates cycles with unchanged weights and with new weights from a trainer. The engine's own

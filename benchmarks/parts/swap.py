@@ -1,4 +1,4 @@
-"""Swaps of two tags: with backups, compared with a pause and a resume; and without backups."""
+"""Measure swaps of two tags: with backups, compared with a pause and a resume; without backups."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Backed(Worker):
         return {"bytes": self._here.bytes}
 
     def turn(self, swap_first: bool) -> dict[str, Any]:
-        """Swap in one way, and back in the other way, with all contents changed before each."""
+        """Swap in one direction, and then in the other, with all contents changed before each."""
         found = {"plain": self._plain.both_ms()}
         for kind in ("swap", "calls") if swap_first else ("calls", "swap"):
             found[kind] = self._move(kind == "swap")

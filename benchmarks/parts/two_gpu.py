@@ -1,4 +1,4 @@
-"""A backed-up tag with 16 GB on each of two GPUs, compared with 16 GB on one GPU.
+"""Measure a backed-up tag with 16 GB on each of two GPUs, compared with 16 GB on one GPU.
 
 Measures later cycles, with all contents changed in between; each tag in its own process, one after
 the other.

@@ -149,7 +149,7 @@ class Finder {
     return found;
   }
 
-  // Returns the function, and keeps its object loaded from now on. Returns null if calling it would
+  // Returns the function, and keeps its object loaded. Returns null if calling it would
   // recurse: this library's own function, or the function of an interposer that is itself the
   // caller.
   void* usable(void* function, bool* runtime = nullptr) const {

@@ -40,7 +40,7 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// Decodes a text of the library. Bytes that are not UTF-8, for example of a path, are escaped.
+// Decodes a text from the library. Invalid UTF-8, for example in a path, is escaped.
 inline py::str text_of(const char* text) {
   PyObject* const decoded =
       PyUnicode_DecodeUTF8(text, static_cast<py::ssize_t>(std::strlen(text)), "backslashreplace");

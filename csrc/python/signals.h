@@ -10,7 +10,7 @@
 //   Otherwise handlers that begin transitions, during which more signals arrive, would multiply.
 // - If several handlers raise at the end, the first exception counts.
 // - A handler that a program sets in a block stays set.
-// - Blocks nest, whatever their kinds, and may end in any order. A block that is destroyed without
+// - Blocks of all kinds nest, and may end in any order. A block that is destroyed without
 //   finish() no longer defers signals; the handlers of recorded signals are called soon afterwards.
 // - Blocks affect the main thread. On other threads, which run no handlers, they do nothing; in a
 //   forked child they have ended.
@@ -55,7 +55,7 @@ class SignalsDeferred {
   Raised finish();
 
   // Calls the handlers of the recorded signals while a call waits for a tag, if every block allows
-  // that. Returns false, with Python's error set, if one raised.
+  // that. Returns false, with Python's error set, if a handler raised.
   static bool deliver_in_wait();
 
   // Restores the handlers in a forked child, whose main thread may be a different one, and discards
@@ -133,7 +133,7 @@ py::object interruptible(py::handle function);
 // `__enter__` and `__exit__` of a context manager that has `_enter()` and `_leave(type, error,
 // traceback)`. No handler runs within either. If a handler raises at the end of `_enter()`,
 // `_leave()` is called before the exception is thrown. leave_block() returns the result of
-// `_leave()`, which says whether the error is suppressed.
+// `_leave()`, which determines whether the error is suppressed.
 py::object enter_block(py::handle manager);
 py::object leave_block(py::handle manager, py::handle type, py::handle error, py::handle traceback);
 

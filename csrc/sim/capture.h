@@ -41,7 +41,8 @@ class Captures {
   // Checks work on the legacy stream: CUDA_ERROR_STREAM_CAPTURE_IMPLICIT if a blocking stream of
   // the context is capturing, which `invalidate` invalidates.
   CUresult admit_legacy_stream(const Context* context, bool invalidate);
-  // Checks a wait for the stream: fails if the stream is capturing, else like admit_unsafe_call.
+  // Checks a wait for the stream: fails if the stream is capturing, otherwise like
+  // admit_unsafe_call.
   CUresult admit_stream_wait(const StreamPtr& stream);
 
   // Records the operation instead of running it. CUDA_ERROR_STREAM_CAPTURE_INVALIDATED if the

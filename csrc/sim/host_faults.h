@@ -5,7 +5,7 @@
 
 namespace memsaver::sim {
 
-// As sim_explain_host_faults, without the check for a forked child.
+// Like sim_explain_host_faults, without the check for a forked child.
 void explain_host_faults(sim_paused_tag paused_tag) noexcept;
 
 }  // namespace memsaver::sim

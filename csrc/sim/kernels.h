@@ -25,8 +25,7 @@ bool prepare_launch(unsigned blocks, unsigned threads, void* const* arguments, O
 void note_reads(Operation* launch, int device);
 
 // Runs the launch with the lock released. Returns false and sets *culprit if the device cannot
-// access
-// memory: unmapped, without access, or unpinned host memory.
+// access memory: unmapped, without access, or unpinned host memory.
 bool run_launch(Lock* lock, const Operation& launch, int device, Range* culprit);
 
 }  // namespace memsaver::sim

@@ -14,8 +14,8 @@
 //   - The host can access device memory while it is mapped and accessible, and faults otherwise;
 //     sim_explain_host_faults explains such a fault.
 //   - A mapping must lie within its reservation; the driver was observed to map beyond it.
-//   - Every module, whatever its code, has one kernel, memsaver's own ms_fingerprint, which runs on
-//     the CPU and only with its own launch geometry.
+//   - Every module has one kernel, regardless of its code: memsaver's own ms_fingerprint. It runs
+//     on the CPU and only with its own launch geometry.
 //
 // These variables are read at the first cuInit; an invalid value makes cuInit return
 // CUDA_ERROR_INVALID_VALUE:
@@ -103,8 +103,8 @@ void sim_copy_rate(uint64_t bytes_per_second);
 // continues.
 void sim_hold_streams(int held);
 
-// 1: every driver call from now on returns CUDA_ERROR_DEINITIALIZED, as at process exit after the
-// driver's own teardown; 0: back to normal. State is kept.
+// 1: every later driver call returns CUDA_ERROR_DEINITIALIZED, as at process exit after the
+// driver's own teardown; 0: calls work again. State is kept.
 void sim_deinitialize(int gone);
 
 // Returns the tag of the paused memory at an address, zero-terminated, or null for an address that
@@ -112,7 +112,7 @@ void sim_deinitialize(int gone);
 // async-signal-safe calls.
 typedef const char* (*sim_paused_tag)(uint64_t address);
 
-// From the first call on, a host access to memory for which `paused_tag` returns a tag writes a
+// After the first call, a host access to memory for which `paused_tag` returns a tag writes a
 // line with the address and the tag to stderr: installs a handler of SIGSEGV, which then restores
 // the action that it replaced, so that the fault repeats and meets that action. Other faults, and
 // signals sent by a process, pass without a line. The library with `paused_tag` stays loaded. Later

@@ -27,7 +27,7 @@ const char* why_refused(int reason) {
   return "";
 }
 
-// Keeps the library loaded, because its threads may run at any time from now on.
+// Keeps the library loaded, because its threads may run at any time.
 void stay_loaded() {
   Dl_info info;
   if (dladdr(reinterpret_cast<void*>(&stay_loaded), &info) == 0 || info.dli_fname == nullptr) {

@@ -1,6 +1,6 @@
 // Streams: in-order queues of operations, each run by its own thread.
 //
-// Every function needs the lock of state.h; functions that wait release the lock and say so. An
+// Every function needs the lock of state.h; functions that are documented to wait release it. An
 // operation starts when its dependencies are complete. A context's legacy stream depends on all of
 // its blocking streams, and they depend on it; streams created with CU_STREAM_NON_BLOCKING are
 // independent of it.

@@ -1,4 +1,4 @@
-"""GRPO's advantages: the value of an answer relative to other answers to the same problem."""
+"""Compute GRPO's advantages: an answer's value relative to other answers to the same problem."""
 
 from __future__ import annotations
 

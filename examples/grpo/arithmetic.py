@@ -1,4 +1,4 @@
-"""The task: sums, because their answers can be checked."""
+"""Define the task: sums, because their answers can be checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts a rollout to training rows: each prompt with its answer, padded on the right."""
+"""Convert a rollout to training rows: each prompt with its answer, padded on the right."""
 
 from __future__ import annotations
 

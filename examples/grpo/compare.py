@@ -1,4 +1,4 @@
-"""Compares two runs, bit for bit. The exit status is 1 if they differ.
+"""Compare two runs, bit for bit. The exit status is 1 if they differ.
 
 python compare.py sleeping.json plain.json
 """

@@ -1,8 +1,9 @@
 """An engine without SGLang: a copy of the model in this process, for machines without a GPU.
 
-It has the methods of a `RolloutEngine` that the example uses, and its memory is in tags, so that it
-sleeps and wakes like SGLang: its weights have no backup, and are lost in a sleep until they are
-updated. It is slow, because it computes every token from the beginning. Each rank has its own.
+It implements the `RolloutEngine` methods that the example uses, and allocates its memory in tags,
+so that it sleeps and wakes like SGLang: its weights have no backup, so a sleep discards them and
+they must be updated after the wake-up. It is slow, because it computes every token from the
+beginning. Each rank has its own engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A picture of a run: the reward, and the memory and the time of each stage."""
+"""Plot a run: the reward, and the memory use and duration of each stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This process's place: a single process, or a rank that torchrun or Ray has started."""
+"""Determine this process's place: a single process, or a rank that torchrun or Ray has started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Place:
 
 
 def take_place(tp: int) -> Place:
-    """Return this process's place, from torchrun's variables. Joins the other ranks.
+    """Return this process's place, from torchrun's variables. Several ranks join a process group.
 
     Args:
         tp: the number of ranks that share an engine; 0 means all ranks.

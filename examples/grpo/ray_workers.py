@@ -1,4 +1,4 @@
-"""The same run as Ray actors, for several machines: ranks of a trainer, and SGLang servers.
+"""Run the example as Ray actors, for several machines: ranks of a trainer, and SGLang servers.
 
     python ray_workers.py --ranks 2                          a local Ray
     python ray_workers.py --ranks 16 --tp 8 --address auto   a cluster, an engine for each 8 GPUs
@@ -270,7 +270,7 @@ def main(
     """Train with GRPO in Ray actors."""
     settings = Settings(engine=engine, model=model, steps=steps, sleep=sleep, tp=tp)
     try:
-        # The engines' machines may have a GPU where this one has none.
+        # The engines' machines may have GPUs even if this machine has none.
         check_installed(settings, picture=picture, started=address != "local")
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from None

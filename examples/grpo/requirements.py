@@ -1,4 +1,4 @@
-"""What a run needs to be installed, which is checked before anything starts."""
+"""Check that the packages for a run are installed, before anything starts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def check_installed(settings: Settings, *, picture: bool, started: bool = False)
     """Check that a run can start here and finish.
 
     Args:
-        settings: of the run.
-        picture: whether its results are drawn.
-        started: whether its engines run already, in processes of their own.
+        settings: the run's settings.
+        picture: whether the run's results will be drawn.
+        started: whether the run's engines are already running, in other processes.
 
     Raises:
-        SettingsError: packages are missing, or a GPU; the message says how to get them.
+        SettingsError: packages or a GPU are missing; the message explains how to install packages.
     """
     served = settings.engine == "sglang" and not started
     needed = ["transformers", *(["sglang"] if served else []), *(["matplotlib"] if picture else [])]
@@ -35,7 +35,7 @@ def check_installed(settings: Settings, *, picture: bool, started: bool = False)
 
 
 def is_installed(name: str) -> bool:
-    """Whether a package can be imported; it is not imported."""
+    """Return whether a package can be imported, without importing it."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:  # a module without a spec, such as None in sys.modules

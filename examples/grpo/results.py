@@ -1,4 +1,4 @@
-"""A run's results as a JSON file; numbers are written exactly, for comparison."""
+"""Save a run's results as a JSON file; numbers are written exactly, for comparison."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Results:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file has no results of this version.
+            ValueError: the file does not contain results in this version's format.
         """
         try:
             fields = json.loads(path.read_text())

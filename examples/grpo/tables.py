@@ -1,4 +1,4 @@
-"""Tables of a run for a terminal."""
+"""Print tables of a run on a terminal."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Trains with GRPO on sums, with a trainer and an engine that share their GPUs.
+"""Train with GRPO on sums, with a trainer and an engine that share their GPUs.
 
 python train.py                                      one GPU
 torchrun --nproc-per-node 2 train.py                 two: FSDP2, and the engine with TP=2
 python train.py --engine model --model tiny          no GPU: the simulated driver, no SGLang
 python train.py --no-sleep --out plain               the same without sleeping, to compare
 
-It needs what requirements.txt lists; what is missing is said before anything starts.
+requirements.txt lists the required packages; missing packages are reported before anything starts.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def start(
         picture: whether the results will be drawn.
 
     Raises:
-        SettingsError: the ranks cannot divide the run, there is no such model, or something that
-            the run needs is not installed.
+        SettingsError: the ranks cannot divide the run, the model does not exist, or a required
+            package is not installed.
     """
     if settings.engine == "model" and not os.path.exists("/dev/nvidiactl"):
         os.environ.setdefault("MEMSAVER_DRIVER", "sim")

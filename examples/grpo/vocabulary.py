@@ -1,4 +1,4 @@
-"""The few tokens for arithmetic: a small vocabulary, or the same tokens of a model's vocabulary."""
+"""Define the tokens for arithmetic: a small vocabulary, or the same tokens of a model's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Vocabulary:
     """The numbers of tokens.
 
     Attributes:
-        ids: the token of each symbol.
+        ids: the token id of each symbol.
         pad: the token for padding.
         start: the token before a problem.
         end: the token after an answer.
-        size: the number of tokens that the model knows.
+        size: the size of the model's vocabulary.
     """
 
     ids: Mapping[str, int]

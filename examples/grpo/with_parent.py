@@ -1,4 +1,4 @@
-"""Runs a Python program that is killed when its parent process ends for any reason.
+"""Run a Python program that is killed when its parent process ends for any reason.
 
 python with_parent.py PARENT PROGRAM ARGUMENT...      PARENT is the parent's process id
 
@@ -20,7 +20,7 @@ def main(parent: int, program: list[str]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before the call of prctl
+    if os.getppid() != parent:  # the parent ended before the prctl call
         sys.exit(1)
     os.execv(sys.executable, [sys.executable, *program])
 

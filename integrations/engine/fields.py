@@ -1,4 +1,4 @@
-"""Checked reading of JSON from another process, field by field. Any defect is an `EngineError`.
+"""Reads JSON from another process, and checks each field. Any defect raises an `EngineError`.
 
 JSON allows lone surrogates, which no encoding can represent. They are escaped, so that messages
 with such text can be printed and sent.
@@ -84,7 +84,7 @@ class Fields:
         return float(value) if is_number(value) else self._refuse(name, "a number", value)
 
     def texts(self, name: str, known: Collection[str] | None = None) -> tuple[str, ...]:
-        """Return a list of strings, () if missing. With `known`, each must be in `known`."""
+        """Return a list of strings; () if missing. With `known`, each must be in `known`."""
         values = self._read(name, (list, tuple), "a list", [])
         for value in values:
             if not isinstance(value, str):

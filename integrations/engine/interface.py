@@ -42,7 +42,7 @@ class Engine(Protocol):
     """
 
     def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
-        """Release memory. Returns the schedulers' answers, [] if they do not reach the caller."""
+        """Release memory. Returns the schedulers' answers; [] if they do not reach the caller."""
 
     def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
         """Resume memory. Returns answers like `release`."""

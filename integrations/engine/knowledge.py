@@ -14,8 +14,8 @@ __all__ = ["Knowledge"]
 class Knowledge:
     """The released tags as far as they are known. Any thread; no call here queries the engine.
 
-    Replies may be late replies to an earlier query, because an engine may only count them, and
-    accept as many as it has schedulers. So `fits` and `are_new` check replies before `learn`
+    A reply may be late and belong to an earlier query, because an engine may only count replies,
+    and accept as many as it has schedulers. So `fits` and `are_new` check replies before `learn`
     adopts them.
 
     Args:
@@ -53,7 +53,7 @@ class Knowledge:
 
     @property
     def lost(self) -> frozenset[str]:
-        """The tags whose contents without a backup the last release lost when it failed."""
+        """The tags that lost contents without a backup when the last release failed."""
         return self._lost
 
     def current(self) -> frozenset[str] | None:

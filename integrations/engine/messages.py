@@ -35,7 +35,7 @@ _KINDS: dict[str, type[MemsaverError]] = {
     )
 }
 
-# The exceptions that have the bytes that were needed and free.
+# The exceptions with attributes for the needed and the free bytes.
 _WANTS = (errors.BackupError, errors.OutOfDeviceMemoryError, errors.OutOfHostMemoryError)
 
 
@@ -74,7 +74,7 @@ class Failure:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any] | None) -> Failure | None:
-        """Read a failure from its `asdict`; None from None. Raises `EngineError` otherwise."""
+        """Read a failure from its `asdict`; None yields None. Raises `EngineError` otherwise."""
         if fields is None:
             return None
         read = Fields(fields, "a failure")
@@ -139,8 +139,8 @@ class Answer:
         tags: the tags of the operation, even if it failed, except tags that already were in the
             requested state.
         released: the tags whose memory is released now.
-        held: the released tags of which some rank still has memory, because it could not release
-            it after a failure; the next release tries again.
+        held: the released tags whose memory is still allocated on some rank, because the rank could
+            not release it after a failure; the next release retries.
         ranks: the reports of the ranks of the scheduler's tensor-parallel group.
         failure: the operation's failure, or None.
         number: the number of the answer, from 1 for each scheduler.

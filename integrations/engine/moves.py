@@ -1,4 +1,4 @@
-"""Pauses and resumes of an engine's tags through memsaver, on all ranks or on none."""
+"""Pauses and resumes an engine's tags through memsaver, on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pause(group: Group, tags: Sequence[str]) -> list[RankReport]:
     """Pause the tags on every rank; paused tags stay as they are. Collective.
 
     Runs in two steps: all ranks begin the pause, and run it if no rank has rejected it, so that a
-    rejection comes before contents without a backup are lost. After a rejection no rank has
+    rejection precedes any loss of contents without a backup. After a rejection no rank has
     changed; after a later failure some ranks have paused.
     """
     # An interrupt is raised after the exchange, so that a rank never leaves the others waiting.
@@ -99,7 +99,7 @@ def _figures(report: Report, names: Mapping[str, str], tags: Sequence[str]) -> F
 
 
 def _names(tags: Sequence[str]) -> dict[str, str]:
-    """Map memsaver's tags to the engine's; return {} if another saver has the memory."""
+    """Map memsaver's tags to the engine's; return {} if another saver manages the memory."""
     try:
         return {name: tag for tag in tags for name in names_of(tag)}
     except NotLoadedError:

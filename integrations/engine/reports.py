@@ -69,7 +69,7 @@ def rank_reports(answers: Iterable[Answer]) -> tuple[RankReport, ...]:
 
 
 def timed(name: str, work: Callable[[], None]) -> Step:
-    """Time some work, and return it as a step without tags. Exceptions of `work` propagate."""
+    """Time the work, and return it as a step without tags. Exceptions of `work` propagate."""
     started = time.monotonic()
     work()
     return Step(name, (), time.monotonic() - started)

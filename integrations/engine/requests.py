@@ -96,7 +96,7 @@ class Requests:
 
 
 def busy() -> EngineBusyError:
-    """Return the error of a sleep that finds requests in flight."""
+    """Return the error for a sleep that finds requests in flight."""
     return EngineBusyError(
         "the engine has requests in flight, and memory that they use cannot be released: wait for "
         "the requests (wait_idle=True), or abort them (abort=True)"

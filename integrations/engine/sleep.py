@@ -59,7 +59,7 @@ class EngineController:
         check_timeout(timeout)
         self._engine = engine
         self._timeout = timeout
-        self._turn = Gate(reentrant=True)  # passed by a caller that changes the state
+        self._turn = Gate(reentrant=True)  # entered by a caller that changes the state
         self._requests = Requests()
         at_first = frozenset(selected(released, RELEASE_ORDER)) if released else frozenset()
         self._knowledge = Knowledge(at_first)
@@ -77,7 +77,7 @@ class EngineController:
 
     @property
     def lost(self) -> frozenset[str]:
-        """The tags that a failed sleep left mapped and whose contents without a backup are lost.
+        """The tags that a failed sleep left mapped, but without the contents that had no backup.
 
         Empty again after the engine's next successful sleep or wake-up.
         """
@@ -130,7 +130,7 @@ class EngineController:
     def request(self, operation: str = "generate") -> Iterator[None]:
         """Count the block as a request in flight, for a caller that calls the engine directly.
 
-        A sleep refuses or waits during the block, as during `generate`.
+        During the block, a sleep raises or waits, as during `generate`.
 
         Raises:
             ConfigError, InvalidStateError: see `check`.
@@ -153,7 +153,7 @@ class EngineController:
 
         Args:
             tags: a tag, or several.
-            wait_idle: wait until no request is in flight, instead of refusing.
+            wait_idle: wait until no request is in flight, instead of raising.
             abort: abort the requests in flight, and wait for their end.
             flush: flush the prefix cache even if only other tags are released, for example before
                 new weights. Without the plugin this is always done, because it reveals a busy
@@ -162,7 +162,7 @@ class EngineController:
                 the query of the state.
 
         Raises:
-            ConfigError: an unknown tag, an empty list of tags, or an invalid timeout.
+            ConfigError: a tag is unknown, the list of tags is empty, or the timeout is invalid.
             EngineBusyError: requests are in flight, after `timeout` if the call waits for them. The
                 engine is unchanged.
             EngineTimeoutError: the engine did not answer, and the status is unknown until it does;
@@ -194,15 +194,15 @@ class EngineController:
     def wake_up(self, tags: Tags = None, *, timeout: float = 60.0) -> SleepReport:
         """Allocate memory for `tags` again; None means all released tags.
 
-        Skips tags that are not released. Tags with a backup have their contents again, weights
-        without one must be loaded, and the KV cache is empty.
+        Skips tags that are not released. The contents of tags with a backup are restored, weights
+        without a backup must be loaded, and the KV cache is empty.
 
         Args:
             tags: a tag, or several.
-            timeout: seconds for the whole call, see `sleep`.
+            timeout: seconds for the whole call; see `sleep`.
 
         Raises:
-            ConfigError: an unknown tag, an empty list of tags, or an invalid timeout.
+            ConfigError: a tag is unknown, the list of tags is empty, or the timeout is invalid.
             OutOfDeviceMemoryError: with the plugin, too little memory is free on some rank, for
                 example because a trainer still uses it. The tags stay released, the engine is
                 alive, and the call can be repeated.

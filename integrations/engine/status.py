@@ -20,7 +20,7 @@ class Status(str, Enum):
     ASLEEP = "asleep"  # neither weights nor KV cache; with or without graphs
     NO_WEIGHTS = "no_weights"  # has a KV cache; with or without graphs
     NO_GRAPHS = "no_graphs"  # has weights and KV cache
-    UNKNOWN = "unknown"  # it is changing, or the engine has not reported it since an error
+    UNKNOWN = "unknown"  # the status is changing, or has not been reported since an error
 
 
 # The status for each set of released tags.

@@ -31,7 +31,7 @@ def selected(tags: Tags, order: Sequence[str]) -> list[str]:
     """Return the tags that a caller selects, in `order`. Never empty: to an engine, () means all.
 
     Raises:
-        ConfigError: an unknown tag, or an empty list.
+        ConfigError: a tag is unknown, or the list is empty.
     """
     if tags is None:
         return list(order)

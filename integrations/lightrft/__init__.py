@@ -17,7 +17,8 @@ order, so that its trainers need no change:
 | `maybe_load_optimizer` | maps it again |
 | `save_ckpt`, `load_ckpt` | LightRFT's, with the optimizer's memory mapped |
 
-A failure on one rank is an error on all of them. Importing this imports neither torch nor LightRFT.
+A failure on one rank raises an error on all ranks. Importing this imports neither torch nor
+LightRFT.
 """
 
 from .adapter import Adapted, adapt

@@ -157,7 +157,7 @@ class Adapted:
                 delattr(self._strategy, name)
 
     def _is_ours(self) -> bool:
-        """Return whether the strategy has an engine of SGLang."""
+        """Return whether the strategy has an SGLang engine."""
         strategy = self._strategy
         kind = getattr(strategy, "inference_engine_type", None)
         return strategy.inference_engine is not None and kind == "sglang"
@@ -168,7 +168,7 @@ class Adapted:
         return bool(getattr(self._strategy.args, "adam_offload", False))
 
     def _note(self, name: str) -> None:
-        """Set LightRFT's own status, an enumeration of LightRFT."""
+        """Set the strategy's own status, a member of LightRFT's enumeration."""
         strategy = self._strategy
         strategy.inference_engine_status = type(strategy.inference_engine_status)[name]
 
@@ -194,7 +194,7 @@ def adapt(
             `enable_weights_cpu_backup`. "resend": the sleep releases the weights without a backup,
             and LightRFT sends them from the actor when the engine wakes, unless it was just
             updated.
-        offload_optimizer: whether `maybe_offload_optimizer` does anything. None follows LightRFT's
+        offload_optimizer: whether `maybe_offload_optimizer` has an effect. None follows LightRFT's
             `--adam_offload`. With DeepSpeed, which keeps the states on the host with that flag,
             None means True without the flag.
         tag: the tag of the first optimizer; later ones append a number.

@@ -23,11 +23,11 @@ _AGAIN = "the other ranks' engines succeeded; the call may be repeated, and skip
 class EngineMemory:
     """The engines of all ranks. Every rank makes the same calls, from one thread.
 
-    LightRFT has an engine in the process of rank 0 of each tensor-parallel group, as attribute
+    LightRFT creates an engine in the process of rank 0 of each tensor-parallel group, as attribute
     `_engine` of an object that exists on every rank. The other ranks only join the collectives.
 
     Attributes:
-        weights: what happens to the weights in a sleep, one of `WEIGHTS_POLICIES`.
+        weights: the policy for the weights in a sleep, one of `WEIGHTS_POLICIES`.
     """
 
     def __init__(self, strategy: Any, weights: str, timeout: float) -> None:

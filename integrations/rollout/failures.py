@@ -20,7 +20,7 @@ class SerializedError:
 
     Attributes:
         failure: the description of the exception, for a `RankError`.
-        error: the exception itself, if it is memsaver's and can be pickled; else None.
+        error: the exception itself, if it is memsaver's and can be pickled; otherwise None.
     """
 
     failure: RankFailure
@@ -28,7 +28,7 @@ class SerializedError:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> SerializedError:
-        """Make the serialised error of a rank's exception."""
+        """Create the serialised error for a rank's exception."""
         known = error if isinstance(error, MemsaverError) else None
         return cls(Account.of(error, "").failure(rank), known)
 
@@ -36,7 +36,7 @@ class SerializedError:
         """Return the bytes for `parse` on all ranks."""
         try:
             error = PICKLES.pack_error(self.error) if self.error is not None else b""
-        except Exception:  # it cannot be pickled, or its class needs other arguments
+        except Exception:  # not picklable, or its class needs other arguments
             error = b""
         return pack((self.failure, error))
 
@@ -61,7 +61,7 @@ def error_of(what: str, errors: Sequence[SerializedError], size: int) -> Memsave
 
     Returns:
         An error of the same class as the ranks' errors, if these are memsaver's and all of one
-        class; else a `RankError`. Both have `failures` by rank.
+        class; otherwise a `RankError`. Its attribute `failures` maps ranks to their failures.
     """
     general = failed(what, size, {one.failure.rank: one.failure for one in errors}, "")
     error = errors[0].error

@@ -12,7 +12,7 @@ __all__ = ["Fence", "connections_of"]
 class Fence:
     """A barrier between ranks of different engines, which also propagates their failures.
 
-    Making one is a collective of the mesh.
+    The constructor is a collective call over the mesh.
 
     Args:
         layout: this rank's place in the mesh.
@@ -56,7 +56,7 @@ class Fence:
             what: a description of the call, the same on all ranks.
             error: the failure of this rank's engine, the same on all its ranks; or None.
             timeout: seconds that the other engines may take, if longer than this fence's own
-                timeout. A failure at the end of that time is still reported.
+                timeout. A failure just before that timeout is still reported.
 
         Raises:
             error: `error` itself, if there is only one engine; an interrupt is raised only on its
@@ -82,7 +82,7 @@ class Fence:
 
 
 def connections_of(layout: Layout) -> int:
-    """Return the number of collectives that creating a fence takes."""
+    """Return the number of collectives that the constructor of a fence runs."""
     return sum(group.size() > 1 for group in layout.dp_groups)
 
 

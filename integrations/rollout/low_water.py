@@ -20,7 +20,7 @@ class LowWater:
     """The low-water mark of a device's free memory in a block; counts the use of all processes.
 
     Samples at the beginning, at the end, and in between on its own thread. Memory that is allocated
-    and released between two samples is not seen.
+    and released between two samples is not counted.
 
     Attributes:
         free: the smallest free memory of all samples, in bytes; 0 without a driver.

@@ -1,8 +1,8 @@
 """A pickle codec for messages between the ranks of a job.
 
 Prompts may contain any value that an engine accepts, such as images. An attacker who can write to
-the connections of a job's process group can run code in its ranks, as with torch's own collectives
-of objects; see SECURITY.md. memsaver unpickles only here, and only bytes from these connections.
+the connections of a job's process group can run code in its ranks, as with torch's own object
+collectives; see SECURITY.md. memsaver unpickles only here, and only bytes from these connections.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The places of ranks in tensor-parallel groups, from a `DeviceMesh`."""
+"""Computes this rank's position in its tensor-parallel group from a `DeviceMesh`."""
 
 from __future__ import annotations
 

@@ -37,18 +37,18 @@ class RolloutEngine(SharedSleep):
             with engine.staged_wake():
                 engine.update_weights(model)
 
-    All ranks of a group get the leader's results and its failures: every rank raises an error of
-    the same class, whose message names the cause and the rank, and whose `failures` maps ranks to
-    causes. If a rank died or hangs, the others raise `GroupError`. Every wait is bounded: a call's
-    `timeout`, in seconds, limits the engine's work, and before it the ranks wait for each other at
-    most for the engine's own `timeout`.
+    All ranks of a group receive the leader's results and its failures: every rank raises an error
+    of the same class, whose message names the cause and the rank, and whose `failures` maps ranks
+    to causes. If a rank died or hangs, the others raise `GroupError`. Every wait is bounded: a
+    call's `timeout`, in seconds, limits the engine's work, and before that work the ranks wait for
+    each other for at most the engine's own `timeout`.
 
-    Making an engine is a collective of the whole mesh, and an invalid argument on one rank raises
-    an error on all of its ranks immediately. A rank with an invalid mesh looks for the ranks that
-    wait for it at most for `timeout`, and raises `GroupError` if there are none. If a rank's valid
-    mesh differs from that of other ranks, they raise `GroupError` after `timeout`. A rank outside
-    of its mesh raises `ConfigError` immediately, and ranks that wait for it raise `GroupError`
-    after `timeout`.
+    The constructor is a collective call over the whole mesh, and an invalid argument on one rank
+    raises an error on all of its ranks immediately. A rank with an invalid mesh searches for at
+    most `timeout` for the ranks that wait for it, and raises `GroupError` if there are none. If a
+    rank's valid mesh differs from that of other ranks, they raise `GroupError` after `timeout`. A
+    rank outside of its mesh raises `ConfigError` immediately, and ranks that wait for it raise
+    `GroupError` after `timeout`.
 
     Threads: one thread may call `generate` while another one makes all other calls, for example
     `pause_generation` to end a generation; the same two threads on each rank. Do not use an engine
@@ -180,14 +180,14 @@ class RolloutEngine(SharedSleep):
             tp: the mesh's dimension whose ranks share an engine.
             dp: its other dimensions, one name or several.
             timeout: seconds for the start of the engine's processes; also the default for all
-                calls. Download the model first: a download has no bound.
+                calls. Download the model first: a download has no timeout.
             pad_token_id: the token that fills the padding in the output of `generate`.
             server_args: arguments of `sglang.Engine`, such as `model_path`.
 
         Raises:
             NotLoadedError: SGLang is not installed.
             ConfigError: the mesh, the GPUs or the arguments do not match each other.
-            EngineError, EngineTimeoutError: the engine did not start, or not in time.
+            EngineError, EngineTimeoutError: the engine did not start, or did not start in time.
         """
         from ..sglang.launch import gpu_of_this_process, launch, place
 

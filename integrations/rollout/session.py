@@ -25,7 +25,7 @@ from .trainer_memory import TrainerMemory
 
 __all__ = ["ColocatedSession", "Phase"]
 
-_WEIGHTS = "weights"  # the engine's tag for them
+_WEIGHTS = "weights"  # the engine's tag for its weights
 
 
 class Phase(str, Enum):
@@ -54,7 +54,7 @@ class ColocatedSession:
     a training, it resumes the trainer's memory. A stage with nothing to do is skipped: current
     weights are not sent again.
 
-    **Ranks.** On several ranks all calls are collectives of `group`, and so is making a session:
+    **Ranks.** On several ranks the constructor and all calls are collectives of `group`:
     every rank enters and leaves the same blocks. An invalid argument on one rank raises an error on
     all ranks immediately. Stages end on all ranks together. If a stage fails on a rank, every rank
     raises an error of the same class (a `RankError`, if ranks fail differently), with the ranks and
@@ -62,13 +62,13 @@ class ColocatedSession:
     ranks, and the others raise such an error at the end of the block. An interrupt (Ctrl-C) counts
     as a failure, even between two stages: its own rank raises it again.
 
-    **Errors.** Nothing is lost. A failed stage ends the call, the session is idle, and either block
-    can be entered again: it runs the remaining stages. After a failed pause the trainer's
-    memory is mapped, after a failed resume it is paused with its backup, and the engine's own error
-    describes the engine. After a failed update the engine's weights are unknown, and no block can
-    use the engine until the next rollout has updated them; the trainer's weights are intact. After
-    an exception in a rollout's block the engine stays awake until the next block. A call out of
-    order raises `InvalidStateError`, and changes nothing.
+    **Errors.** Nothing is lost. A failed stage ends the call and leaves the session idle. Either
+    block can be entered again; entering it runs the remaining stages. After a failed pause the
+    trainer's memory is mapped, after a failed resume it is paused with its backup, and the engine's
+    own error describes the engine. After a failed update the engine's weights are unknown, and no
+    block can use the engine until the next rollout has updated them; the trainer's weights are
+    intact. After an exception in a rollout's block the engine stays awake until the next block. A
+    call out of order raises `InvalidStateError`, and changes nothing.
 
     Gradients that exist when a rollout begins are kept with the optimizer, which costs time and
     host memory: call `optimizer.zero_grad()` at the end of a step. One thread at a time. Change the
@@ -85,7 +85,7 @@ class ColocatedSession:
             `Offloaded`.
         optimizer: its optimizer, or several, whose states and gradients go into the tag
             "optimizer"; or its `Offloaded`. None if no optimizer is on the GPU.
-        state: returns the weights to send, as `RolloutEngine.update_weights` takes them; None means
+        state: returns the weights to send, for `RolloutEngine.update_weights`; None means
             `model.state_dict()`.
         tags: further tags of the trainer, such as a reference model's, which are paused and resumed
             with the optimizer; equal on all ranks. Each must exist and have a backup.
@@ -98,10 +98,10 @@ class ColocatedSession:
             `enable_weights_cpu_backup`), so that they are sent only after a `training` block.
         update_options: the options of `RolloutEngine.update_weights`; or a function that returns
             them for each update, such as the new version of the weights.
-        timeout: seconds for a stage on each rank. Ranks wait for each other a little longer, so
-            that they learn of a stage that fails at the end of its time.
+        timeout: seconds for a stage on each rank. Ranks wait for each other slightly longer,
+            so that a stage that fails just before its timeout is still reported to all of them.
         block_timeout: seconds to wait for the other ranks at the beginning and the end of a block.
-        on_stage: called with the report of each stage, even of failed ones; must not raise.
+        on_stage: called with the report of each stage, including failed stages; must not raise.
 
     Raises:
         ConfigError: the model or an optimizer cannot be offloaded, a tag has no backup, an option
@@ -110,7 +110,7 @@ class ColocatedSession:
         InvalidStateError: a handle or the group is closed; or this rank is not in `group`, in which
             case only this rank raises it, and the group's ranks wait for each other until
             `timeout`.
-        GroupError: not all ranks made the session within `timeout`, or not on the same group.
+        GroupError: not all ranks created the session within `timeout`, or not on the same group.
         MemsaverError: see `offload` and `memsaver.distributed`; raised on all ranks.
     """
 
@@ -202,8 +202,8 @@ class ColocatedSession:
             ConfigError: a tag of the trainer has lost its backup; nothing is paused.
             RankError: the block or a stage failed on some ranks, or they made different calls.
             GroupError: a rank died, hangs, or was late; restart the job.
-            OutOfDeviceMemoryError: too little memory is free for the engine. Earlier stages stay
-                done, and the next call continues from there.
+            OutOfDeviceMemoryError: too little memory is free for the engine. The effects of
+                earlier stages remain, and the next call continues from there.
             EngineError, MemsaverError: a stage failed; the next call continues from there.
         """
         with self._turn("rollout"):
@@ -235,7 +235,7 @@ class ColocatedSession:
     def close(self) -> None:
         """Remove the hooks from the model and the optimizer; the engine stays as it is.
 
-        The tensors stay in the tags, at their addresses; the session cannot be used any more, and
+        The tensors stay in the tags, at their addresses; the session cannot be used afterwards, and
         its connections with other ranks end. Closing twice is allowed.
 
         Raises:

@@ -46,7 +46,7 @@ def check_options(
 
 
 def group_of(group: Any) -> Any:
-    """Return the group, the world for None; None if this process is alone."""
+    """Return the group; None selects the world if torch.distributed is initialised."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return group
@@ -54,7 +54,7 @@ def group_of(group: Any) -> Any:
 
 
 def layout_beside(everyone: Any) -> Layout:
-    """Return this rank's place in a group in which every rank is an engine of its own."""
+    """Return this rank's place in a group in which every rank counts as an engine."""
     if everyone is None:
         return ALONE
     dist: Any = sys.modules["torch.distributed"]

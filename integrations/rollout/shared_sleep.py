@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 class SharedSleep:
     """Sleep and wake-up as collectives of a group. The leader has the engine.
 
-    The base of `RolloutEngine`, which sets the attributes.
+    The base class of `RolloutEngine`, which sets the attributes.
 
     Attributes:
         together: the connection for calls of the group's ranks.
@@ -47,17 +47,17 @@ class SharedSleep:
         raise NotImplementedError
 
     def _check_open(self) -> None:
-        """Raise `InvalidStateError` if it is closed."""
+        """Raise `InvalidStateError` if this object is closed."""
         raise NotImplementedError
 
     @property
     def status(self) -> Status:
-        """The engine's status after the last call. No collective."""
+        """The engine's status after the last call. Not a collective."""
         return status_of(self._released)
 
     @property
     def released(self) -> frozenset[str]:
-        """The released tags after the last call. No collective."""
+        """The released tags after the last call. Not a collective."""
         return self._released or frozenset()
 
     def refresh(self) -> Status:
@@ -66,7 +66,7 @@ class SharedSleep:
         return self.status
 
     def check(self, operation: str) -> None:
-        """Raise `InvalidStateError` if the engine would not survive an operation. No collective.
+        """Raise `InvalidStateError` if the engine would not survive an operation. Not a collective.
 
         Args:
             operation: "generate" or "update_weights".
@@ -90,12 +90,12 @@ class SharedSleep:
 
         Args:
             tags: a tag, or several; None means all tags.
-            wait_idle: wait until no request is in flight, instead of refusing.
+            wait_idle: wait until no request is in flight, instead of raising.
             abort: abort the requests in flight, and wait for their end.
             flush: flush the prefix cache even if only other tags are released.
             fence: also wait for the engines of all other groups of the mesh, and raise if one of
-                them failed. The others sleep in this case, and the call can be made again. All
-                ranks of the mesh make the call.
+                them failed. The other engines are asleep in this case, and the call can be
+                repeated. All ranks of the mesh make the call.
             timeout: seconds for the whole call; None means the engine's timeout.
         """
         options = {"wait_idle": wait_idle, "abort": abort, "flush": flush}
@@ -204,7 +204,7 @@ class SharedSleep:
 
         Args:
             what: a description of the call, equal on all ranks of the engine.
-            action: makes the change on the leader, within the timeout that it is passed.
+            action: makes the change on the leader, within the timeout passed to it.
             timeout: seconds; None means the engine's timeout.
             fence: a description of the call, equal on all ranks of the mesh; "" for no fence.
         """

@@ -33,9 +33,9 @@ class Together:
     """Collective calls of a group's ranks. The group's first rank is the leader.
 
     All ranks make the same calls in the same order. If a call fails on a rank, all ranks raise the
-    same error: of the failure's class if all failures are memsaver's and of one class, otherwise a
-    `RankError`. Its message names the call, the ranks and their reasons, it has the `failures` of a
-    `RankError`, and on a rank that failed its cause is the rank's own exception.
+    same error: one of the failures' class if all failures are memsaver's and of one class,
+    otherwise a `RankError`. Its message names the call, the ranks and their reasons, it has the
+    `failures` of a `RankError`, and on a rank that failed its cause is the rank's own exception.
 
     Every wait is bounded: if a rank died or hangs, the others raise `GroupError` after the timeout.
     They cannot use this object afterwards; other users of the process group are unaffected.
@@ -50,15 +50,16 @@ class Together:
     Calls in several threads may run concurrently if each thread has its own `Together`; calls of
     one object are serialized. They use only the CPU.
 
-    Making one is a collective, which fails on all ranks if an argument is invalid on one of them.
+    The constructor is a collective call, which fails on all ranks if an argument is invalid on one
+    of them.
 
     Args:
         group: a `torch.distributed` group; None, or a group of one rank, means this process alone.
         timeout: seconds to wait for all ranks to make a call.
         lane: a name that separates these calls from concurrent ones; the same on all ranks.
         refused: an earlier failure of this rank, to be raised on all ranks; or None.
-        following: the number of further `Together` objects that the ranks make after this one,
-            even if making this one fails. Used by ranks that do not know their group (see
+        following: the number of further `Together` objects that the ranks create after this one,
+            even if the creation of this one fails. Used by ranks that do not know their group (see
             `refuse`).
 
     Raises:
@@ -170,7 +171,7 @@ class Together:
             def of_leader() -> Result | None:
                 return action(everyones) if self._is_leader else None
 
-            # The other ranks wait a little longer than the action may take.
+            # The other ranks wait slightly longer than the action may take.
             limit = (self._timeout if timeout is None else timeout) + GRACE_SECONDS
             done = ranks.attempt(
                 what, of_leader, timeout=limit, codec=PICKLES, step="by the leader"
@@ -221,7 +222,7 @@ def _error_of(outcomes: Outcomes[Any]) -> MemsaverError:
 
 
 def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
-    """Raise an error in this rank's arguments on all ranks that are about to make a `Together`.
+    """Raise an error in this rank's arguments on all ranks that are about to create a `Together`.
 
     Used by a rank that does not know its groups. It finds the ranks that wait for it, and joins as
     many of their collectives as they request.

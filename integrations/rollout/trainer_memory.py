@@ -48,7 +48,7 @@ class TrainerMemory:
         self._group = group
         self._timeout = timeout
         self._handles: list[Offloaded] = []
-        self._made: list[Offloaded] = []  # made here, not by the caller
+        self._made: list[Offloaded] = []  # created here, not by the caller
         self.device = _current_device()
         self.model = ""
         if backup == "none":
@@ -138,9 +138,9 @@ class TrainerMemory:
             torch.cuda.empty_cache()
 
     def undo(self) -> None:
-        """Remove the hooks that were made here, but not those of the caller's handles."""
+        """Remove the hooks that were installed here, but not those of the caller's handles."""
         for handle in self._made:
-            with contextlib.suppress(MemsaverError):  # the error that led here says more
+            with contextlib.suppress(MemsaverError):  # the original error is more specific
                 handle.close()
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ def _check_backups(tags: Sequence[str]) -> None:
 
 
 def _torch_with_cuda() -> Any:
-    """Return the module torch if it has used CUDA, else None."""
+    """Return the module torch if it has used CUDA, otherwise None."""
     torch: Any = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
 

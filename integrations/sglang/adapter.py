@@ -20,7 +20,7 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 class MemsaverAdapter:
-    """Implements SGLang's `TorchMemorySaverAdapter`, of 0.5.16 and 0.5.23, with memsaver.
+    """Implements the `TorchMemorySaverAdapter` of SGLang 0.5.16 and 0.5.23 with memsaver.
 
     SGLang creates an adapter for each pool, graph runner and model runner. Adapters have no state,
     because memsaver's state belongs to the process. Threads: see `memsaver.region`. Raises

@@ -37,8 +37,9 @@ def backend_of(engine: Any, *, api_key: str | None = None, timeout: float = 60.0
         timeout: seconds for the query of the engine's arguments and state.
 
     Raises:
-        ConfigError: `engine` is neither, it detokenises, its version is not supported, or the
-            address, the key or the timeout is invalid. No message contains the key.
+        ConfigError: `engine` is neither of these, the engine detokenises, its version is not
+            supported, or the address, the key or the timeout is invalid. No message contains the
+            key.
         NotLoadedError: `engine` is a URL, and httpx is not installed
             (`pip install "memsaver[http]"`).
         EngineError: the engine cannot be reached in time.

@@ -130,7 +130,7 @@ class LocalEngine:
         return self.run("a generation", generate, timeout)
 
     def ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> Reply:
-        """Send one of SGLang's requests, by the name of its method.
+        """Send the SGLang request with this method name, and return the reply.
 
         Raises:
             UnknownRequestError: this version of SGLang does not have the method.
@@ -238,7 +238,7 @@ class LocalEngine:
     ) -> None:
         """Wait until `future`, which runs on `loop`, is done, or until `deadline`.
 
-        Also ends if one of the engine's processes ends. Another thread may begin or stop driving
+        Also returns if one of the engine's processes ends. Another thread may begin or stop driving
         the loop at any time.
         """
 

@@ -16,7 +16,7 @@ __all__ = ["no_longer", "when_imported"]
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call `then(module)` once: now, if the module is imported, else right after its import.
+    """Call `then(module)` once: now if the module is imported, otherwise right after its import.
 
     Calls it on the importing thread, before other code can use the module. An exception that `then`
     raises ends the import. After a failed import, waits for the next one. Does nothing if the

@@ -129,7 +129,7 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int) -> Placement:
     ports = _ports(int(first) if first.isdigit() else dp_rank)
     steps = {later.index - gpu.index for gpu, later in itertools.pairwise(known)} or {1}
     if len({gpu.visible for gpu in known}) == 1 and len(steps) == 1 and min(steps) > 0:
-        # With the ranks' numbering, so that a GPU has the same number in the engine.
+        # Uses the ranks' numbering, so that a GPU has the same number in the engine.
         where = {"base_gpu_id": known[0].index, "gpu_id_step": steps.pop()}
         return Placement({**ports, **where})
     return Placement({**ports, "base_gpu_id": 0, "gpu_id_step": 1}, ",".join(names))
@@ -194,7 +194,7 @@ def launch(
 
 
 def engine_failed(number: int, frame: FrameType | None) -> None:
-    """Ignore SIGQUIT, which a dying process of the engine sends: waiting calls notice its death."""
+    """Ignore SIGQUIT, which a dying process of the engine sends: waiting calls detect its death."""
 
 
 def _started(start: Callable[[], Any], deadline: float) -> Any:

@@ -12,7 +12,7 @@ __all__ = ["Reply", "UnknownRequestError"]
 
 
 class UnknownRequestError(EngineError):
-    """This version of SGLang does not know the request."""
+    """This version of SGLang does not support the request."""
 
 
 @dataclass(frozen=True)

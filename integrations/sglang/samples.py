@@ -49,7 +49,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def samples_of(outputs: Any) -> list[Sample]:
-    """Return the samples in SGLang's outputs. Raises `EngineError` if they are something else."""
+    """Return the samples in SGLang's outputs. Raises `EngineError` if their format is invalid."""
     if not isinstance(outputs, list):
         raise EngineError(f"the engine must return a list of samples, not {_excerpt(outputs)!r}")
     return [sample_of(output) for output in outputs]

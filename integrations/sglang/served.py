@@ -90,7 +90,8 @@ class ServedEngine:
     def abort_requests(self, rids: Sequence[str], timeout: float) -> None:
         """Abort as many requests as the time allows, by their ids.
 
-        The server itself detects later that a client has disconnected.
+        Requests that are not aborted in time are left to the server, which detects disconnected
+        clients itself.
         """
         deadline = time.monotonic() + timeout
         for rid in rids:
@@ -137,7 +138,7 @@ class ServedEngine:
         return parsed(text, "the server's answer")
 
     def ask(self, name: str, payload: Mapping[str, Any], timeout: float) -> Reply:
-        """Send one of SGLang's requests, by the name of its method.
+        """Send the SGLang request with this method name, and return the reply.
 
         Raises:
             UnknownRequestError: this version of SGLang does not have the method.

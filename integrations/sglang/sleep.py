@@ -30,15 +30,15 @@ class SleepController(EngineController):
     reports its state, even after errors and if other clients release or resume tags. Without the
     plugin, a failure ends the engine, and the controller knows only its own calls and `released`.
 
-    `generate` takes the arguments of `sglang.Engine.generate`. For a server at a URL, arguments and
-    results are JSON, there are no streams, and `timeout` is in seconds for the whole call, by
+    `generate` accepts the arguments of `sglang.Engine.generate`. For a server at a URL, arguments
+    and results are JSON, there are no streams, and `timeout` is in seconds for the whole call, by
     default an hour.
 
     Threads: any. `sleep` and `wake_up` run one after the other; generations run concurrently. Do
     not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`. `sleep` detects
     requests that did not come through the controller when it begins. Without the plugin, a request
-    that arrives just after that is fatal. A request while the engine sleeps is always fatal, and
-    SGLang's `/health` sends one, unless `SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0`.
+    that arrives just after this check is fatal. A request while the engine sleeps is always fatal,
+    and SGLang's `/health` sends one, unless `SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0`.
 
     Args:
         engine: an `sglang.Engine` of this process, a server's URL, or a result of

@@ -1,11 +1,11 @@
 """Verified weight updates in SGLang's scheduler processes, whose failures do not end the engine.
 
-SGLang only logs names that the model does not know, and an exception raised in a loader (for
+SGLang only logs names that the model does not use, and an exception raised in a loader (for
 example, on a shape mismatch) ends the engine. For an update that carries a `VerificationRequest`,
 each rank runs the checks of `LoadCheck` around SGLang's own handlers, and then waits for its
-device: the sender may overwrite its memory as soon as it has the answer. The answer contains the
-results of all ranks of the group, even if their load failed. Updates without a request use SGLang's
-handlers unchanged.
+device: the sender may overwrite its memory as soon as it receives the answer. The answer contains
+the results of all ranks of the group, even if their load failed. Updates without a request use
+SGLang's handlers unchanged.
 """
 
 from __future__ import annotations

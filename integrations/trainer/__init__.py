@@ -23,7 +23,7 @@ Supports torch's optimizers and modules, including those of FSDP2. The approach,
 - **A step while the tag is paused** raises an error before anything accesses the memory. So does
   the forward of a module and of each of its parts.
 
-Importing this imports no torch.
+Importing this does not import torch.
 """
 
 from .offloading import Offloaded, offload

@@ -1,7 +1,7 @@
 """References to the memory of CPU tensors, and whether the simulator can redirect them.
 
-Every Python tensor over a storage can be found and pointed to other memory. A user that has the
-memory's address (a numpy array, a DLPack consumer) or the storage object cannot.
+Every Python tensor over a storage can be found and pointed to other memory. Objects that hold the
+memory's address (a numpy array, a DLPack consumer) or the storage object cannot be redirected.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _UNSEEN = 1 if sys.version_info < (3, 11) else 0
 class Aliases:
     """The Python tensors over the storages of some tensors, and other references to their memory.
 
-    Covers the objects that the garbage collector tracked when this was made, and the local
-    variables of all threads. Making one takes about 0.1 s in a process with a million objects.
+    Covers the objects that the garbage collector tracked when this was created, and the local
+    variables of all threads. The constructor takes about 0.1 s in a process with a million objects.
 
     The caller must refer to the tensors from containers only, and disable torch functions.
     """

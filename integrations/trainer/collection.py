@@ -77,7 +77,7 @@ class Collection:
             return inside, outside
 
     def devices(self) -> list[int]:
-        """Return the indices of the targets' CUDA devices; none on the simulated driver."""
+        """Return the indices of the targets' CUDA devices; [] on the simulated driver."""
         found = {storage.device for storage, _ in self._storages(self.targets, gradients=True)}
         return sorted(device.index for device in found if device.type == "cuda")
 
@@ -111,8 +111,8 @@ class Collection:
             gradients: whether to move gradients as well; ignored if this object excludes them.
 
         Raises:
-            OutOfDeviceMemoryError: no room for a storage or a batch; memory that was moved stays in
-                the tag, the rest in place, and a repeated call continues from there.
+            OutOfDeviceMemoryError: there is no room for a storage or a batch; memory that was moved
+                stays in the tag, the rest in place, and a repeated call continues from there.
             InvalidStateError: the tag is paused.
         """
         with self._lock:

@@ -1,4 +1,4 @@
-"""Moving the storages of CUDA tensors into a tag, in place."""
+"""Moves the storages of CUDA tensors into a tag, in place."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DeviceStorages:
         devices = {storage.device for storage in waiting}
         for device in devices:
             torch.cuda.synchronize(device)
-        # Outside of all regions: inside, empty_cache keeps what torch caches elsewhere.
+        # Outside of all regions: inside one, empty_cache keeps memory that torch caches elsewhere.
         with suspended():
             torch.cuda.empty_cache()
             try:
@@ -58,7 +58,7 @@ class DeviceStorages:
                         torch.cuda.empty_cache()
                     del waiting[: len(batch)]
             finally:
-                # Other streams may use the new addresses from here on.
+                # Other streams may use the new addresses after the call.
                 for device in devices:
                     torch.cuda.current_stream(device).synchronize()
 

@@ -22,8 +22,8 @@ __all__ = [
     "guard_parts",
 ]
 
-Check: TypeAlias = Callable[[str], object]  # takes the name of an operation; raises to prevent it
-Hook: TypeAlias = Callable[[Any], object]  # takes the optimizer
+Check: TypeAlias = Callable[[str], object]  # called with an operation's name; raises to prevent it
+Hook: TypeAlias = Callable[[Any], object]  # called with the optimizer
 
 _FORWARD = "the model's forward"
 
@@ -95,7 +95,7 @@ def guard_optimizer(
         A stack that removes the hooks when it is closed.
 
     Raises:
-        ConfigError: the optimizer accepts no hooks; it has none afterwards.
+        ConfigError: the optimizer accepts no hooks; none of them remains.
     """
     import torch
 
@@ -123,7 +123,7 @@ def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
         A stack that removes the hooks when it is closed.
 
     Raises:
-        ConfigError: the module accepts no hooks; it has none afterwards.
+        ConfigError: the module accepts no hooks; none of them remains.
     """
     with _registering(module) as hooks:
         _guard(module, check, hooks)

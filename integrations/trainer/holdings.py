@@ -37,7 +37,7 @@ class Holding:
 
 
 def holdings_of(target: Any, parameters: bool) -> Iterator[Holding]:
-    """Yield the current tensors of a target: a module's, an optimizer's states, or a tensor itself.
+    """Yield a target's current tensors: a module's, an optimizer's states, or the tensor itself.
 
     Gradients are left out. An optimizer's states are the tensors in its `state`, its `param_groups`
     and its attributes, except parameters. Tensors of one element in `param_groups` and attributes,
@@ -148,7 +148,7 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def parts_of(tensor: Any, what: str, is_counter: bool = False) -> Iterator[Holding]:
-    """Yield a tensor's dense tensors: those inside a DTensor or other wrapper, or the tensor."""
+    """Yield a tensor's dense tensors: those inside a DTensor or other wrapper, or itself."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 

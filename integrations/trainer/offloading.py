@@ -77,8 +77,8 @@ class Offloaded:
 
         Raises:
             InvalidStateError: this handle is closed.
-            OutOfDeviceMemoryError: no room to move new memory; nothing is paused, and no contents
-                have changed.
+            OutOfDeviceMemoryError: there is no room to move new memory; nothing is paused, and no
+                contents have changed.
             MemsaverError: see `memsaver.pause`.
         """
         self.check_open()
@@ -110,7 +110,7 @@ class Offloaded:
         """Remove all hooks. Closing twice is allowed.
 
         The tensors stay in the tag, at their addresses, and the tag can still be paused by its
-        name. New memory is not moved any more.
+        name. New memory is no longer moved.
 
         Raises:
             InvalidStateError: the tag is paused; without the hooks, a step would not be rejected.
@@ -121,7 +121,7 @@ class Offloaded:
         """Raise `InvalidStateError` if this was closed.
 
         Args:
-            advice: what to do, for the message; "" advises a caller that wants to pause or resume.
+            advice: the advice in the message; "" advises a caller that wants to pause or resume.
         """
         if self._is_closed:
             advice = advice or (
@@ -164,18 +164,18 @@ def offload(
 ) -> Offloaded:
     """Put a trainer's memory into a tag, so that a pause releases it and a resume restores it.
 
-    A step after a resume computes the same bits as without the pause. Addresses change once: those
-    of existing memory in this call, those of later states after the step that makes them, and those
-    of gradients in the first pause that finds them. CPU tensors, such as step counters, and sparse
-    tensors stay where they are.
+    A step after a resume is bitwise identical to the same step without the pause. Addresses change
+    once: those of existing memory in this call, those of later states after the step that creates
+    them, and those of gradients in the first pause that finds them. CPU tensors, such as step
+    counters, and sparse tensors stay where they are.
 
     Args:
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
             master weights that another object keeps); lists or dicts of those. Optimizers inside an
             optimizer or a wrapper, in its attributes or in containers in them, are targets too.
             FSDP2 modules are resharded.
-        tag: the tag; None is "optimizer" if the first target is an optimizer, else "model". A tag
-            may have several handles, and regions too.
+        tag: the tag; None is "optimizer" if the first target is an optimizer, otherwise "model". A
+            tag may have several handles, and regions too.
         backup: see `memsaver.region`. With "none" a pause discards the contents. None keeps the
             tag's backup, and means "host" for a tag without a backup.
         parameters: whether an optimizer's parameters are moved too, for an optimizer with its own
@@ -200,10 +200,10 @@ def offload(
     and `step`, replays of CUDA graphs, the forward of a model that is not a target, and the forward
     of a compiled model, unless the target is the result of `torch.compile`, or it was compiled in
     place (`Module.compile`) before the pause. Users of the memory's address (DLPack consumers, CUDA
-    array interfaces) must be made after the call.
+    array interfaces) must be created after the call.
 
-    Before you capture CUDA graphs that use the memory, call this and make a first step; if
-    gradients live across the capture and `gradients` is on, make a first pause with gradients too.
+    Before you capture CUDA graphs that use the memory, call this and run a first step; if
+    gradients live across the capture and `gradients` is on, run a first pause with gradients too.
     No other thread may use the memory during the call. An interrupt is raised after everything is
     moved; the same call then returns the handle.
 
@@ -213,9 +213,10 @@ def offload(
             unchanged.
         InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`; or, on
             the simulated driver, something other than a Python tensor uses the memory.
-        OutOfDeviceMemoryError: no room for the move. Memory moved before the failure is in the tag,
-            and the rest is in place; all of it can be used, and the same call continues from
-            there. Until then, work on the targets while the tag is paused is rejected as above.
+        OutOfDeviceMemoryError: there is no room for the move. Memory moved before the failure is in
+            the tag, and the rest is in place; all of it can be used, and the same call continues
+            from there. Until that call succeeds, operations on the targets while the tag is paused
+            still raise InvalidStateError, as described above.
         NotLoadedError: torch is not installed, or there is no CUDA driver.
     """
     try:
@@ -258,7 +259,7 @@ def offload(
 
 
 def has_no_backup(tag: str) -> bool:
-    """Return whether a pause would lose contents: the tag's backup is "none", or it is unknown."""
+    """Return whether a pause would lose contents: the backup is "none", or the tag is unknown."""
     try:
         return backup_of(_C.tag_backup(check_tag(tag))) is Backup.NONE
     except UnknownTagError:

@@ -17,7 +17,7 @@ def tag_of(storage: Any) -> str | None:
 
 
 class Places:
-    """The owners of storages' memory, at the time when this object was made."""
+    """The owners of storages' memory at the time when this object was created."""
 
     def __init__(self) -> None:
         pools = torch_pools(required=False)

@@ -1,7 +1,7 @@
-"""Moves of the storages of CPU tensors, which represent CUDA tensors on the simulated driver.
+"""Moves the storages of CPU tensors, which represent CUDA tensors on the simulated driver.
 
 A CPU storage cannot be resized into memory of the simulator, so every tensor that shares a storage
-is found and pointed to a new one. If one cannot be found, nothing is moved.
+is found and pointed to a new one. If a tensor cannot be found, nothing is moved.
 """
 
 from __future__ import annotations

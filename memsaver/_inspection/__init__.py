@@ -1,1 +1,1 @@
-"""What tags and devices contain: statistics, timelines, explanations, fingerprints."""
+"""Statistics, timelines, explanations and fingerprints of the memory of tags and devices."""

@@ -56,7 +56,7 @@ class BareDriver:
         simulated: whether this is the simulated driver.
 
     Raises:
-        NotLoadedError: there is no usable driver; the message says what to do.
+        NotLoadedError: there is no usable driver; the message contains advice.
     """
 
     def __init__(self) -> None:

@@ -206,8 +206,8 @@ def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timelin
         t.save("memory.html")  # an interactive chart
 
     An event costs less than a microsecond. Each transition also queries the driver's free memory at
-    its start and end. While nothing is recorded, there is no cost. Events of forked children are
-    not recorded, and the recording has no trace in them.
+    its start and end. While nothing is recorded, there is no cost. A forked child's events
+    are not recorded, and the parent's recording cannot be read in the child.
 
     Args:
         events: the maximum number of kept events, each of about 140 bytes. Further events replace

@@ -1,8 +1,8 @@
 """Checks for two silent mistakes: contents discarded without a choice, and tags without memory.
 
 A tag is undecided until a region of it passes a backup; the process's own tag (MEMSAVER_TAG), until
-MEMSAVER_BACKUP or a region does. A pause that passes none itself fails if it would discard
-LARGE_BYTES or more of undecided tags.
+MEMSAVER_BACKUP or a region does. A pause that passes no backup itself fails if it would
+discard LARGE_BYTES or more of undecided tags.
 
 Every function may be called on any thread and in finalizers: none takes a lock.
 """
@@ -24,7 +24,7 @@ LARGE_BYTES = 256 << 20
 _undecided: set[str] = set()
 if os.environ.get("MEMSAVER_TAG") and not os.environ.get("MEMSAVER_BACKUP"):
     _undecided.add(os.environ["MEMSAVER_TAG"])  # the process's own tag
-_paused: set[str] = set()  # tags that were paused before, or of which no warning is wanted
+_paused: set[str] = set()  # tags that were paused before, or for which no warning is wanted
 
 
 def expect_empty(tag: str) -> None:

@@ -37,9 +37,9 @@ def torch_pool(
 
     Pauses: a pause of the tag fails while a thread is inside `use_mem_pool` of the pool, or
     captures a graph into it. **Create no tensor in the pool while the tag is paused.** A request
-    for new memory fails (torch raises OutOfMemoryError, and a `MemsaverWarning` says why), but
-    torch could reuse the block of a deleted tensor, which has no memory behind it. Replay graphs
-    only after the resume.
+    for new memory fails (torch raises OutOfMemoryError, and a `MemsaverWarning` reports the
+    reason), but torch could reuse the block of a deleted tensor, which has no memory behind it.
+    Replay graphs only after the resume.
 
     Torch allocates cuBLAS's workspace at the first matrix product of a thread and a stream, from
     the current pool, and keeps it. This function allocates the workspaces of the calling thread,

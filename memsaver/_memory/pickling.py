@@ -38,7 +38,7 @@ _pickling: dict[type, _Pickling] = {}
 
 
 def register(torch: Any) -> None:
-    """Check tensors before they are pickled or sent, from now on. Once per process; any thread.
+    """Register checks of tensors that are pickled or sent. Once per process; any thread.
 
     Takes no lock: a finalizer or a signal handler may call this during a call of the same thread.
     """
@@ -63,8 +63,8 @@ def _reduced(tensor: Any) -> Any:
 
 
 class _Pickling:
-    """Rejects a tensor whose contents cannot be read now; passes other tensors to the earlier
-    function.
+    """Rejects tensors whose contents cannot be read now; passes other tensors to the previously
+    registered function.
     """
 
     def __init__(self, otherwise: Callable[[Any], Any]) -> None:
@@ -87,7 +87,7 @@ class _Pickling:
 
 
 class _Sending:
-    """Rejects a tensor of a region; passes other tensors to the earlier function."""
+    """Rejects tensors in a region; passes other tensors to the previously registered function."""
 
     def __init__(self, otherwise: Callable[[Any], Any]) -> None:
         self._otherwise = otherwise

@@ -50,7 +50,7 @@ def preload_env(
 
     Returns:
         Only the variables to set. `LD_PRELOAD` keeps every library that it has; memsaver's is
-        added in front unless it is there. Another installation's library is removed, because a
+        added in front unless it is present. Another installation's library is removed, because a
         process can have only one. `MEMSAVER_TAG` and `MEMSAVER_BACKUP` are included if given. With
         a tag for the whole process, torch's expandable segments would allocate from the driver,
         where no hook applies: if `PYTORCH_ALLOC_CONF` or `PYTORCH_CUDA_ALLOC_CONF` contains

@@ -62,7 +62,8 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
         results = func(*_plain(args, guarded), **_plain(kwargs, guarded))
         return _wrapped(results, guarded)
 
-    # Called before that for every function of torch's Python API; does not convert results.
+    # Called before `__torch_dispatch__` for every function of torch's Python API; does not convert
+    # results.
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

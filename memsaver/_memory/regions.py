@@ -91,8 +91,8 @@ class region(_Section):
         backup: "none" (a pause discards the contents; memory reads as zero after the resume, or as
             NaN with the option `poison`), or the place of the backup: "host" (pinned host memory,
             the fastest), "pageable" (ordinary host memory), "disk" (a private file in the directory
-            of the option `disk_dir`). None keeps the policy of earlier regions of the tag. A new
-            tag then gets "none", but a pause that would discard 256 MiB or more fails until a call
+            of the option `disk_dir`). None keeps the policy of earlier regions of the tag; a new
+            tag gets "none", but a pause that would discard 256 MiB or more fails until a call
             has chosen a backup. The policy applies to the whole tag; the last region that sets it
             wins.
         device: the CUDA device, or several, whose allocations the region affects: an index,
@@ -108,7 +108,7 @@ class region(_Section):
     Raises:
         ConfigError: the tag is empty or not a string, or the backup or the device is unknown.
         InvalidStateError: the tag is paused, so a new tensor would have no memory behind it.
-        NotLoadedError: no CUDA driver, or neither torch with CUDA nor preload mode.
+        NotLoadedError: there is no CUDA driver, or neither torch with CUDA nor preload mode.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class disabled(_Section):
 
 
 def named_devices() -> Sequence[int]:
-    """Return the devices to which this thread's innermost region is limited; empty if it is not."""
+    """Return the devices to which this thread's innermost region is limited; () without a limit."""
     *_, depth, devices = _entered.stack[-1] if _entered.stack else (0, ())
     return devices if depth == _C.region_depth() else ()
 

@@ -3,7 +3,7 @@
 The only module that depends on torch's allocator. Importing it does not import torch.
 
 Each region has its own `torch.cuda.MemPool`, over the allocator functions of libmemsaver.so, which
-is closed at the end of the region. From then on torch allocates nothing in the pool's segments:
+is closed at the end of the region. After that torch allocates nothing in the pool's segments:
 blocks can only become free, so blocks that are free before a pause stay free.
 `torch.cuda.empty_cache()` releases segments without live blocks, except those of open pools.
 """
@@ -130,9 +130,9 @@ class TorchPools:
         """Yield the id of the pool for a graph capture; the pool exists inside the block.
 
         None means a new pool. A memsaver pool with an earlier graph is used unchanged. For any
-        other pool, such as `torch.cuda.graph_pool_handle()`, or a memsaver pool whose graphs are
-        gone, torch would allocate elsewhere: a memsaver pool replaces it, one per device and tag,
-        as long as a graph uses it.
+        other pool, such as `torch.cuda.graph_pool_handle()`, or a memsaver pool whose graphs were
+        deleted, torch would allocate elsewhere: a memsaver pool replaces it, one per device and
+        tag, as long as a graph uses it.
 
         Raises:
             ConfigError: `pool` is not a pool.
@@ -151,7 +151,7 @@ class TorchPools:
             try:
                 yield _pool_id(fresh)
             finally:
-                self.close_pool(device, fresh)  # from now on the graph keeps the pool
+                self.close_pool(device, fresh)  # the graph itself keeps the pool
 
     def prepare(self, devices: Devices) -> list[int]:
         """Prepare devices for a region, and return their indices. Call it outside regions."""
@@ -308,13 +308,14 @@ class Route:
         """End this level, and make the enclosing level active again."""
         _routes.current = self._around
         self._undo.close()
-        if self.tag is None and self.pools:  # no code can allocate from these pools any more
+        if self.tag is None and self.pools:  # no code can allocate from these pools now
             self.owner.release_closed_pools()
 
     def explain_shortage(self, error: BaseException | None) -> None:
         """Add a note to torch's out-of-memory error: the tags and processes that use the memory.
 
-        Adds it once for nested routes. Tracebacks show notes from Python 3.11 on.
+        If several nested routes handle the same error, only the first one adds the note. Python
+        3.11 and newer show notes in tracebacks.
         """
         if not isinstance(error, self.owner.torch.OutOfMemoryError):
             return

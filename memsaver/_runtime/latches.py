@@ -68,8 +68,8 @@ class Gate:
     def passed(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
         """Exclude other threads for the block.
 
-        Calls `late` after `seconds` and raises its result; at once if this thread is already in a
-        block and the gate is not reentrant.
+        Calls `late` after `seconds` and raises its result; immediately if this thread is already in
+        a block and the gate is not reentrant.
         """
         taken: list[bool] = []
         give = functools.partial(self._give, taken)

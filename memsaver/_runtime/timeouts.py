@@ -12,7 +12,7 @@ LONGEST_SECONDS = 1e7  # the limit of the system's waits
 def check_timeout(timeout: object, name: str = "timeout", *, optional: bool = False) -> None:
     """Raise `ConfigError` unless `timeout` is a positive number of seconds, 1e7 at most.
 
-    Raises nothing else, whatever `timeout` is.
+    Raises no other exception for any value of `timeout`.
 
     Args:
         timeout: the value to check.

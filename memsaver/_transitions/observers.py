@@ -69,13 +69,13 @@ def on_pause(function: Callback, tag: str | None = None) -> Registration:
     Args:
         function: the callback. Callbacks run in the order of registration. If one raises, nothing
             is paused, the exception propagates to the caller with a note that names the callback
-            and the tag (shown from Python 3.11 on), and the `on_resume` callbacks are called for
-            tags whose callbacks had run.
+            and the tag (shown by Python 3.11 and newer), and the `on_resume` callbacks are called
+            for tags whose callbacks had run.
         tag: the callback's tag; None means every tag.
 
     Callbacks are not called for tags that are already paused. May be used as a decorator. On the
-    main thread, signals (Ctrl-C) wait for the callbacks, so callbacks must end. A callback that
-    begins a transition of the tag gets an `InvalidStateError`.
+    main thread, signals (Ctrl-C) wait for the callbacks, so callbacks must end. Beginning a
+    transition of the tag in a callback raises `InvalidStateError`.
 
     Raises:
         ConfigError: `function` cannot be called, or `tag` is invalid.
@@ -170,7 +170,7 @@ def _call(callbacks: list[Registration], kind: str, tag: str, keep_going: bool =
 
 
 def _name_callback(error: BaseException, what: str) -> None:
-    """Add a note about an error's origin, which tracebacks show from Python 3.11 on."""
+    """Add a note about an error's origin, which Python 3.11 and newer show in tracebacks."""
     text = f"raised by the {what}"
     if hasattr(error, "add_note"):
         error.add_note(text)

@@ -84,7 +84,8 @@ def callback_of(
     """Yield the callback for a `progress` argument, for a `with` block.
 
     Args:
-        progress: True for a `ProgressBar`, a callable for itself, False or None for none.
+        progress: True for a `ProgressBar`; a callable, which is yielded unchanged; False or None
+            for no callback.
         title: the title of the bar.
 
     Raises:

@@ -46,8 +46,8 @@ def pause(
 
     All or nothing: after an error every tag is mapped with its contents. Waits until the devices
     have completed all work submitted before the call. Until the resume, accessing the memory is an
-    illegal access, but its tensors may be deleted. Pausing a paused tag does nothing, and the
-    report says so.
+    illegal access, but its tensors may be deleted. Pausing a paused tag does nothing; its
+    `Change.changed` is False.
 
     Args:
         tags: the tags; without tags, every tag.
@@ -99,8 +99,8 @@ def resume(*tags: str, wait: bool = True, progress: Progress = None) -> Report |
     """Map memory behind the addresses of `tags` again, and restore the saved contents.
 
     All or nothing: after an error every tag is still paused, with its backup and without device
-    memory, and the same call may be made again. Resuming a mapped tag does nothing, and the report
-    says so.
+    memory, and the same call may be made again. Resuming a mapped tag does nothing; its
+    `Change.changed` is False.
 
     Args:
         tags: the tags; without tags, every tag.
@@ -111,8 +111,8 @@ def resume(*tags: str, wait: bool = True, progress: Progress = None) -> Report |
 
     Raises:
         UnknownTagError: no region has ever named a tag.
-        OutOfDeviceMemoryError: not enough device memory is free; the error has the needed and the
-            free bytes.
+        OutOfDeviceMemoryError: not enough device memory is free; the error contains the needed and
+            the free bytes.
         InvalidStateError: the wait for a tag would deadlock, as for `pause`.
         BackupError: the backup could not be read.
         DriverError: a driver call failed.
@@ -168,7 +168,8 @@ def swap(
     resume. It needs little more device memory than the larger side if the physical pieces of both
     sides have equal sizes. A first swap between few large pieces of different sizes may need memory
     for one more piece, and fails without it; in that case, pause and resume separately. Tags of
-    `out` that are paused and tags of `into` that are mapped stay unchanged, and the report says so.
+    `out` that are paused and tags of `into` that are mapped stay unchanged; their `Change.changed`
+    is False.
 
     Args:
         out: the tag, or tags, to pause.

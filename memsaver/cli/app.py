@@ -69,8 +69,8 @@ def main() -> None:
     """Run the console script.
 
     Every error is one line on stderr: wrong arguments (status 2), output that cannot be written
-    (status 1), an interrupt (status 130). A reader of the output that has gone is none (status 1).
-    Writes characters that the output's encoding lacks as escapes.
+    (status 1), an interrupt (status 130). If the reader of the output has closed the pipe, nothing
+    is printed (status 1). Writes characters that the output's encoding lacks as escapes.
     """
     try:
         raise SystemExit(_run(sys.argv[1:]))

@@ -79,7 +79,7 @@ class Workload(Protocol):
         """Return the addresses of the tensors."""
 
     def weights_intact(self) -> bool:
-        """Return whether every byte of the weights is as it was built."""
+        """Return whether every byte of the weights is unchanged since `build`."""
 
     def output(self) -> Any:
         """Return the result of one decode step, comparable with ==. Needs all tags mapped."""
@@ -205,7 +205,7 @@ class SimulatedWorkload:
         return value
 
     def train(self, nbytes: int) -> int:
-        """Allocate, use and free a trainer's memory, in a tag of its own."""
+        """Allocate, use and free a trainer's memory, in its own tag."""
         from memsaver import simulator
 
         with memsaver.region("trainer", backup="none"):
@@ -268,7 +268,7 @@ class Show:
 
 
 def choose_workload() -> Workload:
-    """Return the GPU's workload if there is a GPU and a torch for it, else the simulated driver's.
+    """Return the GPU's workload if there is a GPU and a torch for it, otherwise the simulated one.
 
     Must be called before the driver is opened, because it may choose the simulated driver for the
     process.
@@ -294,7 +294,7 @@ def choose_workload() -> Workload:
 
 
 def run(console: Console) -> int:
-    """Run the demo and print it. Returns the exit status: 0 if every check passed, else 1."""
+    """Run the demo and print it. Returns the exit status: 0 if every check passed, otherwise 1."""
     from rich.table import Table
 
     work = choose_workload()

@@ -192,7 +192,7 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 
 def _ask(folder: int, name: str) -> Process | Silent | None:
-    """Return the answer of the socket's process; None if there is no such process any more."""
+    """Return the response of the process that owns the socket; None if it no longer exists."""
     pid, command = int(name.split("-")[0]), ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         end = time.monotonic() + _PATIENCE
@@ -201,7 +201,7 @@ def _ask(folder: int, name: str) -> Process | Silent | None:
             # Through the descriptor: the address has room for a short path only.
             client.connect(f"/proc/self/fd/{folder}/{name}")
             peer, user = _peer_of(client)
-            if peer:  # else it is in a namespace that is not visible here
+            if peer:  # otherwise it is in a namespace that is not visible here
                 pid, command = peer, _command_of(peer)
             if user != os.geteuid():
                 return Silent(pid, command, f"it belongs to user {user}")

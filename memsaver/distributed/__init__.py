@@ -6,7 +6,7 @@
     memsaver.distributed.resume("weights", group=group)  # every rank has it again, or no rank has
 
 The calls are collectives: every rank of the group makes the same calls in the same order, from one
-thread at a time. They promise:
+thread at a time. They guarantee:
 
 - **A barrier.** When a call returns, it has ended on all ranks.
 - **All or none.** If a call fails on a rank, each rank undoes its own changes of this call, and all

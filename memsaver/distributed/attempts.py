@@ -45,10 +45,10 @@ class Outcomes(Generic[Value]):
 
     Attributes:
         what: a description of the call.
-        each: the outcomes, in the group's order of ranks.
+        each: the outcomes, in the group's rank order; empty if `calls` is not.
         own: the exception of this rank's own work, or None.
-        calls: each rank's call, if the ranks made different calls and none of them failed (`each`
-            is then empty); otherwise empty.
+        calls: each rank's call, if the ranks made different calls and none of them failed;
+            otherwise empty.
     """
 
     what: str
@@ -91,7 +91,7 @@ class Outcomes(Generic[Value]):
 
         Raises:
             BaseException: the attempt failed on a rank: this rank's own interrupt or exit if there
-                is one, else the exception that `error_of` returns.
+                is one, otherwise the exception that `error_of` returns.
         """
         if self.is_good:
             return [one.value for one in self.each]  # type: ignore[misc]

@@ -112,7 +112,7 @@ def _thinned(seconds: list[float], sums: list[int], most: int) -> list[float]:
 def _line(
     seconds: list[float], moments: list[float], values: list[_Value], before: _Value
 ) -> list[_Value]:
-    """Return the last value before or at each of these times, else `before`."""
+    """Return the last value before or at each of these times; `before` if there is none."""
     begins = [bisect_left(seconds, moment) for moment in moments] + [len(seconds)]
     line = [before] * begins[0]
     for value, begin, end in zip(values, begins[:-1], begins[1:], strict=True):

@@ -55,15 +55,15 @@ class TagTransition:
         direction: "out" if the tag was to be paused, "into" if it was to be resumed.
         tag: the tag.
         device: the device's index; -1 for a tag without memory.
-        begin_seconds: when it began, since the recording began; None if it began before the
-            recording or before `Trace.begin`.
+        begin_seconds: the start of the transition, in seconds since the recording began; None if
+            the transition began before the recording or before `Trace.begin`.
         end_seconds: when it ended; None if it was in progress at the end of the recording.
         outcome: "done", "failed", "given up" (cancelled before its run), or "under way".
         device_bytes: device memory released or mapped; 0 unless done.
         copied_bytes: bytes copied to or from the backup; 0 unless done.
         thread: the system's id of the thread that began it.
-        caller: the caller, such as "train.py:120 in sleep, thread 'MainThread'"; of a long
-            text, the end. Empty while the transition is in progress.
+        caller: the caller, such as "train.py:120 in sleep, thread 'MainThread'"; only
+            the end of a long description is kept. Empty while the transition is in progress.
     """
 
     number: int

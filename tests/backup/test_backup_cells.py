@@ -1,4 +1,4 @@
-"""How the room for a backup is cut: what is pinned in one piece, and what stays."""
+"""Test how a backup is divided into chunks: which are pinned together, and which are kept."""
 
 import pytest
 from driver_faults import Fixed
@@ -17,13 +17,13 @@ MIB = 1 << 20
 
 
 def pause_but(name, *holes):
-    """Pauses, with holes that no tensor owns; the bytes copied."""
+    """Pause a tag with holes that no tensor owns; return the bytes copied."""
     return sum(one[4] for one in _C.pause([name], -1, list(holes)))
 
 
 @pytest.fixture
 def make_block(sim, make_blocks):
-    """Makes a block; what it must hold is known."""
+    """Return a function that creates a block with known contents."""
 
     def make(name, nbytes, backup):
         return Fixed(sim, make_blocks(name, [nbytes], backup=backup))
@@ -32,7 +32,7 @@ def make_block(sim, make_blocks):
 
 
 def fill(fixed, hole):
-    """What was in a hole is put there again."""
+    """Write a hole's original contents again."""
     address, nbytes = hole
     at = address - fixed.blocks[0].address
     fixed.sim.write(address, fixed.contents[0][at : at + nbytes])
@@ -40,7 +40,7 @@ def fill(fixed, hole):
 
 @pytest.mark.parametrize("kind", ["host", "pageable", "disk"])
 def test_a_small_hole_in_a_large_range(sim, tag, make_block, kind):
-    # Its parts share a page, or one of them is small; the room for them stays as it is.
+    # The parts share a page, or one of them is small; the chunks of the backup do not change.
     block = make_block(name := tag(), 140 * MIB, kind)
     start = block.blocks[0].address
     holes = [(start + 70 * MIB + 512, 512), (start + MIB, 2 * MIB)]
@@ -48,7 +48,7 @@ def test_a_small_hole_in_a_large_range(sim, tag, make_block, kind):
     memsaver.resume(name)
     pinned = sim.calls("cuMemHostUnregister")
     for hole in holes:
-        assert pause_but(name, hole) <= MIB  # the pieces beside it
+        assert pause_but(name, hole) <= MIB  # the pieces next to the hole
         assert row_of(name).backup_bytes == 140 * MIB - hole[1]
         memsaver.resume(name)
         fill(block, hole)
@@ -75,7 +75,7 @@ def test_a_large_hole_in_what_cannot_be_unpinned(sim, tag, make_block):
     fill(block, hole)
     assert block.are_intact()
     with sim.fault("cuMemHostUnregister"), pytest.raises(DriverError) as caught:
-        memsaver.pause(name)  # it wants one piece where two are
+        memsaver.pause(name)  # needs one chunk in place of two
     assert caught.value.call == "cuMemHostUnregister" and caught.value.tag == name
     assert memsaver.state(name) == "mapped" and block.are_intact()
     with memsaver.paused(name):
@@ -99,7 +99,7 @@ def test_small_neighbours_are_copied_together(sim, tag):
 
 
 def test_blocks_that_hang_together_by_their_pages(sim, tag):
-    # None begins on a page: they are not one piece for ever.
+    # No block begins at a page boundary; nevertheless, their chunks are limited in size.
     with memsaver.region(name := tag(), backup="host"):
         blocks = [_C.malloc(512)] + [_C.malloc(64 << 10) for _ in range(2500)]
     for address in blocks:

@@ -1,4 +1,4 @@
-"""Driver calls that fail while bytes go to pageable memory or a disk, and come back from there."""
+"""Test failing driver calls during copies to and from backups in pageable memory or on disk."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ pytestmark = [
 
 MIB = 1 << 20
 STAGED = ["pageable", "disk"]
-STAGING = 16 * MIB  # csrc/core/backup/staging.h: the most that one buffer carries
+STAGING = 16 * MIB  # csrc/core/backup/staging.h: the size of one buffer
 TYPED = (DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError)
 DRIVER_CALLS = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver/driver.h").read_text())
 
@@ -35,10 +35,10 @@ def contents(seed, nbytes):
 
 @pytest.fixture
 def faults(sim, in_thread):
-    """Yields each way in which a driver call of an action fails: call, number, times, code.
+    """Return a generator function for faults in an action's calls: call, number, times, code.
 
-    `before` puts everything into place, for the count and for each of them. The action has threads
-    of its own, so that a context that could not be popped concerns nobody else.
+    `before` prepares the action, for the count of calls and for each fault. The action runs on a
+    separate thread, so that a context that could not be popped does not affect other tests.
     """
 
     def each(before, action):
@@ -60,7 +60,7 @@ def faults(sim, in_thread):
 
 @pytest.fixture
 def attempt(sim, in_thread):
-    """Does an action while a call fails: its error, or None."""
+    """Return a function that runs an action with a failing call; it returns the error or None."""
 
     def act(action, call, nth, times, code):
         with sim.fault(call, code, nth, times):
@@ -76,10 +76,10 @@ def attempt(sim, in_thread):
 
 @pytest.fixture
 def staged(sim, tag, make_blocks, options):
-    """Two tags; the first one's block lies so that two buffers carry it."""
+    """Return a function that creates two tags; the first tag's block needs two buffers."""
 
     def make(kind):
-        options(fingerprints=False)  # test_fingerprint.py has the faults of finding them
+        options(fingerprints=False)  # test_fingerprint_failures.py tests their faults
         names = [tag("first"), tag("second")]
         blocks = make_blocks(names[0], [14 * MIB, 3 * MIB], backup=kind)
         del blocks[0]
@@ -91,7 +91,7 @@ def staged(sim, tag, make_blocks, options):
 
 
 def clean(sim):
-    """No host memory is held, nor pinned, once trim() could do its work."""
+    """Return whether no host memory is held or pinned after a trim()."""
     memsaver.trim(wait=True)
     return sim.counts().registered_bytes == memsaver.stats().host_bytes == 0
 
@@ -109,7 +109,7 @@ def test_a_pause_fails_at_every_call(sim, staged, faults, attempt, kind):
         memsaver.pause(*names)
 
     for fault in faults(before, pause):
-        streams, device = max(sim.counts().streams, 2), sim.tag_bytes()  # one a direction
+        streams, device = max(sim.counts().streams, 2), sim.tag_bytes()  # one per direction
         if attempt(pause, *fault) is not None:
             assert {memsaver.state(n) for n in names} == {"mapped"}, fault
             assert intact(blocks) and sim.tag_bytes() == device, fault
@@ -149,7 +149,7 @@ def test_a_resume_fails_at_every_call(sim, staged, faults, attempt, kind):
 @pytest.mark.parametrize("kind", STAGED)
 @pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuStreamSynchronize", "cuStreamCreate"])
 def test_buffers_that_could_not_be_unpinned(sim, staged, attempt, kind, call):
-    # Counted as long as they are held, used again, and given back in the end.
+    # The buffers are counted while they are held, used again, and finally released.
     names, blocks = staged(kind)
     for _ in range(3):
         sim.fail("cuMemHostUnregister", 1, 1, 0)
@@ -174,7 +174,7 @@ def test_buffers_that_could_not_be_unpinned(sim, staged, attempt, kind, call):
 def test_another_backup_while_pages_cannot_be_unpinned(
     sim, tag, make_blocks, options, in_thread, kind, call
 ):
-    # Pages that are still pinned are counted and nobody else's, and go back in the end.
+    # Pages that are still pinned are counted, are used by nothing else, and are finally released.
     options(fingerprints=False)
     blocks = make_blocks(name := tag(), [4 * MIB], backup="host")
     with memsaver.paused(name):

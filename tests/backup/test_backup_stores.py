@@ -1,4 +1,4 @@
-"""Where backups lie: how much host memory and disk they take, and what happens for want of it."""
+"""Test the host memory and disk space that backups use, and errors if there is too little."""
 
 import errno
 import functools
@@ -30,7 +30,7 @@ def row(name):
 
 
 def rss():
-    """Memory of this process, bytes."""
+    """Return this process's resident memory in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -45,7 +45,7 @@ def contents(seed, nbytes):
 
 
 def pages_of(name):
-    """The bytes of the pages that the live allocations touch."""
+    """Return the bytes of the pages that the live allocations overlap."""
     pages = set()
     for address, nbytes in memsaver.ranges(name):
         pages.update(range(address // PAGE, (address + nbytes - 1) // PAGE + 1))
@@ -54,7 +54,7 @@ def pages_of(name):
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    """What earlier tests keep does not count in this one's figures."""
+    """Release the backups that earlier tests left, so that the test's figures exclude them."""
     memsaver.trim(wait=True)
 
 
@@ -122,7 +122,8 @@ def test_a_budget_refuses_before_anything_is_touched(sim, tag, make_blocks, opti
 
 @pytest.mark.parametrize("kind", STAGED)
 def test_one_buffer_is_enough(sim, tag, make_blocks, options, kind):
-    # Fewer buffers where the budget has no room for all of them; an error for want of one.
+    # If the budget is too small for all buffers, fewer are used; if it is too small for one, an
+    # error is raised.
     blocks = make_blocks(name := tag(), [66 * MIB], backup=kind)
     room = 0 if kind == "disk" else 66 * MIB
     options(host_bytes=room + STAGING - 1)
@@ -203,7 +204,7 @@ def test_the_budget_from_the_environment_and_a_small_system(run_python, tmp_path
 
 
 def test_pinning_ends_in_the_middle(sim, tag, make_blocks):
-    # The first cell can be pinned, the second not: the first goes back.
+    # The first chunk can be pinned, the second cannot: the first is released.
     blocks = make_blocks(name := tag(), [66 * MIB, 3 * MIB], backup="host")
     sim.host_limit(68 * MIB)
     unpinned = sim.calls("cuMemHostUnregister")
@@ -224,7 +225,10 @@ def test_pinning_ends_in_the_middle(sim, tag, make_blocks):
 
 @pytest.fixture
 def on_disk(sim, tag, make_blocks, options, tmp_path):
-    """A tag with two blocks that was paused to disk: name, blocks, its file's descriptor."""
+    """Return a function that creates a tag and pauses it to disk.
+
+    The function returns the tag's name, its blocks and its file's descriptor.
+    """
 
     def make(sizes=(18 * MIB, 5000)):
         options(disk_dir=tmp_path)
@@ -266,7 +270,7 @@ def test_a_directory_that_vanished(sim, tag, make_blocks, options, tmp_path):
     blocks = make_blocks(name := tag(), [3 * MIB], backup="disk")
     memsaver.pause(name)
     os.rmdir(folder)
-    memsaver.resume(name)  # the file is still there
+    memsaver.resume(name)  # the file still exists
     memsaver.pause(name)
     memsaver.resume(name)
     assert intact(blocks)
@@ -327,7 +331,7 @@ def test_a_limit_of_file_sizes(run_python):
 
 
 def test_a_full_disk(sim, tmp_path, run_python):
-    # A file system of its own with 16 MiB, in a namespace of its own.
+    # Uses a separate file system of 16 MiB, in a separate namespace.
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(

@@ -1,4 +1,4 @@
-"""Backups as they are looked at, and as trim gives them back."""
+"""Test views of backups, and how trim releases backups."""
 
 import ctypes
 
@@ -79,7 +79,7 @@ def test_a_backup_view_of_a_tensor(sim, tag):
     assert memsaver.backup_view(nothing).shape == (0, 3)
     with pytest.raises(InvalidStateError, match="writable=True"):
         view[7, 7] = 12345
-    # What is written to a writable one comes back with the resume.
+    # The resume restores contents that were written to a writable view.
     memsaver.backup_view(tensor, writable=True)[7, 7] = 12345
     del view
     memsaver.resume(name)
@@ -102,7 +102,7 @@ def test_what_has_no_backup_view(sim, tag, make_blocks):
     memsaver.resume(name)
     memsaver.pause(name, backup="host")
     with pytest.raises(InvalidStateError):
-        _C.backup_view(block.address, MIB + 1)  # reaches behind the block
+        _C.backup_view(block.address, MIB + 1)  # extends beyond the block
     with pytest.raises(ConfigError, match="no region") as caught:
         memsaver.backup_view(torch.zeros(3))
     assert caught.value.status == "NOT_OURS"
@@ -118,7 +118,7 @@ def test_trim_returns_what_backs_no_paused_tag(sim, tag, make_blocks):
     memsaver.trim(wait=True)
     assert memsaver.trim(wait=True) == 0
     memsaver.pause(first, second)
-    assert memsaver.trim(wait=True) < MIB  # where fingerprints came back
+    assert memsaver.trim(wait=True) < MIB  # memory for fingerprints
     assert memsaver.trim(wait=True) == 0
     memsaver.resume(first)
     kept = row_of(first).host_bytes
@@ -156,7 +156,7 @@ def test_host_memory_is_kept_across_cycles(sim, tag, make_blocks):
     held = row_of(name).host_bytes
     assert 73 * MIB <= held <= 77 * MIB
     memsaver.resume(name)
-    # No host memory more is to be had, and none is needed.
+    # No more host memory is available, and none is needed.
     sim.host_limit(held)
     for _ in range(3):
         memsaver.pause(name)

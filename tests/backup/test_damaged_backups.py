@@ -1,4 +1,4 @@
-"""Disk backups that are damaged while tags are paused, and the recovery from the damage."""
+"""Test disk backups that are damaged while tags are paused, and the recovery from the damage."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ def intact(blocks):
 
 @pytest.fixture
 def on_disk(sim, tag, make_blocks, options, tmp_path):
-    """Return a function that makes a tag and pauses it to disk.
+    """Return a function that creates a tag and pauses it to disk.
 
     The function returns the tag's name, its blocks and its file's descriptor.
     """

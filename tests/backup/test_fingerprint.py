@@ -1,4 +1,4 @@
-"""Fingerprints of device memory: the hash, the kernel's source, what launches it, what fails."""
+"""Test fingerprints of device memory: the hash, the kernel's source and its launches."""
 
 import ctypes
 import json
@@ -94,7 +94,7 @@ def test_zeros_at_the_end_count(sim, memory):
     assert len(seen) == 64
 
 
-# --- whose memory ---------------------------------------------------------------------------------
+# --- kinds of memory ------------------------------------------------------------------------------
 
 
 def test_plain_memory_of_the_driver(sim, memory):
@@ -235,7 +235,7 @@ def test_a_forked_child_is_refused(run_python):
     )
 
 
-# --- the unit, as those above it use it -----------------------------------------------------------
+# --- the unit, as higher layers use it ------------------------------------------------------------
 
 
 def compiled(tmp_path, name, *options):
@@ -295,10 +295,10 @@ def test_the_unit(tmp_path):
 @pytest.mark.long
 def test_the_kernels_source_on_threads_of_the_cpu(tmp_path):
     rng = random.Random(4)
-    sizes = [(0, 20_000), (0, 12_288), (0, 8191), (0, 0)]  # of different lengths, one of none
+    sizes = [(0, 20_000), (0, 12_288), (0, 8191), (0, 0)]  # different lengths, one of them 0
     sizes += [(0, 20_480)] * 4  # the common case
-    sizes += [(0, 16_384), (4, 16_384), (1, 5000), (15, 9)]  # at any address
-    sizes += [(8, rng.randrange(1, 40)), (0, rng.randrange(1, 40))]  # a block of two
+    sizes += [(0, 16_384), (4, 16_384), (1, 5000), (15, 9)]  # different alignments
+    sizes += [(8, rng.randrange(1, 40)), (0, rng.randrange(1, 40))]  # a block with two pieces
     data = [rng.randbytes(nbytes) for _, nbytes in sizes]
     given = struct.pack("<Q", len(sizes)) + b"".join(struct.pack("<2Q", *size) for size in sizes)
     program = compiled(tmp_path, "run_fingerprint_kernel", "-O1", "-Wno-unknown-pragmas")
@@ -321,7 +321,7 @@ def test_the_library_has_the_binary_in_it():
 
 
 def entries(image):
-    """(kind, architecture, bytes) of a fatbin's entries."""
+    """Yield the kind, architecture and bytes of each entry in a fatbin."""
     at = 16
     assert struct.unpack_from("<IH", image) == (0xBA55ED50, 1)
     while at < len(image):
@@ -340,5 +340,5 @@ def test_the_binary_is_for_old_drivers_too():
     for machine in kernels.MACHINES:
         cubin = images[elf, machine]
         assert cubin.startswith(b"\x7fELF") and b"ms_fingerprint" in cubin
-        abi = cubin[8]  # 8 is known to drivers of CUDA 12.8 and later, as those GPUs are
+        abi = cubin[8]  # 8 needs CUDA 12.8's driver, as those GPUs do
         assert abi == (7 if machine < 100 else 8)

@@ -1,4 +1,4 @@
-"""Fingerprints when calls fail, memory is short, or ranges are beyond everything."""
+"""Test fingerprints if calls fail, memory is short, or ranges exceed the address space."""
 
 import pytest
 from fingerprint_memory import found
@@ -19,7 +19,7 @@ MIB = 1 << 20
 TYPED = (DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError)
 
 
-# What a job calls once the kernel is loaded; the last three give up what it had.
+# Calls of a job after the kernel is loaded; the last three release its resources.
 CALLS = [
     "cuCtxPushCurrent",
     "cuMemAlloc",
@@ -45,7 +45,7 @@ def test_every_call_fails(sim, memory, in_thread, call, code):
     expected = _C.fingerprint(ranges)
 
     def attempt():
-        """The error of a job without a context of its thread's, or None."""
+        """Return the error of a job on a thread without a context, or None."""
         try:
             assert in_thread(_C.fingerprint, ranges).result() == expected
         except MemsaverError as error:
@@ -72,7 +72,7 @@ def test_every_call_fails(sim, memory, in_thread, call, code):
             if not call.endswith("Destroy"):
                 assert (after.streams, after.events) == (before.streams, before.events)
             else:
-                before = after  # what could not be destroyed
+                before = after  # includes objects that could not be destroyed
             assert attempt() is None
 
 
@@ -134,7 +134,7 @@ def test_a_kernel_that_cannot_be_loaded(run_python):
 
 
 def test_ranges_that_reach_beyond_everything_are_refused(run_python):
-    """What the fuzzer found: the excesses of two ranges added up to nothing."""
+    """Two ranges whose sizes overflow to a small sum are rejected; the fuzzer found this."""
     run_python(
         """
         import resource

@@ -1,4 +1,4 @@
-"""memsaver.fingerprint: the same bytes, the same digest, wherever they lie and whoever asks."""
+"""Test that memsaver.fingerprint returns equal digests for equal bytes, at any address."""
 
 import hashlib
 
@@ -17,7 +17,7 @@ SIZES = [1, 7, 512, 4096, MIB - 1, MIB, MIB + 1, 3 * MIB + 77]
 
 @pytest.fixture
 def tensors(sim, tag):
-    """Makes tensors of random bytes in a tag: `tensors(name, [sizes])`."""
+    """Return a function `tensors(name, [sizes])` that creates tensors of random bytes in a tag."""
 
     def make(name, sizes, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -79,7 +79,7 @@ def test_types_and_layouts(sim, tag, dtype):
         assert not view.is_contiguous() or view.is_conj()
         dense.copy_(view)
         assert memsaver.fingerprint(view) == memsaver.fingerprint(dense)
-    # Bytes count, not types.
+    # Only the bytes matter, not the type.
     assert memsaver.fingerprint(dense) == memsaver.fingerprint(dense.view(torch.uint8))
 
 

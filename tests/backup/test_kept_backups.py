@@ -1,4 +1,4 @@
-"""Backups that are kept: what comes back, and what a pause need not copy again."""
+"""Test kept backups: the restored contents, and unchanged memory that is not copied again."""
 
 import ctypes
 import functools
@@ -26,7 +26,7 @@ def noise():
 
 
 class Memory:
-    """A block of device memory and what must lie in it."""
+    """A block of device memory and its expected contents."""
 
     def __init__(self, sim, nbytes, seed):
         self.sim, self.nbytes = sim, nbytes
@@ -38,7 +38,7 @@ class Memory:
         self.write(0, noise()[seed * 4099 : seed * 4099 + self.nbytes])
 
     def write(self, at, data):
-        """Also what must lie there from now on."""
+        """Write to the block, and update its expected contents."""
         self.check()
         if len(data) == self.nbytes:
             self.expected = data
@@ -70,19 +70,19 @@ def row(name):
 
 
 def live_bytes(name):
-    """What a pause saves: the live allocations, as the allocator rounds them."""
+    """Return the bytes that a pause saves: live allocations, as the allocator rounds them."""
     return sum(r.bytes for r in memsaver.ranges(name))
 
 
 def cycle(name, **options):
-    """Pauses and resumes; the bytes that the pause copied."""
+    """Pause and resume a tag; return the bytes that the pause copied."""
     copied = memsaver.pause(name, **options).copied_bytes
     memsaver.resume(name)
     return copied
 
 
 def pause_but(name, kind, dead):
-    """Pauses leaving dead ranges out; the bytes copied."""
+    """Pause a tag without its dead ranges; return the bytes copied."""
     return sum(r[4] for r in _C.pause([name], CODE[kind], dead))
 
 
@@ -115,7 +115,7 @@ def test_contents_over_cycles_with_changes_between(sim, tag, make, options, kind
 def test_a_block_larger_than_a_strip(sim, tag, make, kind):
     blocks = make(name := tag(), [70 * MIB, 1], kind)
     cycle(name)
-    for at in (0, 64 * MIB - 3, 70 * MIB - 6):  # the second in two strips
+    for at in (0, 64 * MIB - 3, 70 * MIB - 6):  # the second spans two copy chunks
         blocks[0].write(at, b"change")
         assert cycle(name) == (2 * MIB if at % MIB > MIB - 6 and at < 65 * MIB else MIB)
     assert all_intact(blocks)
@@ -175,7 +175,7 @@ def test_dead_ranges_are_not_saved(sim, tag, make, kind):
         assert not any(sim.read(block.address + a, b - a))
         block.expected = block.expected[:a] + bytes(b - a) + block.expected[b:]
     assert block.is_intact()
-    # What was dead is alive: saved now, though all else is kept.
+    # The dead ranges are live again: they are saved now, although everything else is kept.
     for a, b in cuts:
         block.write(a, b"\x5a" * (b - a))
     assert cycle(name) < 6 * MIB
@@ -244,7 +244,7 @@ def test_two_devices(run_python, kind):
     )
 
 
-# --- what is not copied again ---------------------------------------------------------------------
+# --- unchanged memory is not copied again ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -290,7 +290,7 @@ def test_what_a_view_wrote_is_saved_again(sim, tag, make, kind):
     memsaver.resume(name)
     at = 2 * MIB + 5
     assert sim.read(block.address + at, 3) == b"new"
-    # Back to what was saved before: the backup is another by now.
+    # Restore the contents that were saved first; the backup has changed since.
     sim.write(block.address, before)
     memsaver.pause(name)
     memsaver.resume(name)
@@ -306,7 +306,7 @@ def test_what_a_view_wrote_is_saved_again(sim, tag, make, kind):
     "call, nth", [("cuMemcpyDtoHAsync", 1), ("cuMemcpyDtoHAsync", 2), ("cuMemUnmap", 1)]
 )
 def test_no_stale_fingerprint_after_a_failed_pause(sim, tag, make, kind, call, nth):
-    # The contents change, the copy of them fails on its way, and they change back.
+    # The contents change, their copy fails midway, and the contents change back.
     (block,) = make(name := tag(), [18 * MIB], kind)
     before = block.expected
     cycle(name)
@@ -335,7 +335,7 @@ def test_after_a_trim_everything_is_copied(sim, tag, make, kind):
     assert block.is_intact()
 
 
-# --- copies that fail on their way, and progress --------------------------------------------------
+# --- copies that fail midway, and progress --------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""The option poison: what no backup brings back is NaN, and nothing else is."""
+"""Test the option poison: memory that is not restored from a backup is NaN, other memory is not."""
 
 import pytest
 
@@ -93,7 +93,7 @@ def test_switched_off_again_it_is_zeros(sim, tag, make_blocks, options):
 @pytest.mark.parametrize("backup", ["none", "host"], ids=["discarded", "saved"])
 @pytest.mark.parametrize("free", [0, GIB], ids=["handed over", "new"])
 def test_a_swap(sim, tag, make_blocks, options, backup, free):
-    """Of pages that are handed over, and of new ones, with the device full and not."""
+    """A swap poisons transferred pages and new pages, on full and on free devices."""
     options(share_bytes="4MiB", slab_bytes="2MiB")
     out, into = tag("out"), tag("into")
     coming = make_blocks(into, [PAGE, 700, PAGE])
@@ -119,7 +119,7 @@ def test_it_is_there_when_the_resume_returns(sim, tag, make_blocks):
 
 
 def test_it_is_there_for_a_stream_that_waits(sim, tag, make_blocks, wait_until):
-    """Work behind wait_stream overwrites the poison; never the other way round."""
+    """Work queued after wait_stream overwrites the poison; the poison never overwrites the work."""
     name = tag()
     (block,) = make_blocks(name, [PAGE])
     memsaver.pause(name)
@@ -134,13 +134,13 @@ def test_it_is_there_for_a_stream_that_waits(sim, tag, make_blocks, wait_until):
 
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_fill_that_fails(sim, tag, make_blocks, nth):
-    """Two tags, of which the first or the second cannot be filled: both stay paused, no memory."""
+    """If either of two tags cannot be filled, both stay paused and no memory stays mapped."""
     first, second = tag("first"), tag("second")
     saved = make_blocks(first, [PAGE], backup="host")
     others = make_blocks(second, [3 * PAGE])
     memsaver.pause(first)
     memsaver.pause(second)
-    # A tile of its own for each: the saved one has nothing to fill.
+    # Each tag has its own pages; the saved tag has nothing to fill.
     third = make_blocks(tag("third"), [PAGE])
     memsaver.pause()
     sim.stream_delay(0.02)
@@ -154,7 +154,7 @@ def test_a_fill_that_fails(sim, tag, make_blocks, nth):
 
 
 def test_an_error_after_fills_were_queued(sim, tag, make_blocks):
-    """The memory goes only when the fills are done: the simulator would tell (see `sim`)."""
+    """Memory is released only after its fills are done; otherwise the simulator reports it."""
     name = tag()
     blocks = make_blocks(name, [3 * PAGE])
     memsaver.pause(name)
@@ -167,7 +167,7 @@ def test_an_error_after_fills_were_queued(sim, tag, make_blocks):
 
 
 def test_pages_that_were_kept_keep_their_contents(sim, tag, make_blocks, options):
-    """Neither a pause that failed nor one that failed twice loses a byte to the poison."""
+    """Poison never overwrites retained pages, even if a pause and its rollback fail."""
     options(share_bytes="2MiB", slab_bytes="2MiB")
     name = tag()
     blocks = make_blocks(name, [PAGE, PAGE, PAGE])
@@ -175,7 +175,7 @@ def test_pages_that_were_kept_keep_their_contents(sim, tag, make_blocks, options
     sim.fail("cuMemMap", sim.LAUNCH_FAILED, 1)
     with pytest.raises(DriverError):
         memsaver.pause(name)
-    assert memsaver.state(name) == "paused"  # the exception of begin_pause
+    assert memsaver.state(name) == "paused"  # because the rollback failed too
     sim.clear_faults()
     memsaver.resume(name)
     assert all(b.is_intact() for b in blocks)

@@ -1,4 +1,4 @@
-"""Read-only views of backups: what writes is refused, everything else is as with any tensor."""
+"""Test that read-only views of backups reject writes, but otherwise behave like other tensors."""
 
 import copy
 import pickle
@@ -172,7 +172,7 @@ def test_a_backup_on_disk_has_no_view(sim, tag, tmp_path):
 @pytest.mark.parametrize("mib", [4, 300])
 def test_to_a_gpu(mib):
     with memsaver.region("readonly.gpu", backup="host"):
-        beside = torch.ones(50 << 18, device="cuda")  # so that it begins anywhere
+        beside = torch.ones(50 << 18, device="cuda")  # so that `tensor` has an arbitrary address
         tensor = torch.randn(mib << 18, device="cuda")
     before = tensor.clone()
     memsaver.pause("readonly.gpu")

@@ -1,4 +1,4 @@
-"""`memsaver bench`: what it measures and says, that it checks contents and leaves nothing."""
+"""Test `memsaver bench`: its measurements, output, checks of contents, and clean-up."""
 
 import dataclasses
 import io
@@ -26,7 +26,7 @@ from memsaver.errors import ConfigError, DriverError, MemsaverError, OutOfDevice
 pytestmark = pytest.mark.one_python
 
 MIB = 1 << 20
-LEAST = 32 * MIB  # which is measured with
+LEAST = 32 * MIB  # the smallest measured size
 
 NAMES = [
     "bus, to the host",
@@ -46,7 +46,7 @@ NAMES = [
 
 
 def run_bench(*arguments, **env):
-    """The command in a process of its own, on the simulated driver, with little memory."""
+    """Run the command in its own process, on the simulated driver, with little memory."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
     command = [
         sys.executable,
@@ -68,7 +68,7 @@ def run_bench(*arguments, **env):
 
 @pytest.fixture(scope="session")
 def printed():
-    """The JSON of one run."""
+    """Return the JSON output of one run."""
     done = run_bench("--json")
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
@@ -127,7 +127,7 @@ def check_look(text, columns):
 
 @pytest.fixture
 def draw(printed):
-    """Draws figures as of an H200: `draw(columns=80)`."""
+    """Draw figures like those of an H200: `draw(columns=80)`."""
     keys = [field.name for field in dataclasses.fields(Figure)]
     figures = [Figure(**{key: row[key] for key in keys}) for row in printed["figures"]]
     big = [
@@ -202,12 +202,12 @@ def test_without_a_driver():
     assert "Traceback" not in done.stderr
 
 
-# --- what is measured -----------------------------------------------------------------------------
+# --- measurements ---------------------------------------------------------------------------------
 
 
 def test_it_leaves_nothing(sim):
-    """What the fixture finds left is an error: handles, mappings, pinned memory, device memory."""
-    measure_machine(LEAST, 1)  # a tag's addresses are kept
+    """Measuring leaks no handles, mappings, pinned memory or device memory."""
+    measure_machine(LEAST, 1)  # the tags' addresses stay reserved
     before, free = sim.counts(), memsaver.device_memory()[0]
     told = []
     measured = measure_machine(LEAST, 2, telling=told.append)
@@ -222,7 +222,7 @@ def test_it_leaves_nothing(sim):
 
 @pytest.mark.long
 def test_a_driver_that_fails_leaves_nothing(sim):
-    """The first and the last call of each kind: the bare ones, and memsaver's own."""
+    """A fault in the first or last call of a kind, bare or memsaver's own, leaks nothing."""
     calls = ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemHostAlloc", "cuMemHostRegister"]
     before = {call: sim.calls(call) for call in calls}
     measure_machine(LEAST, 1)
@@ -249,7 +249,7 @@ def test_other_contents_are_an_error(sim):
             memsaver.resume()
             sim.write(tag._addresses[5], b"?")
             with pytest.raises(MemsaverError, match="came back with other contents"):
-                tag.resume()  # which finds it resumed
+                tag.resume()  # finds the tag already mapped
         finally:
             tag.close()
 
@@ -326,11 +326,11 @@ GIB = 1 << 30
         (16 * GIB, 34 * GIB, 8 * GIB, 8 * GIB, "the option host_bytes allows 8 GiB"),
         (16 * GIB, 10 * GIB, 12 * GIB, 4 * GIB, "10 GiB of host memory are available"),
         (GIB, 0, 0, 0, "no backup is measured: 0 bytes of host memory"),
-        (GIB, (1 << 64) - 1, 0, GIB, None),  # where the system does not say
+        (GIB, (1 << 64) - 1, 0, GIB, None),  # the system does not report it
     ],
 )
 def test_what_is_backed_up_fits_the_host(monkeypatch, size, system, option, saved, says):
-    available = min(system, option or system)  # as the library has it
+    available = min(system, option or system)  # as in the library
     native = SimpleNamespace(host_memory=lambda: (0, available), option=lambda name: str(option))
     monkeypatch.setattr(machine, "_C", native)
     got, notes = machine._saved(size)
@@ -436,11 +436,11 @@ def test_a_picture(sim, tmp_path):
 
 
 def test_a_picture_that_fails_leaves_the_file_as_it_was(sim, tmp_path, monkeypatch):
-    """As on a full disk: what is half written is not the picture that was there."""
+    """A write that fails half-way, as on a full disk, leaves the existing picture unchanged."""
     monkeypatch.setattr(measurements, "measure_machine", lambda *given: fake_machine())
     file = tmp_path / "bench.png"
     file.write_bytes(b"before")
-    assert draw_picture(fake_machine(), "png").startswith(b"\x89PNG")  # its fonts are found, too
+    assert draw_picture(fake_machine(), "png").startswith(b"\x89PNG")  # also looks up the fonts
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))

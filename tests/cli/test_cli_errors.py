@@ -1,4 +1,4 @@
-"""Wrong, missing and contradictory arguments: one line on stderr, and the right exit status."""
+"""Test wrong, missing and contradictory arguments: one line on stderr, and the exit status."""
 
 import re
 import shlex
@@ -19,8 +19,8 @@ SEE_RUN = "put it after `--`, as in `memsaver run"
 NO_COMMAND = "there is no command to run"
 NO_TRACE = "not a memsaver trace"
 
-# The arguments, the status, and a part of the line. A name after `memsaver` in the line is tested
-# for all: it is the command's, if the first argument is a command.
+# The arguments, the exit status, and a part of the line on stderr. Every line must begin with
+# `memsaver`, followed by the command's name if the first argument is a command.
 CASES = [
     ("nope", 2, "no such command 'nope'"),
     ("docter", 2, "Did you mean 'doctor'; see `memsaver --help`"),
@@ -99,7 +99,7 @@ CASES = [
 
 @pytest.fixture
 def run_main(sim, tmp_path, monkeypatch, capfd):
-    """Runs the console script in a folder with some files, and returns its status and outputs."""
+    """Run the console script in a folder with some files; return its status and outputs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

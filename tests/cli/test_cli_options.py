@@ -1,4 +1,4 @@
-"""The options of the commands, whichever typer reads them."""
+"""Test the commands' options with any version of typer."""
 
 import typing
 
@@ -12,13 +12,13 @@ COMMANDS = {found.name: found.callback for found in app.registered_commands}
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_options_are_named_where_they_are_declared(name):
-    """typer 0.27 takes the name of one that is not, and has a metavar, from the metavar."""
+    """Every option declares its name: typer 0.27 may otherwise derive it from the metavar."""
     hints = typing.get_type_hints(COMMANDS[name], include_extras=True)
     unnamed = []
     for parameter, hint in hints.items():
         for extra in getattr(hint, "__metadata__", ()):
             if isinstance(extra, typer.models.OptionInfo):
-                names = [extra.default, *(extra.param_decls or ())]  # the first is put there
+                names = [extra.default, *(extra.param_decls or ())]  # `default` is the first
                 if not any(str(option).startswith("--") for option in names):
                     unnamed.append(parameter)
     assert unnamed == []

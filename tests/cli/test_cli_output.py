@@ -1,6 +1,6 @@
-"""The commands' output, where it cannot be written, and on terminals of all kinds.
+"""Test the commands' output: if it cannot be written, and on terminals of all kinds.
 
-If it cannot be written, one line says so, and the exit status is 1.
+If output cannot be written, one line reports it, and the exit status is 1.
 """
 
 import os
@@ -134,7 +134,7 @@ def test_output_that_can_be_written_is(tmp_path):
 
 
 def on_a_terminal(words, tmp_path, **variables):
-    """The command's status, and what it shows on a terminal."""
+    """Return the command's status, and its output on a terminal."""
     ours, terminal = pty.openpty()
     try:
         shown = b""
@@ -175,8 +175,8 @@ def test_a_terminal_that_wants_no_colour(tmp_path, words):
 
 @pytest.mark.parametrize("words", ["doctor", "trace t.json", "top", BENCH, "run --help"])
 def test_a_dumb_terminal(tmp_path, words):
-    """Nothing is drawn again there: `top` shows the processes once."""
+    """Nothing is redrawn on a dumb terminal: `top` shows the processes once."""
     status, shown = on_a_terminal(words, tmp_path, TERM="dumb")
     assert (status, "\x1b" in shown) == (0, False)
     lines = shown.replace("\r\n", "\n").splitlines()
-    assert len(lines) > 1 and max(map(len, lines)) <= 60  # by COLUMNS
+    assert len(lines) > 1 and max(map(len, lines)) <= 60  # COLUMNS

@@ -1,4 +1,4 @@
-"""`memsaver demo` on the simulated driver: what it says, and that its checks can fail."""
+"""Test `memsaver demo` on the simulated driver: its output, and that its checks can fail."""
 
 import io
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.one_python
 
 @pytest.fixture
 def run_demo(run_python):
-    """Runs the command in a process of its own: `run_demo(COLUMNS=80)`."""
+    """Run the command in its own process: `run_demo(COLUMNS=80)`."""
 
     def run(*, status=0, **env):
         script = "from memsaver.cli import app; app(['demo'], prog_name='memsaver')"
@@ -28,8 +28,8 @@ def run_demo(run_python):
     return run
 
 
-# One run takes seconds, so these two serve several tests. The narrow one has no driver named and
-# no GPU to find: then the demo takes the simulated one by itself.
+# One run takes seconds, so these two serve several tests. In the narrow run, no driver is set and
+# no GPU is visible, so the demo chooses the simulated driver itself.
 RUNS = {80: {"MEMSAVER_DRIVER": None, "CUDA_VISIBLE_DEVICES": ""}, 140: {}}
 _done = {}
 
@@ -79,7 +79,7 @@ def test_the_numbers_are_the_drivers(finished_demo):
     assert rows["resume weights"][:3] == ["128", "0", "0"]
     assert rows["resume the rest"][:3] == ["128", "256", "32"]
     for cells in rows.values():
-        assert free - 4 <= sum(map(int, cells)) <= free  # the library's own blocks aside
+        assert free - 4 <= sum(map(int, cells)) <= free  # except the library's own blocks
 
 
 def test_an_unusable_driver_is_an_error(run_demo):
@@ -95,7 +95,7 @@ def test_a_device_too_small_is_an_error(run_demo):
 
 
 class Small(demo.SimulatedWorkload):
-    """The same with less memory, in the test's process."""
+    """The demo's simulated workload with less memory, in the test's process."""
 
     def build(self):
         from memsaver import simulator
@@ -192,7 +192,7 @@ def test_a_narrow_terminal_loses_neither_steps_nor_figures(run_workload, width):
 
 def test_an_interrupt_tells_what_it_waits_for(run_workload, sim, capfd):
     class Interrupted(Small):
-        def output(self):  # before the first pause, which cannot copy until the test lets it
+        def output(self):  # before the first pause, whose copies the test delays
             sim.hold_streams(True)
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
             return super().output()

@@ -1,4 +1,4 @@
-"""`memsaver doctor`, the command: its JSON, its look, and that it harms nothing."""
+"""Test the command `memsaver doctor`: its JSON, its layout, and that it has no side effects."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from memsaver.cli.checks.findings import absent, warned
 
 pytestmark = pytest.mark.one_python
 
-# The console script's own text, so that it is tested in a tree without an installed one.
+# The console script's code, so that it can be tested in a tree where the script is not installed.
 _SCRIPT = "import sys; from memsaver.cli import main; sys.exit(main())"
 COMMANDS = [("-m", "memsaver"), ("-c", _SCRIPT)]
 
@@ -27,7 +27,7 @@ def test_the_findings_as_json():
     found = json.loads(done.stdout)
     assert list(found) == ["schema", "memsaver", "status", "counts", "findings"]
     assert (found["schema"], found["memsaver"]) == (1, memsaver.__version__)
-    assert found["status"] == "warned"  # the simulated driver is
+    assert found["status"] == "warned"  # because of the simulated driver
     assert list(found["counts"]) == ["good", "absent", "warned", "bad"]
     assert sum(found["counts"].values()) == len(found["findings"])
     for row in found["findings"]:

@@ -1,4 +1,4 @@
-"""What `memsaver doctor` says of the directory of backups."""
+"""Test `memsaver doctor`'s findings about the backup directory."""
 
 import os
 

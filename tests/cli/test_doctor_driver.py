@@ -1,4 +1,4 @@
-"""What `memsaver doctor` says of the driver and its devices."""
+"""Test `memsaver doctor`'s findings about the driver and its devices."""
 
 import re
 
@@ -63,6 +63,6 @@ def test_what_devices_can_do(plain, attributes, name, level, says):
 
 def test_a_device_that_does_not_answer_hides_no_other(sim, plain):
     plain.setattr(BareDriver, "device_count", lambda self: 2)
-    found = driver.check_devices()  # the simulated driver has one
+    found = driver.check_devices()  # the simulated driver has one device
     assert of(found, "device 0").level == "good"
     assert of(found, "device 1").level == "bad" and "cuDevice" in of(found, "device 1").text

@@ -1,4 +1,4 @@
-"""What `memsaver doctor` says of torch, SGLang and torch_memory_saver."""
+"""Test `memsaver doctor`'s findings about torch, SGLang and torch_memory_saver."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What `memsaver doctor` says of the host's memory and limits."""
+"""Test `memsaver doctor`'s findings about the host's memory and limits."""
 
 import re
 
@@ -41,7 +41,7 @@ def test_huge_pages(system, mode, status, level):
 
 
 def test_a_kernel_that_does_not_tell_of_huge_pages(system):
-    """Nothing can be done about it: what follows is said, and nothing advised."""
+    """The finding states the consequence without advice, because nothing can be changed."""
     found = of(host.check_host(), "huge pages")
     assert (found.level, found.advice) == ("absent", "") and "half the rate" in found.text
 
@@ -111,7 +111,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_limits_are_those_that_the_library_keeps(run_python, tmp_path, layout):
-    """What doctor shows, put where nobody can miss it, leaves as much as the library found."""
+    """doctor's limit, in a plain layout, leaves as much memory as the library reports."""
     *real, least = LAYOUTS[layout]
     plain = ["0::/only\n", mount(V2), {f"{V2}/only": least} if least else {}]
     for folder, (group, mounts, limits) in (("real", real), ("plain", plain)):

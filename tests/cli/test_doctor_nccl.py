@@ -1,4 +1,4 @@
-"""What `memsaver doctor` says of NCCL's variables and files."""
+"""Test `memsaver doctor`'s findings about NCCL's variables and files."""
 
 import pytest
 from doctors import FakeDriver, of, raising

@@ -1,4 +1,4 @@
-"""What `memsaver doctor` says of memsaver's options, and that it knows all of them."""
+"""Test `memsaver doctor`'s findings about memsaver's options, and that it covers all of them."""
 
 import json
 import re

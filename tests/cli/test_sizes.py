@@ -1,4 +1,4 @@
-"""Sizes as people read and write them."""
+"""Test that sizes are formatted and parsed for people."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`memsaver top`: what it shows, how it looks, and how it ends."""
+"""Test `memsaver top`: its contents, its layout, and how it ends."""
 
 import dataclasses
 import io
@@ -38,11 +38,11 @@ def environment(runtime, **more):
 
 
 def run_top(runtime, *arguments, **env):
-    """The command, in this process."""
+    """Run the command in this process."""
     return CliRunner().invoke(app, ["top", *arguments], env=environment(runtime, **env))
 
 
-# --- what it finds --------------------------------------------------------------------------------
+# --- processes and figures ------------------------------------------------------------------------
 
 
 def test_two_processes(runtime):
@@ -76,7 +76,7 @@ def test_two_processes(runtime):
         alone = json.loads(run_top(runtime, "--json", "--pid", str(second.pid)).stdout)
         assert [row["pid"] for row in alone["processes"]] == [second.pid]
 
-        shown = run_top(runtime, COLUMNS="140")  # no terminal: once
+        shown = run_top(runtime, COLUMNS="140")  # not a terminal: shown once
         assert (shown.exit_code, shown.stderr) == (0, "")
         for text in (f"{first.pid} ", f"{second.pid} ", "weights", "kv_cache", "optimizer"):
             assert text in shown.stdout
@@ -111,7 +111,7 @@ def test_looking_makes_nothing(runtime):
     assert list(runtime.iterdir()) == []
 
 
-# --- its look -------------------------------------------------------------------------------------
+# --- layout ---------------------------------------------------------------------------------------
 
 
 def tag_of(name, state=State.MAPPED, age=0.0, caller=None, **figures):
@@ -197,7 +197,7 @@ def test_nothing_is_cut_at_any_width(columns):
 def test_every_row_is_named_at_any_width(columns):
     lines = draw(width=columns).splitlines()
     end = next(line.index("Resident") for line in lines if line.startswith("Tag"))
-    end -= 8 if columns == 80 else 0  # the columns of GPU and state stand between
+    end -= 8 if columns == 80 else 0  # the columns GPU and state are in between
     names = "".join(line[: max(end, 8)].strip() for line in lines).replace(" ", "")
     for name in ("weights", "kv_cache", "model.layers.0.experts.17.w13_weight_scale_inv", "empty"):
         assert name[:12] in names
@@ -233,14 +233,14 @@ def test_an_output_that_knows_only_ascii():
 
 
 class Terminal:
-    """`memsaver top` on a terminal of so many lines."""
+    """`memsaver top` on a terminal with `lines` lines."""
 
     def __init__(self, runtime, *arguments, lines=40, columns=100):
         self.pid, self.terminal = pty.fork()
         if self.pid == 0:
             env = environment(runtime, TERM="xterm", LINES=str(lines), COLUMNS=str(columns))
             command = top_command(runtime, *arguments)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever the test run inherited
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the test run may ignore SIGINT
             os.execve(sys.executable, command, env)
         self.seen = ""
 
@@ -255,7 +255,7 @@ class Terminal:
         if ready:
             try:
                 self.seen += os.read(self.terminal, 1 << 16).decode(errors="replace")
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 time.sleep(0.01)
 
     def end(self, number):
@@ -270,7 +270,7 @@ class Terminal:
                 return os.waitstatus_to_exitcode(status)
 
 
-LEFT = "\x1b[?1049l"  # the screen that was there before
+LEFT = "\x1b[?1049l"  # restores the earlier screen
 CURSOR = "\x1b[?25h"
 
 

@@ -1,4 +1,4 @@
-"""What a trace comes to, tag by tag, and `memsaver trace`, which shows it."""
+"""Test the summary of a trace, tag by tag, and `memsaver trace`, which prints it."""
 
 import dataclasses
 import json

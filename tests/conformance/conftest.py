@@ -44,7 +44,7 @@ def open_driver(which: str) -> Driver:
 
 def check_nothing_left(drv: Driver, free_before: int, totals_before: dict | None) -> None:
     if drv.simulated:
-        deadline = time.monotonic() + 5  # a destroyed stream's last operation
+        deadline = time.monotonic() + 5  # for a destroyed stream's last operation
         while drv.totals()["queued_operations"] and time.monotonic() < deadline:
             time.sleep(0.005)
         assert drv.totals() == totals_before
@@ -87,7 +87,7 @@ def sim():
 
 @pytest.fixture
 def mapped(drv):
-    """A mapped page: (address, handle)."""
+    """Yield a mapped page: (address, handle)."""
     address, handle = drv.mapped(PAGE)
     yield address, handle
     drv.discard(address, PAGE, handle)
@@ -95,7 +95,7 @@ def mapped(drv):
 
 @pytest.fixture
 def streams(drv):
-    """A function that creates streams; they are destroyed at the end."""
+    """Yield a function that creates streams, which are destroyed after the test."""
     made = []
 
     def make(flags=NON_BLOCKING):

@@ -63,7 +63,7 @@ def real_driver_works() -> bool:
 
 
 class Driver:
-    """A driver library. Calls are attributes: `drv.cuMemUnmap(address, size)` gives the code."""
+    """A driver library. Calls are attributes: `drv.cuMemUnmap(address, size)` returns the code."""
 
     def __init__(self, path: str):
         self.path = path
@@ -94,7 +94,7 @@ class Driver:
             raise DriverError(name, code)
 
     def start(self, device: int = 0) -> Driver:
-        """cuInit, and the device's primary context current on this thread."""
+        """Call cuInit, and make the device's primary context current on this thread."""
         self.check("cuInit", 0)
         context = c_void_p()
         self.check("cuDevicePrimaryCtxRetain", byref(context), device)
@@ -277,7 +277,7 @@ def in_thread(drv: Driver, function, timeout: float = 10, with_context: bool = T
             drv.cuCtxSetCurrent(drv.context)
         try:
             result.append((function(), None))
-        except BaseException as error:  # handed to the caller
+        except BaseException as error:  # raised in the caller
             result.append((None, error))
 
     thread = threading.Thread(target=body, daemon=True)
@@ -292,7 +292,10 @@ def in_thread(drv: Driver, function, timeout: float = 10, with_context: bool = T
 
 
 def in_child(path: str, function, timeout: float = 30, environment: dict | None = None):
-    """function(Driver(path)) in a fresh process. Its result by JSON, or 'signal N' / 'timeout'."""
+    """Run function(Driver(path)) in a new process; return its result, or why it has none.
+
+    The result is passed as JSON. The reasons are 'signal N', 'exit N: ...' and 'timeout'.
+    """
     body = textwrap.dedent(inspect.getsource(function))
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"

@@ -1,4 +1,4 @@
-"""The library's own kernel, loaded, with memory to read and host memory for a launch."""
+"""The library's own kernel, with memory to read and host memory for launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DATA = bytes(range(251)) * 300
 
 
 class Kernel:
-    """The kernel loaded, memory with contents, and the host memory of a launch."""
+    """The loaded kernel, device memory with contents, and the host memory for launches."""
 
     def __init__(self, drv: Driver, flags: int = 0):
         self.drv, self.module = drv, drv.module()

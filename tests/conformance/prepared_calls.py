@@ -11,7 +11,7 @@ NOT_ASSERTED = {"cuModuleLoadData", "cuModuleGetFunction", "cuModuleUnload"}
 
 
 def ready_call(drv, name):
-    """(The call, what clears up after it): everything that it needs is made."""
+    """Prepare a call; return the call, and the function that cleans up after it."""
     make = CALLS[name]
     if make in NEEDS and not drv.has(NEEDS[make]):
         pytest.skip(f"the driver does not have {NEEDS[make]}")

@@ -1,4 +1,4 @@
-"""The answers of both drivers to the questions that run in separate processes."""
+"""Test both drivers' answers to the questions that run in separate processes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ ANSWERS = {
                 "type": 2,
                 "ordinal": 0,
                 "range start": "reservation +0",
-                "range size": 4 * PAGE,  # the reservation's
+                "range size": 4 * PAGE,  # the size of the reservation
                 "mapped": 1,
             }.items()
         },
@@ -102,7 +102,7 @@ ANSWERS = {
         "nothing there": INVALID_VALUE,
     },
     "register device memory": {"reserved": INVALID_VALUE, "mapped": INVALID_VALUE},
-    # HtoD, DtoH, and both without a wait.
+    # HtoD, DtoH, and the asynchronous versions of both.
     "copy across registrations": {
         "of one": 4 * [SUCCESS],
         "of two": 4 * [INVALID_VALUE],
@@ -134,28 +134,28 @@ ANSWERS = {
     },
 }
 NOT_HELD = {
-    # Handles that are gone: anything may happen, and the simulator says so in sim.h.
+    # Released handles: undefined behaviour, as sim.h documents for the simulator.
     "release twice",
     "release twice while mapped; unmap",
     "release of a number that is no handle",
     "destroyed handles",
-    # Never asked of a GPU.
+    # Never run on a GPU.
     "what is left after unmapping over a hole",
     "map at odd places",
     "host memory of no size",
     "small block on a full device",
     "images of garbage",
     "launch in other geometries",
-    # An illegal access to the simulator; a driver with heterogeneous memory management allows it.
+    # An illegal access for the simulator; a driver with heterogeneous memory management allows it.
     "launch on host memory that is not pinned",
-    # Its own test: it needs the GPU to itself.
+    # Has its own test, because it needs exclusive use of the GPU.
     "small cuMemAlloc blocks",
 }
 
 
 @functools.cache
 def answers_of(path):
-    with ThreadPoolExecutor(6) as pool:  # most of the time is a process finding its GPU
+    with ThreadPoolExecutor(6) as pool:  # each process mostly waits for GPU initialisation
         found = {name: pool.submit(in_child, path, ALONE[name]) for name in ANSWERS}
     return {name: future.result() for name, future in found.items()}
 

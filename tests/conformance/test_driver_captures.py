@@ -1,4 +1,4 @@
-"""Captures and graphs, on both drivers."""
+"""Test captures and graphs on both drivers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Bench:
         drv.check("cuMemsetD8Async", self.address, 1, PAGE, self.stream)
 
     def outcome(self, call, in_other_thread=False):
-        """(code of the call, code of ending the capture)."""
+        """Return the code of the call, and the code of ending the capture."""
         run = (
             (lambda: call(self))
             if not in_other_thread
@@ -143,7 +143,7 @@ def read_synchronously(bench):
 
 
 def legacy_is_capturing(bench):
-    return bench.drv.capture_status(LEGACY)  # 0: not
+    return bench.drv.capture_status(LEGACY)  # 0: not capturing
 
 
 ALLOWED = {
@@ -200,7 +200,7 @@ def test_calls_that_leave_a_capture_alone(drv, name, mode):
 
 
 def find_fingerprints(bench):
-    """All that finding fingerprints asks of the driver, on a thread in relaxed mode."""
+    """Make the driver calls that compute fingerprints, on a thread in relaxed mode."""
     drv = bench.drv
     previous = drv.thread_mode(RELAXED)
     kernel, stream, event = Kernel(drv), drv.stream(), drv.event()

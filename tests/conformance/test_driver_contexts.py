@@ -1,4 +1,4 @@
-"""Errors' names, initialisation, fork and contexts, on both drivers."""
+"""Test error names, initialisation, fork and contexts on both drivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies and sets, on both drivers."""
+"""Test copies and sets on both drivers."""
 
 from __future__ import annotations
 

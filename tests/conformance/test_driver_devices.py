@@ -1,4 +1,4 @@
-"""Properties of devices, on both drivers."""
+"""Test device properties on both drivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pinned and registered host memory, on both drivers."""
+"""Test pinned and registered host memory on both drivers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def test_registration_rules(drv):
     drv.check("cuMemHostRegister", address, 2 * PAGE, 0)
     assert drv.cuMemHostRegister(address, 2 * PAGE, 0) == ALREADY_REGISTERED
     assert drv.cuMemHostRegister(address + PAGE, 2 * PAGE, 0) == ALREADY_REGISTERED
-    drv.check("cuMemHostRegister", address + 2 * PAGE, PAGE, 0)  # a neighbour
-    assert drv.cuMemHostUnregister(address + PAGE) != SUCCESS  # not its beginning
+    drv.check("cuMemHostRegister", address + 2 * PAGE, PAGE, 0)  # the adjacent range
+    assert drv.cuMemHostUnregister(address + PAGE) != SUCCESS  # not the start of the range
     drv.check("cuMemHostUnregister", address + 2 * PAGE)
     drv.check("cuMemHostUnregister", address)
     assert drv.cuMemHostUnregister(address) == NOT_REGISTERED

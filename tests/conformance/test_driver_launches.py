@@ -1,4 +1,4 @@
-"""Modules, and launches of the library's own kernel, on both drivers."""
+"""Test modules, and launches of the library's own kernel, on both drivers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_a_module_does_not_have(drv):
 
 def test_a_module_of_garbage(drv):
     with pytest.raises(DriverError) as failed:
-        drv.module(b"garbage")  # a text: the driver takes it for PTX
+        drv.module(b"garbage")  # the driver interprets text as PTX
     assert failed.value.code in (INVALID_IMAGE, INVALID_PTX)
 
 

@@ -1,4 +1,4 @@
-"""Plain blocks (cuMemAlloc), and attributes of pointers, on both drivers."""
+"""Test plain blocks (cuMemAlloc) and pointer attributes on both drivers."""
 
 from __future__ import annotations
 

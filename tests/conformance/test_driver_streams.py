@@ -1,4 +1,4 @@
-"""The order of work in streams, and events, on both drivers."""
+"""Test the order of work in streams, and events, on both drivers."""
 
 from __future__ import annotations
 

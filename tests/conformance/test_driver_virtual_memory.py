@@ -1,4 +1,4 @@
-"""Reservations, handles, mappings and access, on both drivers."""
+"""Test reservations, handles, mappings and access on both drivers."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_fresh_memory_is_zero(drv):
 
 
 def test_device_full_then_not(drv):
-    free = drv.free_bytes() // PAGE * PAGE  # it need not be a multiple
+    free = drv.free_bytes() // PAGE * PAGE  # the free bytes need not be a multiple
     most = free // 10 * 9 // PAGE * PAGE
     handle = drv.create(most)
     too_much = drv.try_create(free - most + GIB)
@@ -169,10 +169,10 @@ def test_device_full_then_not(drv):
 def test_map_arguments(drv):
     address, handle = drv.reserve(4 * PAGE), drv.create(2 * PAGE)
     assert drv.cuMemMap(address, 2 * PAGE, PAGE, handle, 0) == NOT_SUPPORTED  # offset
-    assert drv.cuMemMap(address, PAGE, 0, handle, 0) == NOT_SUPPORTED  # a part
-    assert drv.cuMemMap(address, 4 * PAGE, 0, handle, 0) == NOT_SUPPORTED  # more than there is
+    assert drv.cuMemMap(address, PAGE, 0, handle, 0) == NOT_SUPPORTED  # a part of the handle
+    assert drv.cuMemMap(address, 4 * PAGE, 0, handle, 0) == NOT_SUPPORTED  # more than the handle
     assert drv.cuMemMap(address, 0, 0, handle, 0) == INVALID_VALUE
-    if drv.simulated:  # the driver maps beyond a reservation's end where nothing else lies
+    if drv.simulated:  # the driver maps beyond a reservation's end if the addresses are free
         assert drv.cuMemMap(address + 3 * PAGE, 2 * PAGE, 0, handle, 0) == INVALID_VALUE
     drv.check("cuMemMap", address, 2 * PAGE, 0, handle, 0)
     drv.check("cuMemUnmap", address, 2 * PAGE)
@@ -222,8 +222,8 @@ def test_unmap_takes_whole_mappings(drv):
     assert drv.cuMemUnmap(address + PAGE, PAGE) == INVALID_VALUE
     assert drv.cuMemUnmap(address, 3 * PAGE) == INVALID_VALUE
     assert drv.read(address, 5) == b"whole"
-    drv.check("cuMemUnmap", address, 4 * PAGE)  # two at once
-    assert drv.cuMemUnmap(address, 2 * PAGE) == SUCCESS  # again: nothing is there
+    drv.check("cuMemUnmap", address, 4 * PAGE)  # two mappings at once
+    assert drv.cuMemUnmap(address, 2 * PAGE) == SUCCESS  # again: nothing is mapped now
     drv.check("cuMemUnmap", address + 4 * PAGE, 2 * PAGE)
     for handle in handles:
         drv.check("cuMemRelease", handle)
@@ -235,7 +235,7 @@ def test_unmap_over_a_hole(drv):
     drv.map(address, PAGE, handles[0])
     drv.map(address + 2 * PAGE, PAGE, handles[1])
     assert drv.cuMemUnmap(address, 3 * PAGE) == SUCCESS
-    drv.check("cuMemUnmap", address, PAGE)  # whatever that took
+    drv.check("cuMemUnmap", address, PAGE)  # whether or not the previous call unmapped it
     drv.check("cuMemUnmap", address + 2 * PAGE, PAGE)
     for handle in handles:
         drv.check("cuMemRelease", handle)
@@ -254,7 +254,7 @@ def test_access_is_for_mapped_ranges(drv):
     handles = [drv.create(PAGE) for _ in range(2)]
     drv.map(address, PAGE, handles[0], access=False)
     drv.map(address + 2 * PAGE, PAGE, handles[1], access=False)
-    assert drv.set_access(address, 3 * PAGE) == SUCCESS  # it stops at the hole
+    assert drv.set_access(address, 3 * PAGE) == SUCCESS  # it stops at the unmapped page
     assert drv.get_access(address) == READ_WRITE
     assert drv.get_access(address + 2 * PAGE) == 0
     drv.check("cuMemUnmap", address, PAGE)
@@ -283,7 +283,7 @@ def test_access_can_be_asked_for(drv):
     assert drv.get_access(address) == READ_WRITE
     drv.check("cuMemUnmap", address, PAGE)
     drv.map(address, PAGE, handle, access=False)
-    assert drv.get_access(address) == 0  # it went with the mapping
+    assert drv.get_access(address) == 0  # unmapping removed the access
     drv.discard(address, PAGE, handle)
 
 

@@ -1,4 +1,4 @@
-"""Calls that wait for a device's work, on both drivers."""
+"""Test which calls wait for a device's work on both drivers."""
 
 from __future__ import annotations
 

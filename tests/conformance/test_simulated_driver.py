@@ -1,4 +1,4 @@
-"""The simulated driver only: its control interface, and detected misuse."""
+"""Test the simulated driver's control interface, and the misuse that it detects."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_sim_launches_on_pinned_memory_alone(sim):
         assert sim.launch(kernel.kernel, pieces, digests, 2, stream) == SUCCESS
         assert sim.cuStreamSynchronize(stream) == ILLEGAL_ADDRESS, what
         sim.opened.sim_clear_violations()
-    (ctypes.c_uint64 * 2).from_address(kernel.host)[:] = [kernel.address, PAGE]  # too large
+    (ctypes.c_uint64 * 2).from_address(kernel.host)[:] = [kernel.address, PAGE]  # too large a piece
     assert kernel.launch(stream) == SUCCESS
     assert sim.cuStreamSynchronize(stream) == ILLEGAL_ADDRESS
     sim.opened.sim_clear_violations()
@@ -127,7 +127,7 @@ def test_sim_launches_on_pinned_memory_alone(sim):
 
 
 def test_sim_modules_and_kernels_that_are_gone(sim):
-    before = sim.totals()["modules"]  # the library itself may have one
+    before = sim.totals()["modules"]  # the library itself may have loaded one
     kernel, stream = Kernel(sim), sim.stream()
     assert sim.totals()["modules"] == before + 1
     sim.check("cuModuleUnload", kernel.module)
@@ -153,7 +153,7 @@ def test_sim_notes_memory_taken_from_work_that_came_during_the_wait(sim):
     thread.start()
     while sim.opened.sim_calls(b"cuMemFreeHost") == before:
         time.sleep(0.001)
-    third = sim.gate(other)  # keeps what follows until the memory is gone
+    third = sim.gate(other)  # delays the copy until the memory is freed
     sim.check("cuMemcpyDtoHAsync", pinned, address, PAGE, other)
     first.open()
     second.open()

@@ -1,4 +1,4 @@
-"""Attempts on every rank, as integrations use them, with interrupts and unusual errors."""
+"""Test attempts on every rank, as integrations use them, with interrupts and unusual errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks or none: groups of processes, with faults in some of them."""
+"""Test that calls change all ranks or none, in groups of processes with faults in some of them."""
 
 import functools
 
@@ -16,7 +16,7 @@ def run_ranks(tmp_path):
 
 
 def test_all_ranks_or_none(run_ranks):
-    # What fails on one rank while the call is done there.
+    # Faults occur on one of the ranks during the call.
     run_ranks(
         """
         error = raises(memsaver.InvalidStateError, md.pause, "w")
@@ -182,7 +182,7 @@ def test_all_ranks_or_none(run_ranks):
 
 @pytest.mark.long
 def test_a_group_without_a_cpu_backend(run_ranks):
-    # As init_process_group("nccl") makes it. torch itself can send no CPU tensor over it.
+    # As init_process_group("nccl") creates it: torch cannot send CPU tensors over it.
     run_ranks(
         """
         import torch

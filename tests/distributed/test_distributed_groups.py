@@ -1,4 +1,4 @@
-"""A `group` argument that is invalid, or another group, on some of the ranks."""
+"""Test a `group` argument that is invalid or different on some of the ranks."""
 
 import functools
 
@@ -80,7 +80,7 @@ def test_a_rank_whose_group_is_invalid_is_an_error_on_all_ranks_at_once(run_rank
 
 @pytest.mark.timeout(120)
 def test_ranks_on_different_groups_wait_no_longer_than_the_timeout(run_ranks):
-    # Every group is valid on its rank, so that no rank can know which of them is the wrong one.
+    # Each group is valid on its rank, so no rank can determine which one is wrong.
     run_ranks(
         """
         begin("gloo")

@@ -1,4 +1,4 @@
-"""Ranks that are interrupted, die or hang during a call."""
+"""Test ranks that are interrupted, die or hang during a call."""
 
 import functools
 
@@ -14,7 +14,7 @@ def run_ranks(tmp_path):
 
 
 def test_a_signal_handler_that_pauses_runs_when_the_call_is_over(run_ranks):
-    # A preemption handler, while this rank has begun and waits for a slow one.
+    # A preemption handler runs while this rank waits for a slow one.
     run_ranks(
         """
         begin("gloo")
@@ -62,7 +62,7 @@ def test_a_signal_handler_that_pauses_runs_when_the_call_is_over(run_ranks):
 
 @pytest.mark.long
 def test_a_block_that_is_interrupted_everywhere_on_its_way_out(run_ranks):
-    # It resumes on all ranks, whichever of them is interrupted.
+    # The block resumes on all ranks, whichever rank is interrupted.
     run_ranks(
         """
         import itertools, torch

@@ -1,4 +1,4 @@
-"""Calls that the ranks of a group refuse, all of them at once, before anything changes."""
+"""Test calls that all ranks of a group reject together, before anything changes."""
 
 import functools
 

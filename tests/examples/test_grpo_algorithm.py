@@ -1,4 +1,4 @@
-"""examples/grpo: the task, the reward, and the parts of the algorithm."""
+"""Test examples/grpo: the task, the reward, and the parts of the algorithm."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_problems_are_sums_and_the_same_for_a_seed(example):
         ("7.", 1.0),
         ("8.", 0.1),
         ("07.", 0.1),
-        ("7", 0.0),  # it did not end
+        ("7", 0.0),  # no end of the answer
         (".", 0.0),
         ("7+.", 0.0),
         ("?.", 0.0),
@@ -78,7 +78,7 @@ def test_advantages_are_deviations_within_a_group(example):
     rewards = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0, 4.0])
     found = group_advantages(rewards, 4)
     assert torch.equal(found[:4], torch.tensor([-1.0, 1.0, -1.0, 1.0]))
-    assert torch.equal(found[4:8], torch.zeros(4))  # all alike: nothing to learn
+    assert torch.equal(found[4:8], torch.zeros(4))  # equal rewards: no advantages
     assert found[8:].mean().abs() < 1e-6 and found[8:].square().mean() == pytest.approx(1)
 
 

@@ -1,4 +1,4 @@
-"""examples/grpo: whole runs on the simulated driver, bit for bit."""
+"""Test complete runs of examples/grpo on the simulated driver, which must be bit-identical."""
 
 import json
 import os
@@ -21,7 +21,7 @@ EXAMPLE = ROOT / "examples" / "grpo"
 
 # --- whole runs -----------------------------------------------------------------------------------
 
-# A run of the example with a policy of torch's alone: a token's prediction from the two before it.
+# A run of the example with a pure torch policy, which predicts a token from the two before it.
 RUN = """
 import sys
 from pathlib import Path
@@ -76,7 +76,7 @@ leave_place()
 
 
 def run_ranks(tmp_path, name, ranks, **options):
-    """The folder of the results of each rank."""
+    """Run the example on some ranks, and return the folder of their results."""
     folder = tmp_path / name
     folder.mkdir()
     code = RUN.format(example=str(EXAMPLE), options=options)
@@ -93,13 +93,13 @@ def test_a_run_learns_and_is_the_same_with_and_without_sleep(example, tmp_path, 
     for rank in range(ranks):
         paths = [str(folder / f"{rank}.json") for folder in (sleeping, plain)]
         assert compare.main(paths) == 0
-    # Each rank has its own answers and shards, and all of them are in every rank's digests.
+    # Each rank has its own answers and shards; every rank's digests cover those of all ranks.
     of_ranks = [results.Results.load(sleeping / f"{rank}.json") for rank in range(ranks)]
     assert compare.differences(of_ranks[0], of_ranks[-1]) == []
     first = results.Results.load(sleeping / "0.json")
     assert first.steps[-1].reward > first.steps[0].reward + 0.1
     assert len({step.answers for step in first.steps}) == 40
-    # The engine has the trainer's weights: it samples by the probabilities that the trainer has.
+    # The engine has the trainer's weights, so it samples with the trainer's probabilities.
     assert all(step.gap < 1e-5 for step in first.steps)
     assert {"pause_optimizer", "update", "pause_model", "wake_rest"} <= set(first.stages())
     assert set(results.Results.load(plain / "0.json").stages()) == {
@@ -118,7 +118,7 @@ def test_the_learner_has_the_policy_that_sampled(example, tmp_path):
 
 
 class Ranks:
-    """Two ranks' `torch.distributed`, as rank 0 sees it: the other one's part is given."""
+    """A fake `torch.distributed` of two ranks on rank 0; the test sets the other rank's values."""
 
     def __init__(self, monkeypatch, others):
         self.others = others
@@ -133,7 +133,7 @@ class Ranks:
 
 def test_a_digest_is_of_all_ranks(example, monkeypatch):
     digest = example("results").digest_over_ranks
-    assert digest("ab") == "ab"  # of one process
+    assert digest("ab") == "ab"  # a single process
     ranks = Ranks(monkeypatch, "cd")
     both = digest("ab")
     assert digest("ab") == both and digest("ac") != both
@@ -220,7 +220,7 @@ def test_tables_and_picture(example, tmp_path):
         for number in range(4)
     ]
     made = results.Results({"sleep": True}, "H200", 2, 140 << 30, steps, "cd")
-    assert tables.median_seconds(made) == {"generate": 0.5, "train": 0.25}  # not of the first
+    assert tables.median_seconds(made) == {"generate": 0.5, "train": 0.25}  # without the first
     assert tables.peak_bytes(made)["train"] == 5 << 30
     console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
     tables.draw(console, made)
@@ -230,7 +230,7 @@ def test_tables_and_picture(example, tmp_path):
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     picture.save_picture(made, tmp_path / "run.svg")
     texts = (tmp_path / "run.svg").read_text()
-    assert all(f"<!-- {name} -->" in texts for name in picture._LEGEND)  # every bar's colour
+    assert all(f"<!-- {name} -->" in texts for name in picture._LEGEND)  # the colours of all bars
 
 
 def test_tied_weights_go_to_the_engine_once(example):
@@ -267,7 +267,7 @@ def test_results_are_kept_without_matplotlib(example, tmp_path, monkeypatch, cap
     assert not (tmp_path / "run.png").exists()
 
 
-# --- the model's copy as an engine ----------------------------------------------------------------
+# --- the model's copy as engine -------------------------------------------------------------------
 
 
 def test_the_models_copy_samples_by_its_probabilities(example, sim):
@@ -305,7 +305,7 @@ def test_the_models_copy_samples_by_its_probabilities(example, sim):
     engine.wake_up()
     with pytest.raises(memsaver.ConfigError, match="bias"):
         engine.update_weights({})
-    assert not any(engine._model.state_dict()["bias"])  # gone, as SGLang's are
+    assert not any(engine._model.state_dict()["bias"])  # zeroed, as SGLang's would be
     engine.update_weights(Fixed().state_dict())
     assert torch.equal(engine.generate([[1]] * 300, seeded).token_ids, output.token_ids)
     del engine

@@ -1,4 +1,4 @@
-"""examples/grpo/ray_workers.py on a local Ray: actors, their environment, and their servers."""
+"""Test examples/grpo/ray_workers.py on a local Ray: actors, their environment and servers."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ http.server.HTTPServer((host, port), Handler).serve_forever()
 
 @pytest.fixture(scope="module")
 def workers():
-    """The example's module, with a Ray of this machine."""
+    """Yield the example's module, connected to a local Ray."""
     sys.path.insert(0, str(EXAMPLE))
     before = set(sys.modules)
     paths = os.pathsep.join([str(EXAMPLE), *filter(None, sys.path)])
@@ -106,7 +106,7 @@ def test_a_server_ends_with_an_actor_that_is_killed(workers, tmp_path):
     worker = Known.remote()
     url = ray.get(worker.serve.remote([str(program)], {}, {}))
     urllib.request.urlopen(url, timeout=10).close()
-    # As the kernel does without memory: neither Ray nor the actor can do anything more.
+    # As the kernel's OOM killer does: neither Ray nor the actor can run any more code.
     os.kill(ray.get(worker.process.remote()), signal.SIGKILL)
     deadline = time.monotonic() + 30
     with pytest.raises(OSError):

@@ -1,5 +1,5 @@
 """The fault sweep: every call to the driver and the operating system fails, one after the other.
 
-`make faults` runs it. See `scenarios` for what is done under faults, `injections` for which faults,
-`checks` for what must hold after each of them, `exceptions` for what cannot be made to hold.
+`make faults` runs it. `scenarios` contains the operations under faults, `injections` the faults,
+`checks` the invariants that are checked after each fault, and `exceptions` the exemptions.
 """

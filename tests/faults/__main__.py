@@ -1,7 +1,7 @@
-"""`make faults`: makes every call of every scenario fail, and reports violations.
+"""`make faults`: make every call of every scenario fail, and report violations.
 
-Exits with 1 if a fault was not handled. `--only` does some alone: a scenario, scenario:call, or a
-whole scenario:call:nth:code:once|forever, as the sweep prints them.
+Exits with 1 if a fault was not handled. `--only` selects faults: a scenario, scenario:call, or a
+complete scenario:call:nth:code:once|forever, as the sweep prints it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from faults import lanes
 from faults.injections import Injection, injections_of
 from faults.scenarios import SCENARIOS
 
-CHUNK = 150  # injections of one worker process
+CHUNK = 150  # injections for one worker process
 ALWAYS = 6
 
 
@@ -46,7 +46,7 @@ def is_chosen(injection: Injection, only: list[str], every: int) -> bool:
 
 
 def plan(place: lanes.Workplace, only: list[str], every: int, workers: int) -> list[Injection]:
-    """The injections to try. Raises RuntimeError if a scenario fails without a fault."""
+    """Return the injections to try. Raises RuntimeError if a scenario fails without a fault."""
     if only and all(prefix.count(":") == 4 for prefix in only):
         return [Injection.parse(prefix) for prefix in only]
     names = [n for n in SCENARIOS if not only or any(p.split(":")[0] == n for p in only)]

@@ -12,12 +12,12 @@ from faults.scenario import SIZES, Scenario, require
 
 
 class Allocate(Scenario):
-    """Allocations of several sizes, of which some need a span, all or some of them new memory."""
+    """Allocations of several sizes; some need a span, and some or all need new memory."""
 
     def __init__(self, machine: Machine, name: str, nbytes: int, new_tags: bool = False) -> None:
         super().__init__(machine, name)
         self.nbytes, self.new_tags = nbytes, new_tags
-        if new_tags:  # addresses stay reserved for a tag
+        if new_tags:  # a tag's addresses stay reserved
             self.grows = frozenset({"reservations", "reserved_bytes"})
         self.tag, self.made = "", 0
         self.got: list[Any] = []
@@ -53,7 +53,7 @@ class Allocate(Scenario):
 
 
 class PoolAllocate(Allocate):
-    """An allocation by the function that torch's pools of the tag get: None where it fails."""
+    """An allocation by the function for torch's pools, which returns null if it fails."""
 
     def act(self) -> None:
         from memsaver._runtime.native import _C
@@ -69,7 +69,7 @@ class PoolAllocate(Allocate):
 
         if not self.got:
             while _C.next_warning() is not None:
-                pass  # that says why; where there was memory for the text
+                pass  # the reason, if there was memory for its text
             self.check_unchanged(MemoryError())
             self.act()
         super().check_done()
@@ -169,7 +169,7 @@ class Free(Scenario):
                 pause.wait()
 
     def check_unchanged(self, error: Exception) -> None:
-        # The pause may have failed, or a free that found no memory for an error; never half of one.
+        # The pause may have failed, or a free that had no memory for its error, but never partly.
         self.check_bystander()
         require(len(self.memsaver.ranges(self.kept.names[0])) == 2 + len(self.going), "lost blocks")
         if self.kept.states() == {"mapped"}:
@@ -182,14 +182,14 @@ class Free(Scenario):
     def rest(self) -> None:
         self.memsaver.resume(*self.kept.names)
         require(self.kept.is_intact(), "contents of what was not freed are lost")
-        # Releases that failed are retried by the next call for the tag.
+        # The next call for the tag retries failed releases.
         with self.memsaver.region(self.kept.names[0]):
             self.memsaver.simulator.buffer(4096)
         super().rest()
 
 
 class Ask(Scenario):
-    """Calls that change only caches: fingerprints, figures, views, trim."""
+    """Calls that change only caches: fingerprints, statistics, views, trim."""
 
     def __init__(
         self, machine: Machine, name: str, ask: Callable[[Ask], object], paused: bool = False
@@ -233,7 +233,7 @@ class Ask(Scenario):
 
 
 class FirstUse(Scenario):
-    """The first use of a device, or the first pause, of a process."""
+    """A process's first use of a device, or its first pause."""
 
     fresh = True
 

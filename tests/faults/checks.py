@@ -20,7 +20,7 @@ from memsaver.errors import (
     OutOfHostMemoryError,
 )
 
-PASSED, UNMET = "passed", "unmet"  # UNMET: the act made fewer of these calls this time
+PASSED, UNMET = "passed", "unmet"  # UNMET: the act made fewer of these calls than before
 
 WARM_UPS = 2
 
@@ -33,12 +33,12 @@ def reference(scenario: Scenario) -> dict[str, Any]:
     for _ in range(WARM_UPS):
         complete(scenario)
     gc.collect()
-    gc.freeze()  # what lives now is looked through no more: collecting takes half of an attempt
+    gc.freeze()  # excludes existing objects: collecting would take half of an attempt
     return machine.totals()
 
 
 def complete(scenario: Scenario) -> None:
-    """Run once from rest to rest, without a fault."""
+    """Run the scenario once from rest to rest, without a fault."""
     scenario.prepare()
     error = act(scenario)
     require(error is None, f"without a fault: {error!r}")
@@ -136,7 +136,7 @@ def check_error(injection: Injection, error: Exception) -> None:
 
 
 def check_accounts(machine: Machine) -> None:
-    """Rule 10: reported bytes equal the driver's, except for at most what could not be released."""
+    """Check rule 10: reported bytes equal the driver's, except for memory not yet released."""
     if not machine.idle:
         return
     stats, actual = machine.memsaver.stats(), machine.tags_bytes()
@@ -158,6 +158,6 @@ def check_leaks(
     ]
     violations = "; ".join(machine.sim.violations())
     require(not left, f"left over: {', '.join(left)} {violations}")
-    # Leftovers of an exempted fault do not count for the next one.
+    # Leaks of an exempted fault do not count for the next fault.
     for name, value in totals.items():
         reference[name] = value if name in scenario.grows else max(value, reference[name])

@@ -45,8 +45,8 @@ EXEMPT = [
     ),
 ]
 
-# If the driver refuses these, device memory of no tag stays held until the next transition or
-# allocation releases it: until then the driver counts more than the tags hold.
+# If these driver calls fail, device memory that belongs to no tag exists until the next transition
+# or allocation releases it. Until that time, the driver counts more memory than the tags.
 DEFERRED = frozenset({"cuMemRelease", "cuMemUnmap"})
 
 

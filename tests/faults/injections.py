@@ -1,4 +1,4 @@
-"""The possible faults: a call's name, its number, the code, once or for all later calls."""
+"""Define the possible faults: a call's name and number, the error code, and how often it fails."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from repository import ROOT
 
-# Every entry point that the library knows: one that comes later is failed too. The two without a
-# simulated counterpart cannot fail in a way that matters: they name an error.
+# Every entry point that the library uses, including future ones. The two without a simulated
+# counterpart only return the names of errors, so their failures do not matter.
 DRIVER_CALLS = [
     name
     for name in re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver/driver.h").read_text())
@@ -24,9 +24,9 @@ CAPTURE_UNSUPPORTED, UNKNOWN = 900, 999
 
 SHORT = -1  # os_faults: half of a transfer takes place
 
-# What a call is known to answer, beyond what any call may: an earlier failure of the device's work.
-# 4, 709 and 3 are not among them: they say that the process's driver is gone, and its memory with
-# it, so that nothing is left to give back (tests/process/test_process.py).
+# The known error codes of each call, besides those of any call (earlier failures of device work).
+# 4, 709 and 3 are not included: they report that the process's driver has ended with its memory,
+# so that nothing can be released (tests/process/test_process.py).
 _DRIVER_CODES = {
     "cuInit": [INVALID_VALUE, UNKNOWN],
     "cuMemCreate": [OUT_OF_MEMORY, INVALID_VALUE, LAUNCH_FAILED],
@@ -49,7 +49,8 @@ _DRIVER_CODES = {
 }
 _ANY_DRIVER_CODES = [INVALID_VALUE, LAUNCH_FAILED]
 
-# By the call's manual page. EINTR is for once only: who is interrupted for ever is not failing.
+# From each call's manual page. EINTR occurs only once: a call that is always interrupted has not
+# failed.
 _OS_CODES = {
     "mmap": [errno.ENOMEM, errno.EAGAIN],
     "munmap": [errno.ENOMEM],
@@ -81,8 +82,8 @@ _OS_CODES = {
 }
 OS_CALLS = list(_OS_CODES)
 
-# Refused, these change nothing that a caller could see: the call must succeed. (A file that cannot
-# be asked about is one without an answer.)
+# Failures of these calls must not be visible to memsaver's caller: the operation must succeed. (A
+# file that cannot be queried is treated as a file without the value.)
 OS_TOLERATED = {
     "munmap", "madvise", "mbind", "open", "fstat", "statvfs", "read", "posix_fadvise", "ftruncate",
     "close", "pthread_create",
@@ -93,7 +94,7 @@ OS_TOLERATED = {
 class Injection:
     """The `nth` call (1: the first) of a scenario's act fails with `code`.
 
-    `forever`: and every later one of that name, until the act is over.
+    With `forever`, every later call of that name also fails, until the act ends.
     """
 
     scenario: str
@@ -128,7 +129,7 @@ def codes_of(call: str) -> list[int]:
 
 
 def injections_of(scenario: str, counts: dict[str, int]) -> Iterator[Injection]:
-    """Return all faults that can occur in an act that makes these calls."""
+    """Yield all faults that can occur in an act that makes these calls."""
     for call, count in counts.items():
         for nth in range(1, count + 1):
             for code in codes_of(call):

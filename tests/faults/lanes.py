@@ -1,4 +1,4 @@
-"""The workers: processes with the simulated driver, os_faults preloaded, and a time limit each."""
+"""Run workers: processes with the simulated driver, os_faults preloaded, and a time limit."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Workplace:
             "MEMSAVER_SIM_DEVICES": "2",
             "MEMSAVER_DISK_DIR": str(folder / "disk"),
             "MEMSAVER_TEST_SYSTEM_ROOT": str(folder / "system"),
-            # Its calls to the system are made once in a process, by whichever act comes first, and
-            # none may fail an act: tests/inspection/test_stats_server.py fails them.
+            # The server makes its system calls once in a process, in the first act, and none of
+            # them may fail an act: tests/inspection/test_stats_server.py tests their failures.
             "MEMSAVER_TOP": "off",
         }
 
@@ -81,7 +81,7 @@ class Worker:
         self._read = b""
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Its answer; result "died" or "hung" where there is none, and it is of no use then."""
+        """Return its answer; the result is "died" or "hung" if there is none, which is final."""
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(OSError):
             self._process.stdin.write(f"{line}\n".encode())

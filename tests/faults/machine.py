@@ -1,4 +1,4 @@
-"""A worker's simulated driver and system: counts calls, makes them fail, compares figures."""
+"""Control a worker's simulated driver and system: count calls, make them fail, compare figures."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Machine:
         self.idle: dict[int, int] = {}
 
     def start(self, devices: int) -> None:
-        """What the library keeps of each device, it has from here on."""
+        """Start the driver, and allocate all that the library keeps for each device."""
         for device in range(devices):
             self.sim.start(device)
-            # The streams of copies and the kernel too.
+            # This also creates the copy streams and loads the kernel.
             first = Group(self, [f"first-{device}"], "host")
             first.allocate([4096], device)
             with self.memsaver.paused(*first.names):
@@ -53,7 +53,7 @@ class Machine:
         assert self.os.os_faults_stand(call.encode(), code) == 0, call
 
     def counts(self) -> dict[str, int]:
-        """Calls so far, by name."""
+        """Return the number of calls so far, by name."""
         made = {name: self.sim.calls(name) for name in DRIVER_CALLS}
         made.update({name: self.os.os_faults_calls(name.encode()) for name in OS_CALLS})
         return made
@@ -80,7 +80,7 @@ class Machine:
     def totals(self) -> dict[str, Any]:
         """Return all figures of the driver and the system that a leak would change, by name."""
         totals = self.sim.counts()
-        end = time.monotonic() + 1  # work that no call had to wait for
+        end = time.monotonic() + 1  # for work that no call waits for
         while totals.queued_operations and time.monotonic() < end:
             time.sleep(0.0005)
             totals = self.sim.counts()
@@ -151,5 +151,5 @@ class Group:
         return not any(self.machine.sim.accessible(block.address) for block, _ in self.blocks)
 
     def came_back(self) -> bool:
-        """Check a resume's result: the contents, or zeros if they were not to be kept."""
+        """Return whether a resume restored the contents; zeros without a backup."""
         return self.is_zero() if self.backup in (None, "none") else self.is_intact()

@@ -1,8 +1,8 @@
-"""The base of scenarios: memory, an act under faults, and checks before and after it.
+"""Define the base class of scenarios: memory, an act under faults, and checks around it.
 
-A scenario is used over and over in one process: `prepare` brings it from rest to where the act
-starts, whatever happened before; `check_unchanged` says that a failed act left that as it was,
-`check_done` that the act was done; `rest` brings everything back, and nothing may be left then.
+A scenario is used repeatedly in one process. `prepare` changes it from rest to the start of the
+act, after any earlier result; `check_unchanged` checks that a failed act changed nothing;
+`check_done` checks the result of the act; `rest` restores the initial state, without leaks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Scenario:
     fresh = False  # whether each act needs a new process, because it runs only once per process
     options: ClassVar[dict[str, str]] = {}
     standing: ClassVar[dict[str, int]] = {}  # calls that the system rejects permanently
-    grows: frozenset[str] = frozenset()  # figures that each act adds to
+    grows: frozenset[str] = frozenset()  # figures that each act increases
 
     def __init__(self, machine: Machine, name: str) -> None:
         self.machine, self.name = machine, name

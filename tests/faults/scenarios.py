@@ -1,4 +1,4 @@
-"""All scenarios, by name."""
+"""Define all scenarios by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _view(asked: Ask) -> object:
 
 
 def _timeline(asked: Ask) -> object:
-    """Starting, asking the driver and reading; ended in any case, so that the next may start."""
+    """Start, sample and read a recording; always stop it, so that the next one can start."""
     from memsaver._runtime.native import _C
 
     _C.timeline_start(1000)

@@ -1,4 +1,4 @@
-"""Pauses, resumes and swaps under faults: of each backup, in part, with graphs, in background."""
+"""Pauses, resumes and swaps under faults: every backup, partial, with graphs, in background."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Transitions(Scenario):
         require(group.is_gone(), f"{group.names} are paused, and their memory is there")
 
     def was_kept(self, group: Group, error: Exception) -> bool:
-        """Return whether the rollback failed too: paused, with retained pages (csrc/DESIGN.md)."""
+        """Return whether the rollback failed too, and retained the pages (csrc/DESIGN.md)."""
         says_so = "resume them" in str(error) or "no host memory left" in str(error)
         return group.states() == {"paused"} and says_so
 
 
 class Pause(Transitions):
-    """A pause of two of three tags, whose backup is new, or kept and partly changed."""
+    """A pause of two of three tags, whose backup is new, or exists and is partly outdated."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Resume(Pause):
 
 
 class Swap(Transitions):
-    """Two tags go out, one comes in; some pages fit, some do not."""
+    """A swap of two tags out and one in; only some pages have the right size to be transferred."""
 
     options: ClassVar[dict[str, str]] = {"share_bytes": "4MiB", "slab_bytes": "2MiB"}
 
@@ -185,7 +185,7 @@ class Swap(Transitions):
 
 
 class Graph(Pause):
-    """A pause, or a resume, of memory that a captured graph uses; the graph replays afterwards."""
+    """A pause or a resume of memory that a captured graph uses; later, the graph is replayed."""
 
     def __init__(self, machine: Machine, name: str, act: str) -> None:
         super().__init__(machine, name, "host")
@@ -229,7 +229,7 @@ class Graph(Pause):
         (self.memsaver.resume if self.resuming else self.memsaver.pause)(*self.going.names)
 
     def expect_replayed(self) -> None:
-        """What the graph wrote before the pause is there; then the contents of before."""
+        """Check the graph's output from before the pause; replay it and restore the contents."""
         replayed = self.sim.read(self.memory.address, len(self.written))
         require(replayed == self.written, "what the graph had written is lost")
         self.replay()
@@ -258,12 +258,12 @@ class Graph(Pause):
 
 
 class DiskNamed(Pause):
-    """A disk whose file system has no unnamed files."""
+    """A pause to a disk whose file system has no unnamed files."""
 
     standing: ClassVar[dict[str, int]] = {"open_unnamed": errno.EOPNOTSUPP}
 
 
 class DiskCached(Pause):
-    """A disk whose file system has no direct transfers, nor a way to reserve room."""
+    """A pause to a disk whose file system supports neither direct transfers nor preallocation."""
 
     standing: ClassVar[dict[str, int]] = {"fcntl": errno.EINVAL, "fallocate": errno.EOPNOTSUPP}

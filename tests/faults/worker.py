@@ -1,7 +1,7 @@
-"""One process that tries faults of one scenario: told on stdin, answering on stdout, a line each.
+"""Run faults of one scenario in a process, with requests on stdin and answers on stdout, as lines.
 
-`count` is answered with the calls that the act makes; an injection with what came of it. After one
-that failed, nothing can be said of the next: whoever reads starts another worker.
+The answer to `count` is the calls that the act makes; the answer to an injection is its result.
+After an injection that failed, the worker's state is unknown, and the caller starts another worker.
 """
 
 from __future__ import annotations

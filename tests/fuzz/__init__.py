@@ -1,1 +1,1 @@
-"""The C ABI and the environment's options under a fuzzer: `make fuzz`."""
+"""Fuzzing of the C ABI and of the environment's options: `make fuzz`."""

@@ -1,8 +1,8 @@
-"""`make fuzz`: hostile calls of the C ABI, and hostile options, guided by the core's coverage.
+"""`make fuzz`: fuzz the C ABI and the environment's options, guided by the core's coverage.
 
-Both targets run under the address and undefined-behaviour sanitizers, for a bounded time. They
-start from tests/fuzz/corpus; inputs that once failed lie there too. Exits with 1 when an input
-fails; it is kept, and the way to run it alone is printed.
+Both targets run under the address and undefined-behaviour sanitizers, for a limited time. They
+start from tests/fuzz/corpus, which includes inputs that once failed. If an input fails, saves it,
+prints the command that runs it alone, and exits with 1.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fuzz.builds import TARGETS
 
 CORPUS = TESTS / "fuzz" / "corpus"
 FAILED = ROOT / "build" / "fuzz-failed"
-LONGEST = 400  # bytes of an input
-MEMORY = "64MiB"  # of each device
+LONGEST = 400  # the maximum length of an input, in bytes
+MEMORY = "64MiB"  # per device
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Found:
     """The results of a target."""
 
     runs: int
-    first: tuple[int, int]  # blocks covered and features, of the corpus that it began with
+    first: tuple[int, int]  # blocks covered and features, for the initial corpus
     last: tuple[int, int]
     failed: list[Path]
     text: str
@@ -62,14 +62,14 @@ def environment(folder: Path) -> dict[str, str]:
         "MEMSAVER_SIM_MEMORY": MEMORY,
         "TMPDIR": str(folder),  # for backups on disk
         "XDG_RUNTIME_DIR": str(folder),
-        # No leaks of one input: the targets check what is left instead. An abort keeps the input.
+        # The targets check for leaks themselves. libFuzzer saves an input that aborts.
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
         "UBSAN_OPTIONS": "print_stacktrace=1:abort_on_error=1",
     }
 
 
 def covered(text: str, event: str) -> tuple[int, int]:
-    """Return blocks and features from libFuzzer's first or last such line."""
+    """Return the blocks and features in libFuzzer's last line with this event."""
     found = re.findall(rf"^#\d+\s+(?:{event})\s+cov: (\d+) ft: (\d+)", text, re.MULTILINE)
     return (int(found[-1][0]), int(found[-1][1])) if found else (0, 0)
 

@@ -1,7 +1,7 @@
 """Builds the fuzzing programs: libFuzzer, a target, and the core with coverage.
 
-libFuzzer comes with the wheels of atheris, as a library for programs without Python; g++ tells it
-of coverage through tests/native/fuzz/coverage.cpp.
+libFuzzer is in the wheels of atheris, as a library for programs without Python; g++ reports
+coverage to it through tests/native/fuzz/coverage.cpp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from build_support.variants import ASAN, FUZZ
 
 SOURCES = TESTS / "native" / "fuzz"
 LIBFUZZER = "libclang_rt.fuzzer_no_main.a"
-# Of a target that takes parts of the core in whole: the rest that it needs.
+# Additional sources for a target that includes sources of the core.
 MORE_SOURCES = {
     "options": [
         SOURCES / "coverage.cpp",
@@ -64,7 +64,7 @@ def program(folder: Path, target: str) -> Path:
     _compile([*flags, "-fPIC", "-shared", *map(str, sources), "-o", str(library)])
     made = folder / f"fuzz_{target}"
     libraries = [f"-l:{name}" for name in [library.name, *LIBRARIES[target]]]
-    # What libFuzzer offers to instrumented code is looked for in the program.
+    # Instrumented code resolves libFuzzer's symbols in the program.
     links = ["-rdynamic", f"-L{folder}", "-Wl,--no-as-needed", *libraries, str(libfuzzer())]
     ends = ["-Wl,-rpath,$ORIGIN", "-ldl", "-o", str(made)]
     _compile([*ASAN.cxxflags, str(SOURCES / "main.cpp"), *links, *ends])

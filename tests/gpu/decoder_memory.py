@@ -1,4 +1,4 @@
-"""Compares, counts and fills a device's memory, for the decoders' scenario."""
+"""Helpers for the decoder scenario that compare, measure and fill device memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def resident(device: int, tags: tuple[str, ...] = TAGS) -> int:
 
 
 def use_of(device: int, bytes_to_fill: int) -> int:
-    """Use memory like a trainer: allocate `nbytes` bytes, compute in them, free them."""
+    """Use memory like a trainer: allocate, compute in and free `bytes_to_fill` bytes."""
     chunk = 256 * MIB
     side = 4096
     with torch.cuda.device(device):

@@ -31,7 +31,7 @@ class Size:
     prompt: int = 16
 
     def config(self) -> LlamaConfig:
-        """The configuration for transformers."""
+        """Return the configuration for transformers."""
         config = LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -47,7 +47,7 @@ class Size:
 
 
 FULL = Size()  # 1.1 billion parameters
-SMALL = Size(layers=3, vocab=8000, batch=2)  # for further threads
+SMALL = Size(layers=3, vocab=8000, batch=2)  # for additional threads
 
 
 class Decoder:
@@ -62,11 +62,11 @@ class Decoder:
         self.cache: Any
 
     def build(self, scopes: Callable[[str, str | None], Any]) -> None:
-        """Create weights and cache in their tags' regions; everything else outside."""
+        """Create the weights and the cache in their tags' regions, everything else outside."""
         size, device = self.size, self.device
         config = size.config()
         with scopes("weights", "host"):
-            # transformers replaces functions of torch.nn.init while it makes a model.
+            # transformers replaces functions in torch.nn.init while it creates a model.
             with _construction, device:
                 model = LlamaForCausalLM(config)
             self.model = model.eval().requires_grad_(False)
@@ -81,10 +81,10 @@ class Decoder:
         self.slots = torch.arange(size.length, device=device)
 
     def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Return the logits after the last of `tokens`, which begin at that position."""
+        """Return the logits after the last token; the first token is at `position`."""
         size, count = self.size, tokens.shape[1]
         for layer in self.cache.layers:
-            layer.cumulative_length.copy_(position)  # the layer advances it: replays start over
+            layer.cumulative_length.copy_(position)  # the layer advances it; reset for replays
         positions = self.slots[:count] + position
         mask = torch.zeros(count, size.length, dtype=torch.bfloat16, device=self.device)
         mask.masked_fill_(self.slots[None, :] > positions[:, None], torch.finfo(mask.dtype).min)
@@ -98,7 +98,7 @@ class Decoder:
         return out.logits[:, -1].contiguous()
 
     def prefill(self) -> None:
-        """Fills the cache with a prompt."""
+        """Fill the cache with a prompt."""
         size = self.size
         generator = torch.Generator().manual_seed(size.layers)
         prompt = torch.randint(size.vocab, (size.batch, size.prompt), generator=generator)
@@ -106,13 +106,13 @@ class Decoder:
         self.first_token = first.argmax(-1, keepdim=True)
 
     def capture(self, scope: Callable[..., Any]) -> None:
-        """Captures the decode step."""
+        """Capture the decode step."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         self.position.fill_(self.size.prompt)
         with torch.cuda.stream(
             stream
-        ):  # cuBLAS gets its workspace for this stream, outside the graph
+        ):  # cuBLAS allocates its workspace for this stream, outside the graph
             for _ in range(2):
                 self.forward(self.token, self.position)
         stream.synchronize()
@@ -136,11 +136,11 @@ class Decoder:
         return torch.stack(found)
 
     def weights(self) -> list[torch.Tensor]:
-        """Parameters and buffers."""
+        """Return the parameters and buffers."""
         return [*self.model.parameters(), *self.model.buffers()]
 
     def kv(self) -> list[torch.Tensor]:
-        """The tensors of the cache."""
+        """Return the cache's tensors."""
         return [
             tensor
             for layer in self.cache.layers
@@ -149,7 +149,7 @@ class Decoder:
 
 
 def build_all(decoders: list[Decoder], in_threads: bool) -> None:
-    """Builds them, one after the other or each on its own thread, with regions open at once."""
+    """Build the decoders in sequence, or on one thread each with regions open concurrently."""
     ready = threading.Barrier(len(decoders))
     capturing = threading.Lock()
     failures: list[BaseException] = []
@@ -167,7 +167,7 @@ def build_all(decoders: list[Decoder], in_threads: bool) -> None:
             decoder.build(scopes)
             decoder.prefill()
             torch.cuda.synchronize()
-            ready.wait(120)  # torch allows one capture at a time, and nothing else during it
+            ready.wait(120)  # torch allows one capture at a time, and no other work during it
             with capturing:
                 decoder.capture(memsaver.graph)
                 torch.cuda.synchronize()

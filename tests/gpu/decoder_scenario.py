@@ -1,10 +1,10 @@
-"""What memsaver is for, end to end: decoders with static KV caches and captured decode steps share
-a GPU with a trainer.
+"""Test memsaver end to end: decoders with static KV caches and captured decode steps share a GPU
+with a trainer.
 
     python decoder_scenario.py [--devices 0,1] [--threads 3] [--kv-backup none] [--whole-process]
 
-Run by test_acceptance.py in a process of its own. Prints a JSON line, or fails with an assertion.
-Nothing here touches paused memory: that would end the process's CUDA context.
+test_acceptance.py runs it in a separate process. Prints a JSON line, or fails with an assertion.
+Nothing here accesses paused memory, because that would destroy the process's CUDA context.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from decoder_model import FULL, SMALL, Decoder, build_all
 
 import memsaver
 
-FREED = 0.98  # the part of the bytes that a pause must release
-NOISE = 4 * MIB  # the driver's own housekeeping between two readings
+FREED = 0.98  # the fraction of the bytes that a pause must release
+NOISE = 4 * MIB  # the driver's own allocations between two readings
 
 
 class Phases:
@@ -48,14 +48,14 @@ class Phases:
         self._last = time.perf_counter()
 
     def done(self, name: str) -> None:
-        """Adds the time since the phase before to this one."""
+        """Add the time since the previous phase's end to this phase."""
         now = time.perf_counter()
         self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last, 3)
         self._last = now
 
 
 def pause_tags(cycle: int) -> int:
-    """Pauses everything, in each cycle by other calls; the bytes that the reports name."""
+    """Pause all tags, with different calls in each cycle; return the bytes in the reports."""
     if cycle % 3 == 0:
         return memsaver.pause(*TAGS).bytes
     if cycle % 3 == 1:
@@ -64,7 +64,7 @@ def pause_tags(cycle: int) -> int:
 
 
 def resume_rest(cycle: int) -> None:
-    """Resumes what is not resident, in each cycle by other calls."""
+    """Resume the tags that are still paused, with different calls in each cycle."""
     if cycle % 3 == 0:
         memsaver.resume("kv_cache", "cuda_graph")
     elif cycle % 3 == 1:
@@ -76,10 +76,10 @@ def resume_rest(cycle: int) -> None:
 
 
 def run(options: argparse.Namespace, decoders: list[Decoder]) -> dict[str, Any]:
-    """The scenario."""
+    """Run the scenario with regions, and return its figures."""
     devices: list[int] = options.devices
     phases = Phases()
-    for device in devices:  # cuBLAS gets its workspace here, before any region is open
+    for device in devices:  # cuBLAS allocates its workspace here, before any region is open
         with torch.cuda.device(device):
             use_of(device, 256 * MIB)
     tidy(devices)
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, decoders: list[Decoder]) -> dict[str, Any]:
     del again
     saved_weights = [tensor.clone() for tensor in weights]
     saved_kv = [tensor.clone() for tensor in kv] if options.kv_backup == "none" else []
-    assert bits(kv[0]).any()  # loads its kernel: that takes memory too
+    assert bits(kv[0]).any()  # loads its kernel, which needs memory too
     addresses = [tensor.data_ptr() for tensor in weights + kv]
     ranges = {tag: memsaver.ranges(tag) for tag in TAGS}
     for tag, tensors in (("weights", weights), ("kv_cache", kv)):
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace, decoders: list[Decoder]) -> dict[str, Any]:
                 wanted = nbytes(tensors) + graph
                 assert grown >= FREED * wanted, f"freed {grown} of {wanted} bytes on {device}"
                 assert grown >= FREED * held[device], f"freed {grown} of {held[device]} bytes"
-                if cycle > 0:  # the first one pins host memory, which takes device memory too
+                if cycle > 0:  # the first pause pins host memory, which uses device memory too
                     assert abs(grown - held[device]) <= NOISE, (grown, held[device])
                 assert resident(device) == 0
                 figures["freed_ratio"].append(round(grown / wanted, 4))
@@ -197,7 +197,7 @@ def run(options: argparse.Namespace, decoders: list[Decoder]) -> dict[str, Any]:
 
 
 def run_whole_process(options: argparse.Namespace, decoder: Decoder) -> dict[str, Any]:
-    """No region at all: by its environment, all that the process allocates is in one tag."""
+    """Run without regions: the environment puts all of the process's allocations in one tag."""
     tag = "everything"
     (device,) = options.devices
     phases = Phases()
@@ -218,7 +218,7 @@ def run_whole_process(options: argparse.Namespace, decoder: Decoder) -> dict[str
             grown = free(device) - before
             assert grown >= FREED * held, f"freed {grown} of {held} bytes"
             phases.done("pause")
-            # No matrix products here: cuBLAS's workspace is the process's, and so it is paused.
+            # No matrix products here: cuBLAS's workspace is in the tag too, so it is paused.
             with memsaver.disabled():
                 trainer = torch.full((held // 2,), 3, dtype=torch.uint8, device="cuda")
                 assert trainer.max().item() == 3
@@ -236,7 +236,7 @@ def run_whole_process(options: argparse.Namespace, decoder: Decoder) -> dict[str
 
 
 def main() -> None:
-    """Parses the command line, runs, prints."""
+    """Parse the command line, run the scenario and print its result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", default="0", help="indices, separated by commas")
     parser.add_argument("--threads", type=int, default=1, help="for each device")
@@ -248,7 +248,7 @@ def main() -> None:
     options = parser.parse_args()
     options.devices = [int(part) for part in options.devices.split(",")]
     start = time.perf_counter()
-    gc.freeze()  # what was imported need not be searched again and again
+    gc.freeze()  # garbage collections need not scan the imported modules
     torch.set_default_dtype(torch.bfloat16)
     torch.manual_seed(0)
     if options.preloaded:

@@ -1,4 +1,4 @@
-"""Errors that a block must raise, for what runs without pytest."""
+"""A check that a block raises an error, for programs that run without pytest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `offload` promises, on real GPUs. Each case runs in a process of its own:
+"""Test `offload` on real GPUs. Each case runs in a separate process:
 
 python tests/gpu/offload_cases.py case_peak_of_the_move
 """
@@ -26,7 +26,7 @@ from memsaver.integrations.trainer import offload
 
 MIB = 1 << 20
 GIB = 1 << 30
-PINNING = 32 * MIB  # what the driver takes of the device for 8 GiB of pinned host memory
+PINNING = 32 * MIB  # device memory that the driver uses for 8 GiB of pinned host memory
 
 OPTIMIZERS["adamw_capturable"] = lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True)
 OPTIMIZERS["adamw_fused_capturable"] = lambda p: torch.optim.AdamW(
@@ -39,7 +39,7 @@ def free() -> int:
 
 
 def wide_model() -> torch.nn.Module:
-    """64 MiB of weights in each of two layers."""
+    """Return a model with 64 MiB of weights in each of two layers."""
     return torch.nn.Sequential(
         torch.nn.Linear(32, 4096), torch.nn.Linear(4096, 4096), torch.nn.Linear(4096, 4096)
     )
@@ -53,7 +53,7 @@ def compare(
     steps: int = 20,
     accumulate: bool = False,
 ) -> Trainer:
-    """Steps with and without pauses are bit-equal. The trainer that paused."""
+    """Check that steps with and without pauses are bit-equal; return the trainer that paused."""
     trainer = Trainer(optimizer, model, "cuda", accumulate=accumulate)
     expected = Trainer(optimizer, model, "cuda", accumulate=accumulate)
     offload(trainer.optimizer, tag=tags[0])
@@ -65,7 +65,7 @@ def compare(
             pause()
         assert trainer.contents() == expected.contents(), (optimizer, step)
     for state in states_of(trainer.optimizer):
-        # What LBFGS replaces in a step goes with the next pause.
+        # LBFGS replaces states in a step; the next pause moves the new ones.
         assert not state.is_cuda or optimizer == "lbfgs" or lies_in(state, tags[0])
     return trainer
 
@@ -107,7 +107,7 @@ def case_a_pause_gives_the_memory_back() -> None:
 
 
 def case_whatever_shares_a_storage_goes_along() -> None:
-    # A graph of autograd's holds views of the weights that no Python object is for.
+    # An autograd graph owns views of the weights that have no Python objects.
     trainer = Trainer("sgd_momentum", wide_model, "cuda")
     expected = Trainer("sgd_momentum", wide_model, "cuda")
     x = torch.ones(4, 32, device="cuda")
@@ -140,17 +140,18 @@ def case_a_move_waits_for_its_copies() -> None:
     cached = torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
     del cached
     tensor = torch.full((3 * GIB // 4,), 5.0, device="cuda")
-    beside = torch.empty(GIB // 2, dtype=torch.uint8, device="cuda")  # keeps the old memory torch's
+    # Keeps torch from releasing the old memory.
+    beside = torch.empty(GIB // 2, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     offload(tensor, tag="trainer")
     assert torch.cuda.current_stream().query()
-    with torch.cuda.stream(torch.cuda.Stream()):  # which waits for no other
+    with torch.cuda.stream(torch.cuda.Stream()):  # which does not wait for other streams
         assert bool((tensor == 5).all())
     del beside
 
 
 def case_peak_of_the_move() -> None:
-    # Eight storages of 1 GiB with room for little more than one of them, and many small ones.
+    # Eight storages of 1 GiB and many small ones, with room for little more than 1 GiB.
     tensors = [torch.full((GIB // 4,), float(n), device="cuda") for n in range(8)]
     tensors += [torch.full((16 << 10,), float(n), device="cuda") for n in range(1000)]
     nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -225,7 +226,7 @@ def case_inside_regions_and_pools() -> None:
     assert all(lies_in(moment, "optimizer") for moment in moments)
     assert trainer.contents() == contents
 
-    # Which pool wins is torch's affair: the move works or is refused before it begins.
+    # torch decides which pool it uses: the move succeeds, or is rejected before it begins.
     pool = torch.cuda.MemPool()
     tensor = torch.full((MIB,), 5.0, device="cuda")
     address = tensor.data_ptr()
@@ -303,9 +304,10 @@ def case_without_room() -> None:
 def captured(
     tag: str | None, set_to_none: bool
 ) -> tuple[Trainer, torch.Tensor, torch.cuda.CUDAGraph]:
-    """A graph of forward, backward and step, and its input; offloaded before that, given a tag.
+    """Capture forward, backward and step; return the trainer, the graph's input and the graph.
 
-    The gradients are the graph's own, or, without `set_to_none`, torch's as before the capture.
+    With a tag, the optimizer is offloaded before the capture. With `set_to_none`, the gradients are
+    the graph's own; otherwise they are those that torch allocated before the capture.
     """
     trainer = Trainer("adamw_capturable", None, "cuda")
     x = torch.ones(4, 32, device="cuda")
@@ -326,7 +328,7 @@ def captured(
     if set_to_none:
         trainer.optimizer.zero_grad(set_to_none=True)
     elif tag is not None:
-        with memsaver.paused(tag):  # in which the gradients change their addresses, once
+        with memsaver.paused(tag):  # this pause, and no later one, changes the gradients' addresses
             pass
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -335,7 +337,7 @@ def captured(
 
 
 def replay(set_to_none: bool) -> None:
-    """Replays between pauses are those of a trainer that never paused."""
+    """Check that replays between pauses equal those of a trainer that never paused."""
     trainer, x, graph = captured("optimizer", set_to_none)
     expected, other_x, other = captured(None, set_to_none)
     assert all(lies_in(state, "optimizer") for state in states_of(trainer.optimizer))
@@ -352,11 +354,11 @@ def replay(set_to_none: bool) -> None:
 
 
 def case_a_captured_step_with_gradients_of_the_graph() -> None:
-    replay(set_to_none=True)  # they stay
+    replay(set_to_none=True)  # the pauses leave them
 
 
 def case_a_captured_step_with_gradients_from_before() -> None:
-    replay(set_to_none=False)  # they are paused
+    replay(set_to_none=False)  # the pauses include them
 
 
 def case_on_the_second_gpu() -> None:
@@ -375,7 +377,7 @@ def case_on_the_second_gpu() -> None:
 
 
 def case_fsdp2() -> None:
-    """On as many ranks as there are; this is one of them."""
+    """Pauses do not change FSDP2's steps. Each rank of the process group runs this."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -406,7 +408,7 @@ def case_fsdp2() -> None:
                 assert sum(row.resident_bytes for row in rows) == 0
 
         trainer = compare(name, partial(model, reshard, mixed), tags, pause, accumulate=accumulate)
-        with torch.no_grad():  # leaves full parameters behind, which are neither kept nor moved
+        with torch.no_grad():  # leaves full parameters, which are neither kept nor moved
             trainer.model(torch.ones(1, 32, device="cuda"))
         pause()
         assert all(lies_in(p, tags[1]) for p in trainer.model.parameters())
@@ -423,7 +425,7 @@ def case_fsdp2() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] != "case_without_room":  # where torch is refused memory, and we say so
+    if sys.argv[1] != "case_without_room":  # warns that torch's allocation failed
         warnings.simplefilter("error", memsaver.MemsaverWarning)
     globals()[sys.argv[1]]()
     torch.cuda.synchronize()

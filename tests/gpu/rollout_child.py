@@ -1,8 +1,8 @@
-"""A rank of a trainer with a rollout engine: goes through scenes, and ends with status 0.
+"""Run a scene as one rank of a trainer with a rollout engine; exit with status 0 if it succeeds.
 
 usage: rollout_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 
-SGLang's processes import this file again, so that it imports nothing but what every process has.
+SGLang's processes import this file again, so it imports only modules that every process needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def greedy(tokens: int = TOKENS, **others: Any) -> dict[str, Any]:
 
 
 def arguments(folder: Path) -> dict[str, Any]:
-    """Of the engine; the leader makes the model, before it is asked for."""
+    """Return the engine's arguments; the leader saves the model first."""
     import sglang_engines
     import sglang_model
 
@@ -42,7 +42,7 @@ def rows(output: Any) -> list[list[int]]:
 
 
 def flushed(engine: Any) -> None:
-    """Without its prefix cache, which changes the arithmetic."""
+    """Empty the engine's prefix cache, because cached prefixes change the arithmetic."""
     if engine.layout.is_leader:
         deadline = time.monotonic() + 30
         while not engine.backend.control._engine.flush(10):
@@ -51,7 +51,7 @@ def flushed(engine: Any) -> None:
 
 
 def directly(engine: Any, prompt: list[int], params: dict[str, Any]) -> tuple[Any, ...]:
-    """What SGLang itself gives for a prompt: tokens, log-probabilities, how it ended."""
+    """Return SGLang's own output for a prompt: tokens, log-probabilities and finish reason."""
     made = engine.backend.control._engine.generate(
         input_ids=prompt, sampling_params=params, return_logprob=True
     )
@@ -61,7 +61,7 @@ def directly(engine: Any, prompt: list[int], params: dict[str, Any]) -> tuple[An
 
 
 def check_against_sglang(engine: Any) -> None:
-    """One prompt at a time: how requests are batched changes the arithmetic."""
+    """Check the output against SGLang's, one prompt at a time: batching changes the arithmetic."""
     import torch
 
     long = directly(engine, PROMPTS[0], greedy())[0]
@@ -70,7 +70,7 @@ def check_against_sglang(engine: Any) -> None:
     lengths = set()
     for prompt, params in cases:
         flushed(engine)
-        directly(engine, prompt, params)  # compiles what it needs
+        directly(engine, prompt, params)  # compiles the kernels
         flushed(engine)
         tokens, logprobs, reason = directly(engine, prompt, params)
         flushed(engine)
@@ -123,7 +123,7 @@ def check_sleep(engine: Any, devices: int = 1) -> None:
 
 
 def in_background(engine: Any, tokens: int) -> tuple[threading.Thread, list[Any]]:
-    """A generation by another thread, and where its output is put."""
+    """Start a generation on another thread; return the thread and the list for its output."""
     results: list[Any] = []
     work = threading.Thread(
         target=lambda: results.append(engine.generate([PROMPTS[0]], greedy(tokens))), daemon=True
@@ -133,9 +133,9 @@ def in_background(engine: Any, tokens: int) -> tuple[threading.Thread, list[Any]
 
 
 def wait_until_generating(engine: Any, work: threading.Thread) -> None:
-    """Until the engine, which is this process's own, has given tokens of what `work` asks for.
+    """Wait until this process's own engine has generated tokens for the request of `work`.
 
-    SGLang's scheduler tells of each 50 tokens, also where nothing is streamed.
+    SGLang's scheduler reports every 50 tokens, even if nothing is streamed.
     """
     requests = engine.backend.link.engine.tokenizer_manager.rid_to_state
     deadline = time.monotonic() + 20
@@ -147,9 +147,9 @@ def wait_until_generating(engine: Any, work: threading.Thread) -> None:
 
 
 def check_pause(engine: Any, *, is_seen: bool) -> None:
-    """Of a generation by another thread, which gives what it has.
+    """Check that a pause aborts another thread's generation, which returns its partial output.
 
-    `is_seen`: the engine is this process's own, which sees what it has generated.
+    `is_seen`: the engine is this process's own, so that this process sees the generated tokens.
     """
     work, results = in_background(engine, 4000)
     if is_seen:
@@ -176,12 +176,12 @@ def check_timeout(engine: Any) -> None:
         assert time.monotonic() - start < 10
     else:
         raise AssertionError("8000 tokens took no time")
-    engine.sleep(wait_idle=True)  # nothing is in flight any more
+    engine.sleep(wait_idle=True)  # no request is in flight
     engine.wake_up()
 
 
 def check_death(engine: Any) -> None:
-    """Of one of the engine's processes: an error, and this process lives."""
+    """Check that the death of an engine process is an error and does not end this process."""
     from memsaver.integrations.sglang import EngineError
 
     if engine.layout.is_leader:
@@ -195,12 +195,12 @@ def check_death(engine: Any) -> None:
         assert time.monotonic() - start < 30
     else:
         raise AssertionError("a dead engine generated")
-    time.sleep(3)  # SGLang's watchdog looks each second
+    time.sleep(3)  # SGLang's watchdog checks every second
 
 
 def alone(folder: Path) -> None:
-    """One process with an engine of its own."""
-    import sglang  # sets variables of its own, as `launch` says
+    """Run the checks in one process with its own engine."""
+    import sglang  # sets environment variables, as `launch` documents
     import torch
 
     from memsaver.integrations.rollout import RolloutEngine
@@ -227,7 +227,7 @@ def alone(folder: Path) -> None:
 
 
 def served(folder: Path) -> None:
-    """A server, which lives on."""
+    """Run the checks on a server, which continues to work afterwards."""
     import sglang_engines
 
     from memsaver.integrations.rollout import RolloutEngine
@@ -246,7 +246,7 @@ def served(folder: Path) -> None:
 
 
 def two(folder: Path) -> None:
-    """Two ranks that share an engine, with a GPU each."""
+    """Run the checks on two ranks that share an engine, with one GPU each."""
     import datetime
 
     import torch
@@ -262,7 +262,7 @@ def two(folder: Path) -> None:
     dist.barrier()
     with RolloutEngine.launch(mesh, **named, timeout=240) as engine:
         assert engine.tp_size == SIZE and engine.layout.tp_rank == RANK
-        # One rank's prompts at a time, against SGLang itself, which only the leader can ask.
+        # One rank's prompts at a time, compared with SGLang's output, which the leader requests.
         for turn in range(SIZE):
             for prompt in PROMPTS:
                 expected = None
@@ -280,7 +280,7 @@ def two(folder: Path) -> None:
                     assert torch.allclose(output.logprobs[0], told, rtol=0, atol=1e-5)
                 else:
                     assert len(output) == 0
-        # All at once.
+        # All ranks' prompts at once.
         mine = [list(PROMPTS[RANK]), list(PROMPTS[2])]
         output = engine.generate(mine, {**greedy(), "max_new_tokens": 8 + RANK})
         assert output.lengths.tolist() == [8 + RANK] * 2

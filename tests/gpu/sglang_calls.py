@@ -1,6 +1,6 @@
-"""Scenarios of calls and requests at awkward times, past the controller and by it.
+"""Scenarios with calls and requests at awkward times, with and without the controller.
 
-A scenario begins and ends with the engine awake; where it raises, the engine is replaced.
+A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memsaver.errors import ConfigError
 from memsaver.integrations.engine.errors import EngineBusyError
 from memsaver.integrations.engine.status import Status
 
-LONG = 3000  # tokens, which take seconds
+LONG = 3000  # tokens; generating them takes seconds
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
 
@@ -32,13 +32,13 @@ def stream_of(session: Session) -> Iterator[Any]:
 
 
 def calls_past_the_controller(session: Session) -> None:
-    """SGLang's own calls, from a trainer that does not use memsaver's controller."""
+    """SGLang's own calls work for a trainer that does not use memsaver's controller."""
     engine, controller = session.engine, session.controller
     session.settle()
     before = session.free()
     engine.release_memory_occupation(tags=["kv_cache"])
     engine.release_memory_occupation(tags=["kv_cache"])  # again
-    engine.release_memory_occupation(tags=["weights", "kv_cache"])  # in part again
+    engine.release_memory_occupation(tags=["weights", "kv_cache"])  # one of them again
     assert controller.refresh() is Status.ASLEEP
     assert min(now - then for now, then in zip(session.free(), before, strict=True)) > GIB
     with raises(ConfigError) as caught:
@@ -46,17 +46,17 @@ def calls_past_the_controller(session: Session) -> None:
     assert "optimizer" in str(caught[0])
     with raises(ConfigError):
         engine.resume_memory_occupation(tags=["optimizer"])
-    engine.resume_memory_occupation(tags=["cuda_graph"])  # which is not released
+    engine.resume_memory_occupation(tags=["cuda_graph"])  # not released
     engine.resume_memory_occupation(tags=["weights"])
     assert controller.refresh() is Status.WEIGHTS_ONLY
-    engine.resume_memory_occupation()  # all, after a part
-    engine.resume_memory_occupation()  # of nothing
+    engine.resume_memory_occupation()  # the rest
+    engine.resume_memory_occupation()  # nothing is left to resume
     assert controller.refresh() is Status.AWAKE
     check_output(session)
 
 
 def a_release_under_a_request(session: Session) -> None:
-    """Is refused, and the request goes on."""
+    """A release during a request is rejected, and the request continues."""
     session.settle()
     stream = stream_of(session)
     with raises(EngineBusyError):
@@ -71,7 +71,7 @@ def a_release_under_a_request(session: Session) -> None:
 
 
 def a_sleep_that_aborts(session: Session) -> None:
-    """The request ends early, and the engine sleeps."""
+    """A sleep with `abort=True` ends the request early."""
     session.settle()
     stream = stream_of(session)
     report = session.controller.sleep(abort=True)
@@ -84,7 +84,7 @@ def a_sleep_that_aborts(session: Session) -> None:
 
 
 def a_sleep_that_waits(session: Session) -> None:
-    """For a request of another thread, which gets all of its tokens."""
+    """A sleep with `wait_idle=True` lets another thread's request finish."""
     controller, results = session.controller, []
 
     def generate() -> None:
@@ -107,7 +107,7 @@ def a_sleep_that_waits(session: Session) -> None:
 
 
 def http_calls(session: Session) -> None:
-    """SGLang's own endpoints: what is done already is no error, what is unknown is one."""
+    """SGLang's own endpoints accept repeated requests, and reject unknown tags."""
     release, resume = "/release_memory_occupation", "/resume_memory_occupation"
     url, controller = session.url, session.controller
     session.settle()
@@ -127,7 +127,7 @@ def http_calls(session: Session) -> None:
 
 
 def http_resume_that_does_not_fit(session: Session) -> None:
-    """Is answered with status 400 and the reason, and can be asked for again."""
+    """A resume that does not fit returns status 400 and the reason, and can be requested again."""
     resume = "/resume_memory_occupation"
     sleep(session)
     trainer = Trainer(0, ROOM, pattern=9)

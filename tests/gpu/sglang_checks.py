@@ -1,4 +1,4 @@
-"""Common requests and checks of the scenarios on SGLang engines."""
+"""Requests and checks shared by the SGLang engine scenarios."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOM = 2 * GIB  # for the weights and the graphs, and never for the KV cache
 
 @contextlib.contextmanager
 def gives_back(session: Session, reports: list[SleepReport]) -> Iterator[None]:
-    """Check that the bytes of the reports in the list are released to the driver in the block."""
+    """Check that the block releases to the driver the bytes that the reports in the list state."""
     before = session.free()
     yield
     gained = [now - then for now, then in zip(session.free(), before, strict=True)]
@@ -24,7 +24,7 @@ def gives_back(session: Session, reports: list[SleepReport]) -> Iterator[None]:
     ranks = [rank for report in reports for step in report.steps for rank in step.ranks]
     assert told > 0 and len({(rank.host, rank.pid) for rank in ranks}) == session.gpus, ranks
     assert sum(gained) >= 0.98 * told - session.gpus * SLACK, (gained, told)
-    if len(session.replicas) == 1:  # otherwise each replica's rank is number 0
+    if len(session.replicas) == 1:  # with several replicas, each has a rank 0
         for gpu, gain in enumerate(gained):
             of_rank = sum(rank.bytes for rank in ranks if rank.rank == gpu)
             assert of_rank > 0 and gain >= 0.98 * of_rank - SLACK, (gpu, gain, of_rank)
@@ -36,12 +36,12 @@ def check_output(session: Session) -> None:
 
 
 def sleep(session: Session, tags: Any = None) -> SleepReport:
-    """Put the engine to sleep when it is done with what it last generated."""
+    """Put the engine to sleep after its current generation ends."""
     return session.controller.sleep(tags, wait_idle=True)
 
 
 def check_refusal(session: Session, error: Any, before: list[int], gpu: int) -> None:
-    """The error says what, where and what to do, and every rank holds what it held before."""
+    """Check that the error states its cause, rank and remedy, and that no rank's memory grew."""
     for part in ("kv_cache", "out of memory", f"rank {gpu} of {session.gpus}", "free memory"):
         assert part in str(error), str(error)
     assert error.needed > error.free > 0, (error.needed, error.free)

@@ -1,10 +1,10 @@
-"""A process that starts one SGLang engine and runs scenarios on it, by name, one after the other.
+"""Start one SGLang engine and run scenarios on it, by name, one after the other.
 
 usage: sglang_child.py GROUP FOLDER
 
-It answers with a line of JSON about the start, and one for each "module.function" that it reads.
-Everything else that it or SGLang says goes to its standard error, which is to be FOLDER/log.
-SGLang's processes import this file again, so that it imports nothing but what every process has.
+It prints a line of JSON for the start, and one for each "module.function" that it reads from stdin.
+All other output of this process and of SGLang goes to stderr, which the caller sends to FOLDER/log.
+SGLang's processes import this file again, so it imports only modules that every process needs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-STUCK_SECONDS = 80  # then the log gets the stack of every thread
+STUCK_SECONDS = 80  # after which every thread's stack is logged
 
 GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
 
 
 def check_installation() -> None:
-    """Raise where SGLang would not find memsaver."""
+    """Raise if SGLang would not find memsaver's plugin."""
     missing = [
         group for group in GROUPS if "memsaver" not in {e.name for e in entry_points(group=group)}
     ]
@@ -41,7 +41,7 @@ def check_installation() -> None:
 
 
 def attempt(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """What the work returned, and what to answer about it."""
+    """Run `work`; return its result and the reply about it."""
     started = time.perf_counter()
     reply: dict[str, Any] = {"ok": True, "trace": ""}
     result = None
@@ -54,7 +54,7 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def serve(group: str, folder: Path) -> None:
-    """Start the group's engine, and run the scenarios that the input names until one fails."""
+    """Start the group's engine, and run the scenarios named on stdin until one fails."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

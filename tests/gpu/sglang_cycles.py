@@ -1,6 +1,6 @@
-"""Scenarios of sleeping and waking, with a backup of the weights. Each is run on a live engine.
+"""Scenarios of sleep and wake-up on a live engine whose weights have a backup.
 
-A scenario begins and ends with the engine awake; where it raises, the engine is replaced.
+A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memsaver.integrations.engine.status import Status
 
 
 def active_in_every_process(session: Session) -> None:
-    """Each of SGLang's processes that works on a GPU has memsaver, and says so once."""
+    """Each SGLang process that uses a GPU loads memsaver, and logs this once."""
     assert session.controller.guarded and session.controller.status is Status.AWAKE
     report = sleep(session)
     session.controller.wake_up()
@@ -43,7 +43,7 @@ def active_in_every_process(session: Session) -> None:
 
 
 def two_stages(session: Session) -> None:
-    """The KV cache and the weights are released apart, and resumed apart, the weights first."""
+    """The KV cache and the weights can be released and resumed separately, the weights first."""
     controller, reports = session.controller, []
     with gives_back(session, reports):
         reports.append(sleep(session, "kv_cache"))
@@ -65,7 +65,7 @@ def two_stages(session: Session) -> None:
 
 
 def weights_alone(session: Session) -> None:
-    """The KV cache stays, with the prefixes in it."""
+    """A sleep of the weights alone keeps the KV cache and its prefixes."""
     controller, reports = session.controller, []
 
     def generate() -> tuple[int, list[int]]:
@@ -86,7 +86,7 @@ def weights_alone(session: Session) -> None:
 
 
 def graphs_too(session: Session) -> None:
-    """All three are released; the graphs compute the same from the same addresses."""
+    """All three tags are released; after the wake-up, the graphs compute the same results."""
     controller, reports = session.controller, []
     with gives_back(session, reports):
         reports.append(sleep(session))
@@ -106,7 +106,7 @@ def graphs_too(session: Session) -> None:
 
 
 def five_cycles_with_a_trainer(session: Session) -> None:
-    """A trainer writes all over the freed memory between them; nothing of it stays, or leaks."""
+    """A trainer can overwrite the released memory in each cycle; outputs stay equal, no leaks."""
     after: list[list[int]] = []
     for cycle in range(5):
         reports: list[SleepReport] = []
@@ -130,7 +130,7 @@ def five_cycles_with_a_trainer(session: Session) -> None:
 
 
 def a_wake_that_does_not_fit(session: Session) -> None:
-    """While a trainer holds the memory of the last GPU: an error, no rank goes on alone."""
+    """If a trainer occupies the last GPU's memory, a wake-up raises and no rank resumes alone."""
     controller = session.controller
     sleep(session)
     last = session.gpus - 1
@@ -142,7 +142,7 @@ def a_wake_that_does_not_fit(session: Session) -> None:
     assert controller.released == EVERY and controller.status is Status.ASLEEP
     assert trainer.is_intact()
 
-    controller.wake_up("weights")  # there is room for them
+    controller.wake_up("weights")  # these fit
     before = session.free()
     with raises(OutOfDeviceMemoryError) as caught:
         controller.wake_up()
@@ -161,7 +161,7 @@ def a_wake_that_does_not_fit(session: Session) -> None:
 
 
 def a_wake_that_does_not_fit_one_replica(session: Session) -> None:
-    """Replicas decide apart; the error tells, and the next call wakes what still sleeps."""
+    """Replicas resume independently; if one fails, the call raises, and a second call wakes it."""
     controller = session.controller
     sleep(session)
     trainer = Trainer(session.gpus - 1, ROOM, pattern=7)

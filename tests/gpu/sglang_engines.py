@@ -1,7 +1,7 @@
-"""Engines for the scenarios: how each is started, and what the scenarios ask of it.
+"""Engines for the scenarios: starts them, and provides the operations that the scenarios need.
 
-An SGLang engine or server in its own processes; this process is its client, and plays the trainer
-that uses the memory which the engine gives back. Needs torch, SGLang, and memsaver installed.
+An SGLang engine or server runs in its own processes; this process is its client, and acts as the
+trainer that uses the memory that the engine releases. Needs torch, SGLang and memsaver installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memsaver.integrations.sglang.sleep import SleepController
 
 MIB = 1 << 20
 GIB = 1 << 30
-# Between two readings of free memory: SGLang clones the model's buffers, torch takes a segment.
+# Between two readings of free memory, SGLang clones the model's buffers and torch maps a segment.
 SLACK = 32 * MIB
 
 SERVER_SECONDS = 150
@@ -36,7 +36,7 @@ SETTLE_SECONDS = 30
 PROMPTS = ([5, 6, 7, 8, 901, 44], [9, 10, 11], list(range(3000, 3100)))
 TOKENS = 24
 
-# Every batch is padded to one of the captured sizes, also a single request.
+# Every batch is padded to one of the captured sizes, even a single request.
 COMMON: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "attention_backend": "triton",
@@ -61,19 +61,20 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Session:
-    """One engine and what is known of it.
+    """One engine, its configuration and its expected output.
 
     Attributes:
-        controller: puts it to sleep and wakes it.
-        flush: empties its prefix cache; False where it is busy.
-        close: ends it.
-        log: what all processes wrote.
-        weights: what it started with, as of `sglang_model.weights`.
-        engine: the `sglang.Engine`, None of a server.
+        controller: puts the engine to sleep and wakes it.
+        flush: empties the prefix cache; returns False if the engine is busy.
+        close: ends the engine.
+        log: the file with the output of all processes.
+        weights: the initial weights; see `sglang_model.weights`.
+        engine: the `sglang.Engine`; None for a server.
         url: the server's URL, or "".
-        gpus: how many it is on, from number 0 on.
-        replicas: the data-parallel ranks, each of which is asked; None where there is one.
-        expected: the tokens that it generates after its start.
+        gpus: the number of GPUs; the engine uses those with the lowest indices.
+        replicas: the data-parallel ranks, each of which receives requests; (None,) for a single
+            replica.
+        expected: the tokens that the engine generates after its start.
     """
 
     controller: SleepController
@@ -88,7 +89,7 @@ class Session:
     expected: list[list[int]] = field(default_factory=list)
 
     def outputs(self) -> list[list[int]]:
-        """Greedy tokens, prompt by prompt: how requests are batched changes the arithmetic."""
+        """Return greedy tokens, one prompt at a time, because batching changes the arithmetic."""
         options = [{} if rank is None else {"routed_dp_rank": rank} for rank in self.replicas]
         return [
             self.controller.generate(input_ids=prompt, sampling_params=greedy(TOKENS), **option)[
@@ -101,13 +102,13 @@ class Session:
     def settle(self) -> None:
         """Wait until the engine has nothing to do, and empty its prefix cache."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        time.sleep(0.2)  # another replica than the one that answers may be at its last batch
+        time.sleep(0.2)  # another replica may still run its last batch
         while not self.flush():
             assert time.monotonic() < deadline, "the engine does not become idle"
             time.sleep(0.05)
 
     def free(self) -> list[int]:
-        """The driver's free bytes on each GPU."""
+        """Return the free bytes that the driver reports for each GPU."""
         readings = []
         for gpu in range(self.gpus):
             torch.cuda.synchronize(gpu)
@@ -120,9 +121,9 @@ def greedy(tokens: int) -> dict[str, Any]:
 
 
 class Trainer:
-    """Memory of this process that fills a GPU up to a margin, with a pattern that can be checked.
+    """Allocations in this process that fill a GPU except for a margin, with a checkable pattern.
 
-    Bytes in use are those of its blocks of 1 GiB; `free` gives them back to the driver.
+    `bytes` is the size of its blocks of 1 GiB; `free` releases them to the driver.
     """
 
     def __init__(self, gpu: int, margin: int, pattern: int) -> None:
@@ -139,7 +140,7 @@ class Trainer:
         return GIB * len(self._blocks)
 
     def is_intact(self) -> bool:
-        """Whether nobody else wrote there."""
+        """Return whether the blocks still contain the pattern."""
         return all(bool((block == self._pattern).all()) for block in self._blocks)
 
     def free(self) -> None:
@@ -150,7 +151,7 @@ class Trainer:
 
 
 def start(group: str, folder: Path) -> Session:
-    """Start the engine of a group of scenarios, and learn what it generates."""
+    """Start the engine for a group of scenarios, and record its expected output."""
     parts = sglang_model.weights(seed=1)
     sglang_model.save(folder / "model", parts)
     arguments = {
@@ -165,7 +166,7 @@ def start(group: str, folder: Path) -> Session:
     session = begin(arguments, folder / "log", parts)
     try:
         session.gpus = gpus
-        session.free()  # this process's part of each GPU is taken from here on
+        session.free()  # creates this process's context on each GPU
         if arguments.get("dp_size", 1) > 1:
             session.replicas = tuple(range(arguments["dp_size"]))
         _learn(session)
@@ -176,9 +177,9 @@ def start(group: str, folder: Path) -> Session:
 
 
 def _learn(session: Session) -> None:
-    """Learn the expected output, which has to be one that tells something."""
+    """Record the expected output; require that it is deterministic and not degenerate."""
     readings = []
-    for _ in range(3):  # the first one compiles kernels
+    for _ in range(3):  # the first reading compiles kernels
         session.settle()
         readings.append(session.outputs())
     assert readings[1] == readings[2], f"the engine is not deterministic: {readings[1:]}"
@@ -209,9 +210,9 @@ def _engine(arguments: dict[str, Any], log: Path, parts: list[dict[str, Any]]) -
 def _serve(arguments: dict[str, Any], log: Path, parts: list[dict[str, Any]]) -> Session:
     url = f"http://127.0.0.1:{arguments['port']}"
     command = [sys.executable, "-m", "sglang.launch_server", *_flags(arguments)]
-    # /health generates a token otherwise, which an engine that sleeps does not survive.
+    # By default, /health generates a token, which crashes a sleeping engine.
     env = {**os.environ, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-    env["NO_PROXY"] = env["no_proxy"] = "127.0.0.1"  # its warm-up goes by the environment's proxies
+    env["NO_PROXY"] = env["no_proxy"] = "127.0.0.1"  # its warm-up would use the proxies
     server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
 
     def close() -> None:
@@ -240,7 +241,7 @@ def _serve(arguments: dict[str, Any], log: Path, parts: list[dict[str, Any]]) ->
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:
-    """Engine arguments, as the server's command line has them."""
+    """Return engine arguments as flags for the server's command line."""
     flags: list[str] = []
     for name, value in arguments.items():
         values = value if isinstance(value, list) else [] if value is True else [value]
@@ -249,9 +250,9 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def request(url: str, path: str, payload: Any = None, seconds: float = 60) -> tuple[int, str]:
-    """The status and the body of an answer; status 0 where the server cannot be reached.
+    """Send a request, a POST if it has a payload; return the response's status and body.
 
-    A POST where there is a payload.
+    The status is 0 if the server cannot be reached.
     """
     body = None if payload is None else json.dumps(payload).encode()
     asked = urllib.request.Request(url + path, body, {"Content-Type": "application/json"})

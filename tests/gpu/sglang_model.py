@@ -1,7 +1,7 @@
-"""A small Qwen3 with weights of its own making, for SGLang to load.
+"""A small Qwen3 model with random weights, for SGLang to load.
 
-Its weights are of the size that trained ones have, so that the tokens that it generates depend on
-every layer and on the KV cache; SGLang's dummy weights are so small that they do not.
+Its weights are as large as trained weights, so that the generated tokens depend on every layer and
+on the KV cache. With SGLang's dummy weights, which are much smaller, they would not.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CONFIG = {
 
 
 def shapes() -> list[dict[str, tuple[int, ...]]]:
-    """The tensors of the model by their names in a checkpoint: a part for each layer, and the rest.
+    """Return the shapes of the model's tensors by their checkpoint names, in parts.
 
-    No part is larger than 40 MB.
+    Each layer is a part, and no part is larger than 40 MB.
     """
     inner = HEADS * HEAD
     parts: list[dict[str, tuple[int, ...]]] = []
@@ -67,7 +67,7 @@ def shapes() -> list[dict[str, tuple[int, ...]]]:
 
 
 def weights(seed: int) -> list[dict[str, Any]]:
-    """Tensors on the CPU, in the parts of `shapes`; the same for the same seed."""
+    """Return tensors on the CPU, in the parts of `shapes`; they depend only on the seed."""
     import torch
 
     random = torch.Generator().manual_seed(seed)
@@ -84,7 +84,7 @@ def weights(seed: int) -> list[dict[str, Any]]:
 
 
 def save(folder: Path, parts: list[dict[str, Any]]) -> None:
-    """The model with these weights, as a checkpoint in `folder`."""
+    """Save the model with these weights as a checkpoint in `folder`."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Scenarios of weights without a backup, which a trainer sends between the stages of a wake.
+"""Scenarios with weights without a backup, which a trainer sends between the stages of a wake-up.
 
-A scenario begins and ends with the engine awake; where it raises, the engine is replaced.
+A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memsaver.integrations.engine.reports import SleepReport
 
 
 def weights_are_gone_without_an_update(session: Session) -> None:
-    """So that what the updates bring is seen; and an update brings them back."""
+    """A sleep discards weights without a backup, and an update restores them."""
     reports: list[SleepReport] = []
     with gives_back(session, reports):
         reports.append(sleep(session))
@@ -29,21 +29,21 @@ def weights_are_gone_without_an_update(session: Session) -> None:
 
 
 def update_from_gpu_tensors(session: Session) -> None:
-    """As a trainer on the same GPU sends them."""
+    """A trainer on the same GPU can send its GPU tensors."""
     updates(session, lambda part: [(name, tensor.cuda()) for name, tensor in part.items()])
 
 
 def update_from_host_tensors(session: Session) -> None:
-    """As a trainer that has them in host memory sends them."""
+    """A trainer can send tensors in host memory."""
     updates(session, lambda part: [(name, tensor.clone()) for name, tensor in part.items()])
 
 
 def update_from_buckets(session: Session) -> None:
-    """As trainers send many small tensors at once."""
+    """A trainer can send many small tensors in a flattened bucket."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    kept: list[Any] = []  # while the engine reads them
+    kept: list[Any] = []  # alive while the engine reads them
 
     def bucket(part: dict[str, Any]) -> list[Any]:
         made = FlattenedTensorBucket([(name, tensor.cuda()) for name, tensor in part.items()])
@@ -61,7 +61,7 @@ def update_from_buckets(session: Session) -> None:
 
 
 def updates(session: Session, sent: Callable[[dict[str, Any]], Any], **options: Any) -> None:
-    """New weights between the stages of a wake, then the old ones in the same way."""
+    """Send new weights between a wake-up's stages, then restore the old weights in the same way."""
     other = sglang_model.weights(seed=2)
     for weights in (other, session.weights):
         sleep(session)

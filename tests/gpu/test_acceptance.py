@@ -1,4 +1,4 @@
-"""What memsaver is for, on a real GPU: decoder_scenario.py in every mode, a process for each."""
+"""Run decoder_scenario.py on a real GPU in every mode, each in a separate process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEGMENTS = ["fixed", "expandable"]
 
 
 def environment(mode: str, segments: str, tag: str | None = None) -> dict[str, str]:
-    """A child's environment."""
+    """Return a child's environment."""
     env = torch_environment(expandable=segments == "expandable")
     env["HF_HUB_OFFLINE"] = "1"
     if mode == "preload":
@@ -36,7 +36,7 @@ def environment(mode: str, segments: str, tag: str | None = None) -> dict[str, s
 
 
 def run_scenario(mode: str, segments: str, *arguments: str, tag: str | None = None) -> None:
-    # With a tag for the process, preload_env turns expandable segments off.
+    # With a tag for the process, preload_env disables expandable segments.
     expandable = segments == "expandable" and tag is None
     command = [sys.executable, str(SCENARIO), *arguments]
     command += ["--expandable", "yes" if expandable else "no"]

@@ -1,4 +1,4 @@
-"""The commands that look at a machine and measure it, on a real GPU, in processes of their own."""
+"""Test `memsaver doctor` and `memsaver bench` on a real GPU, in separate processes."""
 
 import json
 import os
@@ -60,6 +60,6 @@ def test_bench():
     assert rows["bus, to the host"]["bytes_per_second"] > 5e9
     for name in ("pause, host, changed", "resume, host"):
         assert 50 < rows[name]["of_limit_percent"] < 150, rows[name]
-    # Neither copies anything.
+    # Neither of these copies anything.
     for name in ("pause, none", "pause, host, unchanged"):
         assert rows[name]["median_seconds"] < 0.5 * rows["pause, host, changed"]["median_seconds"]

@@ -1,4 +1,4 @@
-"""The code in docs/ that needs a GPU runs on one."""
+"""Run the code in README.md, and the code in docs/ that needs a GPU, on a real GPU."""
 
 import json
 import os

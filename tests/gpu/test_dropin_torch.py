@@ -1,6 +1,6 @@
-"""The distribution that provides torch_memory_saver, with tensors and graphs of a real GPU.
+"""Test the distribution that provides torch_memory_saver with tensors and graphs on a real GPU.
 
-Every test is a `case_*` function of `dropin_cases`, run by a child process of its own.
+Every test is a `case_*` function in `dropin_cases`, run in a separate child process.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 CHILD = Path(__file__).with_name("dropin_child.py")
-SECONDS = 90  # for one case, the start of a child included
+SECONDS = 90  # for one case, including the start of its child
 
-# How the child was started.
+# How the child is started.
 SETTINGS = ("plain", "torch", "expandable", "preload")
 
 ANYWHERE = [
@@ -29,7 +29,7 @@ ANYWHERE = [
     "retained_backups",
     "mmap_backups_leave_the_host",
 ]
-# Of a process that is one region, with a backup of all.
+# Cases for a process that is one region, with a backup.
 WHOLE_PROCESS = [
     "a_training_engine",
     "disabled_blocks",
@@ -39,7 +39,7 @@ WHOLE_PROCESS = [
 
 
 def run_child(case: str, setting: str, site: Path, **variables: str) -> None:
-    """Runs a case in a child that was started like this, and fails as it failed."""
+    """Run a case in a child with this setting; fail with its output if it fails."""
     program = [sys.executable, str(CHILD), f"case_{case}", setting]
     if setting == "preload":
         start = "import subprocess, sys; from torch_memory_saver import configure_subprocess\n"

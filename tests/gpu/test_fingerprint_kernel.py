@@ -1,4 +1,4 @@
-"""The fingerprint kernel on a real GPU, as machine code and as PTX that the driver compiles."""
+"""Test the fingerprint kernel on a real GPU, as machine code and as PTX for the driver's JIT."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""All ranks or none, with a GPU for each of two ranks: memory, contents and a resume without room.
+"""Test that calls on two ranks with one GPU each succeed on all ranks or on none.
 
-Each rank looks at both GPUs, as the other process sees them: what a call promises of all ranks
-holds when it returns on any.
+Covers memory, contents and a resume that does not fit. Each rank queries both GPUs: what a call
+guarantees for all ranks is true when the call returns on any rank.
 """
 
 from __future__ import annotations

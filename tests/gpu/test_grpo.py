@@ -1,8 +1,8 @@
-"""examples/grpo with a real SGLang engine: the same bit for bit with and without sleep.
+"""Test examples/grpo with a real SGLang engine: bit-equal results with and without sleep.
 
     pytest -m "gpu and sglang" tests/gpu/test_grpo.py
 
-The memsaver under test is the one that is installed, with its entry points, for this Python.
+The tests use the memsaver that is installed for this Python, with its entry points.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from repository import ROOT
 from test_sglang import environment
 
 EXAMPLE = ROOT / "examples" / "grpo"
-SECONDS = 300  # of a run, with kernels to compile
+SECONDS = 300  # for one run, including the compilation of kernels
 STEPS = 6
 OPTIONS = ["--model", "small", "--prompts", "16", "--samples", "8", "--memory-fraction", "0.4"]
 GIB = 1 << 30
@@ -36,7 +36,7 @@ pytestmark = [
 
 
 def run(folder: Path, name: str, ranks: int, *options: str) -> dict[str, Any]:
-    """The results of a run of `train.py`."""
+    """Run `train.py` and return its results."""
     pytest.importorskip("transformers")
     command = [sys.executable]
     if ranks > 1:
@@ -86,13 +86,14 @@ def test_a_run_is_the_same_with_and_without_sleep(tmp_path: Path, ranks: int) ->
     assert len(sleeping["steps"]) == STEPS
     assert len({step["answers"] for step in sleeping["steps"]}) == STEPS
     assert any(step["gradient"] for step in sleeping["steps"])
-    # The engine has the trainer's weights, in bfloat16.
+    # The engine's weights are the trainer's, in bfloat16.
     assert all(step["gap"] < 0.05 for step in sleeping["steps"]), sleeping["steps"]
 
     def peak(results: dict[str, Any], stage: str) -> float:
         return max(step["stages"][stage]["peak_bytes"] for step in results["steps"][1:])
 
-    # Without the engine's KV cache; and the first step, which begins with all of it awake, apart.
+    # The peaks exclude the first step, which begins with the engine awake. In later steps, the
+    # engine's KV cache is released.
     assert peak(sleeping, "train") < peak(plain, "train") - 20 * GIB
     assert peak(sleeping, "update") < peak(plain, "update") - 20 * GIB
 

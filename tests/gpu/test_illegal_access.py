@@ -1,4 +1,4 @@
-"""After a kernel has touched paused memory the context is lost; who paused it is still told."""
+"""After an access to paused memory has destroyed the context, `explain` still names the pause."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ os._exit(0)
 """
 
 
-# Ends as it should but for the touch, if there is one.
+# Ends normally, even after an access to paused memory.
 UNDER = """
 import os
 import torch
@@ -82,12 +82,12 @@ os._exit(0)
 """
 
 
-# As the soak is run under it: see test_soak.py.
+# The same options as for the soak test: see test_soak.py.
 SANITIZER = "compute-sanitizer --error-exitcode 9 --report-api-errors no --show-backtrace no"
 
 
 def run(program: str, *under: str) -> subprocess.CompletedProcess[str]:
-    """Run a program, or a tool that runs it."""
+    """Run a program, with the command `under` in front if given."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MEMSAVER_")}
     root = str(Path(memsaver.__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
@@ -101,7 +101,7 @@ def run(program: str, *under: str) -> subprocess.CompletedProcess[str]:
 
 
 def lines_of(program: str) -> list[str]:
-    """What a program prints."""
+    """Return the lines that a program prints."""
     done = run(program)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()
@@ -114,7 +114,7 @@ def test_paused_memory_that_was_touched_is_explained() -> None:
 
 @pytest.mark.gpu
 def test_a_paused_tensor_that_was_copied_is_explained() -> None:
-    """Torch's own error is seen: safetensors and checkpoints copy like this."""
+    """After torch's error, as when safetensors or a checkpoint copies a tensor, `explain` works."""
     (said,) = lines_of(COPY)
     assert "has been paused" in said and "nothing that saves or sends it" in said
 
@@ -123,7 +123,7 @@ def test_a_paused_tensor_that_was_copied_is_explained() -> None:
 @pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="compute-sanitizer is not here")
 @pytest.mark.parametrize("touches", [True, False])
 def test_the_sanitizer_sees_what_touches_paused_memory(touches: bool) -> None:
-    """What the soak under the same tool proves: an access outside of what is mapped is found."""
+    """compute-sanitizer reports accesses to unmapped memory, which the soak test relies on."""
     done = run(UNDER.format(touches=touches), *SANITIZER.split())
     said = done.stdout + done.stderr
     assert done.returncode == (9 if touches else 0), said[-4000:]

@@ -1,4 +1,4 @@
-"""A trainer's memory in tags, on real GPUs: the cases of offload_cases, a process for each."""
+"""Test a trainer's memory in tags on real GPUs: runs each case of offload_cases in a process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALONE = [name for name in NAMES if name not in {"case_fsdp2", "case_on_the_secon
 
 
 def run(name: str, ranks: int = 1, expandable: bool = False) -> None:
-    """Runs a case on so many ranks; fails with what they said."""
+    """Run a case on `ranks` ranks; fail with their output."""
     env = torch_environment(expandable)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""A timeline of torch tensors on a real GPU, its files and the statistics."""
+"""Test a timeline of torch tensors on a real GPU, its files and the statistics."""
 
 import pytest
 from child_process import environment_without, run_code

@@ -1,8 +1,8 @@
-"""Rollouts of a real SGLang engine: what they give, against SGLang asked directly; sleep, and ends.
+"""Test rollouts of a real SGLang engine: output compared with SGLang's own, sleep and failures.
 
     pytest -m "gpu and sglang" tests/gpu/test_rollout.py
 
-The memsaver under test is the one that is installed, with its entry points, for this Python.
+The tests use the memsaver that is installed for this Python, with its entry points.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from test_sglang import environment
 
 CHILD = Path(__file__).with_name("rollout_child.py")
-SECONDS = 420  # with kernels to compile
+SECONDS = 420  # including the compilation of kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def go_through(scene: str, size: int, folder: Path, child: Path = CHILD) -> None:
-    """Runs a scene of a child's as `size` ranks; each must end well."""
+    """Run a scene of the child as `size` ranks; all must end with status 0."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -1,14 +1,14 @@
-"""memsaver in a real SGLang engine: the same greedy output after whatever was released and resumed.
+"""Test memsaver in a real SGLang engine: every release and resume keeps the greedy output.
 
-For each engine a child process, sglang_child.py, starts it once and runs the scenarios of the
-modules sglang_cycles, sglang_calls and sglang_updates on it, a test for each; after one that fails
-there is a new child. Each test function has an engine of its own, so that they can be run at the
-same time on different GPUs, chosen by CUDA_VISIBLE_DEVICES.
+For each engine, a child process (sglang_child.py) starts the engine once and runs the scenarios of
+the modules sglang_cycles, sglang_calls and sglang_updates on it, one per test. After a failure, a
+new child is started. Each test function has its own engine, so test functions can run concurrently
+on different GPUs, selected by CUDA_VISIBLE_DEVICES.
 
-    pytest -m "gpu and sglang"                     all of them; two GPUs are needed for some
+    pytest -m "gpu and sglang"                     all tests, some of which need two GPUs
     pytest -m "gpu and sglang and not two_gpus"
 
-The memsaver under test is the one that is installed, with its entry points, for this Python.
+The tests use the memsaver that is installed for this Python, with its entry points.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from repository import ROOT
 
 CHILD = Path(__file__).with_name("sglang_child.py")
 
-START_SECONDS = 240  # with kernels to compile
+START_SECONDS = 240  # including the compilation of kernels
 SCENARIO_SECONDS = 100
 END_SECONDS = 60
 
@@ -65,7 +65,7 @@ REPLICAS = [*CYCLES[:-1], "sglang_cycles.a_wake_that_does_not_fit_one_replica"]
 
 
 def environment() -> dict[str, str]:
-    """A child's environment: SGLang's settings, none of memsaver's or of torch's allocator."""
+    """Return a child's environment: no settings for memsaver or torch's allocator; SGLang's own."""
     dropped = ("MEMSAVER_", "TMS_", "SGLANG_PLUGINS", "SGLANG_PLATFORM")
     env = {
         name: value
@@ -73,7 +73,7 @@ def environment() -> dict[str, str]:
         if not name.startswith(dropped)
         and name not in ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     }
-    # In the source tree there is a memsaver without its integrations, and not the installed one.
+    # The source tree's memsaver lacks the integrations; the child must import the installed one.
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if Path(path).resolve() != ROOT)
     env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
@@ -103,7 +103,7 @@ class Child:
         self.start_error = self._reply("the start", START_SECONDS)
 
     def run(self, scenario: str) -> str:
-        """Run a scenario; the reason where it failed, else ""."""
+        """Run a scenario; return the reason if it failed, otherwise ""."""
         stdin = self._process.stdin
         assert stdin
         with contextlib.suppress(BrokenPipeError):
@@ -133,7 +133,7 @@ class Child:
         return "\n".join([f"--- the end of {self._log}", *shown])
 
     def close(self) -> None:
-        """End the engine, and whatever of its processes is left."""
+        """End the engine and all its remaining processes."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin and stdout
         with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         stdout.close()
-        # What was killed gives its GPU memory back a moment later.
+        # Killed processes release their GPU memory with a short delay.
         deadline = time.monotonic() + 10
         with contextlib.suppress(ProcessLookupError):
             while time.monotonic() < deadline:
@@ -153,7 +153,7 @@ class Child:
 
 
 class Children:
-    """One child at a time: of the last group that was asked for."""
+    """Keeps one child at a time, for the most recent group."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -163,7 +163,7 @@ class Children:
         self._started = 0
 
     def run(self, group: str, scenario: str) -> None:
-        """Run a scenario on an engine of the group; fail as it failed."""
+        """Run a scenario on an engine of the group; fail with its reason if it fails."""
         if group in self._broken:
             pytest.fail("the engine did not start, as its first test says", pytrace=False)
         if self._child is None or group != self._group:

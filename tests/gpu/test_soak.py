@@ -1,18 +1,18 @@
-"""Ten minutes of random cycles in two processes that compete for a GPU's memory.
+"""Run random cycles for ten minutes in two processes that compete for a GPU's memory.
 
     python -m pytest -m "gpu and soak" tests/gpu/test_soak.py
 
-Contents are checked by fingerprint after each step; what a process holds at the end is compared
-with what it held at the start. The figures go into a JSON file, under "soak". Settings:
+Contents are checked by fingerprint after each step. The resources that a process uses at the end
+are compared with those at the start. The figures go into a JSON file, under "soak". Settings:
 
-    SOAK_SECONDS    of walking, 600 by default
-    SOAK_SEED       of the steps, 1 by default
-    SOAK_GIB        device memory a process may use; by default both want 60 % of what is free
+    SOAK_SECONDS    the duration of the cycles, 600 by default
+    SOAK_SEED       the seed of the steps, 1 by default
+    SOAK_GIB        the device memory that each process may use, by default 60 % of the free memory
     SOAK_UNDER      a command to run the processes under, such as
                     "compute-sanitizer --error-exitcode 9 --report-api-errors no --show-backtrace
-                    no" (with backtraces, which are of Python too, deleted tensors were seen to
-                    stay); it is slow, so for a short run with a small SOAK_GIB
-    RELIABILITY     the file, build/reliability.json by default
+                    no" (its backtraces include Python's frames and were seen to keep deleted
+                    tensors alive). The tool is slow: use a short run and a small SOAK_GIB.
+    RELIABILITY     the JSON file, build/reliability.json by default
 """
 
 from __future__ import annotations

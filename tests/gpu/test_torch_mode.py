@@ -1,7 +1,7 @@
-"""What torch mode promises, on a real GPU.
+"""Test torch mode on a real GPU.
 
-Every test is a `case_*` function in torch_cases, run by a child process that the tests share and
-that is replaced after a failure, which may have ended its CUDA context. Alone, without pytest:
+Every test is a `case_*` function in torch_cases. The tests share a child process that runs them; it
+is replaced after a failure, which may have destroyed its CUDA context. To run cases without pytest:
 
     PYTHONPATH=tests/support python tests/gpu/test_torch_mode.py case_backup_view [more cases]
 """
@@ -28,7 +28,7 @@ from torch_environment import torch_environment
 
 import memsaver
 
-SECONDS = 90  # for one case, the start of a child included
+SECONDS = 90  # for one case, including the start of its child
 
 SETTINGS = ("fixed", "expandable", "preload")
 
@@ -39,7 +39,7 @@ FOLDER = Path(__file__).with_name("torch_cases")
 
 
 def find_cases() -> dict[str, str]:
-    """The module of each case; read, not imported, as this process needs no torch."""
+    """Return each case's module. Parses the modules, because this process does not load torch."""
     found = [
         (node.name, f"{FOLDER.name}.{path.stem}")
         for path in sorted(FOLDER.glob("*.py"))
@@ -53,21 +53,21 @@ def find_cases() -> dict[str, str]:
 CASES = find_cases()
 ON_TWO_GPUS = [name for name in CASES if name.startswith("case_two_gpus_")]
 ON_ONE_GPU = [name for name in CASES if name not in ON_TWO_GPUS]
-WARNING = (  # their warnings are meant
+WARNING = (  # these cases cause warnings on purpose
     "case_allocation_without_enough_memory",
     "case_dead_blocks_are_not_copied",
     "case_shortage_in_a_region",
     "case_torch_pool_in_use",
     "case_torch_pool_of_a_paused_tag",
 )
-FRESH = ("case_two_gpus_copies",)  # want a process in which nothing ran before
+FRESH = ("case_two_gpus_copies",)  # these cases need a new process
 
 
 # --- the child -----------------------------------------------------------------------------------
 
 
 def run_case(name: str) -> dict[str, Any]:
-    """Runs one case; how it went, and whether the process can be used for another."""
+    """Run one case; return its outcome, and whether the process can run another case."""
     case = getattr(importlib.import_module(CASES[name]), name)
     tidy = importlib.import_module(f"{FOLDER.name}.tensors").tidy
     start = time.perf_counter()
@@ -90,7 +90,7 @@ def run_case(name: str) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Runs the cases that its input names, a JSON line about each."""
+    """Run the cases named on stdin, and write a JSON line about each."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -102,7 +102,7 @@ def serve() -> None:
 
 
 def environment(setting: str) -> dict[str, str]:
-    """A child's environment."""
+    """Return a child's environment."""
     env = torch_environment(expandable=setting == "expandable")
     if setting == "preload":
         env.update(memsaver.preload_env(env=env))
@@ -110,14 +110,14 @@ def environment(setting: str) -> dict[str, str]:
 
 
 class Child:
-    """A process that runs cases; a new one after a case that failed."""
+    """A process that runs cases; it is replaced after a case that makes it unusable."""
 
     def __init__(self, setting: str) -> None:
         self._env = environment(setting)
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, name: str) -> None:
-        """Runs a case; fails as it failed."""
+        """Run a case; fail with its traceback if it fails."""
         if name in FRESH:
             self.close()
         if self._process is None:
@@ -147,7 +147,7 @@ class Child:
             pytest.fail(reply["trace"], pytrace=False)
 
     def close(self, kill: bool = False) -> None:
-        """Ends the process."""
+        """End the process."""
         if self._process is None:
             return
         if kill:

@@ -1,8 +1,8 @@
-"""New weights to a real SGLang engine, verified; what it generates with them, and what is refused.
+"""Test verified weight updates of a real SGLang engine, its output afterwards, and bad updates.
 
     pytest -m "gpu and sglang" tests/gpu/test_weight_sync.py
 
-The memsaver under test is the one that is installed, with its entry points, for this Python.
+The tests use the memsaver that is installed for this Python, with its entry points.
 """
 
 from __future__ import annotations

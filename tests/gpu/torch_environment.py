@@ -11,10 +11,10 @@ import memsaver
 
 
 def torch_environment(expandable: bool) -> dict[str, str]:
-    """Return this environment without settings of torch's allocator and of memsaver.
+    """Return this environment without settings for torch's allocator and memsaver.
 
-    Python finds memsaver, and what tests import, in it. With `expandable`, torch makes expandable
-    segments.
+    With it, Python finds memsaver and the tests' helper modules. With `expandable`, torch uses
+    expandable segments.
     """
     env = {
         name: value

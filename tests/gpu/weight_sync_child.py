@@ -1,4 +1,4 @@
-"""A trainer that sends weights to a real engine: goes through scenes, and ends with status 0.
+"""Run a scene of a trainer that sends weights to a real engine; exit with status 0 on success.
 
 usage: weight_sync_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 """
@@ -30,7 +30,7 @@ BUCKET = 24 * MIB
 
 
 def state(seed: int, **to: Any) -> dict[str, Any]:
-    """A trainer's weights on its GPU."""
+    """Return a trainer's weights, by default on its GPU."""
     import sglang_model
 
     to = to or {"device": "cuda"}
@@ -46,7 +46,7 @@ def outputs(engine: Any) -> list[list[int]]:
 
 
 def in_the_engines_layout(seed: int) -> dict[str, Any]:
-    """What an engine of one rank has, by its parameters' names."""
+    """Return the weights of a one-rank engine, by its parameters' names."""
     import torch
 
     whole = state(seed)
@@ -60,7 +60,7 @@ def in_the_engines_layout(seed: int) -> dict[str, Any]:
 
 
 def check_updates(engine: Any, first: list[list[int]], sent: Any, **options: Any) -> None:
-    """New weights between the stages of a wake, and the old ones back: bit for bit the same."""
+    """Check updates with new weights and back, during wake-ups: the old output returns exactly."""
     other = None
     for seed in (2, 1):
         engine.sleep(wait_idle=True)
@@ -86,7 +86,7 @@ def refused(kind: Any, call: Any, *args: Any, **named: Any) -> Any:
 
 
 def check_memory(engine: Any) -> None:
-    """A bucket beside the weights, and nothing of it stays."""
+    """Check that an update needs only a bucket of additional memory, and releases it."""
     import torch
 
     weights = state(1)
@@ -101,7 +101,7 @@ def check_memory(engine: Any) -> None:
 
 
 def check_regions(engine: Any, first: list[list[int]]) -> None:
-    """Weights that lie in a tag: what can be paused cannot be shared, and is copied."""
+    """Check updates from weights in a tag, which are copied: pausable memory cannot be shared."""
     import memsaver
 
     with memsaver.region("trainer", backup="host"):
@@ -119,7 +119,7 @@ def check_regions(engine: Any, first: list[list[int]]) -> None:
 
 
 def check_bad(engine: Any, first: list[list[int]], folder: Path) -> None:
-    """What does not match is an error that names it, and the engine lives."""
+    """Check that a mismatched tensor is an error that names the tensor, and the engine survives."""
     import torch
 
     from memsaver.integrations.rollout import WeightMismatchError
@@ -167,7 +167,7 @@ def check_bad(engine: Any, first: list[list[int]], folder: Path) -> None:
 
 
 def alone(folder: Path) -> None:
-    """One GPU: an engine on it, weights by CUDA IPC."""
+    """Send weights through CUDA IPC to an engine on the same GPU."""
     import torch
 
     from memsaver.integrations.rollout import RolloutEngine
@@ -205,7 +205,7 @@ def check_leaving(engine: Any, backend: str, weights: dict[str, Any]) -> None:
         return kept, listening(), len(threads())
 
     seen = []
-    for _ in range(3):  # the first one lets libraries open their permanent resources
+    for _ in range(3):  # in the first round, libraries open their permanent resources
         with WeightGroup(engine, backend=backend, timeout=60) as group:
             engine.update_weights(weights, group=group, pause="retract")
             assert listening()
@@ -215,17 +215,17 @@ def check_leaving(engine: Any, backend: str, weights: dict[str, Any]) -> None:
 
 
 def group(folder: Path, backend: str = "gloo") -> None:
-    """An engine that gets its weights by a process group: gloo, or NCCL from another GPU."""
+    """Send weights through a process group: gloo, or NCCL from another GPU."""
     import torch
     import torch.distributed as dist
 
     from memsaver.integrations.rollout import RolloutEngine
     from memsaver.integrations.rollout.weights import WeightGroup
 
-    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang has it: NCCL's ranks on a host must agree
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang: NCCL's ranks on a host must agree
     torch.cuda.set_device(0)
     own = {"device": "cuda:1"} if backend == "nccl" else {"device": "cpu"}
-    if backend == "nccl":  # as a trainer may have it: torch splits others off its communicator
+    if backend == "nccl":  # as in a trainer: torch splits other communicators off this one
         dist.init_process_group(
             "nccl",
             store=dist.HashStore(),
@@ -235,7 +235,7 @@ def group(folder: Path, backend: str = "gloo") -> None:
         )
     with RolloutEngine.launch(**arguments(folder), timeout=240) as engine:
         first = outputs(engine)
-        states = {seed: state(seed, **own) for seed in (1, 2)}  # takes longer than a generation
+        states = {seed: state(seed, **own) for seed in (1, 2)}  # slower than a generation
         check_leaving(engine, backend, states[1])
         with WeightGroup(engine, backend=backend, timeout=60) as sending:
             for mode in ("abort", "retract", "in_place"):
@@ -251,9 +251,9 @@ def group(folder: Path, backend: str = "gloo") -> None:
                     (output,) = results
                     ended = "abort" if mode == "abort" else "length"
                     assert output.finish_reasons == (ended,), (mode, output.finish_reasons)
-                    if mode != "abort":  # it was in flight during the update, and ended after it
+                    if mode != "abort":  # the request was in flight during the update
                         assert output.weight_version == version, output.weight_version
-                    if mode == "in_place":  # its prefix cache is of several weights
+                    if mode == "in_place":  # the prefix cache mixes several versions' prefixes
                         engine.update_weights(states[seed], group=sending)
                     assert (outputs(engine) == first) == (seed == 1), (mode, seed)
     if backend == "nccl":
@@ -261,7 +261,7 @@ def group(folder: Path, backend: str = "gloo") -> None:
 
 
 def two(folder: Path) -> None:
-    """Two ranks with FSDP2 and an engine of two ranks on their GPUs."""
+    """Send weights from two ranks with FSDP2 to an engine with two ranks on their GPUs."""
     import datetime
 
     import torch

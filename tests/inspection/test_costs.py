@@ -1,4 +1,4 @@
-"""Warnings of what silently costs: each once per tag, and only where it does."""
+"""Test performance warnings: each is issued once per tag, and only if there is a cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def name(tag):
 
 
 def warned(call, *args, **kwargs) -> list[str]:
-    """What a call warns of."""
+    """Return the messages of a call's warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call(*args, **kwargs)
@@ -45,7 +45,7 @@ def warned(call, *args, **kwargs) -> list[str]:
 
 
 class Pools:
-    """Stands for torch's pools: the blocks that no tensor owns."""
+    """A fake of torch's pools, with the blocks that no tensor owns."""
 
     def __init__(self) -> None:
         self.dead: list[tuple[int, int]] = []
@@ -73,7 +73,7 @@ def test_a_tag_mostly_of_dead_blocks(sim, name, make_blocks, pools, wait):
     assert "14 MiB" in text and "12 MiB are blocks that no tensor owns" in text
     assert repr(name) in text and "empty_cache()" in text
     memsaver.resume(name)
-    assert warned(memsaver.pause, name) == []  # once
+    assert warned(memsaver.pause, name) == []  # warns only once
     memsaver.resume(name)
     assert blocks[0].is_intact()
 
@@ -82,7 +82,7 @@ def test_dead_blocks_that_are_few_small_or_anothers(sim, tag, make_blocks, pools
     large, other = tag("large"), tag("other")
     blocks = make_blocks(large, [16 * MIB], backup="host")
     others = make_blocks(other, [16 * MIB], backup="host")
-    pools.dead = [(blocks[0].address, 7 * MIB)]  # less than half of it
+    pools.dead = [(blocks[0].address, 7 * MIB)]  # less than half of the tag
     assert warned(memsaver.pause, large) == []
     memsaver.resume(large)
     pools.dead = [(others[0].address, 12 * MIB)]
@@ -143,14 +143,14 @@ def test_other_backups_are_not_pageable(sim, name, make_blocks, backup):
 
 
 def test_pageable_where_no_more_is_to_be_had(sim, name, make_blocks, options):
-    options(host_bytes=_C.host_memory()[0] + 56 * MIB)  # 16 of them for staging
+    options(host_bytes=_C.host_memory()[0] + 56 * MIB)  # 16 MiB of these are for staging
     blocks = make_blocks(name, [32 * MIB], backup="pageable")
     assert warned(memsaver.pause, name) == []
     memsaver.resume(name)
     del blocks
 
 
-# --- backups that nobody reads --------------------------------------------------------------------
+# --- unused backups -------------------------------------------------------------------------------
 
 
 def cycle(name: str, blocks: list) -> list[str]:
@@ -162,7 +162,7 @@ def cycle(name: str, blocks: list) -> list[str]:
 
 def test_backups_of_what_is_deleted_while_paused(sim, name, make_blocks):
     kept = make_blocks(name, [2 * MIB], backup="host")
-    assert cycle(name, make_blocks(name, [8 * MIB])) == []  # once may be chance
+    assert cycle(name, make_blocks(name, [8 * MIB])) == []  # may happen once by chance
     (text,) = cycle(name, make_blocks(name, [8 * MIB]))
     assert "10 MiB" in text and "8 MiB of it are not restored" in text
     assert cycle(name, make_blocks(name, [8 * MIB])) == []
@@ -205,7 +205,7 @@ if "failed" in sys.argv:
 
 
 def run_program(*words: str) -> str:
-    """What it says on stderr."""
+    """Run PROGRAM and return its stderr."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=100
     )
@@ -227,7 +227,7 @@ def test_a_process_that_ends_after_a_look_at_the_backup():
     assert run_program("viewed") == ""
 
 
-# --- they do no harm ------------------------------------------------------------------------------
+# --- warnings and failing checks do not affect transitions ----------------------------------------
 
 
 def test_as_errors_they_come_after_the_pause(sim, name, make_blocks):

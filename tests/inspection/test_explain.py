@@ -1,4 +1,4 @@
-"""What an address is, since when, and who paused it: on the simulated driver."""
+"""Test `explain` on the simulated driver: an address's tag, its last transition, the caller."""
 
 import contextlib
 import ctypes
@@ -21,19 +21,19 @@ PAGE = 2 * MIB
 
 @contextlib.contextmanager
 def between():
-    """Yields a list that holds the wall-clock times around the block, once it is over."""
+    """Yield a list, which receives the wall-clock times before and after the block."""
     times = [time.time()]
     yield times
     times.append(time.time())
 
 
 def here():
-    """The place of the line that calls this, as `explain` gives it."""
+    """Return the file and line of the caller, as `explain` reports them."""
     frame = inspect.currentframe().f_back
     return f"{__file__}:{frame.f_lineno} in "
 
 
-# --- whose it is ----------------------------------------------------------------------------------
+# --- tags and tensors -----------------------------------------------------------------------------
 
 
 def test_a_foreign_address(sim, tag, make_blocks):
@@ -79,7 +79,7 @@ def test_a_tensor(sim, tag):
 
 
 def test_freed_memory(sim, tag, make_blocks):
-    """It is still known whose it was."""
+    """The tag of freed memory is still reported."""
     name = tag()
     blocks = make_blocks(name, [PAGE, 4096])
     address = blocks[1].address
@@ -103,7 +103,7 @@ def test_memory_freed_during_a_transition(sim, tag, make_blocks):
 
 
 def segment(address, nbytes, *blocks):
-    """As torch describes one: (offset, size, requested, state) of its blocks."""
+    """Return a segment as torch describes it; blocks are (offset, size, requested, state)."""
     return {
         "address": address,
         "total_size": nbytes,
@@ -116,7 +116,7 @@ def segment(address, nbytes, *blocks):
 
 @pytest.fixture
 def torch_segments(monkeypatch):
-    """torch's allocator with these segments: CPU torch has none."""
+    """Fake the segments of torch's allocator, because torch without CUDA has none."""
     from memsaver._inspection import explanations
     from memsaver._memory import torch_mode
 
@@ -155,7 +155,7 @@ def test_the_tensor_where_torch_knows_it(sim, tag, make_blocks, torch_segments):
 
 
 def test_a_torch_that_refuses(sim, tag, make_blocks, torch_segments, monkeypatch):
-    """Its context is lost, say: the rest is still told."""
+    """If torch raises, for example after losing its context, the rest is still reported."""
     from memsaver._inspection import explanations
 
     def refuse(required):
@@ -168,7 +168,7 @@ def test_a_torch_that_refuses(sim, tag, make_blocks, torch_segments, monkeypatch
     assert memsaver.explain(block.address).state == "paused"
 
 
-# --- since when, and by whom ----------------------------------------------------------------------
+# --- times and callers ----------------------------------------------------------------------------
 
 
 def test_who_paused_and_resumed_it(sim, tag, make_blocks):
@@ -204,7 +204,7 @@ def test_the_words_for_paused_memory(sim, tag, make_blocks):
 
 
 def test_two_threads(sim, tag, make_blocks):
-    """Each tag says its own thread and place."""
+    """The report for each tag names its own thread and caller."""
     names = [tag("first"), tag("second")]
     blocks = [make_blocks(name, [PAGE], backup="host")[0] for name in names]
     native = {}
@@ -224,7 +224,7 @@ def test_two_threads(sim, tag, make_blocks):
     for number, (name, block) in enumerate(zip(names, blocks, strict=True)):
         found = memsaver.explain(block.address)
         assert found.thread == native[name] != threading.get_native_id()
-        # Before 3.11 Python knows no qualified name for it.
+        # Before 3.11, Python has no qualified name for the function.
         assert found.caller.endswith(f"work, thread 'rank {number}'")
 
 
@@ -252,7 +252,7 @@ def test_pausing_what_is_paused_changes_nothing(sim, tag, make_blocks):
 
 
 def test_a_transition_under_way_and_after(sim, tag, make_blocks, wait_until):
-    """It is the caller's, not the background thread's."""
+    """The reported caller and thread are the program's, not the background thread's."""
     name = tag()
     (block,) = make_blocks(name, [8 * MIB], backup="host")
     sim.copy_rate(40 * MIB)
@@ -303,7 +303,7 @@ def test_a_call_that_is_refused(sim, tag, make_blocks):
 
 
 def test_a_pause_that_failed_twice(sim, tag, make_blocks, options):
-    """The tag is paused then, and it is told by whom."""
+    """If the rollback fails too, the tag is paused, and the report names the caller."""
     options(share_bytes="2MiB", slab_bytes="2MiB")
     name = tag()
     blocks = make_blocks(name, [PAGE, PAGE])
@@ -317,7 +317,7 @@ def test_a_pause_that_failed_twice(sim, tag, make_blocks, options):
 
 
 def test_the_block_paused(sim, tag, make_blocks):
-    """Its caller, not the context manager's machinery."""
+    """The reported caller is the block's, not a frame inside the context manager."""
     name = tag()
     (block,) = make_blocks(name, [PAGE])
     with memsaver.paused(name), contextlib.nullcontext(here()) as place:
@@ -344,7 +344,7 @@ def test_a_callback_that_pauses(sim, tag, make_blocks):
 
 
 def test_a_call_outside_of_python(sim, tag, make_blocks):
-    """The thread is known."""
+    """If there is no Python frame outside memsaver, only the thread is reported."""
     name = tag()
     (block,) = make_blocks(name, [PAGE])
     memsaver.pause(name)
@@ -364,19 +364,19 @@ def test_a_call_outside_of_python(sim, tag, make_blocks):
 
 
 def test_names_of_any_kind(sim, tag, make_blocks):
-    """Files and threads may be called anything, at any length."""
+    """Names of files and threads may have any characters and any length."""
     name = tag()
     (block,) = make_blocks(name, [PAGE])
     scope = {"memsaver": memsaver, "__name__": "odd"}
     exec(compile(f"memsaver.pause({name!r})", "/\udcff" + "é" * 2000, "exec"), scope)
     found = memsaver.explain(block.address)
-    assert found.caller.endswith("é:1 in <module>, thread 'MainThread'")  # the end says more
+    assert found.caller.endswith("é:1 in <module>, thread 'MainThread'")  # the end is kept
     assert 500 < len(found.caller) < 1024
 
 
 @pytest.mark.long
 def test_a_group_of_processes(run_python, tmp_path):
-    """The program's place, not one of `memsaver.distributed`; also where all was taken back."""
+    """The reported caller is not in `memsaver.distributed`; a rolled-back pause is not reported."""
     pytest.importorskip("torch")
     done = run_python(f"""
         import memsaver
@@ -417,13 +417,13 @@ def test_a_group_of_processes(run_python, tmp_path):
     assert done.stdout.split() == ["paused", "sleep,", "paused", "doze,", "mapped", "doze,"]
 
 
-# --- when nothing else answers --------------------------------------------------------------------
+# --- while other calls would wait or fail ---------------------------------------------------------
 
 
 def test_it_makes_no_driver_call_and_waits_for_nobody(sim, tag, make_blocks):
     name = tag()
     (block,) = make_blocks(name, [PAGE], backup="host")
-    sim.hold_streams(True)  # the pause cannot get on
+    sim.hold_streams(True)  # the pause cannot continue
     pause = memsaver.pause(name, wait=False)
     sim.deinitialize(True)
     try:
@@ -436,7 +436,7 @@ def test_it_makes_no_driver_call_and_waits_for_nobody(sim, tag, make_blocks):
 
 
 def test_after_an_illegal_access(run_python):
-    """Work that met memory that was gone has ended the context."""
+    """`explain` works after an access to unmapped memory has destroyed the context."""
     done = run_python("""
         import ctypes, os
         import memsaver

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus reads them: parsed, and compared with the statistics."""
+"""Test metrics as Prometheus parses them, by comparison with the statistics."""
 
 import prometheus_client
 import pytest
@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def scrape(tag):
-    """What a scrape finds of this test's tags and of no tag: values by name and labels."""
+    """Scrape the metrics of this test's tags and those without a tag; values by name and labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     registry = prometheus_client.CollectorRegistry()
@@ -71,7 +71,7 @@ def test_metrics_are_the_statistics(sim, tag, make_blocks, scrape):
         "last_resume_seconds": row.last_resume_seconds,
     }.items():
         assert value(found, f"memsaver_{metric}", **alone) == want, metric
-    assert row.unchanged_bytes == 4 * MIB == row.saved_bytes  # it says something
+    assert row.unchanged_bytes == 4 * MIB == row.saved_bytes  # not zero
     states = {s.value: value(found, "memsaver_state", tag=name, state=s) for s in memsaver.State}
     assert states == {"mapped": 0, "saving": 0, "paused": 1, "restoring": 0}
     free, total = memsaver.device_memory(0)
@@ -114,7 +114,7 @@ def test_a_tag_on_two_devices_is_counted_once(run_python):
 
 
 def test_registering_and_scraping_open_no_driver(run_python):
-    """Without tags a scrape has no device, and a process without a driver none of either."""
+    """Without tags, a scrape reports no device and does not open the driver."""
     run_python(
         """
         import os, memsaver, prometheus_client

@@ -1,4 +1,4 @@
-"""What a profiler sees: NVTX ranges, caught by tests/native/nvtx_injection.c in a child process."""
+"""Test NVTX ranges, recorded by tests/native/nvtx_injection.c in a child process."""
 
 import subprocess
 import sysconfig
@@ -33,10 +33,10 @@ def injection(tmp_path_factory):
 
 @pytest.fixture
 def profile(run_python, injection, tmp_path):
-    """Runs code in a child under the profiler: what it printed, and the ranges of each thread.
+    """Run code in a child under the profiler; return its output and the ranges of each thread.
 
-    A range is (message, payload); one that was begun and not ended, or ended on another thread or
-    out of order, fails the test.
+    A range is (message, payload). A range that is not ended, or is ended on another thread or out
+    of order, fails the test.
     """
 
     def run(code):

@@ -1,4 +1,4 @@
-"""Statistics beyond what is resident: totals, rates and fingerprint hits."""
+"""Test the statistics other than resident bytes: totals, rates and fingerprint hits."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A process answers who watches it, and depends on that in nothing."""
+"""Test the statistics server: it answers clients, and the process never depends on it."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from memsaver.cli.watched import Found, find_processes
 MIB = 1 << 20
 
 
-# --- what it says ---------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.preloads
@@ -63,7 +63,7 @@ def test_figures_are_the_processs_own(runtime):
 
 def _as_dict(stats):
     rows = dataclasses.asdict(stats) if dataclasses.is_dataclass(stats) else dict(stats)
-    del rows["host_available_bytes"]  # which changes by itself
+    del rows["host_available_bytes"]  # changes independently of memsaver
     rows["tags"] = list(rows["tags"])
     return rows
 
@@ -77,7 +77,7 @@ def test_while_a_pause_is_under_way(runtime):
         )
         child("under_way = memsaver.pause('t', wait=False)")
         wait_until(lambda: watched(child.pid).tags[0].stats.state == "saving")
-        found = watched(child.pid)  # it waits for nobody
+        found = watched(child.pid)  # does not wait for the pause
         assert found.tags[0].stats.resident_bytes >= 5000000
         child("sim.sim_hold_streams(0)")
         child("under_way.wait() and None")
@@ -92,7 +92,7 @@ def test_any_tag_can_be_read(runtime):
         assert [row.tag for row in watched(child.pid).stats.tags] == names
 
 
-# --- when there is one ----------------------------------------------------------------------------
+# --- start and options ----------------------------------------------------------------------------
 
 
 def test_nothing_before_the_first_tag(runtime):
@@ -168,7 +168,7 @@ def test_the_process_s_own_tag_is_watched_from_its_first_memory_on(runtime):
     "call", ["memsaver.stats()", "memsaver.pause()", "memsaver.state('own')", "memsaver.resume()"]
 )
 def test_and_from_the_first_call_about_tags_on(runtime, call):
-    with Child(runtime) as child:  # without a tag there is nothing to be seen
+    with Child(runtime) as child:  # without a tag there is no server
         child("memsaver.stats() and None")
         assert child("watchers()") == [0, []] and names_in(runtime) == []
     with Child(runtime, MEMSAVER_TAG="own") as child:
@@ -194,10 +194,10 @@ def test_a_client_that_never_reads(runtime):
     with Child(runtime) as child:
         child("[make(f'{n:0900d}', 1000) for n in range(500)] and None")
         path = socket_of(runtime, child.pid)
-        with connect(path):  # more than the socket's buffer takes
+        with connect(path):  # the answer exceeds the socket's buffer
             start = time.monotonic()
             check_lives_on(child)  # the process itself does not wait
-            assert len(ask(path)) > 500_000  # a second is all that it costs the next one
+            assert len(ask(path)) > 500_000  # the next client is delayed by a second
             assert 0.5 < time.monotonic() - start < 5
         with connect(path) as client:
             client.shutdown(socket.SHUT_RD)
@@ -223,11 +223,11 @@ def test_a_hundred_clients(runtime):
         check_lives_on(child)
 
 
-# --- what the system does not grant ---------------------------------------------------------------
+# --- failures of the system -----------------------------------------------------------------------
 
 
 def test_a_program_that_closes_what_it_does_not_know(runtime):
-    # And then opens a socket of its own, which gets the number: its clients are its own.
+    # The program then opens a socket, which gets the same descriptor; its clients are its own.
     with Child(runtime) as child:
         child("make('t', 1000)")
         (_, (number,)) = child("watchers()")
@@ -250,7 +250,7 @@ def test_a_program_that_closes_it_and_no_more(runtime):
         child("make('t', 1000)")
         (_, (number,)) = child("watchers()")
         child(f"os.close({number})")
-        find_processes()  # wakes the thread, which finds its socket gone
+        find_processes()  # wakes the thread, whose socket is closed
         wait_until(lambda: child("named('memsaver-top')") == 0)
         check_lives_on(child)
         assert find_processes(child.pid) == Found() and names_in(runtime) == []
@@ -269,11 +269,11 @@ def test_without_a_descriptor(runtime):
 
 
 def test_a_process_that_may_open_nothing_any_more(runtime):
-    # As a sandbox has it: the thread cannot even wait then, and ends instead of trying.
+    # As in a sandbox: the thread cannot even wait, and ends instead of retrying.
     with Child(runtime) as child:
         child("make('t', 1000)")
         child("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (0, 4096))")
-        find_processes()  # wakes it
+        find_processes()  # wakes the thread
         child("time.sleep(0.1)")
         child("resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))")
         assert child("watchers()") == [0, []] and names_in(runtime) == []

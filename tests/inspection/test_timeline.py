@@ -1,4 +1,4 @@
-"""Recording: what a timeline holds of allocations, frees, transitions and the driver's memory."""
+"""Test recording: allocations, frees, transitions and the driver's memory in a timeline."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ def of(rows, name):
 
 
 def resident(rows, name):
-    """The device memory that a tag held, without repetitions."""
+    """Return a tag's resident bytes in chronological order, without repetitions."""
     line = []
     for row in of(rows, name):
         if not line or line[-1] != row.resident_bytes:
@@ -217,10 +217,10 @@ def test_the_oldest_events_make_place_and_are_counted(sim, tag, make_blocks):
     quiet, busy = tag("quiet"), tag("busy")
     early = make_blocks(quiet, [2 * MIB])
     with memsaver.timeline(events=8) as t:
-        late = make_blocks(quiet, [4 * MIB])  # dropped later, and what it made is not
+        late = make_blocks(quiet, [4 * MIB])  # the event is dropped later, its bytes are kept
         for _ in range(30):
             make_blocks(busy, [2 * MIB])
-    # 1 + 30 allocations, 30 frees, and the driver's figures at the begin and the end.
+    # 1 + 30 allocations, 30 frees, and the driver's figures at the beginning and the end.
     assert t.dropped == 1 + 30 + 30 + 2 - 8
     assert [row.resident_bytes for row in of(t.samples, quiet)] == [6 * MIB]
     assert of(t.samples, quiet)[0].seconds == t.trace.begin == t.samples[0].seconds > 0
@@ -244,7 +244,7 @@ def test_a_process_has_one_timeline_at_a_time(sim, tag):
             memsaver.timeline().start()
         with pytest.raises(memsaver.InvalidStateError, match="already"):
             t.start()
-    t.stop()  # nothing more
+    t.stop()  # no effect
     with memsaver.timeline() as other:
         pass
     assert other.trace.samples is not t.trace.samples
@@ -309,7 +309,7 @@ def test_nothing_recorded_is_an_error():
     for call in (_C.timeline_read, _C.timeline_stop):
         with pytest.raises(memsaver.InvalidStateError, match="start one first"):
             call()
-    _C.timeline_sample()  # nothing, and no error
+    _C.timeline_sample()  # no effect and no error
 
 
 def test_a_long_caller_keeps_its_end(sim, tag, make_blocks):

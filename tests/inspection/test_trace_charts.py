@@ -1,4 +1,4 @@
-"""Saved timelines as charts: the lines, the page and the pictures, compared with what happened."""
+"""Test charts of saved timelines: lines, page and pictures, compared with the recorded events."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def test_thinning_loses_no_peak():
 
 
 def test_many_tags_cost_no_more_than_their_lines(tmp_path):
-    """The whole of a timeline's room with many tags: seconds, and a page that a browser opens."""
+    """A full timeline with many tags is saved in seconds, as a page that a browser can open."""
     random = Random(0)
     samples = [
         TagSample(i / 1000, f"tag {random.randrange(1000)}", 0, 9, random.randrange(1 << 36))
@@ -62,7 +62,7 @@ def test_many_tags_cost_no_more_than_their_lines(tmp_path):
 
 @pytest.mark.parametrize("most", [10**6, 40])
 def test_lines_are_what_was_last_known(most):
-    """Two samples at one time, a tag that comes late, and the driver asked in between."""
+    """Lines are right for simultaneous samples, a late tag, and driver samples in between."""
     random = Random(1)
     samples = [
         TagSample(i // 2 / 10, random.choice("abc" if i > 50 else "ab"), 0, i, random.randrange(99))
@@ -84,7 +84,7 @@ def test_lines_are_what_was_last_known(most):
 
 
 class Page(HTMLParser):
-    """What a browser makes of the text: elements, their attributes, what scripts hold."""
+    """A parsed page: its elements, their attributes, and the contents of its scripts."""
 
     def __init__(self, text):
         super().__init__()
@@ -141,7 +141,7 @@ def test_the_page_needs_nothing_else_and_no_tag_breaks_out(tmp_path):
     policy = next(a for n, a in page.elements if a.get("http-equiv"))["content"]
     assert policy.startswith("default-src 'none'") and "http" not in policy
     assert not re.findall(r"@import|url\(|fetch\(|XMLHttpRequest|WebSocket|\bimport\(", text)
-    assert "The MIT License (MIT)" in text and "uPlot" in text  # the notice goes with the copy
+    assert "The MIT License (MIT)" in text and "uPlot" in text  # the copy includes its notice
 
 
 # --- pictures
@@ -158,7 +158,7 @@ def test_a_picture(tmp_path, kind, magic):
 
 
 def test_the_pictures_pixels_are_the_tags(tmp_path):
-    """The tag's colour fills the time in which it held memory, and none of the rest."""
+    """The tag's colour fills exactly the time in which it had memory."""
     trace = made(samples=[TagSample(0.0, "a", 0, 100, 100), TagSample(5.0, "a", 0, 100, 0)])
     content = files.save(trace, tmp_path / "x.png").read_bytes()
     pixels = imread(io.BytesIO(content))[:, :, :3]
@@ -168,7 +168,7 @@ def test_the_pictures_pixels_are_the_tags(tmp_path):
 
 
 def test_a_picture_shows_a_full_device():
-    """What the driver has free falls to nothing, stays there, and rises again."""
+    """The line of free memory falls to zero, stays there, and rises again."""
     free = [(0.0, 80), (2.0, 0), (4.0, 0), (6.0, 40)]
     memory = [DeviceSample(at, 0, nbytes, 80) for at, nbytes in free]
     axes = Figure().subplots()

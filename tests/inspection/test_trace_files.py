@@ -1,4 +1,4 @@
-"""Saved timelines as files: traces read back, refused, and files replaced whole."""
+"""Test saved timelines: valid traces are read, invalid ones rejected, files replaced atomically."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_odd_rows_are_read_back_as_they_were(tmp_path):
 def test_chrome_finds_tracks_spans_and_counters(recorded, tmp_path):
     t, first, second = recorded
     events = json.loads(t.save(tmp_path / "trace.json").read_text())["traceEvents"]
-    for event in events:  # what the format asks for
+    for event in events:  # required by the format
         assert event["ph"] in "MXC" and event["name"] and isinstance(event["pid"], int)
         assert event["ph"] == "M" or event["ts"] >= 0
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -66,7 +66,7 @@ def test_chrome_finds_tracks_spans_and_counters(recorded, tmp_path):
     for series, want in (("resident", "resident_bytes"), ("allocated", "allocated_bytes")):
         line = [e["args"]["bytes"] for e in events if e["name"] == f"{first}, GPU 0: {series}"]
         happened = [getattr(row, want) for row in t.samples if row.tag == first]
-        if series == "allocated":  # where it changes
+        if series == "allocated":  # only changes
             happened = [n for i, n in enumerate(happened) if i == 0 or n != happened[i - 1]]
         assert line == happened
     free = [e["args"]["bytes"] for e in events if e["name"] == "GPU 0: free"]
@@ -163,7 +163,7 @@ def test_a_folder_that_is_not_there_is_an_os_error(tmp_path):
 
 
 def test_a_disk_that_is_full_leaves_the_file_as_it_was(tmp_path):
-    """A limit on the size of files, in a child: the write fails half-way."""
+    """In a child, a limit on file sizes makes the write fail half-way."""
     target = tmp_path / "t.json"
     target.write_text("before")
     code = f"""

@@ -1,4 +1,4 @@
-"""What is said of processes that do not answer as they should."""
+"""Test the reports on watched processes that answer wrongly or not at all."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_a_stopped_process_is_told_as_such(runtime):
 
 
 def test_a_process_of_a_container_that_sees_the_same_folder(runtime):
-    # It has another number inside of it; the system says which one it has here.
+    # The process has another id inside the container; the system reports its id outside.
     enter = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if not shutil.which("unshare") or subprocess.run([*enter, "true"]).returncode != 0:
         pytest.skip("no namespaces can be made here")
@@ -136,7 +136,7 @@ def test_unknown_keys_are_left_out(runtime):
 
 
 class served:
-    """A socket of this process's among those of watched ones, with an answer of the test's."""
+    """A socket of this process among those of watched processes, with an answer from the test."""
 
     def __init__(self, runtime, answer):
         self.folder, self.answer = runtime / "memsaver", answer

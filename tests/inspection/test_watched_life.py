@@ -1,4 +1,4 @@
-"""Sockets of watched processes through forks, other programs and the end; and who may use them."""
+"""Test watched processes' sockets across fork, exec and exit, and who may use them."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ def test_a_forked_child_has_nothing_of_it(runtime, leave):
 
 
 def test_a_child_that_can_use_memsaver_has_its_own(runtime):
-    # Forked before the driver was opened, it is a process like any other.
+    # A child that is forked before the driver is opened is like any other process.
     with Child(runtime) as child:
         child("_C.region_enter('of the parent', -1), _C.region_exit()")
         (parents,) = names_in(runtime)
@@ -91,7 +91,7 @@ def test_another_program_in_its_place(runtime, tmp_path):
         child.begin(f"os.execv(sys.executable, [sys.executable, {str(program)!r}])")
         assert child.process.stdout.readline() == "0 1\n"
         assert len(names_in(runtime)) == 1
-        found = find_processes()  # nobody has it open, so whoever looks removes it
+        found = find_processes()  # no process has it open, so the search removes it
         assert (found.processes, found.silent, names_in(runtime)) == ((), (), [])
 
 
@@ -123,7 +123,7 @@ def test_exit_while_somebody_waits_for_an_answer(runtime):
         child("make('t', 1000)")
         child("[make(f'{n:0500d}', 1000) for n in range(700)] and None")
         with connect(socket_of(runtime, child.pid)) as client:
-            assert client.recv(1)  # it is in the middle of its answer, and waits for us
+            assert client.recv(1)  # the process is sending its answer, and waits for us
             start = time.monotonic()
             child.end()
             assert time.monotonic() - start < 5
@@ -138,7 +138,7 @@ def test_leftovers_of_an_earlier_process_of_the_same_number(runtime):
         for name in (f"{child.pid}-1", f".{child.pid}-2", f"{child.pid}-3", f"{child.pid}9-4"):
             bound = socket.socket(socket.AF_UNIX)
             bound.bind(str(folder / name))
-            if name.endswith("-3"):  # of another container, say
+            if name.endswith("-3"):  # for example, of another container
                 bound.listen()
                 living = bound
             else:
@@ -152,7 +152,7 @@ def test_leftovers_of_an_earlier_process_of_the_same_number(runtime):
         living.close()
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- rejected folders and users -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hostile", ["link", "readable", "file", "missing", "not ours"])
@@ -211,17 +211,17 @@ def test_another_user_gets_no_answer(runtime):
 
 
 def test_a_process_of_another_user_is_not_asked(monkeypatch):
-    # Nor does its server answer root.
+    # Its server does not answer root either.
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     with (
-        tempfile.TemporaryDirectory(prefix="memsaver-other-") as name,  # where others can enter
+        tempfile.TemporaryDirectory(prefix="memsaver-other-") as name,  # open to other users
         Child(runtime := Path(name)) as child,
     ):
         monkeypatch.setenv("XDG_RUNTIME_DIR", name)
         runtime.chmod(0o777)
         os.chown(runtime, 65534, 65534)
-        # Opened while it is root, since the other user may not be able to enter this repository.
+        # Opened by root, because the other user may not be able to enter this repository.
         assert child("simulator.active()")
         child("os.setresuid(65534, 65534, 65534)")
         child("make('t', 1000)")

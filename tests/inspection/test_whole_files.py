@@ -1,4 +1,4 @@
-"""Files that are replaced whole, and their access rights at every moment."""
+"""Test that files are replaced atomically, and their access rights at every moment."""
 
 import os
 import stat
@@ -11,7 +11,7 @@ from memsaver._runtime.whole_files import replace_file
 
 @pytest.fixture
 def rights_seen(tmp_path):
-    """Return a function that runs an action and returns the modes that new files had meanwhile."""
+    """Return a function that runs an action and returns all modes that its new files had."""
 
     def watch(action):
         there, seen = set(os.listdir(tmp_path)), set()

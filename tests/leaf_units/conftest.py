@@ -1,7 +1,7 @@
-"""Units of the core that the C ABI reaches only through others: workers, host memory, files.
+"""Fixtures for units of the core that the C ABI uses only indirectly: workers, host memory, files.
 
-tests/native is linked with the objects of the build; each test runs a case of it in
-a process of its own. What the system says is faked below MEMSAVER_TEST_SYSTEM_ROOT.
+tests/native is linked with the objects of the build; each test runs one of its cases in its own
+process. Files of the system are faked below MEMSAVER_TEST_SYSTEM_ROOT.
 """
 
 import os
@@ -26,7 +26,7 @@ UNITS = [
 
 @pytest.fixture(scope="session")
 def program(tmp_path_factory):
-    """The path of the test program."""
+    """Build the test program; return its path."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         pytest.skip("no C++ compiler")
@@ -36,7 +36,7 @@ def program(tmp_path_factory):
         source = ROOT / "csrc" / "core" / f"{unit}.cpp"
         made = built / f"csrc/core/{unit}.cpp.o"
         fresh = made.is_file() and made.stat().st_mtime >= source.stat().st_mtime
-        fresh = fresh and "CXX" not in os.environ  # another compiler, or with other flags
+        fresh = fresh and "CXX" not in os.environ  # another compiler, or other flags
         parts.append(str(made if fresh else source))
     out = tmp_path_factory.mktemp("native") / "leaf_units"
     parts += map(str, sorted((TESTS / "native").glob("leaf_*.cpp")))
@@ -49,7 +49,7 @@ def program(tmp_path_factory):
 
 @pytest.fixture
 def leaf(program, tmp_path):
-    """Runs a case: `leaf("workers_order", 2)` gives the lines it said."""
+    """Run a case: `leaf("workers_order", 2)` returns the lines of its output."""
 
     def run(case: str, *arguments, shell: str = "", **env) -> list[str]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
@@ -68,7 +68,7 @@ def leaf(program, tmp_path):
 
 @pytest.fixture
 def system(tmp_path, leaf):
-    """A faked /proc and /sys: `system({"/proc/meminfo": ...})("available")` runs a case on it."""
+    """Fake /proc and /sys: `system({"/proc/meminfo": ...})("available")` runs a case with them."""
 
     def fake(files: dict[str, str]):
         root = tmp_path / "system"

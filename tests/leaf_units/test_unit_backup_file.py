@@ -1,4 +1,4 @@
-"""The file of a backup: written, read, punched, refused."""
+"""Test a backup's file: writes, reads, holes and errors."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.one_python
 
 @pytest.fixture
 def disk(tmp_path):
-    """A directory of a disk's file system, that of the tests' own directory."""
+    """Return a directory on a disk: in the file system of the tests' temporary directory."""
     folder = tmp_path / "disk"
     folder.mkdir()
     return folder
@@ -24,7 +24,7 @@ def disk(tmp_path):
 
 @pytest.fixture
 def memory_disk():
-    """A directory in tmpfs."""
+    """Yield a directory in tmpfs."""
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("there is no /dev/shm to write to")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -71,7 +71,7 @@ def test_a_file_where_the_system_lacks_something(leaf, disk, lacking, said, dire
 
 
 def test_the_page_cache_is_not_filled(leaf, disk):
-    # Of 8 MiB that were written and read without O_DIRECT nothing is left in memory.
+    # After 8 MiB are written and read without O_DIRECT, none of them stay in the page cache.
     assert leaf("file_cache", disk, LEAF_SYSTEM="direct transfers") == ["cached 0"]
 
 

@@ -1,4 +1,4 @@
-"""The host memory that can be had, and claims on it."""
+"""Test the available host memory, and claims on it."""
 
 from pathlib import Path
 
@@ -40,12 +40,12 @@ def v1(directory, limit, usage, inactive=0, active=0):
 
 
 def margin(total):
-    """What host_budget.h promises to leave."""
+    """Return the bytes that stay free, as host_budget.h specifies."""
     return max(total // 50, 256 * MIB)
 
 
 NAMESPACE_V2 = {"/proc/self/cgroup": "0::/\n", "/proc/self/mountinfo": MOUNT_V2}
-V1_ROOT = 9223372036854771712  # what a group without a limit says
+V1_ROOT = 9223372036854771712  # the value for no limit
 HOST = meminfo(60 * GIB)
 HOST_BYTES = 60 * GIB - margin(100 * GIB)
 
@@ -129,7 +129,7 @@ HOST_BYTES = 60 * GIB - margin(100 * GIB)
             {
                 **HOST,
                 "/proc/self/cgroup": "4:memory:/docker/c1\n0::/\n",
-                # Both versions, and a mount that shows another group.
+                # Both versions of cgroups, and a mount that shows another group.
                 "/proc/self/mountinfo": MOUNT_V2
                 + mount_v1("memory", "/docker/c2", "/elsewhere")
                 + mount_v1("memory"),
@@ -151,7 +151,7 @@ def test_available_host_memory_of_this_machine(leaf):
     assert 0 <= int(leaf("available")[0]) < total
 
 
-TEN = meminfo(10 * GIB + 256 * MIB, 10 * GIB)  # of which 10 GiB can be had
+TEN = meminfo(10 * GIB + 256 * MIB, 10 * GIB)  # 10 GiB of these are available
 
 
 def test_a_claim_is_seen_until_it_is_touched(system):

@@ -1,4 +1,4 @@
-"""The node of a device, and memory from it."""
+"""Test a device's NUMA node, and memory allocated on it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Workers: their jobs, their errors, how many there are."""
+"""Test workers: their jobs, errors and number."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""memsaver's context managers as decorators, and under torch's modes."""
+"""Test memsaver's context managers as decorators, and under torch's modes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Callable:
 )
 def test_what_would_run_outside_is_refused(sim, name, kind, function):
     if "paused" in kind and inspect.iscoroutinefunction(function):
-        return  # below
+        return  # see the tests below
     with pytest.raises(memsaver.ConfigError) as caught:
         managers(name)[kind](function)
     assert "with" in str(caught.value) or "is not a function" in str(caught.value)
@@ -127,7 +127,7 @@ def test_a_coroutine_is_paused_while_its_body_runs(sim, name, make_blocks):
         return memsaver.state(name)
 
     made = state()
-    assert memsaver.state(name) is memsaver.State.MAPPED  # nothing runs before it is awaited
+    assert memsaver.state(name) is memsaver.State.MAPPED  # nothing runs before the await
     assert asyncio.run(made) is memsaver.State.PAUSED
     assert memsaver.state(name) is memsaver.State.MAPPED and block.is_intact()
 
@@ -208,7 +208,7 @@ def test_inference_mode(sim, name, torch):
     other, around = make()
     assert around == name and memsaver.explain(other).tag == name
     with memsaver.paused(name):
-        assert memsaver.backup_view(tensor)[0].tolist()[0] == 99  # made inside, read outside
+        assert memsaver.backup_view(tensor)[0].tolist()[0] == 99  # written in inference mode
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -224,7 +224,7 @@ def test_a_region_around_a_compiled_function(sim, name, torch, fullgraph):
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_a_region_inside_a_compiled_function(sim, name, torch):
-    """Where torch compiles, regions are run as they are, and are left again."""
+    """While torch compiles, regions run uncompiled, and are left again."""
     seen = []
 
     def function(x):

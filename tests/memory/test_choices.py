@@ -1,4 +1,4 @@
-"""Silent mistakes: large contents that nobody chose to discard, and tags without memory."""
+"""Test silent mistakes: large contents discarded without a choice, and tags without memory."""
 
 import warnings
 
@@ -76,7 +76,7 @@ def test_any_choice_counts(sim, tag, where, backup):
     if "region" in where:
         assert memsaver.pause(name).changed == (name,)
         memsaver.resume(name)
-    else:  # that choice was the call's alone
+    else:  # the choice applied only to that call
         with pytest.raises(InvalidStateError, match="no backup was chosen"):
             memsaver.pause(name)
     assert first and (second or where != "later region")

@@ -1,4 +1,4 @@
-"""Freeing memory in every state of its tag, while other threads change it, under work in flight."""
+"""Test freeing memory in every state of its tag, during transitions and work in flight."""
 
 import random
 import time
@@ -132,7 +132,7 @@ def test_what_cannot_be_freed(sim, tag, make_blocks):
 
 
 def test_freed_memory_is_not_handed_out_under_work_in_flight(sim, tag):
-    # A stream still writes to what was freed; the next allocation must not see that.
+    # A stream still writes to the freed memory; the next allocation must not receive these writes.
     name = tag()
     with memsaver.region(name):
         keep = simulator.buffer(512)

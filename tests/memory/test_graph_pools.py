@@ -1,4 +1,4 @@
-"""Which torch pool a graph is captured into, with a stand-in for torch's pools."""
+"""Test which torch pool a graph is captured into, with a fake of torch's pools."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from memsaver._memory import torch_mode
 
 
 class Allocator:
-    """What torch's allocator does with pools: a pool lives while it is counted."""
+    """A fake of torch's allocator: a pool exists while its use count is above zero."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[int, int], int] = {}
         self.numbers = itertools.count(1)
 
     def capture(self, pool: tuple[int, int]) -> None:
-        """Begin a capture: the graph counts the pool, which must live, until `release`."""
+        """Begin a capture: until `release`, the graph is a user of the pool, which must exist."""
         assert self.counts[pool] > 0, "torch would make a pool of its own"
         self.counts[pool] += 1
 
@@ -60,7 +60,7 @@ def pools(allocator, monkeypatch):
 
 @pytest.fixture
 def capture(pools, allocator):
-    """Captures a graph; the pool that it has."""
+    """Capture a graph, and return its pool."""
 
     def run(pool: object, tag: str = "graphs", device: int = 0) -> tuple[int, int]:
         with pools.capture_pool(device, tag, pool) as found:
@@ -70,13 +70,13 @@ def capture(pools, allocator):
     return run
 
 
-HANDLE = (0, 7)  # as torch.cuda.graph_pool_handle() gives it
+HANDLE = (0, 7)  # as torch.cuda.graph_pool_handle() returns it
 
 
 def test_without_a_pool_each_graph_has_its_own(capture, allocator):
     first, second = capture(None), capture(None)
     assert first != second
-    assert allocator.counts == {first: 1, second: 1}  # kept by the graphs alone
+    assert allocator.counts == {first: 1, second: 1}  # only the graphs keep the pools
 
 
 def test_the_pool_of_an_earlier_graph_is_used_as_it_is(capture):

@@ -1,7 +1,7 @@
-"""A tag of 100,000 allocations costs, for each of them, what a tag of 1,000 does.
+"""Test that an allocation costs the same in tags of 100,000 and 1,000 allocations.
 
-Driver calls are counted; seconds are compared with a bound that tells a cost that grows with the
-tag (a hundred times) from a slow machine. `benchmarks/limits.py` measures them closely.
+Driver calls are counted. Seconds are compared with a bound that separates a cost that grows with
+the tag (by a factor of 100) from a slow machine. `benchmarks/limits.py` measures them precisely.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.one_python, pytest.mark.long]
 SMALL, LARGE = 1_000, 100_000
 DRIVER_CALLS = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver/driver.h").read_text())
 SIZE = 512
-GROWTH = 10  # 100 would be a cost that grows with the tag; caches too small for it make up the most
+GROWTH = 10  # 100 would be a cost that grows with the tag; most of the rest is CPU cache misses
 
 
 class Costs:
-    """Driver calls and seconds per allocation, the least of several times, by step."""
+    """The driver calls and seconds per allocation of each step, the least of several runs."""
 
     def __init__(self, sim, count):
         self.sim, self.count = sim, count
@@ -49,14 +49,14 @@ def costs(sim, tag):
         name = tag(f"{backup}-{count}")
         with memsaver.region(name, backup=backup), costs.step("allocate"):
             addresses = [_C.malloc(SIZE) for _ in range(count * (1 + holes))]
-        if holes:  # every second one is freed: nothing that is left touches another
+        if holes:  # frees every second one, so that no live allocations are adjacent
             with costs.step("free"):
                 for address in addresses[1::2]:
                     _C.free(address)
             addresses = addresses[::2]
         mixed = random.Random(1).sample(addresses, count)
         some = mixed[: SMALL // 2]
-        for seed in range(1, 4):  # changed each time, so that all of it is saved
+        for seed in range(1, 4):  # changed each time, so that all contents are saved
             for address in addresses:
                 ctypes.c_ubyte.from_address(address).value = seed
             with costs.step("pause"):
@@ -92,7 +92,7 @@ def costs(sim, tag):
 @pytest.mark.parametrize("backup", ["none", "host", "pageable", "disk"])
 def test_costs_per_allocation_do_not_grow(costs, options, tmp_path, backup, holes):
     options(disk_dir=tmp_path)
-    costs(SMALL, backup, holes)  # what the first use costs concerns neither
+    costs(SMALL, backup, holes)  # excludes the cost of the first use
     small, large = costs(SMALL, backup, holes), costs(LARGE, backup, holes)
     for step, calls in large.calls.items():
         assert calls <= 1.5 * small.calls[step] + 0.01, (step, small.calls, large.calls)

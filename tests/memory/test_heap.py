@@ -1,4 +1,4 @@
-"""Where blocks lie and which memory they hold: a model test, and the bounds of heap.h."""
+"""Test the addresses and memory of blocks with a model, and the bounds of heap.h."""
 
 import random
 import time
@@ -26,7 +26,7 @@ MIB = 1 << 20
 PAGE = 2 * MIB
 SLAB = 64 * MIB  # the default of slab_bytes
 
-# Around every boundary that matters: a block's unit, a page, a slab, a strip of the backup.
+# Sizes around every relevant boundary: a block's unit, a page, a slab, a copy chunk of the backup.
 EDGES = [512, PAGE, 4 * MIB, SLAB, 128 * MIB, 300 * MIB]
 sizes = st.one_of(
     st.integers(1, 5000),
@@ -37,7 +37,7 @@ sizes = st.one_of(
 
 
 def block_bytes(nbytes):
-    """What an allocation takes: units of 512 bytes, and from a page on whole pages."""
+    """Return an allocation's bytes: units of 512 bytes; whole pages for a page or more."""
     rounded = -(-nbytes // 512) * 512
     return rounded if rounded < PAGE else -(-rounded // PAGE) * PAGE
 
@@ -47,7 +47,7 @@ def held(name):
 
 
 def pages_under(blocks):
-    """The bytes of the pages on which any of the blocks lies."""
+    """Return the bytes of all pages that contain any of the blocks."""
     pages = set()
     for address, nbytes in blocks:
         pages.update(range(address // PAGE, -(-(address + nbytes) // PAGE)))
@@ -55,13 +55,13 @@ def pages_under(blocks):
 
 
 class HeapModel(RuleBasedStateMachine):
-    """One tag against a model: a dict of live blocks with what was written at their ends."""
+    """Compares a tag with a model: a dict of live blocks and the bytes written at their ends."""
 
     def __init__(self, sim, name, slab):
         super().__init__()
         self.sim, self.name, self.slab = sim, name, slab
         self.live = {}  # address -> (size, first bytes, last bytes)
-        self.alone = set()  # those that have extents of their own
+        self.alone = set()  # addresses of blocks in extents of their own
         self.paused = False
         self.random = random.Random(1)
         self.others = sim.physical()
@@ -97,7 +97,7 @@ class HeapModel(RuleBasedStateMachine):
                 self.write(address, nbytes)
                 grown = self.resident() - before
                 mine = [(address, block_bytes(nbytes))]
-                if block_bytes(nbytes) >= self.slab:  # memory of its own, no more and no less
+                if block_bytes(nbytes) >= self.slab:  # exactly its own memory
                     self.alone.add(address)
                     assert grown == block_bytes(nbytes)
                 else:  # its pages, or an extent of a sixteenth of the heap, within bounds
@@ -133,8 +133,8 @@ class HeapModel(RuleBasedStateMachine):
         memsaver.resume(self.name)
         self.paused = False
         self.check_statistics()
-        self.alone.clear()  # neighbours share memory from now on
-        assert self.resident() == pages_under(self.blocks())  # only what lives
+        self.alone.clear()  # after a resume, adjacent blocks share memory
+        assert self.resident() == pages_under(self.blocks())  # only live blocks
         if self.backup == "none":
             for address, (size, *_) in list(self.live.items()):
                 low, high, length = self.ends(address, size)
@@ -145,7 +145,7 @@ class HeapModel(RuleBasedStateMachine):
         return [(address, block_bytes(size)) for address, (size, *_) in self.live.items()]
 
     def resident(self):
-        """What the driver says; that the statistics say the same is checked where all changes."""
+        """Return the driver's count; `check_statistics` compares it with the statistics."""
         return self.sim.physical() - self.others
 
     def check_statistics(self):
@@ -172,7 +172,7 @@ class HeapModel(RuleBasedStateMachine):
 
     @invariant()
     def resident_bytes_are_bounded(self):
-        # From below by the pages under blocks; from above step by step, where they are taken.
+        # The lower bound is the pages of the blocks; the steps that allocate check the upper bound.
         if not hasattr(self, "backup"):
             return
         if self.paused or not self.live:
@@ -214,7 +214,7 @@ def test_allocations_against_a_model(sim, tag, options, slab):
     )
 
 
-# --- what goes back, and when ---------------------------------------------------------------------
+# --- releases -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [SLAB, SLAB + 1, 100 * MIB, (3 << 30) + 5])
@@ -257,7 +257,7 @@ def test_freed_addresses_are_used_again(sim, tag):
 
 
 def test_a_heap_outgrows_its_span(sim, tag):
-    # Reserved addresses only: most of it is never touched.
+    # Mostly reserved addresses: most of the memory is never accessed.
     name = tag()
     with memsaver.region(name, backup="none"):
         blocks = [_C.malloc(9 << 30) for _ in range(8)]
@@ -323,7 +323,7 @@ def test_a_hundred_thousand_small_blocks(sim, tag, order):
 
 
 def test_an_allocation_leaves_the_margin_free(sim, tag, options):
-    """What would leave less than the margin free is out of memory; what is there already is not."""
+    """An allocation that leaves less than the margin free fails; cached free memory can be used."""
     name = tag()
     free = memsaver.device_memory(0)[0]
     options(margin_bytes=free - 8 * MIB)
@@ -338,5 +338,5 @@ def test_an_allocation_leaves_the_margin_free(sim, tag, options):
         kept.append(simulator.buffer(10 * MIB))
         options(margin_bytes="80GiB")
     memsaver.pause(name)
-    memsaver.resume(name)  # the margin is about new allocations
+    memsaver.resume(name)  # the margin applies only to allocations
     assert memsaver.stats()[name][0].resident_bytes == 18 * MIB

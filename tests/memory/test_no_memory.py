@@ -1,4 +1,4 @@
-"""Not enough memory of a device or of the host, and sizes that no device has."""
+"""Test allocations with too little device or host memory, and sizes that no device has."""
 
 from itertools import chain
 
@@ -103,7 +103,7 @@ def test_host_memory_is_refused(sim, tag, make_blocks, limit):
     assert states(names) == {"mapped"} and blocks.are_intact()
     assert held(names) == everything and reported() == sim.tag_bytes()
     assert sim.counts().registered_bytes == memsaver.stats().host_bytes <= limit
-    memsaver.pause(*names, backup="none")  # needs none
+    memsaver.pause(*names, backup="none")  # needs no host memory
     memsaver.resume(*names)
     blocks.fill()
     sim.host_limit()
@@ -137,7 +137,7 @@ def test_a_size_that_no_device_has(sim, tag, make_blocks, nbytes):
 
 
 def test_as_much_as_the_device_has(sim, tag, make_blocks):
-    # More than is free, though not more than there is: addresses are reserved once, not each time.
+    # More than the free memory, but not more than the total: addresses are reserved only once.
     name = tag()
     blocks = make_blocks(name, [MIB])
     before = sim.counts().reserved_bytes

@@ -1,4 +1,4 @@
-"""Tensors of regions that are pickled, saved, copied, or sent to another process."""
+"""Test tensors of regions that are pickled, saved, copied, or sent to another process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def name(tag):
 
 @pytest.fixture
 def make(sim, name):
-    """Makes a tensor with known contents in the tag; the test alone keeps it."""
+    """Create a tensor with known contents in the tag; only the test refers to it."""
 
     def made() -> torch.Tensor:
         with memsaver.region(name, backup="host"):
@@ -81,7 +81,7 @@ def test_paused_ones_are_refused(make, name, way):
             save(made)
         assert caught.value.tag == name
     assert memsaver.backup_view(tensor).tolist()[1] == [4, 5, 6, 7]
-    file = saved(memsaver.backup_view(tensor))  # what the error advises
+    file = saved(memsaver.backup_view(tensor))  # the error's advice
     memsaver.resume(name)
     assert torch.equal(torch.load(file), tensor)
     pickle.dumps(made)
@@ -117,7 +117,7 @@ def test_none_is_sent_to_another_process(make, name, way, paused):
         ForkingPickler.dumps(made)
     assert caught.value.tag == name
     assert ("memsaver.resume" in str(caught.value)) is paused
-    assert tensor.data_ptr() == address  # nor moved elsewhere on the way
+    assert tensor.data_ptr() == address  # it was not moved either
     if paused:
         memsaver.resume(name)
 
@@ -149,7 +149,7 @@ def test_other_tensors_are_as_before(make):
     meta = torch.empty(3, device="meta")
     assert pickle.loads(pickle.dumps(meta)).is_meta
     tagged = torch.ones(2)
-    tagged.note = "kept"  # Python state of its own
+    tagged.note = "kept"  # a Python attribute
     assert pickle.loads(pickle.dumps(tagged)).note == "kept"
 
 
@@ -161,7 +161,7 @@ def test_explain_says_what_cannot_be_done(make, name):
 
 
 def test_what_is_registered_and_when():
-    """Nothing before there is a tensor of a region; somebody else's way to pickle is kept."""
+    """Reducers are registered with a region's first tensor, and call those of other libraries."""
     program = """
 import copyreg, pickle, torch, memsaver
 from memsaver import simulator

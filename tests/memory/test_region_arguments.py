@@ -1,4 +1,4 @@
-"""Regions' arguments: names, policies and devices, and what is refused."""
+"""Test the arguments of regions: valid and invalid names, policies and devices."""
 
 import pytest
 from region_memory import buffer_in, owned
@@ -100,7 +100,7 @@ def test_what_cannot_be_a_tag(sim, name):
 
 
 def test_a_tag_that_is_no_text_is_refused(sim):
-    # A lone surrogate: a str, but with no UTF-8.
+    # A lone surrogate: a str that has no UTF-8 encoding.
     before = memsaver.stats()
     with pytest.raises(ConfigError, match="tag"):
         with memsaver.region("\ud800"):
@@ -129,7 +129,7 @@ def test_an_unknown_backup(sim, tag, backup):
     with pytest.raises(ConfigError, match="'none', 'host'"):
         memsaver.region(name, backup=backup)
     with pytest.raises(UnknownTagError):
-        memsaver.state(name)  # the refused region has not named it
+        memsaver.state(name)  # the rejected region has not created the tag
     buffer_in(name)
     with pytest.raises(ConfigError, match="'none', 'host'"):
         memsaver.pause(name, backup=backup)

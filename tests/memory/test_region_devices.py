@@ -1,4 +1,4 @@
-"""The devices of a region where torch is not asked: on the simulated driver."""
+"""Test the device of a region on the simulated driver, without torch."""
 
 import pytest
 
@@ -65,7 +65,7 @@ def test_what_is_no_device_here_is_refused(sim, tag, wrong):
     with pytest.raises(memsaver.ConfigError, match="device"), memsaver.region(name, device=wrong):
         raise AssertionError("it was entered")
     with pytest.raises(memsaver.UnknownTagError):
-        memsaver.state(name)  # nothing is left of the attempt
+        memsaver.state(name)  # the attempt has created no tag
     if not isinstance(wrong, list):
         with memsaver.region(name), pytest.raises(memsaver.ConfigError, match="device"):
             simulator.buffer(4096, device=wrong)

@@ -1,4 +1,4 @@
-"""Regions: which tag new memory belongs to, and what a region refuses."""
+"""Test regions: the tag that new memory belongs to, and the errors of a region."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from memsaver.errors import ConfigError, InvalidStateError, OutOfDeviceMemoryErr
 MIB = 1 << 20
 
 
-# --- what belongs where ---------------------------------------------------------------------------
+# --- tags of allocations --------------------------------------------------------------------------
 
 
 def test_memory_made_inside_belongs_to_the_tag(sim, tag):
@@ -182,7 +182,7 @@ def test_a_thread_that_ends_inside_a_region_leaves_it(sim, tag, in_thread, wait_
     def is_paused():
         try:
             return memsaver.pause(name).changed == (name,)
-        except InvalidStateError:  # join() returns a moment before the thread is gone
+        except InvalidStateError:  # join() may return shortly before the thread has ended
             return False
 
     in_thread(lambda: (_C.region_enter(name, -1), _C.region_enter(name, -1))).result()
@@ -259,7 +259,7 @@ def test_a_pause_inside_its_own_region_is_refused(sim, tag):
             assert memsaver.state(name) == memsaver.state(other) == "mapped"
         assert sim.read(block.address, 4) == b"here"
         assert sim.read(kept.address, 4) == b"kept"
-        memsaver.pause(other)  # another tag may be paused meanwhile
+        memsaver.pause(other)  # another tag may be paused
     memsaver.resume(other)
     assert sim.read(kept.address, 4) == b"kept"
 
@@ -330,7 +330,7 @@ def test_importing_starts_nothing(run_python):
 
 
 def test_working_without_torch_and_numpy(run_python):
-    # Every call but those that make tensors.
+    # All calls except those that create tensors.
     run_python(
         """
         import sys
@@ -353,7 +353,7 @@ def test_working_without_torch_and_numpy(run_python):
 
 
 def test_importing_takes_little_time():
-    # A wide bound: what it excludes is torch, which takes seconds.
+    # A generous bound, which excludes an import of torch: that takes seconds.
     code = "import time; t = time.perf_counter(); import memsaver; print(time.perf_counter() - t)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 2

@@ -1,4 +1,4 @@
-"""What an out-of-memory error says beside its figures: holders, what could be paused, processes."""
+"""Test the details of out-of-memory errors: holders, tags that can be paused, processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def short(sim, tag, make_blocks):
-    """A resume that lacks memory: a tag of 16 MiB is paused, and another process has the rest."""
+    """A resume without enough memory: a paused tag of 16 MiB; another process uses the rest."""
     paused, idle, busy = tag("paused"), tag("idle"), tag("busy")
     blocks = make_blocks(paused, [16 * MIB]), make_blocks(idle, [8 * MIB])
     memsaver.pause(paused)
@@ -51,7 +51,7 @@ def test_it_says_who_holds_what_and_what_could_be_paused(short):
     assert short.paused not in found
     assert found[short.idle] == memsaver.Holder(short.idle, 8 * MIB, memsaver.State.MAPPED, True)
     assert found[short.busy].bytes >= 2 * MIB
-    assert not found[short.busy].pausable  # a region of it is open
+    assert not found[short.busy].pausable  # one of its regions is open
     assert list(error.holders) == sorted(error.holders, key=lambda holder: -holder.bytes)
     before, after = str(error).split(". These can be paused now: ")
     assert repr(short.busy) in before and repr(short.idle) in before
@@ -87,7 +87,7 @@ def test_tags_under_a_transition_are_not_pausable(sim, tag, make_blocks):
     going = memsaver.pause(name, wait=False)
     assert not _C.tag_pausable(name)
     going.wait()
-    assert not _C.tag_pausable(name)  # paused already
+    assert not _C.tag_pausable(name)  # it is already paused
     memsaver.resume(name)
     assert _C.tag_pausable(name) and blocks[0].is_intact()
     with pytest.raises(memsaver.UnknownTagError):
@@ -95,7 +95,7 @@ def test_tags_under_a_transition_are_not_pausable(sim, tag, make_blocks):
 
 
 class Nvml:
-    """pynvml as far as it is used, over rows of pid, name and bytes."""
+    """A fake of the used part of pynvml, with rows of pid, name and bytes."""
 
     def __init__(self, rows, broken=()):
         self.rows, self.broken, self.opened, self.asked = rows, broken, 0, []

@@ -1,4 +1,4 @@
-"""Tags of a million characters, and in any script: by the same name everywhere."""
+"""Test that tags of a million characters, and in any script, have the same name everywhere."""
 
 import os
 import unicodedata
@@ -115,7 +115,7 @@ assert memsaver.stats().tags == ()
 
 @pytest.mark.parametrize("name", NO_TEXT)
 def test_a_process_tag_that_is_no_text(run_python, name):
-    # It has no effect, and says so.
+    # The variable has no effect, and memsaver warns about it.
     done = run_python(PROGRAM, MEMSAVER_TAG=os.fsdecode(name))
     assert (done.stdout, done.stderr) == ("", "")
 

@@ -1,4 +1,4 @@
-"""Torch pools of a tag: their allocator functions and lifetime (with a fake torch)."""
+"""Test a tag's torch pools: their allocator functions and lifetime (with a fake torch)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctype
 FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
 
-# --- the functions that torch gets ----------------------------------------------------------------
+# --- allocator functions --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def functions(sim):
-    """The two functions of a tag, callable."""
+    """Return a function that returns a tag's malloc and free for torch as ctypes callables."""
 
     def of(tag: str, backup: int = -1):
         malloc, free = _C.torch_allocator(tag, backup)
@@ -127,11 +127,11 @@ def test_the_simulator_has_none(sim, tag):
         memsaver.torch_pool(tag(), device=[0, 1])
 
 
-# --- pools, with a stand-in for torch's -----------------------------------------------------------
+# --- pools, with a fake of torch's ----------------------------------------------------------------
 
 
 class Allocator:
-    """What torch's caching allocator does with pools: counts users, knows who is in one."""
+    """A fake of torch's caching allocator: counts the users of pools, and records pools in use."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[int, int], int] = {}
@@ -145,7 +145,7 @@ class Allocator:
 
     @contextlib.contextmanager
     def use(self, pool, device=None):
-        self.counts[pool.id] += 1  # before it is looked at, as in torch
+        self.counts[pool.id] += 1  # before the check, as in torch
         if pool.id in self.inside:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self.inside.add(pool.id)
@@ -203,7 +203,7 @@ def torch_stand_in(allocator, monkeypatch):
 
 @pytest.fixture
 def used(sim, tag, torch_stand_in):
-    """A tag with memory in a pool of its own."""
+    """Yield a tag with memory in its own pool."""
     name = tag()
     pools = [memsaver.torch_pool(name, backup="host")]
     address = MALLOC(pools[0].functions[0])(MIB, 0, None)
@@ -227,8 +227,8 @@ def test_a_pool_that_nobody_keeps_is_closed_not_destroyed(used, allocator):
     del pool
     gc.collect()
     assert allocator.counts[name] == 0
-    assert id(torch_mode._closed_pools[name]) == reference  # the object lives on
-    memsaver.pause(used.name)  # a closed one is in nobody's use
+    assert id(torch_mode._closed_pools[name]) == reference  # the object still exists
+    memsaver.pause(used.name)  # a closed pool has no users
     memsaver.resume(used.name)
 
 
@@ -258,7 +258,7 @@ def test_a_pause_while_it_is_in_use_is_refused(used, allocator, torch_stand_in, 
             assert caught.value.tag == used.name
         assert allocator.counts[pool.id] == count
         assert memsaver.state(used.name) is memsaver.State.MAPPED
-        memsaver.pause(other)  # is none of its business
+        memsaver.pause(other)  # another tag is not affected
         memsaver.resume(other)
     memsaver.pause(used.name)
     memsaver.resume(used.name)

@@ -1,11 +1,11 @@
-"""The model test as a command: `make model`.
+"""Run the model test: `make model`.
 
-    make model ARGS="--operations 1000000"   more of it
-    make model ARGS="--only 1234"            one round again, by its seed
+    make model ARGS="--operations 1000000"   run more operations
+    make model ARGS="--only 1234"            repeat the round with this seed
 
-Processes, two at a time and each with seeds of its own, go on until so many operations are done.
-Without `--seed` the seeds are new ones each time; they are printed. Exits with 1 when something
-does not hold, and says with which calls.
+Runs processes, two at a time and each with its own seeds, until `--operations` operations are done.
+Without `--seed`, each run chooses and prints a new seed. Exits with 1 if the library differs from
+the model, and prints the calls that led to the difference.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from repository import ROOT
 from model.worker import SEQUENCES
 
 SEEDS = 1000  # the distance between the first seeds of two processes
-# Operations of a process, or somewhat more: streams that the driver would not destroy stay, each
-# with a thread of the simulator's, and make the next operations slower.
+# Operations per process; the last round may exceed it. A limit is needed because each stream that
+# the driver refused to destroy keeps a simulator thread, which slows down later operations.
 SHARE = 5000
 PATIENCE = 1800.0  # the time limit of a process, in seconds
 

@@ -34,9 +34,9 @@ DEFAULTS = {
     "poison": False,
     "disk_dir": "",
 }
-WHOLLY_EVERY = 16  # operations, between two looks at everything
-REST = 12  # operations
-_HELD_SECONDS = 0.0003  # how long the program's own work goes on under a call that must wait for it
+WHOLLY_EVERY = 16  # operations between two comparisons of all memory
+REST = 12  # operations; see is_rested
+_HELD_SECONDS = 0.0003  # how long the program's own work continues in a call that waits for it
 
 
 class Process:
@@ -94,7 +94,7 @@ class Apparatus(RuleBasedStateMachine):
         self.process.journal.note(f"{what} {arguments}")
 
     def is_rested(self, *names: str) -> bool:
-        """Whether none of these has been done just now: what is cheap is not to be most of it."""
+        """Return whether none of these operations is recent, so that cheap ones do not dominate."""
         return all(self.steps - self.last.get(name, -REST) >= REST for name in names)
 
     def call(
@@ -106,7 +106,7 @@ class Apparatus(RuleBasedStateMachine):
         may: tuple[type[MemsaverError], ...] = (),
         **named: Any,
     ) -> Outcome:
-        """Make a call on a thread, under faults; other errors than the faults' and `may` fail."""
+        """Make a call on a thread, under faults; only the faults' errors and `may` are allowed."""
         hand = self.process.hands[thread]
         if faults:
             self.land()
@@ -142,7 +142,7 @@ class Apparatus(RuleBasedStateMachine):
         self.held = True
 
     def work_on(self, allocation: Allocation, value: int) -> None:
-        """Start work of the program that is still running at the next call."""
+        """Submit device work that is still in progress when the next call is made."""
         self.begin("write_on_the_device", allocation.tag.name, allocation.nbytes, value)
         self.land()
         self.hold()
@@ -216,7 +216,7 @@ class Apparatus(RuleBasedStateMachine):
     def rewrite_unknown(self, tags: Iterable[Tag]) -> None:
         unknown = [tag for tag in tags if tag.unknown and not tag.paused]
         if unknown:
-            self.synchronize()  # what the program's own work still writes comes before
+            self.synchronize()  # the program's own work may still write to it
         for tag in unknown:
             tag.unknown, tag.known = False, None
             for each in tag.allocations:

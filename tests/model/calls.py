@@ -1,4 +1,4 @@
-"""Calls of memsaver under faults of the driver and the system, which apply to one call only."""
+"""Makes calls to memsaver under faults of the driver and the system, for one call at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from simulated_driver import Simulator
 
 from memsaver.errors import MemsaverError
 
-# Calls that a swap needs to move pages back.
+# Calls that the rollback of a failed transition makes.
 _MAPPING = frozenset({"cuMemMap", "cuMemSetAccess"})
 _UNDOING = {
     "pause": _MAPPING,
@@ -25,7 +25,7 @@ _UNDOING = {
 
 
 class System:
-    """The process's simulated driver, and the calls to the system where os_faults is preloaded."""
+    """The process's simulated driver, and its system calls if os_faults is preloaded."""
 
     def __init__(self, sim: Simulator) -> None:
         self.sim = sim
@@ -58,7 +58,7 @@ class System:
 
 @dataclass
 class Outcome:
-    """What a call came to: its result or its error, which of the faults it met, how often."""
+    """The outcome of a call: its result or error, the faults that it met, and how often."""
 
     result: Any
     error: MemsaverError | None
@@ -66,17 +66,17 @@ class Outcome:
     refusals: int
 
     def may_park(self, kind: str) -> bool:
-        """Whether the driver may have refused to undo, after refusing to do.
+        """Return whether a rollback may have failed, after a call of the transition failed.
 
-        A pause maps only to undo. A swap undoes with calls that it also does with, so that only the
-        second refusal, and of one of these, may be of an undoing.
+        A pause maps memory only in a rollback. A swap uses the calls of its rollback in its forward
+        direction too, so only the second refusal of a call can be in the rollback.
         """
         undoing = any(fault.call in _UNDOING[kind] for fault in self.met)
         return undoing and (kind == "pause" or self.refusals > 1)
 
     @property
     def may_defer(self) -> bool:
-        """Whether the driver may hold memory that is no tag's."""
+        """Return whether memory that belongs to no tag may still be allocated in the driver."""
         return any(fault.call in DEFERRED for fault in self.met)
 
     @property
@@ -97,7 +97,7 @@ def attempt(
     call: Callable[[], Any],
     may: tuple[type[MemsaverError], ...] = (),
 ) -> Outcome:
-    """Make a call. Raises AssertionError for an error that is neither a fault's nor in `may`."""
+    """Make a call under faults; raise AssertionError for other errors than the faults' or `may`."""
     faults = tuple(fault for fault in faults if fault.of_driver or system.fails_os)
     before = [system.calls(fault) for fault in faults]
     for fault in faults:
@@ -120,14 +120,14 @@ def attempt(
         for fault, count in zip(faults, beyond, strict=True)
         if count > 0
     )
-    refusals += isinstance(error, may)  # for want of memory, which is no fault's
+    refusals += isinstance(error, may)  # out of memory without a fault
     if error is not None and not isinstance(error, may):
         _check_reason(error, met)
     return Outcome(result, error, met, refusals)
 
 
 def _check_reason(error: MemsaverError, met: tuple[Injection, ...]) -> None:
-    """It is the error of one of the faults, or of what a refused unmapping has left in the way."""
+    """Check that the error is due to one of the faults, or to a mapping that a fault left."""
     wrong = []
     for fault in met:
         if fault.call == "cuMemUnmap" and (error.call, error.cuda_error) == ("cuMemMap", 1):

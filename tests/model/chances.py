@@ -1,7 +1,7 @@
-"""Chooses the call for a fault: one that the operation will make according to the model.
+"""Chooses the call for a fault: a call that the operation will make according to the model.
 
-A chance is four small numbers, drawn before the operation is known; `injections` turns them into
-faults when it is.
+A chance is a tuple of four small values, drawn before the operation is known; `injections` turns
+chances into faults for the operation.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _RESTORED = {
 }
 _OUT = ["cuMemUnmap", "cuMemUnmap", "cuMemRelease"]
 _IN = ["cuMemCreate", "cuMemMap", "cuMemSetAccess"]
-# Calls that are made after some of the bytes are saved.
+# Calls that a pause makes after it has saved some of the bytes.
 SAVING = ["cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuMemcpyDtoHAsync", "pwrite"]
 ALLOCATE = [*_IN, "malloc", "cuDevicePrimaryCtxGetState", "cuMemAddressReserve", "cuMemUnmap"]
 FREE = [*_OUT, *_WAIT]
 FINGERPRINT = ["cuLaunchKernel", "cuCtxPushCurrent", "malloc", "cuMemAlloc", "mmap"]
 TRIM = ["cuMemHostUnregister", "munmap", "ftruncate", "close", "malloc"]
 
-# Calls that are made once in a process, before the first operation.
+# Calls that a process makes only once, before the first operation.
 _ONCE = {"cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDeviceGetCount", "cuDeviceGetAttribute"}
 _ANY = [name for name in [*DRIVER_CALLS, *OS_CALLS] if name not in _ONCE]
-_ANY_EVERY = 7  # one in so many meets any call, if that is made at all
+_ANY_EVERY = 7  # one in this many faults is in any call, even one that the operation may not make
 
 _NTH = [1, 1, 1, 1, 2, 2, 3, 6]
 _HOW_OFTEN = ["once", "forever", "once", "forever", "once", "forever", "never"]
@@ -61,7 +61,13 @@ mostly = st.one_of(*4 * [st.tuples(_chance)], st.tuples(_chance, _chance))
 
 
 def of_transition(kind: str, out: Iterable[str], into: Iterable[str]) -> list[str]:
-    """What one makes, by the backups of what goes out and of what comes in."""
+    """Return the calls that a transition makes.
+
+    Args:
+        kind: "pause", "resume" or "swap".
+        out: the backups of the tags to pause.
+        into: the backups of the tags to resume.
+    """
     calls = list(_WAIT)
     if kind != "resume":
         calls += _OUT
@@ -74,7 +80,7 @@ def of_transition(kind: str, out: Iterable[str], into: Iterable[str]) -> list[st
     return calls
 
 
-# What a second fault refuses, so that what the first has broken cannot be undone.
+# Calls for a second fault, which makes the rollback of the first failure fail.
 UNDOING = {
     "pause": ["cuMemMap", "cuMemSetAccess"],
     "resume": ["cuMemUnmap", "cuMemRelease"],
@@ -85,7 +91,7 @@ UNDOING = {
 def injections(
     chances: tuple[Chance, ...], calls: list[str], undoing: list[str] | None = None
 ) -> tuple[Injection, ...]:
-    """One for each chance, among these calls; the second among those that undo, if there are."""
+    """Return a fault per chance in one of `calls`; after the first, in one of `undoing`, if any."""
     made: list[Injection] = []
     for pick, code, nth, often in chances:
         if often == "never":
@@ -95,6 +101,6 @@ def injections(
         if any(each.call == call for each in made):
             continue  # the system supports one fault per name
         number = codes_of(call)[code % len(codes_of(call))]
-        once = not call.startswith("cu") and number in (SHORT, 4)  # who is told to try again
+        once = not call.startswith("cu") and number in (SHORT, 4)  # the caller retries
         made.append(Injection("model", call, nth, number, often == "forever" and not once))
     return tuple(made)

@@ -20,9 +20,9 @@ def require(holds: bool, what: str) -> None:
 
 
 def check_tag(place: Place, tag: Tag, *, wholly: bool) -> set[tuple[int, int]]:
-    """Its state, its addresses, its contents: all of them, or the ends of its blocks.
+    """Check a tag's state, addresses and contents: all bytes, or the ends of its blocks.
 
-    Gives the pages, with their devices, that can be reached though the tag is paused.
+    Returns the (device, page) pairs that are accessible although the tag is paused.
     """
     state = memsaver.state(tag.name)
     require(state == ("paused" if tag.paused else "mapped"), f"{tag.name} is {state}")
@@ -57,10 +57,10 @@ def check_location(allocation: Allocation, offset: int) -> None:
 def check_statistics(
     place: Place, tags: list[Tag], deferring: set[int], reachable: set[tuple[int, int]]
 ) -> None:
-    """Every figure of every tag; and that together they are what the driver counts.
+    """Check every tag's figures, and that their sums equal the driver's figures.
 
-    On the devices `deferring`, the driver may count more, by at most what is deferred, and that
-    much paused memory may be reachable. Removes the devices on which it counts no more.
+    On the devices in `deferring`, the driver's figure may be higher by up to the deferred releases,
+    and that much paused memory may be accessible. Removes devices whose figures are equal.
     """
     physical = place.sim.counts().physical_bytes
     deferred = _C.deferred_releases()[1]

@@ -10,14 +10,14 @@ UNIT = 512
 
 
 def block_bytes(nbytes: int) -> int:
-    """Return the size of an allocation: units of 512 bytes, or whole pages from a page on."""
+    """Return the size rounded up to 512 bytes, or to whole pages if it is at least one page."""
     rounded = -(-nbytes // UNIT) * UNIT
     return rounded if rounded < PAGE else -(-rounded // PAGE) * PAGE
 
 
 @dataclass(eq=False)
 class Allocation:
-    """A block, and its contents whenever its tag is mapped."""
+    """A block, and its contents when its tag is mapped."""
 
     tag: Tag
     device: int
@@ -31,17 +31,17 @@ class Allocation:
 
 @dataclass(eq=False)
 class Tag:
-    """One tag. `kept` of a paused tag: its contents come back, whatever happens meanwhile."""
+    """A tag. If `kept` is true for a paused tag, its resume restores the contents."""
 
     name: str
     policy: str = "none"
     paused: bool = False
-    saved: str = "none"  # of a paused tag: the backup of its pause
+    saved: str = "none"  # the backup of a paused tag's pause
     retained: bool = False  # paused by a pause whose rollback failed: its pages are retained
     unknown: bool = False  # contents without a backup that a failed swap may have overwritten
-    known: str | None = None  # the kept backup that is known to be what lies in the memory
-    owing: bool = False  # a free could not release the memory: it counts until the next change
-    regions: int = 0  # open on threads
+    known: str | None = None  # the kind of the kept backup, if it is known to equal the memory
+    owing: bool = False  # a free could not release memory, which counts until the next change
+    regions: int = 0  # open regions on all threads
     allocations: list[Allocation] = field(default_factory=list)
 
     @property
@@ -53,7 +53,7 @@ class Tag:
             self.paused, self.saved = True, backup or self.policy
 
     def park(self) -> None:
-        """A pause failed, and what it had unmapped could not be mapped again."""
+        """Record a failed pause whose unmapped pages could not be mapped again."""
         self.paused, self.saved, self.retained, self.known = True, "none", True, None
 
     def resume(self, fill: int) -> None:
@@ -79,7 +79,7 @@ class Tag:
 
 
 def pages_under(ranges: Iterable[tuple[int, int]]) -> int:
-    """The bytes of the pages on which any of the ranges lies."""
+    """Return the bytes of the pages that overlap any of the ranges."""
     pages: set[int] = set()
     for address, nbytes in ranges:
         pages.update(range(address // PAGE, -(-(address + nbytes) // PAGE)))

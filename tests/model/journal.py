@@ -6,11 +6,11 @@ import faulthandler
 import os
 from pathlib import Path
 
-STUCK_SECONDS = 90  # in a sequence, which takes one: then the process ends, with its stacks
+STUCK_SECONDS = 90  # of a sequence, which takes 1 s; then the process logs its stacks and exits
 
 
 class Journal:
-    """The record. Its last sequence is the one during which the process ended."""
+    """The record of the current sequence, during which a crashed process ended."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -26,7 +26,7 @@ class Journal:
         os.write(self._file, f"{line}\n".encode())
 
     def keep(self, error: Exception) -> None:
-        """The sequence under way has failed: the first one is printed, to be made smaller."""
+        """Print the sequence in progress, which has failed, unless an earlier one was printed."""
         if not self.has_failed:
             self.has_failed = True
             sequence = os.pread(self._file, os.fstat(self._file).st_size, 0).decode()

@@ -1,4 +1,4 @@
-"""All operations together: the calls that a program may make, in any order."""
+"""The state machine of all operations: the calls that a program may make, in any order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from model.transition_rules import TransitionRules
 
 
 class Machine(MemoryRules, TransitionRules, RegionRules, OtherRules):
-    """One sequence. Each operation leaves the model as the library must be."""
+    """One sequence. After each operation, the model is the state that the library must have."""
 
     @invariant()
     def the_library_is_as_the_model_says(self):

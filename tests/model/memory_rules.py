@@ -1,4 +1,4 @@
-"""Allocations, writes to them, and frees."""
+"""Rules that allocate, write and free memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from model.checks import require
 from model.expected import PAGE, Allocation, Tag, block_bytes
 from model.place import DEVICES, MIB, NAMES
 
-LIVE_BYTES = 16 * MIB  # at most, before an allocation
+LIVE_BYTES = 16 * MIB  # the limit before an allocation
 
 
 class MemoryRules(Apparatus):
@@ -26,7 +26,7 @@ class MemoryRules(Apparatus):
         seed=seeds,
     )
     def populate(self, policies, drawn, seed):
-        """Something to begin with: each size in the next tag, on the next device."""
+        """Allocate the initial blocks: each size in the next tag, on the next device."""
         for tag, backup in zip(self.tags, policies, strict=True):
             with memsaver.region(tag.name, backup=backup):
                 tag.policy = backup or tag.policy
@@ -68,7 +68,7 @@ class MemoryRules(Apparatus):
             tag.policy = backup
             if any(fault.call == "malloc" for fault in made.met):
                 with memsaver.region(name, backup=backup):
-                    pass  # it may not have been entered
+                    pass  # sets the policy; the failed call may not have entered its region
         self.allocated(made, tag, device, nbytes, seed)
 
     def in_region(self, name, backup, nbytes, device):
@@ -120,7 +120,7 @@ class MemoryRules(Apparatus):
     @precondition(lambda self: self.allocations(mapped=True))
     @rule(pick=picks, value=st.integers(0, 255))
     def write_on_the_device(self, pick, value):
-        """The next operation finds it not done yet, and waits for it if it takes memory away."""
+        """Submit a write that is in progress in the next operation, which must wait to unmap."""
         self.work_on(self.pick(pick, mapped=True), value)
 
     def pick(self, pick: int, mapped: bool | None = None) -> Allocation:

@@ -1,4 +1,4 @@
-"""Everything else: views of memory and backups, options, shortages, invalid calls, forks."""
+"""Rules for backup views, fingerprints, options, shortages, invalid calls and forks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHILD_SECONDS = 3
 
 
 class OtherRules(Apparatus):
-    digests: dict[bytes, str]  # by contents, of all sequences: the same ones have the same
+    digests: dict[bytes, str]  # by contents, for all sequences
 
     @precondition(lambda self: self.allocations(mapped=False))
     @rule(pick=picks, seed=seeds, writable=st.booleans())
@@ -76,7 +76,7 @@ class OtherRules(Apparatus):
     @precondition(lambda self: self.is_rested("fingerprint"))
     @rule(name=names, thread=threads, chances=mostly)
     def fingerprint(self, name, thread, chances):
-        """The same for the same contents at any time, another for others."""
+        """Check that fingerprints are equal for equal contents, and differ for others."""
         faults = injections(chances, FINGERPRINT)
         self.begin("fingerprint", name, thread, faults)
         (tag,) = self.named((name,))
@@ -172,9 +172,9 @@ class OtherRules(Apparatus):
     @precondition(lambda self: not self.forked)
     @rule(pick=picks)
     def fork(self, pick):
-        """A child in which the library does nothing, and the parent's state stays."""
+        """Fork a child in which the library must do nothing; the parent's state must not change."""
         self.begin("fork", pick)
-        self.forked = True  # once in a sequence: it takes as long as a hundred operations
+        self.forked = True  # once in a sequence: a fork takes as long as a hundred operations
         self.synchronize()
         allocations = self.allocations()
         address = allocations[pick % len(allocations)].address if allocations else 0

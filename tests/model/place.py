@@ -17,8 +17,8 @@ from memsaver._runtime.native import _C
 
 MIB = 1 << 20
 DEVICES = 2
-NAMES = ("a", "b", "c", "d", "e")  # of all tags of the process
-_POOL = 4 * MIB + 4093  # random bytes, whose length fits no grid
+NAMES = ("a", "b", "c", "d", "e")  # all tags of the process
+_POOL = 4 * MIB + 4093  # random bytes; not a multiple of any block size
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -27,8 +27,8 @@ _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 class Place:
     """The devices of a process; only its main thread uses this object.
 
-    Device memory is read and written by system calls: where there is none behind an address, that
-    is an answer and not a crash.
+    Device memory is accessed through system calls, so that an unmapped address is an error, not a
+    crash.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Place:
         os.truncate(self._window, self._window_bytes)
         self._view = mmap.mmap(self._window, self._window_bytes)
         self._seen = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
-        # From here on the library has its permanent objects (streams, the kernel, addresses).
+        # Make the library create its permanent objects (streams, the kernel, addresses).
         for device in range(DEVICES):
             self.sim.start(device)
             for name in NAMES:
@@ -64,7 +64,7 @@ class Place:
     # --- memory
 
     def fill(self, address: int, contents: bytearray, start: int, length: int, seed: int) -> None:
-        """Write random bytes at an address, and into `contents`, from `start` on."""
+        """Write random bytes to the memory at `address` and to `contents`, at offset `start`."""
         end, at = start + length, seed * 7919 % _POOL
         while start < end:
             size = min(end - start, _POOL - at)
@@ -108,10 +108,10 @@ class Place:
         for stream in self.streams:
             self.sim.opened.cuStreamSynchronize(stream)
 
-    # --- how much there is
+    # --- amounts of memory
 
     def leave(self, device: int, nbytes: int | None) -> None:
-        """Another process takes all but so much of a device's memory; None: it takes nothing."""
+        """Make another process allocate all but `nbytes` of a device's memory; None: nothing."""
         self._occupied[device] = 0
         self.sim.occupy(0, device)
         if nbytes is not None:
@@ -123,13 +123,13 @@ class Place:
         return self._occupied[device] > 0
 
     def held(self, physical: Any, device: int) -> int:
-        """Return device memory in use without the library's own."""
+        """Return the device memory in use, excluding the library's own."""
         return int(physical[device] - self.idle[device])
 
     def figures(self) -> dict[str, int]:
         """Return all figures that a leak would change, by name, when nothing is in progress."""
         totals = self.sim.counts()
-        end = time.monotonic() + 1  # work that no call had to wait for
+        end = time.monotonic() + 1  # for work that no call had to wait for
         while totals.queued_operations and time.monotonic() < end:
             time.sleep(0.0005)
             totals = self.sim.counts()

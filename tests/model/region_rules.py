@@ -1,4 +1,4 @@
-"""Regions that are entered and left on several threads, including invalid ways."""
+"""Rules that enter and leave regions on several threads, including in invalid ways."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from model.apparatus import Apparatus
 from model.arguments import backups, names, threads
 from model.checks import require
 
-MOST = 3  # open at the same time
+MOST = 3  # regions open at the same time
 
 
 class RegionRules(Apparatus):
     @precondition(lambda self: sum(map(len, self.stacks)) < MOST and self.is_rested("enter"))
     @rule(name=st.one_of(names, st.none()), backup=backups, thread=threads)
     def enter(self, name, backup, thread):
-        """A region, or a disabled section."""
+        """Enter a region or a disabled section."""
         self.begin("enter", name, backup, thread)
         if name is None:
             disabled = memsaver.disabled()
@@ -47,7 +47,7 @@ class RegionRules(Apparatus):
     @precondition(lambda self: any(self.stacks) and self.is_rested("leave_wrongly"))
     @rule(thread=threads, other=threads)
     def leave_wrongly(self, thread, other):
-        """One that is not the innermost, or on a thread that did not enter it."""
+        """Try to leave a region that is not the innermost, or that another thread entered."""
         self.begin("leave_wrongly", thread, other)
         there = self.stacks[thread]
         for entered, _ in there if thread != other else there[:-1]:

@@ -9,9 +9,10 @@ from typing import Any
 
 
 class Hand:
-    """A thread. `do` has it make a call and waits; `start` and `join` are the two halves of that.
+    """A thread that runs submitted calls.
 
-    One thread gives, and joins what it started before it gives anything else.
+    `do` runs a call on the thread and waits for the result; `start` and `join` do this in two
+    steps. Only one thread may submit calls; `start` first joins the previous call.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Pauses, resumes and swaps, with a wait or concurrently with other operations."""
+"""Rules that pause, resume and swap tags, with a wait or concurrently with other operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ("pause", "resume", "swap")
 TURNS = ("turn", "turn", "turn", "turn", "swap", "swap", "pause", "resume")
 
 
-# What the device writes meanwhile: two values, so that contents come back to what they were.
+# The byte that device work writes during a transition: two values, so that contents recur.
 at_work = st.sampled_from([None, None, None, None, 1, 1, 2, 2])
 # Rules are equally likely, so the most important ones are listed several times.
 changes = rule(
@@ -73,7 +73,7 @@ class TransitionRules(Apparatus):
     @precondition(lambda self: not self.flying and self.allocations())
     @rule(name=names, backup=st.sampled_from(["host", "pageable", "disk"]), chances=mostly)
     def relapse(self, name, backup, chances):
-        """Contents become what an earlier backup had, after a pause that may have failed."""
+        """Write an earlier backup's contents again, after a pause that may have failed."""
         (tag,) = self.named((name,))
         if tag.regions or not tag.allocations:
             return
@@ -89,7 +89,7 @@ class TransitionRules(Apparatus):
             self.compare()
 
     def turn(self, names):
-        """What changes some of these tags, and can be done: the kind, and which."""
+        """Choose a transition that is possible for some of these tags; return its kind and tags."""
         tags = self.named(names)
         paused = tuple(tag.name for tag in tags if tag.paused)
         free = tuple(tag.name for tag in tags if not tag.paused and not tag.regions)
@@ -98,7 +98,7 @@ class TransitionRules(Apparatus):
         return "pause", free or names
 
     def parts(self, kind, names, backup, **named):
-        """Return the call, and the tags of either side."""
+        """Return the call, the tags to pause and the tags to resume."""
         if kind == "pause":
             return partial(memsaver.pause, *names, backup=backup, **named), self.named(names), []
         if kind == "resume":
@@ -108,7 +108,7 @@ class TransitionRules(Apparatus):
         return call, self.named(out), self.named(into)
 
     def transition(self, kind, names, backup, thread, faults=()):
-        """Run a transition and wait for it: it takes place completely or not at all."""
+        """Run a transition, wait for it, and check that it happened completely or not at all."""
         call, going, coming = self.parts(kind, names, backup)
         swap = kind == "swap"
         if any(tag.regions for tag in going):
@@ -149,9 +149,9 @@ class TransitionRules(Apparatus):
         return self.scarce_device or self.scarce_host
 
     def is_enough_for(self, tags: list[Tag]) -> bool | None:
-        """Whether the devices have room for what a resume maps: the pages under what lives.
+        """Return whether a resume's pages, those of live allocations, fit on the devices.
 
-        None where that cannot be told: pages are retained, or releases deferred.
+        None if this is unknown, because pages are retained or releases are deferred.
         """
         if any(tag.retained for tag in tags) or self.deferring:
             return None
@@ -178,7 +178,7 @@ class TransitionRules(Apparatus):
         self.rewrite_unknown(going)
 
     def check_report(self, report: memsaver.Report, going, coming, backup) -> None:
-        """Which tags it says have changed, and how much of them was copied at most."""
+        """Check the report's changed tags, and the upper limit of its copied bytes."""
         changed = {row.tag for row in report.changes if row.changed}
         expected = {tag.name for tag in going if not tag.paused}
         expected |= {tag.name for tag in coming if tag.paused}

@@ -1,9 +1,10 @@
-"""A process of the model test: sequences, round by round, until so many operations are done.
+"""A process of the model test: runs rounds of sequences until it has done enough operations.
 
     python -m model.worker seed operations sequences folder
 
-Writes what it does to `folder/journal`, so that it is known after a crash, and the figures to
-`folder/figures`. Exits with 1, and says what and how to see it again, when something does not hold.
+Records its operations in `folder/journal`, which survives a crash, and writes its figures to
+`folder/figures`. If the library differs from the model, prints the violation and the command that
+repeats it, and exits with 1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from memsaver.errors import MemsaverWarning
 
 STEPS = 60  # the maximum number of operations in a sequence
-SEQUENCES = 10  # in a round: one seed, and it can be done alone
+SEQUENCES = 10  # in a round, which has one seed and can be repeated alone
 
 
 def run_round(machine: type, seed: int, sequences: int = SEQUENCES) -> None:
@@ -50,7 +51,7 @@ def run_round(machine: type, seed: int, sequences: int = SEQUENCES) -> None:
 
 
 def prepare(folder: Path):
-    """The process's apparatus: a machine that is ready to run."""
+    """Prepare the process; return its state machine, which is ready to run, and its state."""
     from model.apparatus import Process
     from model.journal import Journal
     from model.machine import Machine
@@ -84,8 +85,8 @@ def main() -> int:
             run_round(machine, seed, sequences)
         except BaseException as error:
             if isinstance(error, FlakyStrategyDefinition) and not process.journal.has_failed:
-                # Which of two threads' calls met a fault is not always the same, and what can be
-                # done next follows from it: the round ends.
+                # A fault may meet either of two threads' calls, and the possible next operations
+                # depend on it, so Hypothesis cannot replay the sequence. The round ends.
                 process.cut_short += 1
                 seed += 1
                 continue

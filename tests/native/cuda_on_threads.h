@@ -1,5 +1,5 @@
-// Enough of CUDA C++ to run a kernel's source on the CPU: one block at a time, a thread for each of
-// its threads. For kernels whose blocks share nothing and whose warps are always complete.
+// The subset of CUDA C++ that runs a kernel's source on the CPU: one block at a time, with one CPU
+// thread for each CUDA thread. For kernels whose blocks share nothing and whose warps are complete.
 #pragma once
 
 #include <algorithm>
@@ -73,7 +73,7 @@ inline Block* block = nullptr;
 
 inline void __syncthreads() { block->barrier.wait(); }
 
-// What every thread of the warp gives, for all of them.
+// Collects the values of all threads in the warp, and returns use(values, lane) in each thread.
 template <typename T, typename Use>
 auto exchange(T value, Use use) {
   Warp& warp = block->warps[threadIdx.x / 32];

@@ -1,6 +1,6 @@
-// core/backup/fingerprint as the units above it use it, on the driver that MEMSAVER_DRIVER names.
-// Writes what it saw, a line each, for tests/backup/test_fingerprint.py. One translation unit, to
-// be compiled quickly.
+// Uses core/backup/fingerprint as higher layers do, on the driver that MEMSAVER_DRIVER names.
+// Prints its observations, one per line, for tests/backup/test_fingerprint.py. A single translation
+// unit, so that it compiles quickly.
 #include "core/backup/fingerprint.cpp"
 #include "core/driver/context.cpp"
 #include "core/driver/deferred_release.cpp"
@@ -64,7 +64,7 @@ int main() {
   Device& device = Device::get(0);
 
   constexpr uint64_t kPiece = kFingerprintBytes;
-  // For want of something, this time: a warning, once.
+  // Temporarily unavailable because a call fails: warns only once.
   for (int i = 0; i < 2; ++i) {
     fail("cuModuleLoadData", 1, CUDA_ERROR_OUT_OF_MEMORY, 1);
     std::printf("available: %d\n", Fingerprinter::available(device));
@@ -76,7 +76,7 @@ int main() {
   std::printf("available: %d\n", Fingerprinter::available(device));
   say_warnings();
 
-  // A batch is done before the next one is, and its fingerprints are there.
+  // The fingerprints of a batch are available before the next batch is done.
   {
     DeviceScope scope(device);
     const uint64_t bytes = device.granularity();
@@ -113,7 +113,7 @@ int main() {
   std::printf("trimmed: %d\n", Fingerprinter::trim() == after.registered_bytes);
   std::printf("kept: %d\n", totals().registered_bytes > 0);
 
-  // A GPU that the kernel does not fit: never asked again.
+  // The kernel does not support this GPU: it is loaded only once.
   Device& other = Device::get(1);
   fail("cuModuleLoadData", 1, CUDA_ERROR_NO_BINARY_FOR_GPU, 1);
   const uint64_t before = calls("cuModuleLoadData");

@@ -1,4 +1,4 @@
-// leaf: what the cases of the test program share.
+// leaf: helpers shared by the cases of the test program.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ inline uint64_t number(const std::string& text) { return std::strtoull(text.c_st
 
 inline void say(const std::string& text) { std::printf("%s\n", text.c_str()); }
 
-// Says what the call throws, if it does.
+// Prints the error if the call throws one, and returns whether the call succeeded.
 template <typename Call>
 bool attempt(Call call) {
   try {
@@ -36,5 +36,5 @@ bool attempt(Call call) {
 
 using Cases = std::map<std::string, void (*)(const Arguments&)>;
 
-// The cases of the backup's file.
+// The cases for the backup file.
 extern const Cases kFileCases;

@@ -1,4 +1,4 @@
-// The cases of the backup's file, and the system calls that it makes.
+// The cases for the backup file, and replacements for the system calls that it makes.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -30,7 +30,7 @@ struct Buffer {
       : bytes(bytes),
         start(static_cast<unsigned char*>(std::aligned_alloc(kFileAlignment, bytes))) {}
   ~Buffer() { std::free(start); }
-  // Contents that depend on the place in the file.
+  // Fills the buffer with contents that depend on the offset in the file.
   void fill(uint64_t offset) {
     for (uint64_t i = 0; i < bytes; ++i) start[i] = byte_at(offset + i);
   }
@@ -53,7 +53,7 @@ struct Buffer {
   unsigned char* start;
 };
 
-// The descriptor of the only file of this process that has no name any more.
+// Returns the descriptor of the only unnamed file that this process has open.
 int unnamed_file() {
   for (int file = 3; file < 100; ++file) {
     struct stat facts;
@@ -74,7 +74,7 @@ std::string entries_of(const std::string& directory) {
 
 std::string held(const BackupFile& file) { return std::to_string(file.held_bytes() / kMiB); }
 
-// Eight threads write, read and give back disjoint pieces.
+// Eight threads write and read disjoint pieces; then some of the space is released.
 void file_round_trip(const Arguments& arguments) {
   BackupFile file = BackupFile::create(arguments[0]);
   struct stat facts;
@@ -118,7 +118,8 @@ void file_round_trip(const Arguments& arguments) {
   std::fprintf(stdout, "direct %d\n", moved.direct());
 }
 
-// What dies with it: the space, though a forked child has the file open, but not by the child.
+// Destroying the file releases its space even if another descriptor is open; in a child, it does
+// not.
 void file_fork(const Arguments& arguments) {
   auto file = std::make_unique<BackupFile>(BackupFile::create(arguments[0]));
   Buffer out(kMiB), in(kMiB);
@@ -163,7 +164,7 @@ void file_misuse(const Arguments& arguments) {
   say(std::to_string(file.held_bytes()));
 }
 
-// The file size limit, with the signal as a program that knows nothing of it has it.
+// Exceeds the file size limit, with the signal's default handler as in an unprepared program.
 void file_limit(const Arguments& arguments) {
   BackupFile file = BackupFile::create(arguments[0]);
   const rlimit most{kMiB, RLIM_INFINITY};
@@ -182,7 +183,7 @@ void file_limit(const Arguments& arguments) {
       std::to_string(sigismember(&set, SIGXFSZ)));
 }
 
-// A disk of 4 MiB.
+// Fills a disk of 4 MiB.
 void file_full(const Arguments& arguments) {
   BackupFile file = BackupFile::create(arguments[0]);
   Buffer buffer(2 * kMiB), in(2 * kMiB);
@@ -212,7 +213,7 @@ void file_write(const Arguments& arguments) {
   attempt([&] { file.write(0, buffer.start, buffer.bytes); });
 }
 
-// The pages of the file that lie in memory after it was written and read.
+// Prints the number of the file's pages in the page cache after it was written and read.
 void file_cache(const Arguments& arguments) {
   BackupFile file = BackupFile::create(arguments[0]);
   Buffer buffer(8 * kMiB);
@@ -243,7 +244,7 @@ const Cases kFileCases = {
     {"file_short", file_short},
 };
 
-// In the place of libc's functions: as on another system. LEAF_SYSTEM names what it lacks.
+// Replacements for libc's functions that simulate a system without the features in LEAF_SYSTEM.
 
 namespace {
 
@@ -257,7 +258,7 @@ Function real(const char* name) {
   return reinterpret_cast<Function>(dlsym(RTLD_NEXT, name));
 }
 
-// Transfers of at most two blocks, every third of them interrupted.
+// Limits transfers to two blocks, and interrupts every third of them.
 bool interrupted(size_t* bytes) {
   static std::atomic<int> calls{0};
   if (!lacks("patience")) return false;

@@ -1,5 +1,5 @@
-// Runs units of the core that the C ABI cannot reach one by one. `leaf_units CASE [ARGUMENT...]`
-// prints what happened, for tests/leaf_units to judge.
+// Runs units of the core that the C ABI cannot reach separately. `leaf_units CASE [ARGUMENT...]`
+// prints the results, which tests/leaf_units checks.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
@@ -40,7 +40,7 @@ std::string figures(const HostClaim& claim) {
 
 void available(const Arguments&) { say(std::to_string(host_available_bytes())); }
 
-// Does what the words say to one claim, in MiB, and says the figures after each.
+// Runs the operations in the arguments on one claim, in MiB, and prints the figures after each.
 void claim(const Arguments& arguments) {
   HostClaim claim;
   for (size_t i = 0; i + 1 < arguments.size(); i += 2) {
@@ -61,7 +61,7 @@ void claim(const Arguments& arguments) {
   say("dropped: " + figures(moved));
 }
 
-// Many threads want the same memory: how many of them got a part, and what is claimed.
+// Many threads claim the same memory: prints how many were granted it, and the bytes claimed.
 void claims_at_once(const Arguments& arguments) {
   const uint64_t bytes = number(arguments[0]) << 20;
   std::vector<HostClaim> claims(8);
@@ -84,7 +84,7 @@ void claims_at_once(const Arguments& arguments) {
 
 void node_of(const Arguments& arguments) { say(std::to_string(numa_node_of_pci(arguments[0]))); }
 
-// Prefers a node for a mapping, says what the kernel then thinks of it, and that it can be used.
+// Prefers a node for a mapping, writes to the memory, and prints the policy from the kernel.
 void prefer(const Arguments& arguments) {
   constexpr uint64_t kBytes = 4 << 20;
   char* const memory = static_cast<char*>(
@@ -107,7 +107,7 @@ void prefer(const Arguments& arguments) {
 
 void worker_count_case(const Arguments&) { say(std::to_string(worker_count())); }
 
-// Every job's index as it starts, and where it ran.
+// Checks that every job runs once, and in order on a single thread; prints the threads used.
 void workers_order(const Arguments& arguments) {
   threads_to_grant = static_cast<int>(number(arguments[0]));
   const pthread_t caller = pthread_self();
@@ -138,7 +138,7 @@ void workers_order(const Arguments& arguments) {
   }
 }
 
-// The constructing thread goes on, and a later index is waited for without the earlier ones.
+// The constructing thread continues, and can wait for a later index while an earlier job runs.
 void workers_background(const Arguments&) {
   std::atomic<bool> release{false};
   Workers workers(
@@ -170,7 +170,7 @@ void workers_error(const Arguments& arguments) {
   say("ran " + std::to_string(ran));
 }
 
-// A job that takes a while, and counts.
+// A slow job that counts its calls.
 struct SlowJob {
   std::atomic<int> begun{0}, ended{0};
 
@@ -180,14 +180,14 @@ struct SlowJob {
     ++ended;
   }
 
-  // Of a thousand, when the workers that had done one were stopped.
+  // Checks that workers stopped after the first of a thousand jobs ran only a few of them.
   void check_stopped() const {
     if (begun != ended) say("a job still runs");
     if (begun > 10) say("too many ran: " + std::to_string(begun));
   }
 };
 
-// After cancel returns nothing runs, and nothing starts.
+// After cancel() returns, no job is running and no further job starts.
 void workers_cancel(const Arguments&) {
   SlowJob job;
   Workers workers(1000, std::ref(job), 2);
@@ -216,7 +216,7 @@ void workers_destroyed(const Arguments&) {
   }
 }
 
-// A signal to the process finds no worker: only the threads of its own have it unblocked.
+// Workers block signals to the process, so that only the program's own threads receive them.
 void workers_signals(const Arguments&) {
   std::atomic<int> term{-1}, fault{-1};
   Workers workers(
@@ -274,7 +274,7 @@ const Cases kCases = {
 
 }  // namespace
 
-// In the place of libc's: refuses when there were enough.
+// Replaces libc's function: fails after the permitted number of threads.
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
                               void* (*start)(void*), void* argument) {
   if (threads_to_grant-- <= 0) return EAGAIN;

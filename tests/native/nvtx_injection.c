@@ -1,9 +1,9 @@
 /* A profiler for the tests: writes each range of NVTX domains to the file that
- * MEMSAVER_TEST_RANGES names, one event a line, fields parted by tabs:
+ * MEMSAVER_TEST_RANGES names, one event per line, with fields separated by tabs:
  *   push  thread  domain  payload type  payload  message
  *   pop   thread  domain
- * What it knows of NVTX is what nvToolsExt.h and nvtxDetail/nvtxTypes.h of NVTX 3 lay down for
- * tools. */
+ * The declarations follow the tool interface in NVTX 3's nvToolsExt.h and
+ * nvtxDetail/nvtxTypes.h. */
 #define _DEFAULT_SOURCE
 #include <fcntl.h>
 #include <stddef.h>

@@ -1,10 +1,10 @@
-// os_faults: fails calls to the operating system that one library makes, and no others. Preloaded.
+// os_faults: a preloaded library that makes one library's calls to the operating system fail.
 //
-// A call belongs to the library when it returns into the library's code (os_faults_watch says which
-// library). malloc stands for operator new too: the library brings its own C++ runtime, which calls
-// malloc from inside the library. Calls are counted from 0 as they arrive, of all threads together.
-// A fault makes a call do nothing and report an error number, but for two: kShort does half of a
-// transfer, and a refused close() has closed the file all the same, as Linux does.
+// A call belongs to the library if it returns into the library's code (os_faults_watch chooses the
+// library). malloc includes operator new, because the library contains its own C++ runtime, which
+// calls malloc. Calls are counted from 0 in order of arrival, over all threads. A fault makes a
+// call do nothing and report an error number, with two exceptions: kShort does half of a transfer,
+// and a failed close() closes the file nevertheless, as on Linux.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <link.h>
@@ -58,7 +58,7 @@ constexpr const char* kNames[kKinds] = {
     "posix_fadvise", "ftruncate", "close",   "pthread_create", "malloc"};
 
 struct Fault {
-  std::atomic<uint64_t> first{UINT64_MAX};  // a call's number
+  std::atomic<uint64_t> first{UINT64_MAX};  // the number of a call
   std::atomic<uint64_t> end{0};
   std::atomic<int> code{0};
 
@@ -67,8 +67,8 @@ struct Fault {
 
 struct Call {
   std::atomic<uint64_t> calls{0};
-  Fault fault;     // of one injection
-  Fault standing;  // how the system is
+  Fault fault;     // set by os_faults_set
+  Fault standing;  // set by os_faults_stand
 };
 
 Call calls[kKinds];
@@ -86,7 +86,7 @@ bool is_watched(const void* caller) {
   return at >= code_begin && at < code_end;
 }
 
-// Counts a call of the library: the error number that it is to fail with, or 0.
+// Counts a call by the library; returns the error number with which it must fail, or 0.
 int count(Kind kind, const void* caller) {
   if (!is_watched(caller)) return 0;
   const uint64_t call = calls[kind].calls++;
@@ -111,7 +111,7 @@ int refuse(int code) {
 }  // namespace
 
 #define CALLER __builtin_return_address(0)
-// The real function, looked up once: `REAL(munmap)(start, bytes)`.
+// Returns the real function, looked up once: `REAL(munmap)(start, bytes)`.
 #define REAL(name)                                               \
   ([] {                                                          \
     static const auto function = next<decltype(&::name)>(#name); \
@@ -122,7 +122,7 @@ extern "C" {
 
 // --- the controls
 
-// Watches the library whose file name ends with `suffix`. 0, or -1 when it is not loaded.
+// Watches the library whose file name ends with `suffix`. Returns 0, or -1 if it is not loaded.
 int os_faults_watch(const char* suffix) {
   struct Search {
     const char* suffix;
@@ -148,8 +148,8 @@ int os_faults_watch(const char* suffix) {
   return search.found ? 0 : -1;
 }
 
-// The nth call from now on (1: the next) fails with `code`, and the times - 1 after it (0: all).
-// 0, or -1 for an unknown name. One fault for each name.
+// Makes the nth call from now (1: the next) and the times - 1 after it (0: all) fail with `code`.
+// Each name has one fault at a time. Returns 0, or -1 for an unknown name.
 int os_faults_set(const char* name, uint64_t nth, int code, uint64_t times) {
   const Kind kind = find(name);
   if (kind == kKinds || nth == 0) return -1;
@@ -160,7 +160,8 @@ int os_faults_set(const char* name, uint64_t nth, int code, uint64_t times) {
   return 0;
 }
 
-// Every call of that name fails with `code` until the end of the process, but for other faults.
+// Makes every call of that name fail with `code` until the process ends; faults of os_faults_set
+// take precedence.
 int os_faults_stand(const char* name, int code) {
   const Kind kind = find(name);
   if (kind == kKinds) return -1;
@@ -170,24 +171,24 @@ int os_faults_stand(const char* name, int code) {
   return 0;
 }
 
-// Forgets the faults of os_faults_set; how many of them have met a call since the last time.
+// Clears the faults of os_faults_set; returns how many calls they made fail since the last clear.
 uint64_t os_faults_clear(void) {
   for (Call& call : calls) call.fault.first = UINT64_MAX;
   return fired.exchange(0);
 }
 
-// Calls so far; UINT64_MAX for an unknown name.
+// Returns the number of calls so far; UINT64_MAX for an unknown name.
 uint64_t os_faults_calls(const char* name) {
   const Kind kind = find(name);
   return kind == kKinds ? UINT64_MAX : calls[kind].calls.load();
 }
 
-// The name of a call by its number, or null past the end.
+// Returns the name of the call with this number, or null past the end.
 const char* os_faults_name(int number) {
   return number >= 0 && number < kKinds ? kNames[number] : nullptr;
 }
 
-// What the library has mapped and not unmapped.
+// Returns the bytes that the library has mapped and not unmapped.
 int64_t os_faults_mapped_bytes(void) { return mapped_bytes; }
 
 // --- the calls

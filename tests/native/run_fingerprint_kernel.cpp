@@ -1,9 +1,9 @@
-// The fingerprint kernel's source on the CPU. Reads from its input
+// Runs the fingerprint kernel's source on the CPU. Reads from its input
 //
 //   count, then count times: misalignment, bytes        each 64 bits
 //   the bytes of all pieces
 //
-// puts each piece at a 16-byte boundary plus its misalignment, and writes the digests.
+// places each piece at a 16-byte boundary plus its misalignment, and writes the digests.
 #include <cstdio>
 
 #include "cuda_on_threads.h"

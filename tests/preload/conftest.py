@@ -1,4 +1,4 @@
-"""Child processes with the preloaded library: stand-in CUDA runtimes, a simulated driver."""
+"""Fixtures for child processes with the preloaded library, fake CUDA runtimes and driver."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from preloading import CC, FIXTURES, LIBRARY, PACKAGE, RUNTIMES
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """The folder with everything compiled from the fixtures."""
+    """Compile the fixtures, and return their folder."""
     folder = tmp_path_factory.mktemp("preload")
 
     def compile_(output, source, *options):
@@ -29,7 +29,7 @@ def built(tmp_path_factory):
         )
         rpath = "-Wl,-rpath,$ORIGIN,--no-as-needed"
         compile_(f"caller_{number}.so", "caller.c", "-shared", rpath, f"./{name}")
-    # One that leans on whoever loads it.
+    # A library without a runtime of its own: its symbols come from the process that loads it.
     compile_("caller_0.so", "caller.c", "-shared")
     compile_("interposer.so", "interposer.c", "-shared", "-ldl")
     compile_("program", "program.c", "-pthread", rpath, "./libcudart.so.13", "-ldl")
@@ -39,7 +39,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def run(built):
-    """Runs a command, preloaded unless told; the environment is this one without memsaver's."""
+    """Run a command, preloaded by default, in this environment without memsaver's variables."""
     assert LIBRARY.is_file(), f"{LIBRARY} is not built"
 
     def go(command, env=None, preloaded=(str(LIBRARY),), cwd=built):
@@ -63,7 +63,7 @@ def run(built):
 
 @pytest.fixture
 def python(run):
-    """Runs Python code in a preloaded child; what it prints comes back, and it must succeed."""
+    """Run Python code in a preloaded child, which must succeed; return the words of its output."""
 
     def go(code, env=None, **options):
         code = "from child import *\n" + textwrap.dedent(code)

@@ -1,4 +1,4 @@
-"""The preloaded library harms no program, and passes on what is not its own."""
+"""Test that the preloaded library disturbs no program, and forwards calls for other memory."""
 
 import re
 import sys
@@ -140,7 +140,7 @@ def test_the_runtimes_own_errors_come_back(python):
     assert out == ["0", "2"]
 
 
-# Which runtime serves each caller; "without" says whether the dynamic linker binds it alone.
+# The runtime that serves each caller, and whether the dynamic linker alone would bind it.
 SCOPES = {
     "local": ('callers = [Caller("caller_1.so")]', ["1"], True),
     "global": ('callers = [Caller("caller_1.so", RTLD_GLOBAL)]', ["1"], True),
@@ -252,7 +252,7 @@ def test_errno_and_dlerror_are_left_alone(python):
     assert out == ["0", "77", "None"]
 
 
-# Not "after" with a local runtime: RTLD_NEXT, which the interposer uses, never looks there.
+# Without "after" for a local runtime: the interposer's RTLD_NEXT never searches it.
 @pytest.mark.parametrize(
     ("order", "scope"),
     [("before", "RTLD_GLOBAL"), ("before", "RTLD_LOCAL"), ("after", "RTLD_GLOBAL")],

@@ -1,4 +1,4 @@
-"""`preload_env` and `preload`: the environment of children that preload."""
+"""Test `preload_env` and `preload`: the environment of preloaded children."""
 
 import multiprocessing
 import os
@@ -42,7 +42,7 @@ def test_env_takes_every_backup(backup):
 def test_env_refuses_an_inherited_backup_that_is_none():
     with pytest.raises(ConfigError, match="MEMSAVER_BACKUP is set, and there is no backup 'tape'"):
         preload_env(env={"MEMSAVER_TAG": "t", "MEMSAVER_BACKUP": "tape"})
-    assert "MEMSAVER_BACKUP" not in preload_env(env={"MEMSAVER_BACKUP": "tape"})  # of no tag
+    assert "MEMSAVER_BACKUP" not in preload_env(env={"MEMSAVER_BACKUP": "tape"})  # no tag
 
 
 @pytest.mark.preloads

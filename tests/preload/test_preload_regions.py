@@ -1,4 +1,4 @@
-"""Memory of the preloaded library: regions, pauses, streams and handles."""
+"""Test the preloaded library's memory: regions, pauses, streams and handles."""
 
 import pytest
 from preloading import SIM, program_lines

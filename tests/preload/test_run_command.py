@@ -1,4 +1,4 @@
-"""`memsaver run`, and what the command imports."""
+"""Test `memsaver run`, and the modules that the command imports."""
 
 import re
 import signal
@@ -120,7 +120,7 @@ def test_version_and_help(run):
     assert done.returncode == 0 and "--backup" in done.stdout
 
 
-# --- what the command imports ---------------------------------------------------------------------
+# --- imports of the command -----------------------------------------------------------------------
 
 
 def test_importing_preload_is_cheap(run):

@@ -1,6 +1,6 @@
-"""Two installations of memsaver in one process: there is one library in it, of one version.
+"""Test two installations of memsaver in one process, which share a single library.
 
-The other installation is a copy of this one; where its version is another, that is written into
+The other installation is a copy of this one. If its version differs, the version is written into
 the copied library.
 """
 
@@ -21,7 +21,7 @@ OTHER = "9.9.9"
 
 @pytest.fixture
 def other(tmp_path):
-    """Makes another installation: `other(version)` gives its package's folder."""
+    """Create another installation: `other(version)` returns its package's folder."""
 
     def make(version=memsaver.__version__):
         folder = tmp_path / f"site-{version}" / "memsaver"
@@ -52,7 +52,7 @@ print(memsaver.__version__, memsaver.__file__)
 
 @pytest.mark.parametrize("library", ["libmemsaver.so", "libmemsaver_preload.so"])
 def test_a_preloaded_library_of_another_version(run_python, other, library):
-    # Its functions might differ: the package says so, and the process lives.
+    # The library's functions might differ: the package reports it, and the process survives.
     there = other(OTHER)
     done = run_python(
         """
@@ -80,7 +80,7 @@ def test_a_preloaded_library_of_the_same_version(run_python, other, library):
 
 @pytest.mark.preloads
 def test_hooks_stay_out_where_the_library_is_another_versions(run, other):
-    # What the program allocates is then the runtime's own, as without them.
+    # The program's allocations then come from the runtime, as without the hooks.
     env = {"MEMSAVER_DRIVER": "sim", "MEMSAVER_TAG": "t"}
     ours = run(["./program"], env)
     assert "main 0 ours 0" in ours.stdout
@@ -105,7 +105,7 @@ def test_children_get_one_installation(other):
 
 
 def test_both_packages_in_one_interpreter(run_python, other):
-    # The first one's library serves both, so that neither takes the other's tags for foreign.
+    # Both packages use the first one's library, so that neither treats the other's tags as foreign.
     there = other(OTHER)
     done = run_python(
         USE

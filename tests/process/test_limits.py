@@ -1,7 +1,7 @@
-"""What the system does not grant: memory, locked memory, descriptors, holes in files, small pages.
+"""Test limits of the system: memory, locked memory, descriptors, holes in files, page sizes.
 
-Each case is a process of its own. After a refusal everything is as before, and once the limit is
-gone the same call works.
+Each case runs in its own process. A call that fails changes nothing, and succeeds after the limit
+is lifted.
 """
 
 import subprocess
@@ -58,7 +58,7 @@ def code(body):
 
 @pytest.fixture(scope="module")
 def other_system(tmp_path_factory):
-    """The library that makes libc's functions those of another system; see LIMITS_SYSTEM there."""
+    """Build a library whose libc functions behave like another system's (see LIMITS_SYSTEM)."""
     library = tmp_path_factory.mktemp("limits") / "system.so"
     command = [*CC, "-O1", "-Wall", "-fPIC", "-shared", str(FIXTURES / "system.c")]
     subprocess.run([*command, "-o", str(library), "-ldl"], check=True)
@@ -93,7 +93,7 @@ def group_v2(limit, usage):
 @pytest.mark.parametrize("group", [group_v1, group_v2])
 @pytest.mark.parametrize("kind", ["host", "pageable"])
 def test_a_small_control_group(run_python, tmp_path, group, kind):
-    # 256 MiB stay free in any case, and the file cache is as good as free: 8 MiB are left.
+    # 256 MiB always stay free, and the file cache counts as free: 8 MiB are available.
     files = group(300 * MIB, (300 - 256 - 8 + 1) * MIB)
     files["/proc/meminfo"] = f"MemTotal: {1 << 30} kB\nMemAvailable: {1 << 30} kB\n"
     for name, text in files.items():
@@ -126,8 +126,8 @@ def test_a_small_control_group(run_python, tmp_path, group, kind):
 
 @pytest.mark.parametrize("kind", ["host", "pageable", "disk"])
 def test_no_locked_memory_at_all(run_python, tmp_path, kind):
-    # Nothing of the library's own needs an allowance; where the driver pins nothing, no backup
-    # can be made, nothing is lost, and a pause without one works.
+    # The library itself locks no memory. If the driver cannot pin memory, a pause with a backup
+    # fails without losing contents, and a pause without a backup works.
     run_python(
         code(
             f"""
@@ -155,7 +155,7 @@ def test_no_locked_memory_at_all(run_python, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["host", "pageable"])
 def test_a_process_that_locks_all_of_its_memory(run_python, kind):
-    # The addresses of a backup, 32 GiB of them, must not become 32 GiB of memory.
+    # The 32 GiB of addresses that a backup reserves must not become 32 GiB of memory.
     done = run_python(
         code(
             f"""
@@ -242,7 +242,7 @@ def test_no_descriptor_is_left(run_python, tmp_path, kind):
 
 
 def test_the_first_use_without_a_descriptor(run_python):
-    # The driver's library cannot be opened: an error that can be tried again.
+    # The driver's library cannot be opened; the call can be repeated after this error.
     run_python(
         """
         import errno, os, resource
@@ -276,7 +276,7 @@ def test_the_first_use_without_a_descriptor(run_python):
 
 @pytest.mark.parametrize("kind", ["host", "pageable", "disk"])
 def test_pages_of_64_kib(run_python, other_system, tmp_path, kind):
-    # A backup's bounds are whole pages, or the system would not take a part of them back.
+    # A backup's bounds are whole pages; otherwise the system would not release parts of it.
     run_python(
         code(
             f"""
@@ -322,7 +322,7 @@ def test_pages_that_were_locked_meanwhile(run_python, other_system, kind):
 
 
 def test_a_file_system_without_holes(run_python, other_system, tmp_path):
-    # Bytes that the file system does not free are still counted, until the whole file is released.
+    # Bytes that the file system does not free stay counted until the whole file is released.
     run_python(
         code(
             f"""

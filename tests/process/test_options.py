@@ -1,4 +1,4 @@
-"""Options, from the environment and by `configure`: what they take, and what they refuse."""
+"""Test options from the environment and from `configure`: their valid and invalid values."""
 
 import dataclasses
 import inspect
@@ -82,7 +82,7 @@ def test_configure_names_the_options(options):
     assert _C.option("share_bytes") == str(64 << 20)  # an unknown name sets nothing
     with pytest.raises(ConfigError):
         memsaver.configure(slab_bytes="no", share_bytes="128MiB")
-    assert _C.option("share_bytes") == str(128 << 20)  # those before the wrong one are set
+    assert _C.option("share_bytes") == str(128 << 20)  # options before the invalid one are set
     memsaver.configure()
 
 
@@ -133,7 +133,7 @@ def test_a_directory(options, tmp_path, monkeypatch):
     odd.mkdir()
     monkeypatch.chdir(tmp_path)
     options(disk_dir=odd.name)
-    monkeypatch.chdir("/")  # does not change what the name meant
+    monkeypatch.chdir("/")  # the name was resolved before
     assert _C.option("disk_dir") == str(odd)
     options(disk_dir="")
     assert _C.option("disk_dir") == ""

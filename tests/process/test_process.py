@@ -1,4 +1,4 @@
-"""The life of a process: import, fork, spawn, exit, and machines without a driver."""
+"""Test the life of a process: import, fork, spawn, exit, and machines without a driver."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ def test_a_child_forked_after_the_driver_was_opened_is_inert(run_python):
 
 
 def test_an_inert_child_exits_with_status_0(run_python):
-    # By the ordinary way: objects are deleted, atexit runs.
+    # An ordinary exit: objects are deleted, and atexit runs.
     done = run_python(
         code(
             """
@@ -178,7 +178,7 @@ print("done", flush=True)
     ids=["end", "exit", "_exit", "thread", "atexit", "driver gone", "killed"],
 )
 def test_exit_with_live_memory_in_every_state(run_python, end, status):
-    if "atexit" in end:  # it is freed there, so not by its owner once more
+    if "atexit" in end:  # freed there, so the owner must not free it again
         end = "mapped.buffer.array = None; del mapped; del paused; " + end.replace(
             "_C.free(mapped.address)", "memsaver.resume()"
         )
@@ -189,7 +189,7 @@ def test_exit_with_live_memory_in_every_state(run_python, end, status):
 
 @pytest.mark.parametrize("seed", [1, 2], ids=["ends meanwhile", "ends after it"])
 def test_exit_while_a_thread_pauses(run_python, seed):
-    # Of unchanged contents the pause is over while the interpreter ends.
+    # With unchanged contents, the pause ends while the interpreter exits.
     done = run_python(
         code(
             f"""
@@ -339,7 +339,7 @@ def test_a_graph_needs_a_gpu(sim, tag):
 
 
 def test_nothing_is_printed(run_python):
-    # Failures included: what reaches nobody is a warning.
+    # Not even after failures: errors that have no caller are warnings.
     done = run_python(
         code(
             """
@@ -367,7 +367,7 @@ def test_nothing_is_printed(run_python):
 
 
 def test_importing_takes_no_writer_of_traces(run_python):
-    """What only `Timeline.save` needs, which every process of an engine would pay for."""
+    """An import loads no module that only `Timeline.save` needs, because every process would."""
     done = run_python(
         """
         import sys

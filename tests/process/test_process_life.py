@@ -1,6 +1,6 @@
-"""What may happen to a process meanwhile: signals, another program in its place, its end.
+"""Test events in the life of a process: signals, exec, exit.
 
-Each case is a process of its own, whose exit status and output are checked.
+Each case runs in its own process, whose exit status and output are checked.
 """
 
 import signal
@@ -42,7 +42,7 @@ def interrupted(call, seconds):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_interrupts_at_any_time(run_python, tmp_path, kind):
-    # All or nothing, for the tags, their contents and the callbacks; KeyboardInterrupt afterwards.
+    # Tags, contents and callbacks change together or not at all; then KeyboardInterrupt is raised.
     done = run_python(
         code(
             STORM
@@ -252,7 +252,7 @@ def inherited():
 
 @pytest.mark.parametrize("how", ["exec", "subprocess", "posix_spawn"])
 def test_another_program(run_python, tmp_path, how):
-    # It has nothing of the first one's, and memsaver works in it as in any.
+    # The new program inherits nothing from the first, and memsaver works in it as in any program.
     program = tmp_path / "program.py"
     program.write_text(
         "import os\n" + INHERITED + "assert inherited() == []\n" + code("use()\nprint('program')\n")
@@ -339,8 +339,8 @@ def test_exit_with_every_backup_in_every_state(run_python, tmp_path, end, status
 
 
 def test_the_order_in_which_the_interpreter_ends(run_python, tmp_path):
-    # Finalizers of every kind, before and after memsaver's own modules go, with memory in every
-    # state; threads that pause while it ends; and the library's last calls find nothing missing.
+    # Finalizers of every kind run before and after memsaver's modules are cleared, with memory in
+    # every state and threads that pause; the library's last calls still find all they need.
     done = run_python(
         code(
             STATES
@@ -386,7 +386,8 @@ time.sleep(0.05)
 
 
 def test_a_transition_that_nobody_ran_waits_without_the_lock_of_the_interpreter(run_python):
-    # Giving it up waits for the device, and who would let the device go on needs the interpreter.
+    # Cancelling waits for the device, which another thread releases; that thread needs the
+    # interpreter's lock.
     run_python(
         code(
             """

@@ -1,4 +1,8 @@
-"""The benchmarks' helpers, without a GPU: sums, rows, goals, children, host memory, files."""
+"""Test the benchmarks' helpers without a GPU.
+
+They compute checksums, result rows and performance goals, and manage child processes, host memory
+and files.
+"""
 
 import inspect
 import json
@@ -45,7 +49,7 @@ def test_the_decoder_is_195_tensors_of_16_gigabytes(benchmark_module):
     assert len(list(workloads.decoder_shapes())) == 195
     assert workloads.decoder_bytes() == 16_060_522_496
     changed = range(195)[benchmark_module("parts.backed").CHANGES["lora"]]
-    assert list(changed) == [1, 98]  # 1 % of them, and not the largest
+    assert list(changed) == [1, 98]  # 1 % of the tensors, without the largest ones
 
 
 def test_a_row_has_medians_a_ratio_and_every_value(benchmark_module):
@@ -226,7 +230,7 @@ def test_the_drivers_bare_calls(benchmark_module, sim):
         assert sim.physical() == idle
         driver.resume("kv")
         assert sim.physical() == idle + size
-    driver._memory["kv"].close()  # the benchmark leaves it to the end of its process
+    driver._memory["kv"].close()  # the benchmark's process frees it by exiting
     assert raw_driver.count_gpus() == 1
 
 

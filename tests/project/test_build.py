@@ -1,4 +1,4 @@
-"""What the shipped binaries export, need and allow, read from their ELF headers."""
+"""Test the exports, dependencies and hardening of the shipped binaries from their ELF headers."""
 
 import re
 from importlib import metadata
@@ -54,7 +54,7 @@ def elf(name):
 
 
 def dynamic(elf):
-    """The dynamic section as {tag: [value]}, names resolved."""
+    """Return the dynamic section as {tag: [value]}, with names resolved."""
     tags = {}
     section = elf.get_section_by_name(".dynamic")
     assert isinstance(section, DynamicSection)
@@ -121,8 +121,8 @@ def test_no_memory_is_both_writable_and_executable(elf):
 
 
 def test_stacks_and_buffers_are_checked(elf, name):
-    # By the functions that the compiler's checks call; the preloaded library has no buffer that a
-    # function of libc fills.
+    # Hardened code calls check functions. The preloaded library has no buffer that a function of
+    # libc fills.
     names = {symbol.name for symbol in elf.get_section_by_name(".dynsym").iter_symbols()}
     assert "__stack_chk_fail" in names
     checked = {symbol for symbol in names if re.fullmatch(r"__\w+_chk", symbol)}

@@ -1,4 +1,4 @@
-"""docs/ keeps to what is there: its code runs and prints what it says, and names what exists."""
+"""Test docs/: code runs and prints the documented output, and documented names exist."""
 
 import ast
 import importlib
@@ -30,13 +30,13 @@ every_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 
 
 def text_of(path):
-    """A page with what it includes from elsewhere."""
+    """Return a page's text, including the files that it includes."""
     text = path.read_text()
     return re.sub(r'^--8<-- "([^":]*).*"$', lambda m: (ROOT / m[1]).read_text(), text, flags=re.M)
 
 
 def sections(path):
-    """The body of each section, by its heading, without empty lines."""
+    """Return the lines of each section by its heading, without empty lines."""
     parts = re.split(r"^## (.*)\n", path.read_text(), flags=re.M)
     return {
         heading: [line for line in body.splitlines() if line]
@@ -45,7 +45,7 @@ def sections(path):
 
 
 def rows_of(text):
-    """The cells of every row of every table, without code marks."""
+    """Return the cells of every row of every table, without code marks."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
 
@@ -54,7 +54,7 @@ def rows_of(text):
 
 
 def run_pages(folder, *paths):
-    """What the blocks of each page print on the simulated driver, or how they fail."""
+    """Run each page's blocks on the simulated driver; return their output or errors by page."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
     environment["MEMSAVER_DRIVER"] = "sim"
     command = [sys.executable, str(SUPPORT / "pages.py"), "sim", *map(str, paths)]
@@ -87,7 +87,7 @@ def page(path):
     return pytest.param(path, id=path.stem, marks=marks)
 
 
-@pytest.mark.timeout(320)  # the first one runs all pages
+@pytest.mark.timeout(320)  # the first test runs all pages
 @pytest.mark.parametrize("path", [page(path) for path in SIMULATED])
 def test_code_prints_what_the_page_says(printed, path):
     found = printed[str(path)]
@@ -129,19 +129,19 @@ def test_every_block_names_what_exists(path):
 @pytest.mark.parametrize("path", WITH_BLOCKS, ids=lambda path: path.stem)
 def test_blocks_that_need_more_than_the_simulator_say_so_visibly(path):
     for block in pages.blocks_of(path):
-        above = path.read_text().splitlines()[: block.line - 2]  # up to the fence
+        above = path.read_text().splitlines()[: block.line - 2]  # the lines before the fence
         label = above[-2].strip() if block.where != "sim" else ""
         assert block.where == "sim" or re.fullmatch(r"\*\*Needs .+:\*\*", label), block
 
 
 def test_every_block_of_python_is_seen():
-    # One whose fence or comment is written otherwise would be checked by nobody.
+    # A block with an unusual fence or comment would not be checked.
     for path in PAGES:
         fences = re.findall(r"^ *```(?:python|py|\{ *\.py)", path.read_text(), re.M)
         assert len(fences) == len(pages.blocks_of(path)), path
 
 
-# --- what it names --------------------------------------------------------------------------------
+# --- documented names -----------------------------------------------------------------------------
 
 
 @every_page
@@ -200,7 +200,7 @@ def test_the_reference_has_everything_public():
 
 
 def test_the_reference_can_be_read_without_the_site(monkeypatch):
-    """Pages whose directives only the site resolves have a table of the names, by `make pages`."""
+    """Pages with directives for the site also have a table of the names, from `make pages`."""
     monkeypatch.syspath_prepend(ROOT / "build_support")
     tables = importlib.import_module("reference_tables")
     found = [path for path in (DOCS / "reference").glob("*.md") if "\n::: " in path.read_text()]
@@ -213,7 +213,7 @@ def test_the_reference_can_be_read_without_the_site(monkeypatch):
 
 
 def test_the_page_of_the_command_line_is_what_is_generated(tmp_path):
-    """As `make pages` writes it."""
+    """The page is equal to the output of `make pages`."""
     page = tmp_path / "cli.md"
     recipe = re.search(
         r"typer (memsaver\.cli utils docs .*) --output", (ROOT / "Makefile").read_text()
@@ -230,7 +230,7 @@ def test_the_messages_of_the_troubleshooting_page_are_the_sources():
     messages = [row[0] for row in rows_of("\n".join(said)) if not row[0].startswith("part of the ")]
     sources = [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "memsaver").rglob("*.py")]
     text = "\n".join(path.read_text() for path in sources)
-    text = re.sub(r'"\s*(?:MEMSAVER_VERSION\s*)?f?"', "", text)  # adjacent literals are one
+    text = re.sub(r'"\s*(?:MEMSAVER_VERSION\s*)?f?"', "", text)  # joins adjacent literals
     assert len(messages) > 10
     parts = [part.strip() for message in messages for part in message.split("...")]
     assert [part for part in parts if part not in text] == []

@@ -1,4 +1,4 @@
-"""The fault sweep (`make faults`): parts of it, and that it notices what does not hold."""
+"""Test parts of the fault sweep (`make faults`), and that it detects violations."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from repository import IMPORT_PATH, TESTS
 
 pytestmark = pytest.mark.one_python
 
-# What each of them once found.
+# Parts of the sweep, by the bug that each once found.
 PARTS = {
     "a free without memory, a capture broken": [
         "free:malloc",
@@ -46,7 +46,7 @@ def test_a_part_of_the_sweep(parts):
 
 
 def test_what_does_not_hold_is_a_failure_that_can_be_done_alone():
-    # A driver that says it is gone is believed, and its memory gone with it: here that is a leak.
+    # The library believes a driver that reports its end, and drops its memory: a leak in this case.
     fault = "pause_none:cuMemRelease:1:4:once"
     status, said = sweep("--only", fault)
     assert status == 1
@@ -78,7 +78,7 @@ def test_an_injection_is_what_its_text_says():
 
 
 def test_an_error_without_memory_for_its_message_has_one(tmp_path, run_python):
-    """The driver refuses, and then the system the memory in which that is said."""
+    """A driver call fails, and then the allocation of memory for its error message."""
     place = Workplace(tmp_path)
     done = run_python(
         """
@@ -116,7 +116,7 @@ def test_an_error_without_memory_for_its_message_has_one(tmp_path, run_python):
 
 
 def test_a_swap_that_cannot_be_undone_says_so_without_memory_too(tmp_path, run_python):
-    """The system refuses memory, and then the driver what undoing takes."""
+    """A host allocation fails, and then the driver calls of the rollback."""
     place = Workplace(tmp_path)
     done = run_python(
         """

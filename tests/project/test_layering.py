@@ -1,4 +1,4 @@
-"""Who knows whom: units of csrc/ only those below them, integrations nobody but memsaver."""
+"""Test dependencies: units of csrc/ use only those below them, packages only the allowed ones."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ CSRC = ROOT / "csrc"
 FOLDERS = re.findall(r"^\| `core/(\w+)/` \|", (CSRC / "DESIGN.md").read_text(), re.M)
 
 PUBLIC = "memsaver.h"
-# The arithmetic that the kernel, its launcher and its simulation have in common.
+# The arithmetic shared by the kernel, its launcher and its simulation.
 HASH = "kernels/fingerprint_hash.h"
 HOST_HASH = "kernels/fingerprint_host.h"
 # The headers from outside the core that its units may include.
@@ -26,7 +26,7 @@ INTO_THE_CORE = {
     "abi/abi": {PUBLIC},
     "abi/abi_transitions": {PUBLIC},
 }
-# Outside the core: the headers of our own that a folder may include besides those in it.
+# Outside the core: memsaver's headers that a folder may include in addition to its own.
 OUTSIDE_THE_CORE = {
     "hooks": {PUBLIC},
     "python": {PUBLIC},
@@ -42,7 +42,7 @@ def sources(folder):
 
 
 def includes(path):
-    """The quoted includes of a file, as paths from csrc/."""
+    """Yield the quoted includes of a file, as paths relative to csrc/."""
     for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.M):
         beside = (path.parent / name).resolve()
         from_csrc = (CSRC / name).resolve()
@@ -52,7 +52,7 @@ def includes(path):
 
 
 def unit_of(path):
-    """The core unit of a file, given from csrc/, as FOLDER/NAME; or None."""
+    """Return the core unit of a path relative to csrc/, as FOLDER/NAME; or None."""
     top, _, rest = path.partition("/")
     return rest.rpartition(".")[0] if top == "core" else None
 
@@ -119,7 +119,7 @@ def test_public_header_needs_nothing():
 
 # --- Python ---------------------------------------------------------------------------------------
 
-# Packages of ours: where they lie, and which of ours a module of theirs may import beside them.
+# memsaver's packages: their folders, and the other packages that their modules may import.
 PACKAGES = {
     "memsaver": ("memsaver", set()),
     "memsaver.cli": ("memsaver/cli", {"memsaver", "memsaver.integrations.sglang"}),
@@ -168,9 +168,9 @@ CHOICES_OF_AN_ENGINE = {
     "integrations/lightrft/engine_memory.py": "memsaver.integrations.sglang",
     "integrations/rollout/rollout_engine.py": "memsaver.integrations.sglang",
 }
-# What may be missing: imported where it is needed, never when a module of ours is.
+# Optional packages: imported when they are needed, never when a module of memsaver is imported.
 OPTIONAL = {"numpy", "prometheus_client", "pynvml", "sglang", "torch", "vllm"}
-WITH_TORCH = {"memsaver/_memory/readonly.py"}  # which is imported where torch is there only
+WITH_TORCH = {"memsaver/_memory/readonly.py"}  # imported only if torch is loaded
 
 
 def test_no_packages_of_ours_need_each_other():
@@ -190,7 +190,7 @@ def modules():
 
 
 def name_of(path):
-    """The name that a module of ours is imported by."""
+    """Return the name under which a module of memsaver is imported."""
     if path == ROOT / "memsaver" / "__main__.py":
         return "memsaver.cli.__main__"  # `python -m memsaver` is the command line
     for package, (folder, _) in sorted(PACKAGES.items(), key=lambda row: -len(row[1][0])):
@@ -200,30 +200,30 @@ def name_of(path):
 
 
 def package_of(name):
-    """The package of ours that a name belongs to, or None."""
+    """Return the package of PACKAGES that a name belongs to, or None."""
     found = [known for known in PACKAGES if f"{name}.".startswith(f"{known}.")]
     return max(found, key=len, default=None)
 
 
 def is_for_types(node):
-    """Whether it is `if TYPE_CHECKING:`, which no program enters."""
+    """Return whether the node is `if TYPE_CHECKING:`, which never runs."""
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def module_of(node, path):
-    """The absolute name of the module that an `import from` names."""
+    """Return the absolute name of the module in an `import from`."""
     if not node.level:
         return node.module
-    # In integrations/ mypy knows the modules by other names than Python, but for relative ones.
+    # In integrations/, mypy and Python use different module names, except for relative imports.
     assert path.is_relative_to(ROOT / "integrations"), f"{path}:{node.lineno}: a relative import"
     parts = name_of(path).split(".")
     return ".".join([*parts[: len(parts) - node.level], *filter(None, [node.module])])
 
 
 def imports(path, for_types=True):
-    """The names that a module imports, and whether it does when it is imported itself.
+    """Yield the names that a module imports, and whether its own import imports them.
 
-    `for_types` includes what only a type checker imports.
+    `for_types` includes imports that only a type checker executes.
     """
     tree = ast.parse(path.read_text())
     if not for_types:
@@ -245,7 +245,7 @@ def imports(path, for_types=True):
 
 
 def rows_of_the_package():
-    """The table of memsaver's own modules in csrc/DESIGN.md: the number of each one's row."""
+    """Return the row number of each module in csrc/DESIGN.md's table of memsaver's modules."""
     text = (CSRC / "DESIGN.md").read_text()
     table = text[text.index("| modules | one concept |") :].split("\n\n")[0]
     cells = [row.split("|")[1] for row in table.splitlines()[2:]]

@@ -1,4 +1,4 @@
-"""The model test (`make model`): a short share of it, and that it notices what does not hold."""
+"""Test a short run of the model test (`make model`), and that it detects violations."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def test_a_short_share():
     assert int(done.stdout.splitlines()[-2].split()[0]) >= 200
 
 
-# What is done to the library behind the model's back, and what is then said.
+# Changes to the library that the model does not know, and a part of the reported violation.
 SABOTAGE = {
     "a lost byte": (
         """

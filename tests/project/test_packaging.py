@@ -1,4 +1,4 @@
-"""What is published and how it is made: one version, sdist, wheels, linters, workflows."""
+"""Test the published packages: a single version, sdist, wheels, linters, workflows."""
 
 import importlib.util
 import os
@@ -34,7 +34,7 @@ PINNED = dict(pin.split("==") for pin in [*EXTRAS["lint"], *EXTRAS["types"]] if 
 
 def test_every_part_has_the_projects_version():
     assert PROJECT["version"] == metadata.version("memsaver")
-    assert PROJECT["version"] == memsaver.__version__  # what the core was compiled with
+    assert PROJECT["version"] == memsaver.__version__  # compiled into the core
 
 
 def test_no_other_file_says_the_version():
@@ -51,7 +51,7 @@ def test_no_other_file_says_the_version():
 
 
 def hooks():
-    """Each repository of the pre-commit configuration: its revision and its hooks."""
+    """Return each repository's revision and hooks in the pre-commit configuration."""
     text = (ROOT / ".pre-commit-config.yaml").read_text()
     found = {}
     for part in text.split("- repo: ")[1:]:
@@ -143,7 +143,7 @@ def licences_in(wheel):
     return {path for _, found, path in parts if path and not path.endswith("/")}
 
 
-# --- what is built --------------------------------------------------------------------------------
+# --- built packages -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("folder", [ROOT, DROP_IN], ids=["memsaver", "the drop-in"])
@@ -156,9 +156,9 @@ def test_an_older_setuptools_is_refused_with_the_version_that_is_needed(folder):
 
 
 def test_an_sdist_is_unpacked_by_a_python_without_filters(tmp_path, monkeypatch):
-    """As Python 3.10 before 3.10.12 does."""
+    """Python 3.10 before 3.10.12 has no extraction filters."""
     spec = importlib.util.spec_from_file_location("wheels", ROOT / "build_support" / "wheels.py")
-    monkeypatch.setattr(sys, "path", list(sys.path))  # which it adds to
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the module adds to it
     wheels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(wheels)
     sdist, real = tmp_path / "memsaver-0.tar.gz", tarfile.TarFile.extractall
@@ -176,13 +176,13 @@ def test_an_sdist_is_unpacked_by_a_python_without_filters(tmp_path, monkeypatch)
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with the sdist and the wheels, as `make wheel` builds them for this Python."""
+    """Build the sdist and the wheels for this Python like `make wheel`; return their folder."""
     folder = tmp_path_factory.mktemp("dist")
     needed = [pin for pin in EXTRAS["wheel"] if not _is_there(pin)]
     if needed:
         pytest.skip(f"not installed: {', '.join(needed)} (`make wheel` installs them)")
     command = [sys.executable, "build_support/wheels.py", "--output", str(folder)]
-    # No nvcc, and headers from the build's own requirements: as where there is no CUDA toolkit.
+    # No nvcc, and headers from the build's own requirements, as on machines without CUDA toolkit.
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -196,7 +196,7 @@ def built(tmp_path_factory):
 
 
 def bare(**more):
-    """As little of an environment as a build or a program can do with; pip keeps its settings."""
+    """Return the minimal environment for a build or a program, including pip's settings."""
     kept = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k == "HOME"}
     return {**kept, "PATH": "/usr/bin:/bin", **more}
 
@@ -217,7 +217,7 @@ def wheel(built):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """A Python in a new environment with the wheels in it, and what they ask for."""
+    """Install the wheels and their requirements in a new environment; return its Python."""
     folder = tmp_path_factory.mktemp("clean") / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, env=bare())
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
@@ -257,7 +257,7 @@ def test_a_wheel_has_the_package_and_a_manylinux_tag(wheel):
     outside = {name for name in names if not name.startswith("memsaver")}
     assert outside == set()
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "memsaver").rglob("*.py")}
-    # integrations/ is memsaver.integrations in an installation, but for a distribution of its own.
+    # integrations/ is installed as memsaver.integrations, except for the separate distribution.
     modules = (ROOT / "integrations").rglob("*.py")
     sources |= {f"memsaver/{p.relative_to(ROOT)}" for p in modules if DROP_IN not in p.parents}
     assert {name for name in names if name.endswith(".py")} == sources
@@ -333,7 +333,7 @@ def test_the_drop_in_wheel_goes_with_it(installed, tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_an_installed_wheel_is_typed(installed, tmp_path):
-    # As a user has it: by py.typed, from another environment, without this project's settings.
+    # As for a user: through py.typed, from another environment, without this project's settings.
     program = TESTS / "fixtures" / "user" / "program.py"
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", installed]
     done = subprocess.run(

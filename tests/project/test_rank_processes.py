@@ -1,4 +1,4 @@
-"""Ranks of tests are as fresh processes are, and none is left."""
+"""Test that ranks of tests behave like fresh processes, and that none of them stay running."""
 
 import os
 import time
@@ -8,7 +8,7 @@ import rank_processes
 
 pytest.importorskip("torch")
 
-# Each rank: what it is given, and another end for each.
+# Each rank checks its environment, and ends in a different way.
 CODE = """
 import os, signal, sys, threading, time
 rank = int(os.environ["RANK"])

@@ -1,4 +1,4 @@
-"""README.md: its program runs, its figures are those of the result file, its names exist."""
+"""Test README.md: its program runs, its figures match the result file, its names exist."""
 
 import importlib
 import json
@@ -23,7 +23,7 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The program that draws the picture."""
+    """Return the module that draws the picture."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("readme_picture")
 
@@ -46,7 +46,7 @@ def test_the_readme_has_six_rows_of_figures_with_the_peers_best_setting(readme_t
     table = README.split(readme_table.BEGIN)[1].split(readme_table.END)[0]
     rows = [line for line in table.splitlines() if line.startswith("| ") and "x)" in line]
     assert len(rows) == len(readme_table.LINES) == 6
-    assert all(row.count("x)") == 2 for row in rows)  # its default and its best setting
+    assert all(row.count("x)") == 2 for row in rows)  # the peer's default and best settings
     assert "`retain_cpu_backup=True` (*retained*)" in README
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/rl_cycle.py from end to end, without a GPU and without SGLang."""
+"""Test benchmarks/rl_cycle.py from end to end, without a GPU and without SGLang."""
 
 import json
 import os
@@ -35,7 +35,7 @@ TRANSITIONS = [
 
 @pytest.fixture(scope="session")
 def nvml(tmp_path_factory):
-    """The stand-in for NVML."""
+    """Build the fake NVML; return its path."""
     library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
     source = FIXTURES / "nvml" / "nvml.c"
     subprocess.run([*CC, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
@@ -44,7 +44,7 @@ def nvml(tmp_path_factory):
 
 @pytest.fixture
 def memory(benchmark_module, nvml, tmp_path, monkeypatch):
-    """Sets what the device's memory is: `memory(total, free)`."""
+    """Set the device's memory: `memory(total, free)`."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml.parent))
     monkeypatch.setattr(benchmark_module("device_memory"), "LIBRARY", str(nvml))
     monkeypatch.setenv("STAND_IN_MEMORY", str(tmp_path / "memory"))
@@ -60,7 +60,7 @@ def memory(benchmark_module, nvml, tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(benchmark_module, memory, tmp_path, monkeypatch):
-    """Runs the benchmark; the exit status, the rows by metric and peer, and the engines."""
+    """Run the benchmark; return the status, the rows by metric and peer, and the engines."""
     shutil.copytree(FIXTURES / "sglang_engine", tmp_path / "site")
     shutil.copytree(FIXTURES / "peer", tmp_path / "site", dirs_exist_ok=True)
     (tmp_path / "bin").mkdir()
@@ -113,7 +113,7 @@ def test_the_rows_of_steps(run, capsys):
         assert total == pytest.approx([sum(s) / 1e3 for s in zip(*each, strict=True)], abs=1e-3)
         assert len(total) == 2 and min(total) > 0
 
-    # By the stand-in's figures: generating has all of the engine, the update the trainer's copy.
+    # In the fake's figures, generating uses the whole engine, and the update the trainer's copy.
     peak = by_metric["rl_peak_GiB"]["detail"]
     for who in ("memsaver_stages", "peer_stages"):
         assert set(peak[who]) == set(stages)
@@ -126,7 +126,7 @@ def test_the_rows_of_steps(run, capsys):
 @pytest.mark.long
 @pytest.mark.parametrize(("ends", "steps"), [(5, 1), (1, 0)])
 def test_a_peer_that_ends_has_what_it_did_before_and_the_row_says_so(run, ends, steps):
-    """Each step pauses twice; the first step, which makes the trainer, is not told."""
+    """Each step pauses twice; the first step, which creates the trainer, is not reported."""
     status, rows, _ = run("--only=step", peer=f"ends {ends}")
     assert status == 1
     for metric in ("rl_transition_seconds", "rl_peak_GiB", "rl_kv_wake_ms"):
@@ -192,7 +192,7 @@ def test_the_largest_kv_caches(run, benchmark_module, capsys):
         (metric, "torch_memory_saver"),
         (f"{metric}_at_once", ALONE),
     }
-    # What the stand-in's device has room for, less than a search's resolution away.
+    # The sizes that fit on the fake device, within a search's resolution.
     alone = (320 - 10 - 46 - 1 - 4) * 10**6 // 16384
     staged = alone - 2 * 10**6 // 16384  # the trainer's process
     copy = 45_000_000
@@ -220,7 +220,7 @@ def test_a_peer_that_never_wakes_up_has_a_row_that_says_so(run):
     row = rows["rl_kv_tokens_fraction", "torch_memory_saver"]
     assert row["peer_value"] is None and row["memsaver"] > 0.98
     assert "tms ended in fit" in row["detail"]["peer_failed"]
-    assert status == 0 and engines.count("theirs") == 3  # less was tried, too
+    assert status == 0 and engines.count("theirs") == 3  # smaller sizes were tried too
 
 
 def test_a_peer_that_failed_once_and_had_no_time_for_less_has_no_row(benchmark_module):
@@ -268,11 +268,11 @@ def test_a_want_of_memory_is_an_answer_and_other_errors_are_failures(run, capsys
 
 @pytest.fixture
 def search(benchmark_module):
-    """Searches with what fits being so many tokens, from a first trial; the trials."""
+    """Search from a first trial, if at most `most` tokens fit; return the search."""
     kv_search = benchmark_module("kv_search")
 
     def go(most, first, hidden=0):
-        """hidden: bytes that are needed beyond those that are seen as spare."""
+        """Search; `hidden` is added to the reported spare bytes, although they are needed."""
         cell, found = 1 << 20, kv_search.Search(1 << 20)
         tokens = first
         while tokens is not None and len(found.trials) < 20:
@@ -329,7 +329,7 @@ def test_peaks_of_stages(benchmark_module):
 
     peaks = device_memory.Peaks(used, interval=0.001)
     with peaks.stage("first"):
-        now[0] = 9  # in between only: the thread sees it
+        now[0] = 9  # only during the stage: the sampling thread sees it
         assert seen.wait(10)
         now[0] = 2
     with pytest.raises(OSError), peaks.stage("second"):

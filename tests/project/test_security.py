@@ -1,4 +1,4 @@
-"""What SECURITY.md promises: who can read what, and what is never executed."""
+"""Test SECURITY.md's promises: access to data, and data that is never executed."""
 
 import ast
 import os
@@ -18,14 +18,14 @@ SOURCES = sorted(
     path for folder in ("memsaver", "integrations") for path in (ROOT / folder).rglob("*.py")
 )
 
-# What makes code of data, by module and name; a bare name is a builtin.
+# Functions that execute data: builtins, and patterns of names in modules.
 EXECUTES = {"eval", "exec", "compile", "execfile"}
 UNPICKLES = re.compile(
     r"\b(c?pickle|dill|marshal|shelve|all_gather_object|gather_object|scatter_object_list|"
     r"broadcast_object_list|send_object_list|recv_object_list|torch\.load|yaml\.(unsafe_)?load|"
     r"os\.system|os\.popen|shell=True)\b"
 )
-RANKS_OF_A_JOB = ROOT / "integrations" / "rollout" / "pickles.py"  # as SECURITY.md says
+RANKS_OF_A_JOB = ROOT / "integrations" / "rollout" / "pickles.py"  # documented in SECURITY.md
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -63,7 +63,7 @@ def open_files(folder):
 
 @pytest.mark.parametrize("mask", [0, 0o077])
 def test_a_backup_on_disk_is_private(sim, tag, make_blocks, options, tmp_path, mask):
-    # Whatever the umask: no name, no rights for others, nothing for a program that is started.
+    # With any umask, the file has no name, no rights for others, and is not inherited by an exec.
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -79,14 +79,14 @@ def test_a_backup_on_disk_is_private(sim, tag, make_blocks, options, tmp_path, m
     assert stat.S_ISREG(facts.st_mode) and stat.S_IMODE(facts.st_mode) == 0o600
     assert facts.st_nlink == 0 and facts.st_uid == os.geteuid() and list(folder.iterdir()) == []
     assert not os.get_inheritable(file)
-    with pytest.raises(OSError):  # nor can it be given a name
+    with pytest.raises(OSError):  # it cannot be linked to a name
         os.link(f"/proc/self/fd/{file}", folder / "name", follow_symlinks=True)
     memsaver.resume(name)
     assert blocks[0].is_intact()
 
 
 def test_a_directory_that_became_a_link(sim, tag, make_blocks, options, tmp_path):
-    # Files are made without a name, so that a link of somebody else's has nothing to catch.
+    # Files are created without a name, so that another user's link cannot redirect them.
     folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
     folder.mkdir()
     options(disk_dir=folder)
@@ -100,8 +100,8 @@ def test_a_directory_that_became_a_link(sim, tag, make_blocks, options, tmp_path
 
 @pytest.mark.parametrize("top", ["off", "on"])
 def test_one_socket_at_most_and_no_names_in_shared_places(run_python, tmp_path, top):
-    # What others could open: of the process's descriptors one is a socket (what it promises is in
-    # test_stats_server.py) and none a shared file, and nothing appears in /dev/shm or the directory
+    # Objects that others could open: one descriptor of the process is a socket (see
+    # test_stats_server.py), none is a shared file, and nothing appears in /dev/shm or the directory
     # of temporary files.
     run_python(
         """

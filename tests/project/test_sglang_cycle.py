@@ -1,4 +1,4 @@
-"""benchmarks/sglang_cycle.py from end to end, without a GPU and without SGLang."""
+"""Test benchmarks/sglang_cycle.py from end to end, without a GPU and without SGLang."""
 
 import json
 import os
@@ -22,7 +22,7 @@ case "$*" in *memory.used*) echo 1000;; *) echo "Some GPU, 1.2.3";; esac
 
 @pytest.fixture
 def machine(benchmark_module, tmp_path, monkeypatch):
-    """A place where the stand-in engine, a torch_memory_saver and an nvidia-smi are found."""
+    """Create a folder with a fake engine, torch_memory_saver and nvidia-smi; return it."""
     shutil.copytree(TESTS / "fixtures" / "sglang_engine", tmp_path / "site")
     (tmp_path / "site" / "torch_memory_saver").mkdir()
     (tmp_path / "site" / "torch_memory_saver" / "__init__.py").touch()
@@ -30,7 +30,7 @@ def machine(benchmark_module, tmp_path, monkeypatch):
     (tmp_path / "bin" / "nvidia-smi").write_text(SMI)
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", "site")  # relative, while engines run elsewhere
+    monkeypatch.setenv("PYTHONPATH", "site")  # relative; engines run in other folders
     monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log"))
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.chdir(tmp_path)
@@ -39,7 +39,7 @@ def machine(benchmark_module, tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(benchmark_module, machine, monkeypatch):
-    """Runs the benchmark; the exit status, the rows by metric, and what the engines were."""
+    """Run the benchmark; return the status, the rows by metric, and the engines' log."""
 
     def call(*arguments, fault=""):
         monkeypatch.setenv("STAND_IN_FAULT", fault)
@@ -59,7 +59,7 @@ def run(benchmark_module, machine, monkeypatch):
 
 
 def are_running(pids):
-    """Those of the processes that do not end within some seconds."""
+    """Return the processes that do not end within ten seconds."""
     end = time.monotonic() + 10
     left = list(pids)
     while left and time.monotonic() < end:
@@ -108,17 +108,17 @@ def test_the_rows_of_a_whole_run(run, capsys):
         assert (row["bench"], row["peer"]) == ("sglang_cycle", "torch_memory_saver")
         assert row["gpu"] == "Some GPU" and row["memsaver"] > 0
 
-    # Two fractions, and both libraries; no process is left, and none ran where the source is.
+    # Two fractions and both libraries; all processes have ended, and none ran in the source tree.
     assert [kind for _, kind, _ in engines] == ["ours"] * 3 + ["theirs"]
     assert not are_running(pid for pid, _, _ in engines)
     assert not any(Path(where).is_relative_to(ROOT) for _, _, where in engines)
-    assert status == 0  # a want of memory is what is looked for
+    assert status == 0  # a lack of memory is an expected result
     assert "0.9, at_once: no room" in capsys.readouterr().err
 
 
 def test_the_first_engine_of_a_run_is_not_measured(run):
     status, rows, engines = run("--only=cycle", "--no-peer")
-    assert (status, rows) == (0, {})  # without a peer, values are printed
+    assert (status, rows) == (0, {})  # without a peer, values are only printed
     assert [kind for _, kind, _ in engines] == ["ours", "ours"]
 
 

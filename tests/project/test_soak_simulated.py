@@ -1,4 +1,4 @@
-"""The soak of gpu/test_soak.py for some seconds, on simulated devices."""
+"""Test the soak of gpu/test_soak.py for some seconds, on simulated devices."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_every_kind_of_step_was_made(found):
 
 
 def test_what_is_wrong_is_found(run_python):
-    """Contents that changed, a tag that is not as it should be, memory that nobody gave back."""
+    """The soak detects changed contents, a tag in the wrong state, and memory that is not freed."""
     run_python("""
         from pathlib import Path
         import memsaver

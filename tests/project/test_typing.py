@@ -1,4 +1,4 @@
-"""The package as a type checker and a reader of signatures see it."""
+"""Test the package's types and signatures."""
 
 import ast
 import inspect
@@ -27,7 +27,7 @@ def test_a_users_program_uses_everything_public():
 
 
 def test_the_package_has_only_public_names(run_python):
-    """Its other names begin with an underscore, also after every module was imported."""
+    """All other names begin with an underscore, even after every module has been imported."""
     done = run_python(
         """
         import importlib, pkgutil
@@ -50,7 +50,7 @@ def test_public_names_are_pickled_and_read_by_public_modules(name):
     assert value.__module__ in {"memsaver", "memsaver.errors"}
     assert pickle.loads(pickle.dumps(value)) is value
     if inspect.isclass(value) and value.__module__ == "memsaver":
-        typing.get_type_hints(value)  # which are looked up in that module
+        typing.get_type_hints(value)  # names are resolved in that module
 
 
 @pytest.mark.preloads
@@ -66,7 +66,7 @@ def test_a_users_program_runs(run_python):
 
 @pytest.mark.long
 def test_mypy_strict_accepts_a_users_program_and_finds_typical_mistakes(tmp_path):
-    # Nothing of this project's settings, but for torch, which takes mypy half a minute.
+    # Without this project's settings, except for torch, which takes mypy half a minute.
     settings = tmp_path / "mypy.ini"
     settings.write_text(
         "[mypy]\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n"
@@ -94,7 +94,7 @@ def test_mypy_strict_accepts_a_users_program_and_finds_typical_mistakes(tmp_path
 
 @pytest.mark.long
 def test_what_is_a_tensor_is_typed_as_one(tmp_path):
-    # A torch that says no more than what these have to do with it, and is read.
+    # A stub of torch with only the names in these signatures, which mypy reads.
     (tmp_path / "torch" / "cuda").mkdir(parents=True)
     (tmp_path / "torch" / "__init__.pyi").write_text("class Tensor: ...\nfrom torch import cuda\n")
     (tmp_path / "torch" / "cuda" / "__init__.pyi").write_text("class MemPool: ...\n")

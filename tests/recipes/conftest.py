@@ -1,4 +1,4 @@
-"""What the tests of frameworks share. Each framework is its own package, where it is installed."""
+"""Fixtures for the tests of frameworks, which use the installed packages of each framework."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from installed import SGLANG, is_for_want_of_kernels, needs
 
 @pytest.fixture
 def process_group(tmp_path_factory):
-    """A torch.distributed world of this process alone, as SGLang's schedulers have.
+    """Initialise a torch.distributed world of this process alone, as SGLang's schedulers do.
 
-    For one test: others in this process expect that torch.distributed is not initialised.
+    It exists for one test: others in this process need an uninitialised torch.distributed.
     """
     dist = pytest.importorskip("torch.distributed")
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
@@ -21,11 +21,11 @@ def process_group(tmp_path_factory):
 
 @pytest.fixture
 def engine(sim, tag, process_group):
-    """An engine whose weights and KV cache are mapped; afterwards it must live."""
+    """Yield an engine whose weights and KV cache are mapped; it must survive the test."""
     needs(SGLANG, "it needs SGLang 0.5.11 or newer")
     try:
         from recipe_engine import Engine
-    except ImportError as error:  # 0.5.12 wants its kernels, and they a GPU
+    except ImportError as error:  # 0.5.12 needs its kernels, which need a GPU
         if not is_for_want_of_kernels(error):
             raise
         pytest.skip(f"SGLang's kernels cannot be imported: {' '.join(str(error).split())[:100]}")

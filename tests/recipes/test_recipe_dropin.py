@@ -1,6 +1,6 @@
-"""SGLang's own saver and handlers, without plugins, over the package torch_memory_saver of ours.
+"""Test SGLang's own saver and handlers, without plugins, with our package torch_memory_saver.
 
-As for an SGLang before 0.5.11, or one that was told to leave memsaver's plugin alone.
+This is the case for SGLang before 0.5.11, or with memsaver's plugin disabled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ with adapter.region("kv_cache"):
     cache = block(2)
 """
 
-# What each framework asks for, in order.
+# The requests of each framework, in order.
 SEQUENCES = {
     "verl": [
         ("Release", ["kv_cache", "weights"]),
@@ -84,7 +84,7 @@ for sequence in {list(SEQUENCES.values())}:
 
 
 def test_children_are_preloaded(request):
-    """As SGLang starts its schedulers."""
+    """Children that are started like SGLang's schedulers are preloaded."""
     needs("sglang.srt.utils.torch_memory_saver_adapter", "pip install sglang")
     run_dropin = request.getfixturevalue("run_dropin")
     run_dropin(

@@ -1,4 +1,4 @@
-"""memsaver's adapter on LightRFT's own strategy classes, where LightRFT is installed."""
+"""Test memsaver's adapter with LightRFT's own strategy classes, if LightRFT is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lightrft():
 
 @pytest.fixture
 def strategy():
-    """A strategy without its distributed start, which needs GPUs."""
+    """Return a strategy without its distributed start, which needs GPUs."""
     from lightrft.strategy.strategy_base import EngineStatus, StrategyBase
 
     class Strategy(StrategyBase):
@@ -46,7 +46,7 @@ def test_its_strategies_have_what_is_replaced():
 
 
 def test_a_step_of_its_own_order(engine, strategy):
-    """LightRFT's `update_engine_weights`: the weights are there, and the KV cache is not yet."""
+    """During LightRFT's `update_engine_weights`, weights are mapped and the KV cache is paused."""
     import memsaver
     from memsaver.integrations.sglang import SleepController
 

@@ -1,6 +1,6 @@
-"""SGLang's server asked as each framework asks it, twice over, by the requests that its source has.
+"""Test SGLang's server with each framework's sequence of requests, twice.
 
-The frameworks themselves are in the other files, where they are installed.
+The requests are those of the frameworks' sources. The other files test the installed frameworks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from memsaver.integrations.sglang import SleepController, Status
 
 pytestmark = pytest.mark.recipes
 
-# By framework, in order: a path, and the tags in its body, or None where the body names none.
+# The requests of each framework, in order: the path, and the tags in the body; None for no tags.
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 SEQUENCES = {
     "verl": [(RELEASE, ["kv_cache", "weights"]), (RESUME, ["weights"]), (RESUME, ["kv_cache"])],
@@ -53,7 +53,7 @@ def test_what_is_released_is_free_and_comes_back(engine, sim, framework):
 
 
 def test_xtuner_resets_the_prefix_cache_by_releasing_once_more(engine):
-    """SGLang alone would go and copy the model's buffers, which have no memory then."""
+    """SGLang's own handler would copy the model's buffers, which have no memory at that time."""
     post(engine, RELEASE, None)
     flushes = engine.scheduler.flushes
     post(engine, RELEASE, None)

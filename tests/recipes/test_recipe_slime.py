@@ -1,4 +1,4 @@
-"""slime's own engine actor and trainer group, where slime is installed, on memsaver."""
+"""Test slime's own engine actor and trainer group with memsaver, if slime is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def states():
 
 @pytest.fixture
 def actor(engine):
-    """slime's actor of an engine whose server is there already."""
+    """Return slime's actor for an engine whose server is already running."""
     from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 
     actor = object.__new__(SGLangEngine)
@@ -59,7 +59,7 @@ def test_what_is_done_already_is_no_error(installed, actor, engine):
 
 
 def test_its_trainers_are_preloaded_with_memsaver(request, monkeypatch):
-    """The environment that slime gives its training actors, in a child that has it."""
+    """The environment that slime sets for its training actors preloads memsaver in a child."""
     needs("slime.ray.actor_group", NOT_ON_PYPI)
     ray = pytest.importorskip("ray")
     dropin_site, run_dropin = map(request.getfixturevalue, ("dropin_site", "run_dropin"))

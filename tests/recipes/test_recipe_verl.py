@@ -1,7 +1,7 @@
-"""verl's own code, unmodified, on an SGLang whose memory is memsaver's.
+"""Test verl's own code, unmodified, with an SGLang whose memory memsaver manages.
 
-What it does to an engine runs as it is: the client in its trainer's workers, the server's methods
-in its Ray actor, the arguments it starts SGLang with. What needs a GPU or Ray is stood in for.
+verl's calls of an engine are unmodified: the client in its trainer's workers, the server's methods
+in its Ray actor, and SGLang's start arguments. The parts that need a GPU or Ray are fakes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def verl():
 
 
 class Remote:
-    """A method of a Ray actor, whose call is awaited."""
+    """A method of a fake Ray actor, whose call is awaited."""
 
     def __init__(self, method) -> None:
         self._method = method
@@ -59,7 +59,7 @@ def model_config():
 
 @pytest.fixture
 def rollout(engine, monkeypatch):
-    """verl's client of an engine, as a worker of the trainer has it."""
+    """Return verl's client of an engine, as a worker of the trainer creates it."""
     import ray
     from torch.distributed.device_mesh import init_device_mesh
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
@@ -130,7 +130,7 @@ def test_a_busy_engine_keeps_its_memory(rollout, engine):
 def test_a_step_of_the_trainer_updates_weights_before_the_cache_is_back(
     rollout, engine, monkeypatch
 ):
-    """`ActorRolloutRefWorker.update_weights`, colocated: all of its order, without the tensors."""
+    """A colocated `ActorRolloutRefWorker.update_weights` keeps its order (without tensors)."""
     from verl.workers import engine_workers
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
@@ -156,14 +156,14 @@ def test_a_step_of_the_trainer_updates_weights_before_the_cache_is_back(
     )
     asyncio.run(rollout.release())
     asyncio.run(worker.update_weights(global_steps=3, mode="naive"))
-    # When the weights are sent, and when the trainer's copy goes.
+    # The states when the weights are sent, and when the trainer's copy is released.
     assert seen == [{"kv_cache": "paused", "weights": "mapped"}] * 2
     assert states() == {"kv_cache": "mapped", "weights": "mapped"} and engine.steps == [3]
 
 
 @pytest.fixture
 def server(engine):
-    """The methods of verl's Ray actor, on the engine's tokenizer manager."""
+    """Return verl's Ray actor, with the engine's tokenizer manager."""
     from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
     server = object.__new__(SGLangHttpServer)
@@ -205,7 +205,7 @@ def request_for(tags):
 
 @pytest.mark.parametrize("mode, backup", [("HYBRID", True), ("STANDALONE", False)])
 def test_it_starts_sglang_with_a_memory_saver(engine, server, monkeypatch, mode, backup):
-    """verl's own start and SGLang's, up to the scheduler's process."""
+    """verl's and SGLang's own start run up to the scheduler's process."""
     import sglang.srt.entrypoints.engine as sglang_engine
     from sglang.srt.entrypoints.http_server import Engine
     from sglang.srt.server_args import ServerArgs
@@ -221,14 +221,14 @@ def test_it_starts_sglang_with_a_memory_saver(engine, server, monkeypatch, mode,
     load = sglang_engine.load_plugins
     monkeypatch.setattr(sglang_engine, "load_plugins", lambda: loaded.append(load()))
     monkeypatch.setattr(Engine, "_launch_scheduler_processes", launch)
-    monkeypatch.setattr(ServerArgs, "check_server_args", lambda args: None)  # it wants a model
+    monkeypatch.setattr(ServerArgs, "check_server_args", lambda args: None)  # needs a model
     monkeypatch.setattr(async_sglang_server, "_set_envs_and_config", lambda args: None)
     monkeypatch.setenv("SGLANG_BLOCK_NONZERO_RANK_CHILDREN", "0")
     server.rollout_mode, server.nnodes, server.base_gpu_id = RolloutMode[mode], 1, 0
     server._disaggregation_role = "null"
     with pytest.raises(InterruptedError):
         engine.run(server.launch_server())
-    assert loaded  # which has put memsaver in place here, and does in the scheduler's process
+    assert loaded  # installs memsaver here, and also in the scheduler's process
     assert given["run"].__module__ == "sglang.srt.managers.scheduler"
     assert given["enable_memory_saver"] is True
     assert given["enable_weights_cpu_backup"] is backup

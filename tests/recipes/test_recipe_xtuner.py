@@ -1,4 +1,4 @@
-"""xtuner's own worker for SGLang, where xtuner's RL part is installed, on memsaver."""
+"""Test xtuner's own worker for SGLang with memsaver, if xtuner's RL part is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.recipes
 
 @pytest.fixture
 def worker(engine):
-    """A worker whose server is there already."""
+    """Return a worker whose server is already running."""
     from xtuner.v1.rl.rollout.sglang import SGLangWorker
 
     worker = object.__new__(SGLangWorker)
@@ -46,7 +46,7 @@ def test_a_worker_gives_memory_back_and_takes_it_in_stages(worker, engine, sim):
 def test_what_is_done_already_is_no_error(worker, engine):
     worker.onload_weights()
     worker.offload()
-    worker.reset_prefix_cache()  # releases once more
+    worker.reset_prefix_cache()  # releases again
     worker.onload_kvcache()
     worker.onload_weights()
     worker.onload_weights()

@@ -1,1 +1,1 @@
-"""The native libraries under sanitizers: `make sanitize`."""
+"""Checks of the native libraries under sanitizers: `make sanitize`."""

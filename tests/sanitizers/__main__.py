@@ -1,8 +1,8 @@
-"""`make sanitize`: the core, the hooks and the simulator under sanitizers.
+"""`make sanitize`: run the core, the hooks and the simulator under sanitizers.
 
-Addresses, undefined behaviour and leaks in one build, data races in another. In both: the stress of
-tests/native/stress and the native test programs; in the first also tests of the Python package.
-Exits with 1 when anything was reported, or did not hold.
+One build detects address errors, undefined behaviour and leaks, another data races. Both run the
+stress test of tests/native/stress and the native test programs; the first also runs tests of the
+Python package. Exits with 1 if a sanitizer reports an error or a check fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
 
 
 def planned(asked: argparse.Namespace, place: Place) -> list[Callable[[], Outcome]]:
-    """What is to run, in its order; builds what it needs."""
+    """Build the libraries and programs; return the checks to run, in order."""
     plan: list[Callable[[], Outcome]] = []
     for variant in (ASAN, TSAN):
         built = Build(variant, package=variant is ASAN and asked.only in (None, "suite"))

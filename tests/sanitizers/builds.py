@@ -1,4 +1,4 @@
-"""The sanitized libraries, the programs over them, and a package that has them."""
+"""Builds the sanitized libraries, programs that use them, and a package that contains them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from build_support.native import (
 )
 
 STRESS = TESTS / "native" / "stress"
-# The hooks first: they stand before the runtime, as if they were preloaded.
+# The hooks come first, so that they override the runtime as if they were preloaded.
 STRESS_LINKS = ["libmemsaver_preload.so", "libmemsaver.so", "libmemsaver_sim.so"]
 LIBRARIES = [artefact for artefact in ARTEFACTS if not artefact.python_module]
 
 
 def version() -> str:
-    """The project's: the hooks serve only a core of their own."""
+    """Return the project's version: the hooks work only with a core of the same version."""
     found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert found
     return found[1]
 
 
 class Build:
-    """One variant, built: where its libraries, the stress, and the package are.
+    """The build of one variant: its libraries, its stress program and its package.
 
     Only a build with `package` contains the Python module, which `site` needs.
     """
@@ -46,12 +46,12 @@ class Build:
 
     @property
     def compiler(self) -> str:
-        """The compiler's command line for programs that are to be sanitized alike."""
+        """The compiler command line for programs built with the same sanitizers."""
         flags = [flag for flag in self.variant.cxxflags if flag.startswith(("-fsan", "-fno-san"))]
         return f"{compiler()} {shlex.join(flags)}"
 
     def stress(self) -> Path:
-        """The program of tests/native/stress."""
+        """Build the program of tests/native/stress, and return its path."""
         program = self.folder / "stress"
         runtime = self.folder / "libstress_runtime.so"
         self._compile(runtime, [STRESS / "runtime.cpp"], ["-fPIC", "-shared"])
@@ -62,7 +62,7 @@ class Build:
         return program
 
     def site(self) -> Path:
-        """A folder of packages with memsaver and the sanitized libraries in it."""
+        """Create a site-packages folder with memsaver and the sanitized libraries; return it."""
         site = self.folder / "site"
         leave = shutil.ignore_patterns("*.so", "__pycache__", "include")
         shutil.copytree(ROOT / "memsaver", site / "memsaver", ignore=leave, dirs_exist_ok=True)
@@ -70,7 +70,7 @@ class Build:
         return site
 
     def runtimes(self) -> str:
-        """The sanitizers' libraries, to be preloaded into a program without them."""
+        """Return the sanitizers' libraries, for LD_PRELOAD in programs without them."""
         paths = []
         for name in ("libasan.so", "libubsan.so"):
             command = [*shlex.split(compiler()), f"-print-file-name={name}"]

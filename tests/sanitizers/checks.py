@@ -1,7 +1,7 @@
-"""What runs under the sanitizers, and what came of it.
+"""The checks that run under the sanitizers, and their outcomes.
 
-A sanitizer writes what it finds into files of a folder of the check's own, whatever process it is
-in: a check passes when its program does and there is no such file.
+A sanitizer writes its reports to files named after the check, in every process of the check. A
+check passes if its program succeeds and no such file exists.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sanitizers.builds import Build
 
 LIMIT_SECONDS = 600
 THREADS = 6
-MEMORY = "128MiB"  # of each device: little enough that some allocations and resumes are refused
+MEMORY = "128MiB"  # per device: so little that some allocations and resumes fail
 
-# Those of the C ABI, by what they go through: transfers, stores, files, hooks, failures.
+# Tests that cover the C ABI: transfers, backing stores, files, hooks, failures.
 SUITE = [
     "transition/test_transitions.py",
     "transition/test_transition_reports.py",
@@ -50,7 +50,7 @@ SUITE = [
     "backup/test_backup_failures.py",
     "inspection/test_timeline.py",
 ]
-# Programs of tests/native, which these compile with the compiler that CXX names.
+# These tests compile programs of tests/native with the compiler that CXX names.
 UNITS = ["leaf_units", "backup/test_fingerprint.py::test_the_unit"]
 
 OPTIONS = {
@@ -62,18 +62,18 @@ OPTIONS = {
 
 @dataclass
 class Outcome:
-    """What came of one check."""
+    """The outcome of one check."""
 
     name: str
     passed: int
     failed: int
-    text: str  # what to show of a failure
+    text: str  # shown if the check failed
     figures: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class Place:
-    """Where checks run: a folder for reports and backups' files."""
+    """The folder in which checks run, for reports and backup files."""
 
     folder: Path
 
@@ -102,7 +102,7 @@ def run(command: list[str], env: dict[str, str], cwd: Path) -> tuple[int, str]:
 
 
 def stress(place: Place, built: Build, seed: int, operations: int, leaks: bool) -> Outcome:
-    """Threads that do everything at once, and check every byte."""
+    """Run the stress test, whose concurrent threads check every byte of their memory."""
     name = f"{built.variant.name}-stress-{seed}"
     env = place.environment(
         name,
@@ -123,16 +123,16 @@ def stress(place: Place, built: Build, seed: int, operations: int, leaks: bool) 
 
 
 def leaks_are_found(place: Place, built: Build) -> bool:
-    """Whether the leak sanitizer works here: it needs ptrace, which a container may forbid."""
+    """Return whether the leak sanitizer works here; it needs ptrace, which a container may deny."""
     outcome = stress(place, built, 0, 0, leaks=True)
     return "LeakSanitizer has encountered a fatal error" not in outcome.text
 
 
 def suite(place: Place, built: Build) -> Outcome:
-    """Tests of the Python package over the sanitized libraries."""
+    """Run tests of the Python package with the sanitized libraries."""
     env = place.environment(
         "suite",
-        ASAN_OPTIONS="detect_leaks=0",  # the interpreter's own
+        ASAN_OPTIONS="detect_leaks=0",  # the interpreter itself leaks
         LD_PRELOAD=built.runtimes(),
         PYTHONDONTWRITEBYTECODE="1",
     )
@@ -140,7 +140,7 @@ def suite(place: Place, built: Build) -> Outcome:
 
 
 def units(place: Place, built: Build) -> Outcome:
-    """The native test programs, themselves sanitized; Python only starts them."""
+    """Run the native test programs, which are sanitized; Python only starts them."""
     name = f"{built.variant.name}-units"
     env = place.environment(name, CXX=built.compiler, PYTHONDONTWRITEBYTECODE="1")
     return pytest_run(place, name, UNITS, env, ROOT)

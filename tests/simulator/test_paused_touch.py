@@ -1,4 +1,4 @@
-"""A touch of paused memory on the simulated driver: the process dies as before, and says why."""
+"""Test an access to paused memory on the simulated driver: the process ends with an explanation."""
 
 import re
 import signal
@@ -17,7 +17,7 @@ with memsaver.region({tag!r}, backup="host"):
 
 @pytest.fixture
 def dies(run_python):
-    """Runs code after `START`, in a process that must end by SIGSEGV; gives its stderr."""
+    """Run code after `START` in a process that must end by SIGSEGV; return its stderr."""
 
     def run(code, tag="weights", before="", **env):
         done = run_python(before + START.format(tag=tag) + code, status=-signal.SIGSEGV, **env)
@@ -77,7 +77,7 @@ def test_of_anything_else_it_says_nothing(dies, end):
 
 
 def test_a_handler_of_the_program_is_asked(run_python):
-    """One that goes on after the fault goes on."""
+    """If the program's handler resolves the fault, the program continues."""
     done = run_python(
         START.format(tag="weights")
         + """

@@ -1,4 +1,4 @@
-"""What the simulator's functions are given: nonsense is an error of ours, which says what to do."""
+"""Test that invalid arguments of the simulator's functions raise errors with advice."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The simulated driver under low process limits: no illegal access, and the process survives."""
+"""Test the simulated driver under low process limits: the process survives without faults."""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""The simulated driver's variables: one that makes no sense is named, with what it takes."""
+"""Test that an error names an invalid variable of the simulated driver, and its valid values."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""The soak: random cycles in two processes that compete for a device's memory, contents checked.
+"""The soak: random cycles in two processes that compete for a device's memory.
 
-`walk` is what a process does, `model` what must be true of its memory, `memory` where that lies
-(torch's on a GPU, or the simulated driver's), `worker` the process, `race` the two of them and the
-figures.
+`walk` makes a process's calls, `model` checks the contents of its memory, `memory` allocates it
+(from torch on a GPU, or from the simulated driver), `worker` is the process, and `race` runs two of
+them and compares their figures.
 """

@@ -1,6 +1,6 @@
-"""Memory to soak: torch tensors on a GPU, or buffers of the simulated driver.
+"""The memory of a soak: torch tensors on a GPU, or buffers of the simulated driver.
 
-Both have the same functions, so that one walk runs on either. One thread uses an object.
+Both classes have the same methods, so that a walk can use either. Only one thread uses an object.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 class Limits:
     """The limits of a process's memory, in bytes.
 
-    `budget` is for all of its tensors, `host` for all of its backups; a tag has at most `tag` by
-    its backup, and no tensor is larger than `tensor`. `leave` stays free where memory is taken that
-    is no tag's.
+    `budget` limits all of its tensors, `host` all of its backups, `tag` a tag by its kind of
+    backup, and `tensor` a tensor. `leave` stays free when memory without a tag is allocated.
     """
 
     budget: int
@@ -56,7 +55,7 @@ def resources() -> dict[str, int]:
 
 
 class SimulatedMemory:
-    """Buffers of this process's own simulated device; the competitor is simulated, too."""
+    """Buffers on this process's own simulated device; the competitor is simulated, too."""
 
     has_graphs = False
     copies_of_its_own = False  # no other process uses the device
@@ -104,7 +103,7 @@ class SimulatedMemory:
         self._sim.occupy(memsaver.device_memory(0)[1] - self._total + nbytes)
 
     def let_go(self) -> None:
-        """It has only left what this process is meant to have."""
+        """Free the other process's memory, so that this process can use its whole limit."""
         self.take(0)
 
     def is_out_of_memory(self, error: Exception) -> bool:
@@ -112,7 +111,7 @@ class SimulatedMemory:
 
     @contextlib.contextmanager
     def faults(self) -> Iterator[bool]:
-        """Now and then a driver call inside fails; whether one may."""
+        """Sometimes make a driver call in the block fail; yield whether one may fail."""
         if self._random.random() > 0.25:
             yield False
             return
@@ -182,7 +181,7 @@ class TorchMemory:
             },
             leave=2 * GIB,
         )
-        # Kernels are loaded at their first use, which needs device memory and allows no capture.
+        # The first use of a kernel loads it, which needs device memory and must not be captured.
         first = torch.ones(MIB, dtype=torch.uint8, device="cuda")
         self.fill(first)
         self.zero(first)
@@ -250,7 +249,7 @@ class TorchMemory:
         return []  # the driver would have ended the context
 
     def kept(self) -> str:
-        """Torch's segments of pools: the pool, MiB, and the states of their blocks."""
+        """Describe torch's segments in pools: the pool, MiB, and the states of their blocks."""
         return str(
             [
                 (
@@ -279,8 +278,8 @@ class Graph:
             self._result = memory.inputs * 3 + number
 
     def close(self) -> None:
-        """Gives its memory up. Under compute-sanitizer a graph that is only deleted keeps it, as
-        torch's own graphs do."""
+        """Release its memory. Under compute-sanitizer, deleting a graph does not release it, as
+        with torch's own graphs."""
         self._graph.reset()
 
     def replay(self, value: int) -> tuple[Any, Any]:

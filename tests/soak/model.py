@@ -21,7 +21,7 @@ class Wrong(AssertionError):
 
 
 class Digests:
-    """Fingerprints of device memory: what the device finds, in few bytes."""
+    """Fingerprints of device memory: the device's results in a few bytes."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -29,7 +29,7 @@ class Digests:
         self.bytes = 0
 
     def of(self, tensor: Any, nbytes: int) -> bytes:
-        """Patient: pinned memory for the digests may be wanting where another has everything."""
+        """Return the digest. Retries while other processes leave no memory for it."""
         for attempt in range(50):
             try:
                 rows = _C.fingerprint([(self._memory.address(tensor), nbytes)])
@@ -43,7 +43,7 @@ class Digests:
         return hashlib.blake2b(rows, digest_size=16).digest()
 
     def of_zeros(self, tensor: Any, nbytes: int) -> bytes:
-        """Of as many zeros; the tensor's contents are lost where they were not known yet."""
+        """Return the digest of `nbytes` zeros. Zeroes the tensor if the digest is not known yet."""
         if nbytes not in self._zeros:
             self._memory.zero(tensor)
             self._zeros[nbytes] = self.of(tensor, nbytes)
@@ -89,7 +89,7 @@ class SoakedTag:
         self.cap = cap
         self.pieces: list[Piece] = []
         self.contents = KEPT
-        self.known = False  # whether a region has named it
+        self.known = False  # whether a region has created it
         self.graph: Any = None
 
     @property

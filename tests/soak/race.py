@@ -1,4 +1,4 @@
-"""Runs two walks concurrently, from a common start to a common end, and reports their figures."""
+"""Run two walks concurrently, from a common start to a common end, and report their figures."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from repository import IMPORT_PATH
 import memsaver
 
 MIB = 1 << 20
-PATIENCE = 300  # seconds for an answer, beside those of a walk
+PATIENCE = 300  # seconds for an answer, in addition to the time of a walk
 
-# By how much a process may hold more at the end than at the start. Exact where only memsaver and
-# the walk count; for the process's memory, what allocators keep; for the device's, what its driver
-# keeps for itself.
+# The allowed growth of a process's figures between start and end. None for the figures of memsaver
+# and the walk; for the process's memory, allocators' caches; for the device, the driver's own
+# memory.
 SLACK = {
     "sim": {"process_bytes": 48 * MIB},
     "gpu": {
@@ -72,13 +72,13 @@ class Walker:
             self._process.stdin.write(words + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has said why, or ended: the answer tells
+            pass  # its answer or its end gives the reason
 
     def answer(self, seconds: float = PATIENCE) -> dict[str, Any]:
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
-            self._process.send_signal(signal.SIGABRT)  # it prints the stacks of its threads
+            self._process.send_signal(signal.SIGABRT)  # prints the stacks of its threads
             self._process.wait(PATIENCE)
             raise Failed(f"no answer in {seconds:.0f} s\n{self._last_words()}") from None
         if line is None:
@@ -111,16 +111,16 @@ def run(
     under: Sequence[str] = (),
     patience: float = PATIENCE,
 ) -> dict[str, Any]:
-    """Two walks of so many seconds on one device; their figures. Raises Failed.
+    """Run two walks of `seconds` seconds on one device; return their figures. Raises Failed.
 
     Args:
         driver: "gpu" (torch's memory) or "sim" (the simulated driver's).
-        seconds: of walking; preparing and checking at the end take more.
-        seed: the same steps are tried again with the same one; what they meet depends on time.
-        steps: of each process at most, for a run that takes the same steps on any machine.
-        gib: how much of the device a process may use; None: so much that both have too little.
+        seconds: the time of walking; preparation and the final checks take longer.
+        seed: the same seed tries the same steps; their results depend on timing.
+        steps: the maximum of each process, for a run with the same steps on any machine.
+        gib: the GiB of device memory for a process; None: so much that the sum does not fit.
         under: a command to run each process under, such as compute-sanitizer.
-        patience: seconds for an answer, beside those of walking.
+        patience: seconds for an answer, in addition to the time of walking.
     """
     env = {
         name: value
@@ -156,7 +156,7 @@ def _race(
         return [walker.answer(patience + more) for walker in walkers]
 
     ready = [walker.answer(patience) for walker in walkers]
-    ask("figures")  # both release unused memory; then both can be measured
+    ask("figures")  # both release unused memory, before both are measured
     start = [row["figures"] for row in ask("figures")]
     begun = time.monotonic()
     ask(f"walk {seconds} {steps}", seconds)

@@ -1,4 +1,4 @@
-"""One process at a time, or all but that one: by file locks, which end with their process."""
+"""Lock between processes, exclusive or shared, with file locks, which end with their process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 class Turnstile:
     """A lock between processes, shared or exclusive.
 
-    The exclusive process closes the door first, so that it need not wait indefinitely.
+    The exclusive process locks the door first, so that it need not wait indefinitely.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -29,7 +29,7 @@ GRAPHS = "graphs"
 
 
 class Walk:
-    """One process's walk. `finish` leaves nothing behind; the walk may continue afterwards."""
+    """One process's walk. `finish` frees all memory; the walk may continue afterwards."""
 
     def __init__(self, memory: Memory, seed: int, turnstile: Turnstile) -> None:
         self._memory = memory
@@ -42,9 +42,9 @@ class Walk:
         if memory.has_graphs:
             self._tags.append(SoakedTag(GRAPHS, "none", 0))
         memsaver.configure(host_bytes=memory.limits.host)
-        if memory.has_graphs:  # what captures and kernels need beside tags
+        if memory.has_graphs:  # memory for captures and kernels
             memsaver.configure(margin_bytes=GIB)
-        self._pending: dict[str, Counter[str]] = {}  # by what failed: errors not yet recovered
+        self._pending: dict[str, Counter[str]] = {}  # errors not yet recovered, by the failed call
         self._last_error = ""
         self.reset()
 
@@ -54,7 +54,7 @@ class Walk:
         self.met: Counter[str] = Counter()
         self.recovered: Counter[str] = Counter()
         self.warned: Counter[str] = Counter()
-        self.cycles = 0  # tags that were paused and resumed, contents checked
+        self.cycles = 0  # tags that were paused and resumed, with their contents checked
         self.device_bytes = self.copied_bytes = 0
         self._digests.bytes = 0
 
@@ -91,7 +91,7 @@ class Walk:
         deadline = time.monotonic() + patience
         left = self._known()
         while left:
-            # What is mapped first, and what has too little memory again when others have less.
+            # Mapped tags first; tags without enough memory again after others are freed.
             for tag in sorted(left, key=lambda tag: tag.state is not State.MAPPED):
                 if tag.state is State.PAUSED and not self._resume([tag]):
                     continue
@@ -104,14 +104,14 @@ class Walk:
             if time.monotonic() > deadline:
                 raise Wrong(f"no resume in {patience:.0f} s: {self._last_error}")
         for what in list(self._pending):
-            self._succeeded(what)  # nothing of what failed is missing: it was checked above
+            self._succeeded(what)  # all contents were checked above
         if memsaver.stats().resident_bytes != 0:
             raise Wrong(
                 f"memory is held when all is deleted: {memsaver.stats().tags}; "
                 f"warned before: {dict(self.warned)}; kept by: {self._memory.kept()}"
             )
 
-    # The steps.
+    # Steps.
 
     def _steps(self) -> list[tuple[Callable[[], None], int]]:
         """Return the possible steps, with their weights."""
@@ -161,7 +161,7 @@ class Walk:
             if tag.state is State.MAPPED:
                 raise Wrong(f"a region of {tag.name} was refused") from error
             self._met(error, "create")
-            self._succeeded("create")  # it was meant
+            self._succeeded("create")  # expected
         except Exception as error:
             if not self._is_expected(error):
                 raise
@@ -306,7 +306,7 @@ class Walk:
     def drop_graph(self) -> None:
         self._tags[-1].drop_graph()
 
-    # Transitions, and what must be true after them.
+    # Transitions, and the checks after them.
 
     def _pause(self, tags: list[SoakedTag], backup: str | None) -> None:
         going = [tag for tag in tags if tag.state is State.MAPPED]
@@ -319,7 +319,7 @@ class Walk:
         def failed() -> None:
             for tag in going:
                 if tag.state is State.MAPPED:
-                    tag.check_mapped()  # else its pages are kept, contents and all
+                    tag.check_mapped()  # otherwise its pages are retained with their contents
 
         self._attempt(
             lambda: memsaver.pause(*[tag.name for tag in tags], backup=backup), going, done, failed
@@ -356,7 +356,7 @@ class Walk:
                 self._must_be(tag, State.PAUSED)
             for tag in going:
                 if (backup or tag.backup) == "none":
-                    tag.contents = UNKNOWN  # the one thing that a swap may lose
+                    tag.contents = UNKNOWN  # a swap may lose only these contents
                 if tag.state is State.MAPPED:
                     tag.check_mapped()
 

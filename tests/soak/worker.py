@@ -1,11 +1,11 @@
-"""One process of a soak: walks when it is told to, and says what it met, in lines of JSON.
+"""One process of a soak, which walks on request and answers with lines of JSON.
 
     python -m soak.worker gpu|sim SEED FOLDER [GIB]
 
-Its input is a word a line: "figures" (what it holds now, having given up what it can), "walk" with
-the seconds and the most steps, "finish" (bring everything back and give it up; says what was done
-since the start), "end". Each is answered by a line, the start too. FOLDER has the locks and the
-backups on disk.
+Each line of its input is a request: "figures" (its current use of resources), "walk" with the
+seconds and the maximum of steps, "finish" (resume and free everything; returns the counts since the
+start), or "end". It answers each request except "end" with a line, and writes one when it has
+started. FOLDER contains the locks and the backups on disk.
 """
 
 from __future__ import annotations

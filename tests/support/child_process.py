@@ -27,7 +27,7 @@ def run_code(
 
     The status None accepts any status. `timeout` is in seconds.
     """
-    __tracebackhide__ = True  # what failed is the code; and the environment is not for a log
+    __tracebackhide__ = True  # the failure is in the code, and logs must not show the environment
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=environment,
@@ -44,9 +44,9 @@ def run_code(
 def run_together(
     commands: Sequence[tuple[Sequence[str], dict[str, str]]], *, timeout: float = 60
 ) -> list[str]:
-    """What processes that run at once print, each a command and its environment.
+    """Run the commands concurrently, each in its own environment, and return their outputs.
 
-    An AssertionError with all of it where one does not exit with 0. None outlives the call.
+    Raises AssertionError with all outputs if an exit status is not 0. No process outlives the call.
     """
     processes = [
         subprocess.Popen(

@@ -20,7 +20,7 @@ class TagEngine:
     Its weights have no backup: after a sleep they are zeros until they are updated.
 
     Attributes:
-        heard: the names of its calls, in order.
+        heard: the names of the calls that it received, in order.
         fail: the exception that the next call of each name raises.
     """
 
@@ -52,7 +52,7 @@ class TagEngine:
         self._need("weights")
         for number, (name, tensor) in enumerate(state.items()):
             if number == 1:
-                self._hear("update_weights")  # if this raises, one tensor is already new
+                self._hear("update_weights")  # if this raises, one tensor is already updated
             local = getattr(tensor, "_local_tensor", tensor)
             self._state[name].copy_(local.detach() * scale)
         return len(state)

@@ -1,4 +1,4 @@
-"""What /proc says of a process in control groups of version 1 and of version 2."""
+"""Contents of /proc files for a process in control groups of version 1 and version 2."""
 
 MOUNT_V2 = "35 24 0:30 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw\n"
 
@@ -11,6 +11,6 @@ def mount_v1(controllers, root="/", point=None):
 IN_JOB_V2 = {"/proc/self/cgroup": "0::/a/job\n", "/proc/self/mountinfo": MOUNT_V2}
 IN_JOB_V1 = {
     "/proc/self/cgroup": "4:memory:/m\n3:cpu,cpuacct:/docker/job\n0::/\n",
-    # A container of version 1 without a namespace: the mount shows its own group.
+    # A version 1 container without a cgroup namespace: the mount's root is the container's group.
     "/proc/self/mountinfo": mount_v1("memory") + mount_v1("cpu,cpuacct", "/docker/job"),
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import rank_processes
 
-# What every rank starts with.
+# Code that every rank runs first.
 PRELUDE = """
 import contextlib, datetime, gc, os, signal, sys, time, warnings
 import memsaver

@@ -14,7 +14,7 @@ PAGE = 2 << 20
 CODES = {"out of memory": 2, "invalid value": 1, "launch failed": 719}
 TYPED = (DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError)
 
-# Every entry point that the library knows: one that comes later is failed too.
+# Every entry point that the library uses, so that tests also fail calls that are added later.
 DRIVER_CALLS = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver/driver.h").read_text())
 
 
@@ -33,7 +33,7 @@ class Fault:
 
 
 class Fixed:
-    """Blocks whose contents are checked often: the expected bytes are made once."""
+    """Blocks whose contents are checked often: the expected bytes are computed once."""
 
     def __init__(self, sim, blocks):
         self.sim = sim

@@ -1,4 +1,4 @@
-"""A process that has imported torch, and forks processes that need it, which saves seconds each.
+"""A process that has imported torch and forks child processes, which saves seconds for each.
 
 `rank_processes` starts it and sends requests. It has one thread, and has not imported memsaver, so
 that its children are like new interpreters with loaded modules. Requests and answers are lines of
@@ -89,8 +89,8 @@ if __name__ == "__main__":
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("an import has started threads: what is forked would be without them")
-    gc.freeze()  # what is loaded stays: no process need look through it, at its end least of all
+    gc.freeze()  # no collection, even at exit, need scan the loaded modules
     forked = serve()
     if forked is not None:
-        # Here, where its end is an interpreter's, with all that is done there.
+        # At module level, so that the process ends with the interpreter's complete shutdown.
         exec(*become(forked))

@@ -78,14 +78,14 @@ class RawServer:
 
 
 def response(body: object, status: str = "200 OK", headers: str = "") -> bytes:
-    """Return a complete answer. A body that is not bytes becomes JSON."""
+    """Return a complete response. A body that is not bytes is converted to JSON."""
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"HTTP/1.1 {status}\r\nContent-Length: {len(text)}\r\n{headers}\r\n"
     return head.encode() + text
 
 
 def texts_of(error: BaseException, variables: bool = True) -> str:
-    """Return all texts of an error that may be shown: with its causes and frames' variables."""
+    """Return all texts that may be shown for an error, including causes and frames' variables."""
     frames = error.__traceback__
     while frames is not None and TESTS in Path(frames.tb_frame.f_code.co_filename).parents:
         frames = frames.tb_next
@@ -99,7 +99,7 @@ def texts_of(error: BaseException, variables: bool = True) -> str:
 
 
 def scheduler_state(**fields):
-    """Return a scheduler's state from a server. `last` and `rank` change its last answer."""
+    """Return a scheduler's state as a server reports it; `last` and `rank` set its last answer."""
     answer = {
         "scheduler": "a",
         "operation": "release",

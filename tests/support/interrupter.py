@@ -1,4 +1,4 @@
-"""Raises SIGINT at every place of a call where the interpreter handles signals, one by one."""
+"""Raises SIGINT at each place in a call at which the interpreter handles signals, one by one."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Interrupter:
         every: int = 1,
         raised: Callable[[], object] = lambda: None,
     ) -> Iterator[int]:
-        """Make the call again and again, interrupted `every` places later; which place it was.
+        """Make the call repeatedly, each time interrupted `every` places later; yield each place.
 
-        Ends after a call that was over before its interrupt, at no place that a call without one
-        comes to: that call is the first, and its place 0. Raises as `interrupted` does. While an
-        interrupt is on its way to the caller, `raised` is called.
+        The first call, at place 0, is not interrupted. Ends after a call that returned before its
+        interrupt, at a place beyond those of the first call. Raises as `interrupted` does. Calls
+        `raised` while an interrupt propagates to the caller.
         """
         self.interrupted(0, call)
         whole = self._seen.value
@@ -81,7 +81,7 @@ class Interrupter:
             yield place
 
     def start(self, place: int) -> None:
-        """Interrupt at that place, counted from here on. Called by the interrupted call itself."""
+        """Interrupt at that place, counted from now. The interrupted call may call this itself."""
         self._seen.value, self._at.value = 0, place
 
     def interrupted(
@@ -90,13 +90,13 @@ class Interrupter:
         call: Callable[[], object],
         raised: Callable[[], object] = lambda: None,
     ) -> bool:
-        """Make the call; whether it came to that place, where it was interrupted.
+        """Make the call; return whether it reached that place and was interrupted there.
 
-        With the place 0 the call itself says where: see `start`. One in a finalizer of Python's own
-        (of `threading`'s list of threads) goes no further.
+        With place 0, the call itself sets the place with `start`. An interrupt in one of Python's
+        own finalizers (for `threading`'s list of threads) counts, but does not propagate.
 
-        Raises what the call raises but for the handler's error; AssertionError where that did not
-        come.
+        Raises the call's exceptions, except for the handler's error; AssertionError if an interrupt
+        was lost.
         """
         self.start(place)
         self._swallowed = False

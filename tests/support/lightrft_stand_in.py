@@ -1,7 +1,7 @@
 """A fake strategy with only those parts of LightRFT's interface that concern memory.
 
 Names, arguments and order are those of LightRFT's `StrategyBase` and `FSDPV2Strategy` (read at
-006b2e2 and 02f6351); what they do beside is not there.
+006b2e2 and 02f6351); the methods' other effects are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Sender:
     def __init__(self, strategy, scheduler=None) -> None:
         self.strategy, self.scheduler = strategy, scheduler
         self.seed = 1
-        self.states: list[dict[str, str]] = []  # of the engine's tags, at each sending
+        self.states: list[dict[str, str]] = []  # the tags' states at each send
 
     def broadcast_to_engine(self) -> None:
         if self.scheduler is None:

@@ -1,4 +1,4 @@
-"""Short queries of the library's state of a test's tags and blocks."""
+"""Short queries for the state of a test's tags and blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the preloaded library lies, and what its tests preload it into."""
+"""The preloaded library's path, and the expected output of the program that preloads it."""
 
 import sysconfig
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ CC = (sysconfig.get_config_var("CC") or "cc").split()
 SIM = {"MEMSAVER_DRIVER": "sim"}
 NO_DRIVER = {"MEMSAVER_DRIVER": "/nonexistent/libcuda.so.1"}
 
-# file: (what to look for in a pointer, the symbol version)
+# file: (the number that marks its pointers, the symbol version)
 RUNTIMES = {
     "libcudart.so.13": (1, "libcudart.so.13"),
     "libcudart-faf08d9a.so.13": (2, "libcudart.so.13"),
@@ -23,7 +23,7 @@ RUNTIMES = {
 
 
 def program_lines(whose, at_exit=None):
-    """What the built `program` prints where its memory is "ours" or "theirs"."""
+    """Return the lines that the built `program` prints if its memory is "ours" or "theirs"."""
     pair = f"0 {whose} 0"
     at_exit = at_exit or pair
     return [

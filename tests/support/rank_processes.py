@@ -18,7 +18,7 @@ from repository import IMPORT_PATH, SUPPORT
 
 from memsaver._runtime.native import LIBRARY_DIR
 
-Process = dict[str, Any]  # as of `fork_server.become`
+Process = dict[str, Any]  # see `fork_server.become`
 
 _server: subprocess.Popen[str] | None = None
 
@@ -106,9 +106,9 @@ def _started(processes: Sequence[Process], timeout: float) -> list[int | None]:
 
 
 def _forked(processes: Sequence[Process], timeout: float) -> list[int | None]:
-    """Return the exit statuses of children of `fork_server`; None for one that was too late."""
+    """Return the exit statuses of `fork_server`'s children; None for one that ran too long."""
     global _server
-    if _server is None:  # for this process's life: it ends with its pipe
+    if _server is None:  # runs until this process ends, which closes its pipe
         _server = subprocess.Popen(
             [sys.executable, str(SUPPORT / "fork_server.py")],
             env=_environment(),
@@ -125,7 +125,7 @@ def _forked(processes: Sequence[Process], timeout: float) -> list[int | None]:
         assert line, f"fork_server.py ended with status {_server.wait(10)}; its stderr says why"
         answer: list[int | None] = json.loads(line)
         return answer
-    except BaseException:  # a test's time is over, say: none of its ranks stays
+    except BaseException:  # for example a test's timeout: end all of its ranks
         with contextlib.suppress(ProcessLookupError):
             os.killpg(_server.pid, signal.SIGKILL)
         _server.communicate()

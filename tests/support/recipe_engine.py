@@ -1,8 +1,8 @@
 """The part of an SGLang engine that releases and resumes memory, on the simulated driver.
 
-SGLang's own code does it: its HTTP server, its tokenizer manager's control calls, its handlers in
-the scheduler, and its plugin system, which finds memsaver. What is not there is what needs a GPU:
-the model's weights and the KV cache are blocks of simulated memory, and nothing is generated.
+It uses SGLang's own code: its HTTP server, its tokenizer manager's control calls, its scheduler's
+handlers, and its plugin system, which finds memsaver. The parts that need a GPU are missing: the
+model's weights and the KV cache are blocks of simulated memory, and nothing is generated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ try:
     from sglang.srt.managers.scheduler_components import weight_updater
 
     Mixin = object
-except ImportError:  # before the handlers had an object of their own
+except ImportError:  # older versions, whose handlers are a mixin
     from sglang.srt.managers.scheduler_update_weights_mixin import (
         SchedulerUpdateWeightsMixin as Mixin,
     )
@@ -48,7 +48,7 @@ MIB = 1 << 20
 
 
 class Scheduler(Mixin):
-    """A scheduler's thread: one message after the other. SGLang's handlers, and no requests."""
+    """A scheduler's thread, which runs SGLang's handlers for one message at a time."""
 
     def __init__(self, sim) -> None:
         saver = TorchMemorySaverAdapter.create(enable=True)
@@ -58,7 +58,7 @@ class Scheduler(Mixin):
             self.kv_cache = Block(sim, 8 * MIB, 2)
         self.disaggregation_mode = None
         self.flushes = 0
-        self.running = 0  # requests
+        self.running = 0  # the number of requests
         self.death: BaseException | None = None
         model = torch.nn.Module()
         model.register_buffer("cos_sin_cache", torch.arange(8.0))
@@ -101,7 +101,7 @@ class Scheduler(Mixin):
             message, answer = item
             try:
                 answer(pickle.dumps(self._handle(pickle.loads(message))))
-            except BaseException as error:  # which ends the engine
+            except BaseException as error:  # it ends the engine, as in SGLang
                 self.death = error
                 return
 
@@ -119,7 +119,7 @@ class Scheduler(Mixin):
 
 
 class Tokenizer(TokenizerControlMixin):
-    """SGLang's control calls, whose messages go to the thread above."""
+    """SGLang's control calls, whose messages go to the scheduler's thread."""
 
     def __init__(self, server_args: ServerArgs, scheduler: Scheduler) -> None:
         self.server_args = server_args
@@ -151,7 +151,7 @@ class Engine:
                 tokenizer_manager=self.tokenizer, template_manager=None, scheduler_info={}
             )
         )
-        # Its start and end are about generating, for which there is nothing here.
+        # The server's startup and shutdown code only concerns generation, which is missing here.
         config = uvicorn.Config(http_server.app, port=0, lifespan="off", log_level="error")
         self._server = uvicorn.Server(config)
         self.loop = asyncio.new_event_loop()
@@ -163,7 +163,7 @@ class Engine:
         self.url = f"http://{self.host}:{self.port}"
 
     def run(self, coroutine):
-        """A coroutine's result, run where the server runs."""
+        """Run a coroutine on the server's event loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ def record(key: str, figures: Mapping[str, object], path: Path = RESULTS) -> Non
 
 
 def _commit() -> str:
-    told = os.environ.get("BENCH_COMMIT")  # of a copy of the tree, say
+    told = os.environ.get("BENCH_COMMIT")  # for example, a copy of the tree without git
     if told:
         return told
     git = subprocess.run(

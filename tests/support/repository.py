@@ -9,6 +9,6 @@ ROOT = Path(__file__).parent.parent.parent
 TESTS = ROOT / "tests"
 SUPPORT = TESTS / "support"
 
-# PYTHONPATH of a process that imports what tests import: programs in tests/ such as faults and
+# PYTHONPATH for processes that import the tests' modules: programs in tests/ such as faults and
 # model, and helpers in tests/support. The Makefile and pyproject.toml name the same two folders.
 IMPORT_PATH = os.pathsep.join([str(TESTS), str(SUPPORT)])

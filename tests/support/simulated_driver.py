@@ -71,7 +71,7 @@ class Simulator:
     # Its behaviour.
 
     def fail(self, call: str, code: int, nth: int = 1, times: int = 1) -> None:
-        """Fail the nth next call of that name, and times - 1 after it; times 0: all."""
+        """Make the nth next call of that name fail, and times - 1 after it; with times 0, all."""
         assert self.opened.sim_fail(call.encode(), nth, code, times) == 0, f"no call {call}"
 
     def clear_faults(self) -> None:
@@ -127,11 +127,11 @@ class Simulator:
         return totals
 
     def physical(self, device: int = 0) -> int:
-        """Device memory in use, as the driver counts it."""
+        """Return the device memory in use, as the driver counts it."""
         return self.counts().physical_bytes[device]
 
     def tag_bytes(self, device: int = 0) -> int:
-        """Device memory in use without the library's own: the tags' memory, if nothing leaks."""
+        """Return device memory without the library's own: the tags' memory, if nothing leaks."""
         return self.physical(device) - self.idle[device]
 
     def start(self, device: int = 0) -> int:
@@ -153,7 +153,7 @@ class Simulator:
         self.opened.sim_clear_violations()
 
     # Device memory, through system calls: an address without memory is an error, not a crash. Any
-    # number of threads may read at once, also where a process has no descriptor left.
+    # number of threads may read at once, even if the process has no free descriptor.
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Return the bytes at an address. Raises AssertionError if they are not accessible."""
@@ -196,11 +196,11 @@ class Simulator:
         assert self.opened.cuMemsetD8Async(address, value, nbytes, stream) == 0
 
     def to_device(self, address: int, host: int, nbytes: int, stream) -> int:
-        """Queue a copy from host memory; the driver's code."""
+        """Queue a copy from host memory; return the driver's code."""
         return self.opened.cuMemcpyHtoDAsync_v2(address, host, nbytes, stream)
 
     def to_host(self, host: int, address: int, nbytes: int, stream) -> int:
-        """Queue a copy to host memory; the driver's code."""
+        """Queue a copy to host memory; return the driver's code."""
         return self.opened.cuMemcpyDtoHAsync_v2(host, address, nbytes, stream)
 
 
@@ -234,7 +234,7 @@ class Block:
 
 
 def _copy(call: Callable[..., int], local: int, address: int, nbytes: int) -> None:
-    """Copy within this process, by process_vm_readv or process_vm_writev."""
+    """Copy within this process, with process_vm_readv or process_vm_writev."""
     if nbytes == 0:
         return
     parts = Part(local, nbytes), Part(address, nbytes)

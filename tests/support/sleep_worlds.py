@@ -1,4 +1,4 @@
-"""An engine, what it really holds, and a sleep controller for it."""
+"""A fake engine, its actual state, and a sleep controller for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL = frozenset(stand_in.TAGS)
 
 
 class World:
-    """An engine, what it really holds, and a controller for it."""
+    """An engine, its actual state, and a controller for it."""
 
     def __init__(self, manager, target, guarded: bool, sim=None) -> None:
         self.manager, self.target, self.guarded, self.sim = manager, target, guarded, sim
@@ -23,7 +23,7 @@ class World:
 
     @property
     def released(self) -> frozenset[str]:
-        """The truth: as the scheduler and the saver see it."""
+        """Return the tags that are actually released, according to the scheduler and the saver."""
         updater = self.scheduler.weight_updater
         if self.guarded:
             paused = {tag for tag in ALL if memsaver.state(tag) == "paused"}
@@ -34,7 +34,7 @@ class World:
 
     @contextlib.contextmanager
     def full(self):
-        """No room for a resume."""
+        """Leave no memory for a resume in the block."""
         if self.guarded:
             self.sim.occupy((80 << 30) - self.sim.physical())
             try:

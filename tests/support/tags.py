@@ -16,7 +16,7 @@ class Tags:
 
     def __call__(self, name: str = "tag") -> str:
         Tags._made += 1
-        self.names.append(f"{name}-{Tags._made}-{self.prefix}"[:50])  # errors show so much
+        self.names.append(f"{name}-{Tags._made}-{self.prefix}"[:50])  # errors show at most 50
         return self.names[-1]
 
 
@@ -34,6 +34,6 @@ def leftovers(names: list[str]) -> list[str]:
     kinds = ("allocations", "resident_bytes", "host_bytes")
     return [
         f"{row['tag']}: " + ", ".join(f"{row[kind]} {kind}" for kind in kinds)
-        for row in _C.stats()  # of all tests' tags: thousands, for which stats() is slow
+        for row in _C.stats()  # includes all tests' tags: thousands, for which stats() is slow
         if row["tag"] in mine and any(row[kind] for kind in kinds)
     ]

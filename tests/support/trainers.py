@@ -11,9 +11,9 @@ import torch
 import memsaver
 from memsaver.integrations.trainer import Offloaded
 
-torch.set_num_threads(1)  # such small products are slower with more
+torch.set_num_threads(1)  # small products are slower with several threads
 
-# By name: makes an optimizer for parameters. With states of every kind that torch's have.
+# Optimizer factories by name. Together, they have every kind of state in torch's optimizers.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -44,7 +44,7 @@ class Trainer:
         self.done = 0
 
     def backward(self, to: int = 0) -> torch.Tensor:
-        """Add a gradient, of inputs that belong to the step and `to`."""
+        """Add a gradient for inputs that depend on the step and `to`."""
         generator = torch.Generator().manual_seed(100 * self.done + to)
         x = torch.randn(4, 32, generator=generator).to(self.device)
         loss = self.model(x).square().mean()

@@ -89,7 +89,7 @@ for line in sys.stdin:
 
 
 def top_command(runtime: Path, *arguments: str) -> list[str]:
-    """Run `memsaver top` in its own process; it searches only that folder."""
+    """Return a command that runs `memsaver top`, which searches only that folder."""
     code = (
         "import sys; from memsaver.cli import main, watched; "
         "watched.FALLBACK = sys.argv.pop(1); main()"
@@ -134,7 +134,7 @@ class Child:
         return value
 
     def end(self, code: str = "", status: int | None = 0) -> None:
-        """End the child, with the code or at the end of its input."""
+        """End the child: run `code`, if any, close its stdin, and check its exit status."""
         if code:
             self.begin(code)
         self.process.stdin.close()
@@ -178,7 +178,7 @@ def connect(path: Path, timeout: float = 10) -> socket.socket:
 
 
 def ask(path: Path, timeout: float = 10) -> bytes:
-    """Return the socket's whole answer."""
+    """Return the complete answer from the socket."""
     with connect(path, timeout) as client:
         return b"".join(iter(lambda: client.recv(1 << 16), b""))
 
@@ -197,7 +197,7 @@ def socket_of(runtime: Path, pid: int) -> Path:
 
 
 def watched(pid: int) -> Process:
-    """Return the process's answer to a client; raise ValueError if there is none."""
+    """Return the process's answer to a client; raise ValueError if it does not answer."""
     (found,) = find_processes(pid).processes
     return found
 

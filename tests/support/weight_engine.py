@@ -84,7 +84,7 @@ class Model(torch.nn.Module):
                 future.result()
 
     def copies(self, name: str, tensor: torch.Tensor) -> list:
-        """Yield the copies from parts of a tensor to the model's memory."""
+        """Return the (target, source) pairs that copy a tensor into the model's memory."""
         part = HIDDEN // self.size
         begin = self.rank * part
         if name == "embed.weight":
@@ -95,7 +95,7 @@ class Model(torch.nn.Module):
                 self.embed.data[VOCAB:].fill_(0)
             return [(self.embed.data[:VOCAB], tensor)]
         if not name.startswith("layers."):
-            return []  # as SGLang, which logs it
+            return []  # as in SGLang, which logs it
         _, layer, kind = name.removesuffix(".weight").split(".")
         if kind in ("q", "k", "v"):
             held = getattr(self, f"qkv_{layer}").data
@@ -111,7 +111,7 @@ class Model(torch.nn.Module):
         return []
 
     def holds(self, weights: dict[str, torch.Tensor]) -> bool:
-        """Return whether the model has all of a checkpoint's contents."""
+        """Return whether the model contains the whole checkpoint."""
         like = Model(self.rank, self.size)
         like.load_weights(weights.items())
         pairs = zip(self.parameters(), like.parameters(), strict=True)
@@ -122,7 +122,7 @@ class Model(torch.nn.Module):
 class Request:
     rid: str | None = None
     serialized_named_tensors: list = field(default_factory=list)
-    tensors: list = field(default_factory=list)  # of a broadcast: what arrived
+    tensors: list = field(default_factory=list)  # received in a broadcast
     load_format: str | None = None
     flush_cache: bool = True
     weight_version: str | None = None

@@ -1,4 +1,4 @@
-"""Transitions in the background: handles, errors, streams, trim, who waits for whom."""
+"""Test transitions in the background: handles, errors, streams, trim and waiting."""
 
 import gc
 import threading
@@ -26,7 +26,7 @@ def test_the_caller_goes_on_during_a_resume(sim, tag, make_blocks, make_paused):
         under_way = memsaver.resume(name, wait=False)
         assert memsaver.state(name) == "restoring"
         assert not under_way.done() and "in progress" in repr(under_way)
-        # Another tag meanwhile.
+        # Another tag can be resumed during the transition.
         assert memsaver.resume(other).bytes == 2 * MIB
         assert others[0].is_zero()
         assert memsaver.state(name) == "restoring" and not under_way.done()
@@ -50,7 +50,7 @@ def test_the_caller_goes_on_during_a_pause(sim, tag, make_blocks):
 
 
 def test_the_tags_are_taken_when_the_call_returns(sim, tag, make_blocks):
-    # However late its thread is.
+    # Even if the transition's thread starts late.
     name = tag()
     make_blocks(name, [MIB], backup="host")
     go = threading.Event()
@@ -101,7 +101,7 @@ def test_a_region_and_paused_wait_for_it(sim, tag, make_blocks, make_paused):
     sim.stream_delay(0.05)
     resume = memsaver.resume(name, wait=False)
     blocks += make_blocks(name, [MIB])
-    # The region waits for the memory, not for the thread that brought it back to say so.
+    # The region waits until the memory is mapped, not until the resuming thread reports it.
     assert memsaver.state(name) == "mapped" and intact(blocks)
     assert resume.wait().changed == (name,)
     memsaver.pause(name, wait=False)
@@ -267,7 +267,7 @@ def test_a_streams_work_runs_after_the_copies(sim, tag, make_paused, form):
     with sim.stream() as stream:
         with held(sim):
             under_way = memsaver.resume(name, wait=False)
-            under_way.wait_stream(form(stream))  # returns, though no copy has run
+            under_way.wait_stream(form(stream))  # returns before any copy has run
             assert not under_way.done()
             sim.memset(block.address, 7, block.nbytes, stream)
         under_way.wait()
@@ -361,7 +361,7 @@ def test_on_a_gpu():
     memsaver.trim(wait=True)
 
 
-# --- who does not wait ----------------------------------------------------------------------------
+# --- calls that do not wait -----------------------------------------------------------------------
 
 
 def test_a_free_in_a_tag_that_does_not_change_does_not_wait(sim, tag, make_blocks):

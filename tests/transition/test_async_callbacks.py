@@ -1,4 +1,4 @@
-"""Callbacks of transitions in the background: their threads, and whom they wait for."""
+"""Test callbacks of background transitions: their threads, and the calls that they wait for."""
 
 import threading
 import time
@@ -62,7 +62,7 @@ def test_a_callback_that_raises_in_the_background(sim, tag, make_paused, registe
         under_way.wait()
     assert memsaver.state(name) == "mapped" and intact(blocks)
     registered.pop().remove()
-    memsaver.pause(name)  # the tag is free again
+    memsaver.pause(name)  # the tag is available again
 
 
 def test_a_callback_in_the_background_may_start_transitions(
@@ -77,7 +77,7 @@ def test_a_callback_in_the_background_may_start_transitions(
         memsaver.resume(other)
         with memsaver.paused(third):
             pass
-        with memsaver.paused(name):  # its own
+        with memsaver.paused(name):  # the callback's own tag
             pass
         started.append(memsaver.pause(other, wait=False))
 
@@ -109,7 +109,7 @@ def test_a_callback_cannot_wait_for_its_own_transition(sim, tag, make_paused, re
 
 
 def test_two_callbacks_that_want_each_others_tags(sim, tag, make_blocks, registered, in_thread):
-    # One of the two is refused, the other then goes on.
+    # One of the two calls is rejected; then the other continues.
     names = [tag("first"), tag("second")]
     blocks = [make_blocks(name, [MIB], backup="host")[0] for name in names]
     both = threading.Barrier(2)
@@ -143,7 +143,7 @@ def test_two_callbacks_that_want_each_others_tags(sim, tag, make_blocks, registe
 def test_a_callback_that_waits_for_a_transition_that_waits_for_it(
     sim, tag, make_blocks, make_paused, registered
 ):
-    # on_pause(first) waits for the resume of the second, whose callback wants the first.
+    # on_pause(first) waits for the resume of the second tag, whose callback pauses the first.
     first, second = tag("first"), tag("second")
     blocks = make_blocks(first, [MIB], backup="host") + make_paused(second)
     registered.append(memsaver.on_resume(lambda t: memsaver.pause(first), second))

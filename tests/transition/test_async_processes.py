@@ -1,4 +1,4 @@
-"""Transitions in the background when the process ends, is interrupted, or forks."""
+"""Test background transitions when the process exits, is interrupted, or forks."""
 
 START = """
     import gc, os, signal, sys, threading, time

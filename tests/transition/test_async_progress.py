@@ -1,4 +1,4 @@
-"""Progress of transitions, told to the caller and to who has the handle."""
+"""Test the progress that transitions report to progress callbacks and through handles."""
 
 import threading
 
@@ -120,7 +120,7 @@ def test_a_progress_callback_may_start_transitions(sim, tag, make_blocks, make_p
         assert memsaver.stats().resident_bytes >= 0
         if not started:
             started.append(memsaver.resume(other, wait=False))
-            memsaver.resume(name)  # the very tag: waits for the pause, and undoes it
+            memsaver.resume(name)  # the same tag: waits for the pause, then resumes it
             assert memsaver.state(name) == "mapped"
 
     assert memsaver.pause(name, progress=callback).changed == (name,)

@@ -1,4 +1,4 @@
-"""Callbacks of pauses and resumes: when, with what, on which thread, and what failing ones do."""
+"""Test callbacks of pauses and resumes: their time, arguments, thread and failures."""
 
 import gc
 import threading
@@ -21,7 +21,7 @@ PAGE = 2 * MIB
 
 @pytest.fixture
 def events():
-    """What callbacks saw, and a way to register them that is undone."""
+    """Yield a list for callbacks' events, with methods that register callbacks for the test."""
 
     class Events(list):
         registered: ClassVar[list] = []
@@ -41,14 +41,14 @@ def events():
 
 
 def test_a_collection_at_any_moment_may_remove_a_callback(sim, tag, in_thread):
-    # A finalizer runs on any thread, between any two steps of it: also of a registration.
+    # A finalizer can run on any thread between any two steps, even those of a registration.
     name = tag()
     with memsaver.region(name):
         pass
 
     class Owner:
         def __init__(self):
-            self.me = self  # so that the collector finds it
+            self.me = self  # so that only the collector frees it
 
     def register():
         owner = Owner()
@@ -170,7 +170,7 @@ def test_what_cannot_be_a_callback_is_refused_at_once(sim, tag, make_blocks, reg
     for wrong in (5, "", ["t"]):
         with pytest.raises(memsaver.ConfigError, match="tag"):
             register(print, wrong)
-    memsaver.pause(name)  # nothing was registered
+    memsaver.pause(name)  # no callback was registered
     memsaver.resume(name)
     assert len(blocks) == 1
 
@@ -304,7 +304,7 @@ def test_a_failed_pause_announces_the_resume(sim, tag, make_blocks, events):
 
 
 def test_a_failed_pause_tells_everybody_and_raises_its_own_error(sim, tag, make_blocks, events):
-    # Also when a callback fails, on top of the pause.
+    # Even if a callback fails in addition to the pause.
     first, second = tag("first"), tag("second")
     blocks = make_blocks(first, [MIB]) + make_blocks(second, [MIB])
 

@@ -1,4 +1,4 @@
-"""Several threads that allocate, pause and resume, the same tags and others."""
+"""Test threads that concurrently allocate, pause and resume the same tags and different tags."""
 
 import random
 import time
@@ -88,7 +88,7 @@ def test_memory_in_another_tag_while_one_is_paused_by_another_thread(
 
 
 def test_the_processes_own_tag_while_another_thread_pauses_it(run_python):
-    # Without a region: memory is made in MEMSAVER_TAG, wherever a thread is in its work.
+    # Without a region, allocations go to MEMSAVER_TAG at any time.
     run_python(
         """
         import threading, time
@@ -166,7 +166,7 @@ def test_eight_threads_and_overlapping_tags(sim, tag, make_blocks, in_thread):
                 try:
                     make = [simulator.buffer(rng.choice([512, 70_000, 3 * MIB]))]
                 except InvalidStateError:
-                    make = []  # no region here
+                    make = []  # outside of regions
                 try:
                     with memsaver.region(some[0]):
                         make.append(simulator.buffer(rng.choice([512, 70_000, 3 * MIB])))

@@ -1,4 +1,7 @@
-"""Blocks that no tensor owns: neither saved nor restored, unless memory has changed since."""
+"""Test that memory that no tensor owns is neither saved nor restored.
+
+If allocations have changed since its ranges were computed, the memory is saved and restored.
+"""
 
 import pytest
 from looks import row_of

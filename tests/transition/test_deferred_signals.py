@@ -1,4 +1,4 @@
-"""Blocks that defer Python's signal handlers: every kind in every other, and in any order."""
+"""Test blocks that defer Python's signal handlers, nested in every combination and order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several driver calls fail: what a failure's undoing needs, too. Nothing is lost."""
+"""Test that no contents are lost if driver calls fail in a transition and in its rollback."""
 
 import ctypes
 from itertools import chain
@@ -33,7 +33,10 @@ SIZES = [4096, 100_000, PAGE + 512]
 
 @pytest.fixture
 def keep_pages(sim, attempt):
-    """Pauses tags so that the nth unmapping fails, and mapping again too: pages stay held."""
+    """Return a function that pauses tags such that an unmapping and the rollback fail.
+
+    Afterwards, the tags are paused and their pages are retained.
+    """
 
     def pause(names, nth=2, call="cuMemMap", code=1, **options):
         faults = [Fault("cuMemUnmap", nth, 1, code), Fault(call, 1, 0, code)]
@@ -49,7 +52,7 @@ def keep_pages(sim, attempt):
 def test_pages_that_cannot_be_mapped_again_are_kept(
     sim, tag, make_blocks, options, keep_pages, call, backup
 ):
-    options(share_bytes="2MiB", slab_bytes="2MiB")  # a piece each
+    options(share_bytes="2MiB", slab_bytes="2MiB")  # one piece for each block
     names = [tag("first"), tag("second")]
     parts = [make_blocks(name, [PAGE, 4 * MIB, PAGE], backup=backup) for name in names]
     blocks = Fixed(sim, chain.from_iterable(parts))
@@ -168,7 +171,7 @@ def test_an_allocation_and_its_undoing(sim, tag, attempt, second):
 
 @pytest.mark.parametrize("undo", ["pause", "trim", "none"])
 def test_pages_that_could_not_be_unpinned(sim, tag, make_blocks, undo):
-    # Counted as long as they are held, usable for the next pause, and given back in the end.
+    # The pages are counted while they are held, usable for the next pause, and finally released.
     name = tag()
     blocks = Fixed(sim, make_blocks(name, [3 * MIB, 70 * MIB], backup="host"))
     memsaver.pause(name)
@@ -194,8 +197,8 @@ def test_pages_that_could_not_be_unpinned(sim, tag, make_blocks, undo):
 @pytest.mark.parametrize("code", [2, 712])
 @pytest.mark.parametrize("room", [False, True])
 def test_a_full_device_is_waited_for_with_a_page_of_the_host(sim, tag, make_blocks, code, room):
-    # The error is that of the refused call. A page that stays pinned is used by the next wait, also
-    # if the device has room again.
+    # The error is that of the call that failed. The next wait uses the page that stays pinned, even
+    # if the device has free memory again.
     name = tag()
     [block] = make_blocks(name, [MIB], backup="host")
     with sim.fault("cuMemAlloc", 2, times=0):
@@ -262,7 +265,7 @@ def test_a_failure_leaves_the_threads_capture_mode(sim, tag, make_blocks, attemp
         try:
             memsaver.pause(name)
         finally:
-            mode = ctypes.c_int(0)  # global: what a thread starts with
+            mode = ctypes.c_int(0)  # global: the mode of a new thread
             sim.clear_faults()
             sim.opened.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
             seen.append(mode.value)

@@ -1,4 +1,4 @@
-"""Every driver call fails, one after the other: typed errors, nothing half done, nothing lost."""
+"""Make each driver call fail: errors are typed, calls are all or nothing, no contents are lost."""
 
 from itertools import chain
 
@@ -77,7 +77,7 @@ def test_a_pause(sim, tag, make_blocks, each_fault, attempt, way, code):
             blocks.fill()
         if way == "host, first":
             memsaver.trim(wait=True)  # pages must be pinned
-        else:  # pages of the cycle before must be unpinned
+        else:  # pages of the previous cycle must be unpinned
             _C.pause(names, 1, [(last.address, last.nbytes)])
             memsaver.resume(*names)
             blocks.fill()
@@ -96,7 +96,7 @@ def test_a_pause(sim, tag, make_blocks, each_fault, attempt, way, code):
             assert reported() == sim.tag_bytes(), fault
         assert states(names) == {"paused"}, fault
         assert blocks.are_gone() and held(names) == 0, fault
-        memsaver.resume(*names)  # also collects what could not be given back
+        memsaver.resume(*names)  # also retries failed releases
         assert blocks.are_zero() if policy == "none" else blocks.are_intact(), fault
         assert reported() == sim.tag_bytes(), fault
         assert sim.counts().registered_bytes == memsaver.stats().host_bytes, fault
@@ -177,8 +177,8 @@ def test_an_allocation(sim, tag, make_blocks, each_fault, attempt, nbytes, first
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 @pytest.mark.parametrize("sizes", [[PAGE], [64 * MIB], [3 * GIB]], ids=["2MiB", "64MiB", "3GiB"])
 def test_a_free(sim, tag, make_blocks, each_fault, sizes, code):
-    # No free may fail for its caller; what could not be given back yet stays counted, and goes
-    # back with the next call for the tag.
+    # No free may raise; memory that it could not release stays counted, and is released by the next
+    # call for the tag.
     name = tag()
     kept = Fixed(sim, make_blocks(name, [512], backup="host"))
     before_it = held([name])
@@ -208,7 +208,7 @@ def test_a_free(sim, tag, make_blocks, each_fault, sizes, code):
     assert sim.violations() == []
 
 
-# --- frees that could not be done -----------------------------------------------------------------
+# --- frees that failed ----------------------------------------------------------------------------
 
 
 def test_a_free_whose_memory_could_not_be_unmapped(sim, tag, make_blocks):
@@ -268,7 +268,7 @@ def test_refused_releases_are_counted_and_retried(sim, tag, make_blocks):
 
 @pytest.mark.long
 def test_the_first_use_of_a_device(run_python):
-    # Each fault in a process of its own, forked before the driver is opened.
+    # Each fault runs in a separate process, forked before the driver is opened.
     done = run_python(
         r"""
         import itertools, os, re, sys, traceback, warnings

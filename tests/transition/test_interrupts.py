@@ -1,4 +1,4 @@
-"""Signal handlers that raise in the middle of a call: callbacks and states stay consistent."""
+"""Test that callbacks and states stay consistent if signal handlers raise during a call."""
 
 import pytest
 
@@ -74,7 +74,7 @@ def test_an_interrupted_paused_resumes(run_python):
     )
 
 
-# At every place where the interpreter looks for signals.
+# Interrupts at every place at which the interpreter checks for signals.
 
 EVERYWHERE = """
     import signal, threading
@@ -144,7 +144,7 @@ TRANSITIONS = {
 }
 
 
-# A handler that raises: Ctrl-C's, and another signal's.
+# Handlers that raise: for Ctrl-C, and for another signal.
 SIGNALS = {
     "SIGINT": "Interrupter('.')",
     "SIGALRM": "Interrupter('.', signal.SIGALRM, TimeoutError)",
@@ -245,7 +245,7 @@ def test_a_gate_interrupted_everywhere(run_python, number):
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_requests_interrupted_everywhere(run_python, number):
-    # Neither is one counted for ever, nor are all kept out.
+    # No request stays counted, and requests do not stay blocked.
     run_python(
         f"""
     import signal
@@ -273,7 +273,7 @@ def test_requests_interrupted_everywhere(run_python, number):
     )
 
 
-# Handlers of other kinds.
+# Other kinds of handlers.
 
 HANDLERS = """
     import os, signal, threading, time
@@ -289,7 +289,7 @@ HANDLERS = """
 
 def test_a_handler_is_called_once_for_a_signal_that_came_several_times(run_python):
     # As for signals that a process blocks. If each signal were handled, handlers that begin
-    # transitions, during which more signals come, would multiply, and a flood would never end.
+    # transitions, during which further signals arrive, would multiply without end.
     run_python(
         HANDLERS
         + """
@@ -332,7 +332,7 @@ def test_a_handler_that_is_set_in_a_callback_stays(run_python):
 
 
 def test_a_child_that_is_forked_meanwhile_can_be_interrupted(run_python):
-    # By another thread: the block of the main thread never ends in the child.
+    # Another thread forks, so the main thread's block never ends in the child.
     run_python(
         HANDLERS
         + """
@@ -364,7 +364,7 @@ def test_a_child_that_is_forked_meanwhile_can_be_interrupted(run_python):
 
 @pytest.mark.parametrize("call", ["pause('t')", "region('u').__enter__()"])
 def test_another_signals_exception_leaves_interrupts_as_they_were(run_python, call):
-    # Wherever it comes from: Ctrl-C works afterwards.
+    # Ctrl-C works afterwards, regardless of the place at which the other exception was raised.
     run_python(
         HANDLERS
         + f"""

@@ -1,4 +1,4 @@
-"""The progress bar, drawn on a recorded console, and what `progress=` arguments stand for."""
+"""Test the progress bar on a recorded console, and the values of `progress=` arguments."""
 
 import io
 import re
@@ -13,7 +13,7 @@ ERASE_LINE = "\x1b[2K"
 
 
 class Screen:
-    """A terminal of 120 columns whose clock stands still until it is moved."""
+    """A terminal of 120 columns whose clock advances only when the test sets it."""
 
     def __init__(self, terminal=True):
         self.seconds = 0.0
@@ -28,7 +28,7 @@ class Screen:
         )
 
     def last_line(self):
-        """What was drawn last, before it was erased."""
+        """Return the last line that was drawn before the bar was erased."""
         lines = re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", self.file.getvalue())
         return [line for line in lines if line.strip()][-1]
 

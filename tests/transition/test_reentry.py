@@ -1,10 +1,10 @@
-"""Calls made again by the thread that is in them, as a finalizer or a signal handler would."""
+"""Test calls that the same thread makes again within them, as finalizers and signal handlers do."""
 
 from __future__ import annotations
 
 import pytest
 
-# A hang ends with status 1, and with the stack, long before the test's own limit.
+# If a call hangs, the process prints its stacks and exits with 1, long before the test's timeout.
 TOOLS = """
     import faulthandler, itertools, sys, types
     import memsaver

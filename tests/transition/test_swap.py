@@ -1,4 +1,4 @@
-"""Swap: what goes out and what comes in, page by page, on the simulated driver."""
+"""Test swaps on the simulated driver, down to each page that they transfer."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def made(sim):
 
 
 def fill_device(sim, free):
-    """Another process takes all device memory but that much."""
+    """Make another process allocate all but `free` bytes of device memory."""
     sim.occupy(0)
     sim.occupy(memsaver.device_memory(0)[0] - free)
 
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_new_or_goes_back(sim, tag, make_blocks, make_pause
     assert made(sim) == (creates, releases + 2)
     assert held(second) == sim.tag_bytes() == 3 * PAGE
     memsaver.swap(out=second, into=first)
-    assert made(sim) == (creates + 1, releases + 2)  # what lies side by side is one page
+    assert made(sim) == (creates + 1, releases + 2)  # adjacent blocks share one page
     assert held(first) == sim.tag_bytes() == 5 * PAGE
     assert came_back(out)
     memsaver.resume(second)
@@ -100,10 +100,10 @@ def test_a_page_larger_than_needed_on_a_full_device(sim, tag, make_blocks, make_
     report = memsaver.swap(
         out=first, into=second, progress=lambda done, total: seen.append((done, total))
     )
-    assert came_back(into) and made(sim) == (creates + 1, releases)  # it was refused
-    assert held(second) == sim.tag_bytes() == 16 * MIB  # all of it is counted
+    assert came_back(into) and made(sim) == (creates + 1, releases)  # the creation failed
+    assert held(second) == sim.tag_bytes() == 16 * MIB  # the whole page is counted
     assert seen[-1] == (report.copied_bytes, report.copied_bytes)
-    more = make_blocks(second, [PAGE])  # lies in it
+    more = make_blocks(second, [PAGE])  # allocated in the same page
     assert held(second) == sim.tag_bytes() == 16 * MIB
     more.clear()
     memsaver.swap(out=second, into=first)
@@ -155,7 +155,7 @@ def test_gaps_freed_blocks_and_several_spans(sim, tag, make_blocks, make_paused,
     assert came_back(into, backup)
 
 
-# --- what is said of it ---------------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------
 
 
 def test_reports_states_and_statistics(sim, tag, make_blocks, make_paused):
@@ -193,7 +193,7 @@ def test_an_open_region_of_what_goes_out(sim, tag, make_blocks, make_paused):
     assert came_back(into)
 
 
-# --- meanwhile ------------------------------------------------------------------------------------
+# --- concurrent calls -----------------------------------------------------------------------------
 
 
 def test_work_in_flight_is_saved(sim, tag, make_blocks, make_paused):

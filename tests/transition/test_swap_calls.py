@@ -1,4 +1,4 @@
-"""Calls that swap tags: reports, backups, callbacks, refusals, and the C function for all three."""
+"""Test calls that swap tags: reports, backups, callbacks, errors and the C transition functions."""
 
 import ctypes
 
@@ -26,7 +26,7 @@ def test_a_swap_is_a_pause_and_a_resume(sim, tag, make_blocks, make_paused, regi
     for wait in (True, False, True):
         events.clear()
         for b in blocks[0 if out == first else 1]:
-            b.fill(b.seed + 1000)  # what has not changed is not copied again
+            b.fill(b.seed + 1000)  # unchanged memory is not copied again
         report = memsaver.swap(out=out, into=[into], wait=wait)
         report = report if wait else report.wait()
         assert memsaver.state(out) == "paused" and memsaver.state(into) == "mapped"
@@ -105,7 +105,10 @@ def test_what_cannot_be_swapped(sim, tag, make_blocks, registered):
 
 @pytest.fixture
 def transit():
-    """`transit(out, into)` begins and runs a transition with the C functions; their status."""
+    """Return a function `transit(out, into)` that runs a transition with the C functions.
+
+    The function returns their status.
+    """
     library = ctypes.CDLL(str(LIBRARY_DIR / "libmemsaver.so"))
     selection = [ctypes.POINTER(ctypes.c_char_p), ctypes.c_size_t]
     pointer = ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""Every driver call of a swap fails: what goes out stays mapped, what comes in paused."""
+"""Test that tags keep their states and contents if any driver call in a swap fails."""
 
 import contextlib
 import itertools
@@ -15,14 +15,17 @@ pytestmark = [
 ]
 
 MIB = 1 << 20
-# Pages of 2 and 4 MiB: some of one side fit under the other, some do not.
+# Pages of 2 and 4 MiB: some pages of the one side are usable for the other, some are not.
 OUT = [4096, PAGE + 512, 100_000]
 INTO = [PAGE, 512, PAGE + 512]
 
 
 @pytest.fixture
 def pair(sim, tag, make_blocks, options, tmp_path):
-    """`pair("host", "none")`: two tags that go out, one that comes in, their blocks."""
+    """Return a function `pair("host", "none")` that creates tags with these backups to swap.
+
+    The function returns two tags to pause, a tag to resume, and the blocks of both sides.
+    """
     options(share_bytes="4MiB", slab_bytes="2MiB", disk_dir=str(tmp_path))
 
     def make(out, into):
@@ -36,7 +39,7 @@ def pair(sim, tag, make_blocks, options, tmp_path):
 
 @pytest.fixture
 def put_back(sim):
-    """Brings a pair to where a swap starts from; `anew`: nothing is kept of an earlier backup."""
+    """Return a function that prepares a pair for a swap; with `anew`, it drops kept backups."""
 
     def act(going, coming, out, into, anew):
         memsaver.resume(*going, *coming)
@@ -54,13 +57,13 @@ def came_back(blocks, backup):
 
 
 PAIRS = [("host", "host"), ("host", "none"), ("none", "host"), ("pageable", "disk")]
-# What pins or stages costs time: every so many faults then, by odd steps, so once and for ever in
-# turn. `make faults` tries the others too.
+# Pinning and staging are slow, so these pairs try only every nth fault. The steps are odd, so that
+# faults that happen once alternate with permanent ones. `make faults` tries all faults.
 EVERY = {("host", "host"): 3, ("pageable", "disk"): 15}
 
 
 def leaves_pinned(fault, kinds):
-    """Whether host memory of ours stays pinned for good, with a warning."""
+    """Return whether the fault leaves the library's host memory pinned permanently."""
     staged = "pageable" in kinds and fault.call == "cuCtxPushCurrent"
     return fault.times == 0 and (staged or fault.call == "cuMemHostUnregister")
 
@@ -68,7 +71,7 @@ def leaves_pinned(fault, kinds):
 @pytest.mark.long
 @pytest.mark.parametrize("kinds", PAIRS, ids="/".join)
 def test_a_swap(sim, pair, put_back, each_fault, attempt, options, kinds):
-    anew = kinds == ("host", "host")  # pinned and hashed too; else all is copied, into what is kept
+    anew = kinds == ("host", "host")  # if true, also pins and hashes; else reuses kept backups
     options(fingerprints="on" if anew else "off")
     every = EVERY.get(kinds, 1)
     going, coming, out, into = pair(*kinds)
@@ -86,13 +89,13 @@ def test_a_swap(sim, pair, put_back, each_fault, attempt, options, kinds):
         resident, code = held(names), next(codes)
         fault = Fault(fault.call, fault.nth, fault.times, code)
         error = attempt(swap, fault)
-        if fault.call not in ("cuMemRelease", "cuMemUnmap"):  # tried again by the next transition
+        if fault.call not in ("cuMemRelease", "cuMemUnmap"):  # retried by the next transition
             assert reported() == sim.tag_bytes(), fault
         if error is None:
             assert states(going) == {"paused"} and states(coming) == {"mapped"}, fault
             assert held(going) == 0 and out.are_gone(), fault
             assert came_back(into, kinds[1]), fault
-        elif states(going) == {"paused"}:  # it could not be undone
+        elif states(going) == {"paused"}:  # the rollback failed
             assert fault.times == 0 and "resume them" in str(error), fault
             assert states(coming) == {"paused"}, fault
         else:
@@ -113,13 +116,13 @@ def test_a_swap(sim, pair, put_back, each_fault, attempt, options, kinds):
 def test_a_swap_without_host_memory_for_its_copies_changes_nothing(
     sim, tag, make_blocks, options, tmp_path, kind
 ):
-    """What comes in needs a buffer to be copied through; to undo takes one as well."""
+    """Copies of the resumed tag and the rollback both need a buffer in host memory."""
     options(disk_dir=str(tmp_path))
     going, coming = tag("out"), tag("into")
     out = Fixed(sim, make_blocks(going, OUT, backup=kind))
     into = Fixed(sim, make_blocks(coming, [3 * PAGE], backup="pageable"))
     memsaver.pause(going)
-    memsaver.resume(going)  # its backup is kept, so that nothing of it is copied again
+    memsaver.resume(going)  # keeps its backup, so that nothing is copied again
     memsaver.pause(coming)
     options(host_bytes=1)
     with pytest.raises(memsaver.OutOfHostMemoryError) as caught:
@@ -133,7 +136,7 @@ def test_a_swap_without_host_memory_for_its_copies_changes_nothing(
     assert out.are_intact()
 
 
-# Device 1's page goes over and comes back, and goes over again; then it cannot be taken back.
+# Device 1's page is transferred, returned and transferred again; then the rollback fails.
 @pytest.mark.parametrize(
     ("call", "code", "times"),
     [("cuMemMap", "OUT_OF_MEMORY", 1), ("cuMemUnmap", "INVALID_VALUE", 0)],

@@ -1,4 +1,4 @@
-"""What pauses and resumes report, and what the statistics say of them."""
+"""Test the reports of pauses and resumes, and the statistics about them."""
 
 from looks import row_of
 

@@ -1,4 +1,4 @@
-"""Pause and resume: contents, addresses, which tags, `paused()`, two devices."""
+"""Test pauses and resumes: contents, addresses, selected tags, `paused()` and two devices."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def test_backed_up_contents_come_back(sim, tag, make_blocks, cycles):
         memsaver.resume(name)
         assert memsaver.state(name) == "mapped"
         assert all(b.is_intact() for b in blocks)
-        for b in blocks[cycle % 2 :: 2]:  # what changed between two cycles comes back changed
+        for b in blocks[cycle % 2 :: 2]:  # the next resume restores the new contents
             b.fill(b.seed + 1000)
     assert memsaver.ranges(name) == where
 
@@ -50,7 +50,7 @@ def test_what_was_not_backed_up_reads_as_zero(sim, tag, make_blocks, cycles):
 
 
 def test_a_resume_shows_nothing_of_other_memory(sim, tag, make_blocks):
-    # Pages that another tag wrote to must come back cleared.
+    # The resume must clear pages that another tag wrote to.
     name, other = tag("mine"), tag("other")
     blocks = make_blocks(name, [8 * MIB])
     memsaver.pause(name)
@@ -101,7 +101,7 @@ def test_an_interior_pointer_keeps_working(sim, tag, make_blocks):
 
 
 def test_contents_that_span_pieces_and_strips(sim, tag, make_blocks, options):
-    # Larger than a strip of the host backup (64 MiB), larger than a shared piece.
+    # Larger than a copy chunk of the host backup (64 MiB), and than a shared piece.
     options(share_bytes="2MiB", slab_bytes="2MiB")
     name = tag()
     blocks = make_blocks(name, [70 * MIB, 512, 65 * MIB + 512], backup="host")
@@ -187,7 +187,7 @@ def test_pausing_what_is_paused_does_nothing_and_says_so(sim, tag, make_blocks):
     assert both.changed == (second,)
     assert {c.tag: c.changed for c in both.changes} == {first: False, second: True}
     assert row_of(first).pauses == 1
-    memsaver.pause(first, backup="none")  # does not touch the backup either
+    memsaver.pause(first, backup="none")  # does not change the backup either
     memsaver.resume(first, second)
     assert all(b.is_intact() for b in blocks)
 
@@ -281,7 +281,7 @@ def test_paused_leaves_alone_what_was_paused_already(sim, tag, make_blocks):
         assert report.changed == (now,)
     assert memsaver.state(before) == "paused"
     assert memsaver.state(now) == "mapped"
-    with memsaver.paused(before):  # which pauses nothing, and must not resume everything then
+    with memsaver.paused(before):  # pauses nothing, so it must resume nothing
         pass
     assert memsaver.state(before) == "paused"
     memsaver.resume(before)

@@ -1,4 +1,4 @@
-"""Waits for a tag always end, and never block the thread that would end them."""
+"""Test that waits for a tag always end, and never block the thread that would end them."""
 
 import pytest
 
@@ -27,7 +27,7 @@ SETUP = """
         return False
 """
 
-# Calls of a thread that has begun a transition and not run it, for example in a signal handler.
+# Calls by a thread that has begun a transition but not run it, for example in a signal handler.
 REQUESTS = {
     "pause": "lambda: memsaver.pause('a')",
     "resume": "lambda: memsaver.resume('a')",

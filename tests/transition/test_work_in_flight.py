@@ -1,4 +1,4 @@
-"""What waits for the work of the devices, and what captures do not notice."""
+"""Test which calls wait for work on the devices, and that calls do not invalidate captures."""
 
 import ctypes
 
@@ -33,7 +33,7 @@ def test_a_pause_waits_for_work_in_flight(sim, tag, make_blocks, backup):
 
 @pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 def test_memory_of_a_device_that_cannot_be_queried_is_not_unmapped(sim, tag, make_blocks):
-    """A device that cannot be queried does not count as idle: its memory is not unmapped."""
+    """A device that cannot be queried counts as busy, so its memory is not unmapped."""
     name = tag()
     block, other = make_blocks(name, [2 * MIB, 2 * MIB], backup="host")
     with sim.stream() as stream:
@@ -43,7 +43,7 @@ def test_memory_of_a_device_that_cannot_be_queried_is_not_unmapped(sim, tag, mak
         with sim.fault("cuDevicePrimaryCtxGetState", times=0):
             with pytest.raises(memsaver.DriverError):
                 memsaver.pause(name)
-            del each, other  # which frees it
+            del each, other  # which frees the block
         assert sim.counts().queued_operations > 0
         assert memsaver.state(name) == "mapped"
         sim.stream_delay(0)
@@ -54,7 +54,7 @@ def test_memory_of_a_device_that_cannot_be_queried_is_not_unmapped(sim, tag, mak
 
 
 def test_a_resume_that_cannot_find_out_who_may_reach_its_memory_fails(run_python):
-    """Else another device would meet an illegal access, much later."""
+    """A resume fails if peer access is unknown; otherwise, a peer could fault much later."""
     run_python(
         """
         import memsaver

@@ -9,8 +9,7 @@ block. The walk checks:
 - the resume of a tag whose file was not changed succeeds;
 - a failed pause leaves its tag mapped with its bytes, and a failed resume leaves it paused;
 - after a `BackupError` of a resume, the error's advice restores the tag: free its blocks, resume
-it,
-  load its contents again; its next pause saves them, and the next resume restores them.
+  it, load its contents again; its next pause saves them, and the next resume restores them.
 """
 
 from __future__ import annotations

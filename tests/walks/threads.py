@@ -1,13 +1,13 @@
-"""Threads that pause and resume in every way at once, among finalizers, signals, forks and exits.
+"""Pause and resume in every way on several threads, with finalizers, signals, forks and exits.
 
-Eight threads and the main one do random calls on a few tags: transitions that are waited for or
-not, regions, frees, callbacks that begin transitions. Objects in reference cycles do the same when
-the garbage collector finds them, and so do handlers of signals that come at any time to the main
-thread; other handlers raise. Children are forked in the middle of it and exit.
+Eight threads and the main thread make random calls on a few tags: transitions with and without
+waiting, regions, frees, callbacks that begin transitions. Objects in reference cycles make the same
+calls when the garbage collector finalizes them, and so do handlers of signals, which arrive at any
+time on the main thread; other handlers raise. Meanwhile, children are forked and exit.
 
-What must hold: no call waits for ever, every error is an `InvalidStateError` or what a handler
-raised, contents are intact, callbacks were told what is, nothing stays reserved, and the driver's
-figures are memsaver's.
+The walk checks that no call waits for ever, every error is an `InvalidStateError` or was raised by
+a handler, contents are intact, callbacks agree with the tags' states, nothing stays reserved, and
+memsaver's figures equal the driver's.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from memsaver.errors import InvalidStateError
 TAGS = ("a", "b", "c", "d")
 THREADS = 8
 CHILD_SECONDS = 20.0
-MOST_CYCLES = 16  # that wait for the garbage collector
+MOST_CYCLES = 16  # cycles that wait for the garbage collector
 
 
 class Alarm(BaseException):
-    """Raised by a signal's handler, at any place of the main thread."""
+    """Raised by a signal's handler, anywhere in the main thread."""
 
 
 def walk(seed: int, seconds: float) -> dict[str, object]:
-    """Walk for about `seconds` seconds; how often each thing was done."""
+    """Walk for about `seconds` seconds; return how often each event happened."""
     gc.set_threshold(50, 5, 5)
     warnings.simplefilter("ignore")
     return Walk(seed).run(seconds)
@@ -52,8 +52,8 @@ class Walk:
     """One walk of a process.
 
     Attributes:
-        counts: how often each thing was done.
-        wrong: what broke a promise.
+        counts: how often each event happened.
+        wrong: descriptions of broken promises.
         cycles: one item for each `Cycle` that was not finalized.
     """
 
@@ -67,8 +67,8 @@ class Walk:
         self._main = threading.get_ident()
         self._over = False
         self._armed = False  # the alarm's handler raises
-        self._depth = 0  # of handlers
-        self._steps = 0  # of the main thread
+        self._depth = 0  # nested handlers
+        self._steps = 0  # steps of the main thread
         self._signalled = -1  # the step in which the last signal was sent
         self._told = dict.fromkeys(TAGS, "mapped")
         self._blocks: dict[str, list[Block]] = {}
@@ -110,7 +110,7 @@ class Walk:
     def _conclude(self) -> None:
         gc.collect()
         reserved = _C.Reservation(list(TAGS))
-        reserved.take()  # waits for what still goes on
+        reserved.take()  # waits for transitions in progress
         reserved.release()
         told, states = dict(self._told), {tag: str(memsaver.state(tag)) for tag in TAGS}
         memsaver.resume()
@@ -123,7 +123,7 @@ class Walk:
         resident = sum(row.resident_bytes for row in memsaver.stats().tags)
         assert resident == self._sim.tag_bytes(), (resident, self._sim.tag_bytes())
 
-    # --- who does it
+    # --- threads and the main thread
 
     def _alarmed_step(self, rng: random.Random) -> None:
         self._steps += 1
@@ -141,7 +141,8 @@ class Walk:
         while not self._over and not self.wrong:
             try:
                 self._step(rng)
-                # One for each step: more than a handler can keep up with would stop any program.
+                # One signal for each step: more signals than the handlers can process would stop
+                # any program.
                 if rng.random() < 0.1 and self._signalled != self._steps:
                     self._signalled = self._steps
                     signal.pthread_kill(self._main, signal.SIGUSR1)
@@ -179,7 +180,7 @@ class Walk:
             "trim": lambda rng: memsaver.trim(wait=rng.random() < 0.5),
         }
 
-    # --- what is done
+    # --- operations
 
     def _some(self, rng: random.Random) -> list[str]:
         return rng.sample(TAGS, rng.randint(1, 2))
@@ -213,8 +214,8 @@ class Walk:
                 self.wrong.append(f"region depth {_C.region_depth()}, was {depth}")
 
     def _cycle(self, rng: random.Random) -> None:
-        # Python's collector calls all finalizers on one thread. If the other threads made cycles
-        # faster than it, that thread would never come back.
+        # Python's collector calls all finalizers on one thread. If the other threads created
+        # cycles faster than that, its call would never return.
         if len(self.cycles) < MOST_CYCLES:
             Cycle(self, rng.random())
 
@@ -234,8 +235,8 @@ class Walk:
             if memsaver.state(tag) != "mapped":
                 return
             why = self._damage(tag)
-            # A finalizer or a handler on this thread may have paused the tag meanwhile: in this
-            # order, a pause in progress shows as a state, and one that is over in the count.
+            # A finalizer or a handler on this thread may have paused the tag meanwhile. Checked in
+            # this order, the state shows a pause in progress, and the count a finished one.
             if memsaver.state(tag) != "mapped" or self._pauses(tag) != before:
                 return
             self.counts["contents compared"] += 1
@@ -243,11 +244,11 @@ class Walk:
                 self.wrong.append(why)
 
     def _damage(self, tag: str) -> str | None:
-        """What is wrong with the tag's contents, or None."""
+        """Describe wrong contents of the tag; None if they are intact."""
         for block in self._blocks[tag]:
             try:
                 found, expected = block.bytes(), block.expected()
-            except AssertionError as error:  # there is no memory
+            except AssertionError as error:  # the memory is not mapped
                 return f"contents of {tag} are lost: {error}"
             if found != expected:
                 return f"contents of {tag} are lost: {found[:16].hex()}, not {expected[:16].hex()}"
@@ -257,7 +258,7 @@ class Walk:
         return sum(row.pauses for row in memsaver.stats().tags if row.tag == tag)
 
     def _fork(self, rng: random.Random) -> None:
-        """A child that uses memsaver, which is inert there, and exits, in the one or other way."""
+        """Fork a child that uses the inert memsaver and exits, with or without finalizers."""
         hard = rng.random() < 0.5
         child = os.fork()
         if child == 0:
@@ -290,11 +291,11 @@ class Walk:
                 except InvalidStateError:
                     status = 7
             if not hard:
-                gc.collect()  # finalizers, of the parent's cycles too
+                gc.collect()  # runs finalizers, including those of the parent's cycles
         finally:
             os._exit(status)
 
-    # --- what comes in between
+    # --- interruptions
 
     def _alarm(self, number: int, frame: FrameType | None) -> None:
         if self._armed:
@@ -302,7 +303,7 @@ class Walk:
             raise Alarm
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """A signal's handler that calls memsaver."""
+        """Handle a signal by calling memsaver."""
         if self._depth > 2 or self._over:
             return
         self._depth += 1
@@ -313,7 +314,7 @@ class Walk:
             self._depth -= 1
 
     def from_outside(self, rng: random.Random) -> None:
-        """What handlers and finalizers do, on any thread, in the middle of anything."""
+        """Make a random call as a handler or a finalizer, on any thread, during any other call."""
         tags = self._some(rng)
         calls: list[Callable[[], object]] = [
             lambda: memsaver.pause(*tags),
@@ -349,9 +350,9 @@ class Walk:
 
 
 class Cycle:
-    """An object that only the garbage collector frees, and that calls memsaver then."""
+    """An object that only the garbage collector frees, and whose finalizer calls memsaver."""
 
-    _owner: Walk | None = None  # until it is made, which a signal can prevent
+    _owner: Walk | None = None  # set by __init__, which a signal can interrupt
 
     def __init__(self, owner: Walk, seed: float) -> None:
         self._itself = self

@@ -59,7 +59,7 @@ class BackupStore {
   };
   // Prepares chunks for `ranges` (sorted, disjoint, inside `spans`; each range stays in one chunk)
   // and returns them in address order. Drops chunks of other ranges, and claims missing ones.
-  // Throws kOutOfHostMemory before touching any memory. The backup of other ranges may be gone, so
+  // Throws kOutOfHostMemory before touching any memory. The backup of other ranges may be lost, so
   // call this only when no earlier backup is needed.
   std::vector<Room> prepare(const std::vector<VaReservation>& spans,
                             const std::vector<Range>& ranges);

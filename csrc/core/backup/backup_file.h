@@ -40,8 +40,8 @@ class BackupFile {
   // only checks that enough space is free now.
   void reserve(uint64_t offset, uint64_t bytes);
 
-  // Frees the disk space of a range; its bytes then read as zero. Returns false if the file system
-  // cannot punch holes; the space is then freed with the file.
+  // Frees the disk space of a range; its bytes read as zero afterwards. Returns false if the file
+  // system cannot punch holes; the space is then freed with the file.
   bool punch(uint64_t offset, uint64_t bytes);
 
   // Frees the disk space of the whole file. No other call may be in progress.

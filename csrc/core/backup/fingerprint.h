@@ -22,9 +22,9 @@ namespace memsaver {
 class Fingerprinter {
  public:
   // Returns false if the kernel cannot be loaded, permanently (no image matches the GPU or driver)
-  // or for now (for example, out of memory); the caller then works without fingerprints. The first
-  // failure on a device adds a warning. The kernel is loaded once per device. Any thread, in a
-  // DeviceScope or not.
+  // or temporarily (for example, out of memory); the caller then works without fingerprints. The
+  // first failure on a device adds a warning. The kernel is loaded once per device. Any thread, in
+  // a DeviceScope or not.
   static bool available(Device& device) noexcept;
 
   // Throws the reason if the kernel cannot be loaded: kDriverFailed, kOutOfDeviceMemory.

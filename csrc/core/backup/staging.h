@@ -42,10 +42,10 @@ class StagingBuffer {
 
 // Runs job(i, buffer) for i in [0, count) on threads, inside a DeviceScope of the device, each with
 // a buffer of `bytes` (whole pages) that no other job uses at the same time. Returns when all are
-// done. If there is no host memory for all buffers, fewer threads do the work. Throws the first
-// failing job's exception (later jobs are not started), and kOutOfHostMemory if there is no memory
-// for one buffer. A `reserve` of `bytes` or more is used as one of the buffers, so that at least
-// one exists; when the function returns or throws, no work is queued on it.
+// done. If there is not enough host memory for all buffers, fewer threads are used. Throws the
+// first failing job's exception (later jobs are not started), and kOutOfHostMemory if there is no
+// memory for one buffer. A `reserve` of `bytes` or more is used as one of the buffers, so that at
+// least one exists; when the function returns or throws, no work is queued on it.
 void stage(Device& device, size_t count, uint64_t bytes,
            const std::function<void(size_t, StagingBuffer&)>& job,
            StagingBuffer* reserve = nullptr);

@@ -79,19 +79,19 @@ struct DriverTable {
 // thread. Throws kNotLoaded at every call until there is a usable driver.
 const DriverTable& driver();
 
-// Returns the table if it is open, else null. Any thread.
+// Returns the table if it is open, otherwise null. Any thread.
 const DriverTable* open_driver_table() noexcept;
 
-// Throws the error of a failed driver call: kOutOfDeviceMemory for CUDA_ERROR_OUT_OF_MEMORY, else
-// kDriverFailed. Does nothing for CUDA_SUCCESS. `call` must have static storage.
+// Throws the error of a failed driver call: kOutOfDeviceMemory for CUDA_ERROR_OUT_OF_MEMORY,
+// otherwise kDriverFailed. Does nothing for CUDA_SUCCESS. `call` must have static storage.
 void check(CUresult result, const char* call);
 
 // Returns a description, such as "cuMemMap failed with CUDA_ERROR_INVALID_VALUE (1): invalid
 // argument". Never throws.
 std::string describe(CUresult result, const char* call) noexcept;
 
-// Returns whether the driver is shutting down because the process exits; then nothing needs
-// undoing.
+// Returns whether the driver is shutting down because the process exits; in that case nothing
+// needs undoing.
 bool is_shutdown(CUresult result) noexcept;
 
 // CU_CHECK(cuMemMap, address, bytes, 0, handle, 0) makes the call and throws if it failed.

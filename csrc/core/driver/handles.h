@@ -92,7 +92,7 @@ class Mapping {
   PhysicalMemory memory_;  // and the range
 };
 
-// A stream of memsaver's on a device: non-blocking, in order. Queued work completes even if the
+// A memsaver stream on a device: non-blocking, in order. Queued work completes even if the
 // owner is destroyed.
 class Stream {
  public:

@@ -36,7 +36,7 @@ constexpr uint64_t kBlockBytes = 512;
 constexpr uint64_t kSlotBytes = 32ull << 30;
 
 // The largest size of one piece of physical memory. On an H200, 64 GiB in pieces of 2 GiB are
-// unmapped and mapped in 1.2 and 2.4 ms, in pieces of 1 GiB in 1.8 and 3.4 ms; from 4 GiB on,
+// unmapped and mapped in 1.2 and 2.4 ms, in pieces of 1 GiB in 1.8 and 3.4 ms; with 4 GiB or more,
 // releasing takes longer. A piece of 3 GiB fits two layers of an 8B model's KV cache (1.22 GiB
 // each), and a piece of 2 GiB only one: with 3 GiB, SGLang's cache of such layers was released in
 // 31 ms.

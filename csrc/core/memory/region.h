@@ -39,10 +39,10 @@ extern std::atomic<int> open_anywhere;
 Tag* find_current_tag() noexcept;
 }  // namespace regions
 
-// Returns the tag of this thread's next allocation: its innermost region's tag; else the process's
-// tag, if it is mapped; else null. Takes no lock, never throws, and costs a load if no thread is in
-// a region, because hooks call it for every allocation. An invalid environment means no process
-// tag, and one warning.
+// Returns the tag of this thread's next allocation: its innermost region's tag; otherwise the
+// process's tag, if it is mapped; otherwise null. Takes no lock, never throws, and costs a load if
+// no thread is in a region, because hooks call it for every allocation. An invalid environment
+// means no process tag, and one warning.
 inline Tag* current_tag() noexcept {
   return regions::open_anywhere.load(std::memory_order_relaxed) == 0 ? nullptr
                                                                      : regions::find_current_tag();

@@ -15,7 +15,7 @@
 namespace memsaver {
 namespace {
 
-// While it exists, this thread formats numbers with a decimal point, whatever the locale.
+// While it exists, this thread formats numbers with a decimal point in every locale.
 class PlainNumbers {
  public:
   PlainNumbers() : plain_(newlocale(LC_ALL_MASK, "C", nullptr)) {

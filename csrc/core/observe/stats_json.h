@@ -13,7 +13,7 @@ constexpr int kStatsFormat = 1;
 // `version` and `simulated`), `host_bytes` and `host_available_bytes`, `devices` (objects of
 // `device`, `bus_id` and `total_bytes`, for devices on which tags have memory), `tags` (an object
 // for each tag and device: the fields of Usage, with the names of `state` and `backup`, and a
-// `caller` that may be null). Bytes that are not UTF-8 are copied unchanged in names.
+// `caller` that may be null). Invalid UTF-8 in names is copied unchanged.
 //
 // Opens no driver and makes no driver call. Reads system files. Takes the registry's lock twice,
 // briefly. Any thread.

@@ -20,7 +20,7 @@ inline bool forked() noexcept { return lifecycle::inert_child.load(std::memory_o
 // Throws kInvalidState in such a child.
 void require_not_forked();
 
-// Makes the library inert in children forked from now on. Called when the driver is opened.
+// Makes the library inert in children that are forked later. Called when the driver is opened.
 void driver_is_open() noexcept;
 
 }  // namespace memsaver

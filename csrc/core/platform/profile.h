@@ -12,8 +12,8 @@
 namespace memsaver {
 
 // A range on the calling thread, in the NVTX domain "memsaver", for the lifetime of the object. The
-// message has the action, the tags and the size ("pause 'weights' 15.00 GiB (16106127360 bytes)");
-// the payload is the bytes alone.
+// message contains the action, the tags and the size ("pause 'weights' 15.00 GiB (16106127360
+// bytes)"); the payload is only the number of bytes.
 //
 // Any thread, but each range is created and destroyed by one thread, innermost first. Must not
 // exist under the registry's lock, because a profiler's library runs inside, nor before the driver

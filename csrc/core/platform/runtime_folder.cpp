@@ -10,7 +10,7 @@
 namespace memsaver {
 namespace {
 
-// Returns $XDG_RUNTIME_DIR if it is this user's folder, else "".
+// Returns $XDG_RUNTIME_DIR if it is this user's folder, otherwise "".
 std::string runtime_dir() {
   const char* const directory = secure_getenv("XDG_RUNTIME_DIR");
   struct stat facts;

@@ -1,6 +1,6 @@
 // runtime_folder: the folder for the sockets of one user's processes.
 //
-// The path is $XDG_RUNTIME_DIR/memsaver if that variable names a folder of this user, else
+// The path is $XDG_RUNTIME_DIR/memsaver if that variable names a folder of this user, otherwise
 // /tmp/memsaver-UID. The folder is used only if it belongs to the user and no other user has
 // access, because another user may have created it, or a link, in /tmp.
 #pragma once
@@ -12,8 +12,9 @@ namespace memsaver {
 // Owns a descriptor, which is closed on exec. Not copyable. Any number of objects may exist.
 class RuntimeFolder {
  public:
-  // Opens the first candidate that belongs to the user alone, and creates it if it is missing.
-  // is_open() is false if there is none, or not enough descriptors or host memory.
+  // Opens the first candidate folder that only the user can access, creating it if it is missing.
+  // is_open() is false if no candidate is usable, or if there are not enough descriptors or host
+  // memory.
   RuntimeFolder() noexcept;
   ~RuntimeFolder();
   RuntimeFolder(const RuntimeFolder&) = delete;

@@ -7,7 +7,7 @@
 
 namespace memsaver {
 
-// Returns "1.50 GiB (1610612736 bytes)"; below one KiB only the bytes.
+// Formats a size, such as "1.50 GiB (1610612736 bytes)"; below 1 KiB, only the number of bytes.
 std::string format_bytes(uint64_t bytes);
 
 // Returns "'a', 'b'"; "none" if empty; at most twenty names, then the number of the rest.

@@ -19,9 +19,9 @@ struct TransitionLabel {
 };
 
 // Sets tags to kSaving or kRestoring while it exists; afterwards to kPaused or kMapped if commit()
-// was called, else to their former state. Records the transition with the tags and on the
-// timeline. The caller owns the tags' Hold, and locks the registry only for the functions that say
-// so.
+// was called, otherwise to their former state. Records the transition with the tags and on the
+// timeline. The caller owns the tags' Hold, and locks the registry only for the functions that
+// require it.
 class StateChange {
  public:
   // Under the registry's lock.

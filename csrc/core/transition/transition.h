@@ -2,7 +2,7 @@
 // of their devices.
 //
 // Every transition has three parts. It begins under the registry's lock: the leaving and arriving
-// pools are planned (transition_plan.h), and from then on it owns the tags. It runs without the
+// pools are planned (transition_plan.h), and after that it owns the tags. It runs without the
 // lock, on any thread. It commits under the lock. In a pause no tag arrives, and in a resume none
 // leaves.
 //
@@ -48,20 +48,20 @@ class Transition {
   // Errors: kOutOfDeviceMemory, kOutOfHostMemory, kBackupFailed, kDriverFailed.
   // After an error every tag of `out` is mapped with its contents, and every tag of `into` is
   // paused with its backup and uses no memory. There are two exceptions:
-  //   - The contents of tags of `out` without a backup may be gone if `into` has tags: other
+  //   - The contents of tags of `out` without a backup may be lost if `into` has tags: other
   //     contents overwrote them.
   //   - If the driver also refuses to undo, the tags of `out` are paused. Their contents are in
   //     their backups, in retained unmapped pages or in pages that are still mapped, and a resume
   //     restores all of them.
   std::vector<Change> run();
 
-  // Describes the caller, for errors on access to paused memory. Call before run(), on one thread.
-  // Throws kInvalidState after run().
+  // Sets the description of the caller that errors report after an access to paused memory. Call
+  // before run(), on one thread. Throws kInvalidState after run().
   void set_caller(const std::string& caller);
 
-  // Hands the transition over from the calling thread, which began it, to another one. From now on
-  // the calling thread's calls wait for it, like those of any other thread. Throws kInvalidState
-  // after run().
+  // Hands the transition over from the calling thread, which began it, to another one.
+  // Afterwards the calling thread's calls wait for it, like those of any other thread. Throws
+  // kInvalidState after run().
   void hand_over();
 
   // The number of rows that run() returns.
@@ -70,10 +70,10 @@ class Transition {
   // The progress of the copies. Any thread.
   const Progress& progress() const { return progress_; }
 
-  // Orders work that is submitted to the stream from now on after the transition. Returns when
-  // all copies of a resume are queued on the devices, or when the transition has ended. Any thread.
-  // Throws kInvalidState if the transition failed, or if the wait would deadlock, because this
-  // thread must run the transition or the running thread waits for this one.
+  // Makes work that is submitted to the stream after this call wait for the transition. Returns
+  // when all copies of a resume are queued on the devices, or when the transition has ended. Any
+  // thread. Throws kInvalidState if the transition failed, or if the wait would deadlock, because
+  // this thread must run the transition or the running thread waits for this one.
   void wait_stream(CUstream stream);
 
  private:

@@ -22,8 +22,8 @@ class TransitionCompletion {
   bool withdraw() noexcept;
   void end(bool succeeded) noexcept;
 
-  // Waits until the copies are queued, or the transition has ended; then orders work that is
-  // submitted to the stream from now on after the copies. `tags` are the transition's.
+  // Waits until the copies are queued, or the transition has ended; then makes work that is
+  // submitted to the stream after this call wait for the copies. `tags` are the transition's.
   // Throws kInvalidState if the transition failed, or if the wait would deadlock.
   void wait_stream(const std::vector<Tag*>& tags, CUstream stream);
 

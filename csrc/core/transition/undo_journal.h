@@ -39,7 +39,8 @@ class UndoJournal {
   // address, or to unmap a transferred page. A page of an Arriving that the driver does not unmap
   // stays mapped.
   bool undo() noexcept;
-  // Returns the ranges of one pool's transferred pages. Call after undo(), which moved them back.
+  // Returns the ranges of one pool's transferred pages. Call only after undo() has moved the pages
+  // back.
   std::vector<Range> transferred_from(const Leaving& from) const;
   // After undo() returned false on any device: the pools of `out` keep their contents but stay
   // unmapped. Releases the pages that were transferred, which other contents may have overwritten,

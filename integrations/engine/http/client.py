@@ -1,7 +1,7 @@
 """An HTTP client of one server, based on httpx, with bounds on time and size.
 
 The client follows no redirects and uses no proxies, and its messages contain no secrets. Importing
-this module does not need httpx; making an `HttpClient` does.
+this module does not need httpx; creating an `HttpClient` does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AGENT = "memsaver"
 
 
 class HttpClient:
-    """A client of one server. Any thread may call it; each call makes its own connection.
+    """A client of one server. Any thread may call it; each call opens its own connection.
 
     The client follows no redirect and uses no proxy, so only the server receives the key. No
     message contains the key, even if the server repeats it.

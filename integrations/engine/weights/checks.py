@@ -86,7 +86,7 @@ class RankCheck:
         damaged: tensors that arrived with different contents; the bucket was not loaded.
         differing: tensors for which the model has different contents.
         unused: tensors from which nothing was written to the model's memory: the model does not
-            know the name, or has no part of the tensor on this rank.
+            use the name, or no part of the tensor is on this rank.
         unverified: the reason why the model's contents could not be compared, or "".
         failure: the failure of the load, or None. Some of the bucket may have been loaded.
     """

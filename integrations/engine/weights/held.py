@@ -22,7 +22,7 @@ from .writes import Load, Named, Operation, Source, Storage, Writes, storage_of
 __all__ = ["Load", "Named", "differing", "watched"]
 
 _PIECE_BYTES = 64 << 20
-_SOME = "?"  # stands for any tensor, if the source of a write is unknown
+_SOME = "?"  # represents any tensor, if the source of a write is unknown
 
 
 def watched(model: Any, named: Named, load: Load) -> tuple[Any, tuple[str, ...]]:
@@ -36,7 +36,7 @@ def watched(model: Any, named: Named, load: Load) -> tuple[Any, tuple[str, ...]]
         load: the model's loader. Its exceptions propagate.
 
     Returns:
-        The loader's result, and the tensors' names. No names if a loader reads all tensors before
+        The loader's result, and the tensors' names; no names if a loader reads all tensors before
         it writes the first one, and copies them in between, which hides the source of a write.
     """
     source = Source(named)

@@ -61,7 +61,7 @@ class LoadCheck:
         self.failure = self.failure or failure
 
     def found(self) -> RankCheck:
-        """Return the result."""
+        """Return the result of the checks."""
         return RankCheck(
             self._rank,
             socket.gethostname(),

@@ -51,7 +51,7 @@ class Operation:
 
     @property
     def is_copy(self) -> bool:
-        """Whether it is a plain copy from one tensor to another."""
+        """Whether the operation is a plain copy from one tensor to another."""
         return bool(self.function._schema.name == "aten::copy_")
 
     def tensors(self) -> Iterator[Any]:

@@ -9,7 +9,7 @@
 - **Verified.** The engine's ranks compare the tensors that arrive with those sent, and the model's
   contents after the load with these tensors, in the model's own layout; on the GPUs, bit for bit.
 - **All or none.** A failure on a rank raises the same error on all ranks, and every wait is
-  bounded. The trainer's weights are only read. After a failed update an engine has old and new
+  bounded. The trainer's weights are only read. After a failed update an engine has both old and new
   weights; repeating the call updates all of them.
 
 Importing this imports neither torch nor an engine.

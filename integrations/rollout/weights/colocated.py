@@ -92,7 +92,7 @@ class BucketMemory:
             torch.cuda.synchronize(self._device)
 
     def payload(self, views: list[tuple[str, int, Any]], layout: Layout) -> str:
-        """Return text from which the engine's rank on this device opens the tensors.
+        """Return the tensors' serialised handles, as text, for the engine's rank on this device.
 
         Args:
             views: see `write`.

@@ -34,9 +34,9 @@ _BACKENDS = ("nccl", "gloo")
 class WeightGroup:
     """A process group through which an engine on other GPUs receives weights. See `update`.
 
-    Making one and calling its methods are collectives of the trainer's ranks in the engine's mesh.
+    The constructor and `leave` are collective calls of the trainer's ranks in the engine's mesh.
     The group itself contains only the leader and the engine's ranks. After a failed broadcast the
-    group is unusable: leave it, and make a new one.
+    group is unusable: leave it, and create a new one.
 
         with WeightGroup(engine, address="10.0.0.7") as group:
             engine.update_weights(model, group=group, pause="retract")

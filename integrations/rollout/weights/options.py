@@ -33,7 +33,7 @@ class Options:
     timeout: float
 
     def check(self, engine: RolloutEngine) -> None:
-        """Raise `ConfigError` or `InvalidStateError` if the engine does not support them."""
+        """Raise `ConfigError` or `InvalidStateError` if the engine does not support the options."""
         check_policy(self.verify)
         if self.version is not None and not isinstance(self.version, str):
             raise ConfigError(f"version must be text or None, not {self.version!r}")

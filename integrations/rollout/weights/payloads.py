@@ -1,4 +1,7 @@
-"""Tensors as text from which another process opens their memory: CUDA IPC or shared memory."""
+"""Serialises tensors as text from which another process opens their memory.
+
+The memory is shared through CUDA IPC or as shared host memory.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def flattened(memory: Any, views: Sequence[tuple[str, int, Any]]) -> str:
 
 
 def listed(views: Sequence[tuple[str, int, Any]]) -> str:
-    """Return the text for named tensors, each opened by itself. See `flattened`."""
+    """Serialise named tensors, each of which is opened separately. See `flattened`."""
     return _serialised([(name, view) for name, _, view in views])
 
 

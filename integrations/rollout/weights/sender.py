@@ -24,7 +24,7 @@ from memsaver.errors import ConfigError
 __all__ = ["END_SECONDS", "Aside", "Sender"]
 
 END_SECONDS = 10.0  # the longest wait for this side of an answered or abandoned call to end
-# Above this timeout NCCL's watchdog ends the process, so `WeightGroup.broadcast` has the bound.
+# NCCL's watchdog ends the process after this timeout, so `WeightGroup.broadcast` sets the limit.
 _NEVER = timedelta(days=365)
 
 
@@ -37,7 +37,7 @@ class Sender:
     Threads: one at a time, except that `close` may be called while another thread is in `connect`.
 
     Args:
-        name: the group's name, which no other group of the engine has had.
+        name: the group's name, which no other group of the engine has used.
         backend: "nccl" or "gloo".
         size: the number of the group's ranks, including this one.
         timeout: seconds to wait for the other ranks.
@@ -94,7 +94,7 @@ class Sender:
     def connect(self) -> None:
         """Create the group. With gloo, wait until all ranks have joined."""
         self._group = self._make(self._client)
-        if self._closed:  # the join was given up
+        if self._closed:  # the join was abandoned
             self._shut_down()
 
     def _make(self, store: Any) -> Any:
@@ -172,7 +172,7 @@ class Sender:
         self._store = self._client = None
 
     def _shut_down(self) -> None:
-        """Shut the group down and drop its last reference, which may both wait. Runs once.
+        """Shut the group down and drop its last reference, both of which may wait. Runs once.
 
         Takes no lock: a finalizer or a signal handler may close the sender during its `close`.
         """
@@ -198,7 +198,7 @@ def _gloo_device(address: str) -> Any:
 
     gloo connects only addresses of one family, and the engine's ranks use the family of their
     host's name. If this host's name has another family than `address`, the device listens at that
-    family's loopback address if `address` is one, else at the address that torch chooses.
+    family's loopback address if `address` is one, otherwise at the address that torch chooses.
     """
     from torch.distributed import ProcessGroupGloo
 

@@ -25,7 +25,7 @@ class Spec:
         shape: its whole shape, or the shard's if the engine receives shards.
         nbytes: its size in bytes, without gaps between elements.
         same: the name of an earlier tensor with the same memory, or "". None if this rank has no
-            element of the tensor, so that only other ranks know.
+            element of the tensor, so that only other ranks can compare it.
     """
 
     name: str

@@ -71,7 +71,7 @@ def update(
             eight tensors, different ones at each update. "off": none. Verified contents must be
             the same on all ranks that send whole tensors, and for all engines. With memsaver's
             plugin in the engine, a tensor from which the model loads nothing is always an error;
-            without the plugin nothing can be verified, and the report says so.
+            without the plugin nothing can be verified, as `WeightUpdate.unverified` reports.
         group: the group of an engine on other GPUs.
         pause: the mode in which generation is paused during the update (see
             `Backend.pause_generation`). Needed if requests may be in flight. If the update fails,
@@ -87,7 +87,7 @@ def update(
         ConfigError: the ranks send different tensors, or an argument is invalid.
         InvalidStateError: the engine's weights are released, or a tag with memory of `state` is
             paused.
-        OutOfDeviceMemoryError: no room for the bucket; nothing was sent.
+        OutOfDeviceMemoryError: there is no room for the bucket; nothing was sent.
         EngineError, RankError, GroupError: the engine or a rank failed.
 
     Every error is raised on all ranks, and `state` is unchanged.
@@ -244,7 +244,8 @@ class _Update:
             backend.end_update(limit)
 
         try:
-            # A failed begin may still have begun the update: too late, or on other engines.
+            # A begin that failed may still have taken effect: after its timeout, or on other
+            # engines.
             self._meetings.on_leader(f"{_WHAT}: its beginning", begin, timeout)
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""Backups: the choice from a region's options, and their release after a resume."""
+"""Chooses backups from the options of regions, and releases them after a resume."""
 
 from __future__ import annotations
 

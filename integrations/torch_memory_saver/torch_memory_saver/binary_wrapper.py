@@ -1,6 +1,6 @@
 """The internal interface that frameworks use: the state of the calling thread.
 
-They exclude allocations of a library that creates its own buffers from the region:
+Frameworks use it to exclude the allocations of a library that creates its own buffers:
 `torch_memory_saver._impl._binary_wrapper.cdll.tms_set_interesting_region(False)`.
 """
 
@@ -27,7 +27,7 @@ class ThreadState:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Switch a region that the block switches off on again at the block's end."""
+        """At the end of the block, switch a region on again that the block has switched off."""
         around, self._local.off = self._local.off, None
         try:
             yield
@@ -63,7 +63,7 @@ class ThreadState:
         return self._region()[1] is Backup.DISK
 
     def tms_get_cpu_backup_backend(self) -> bytes:
-        """Return the kind of host memory of the allocations' backup, or else the default kind."""
+        """Return the kind of host memory of the allocations' backup, or the default kind."""
         named = {backup: kind for kind, backup in BACKENDS.items()}
         return named.get(self._region()[1], self._backend).encode()
 

@@ -56,7 +56,7 @@ class TorchMemorySaver:
         Raises:
             ConfigError: the options contradict each other, or the tag is empty.
             InvalidStateError: the tag is paused.
-            NotLoadedError: no GPU, or no torch that can use it.
+            NotLoadedError: there is no GPU, or no torch that can use it.
         """
         impl = self._ensure_initialized()
         backup = impl.backup_for(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
@@ -76,7 +76,7 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Capture a graph like `torch.cuda.graph`, with its memory in `tag`. In either mode.
+        """Capture a graph like `torch.cuda.graph`, with its memory in `tag`. Works in either mode.
 
         Args:
             cuda_graph: a `torch.cuda.CUDAGraph` to capture into.

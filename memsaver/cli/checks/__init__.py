@@ -48,7 +48,7 @@ def check_all() -> dict[str, list[Finding]]:
 
 
 def worst(findings: dict[str, list[Finding]]) -> Level:
-    """Return the worst level of all findings; what is absent does not count."""
+    """Return the worst level of all findings; absent optional parts do not count."""
     order = list(Level)
     levels = [finding.level for rows in findings.values() for finding in rows]
     levels = [level for level in levels if level is not Level.ABSENT]

@@ -46,7 +46,7 @@ def good(name: str, text: str, advice: str = "", /, **data: Any) -> Finding:
 
 
 def absent(name: str, text: str, advice: str = "", /, **data: Any) -> Finding:
-    """Return a finding that something optional is missing; the advice says what it is for."""
+    """Return a finding that something optional is missing; the advice states its purpose."""
     return Finding(name, Level.ABSENT, text, advice, data)
 
 

@@ -16,7 +16,7 @@ from memsaver.integrations.sglang import settings, versions  # type: ignore[impo
 __all__ = ["check_engines", "check_torch"]
 
 OLDEST_TORCH = (2, 6)
-POOLS_BY_THREAD = (2, 8)  # from then on a torch pool applies to its own thread's allocations only
+POOLS_BY_THREAD = (2, 8)  # since this version a torch pool applies only to its own thread
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*True\b", re.IGNORECASE)

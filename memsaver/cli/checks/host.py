@@ -1,4 +1,4 @@
-"""The host: memory for backups, and what limits the rate of the first backup."""
+"""The host: memory for backups, and the limits on the rate of the first backup."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _is_on(value: str | None) -> bool:
 
 
 def _configured() -> dict[str, tuple[str, str]]:
-    """Return each variable's value and its source: the environment, else a file."""
+    """Return each variable's value and its source: the environment, otherwise a file."""
     own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
     values: dict[str, tuple[str, str]] = {}
     for file in ("/etc/nccl.conf", own):

@@ -24,7 +24,7 @@ _SEPARATORS = re.compile(r"[:\s]+")
 
 
 def check_preloading() -> list[Finding]:
-    """Check LD_PRELOAD, /etc/ld.so.preload in the linker's order, and the process's own tag."""
+    """Check LD_PRELOAD and /etc/ld.so.preload, in the linker's order, and MEMSAVER_TAG."""
     system = read_system_file("/etc/ld.so.preload") or ""
     named = [entry for entry in _SEPARATORS.split(os.environ.get("LD_PRELOAD", "")) if entry]
     named += [entry for entry in _SEPARATORS.split(system) if entry]

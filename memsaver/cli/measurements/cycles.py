@@ -18,7 +18,7 @@ BLOCKS = 16  # allocations in the tag, of equal size
 GRAIN = BLOCKS * (2 << 20)  # the tag's bytes are a multiple of this
 
 _SAMPLE = 4096  # bytes that are compared at both ends of every block
-_GIVEN_BACK = 0.98  # least released part of the bytes, by the driver's free memory
+_GIVEN_BACK = 0.98  # least released part of the bytes, from the driver's free memory
 _LIMITS = {  # the text of a limit, and the figures that add up to it
     "unmap, release": (UNMAP, RELEASE),
     "create, map": (CREATE, MAP),
@@ -160,7 +160,7 @@ def measure_backed_up(tag: CycledTag, limits: Limits, rounds: int) -> list[Figur
 def _figures(
     group: str, rows: list[tuple[str, str, list[float], str]], nbytes: int, limits: Limits
 ) -> list[Figure]:
-    """Make a figure of each row: its name, its title, its seconds, and the text of its limit."""
+    """Return a figure for each row: its name, its title, its seconds, and the text of its limit."""
     figures = []
     for name, title, seconds, limit in rows:
         least = limits.seconds(nbytes, *_LIMITS[limit])

@@ -24,7 +24,7 @@ from memsaver.errors import ConfigError, OutOfDeviceMemoryError
 __all__ = ["Measured", "measure_machine"]
 
 MOST = 16 << 30  # default bytes: the weights of a model of 8 billion parameters
-SIMULATED = 256 << 20  # the same on the simulated driver, which copies by the CPU
+SIMULATED = 256 << 20  # the same on the simulated driver, which copies with the CPU
 REST = 0.5  # seconds for the driver to clear released memory
 
 _FREE_PART = 0.8  # largest default part of the device's free memory

@@ -1,11 +1,11 @@
 """Tests a CUDA driver for undocumented behaviour. Prints `question: answer` lines.
 
     python -m questions                  the real driver, libcuda.so.1
-    python -m questions sim              the simulated one
-    python -m questions /path/to/lib.so  another
+    python -m questions sim              the simulated driver
+    python -m questions /path/to/lib.so  another driver
 
-Run it in tests/conformance. It never fails. What could break a context or the process is asked in a
-process of its own.
+Run it in tests/conformance. It never fails. Questions that could break a context or the process run
+in separate processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from questions.effects import (
 def answer(question, ask):
     try:
         text = ask()
-    except BaseException as error:  # an answer too
+    except BaseException as error:  # errors are answers too
         text = f"could not be asked: {type(error).__name__} {error}"
     print(f"{question}: {text}", flush=True)
 
@@ -69,7 +69,7 @@ def main() -> None:
         return
     print(f"driver: {path}, version {drv.get('cuDriverGetVersion', c_int)}")
     ask_here(drv)
-    with ThreadPoolExecutor(4) as pool:  # most of the time is a process finding its GPU
+    with ThreadPoolExecutor(4) as pool:  # each process mostly waits for GPU initialisation
         found = {
             name: pool.submit(in_child, path, ask, 12)
             for name, ask in ALONE.items()

@@ -1,6 +1,6 @@
-"""Access to mapped memory, and uses of memory without it.
+"""Questions about access to mapped memory, and uses of memory without access.
 
-Each is asked in a process of its own, and runs from its source alone with driver_api imported.
+Each runs in a separate process, from its source alone, with driver_api imported.
 """
 
 from __future__ import annotations

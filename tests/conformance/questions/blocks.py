@@ -1,6 +1,6 @@
-"""Plain blocks (cuMemAlloc), and attributes of pointers.
+"""Questions about plain blocks (cuMemAlloc) and pointer attributes.
 
-Each is asked in a process of its own, and runs from its source alone with driver_api imported.
+Each runs in a separate process, from its source alone, with driver_api imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Single calls of a driver, each with what it needs made before and cleared up afterwards.
+"""Individual driver calls, each with its own setup and cleanup.
 
-A preparation makes what its call needs, yields the call, and clears up afterwards. The call may be
-made a second time when it was refused.
+Each function is a generator: it sets up its call, yields the call, and cleans up afterwards. The
+call may be repeated after it failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def created(drv, name, kind, release, *arguments):
 
 def free_small(drv):
     block = drv.get("cuMemAlloc", ctypes.c_uint64, 512)
-    neighbour = drv.get("cuMemAlloc", ctypes.c_uint64, 512)  # so that the driver's slab stays
+    neighbour = drv.get("cuMemAlloc", ctypes.c_uint64, 512)  # keeps the driver's slab allocated
     yield lambda: drv.cuMemFree(block)
     drv.cuMemFree(neighbour)
 
@@ -187,7 +187,7 @@ def module_unload(drv):
 def kernel_launch(drv):
     module, pinned, stream = drv.module(), drv.pinned(PAGE), drv.stream()
     kernel = drv.kernel(module)
-    ctypes.memset(pinned, 0, PAGE)  # pieces of no bytes
+    ctypes.memset(pinned, 0, PAGE)  # pieces with 0 bytes
     yield lambda: drv.launch(kernel, pinned, pinned + 4096, 4, stream)
     drv.check("cuStreamSynchronize", stream)
     drv.cuStreamDestroy(stream)

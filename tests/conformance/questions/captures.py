@@ -1,6 +1,6 @@
-"""Captures.
+"""Questions about captures.
 
-Each is asked in a process of its own, and runs from its source alone with driver_api imported.
+Each runs in a separate process, from its source alone, with driver_api imported.
 """
 
 from __future__ import annotations

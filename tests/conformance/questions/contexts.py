@@ -1,6 +1,6 @@
-"""Calls without a context, and contexts that end.
+"""Questions about calls without a context, and contexts that are destroyed.
 
-Each is asked in a process of its own, and runs from its source alone with driver_api imported.
+Each runs in a separate process, from its source alone, with driver_api imported.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def name_of(drv, code):
 
 
 def make_busy(drv, stream, address):
-    """A host function of BUSY_SECONDS without Python in it, and a set after it."""
+    """Queue a host function that takes BUSY_SECONDS and does not run Python, and a set after it."""
     sleep = ctypes.cast(ctypes.CDLL(None).usleep, HostFunction)
     drv.check("cuLaunchHostFunc", stream, sleep, c_void_p(int(BUSY_SECONDS * 1e6)))
     drv.check("cuMemsetD8Async", address, 1, PAGE, stream)

@@ -1,6 +1,6 @@
-"""Streams and events, and calls from inside a stream's work.
+"""Questions about streams, events, and driver calls in a stream's host function.
 
-Each is asked in a process of its own, and runs from its source alone with driver_api imported.
+Each runs in a separate process, from its source alone, with driver_api imported.
 """
 
 from __future__ import annotations

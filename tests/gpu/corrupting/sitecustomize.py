@@ -1,8 +1,8 @@
-"""Changes a model's parameters after a load; on the path of an engine's processes.
+"""Corrupt a model's parameter after each load; PYTHONPATH of the engine's processes includes this.
 
-While the file that MEMSAVER_TEST_CORRUPTS names exists, each load is followed by a change of the
-parameter that the file names: of its last element, or, if a number follows, of one bit of the byte
-with this number.
+While the file that MEMSAVER_TEST_CORRUPTS names exists, each load is followed by a change to the
+parameter that the file names: to its last element, or, if a number follows the name, to one bit of
+the byte with that index.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""Cases of the distribution that provides torch_memory_saver; `dropin_child.py` runs one."""
+"""Test cases for the distribution that provides torch_memory_saver; see `dropin_child.py`."""

@@ -1,4 +1,4 @@
-"""Device memory, for the cases."""
+"""Helpers for the cases that measure and fill device memory."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def numbers(count: int, offset: int = 0, device: str = "cuda") -> torch.Tensor:
 
 
 def sum_of(tensor: torch.Tensor) -> int:
-    """The sum of all elements, which lies outside of any region."""
+    """Return the sum of all elements; call outside of any region."""
     return int(tensor.sum(dtype=torch.int64).item())

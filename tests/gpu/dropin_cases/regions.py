@@ -1,4 +1,4 @@
-"""Regions, graphs and backups, in each way of hooking and on one or two devices."""
+"""Test regions, graphs and backups in each hook mode, on one or two devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dropin_cases.memory import GIB, KIB, MIB, free, numbers, sum_of
 
 
 def case_cycles() -> None:
-    """Weights with a backup, a cache without: paused and resumed apart, three times."""
+    """Weights with a backup and a cache without one can be paused and resumed separately."""
     with saver.region(tag="weights", enable_cpu_backup=True):
         weights = [numbers(64, n) for n in range(8)]
     with saver.region(tag="kv_cache"):
@@ -33,7 +33,7 @@ def case_cycles() -> None:
 
 
 def case_regions_of_one_tag() -> None:
-    """Each tensor of a tag has the backup that its region asked for."""
+    """Each tensor of a tag has the backup that its region requested."""
     with saver.region(enable_cpu_backup=True):
         kept = numbers(32)
     with saver.region():
@@ -44,10 +44,10 @@ def case_regions_of_one_tag() -> None:
         disk = numbers(32, 2)
     sums = [sum_of(tensor) for tensor in (kept, pageable, disk)]
     saver.pause()
-    saver.resume()  # what the library keeps on a device, it has from here on
+    saver.resume()  # makes the library's permanent device allocations
     before = free()
     saver.pause()
-    # Pinning the backup anew takes a little device memory.
+    # Pinning the backup again uses a little device memory.
     assert free() - before >= 124 * MIB, (free() - before) / MIB
     saver.pause()
     saver.resume()
@@ -57,7 +57,7 @@ def case_regions_of_one_tag() -> None:
 
 
 def case_graphs_of_one_pool() -> None:
-    """As an engine captures them: many graphs, a pool of its own making, one tag, one stream."""
+    """Several graphs can share one pool, one stream and one tag, as in an engine."""
     source = torch.ones(16 * MIB, device="cuda")
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     graphs, results = [], []
@@ -67,7 +67,7 @@ def case_graphs_of_one_pool() -> None:
         with saver.cuda_graph(cuda_graph=graphs[-1], pool=pool, stream=stream, tag="cuda_graph"):
             results.append((source * (number + 1)).sum())
     taken = before - free()
-    assert 64 * MIB <= taken < 3 * 64 * MIB  # shared
+    assert 64 * MIB <= taken < 3 * 64 * MIB  # the graphs share memory
     with saver.region("kv_cache"):
         cache = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
     for _ in range(2):
@@ -97,7 +97,7 @@ def case_a_graph_with_a_backup() -> None:
 
 
 def case_get_cpu_backup() -> None:
-    """The contents of a paused tensor, on the CPU; nothing while it is on the GPU."""
+    """`get_cpu_backup` returns a paused tensor's contents on the CPU, and None while mapped."""
     with saver.region(tag="weights", enable_cpu_backup=True):
         tensor = torch.randn(1000, 300, dtype=torch.float32, device="cuda")
         half = torch.randn(333, dtype=torch.bfloat16, device="cuda")
@@ -108,7 +108,7 @@ def case_get_cpu_backup() -> None:
     for zero_copy in (False, True):
         found = [saver.get_cpu_backup(one, zero_copy=zero_copy) for one in (tensor, half)]
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    found[0][0] = 5.0  # without a copy: comes back with the resume
+    found[0][0] = 5.0  # a zero-copy view: the resume restores the change
     saver.resume("weights")
     assert bool((tensor[0] == 5.0).all()) and torch.equal(tensor[1:].cpu(), expected[0][1:])
 
@@ -161,7 +161,7 @@ def case_two_devices() -> None:
 
 
 def case_retained_backups() -> None:
-    """Shown at one address from pause to pause, until a resume that does not retain them."""
+    """A retained backup keeps its address, until a resume that does not retain it."""
     for backend in ("pinned", "mmap"):
         with saver.region(backend, enable_cpu_backup=True, cpu_backup_backend=backend):
             tensor = numbers(2, 5)
@@ -173,7 +173,7 @@ def case_retained_backups() -> None:
             expected = saver.get_cpu_backup(tensor)
             saver.retain_cpu_backup = True
             saver.resume(backend)
-            saver.retain_cpu_backup = False  # concerns the resumes that follow
+            saver.retain_cpu_backup = False  # affects only later resumes
             shown = saver.get_cpu_backup(tensor, zero_copy=True)
             assert shown.data_ptr() == pointer and torch.equal(shown, expected)
             assert torch.equal(tensor.cpu(), expected) and saver.get_cpu_backup(other) is None
@@ -186,7 +186,7 @@ def case_retained_backups() -> None:
 
 
 def case_mmap_backups_leave_the_host() -> None:
-    """Host memory grows by the tensor at the pause, and shrinks by it in the resume."""
+    """A pause increases host memory by the tensor's size, and the resume releases it again."""
 
     def resident() -> int:
         with open("/proc/self/status") as status:
@@ -194,7 +194,7 @@ def case_mmap_backups_leave_the_host() -> None:
 
     with saver.region(enable_cpu_backup=True, cpu_backup_backend="mmap"):
         tensor = torch.full((2 * GIB,), 7, dtype=torch.uint8, device="cuda")
-    saver.pause(), saver.resume()  # what a first transition takes, it keeps
+    saver.pause(), saver.resume()  # makes the permanent host allocations
     before = resident()
     saver.pause()
     paused = resident()

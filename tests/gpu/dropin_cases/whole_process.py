@@ -1,4 +1,4 @@
-"""A process that is one region: a trainer, and the original's examples by what they check."""
+"""Test processes that are one region: a trainer, and the checks in the original's examples."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def used() -> int:
 
 
 def forward(weights: list[torch.Tensor]) -> float:
-    """A pass whose activations are larger than the weights."""
+    """Run a pass whose activations are larger than the weights; return the weights' mean."""
     ones = torch.ones(GIB, dtype=torch.float32, device="cuda")
     mean = torch.stack([weight.float().mean() for weight in weights]).mean()
     return float((ones * mean).mean().item())
 
 
 def case_a_training_engine() -> None:
-    """Paused, with work in a disabled block that leaves nothing, and resumed as it was."""
+    """A pause releases the memory, a disabled block leaves nothing, and a resume restores all."""
     first = torch.full((1_000_000,), 42, dtype=torch.uint8, device="cuda")
     at_first = used()
     weights = [torch.full((n,), 42, dtype=torch.uint8, device="cuda") for n in (GIB, MIB, KIB, 42)]
@@ -60,10 +60,10 @@ def case_a_training_engine() -> None:
 
 
 def case_disabled_blocks() -> None:
-    """What lives on, what an exception leaves, and blocks inside of blocks and regions."""
+    """Disabled blocks nest with regions, and their live tensors survive a pause."""
     forward([torch.ones(MIB, device="cuda")])
     before = used()
-    for is_warm in (False, True, True):  # the first time takes 64 MiB more of an H200
+    for is_warm in (False, True, True):  # the first round uses 64 MiB more on an H200
         with saver.disable():
             kept = torch.ones(64 * MIB, device="cuda")
             with saver.region("a"):
@@ -86,7 +86,7 @@ def case_disabled_blocks() -> None:
 
 
 def case_nested_regions() -> None:
-    """A region without a backup inside of a process that has one, and the state around it."""
+    """A region can omit the backup that the process has; leaving it restores the state."""
     cdll = None
     weight = torch.full((10 * MIB,), 42.0, device="cuda")
     with saver.region(tag="grad_buffer", enable_cpu_backup=False):
@@ -110,7 +110,7 @@ def case_nested_regions() -> None:
 
 
 def case_memory_by_ctypes() -> None:
-    """Allocations of odd sizes, also freed while paused, in a program that knows the library."""
+    """A program that calls the library through ctypes can free odd-sized memory while paused."""
     import ctypes
 
     library = ctypes.CDLL(None)
@@ -139,7 +139,7 @@ def case_memory_by_ctypes() -> None:
 
 
 def case_a_whole_trainer() -> None:
-    """A process that is one region trains, is paused, and continues with equal results."""
+    """A trainer in a process that is one region continues with equal results after pauses."""
     assert memsaver.is_preloaded()
     data = torch.randn(64, 2048, device="cuda")
 

@@ -1,4 +1,4 @@
-"""The cases of test_torch_mode.py, by subject: functions case_* of a tag that no other case uses.
+"""The cases of test_torch_mode.py by subject: `case_*` functions, each with a tag of its own.
 
-They run in a child process, which may end with its CUDA context; nothing else imports them.
+They run in a child process whose CUDA context a failure may destroy; nothing else imports them.
 """

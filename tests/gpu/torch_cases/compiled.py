@@ -1,4 +1,4 @@
-"""torch.inference_mode, torch.compile and graphed callables over tensors of regions."""
+"""Test torch.inference_mode, torch.compile and graphed callables with tensors in regions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_cases.tensors import MIB, free, held, inside, is_numbered, numbered
 
 
 def layers(width: int = 256) -> Any:
-    """A small network on the GPU, always the same."""
+    """Return a small network on the GPU, with the same weights in each call."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
@@ -25,7 +25,7 @@ def layers(width: int = 256) -> Any:
 
 
 def compiled(function: Any, graphs: bool = False) -> Any:
-    """What torch.compile makes of it, with CUDA graphs or without; on any machine."""
+    """Return the function compiled with a backend that works here, with or without CUDA graphs."""
     tools = shutil.which("cc") and Path(sysconfig.get_paths()["include"], "Python.h").exists()
     if not (tools and find_spec("triton")):
         return torch.compile(function, backend="cudagraphs" if graphs else "aot_eager")
@@ -33,7 +33,7 @@ def compiled(function: Any, graphs: bool = False) -> Any:
 
 
 def case_inference_mode(tag: str) -> None:
-    """Regions, pauses and views of backups work inside of it, and on its tensors outside."""
+    """Regions, pauses and backup views work in inference mode, and on its tensors outside."""
     with torch.inference_mode():
         with memsaver.region(tag, backup="host"):
             tensor = numbered(8)
@@ -56,7 +56,7 @@ def case_inference_mode(tag: str) -> None:
 
 
 def case_compiled_model(tag: str) -> None:
-    """Its weights and its outputs are paused and resumed."""
+    """A compiled model's weights and outputs can be paused and resumed."""
     with memsaver.region(tag, backup="host"):
         model = layers()
     batch = torch.randn(32, 256, device="cuda")
@@ -77,7 +77,7 @@ def case_compiled_model(tag: str) -> None:
 
 
 def case_region_inside_a_compiled_function(tag: str) -> None:
-    """Torch runs it as it is, and it is left again."""
+    """A compiled function enters and leaves its region; torch runs that part uncompiled."""
 
     def function(x: Any) -> Any:
         y = x + 1
@@ -88,15 +88,15 @@ def case_region_inside_a_compiled_function(tag: str) -> None:
     fast = torch.compile(function, backend="eager")
     for _ in range(2):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # Dynamo's, that it does not trace it
+            warnings.simplefilter("ignore", UserWarning)  # Dynamo does not trace regions
             result = fast(torch.ones(1024, device="cuda"))
         assert inside(result, tag) and bool((result == 4).all())
-    memsaver.pause(tag)  # every region of it was left
+    memsaver.pause(tag)  # raises if a region is still open
     memsaver.resume(tag)
 
 
 def case_compiled_with_graphs(tag: str) -> None:
-    """CUDA graphs of the compiler find the weights where they were."""
+    """The compiler's CUDA graphs still work after a resume, which keeps the weights' addresses."""
     with memsaver.region(tag, backup="host"):
         model = layers()
     batch = torch.randn(32, 256, device="cuda")
@@ -112,7 +112,7 @@ def case_compiled_with_graphs(tag: str) -> None:
 
 
 def case_graphed_callables(tag: str) -> None:
-    """Forward and backward graphs of make_graphed_callables, all of their memory in a tag."""
+    """Graphs from make_graphed_callables can have all their memory in a tag."""
     graphs = tag + ".graphs"
     with memsaver.region(tag, backup="host"):
         model = layers()
@@ -143,6 +143,6 @@ def case_graphed_callables(tag: str) -> None:
         before = free()
         report = memsaver.pause(tag, graphs)
         assert held(tag) == held(graphs) == 0
-        assert free() - before >= 0.9 * report.bytes - 64 * MIB  # pinned memory takes some
+        assert free() - before >= 0.9 * report.bytes - 64 * MIB  # pinned memory uses some
         memsaver.resume(tag, graphs)
         check(seed)

@@ -1,4 +1,4 @@
-"""What is in the tensors after a pause: a backup's bytes, zeros or NaNs."""
+"""Test the contents of tensors after a pause: a backup's bytes, zeros or NaNs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_cases.tensors import GIB, MIB, held, is_numbered, numbered, tidy
 
 
 def case_backup_view(tag: str) -> None:
-    """The saved contents as a CPU tensor, whatever the tensor's layout and type."""
+    """`backup_view` returns the saved contents as a CPU tensor, for every layout and type."""
     with memsaver.region(tag, backup="host"):
         whole = torch.randn(1024, 4096, device="cuda")
         half = torch.randn(333, 77, device="cuda").to(torch.bfloat16)
@@ -45,7 +45,7 @@ def case_backup_view(tag: str) -> None:
         assert view.shape == tensor.shape
         assert tensor.numel() == 0 or view.stride() == tensor.stride()
         assert torch.equal(view, wanted)
-    memsaver.backup_view(whole, writable=True)[0] = 7.0  # what is written to it comes back
+    memsaver.backup_view(whole, writable=True)[0] = 7.0  # the resume restores the change
     memsaver.resume(tag)
     expected[0][0] = 7.0
     assert torch.equal(whole.cpu(), expected[0])
@@ -58,7 +58,7 @@ def case_backup_view(tag: str) -> None:
 
 
 def case_poison(tag: str) -> None:
-    """What has no backup comes back as NaN, what has one as it was; also by a swap."""
+    """Poison fills memory without a backup with NaN, and no other memory, even in a swap."""
     kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
     kept_tag = f"{tag} kept"
     with memsaver.region(kept_tag, backup="host"):
@@ -91,7 +91,7 @@ def case_poison(tag: str) -> None:
 
 
 def case_damaged_disk_backup(tag: str) -> None:
-    """Check that contents that are loaded again after damage to their file are saved again."""
+    """Contents that are loaded again after damage to their backup file are saved again."""
     with tempfile.TemporaryDirectory() as folder:
         before = _C.option("disk_dir")
         memsaver.configure(disk_dir=folder)
@@ -120,7 +120,7 @@ def case_damaged_disk_backup(tag: str) -> None:
 
 
 def case_work_in_flight_is_awaited(tag: str) -> None:
-    """A pause waits for what was submitted before it, on every stream."""
+    """A pause waits for work submitted before it, on every stream."""
     with memsaver.region(tag, backup="host"):
         target = torch.zeros(64 * MIB, dtype=torch.int32, device="cuda")
         other = torch.zeros(64 * MIB, dtype=torch.int32, device="cuda")
@@ -145,7 +145,7 @@ def case_work_in_flight_is_awaited(tag: str) -> None:
         memsaver.resume(tag)
         assert is_numbered(target)
         assert is_numbered(other)
-    # The same without a backup, where nothing but the wait keeps the memory.
+    # The same without a backup, if only the wait delays the release of the memory.
     torch.cuda._sleep(300_000_000)
     target.copy_(source)
     memsaver.pause(tag, backup="none")
@@ -155,7 +155,7 @@ def case_work_in_flight_is_awaited(tag: str) -> None:
 
 
 def case_discarded_memory_reads_as_zero(tag: str) -> None:
-    """After a pause without a backup, wherever in the tag, and addresses stay."""
+    """After a pause without a backup, all of the tag reads as zero at unchanged addresses."""
     with memsaver.region(tag, backup="none"):
         tensors = [numbered(count, 3) for count in (1, 2, 3, 64, 1100)]
         tensors += [torch.ones(100, device="cuda") for _ in range(50)]
@@ -163,7 +163,7 @@ def case_discarded_memory_reads_as_zero(tag: str) -> None:
     for _ in range(2):
         report = memsaver.pause(tag)
         assert report.copied_bytes == 0
-        # Memory with other contents is what the driver has to give next.
+        # Make the driver's next free memory nonzero.
         dirty = torch.full((2 * GIB,), 255, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         del dirty

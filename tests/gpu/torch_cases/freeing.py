@@ -1,4 +1,4 @@
-"""Tensors that are deleted: before a pause, while their tag is paused, and by other threads."""
+"""Test tensors deleted before a pause, while their tag is paused, and by other threads."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from torch_cases.tensors import (
 
 
 def case_deleted_tensors_go_back(tag: str) -> None:
-    """To torch.cuda.empty_cache(), before and after a pause, while the tag lives on."""
-    # Tensors of more than share_bytes have pieces of their own after a resume.
+    """empty_cache() releases deleted tensors' memory before and after a pause; the tag remains."""
+    # Tensors larger than share_bytes do not share pieces after a resume.
     with memsaver.region(tag, backup="host"):
         tensors = [numbered(768, number) for number in range(4)]
     before, held_before = free(), held(tag)
@@ -57,7 +57,7 @@ def case_deleted_tensors_go_back(tag: str) -> None:
 
 
 def case_small_tensors_go_back(tag: str) -> None:
-    """Also after a resume, if share_bytes says that they share no pieces."""
+    """Deleted small tensors are released after a resume if share_bytes excludes them."""
     memsaver.configure(share_bytes="2MiB")
     try:
         with memsaver.region(tag, backup="host"):
@@ -75,7 +75,7 @@ def case_small_tensors_go_back(tag: str) -> None:
 
 
 def case_dead_blocks_are_not_copied(tag: str) -> None:
-    """The peak of loading, and tensors deleted since: neither saved nor restored."""
+    """Temporary memory from loading, and tensors that were deleted, are not saved or restored."""
     with memsaver.region(tag, backup="host"):
         peak = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
         tensors: list[Any] = [numbered(2, number) for number in range(40)]
@@ -83,7 +83,7 @@ def case_dead_blocks_are_not_copied(tag: str) -> None:
     for number in range(0, 40, 2):
         tensors[number] = None
     live = 20 * 2 * MIB
-    # torch cuts its segments of 20 MiB into these tensors: every segment has live and dead blocks.
+    # torch allocates these tensors from 20 MiB segments, each of which has live and dead blocks.
     assert allocated(tag) >= 2 * live
     report = memsaver.pause(tag)
     assert report.copied_bytes == live, (report.copied_bytes, live)
@@ -96,7 +96,7 @@ def case_dead_blocks_are_not_copied(tag: str) -> None:
 
 
 def case_freed_on_another_thread(tag: str) -> None:
-    """A tensor made on one thread and deleted on another is simply freed."""
+    """A tensor can be created on one thread and deleted on another."""
     made: list[Any] = []
 
     def make() -> None:
@@ -115,7 +115,7 @@ def case_freed_on_another_thread(tag: str) -> None:
 
 
 def case_freed_inside_another_region(tag: str) -> None:
-    """Deleting under another tag, or under disabled(), concerns the tensor's own tag."""
+    """Deleting a tensor in another tag's region or in disabled() frees it from its own tag."""
     other = tag + ".other"
     with memsaver.region(tag):
         tensors = [numbered(64, number) for number in range(3)]
@@ -132,7 +132,7 @@ def case_freed_inside_another_region(tag: str) -> None:
 
 
 def case_freed_while_paused(tag: str) -> None:
-    """A tensor deleted while its tag is paused does not come back with the others."""
+    """A resume does not map a tensor that was deleted while its tag was paused."""
     with memsaver.region(tag, backup="host"):
         tensors = [numbered(640, number) for number in range(3)]
     before = free()
@@ -149,11 +149,11 @@ def case_freed_while_paused(tag: str) -> None:
     assert resumed.copied_bytes == 640 * MIB
     assert held(tag) == 640 * MIB
     assert is_numbered(tensors[0], 2)
-    assert free() - before >= 2 * 640 * MIB - 64 * MIB  # pinned memory takes some on the device
+    assert free() - before >= 2 * 640 * MIB - 64 * MIB  # pinned memory uses some on the device
 
 
 def case_everything_freed_while_paused(tag: str) -> None:
-    """A tag may lose all its tensors while it is paused, and is used again."""
+    """A tag can be used again after all its tensors were deleted while it was paused."""
     with memsaver.region(tag, backup="host"):
         tensor = numbered(64)
     memsaver.pause(tag)
@@ -167,7 +167,7 @@ def case_everything_freed_while_paused(tag: str) -> None:
 
 
 def case_mostly_dead_blocks(tag: str) -> None:
-    """Are warned of, once."""
+    """A pause of mostly dead blocks warns once."""
     with memsaver.region(tag, backup="host"):
         peak = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
         tensor = numbered(64)

@@ -1,4 +1,4 @@
-"""CUDA graphs: their memory in tags, and pauses inside of captures."""
+"""Test CUDA graphs with memory in tags, and pauses during captures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_cases.tensors import MIB, allocated, free, held, inside, is_numbered,
 
 
 def case_pause_inside_a_capture(tag: str) -> None:
-    """Raises, and the capture survives it and replays."""
+    """A pause during a capture raises, and the graph can still be completed and replayed."""
     with memsaver.region(tag, backup="host"):
         weight = numbered(4)
     source = torch.ones(1024, device="cuda")
@@ -41,7 +41,7 @@ def case_pause_inside_a_capture(tag: str) -> None:
 
 
 def case_graph_is_paused_and_replayed(tag: str) -> None:
-    """A graph's memory is in its tag, goes and comes back, and goes with the graph."""
+    """A graph's memory is in its tag, can be paused and resumed, and is freed with the graph."""
     source = torch.ones(16 * MIB, device="cuda")
     (source * 2 + 1).sum()
     graph = torch.cuda.CUDAGraph()
@@ -73,9 +73,9 @@ def case_graph_is_paused_and_replayed(tag: str) -> None:
 
 
 def case_graphs_share_a_pool_that_the_caller_made(tag: str) -> None:
-    """Graphs captured with torch's own pool handle share memory, in the tag, while they live."""
+    """Graphs captured with the same handle from torch share memory in the tag while they live."""
     source = torch.ones(16 * MIB, device="cuda")
-    for _ in range(2):  # the second time, all graphs of the first are gone
+    for _ in range(2):  # before the second round, the first round's graphs are destroyed
         handle, graphs, results, bytes_after = torch.cuda.graph_pool_handle(), [], [], []
         for number in range(3):
             graphs.append(torch.cuda.CUDAGraph())
@@ -98,7 +98,7 @@ def case_graphs_share_a_pool_that_the_caller_made(tag: str) -> None:
         tidy()
         assert allocated(tag) == 0
     again = torch.cuda.CUDAGraph()
-    with memsaver.graph(again, tag=tag, pool=handle):  # its graphs are gone, it can be used
+    with memsaver.graph(again, tag=tag, pool=handle):  # usable although its graphs are destroyed
         result = source * 2
     assert inside(result, tag)
     del again, result
@@ -115,7 +115,7 @@ def case_backward_inside_a_graph(tag: str) -> None:
     batch = torch.randn(256, 512, device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # autograd's thread gets its cuBLAS workspace here
+    with torch.cuda.stream(stream):  # autograd's thread allocates its cuBLAS workspace here
         for _ in range(2):
             model(batch).square().mean().backward()
     stream.synchronize()
@@ -135,7 +135,7 @@ def case_backward_inside_a_graph(tag: str) -> None:
     def check() -> None:
         graph.replay()
         for gradient, wanted in zip(gradients, expected, strict=True):
-            # The warm-up added two of them up.
+            # The warm-up accumulated two gradients.
             assert torch.allclose(2 * gradient, wanted, rtol=1e-3, atol=1e-6)
 
     check()
@@ -150,7 +150,7 @@ def case_backward_inside_a_graph(tag: str) -> None:
 
 
 def case_two_graphs_in_two_tags(tag: str) -> None:
-    """A graph replays while the tag of another graph is paused: they share no workspace."""
+    """A graph can be replayed while another graph's tag is paused: they share no workspace."""
     torch._C._cuda_clearCublasWorkspaces()
     left, right = torch.randn(64, 16384, device="cuda"), torch.randn(16384, 64, device="cuda")
     torch.mm(left, right)

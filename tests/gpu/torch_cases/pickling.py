@@ -1,4 +1,4 @@
-"""Tensors of regions that are pickled, saved, or sent to another process."""
+"""Test pickling, saving and sending tensors in regions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_cases.tensors import inside, numbered
 
 
 def case_pickled_and_sent(tag: str) -> None:
-    """Saving works while mapped, sending never; both say what to do, and CUDA goes on."""
+    """Saving works only while mapped, sending never; errors give advice, and CUDA still works."""
     with memsaver.region(tag, backup="host"):
         tensor = numbered(2)
         parameter = torch.nn.Parameter(numbered(1, 3).float())
@@ -48,7 +48,7 @@ def case_pickled_and_sent(tag: str) -> None:
     with memsaver.disabled():
         outside = tensor.clone()
     if "expandable_segments" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
-        ForkingPickler.dumps(outside)  # what the error advises; those have needs of their own
+        ForkingPickler.dumps(outside)  # follows the error's advice
     if find_spec("safetensors"):
         from safetensors.torch import load
         from safetensors.torch import save as save_tensors

@@ -1,4 +1,4 @@
-"""Regions: which tensors they take, on which thread, and what an open one forbids."""
+"""Test which tensors a region captures, on which threads, and what an open region prevents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_cases.tensors import MIB, held, inside, is_numbered, numbered
 
 
 def case_nesting_and_disabled(tag: str) -> None:
-    """The innermost region counts, and disabled() counts as one."""
+    """The innermost region or disabled() block determines a tensor's tag."""
     outer, inner = tag + ".outer", tag + ".inner"
 
     @memsaver.region(inner)
@@ -51,7 +51,7 @@ def case_nesting_and_disabled(tag: str) -> None:
 
 
 def case_regions_on_several_threads(tag: str) -> None:
-    """Regions open at the same time on four threads, of one tag and of different ones."""
+    """Four threads can have regions open concurrently, for one tag and for different tags."""
     count = 4
     together = threading.Barrier(count)
     tensors: dict[int, list[Any]] = {}
@@ -90,7 +90,7 @@ def case_regions_on_several_threads(tag: str) -> None:
 
 
 def case_pause_under_an_open_region(tag: str) -> None:
-    """A tag cannot be paused while a region of it is open, on whichever thread."""
+    """A tag cannot be paused while any thread has one of its regions open."""
     entered, leave = threading.Event(), threading.Event()
     kept: list[Any] = []
 
@@ -120,7 +120,7 @@ def case_pause_under_an_open_region(tag: str) -> None:
 
 
 def case_paused(tag: str) -> None:
-    """paused() resumes what it paused, after an exception too, and nothing else."""
+    """paused() resumes only the tags that it paused, even after an exception."""
     first, second = tag + ".first", tag + ".second"
     with memsaver.region(first, backup="host"):
         one = numbered(64)
@@ -140,10 +140,10 @@ def case_paused(tag: str) -> None:
     memsaver.pause(first)
     with memsaver.paused(first, second, backup="none") as report:
         assert report.changed == (second,)
-    assert memsaver.state(first) == "paused"  # somebody else's pause
+    assert memsaver.state(first) == "paused"  # paused before the block
     memsaver.resume(first)
     assert is_numbered(one)
-    assert not two.any()  # discarded by this one pause
+    assert not two.any()  # this pause discarded it
     assert memsaver.pause(second).changed == (second,)
     assert memsaver.pause(second).changed == ()
     assert memsaver.resume(second).changed == (second,)
@@ -151,7 +151,7 @@ def case_paused(tag: str) -> None:
 
 
 def case_explain(tag: str) -> None:
-    """torch's tensors are told apart in an allocation, dead ones too."""
+    """`explain` distinguishes torch's tensors within an allocation, including dead tensors."""
     with memsaver.region(tag):
         first, second = numbered(1), numbered(2)
     places = {"first": first.data_ptr(), "second": second.data_ptr()}

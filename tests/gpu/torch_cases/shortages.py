@@ -1,4 +1,4 @@
-"""A device without enough memory."""
+"""Test resumes and allocations on a device without enough memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_cases.tensors import (
 
 
 def case_resume_without_enough_memory(tag: str) -> None:
-    """Says what is needed and free, changes nothing, and succeeds when there is enough."""
+    """A resume that does not fit reports needed and free bytes, and can be retried."""
     size = 4 * GIB
     with memsaver.region(tag, backup="host"):
         first, second = numbered(2048, 1), numbered(2048, 2)
@@ -51,7 +51,7 @@ def case_resume_without_enough_memory(tag: str) -> None:
 
 
 def case_allocation_without_enough_memory(tag: str) -> None:
-    """torch raises its own error, the region goes on working."""
+    """After torch's own out-of-memory error, the region continues to work."""
     with memsaver.region(tag):
         with raises(torch.OutOfMemoryError):
             torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
@@ -64,7 +64,7 @@ def case_allocation_without_enough_memory(tag: str) -> None:
 
 
 def case_shortage_says_who_holds_memory(tag: str) -> None:
-    """The error says who holds what, and what could be paused."""
+    """The error names the owners of the memory, and the tags that could be paused."""
     other = tag + ".other"
     with memsaver.region(tag, backup="none"):
         tensor = torch.ones(GIB, dtype=torch.uint8, device="cuda")
@@ -90,7 +90,7 @@ def case_shortage_says_who_holds_memory(tag: str) -> None:
 
 
 def case_shortage_in_a_region(tag: str) -> None:
-    """Torch's error gets a note about the tags."""
+    """memsaver adds a note about the tags to torch's out-of-memory error."""
     with memsaver.region(tag + ".held"):
         kept = numbered(64)
     wanted = 2 * torch.cuda.mem_get_info()[1]

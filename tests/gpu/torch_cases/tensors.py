@@ -1,4 +1,4 @@
-"""What the cases share: tensors with a pattern, their tags, and what the driver has free."""
+"""Helpers shared by the cases: tensors with a pattern, the tags' memory, and free memory."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ import memsaver
 
 MIB = 1 << 20
 GIB = 1 << 30
-NOISE = 4 * MIB  # the driver's own housekeeping between two readings
+NOISE = 4 * MIB  # the driver's own allocations between two readings
 
 
 def tidy() -> None:
-    """Lets torch give back what no tensor uses."""
+    """Release torch's unused cached memory."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
 
 def free(device: int = 0) -> int:
-    """Free bytes, as the driver says."""
+    """Return the free bytes that the driver reports."""
     tidy()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def held(tag: str) -> int:
-    """Device memory of a tag, as memsaver says."""
+    """Return the tag's resident device memory that memsaver reports."""
     return sum(row.resident_bytes for row in memsaver.stats()[tag])
 
 
 def allocated(tag: str) -> int:
-    """Bytes of a tag's live allocations."""
+    """Return the bytes of a tag's live allocations."""
     return sum(row.allocated_bytes for row in memsaver.stats()[tag])
 
 
 def inside(tensor: torch.Tensor, tag: str) -> bool:
-    """Whether a tensor's memory belongs to a tag."""
+    """Return whether a tensor's memory belongs to a tag."""
     start = tensor.data_ptr()
     return any(r.address <= start < r.address + r.bytes for r in memsaver.ranges(tag))
 
 
 def numbered(count: int, number: int = 1, device: str = "cuda") -> torch.Tensor:
-    """`count` MiB of a pattern of their own."""
+    """Return a tensor of `count` MiB with a pattern that depends on `number`."""
     tensor = torch.arange(count * MIB // 4, dtype=torch.int32, device=device)
     return tensor.mul_(2 * number + 1)
 
 
 def is_numbered(tensor: torch.Tensor, number: int = 1) -> bool:
-    """Whether the pattern is still there."""
+    """Return whether the tensor still contains the pattern."""
     count = tensor.numel() * 4 // MIB
     return torch.equal(tensor, numbered(count, number, str(tensor.device)))
 
 
 def on_thread(function: Callable[[], object]) -> None:
-    """Runs a function on another thread and waits for it."""
+    """Run a function on another thread and wait for it."""
     errors: list[BaseException] = []
 
     def run() -> None:

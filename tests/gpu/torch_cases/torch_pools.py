@@ -1,4 +1,4 @@
-"""Pools of the program's own, over the memory of a tag."""
+"""Test torch memory pools whose memory belongs to a tag."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_cases.tensors import (
 
 
 def case_torch_pool(tag: str) -> None:
-    """A pool's tensors belong to the tag, on every thread; inside a region too, to one of both."""
+    """A pool's tensors belong to its tag on every thread; in a region, to one of the two tags."""
     pool = memsaver.torch_pool(tag, backup="host")
     assert isinstance(pool, torch.cuda.MemPool)
     made: list[Any] = []
@@ -33,7 +33,7 @@ def case_torch_pool(tag: str) -> None:
     with torch.cuda.use_mem_pool(pool):
         made.append(numbered(16, 1))
     with memsaver.region(tag + ".other"):
-        with torch.cuda.use_mem_pool(pool):  # which of the two gets it is torch's affair
+        with torch.cuda.use_mem_pool(pool):  # torch decides which of the two applies
             other = numbered(4, 9)
             print("nested in a region: the pool's" if inside(other, tag) else "the region's")
 
@@ -50,7 +50,7 @@ def case_torch_pool(tag: str) -> None:
     before = free()
     report = memsaver.pause(tag)
     assert report.copied_bytes >= 48 * MIB and held(tag) == 0
-    assert free() - before >= 48 * MIB - 32 * MIB  # pinned memory takes some on the device
+    assert free() - before >= 48 * MIB - 32 * MIB  # pinned memory uses some on the device
     assert is_numbered(plain, 8)
     memsaver.resume(tag)
     assert is_numbered(other, 9)
@@ -59,7 +59,7 @@ def case_torch_pool(tag: str) -> None:
 
 
 def case_torch_pool_is_closed_with_its_last_reference(tag: str) -> None:
-    """Until then torch keeps what deleted tensors leave; tensors outlive it."""
+    """torch keeps deleted tensors' memory until the pool is closed; live tensors outlive it."""
     pool = memsaver.torch_pool(tag, backup="host")
     with torch.cuda.use_mem_pool(pool):
         kept, deleted = numbered(64, 1), numbered(64, 2)
@@ -71,7 +71,7 @@ def case_torch_pool_is_closed_with_its_last_reference(tag: str) -> None:
     del pool
     tidy()
     assert allocated(tag) == 64 * MIB
-    assert memsaver.pause(tag).copied_bytes in (0, 64 * MIB)  # 0: it is as its kept backup
+    assert memsaver.pause(tag).copied_bytes in (0, 64 * MIB)  # 0: equal to its kept backup
     memsaver.resume(tag)
     assert is_numbered(kept, 1)
     del kept
@@ -80,11 +80,11 @@ def case_torch_pool_is_closed_with_its_last_reference(tag: str) -> None:
 
 
 def case_torch_pool_in_use(tag: str) -> None:
-    """A pause is refused while a thread is in the pool; graphs that keep it do not hinder one."""
+    """A pause fails while a thread uses the pool; graphs that keep the pool do not prevent it."""
     pool = memsaver.torch_pool(tag)
     source = torch.ones(16 * MIB, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    for turn in range(2):  # the second time a graph keeps the pool
+    for turn in range(2):  # in the second round, a graph keeps the pool
         inside_it, leave = threading.Event(), threading.Event()
 
         def work(entered: Any = inside_it, end: Any = leave) -> None:
@@ -120,7 +120,7 @@ def case_torch_pool_in_use(tag: str) -> None:
 
 
 def case_torch_pool_of_a_paused_tag(tag: str) -> None:
-    """It gives no new memory, and says why."""
+    """A pool of a paused tag allocates no new memory, and a warning gives the reason."""
     pool = memsaver.torch_pool(tag, backup="host")
     with torch.cuda.use_mem_pool(pool):
         tensor = numbered(16)

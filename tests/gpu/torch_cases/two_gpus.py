@@ -1,4 +1,4 @@
-"""Tensors of two devices in one process."""
+"""Test tensors on two devices in one process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch_cases.tensors import MIB, free, inside, is_numbered, numbered
 
 
 def case_two_gpus_region_names_both(tag: str) -> None:
-    """One region for the tensors of two devices; they are paused and resumed together."""
+    """One region can contain tensors on two devices, which are paused and resumed together."""
     with memsaver.region(tag, backup="host", device=[0, 1]):
         here, there = numbered(64, 1, "cuda:0"), numbered(64, 2, "cuda:1")
     with memsaver.region(tag, device="cuda:1"):
         outside = numbered(8, 3, "cuda:0")
     assert inside(here, tag) and inside(there, tag)
-    if memsaver.is_preloaded():  # cudaMalloc knows threads and tags, no choice of devices
+    if memsaver.is_preloaded():  # the cudaMalloc hook ignores `device`
         outside = numbered(8, 3, "cuda:0")
     assert not inside(outside, tag)
     before = [free(device) for device in range(2)]
@@ -31,7 +31,7 @@ def case_two_gpus_region_names_both(tag: str) -> None:
 
 
 def _copies_between(source: torch.Tensor, target: torch.Tensor, number: int) -> None:
-    """Contiguous and strided copies: a memory copy, and a kernel on the source's device."""
+    """Check contiguous and strided copies: a memory copy, and a kernel on the source's device."""
     target.zero_()
     torch.cuda.synchronize(target.device)
     target.copy_(source)
@@ -47,10 +47,10 @@ def _copies_between(source: torch.Tensor, target: torch.Tensor, number: int) -> 
 
 
 def case_two_gpus_copies(tag: str) -> None:
-    """Between memory of regions and plain memory of two devices, before and after a resume."""
+    """Copies between region and ordinary memory on two devices work before and after a resume."""
     tensors: dict[tuple[str, str], Any] = {}
     for device in ("cuda:0", "cuda:1"):
-        # On the first turn the other device has no context in this process yet.
+        # In the first iteration, the other device has no context in this process yet.
         with memsaver.region(tag, backup="host", device=device):
             tensors["region", device] = numbered(64, 1, device)
         tensors["plain", device] = numbered(64, 1, device)

@@ -1,4 +1,4 @@
-"""The distribution that provides torch_memory_saver over memsaver, as its users meet it."""
+"""Test the distribution that provides torch_memory_saver with memsaver, as installed by users."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_libraries_need_nothing_and_export_the_originals_names(dropin_site):
             "libdl.so.2",
         }
         assert set(exported) == EXPORTS
-        # A program looks for this in it, to know whether backups on disk are possible.
+        # Programs search the library for this name to determine whether it supports disk backups.
         assert b"TMS_INIT_ENABLE_DISK_BACKUP" in (dropin_site / name).read_bytes()
 
 
@@ -131,7 +131,7 @@ def test_tags_are_paused_and_resumed_one_by_one(run_dropin):
 
 
 def test_regions_of_a_tag_keep_what_each_asked_for(run_dropin):
-    """One tag, all four policies: each buffer gets what its own region said."""
+    """In a tag with all four policies, each buffer keeps its own region's policy."""
     run_dropin("""
         import itertools
         asked = {
@@ -162,7 +162,7 @@ def test_regions_of_a_tag_keep_what_each_asked_for(run_dropin):
 
 
 def test_parts_of_a_tag_take_no_tag_of_the_program(run_dropin):
-    """Check that a tag of any name keeps its own backup, tensors and state."""
+    """The names of a tag's parts never collide with the program's tags."""
     run_dropin("""
         makers = {"memsaver": memsaver.region, "saver": saver.region}
         for maker, region in makers.items():
@@ -190,7 +190,7 @@ def test_parts_of_a_tag_take_no_tag_of_the_program(run_dropin):
 
 
 def test_a_tag_of_the_program_keeps_its_backup(run_dropin):
-    """Check that a region with another backup becomes a part, also of the program's own tag."""
+    """A region with another backup becomes a part, even of a tag that memsaver.region created."""
     run_dropin("""
         with memsaver.region("w", backup="disk"):
             mine = block(1)
@@ -359,11 +359,11 @@ def test_graphs_need_a_gpu_and_say_so(run_dropin):
     """)
 
 
-# --- the state that frameworks reach for ----------------------------------------------------------
+# --- internal state that frameworks use -----------------------------------------------------------
 
 
 def test_allocations_can_be_switched_off_underneath(run_dropin):
-    """As frameworks do around a library that makes buffers of its own."""
+    """Frameworks disable regions around a library that allocates its own buffers."""
     run_dropin("""
         assert saver._impl is None
         with saver.region("a", enable_cpu_backup=True, cpu_backup_backend="mmap"):
@@ -400,7 +400,7 @@ def test_allocations_can_be_switched_off_underneath(run_dropin):
     """)
 
 
-# --- what was saved -------------------------------------------------------------------------------
+# --- saved contents -------------------------------------------------------------------------------
 
 
 def test_get_cpu_backup(run_dropin):
@@ -437,7 +437,7 @@ def test_get_cpu_backup(run_dropin):
 
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
 def test_a_retained_backup_is_readable_while_the_tensor_is_mapped(run_dropin, backend):
-    """Check that it stays at one address from pause to pause, until a resume without retention."""
+    """It keeps its address across pauses, until a resume without retention."""
     pytest.importorskip("torch")
     run_dropin(f"""
         import torch

@@ -1,4 +1,4 @@
-"""The functions of the preloaded library that programs call through ctypes or dlsym."""
+"""Test the preloaded library's functions that programs call through ctypes or dlsym."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ours = lambda array: ctypes.addressof(array) >> 56 == 0
 
 @pytest.fixture
 def preloaded(run_dropin, dropin_site, runtime):  # noqa: F811
-    """Return a function that runs code in a child with `LD_PRELOAD` set as a framework does it."""
+    """Run code in a child with `LD_PRELOAD` set as a framework sets it."""
 
     def go(code, **options):
         options = {
@@ -48,7 +48,7 @@ def preloaded(run_dropin, dropin_site, runtime):  # noqa: F811
 
 
 def test_a_whole_process_is_paused_and_resumed_by_ctypes(preloaded):
-    """Uses allocations of odd sizes, some of which are freed while they are paused."""
+    """Allocations have odd sizes, and some are freed while they are paused."""
     preloaded(
         """
         pointers = [caller.malloc(6912) for _ in range(3)]
@@ -71,7 +71,7 @@ def test_a_whole_process_is_paused_and_resumed_by_ctypes(preloaded):
 
 
 def test_regions_by_ctypes(preloaded):
-    """Enters a region around a single allocation, as a C++ engine does for its cache."""
+    """A region may surround a single allocation, as in a C++ engine for its cache."""
     preloaded("""
         assert (tms.tms_get_interesting_region(), tms.tms_get_current_tag()) == (False, b"default")
         def begin(tag, cpu):

@@ -1,4 +1,4 @@
-"""Processes preloaded with the library that provides torch_memory_saver: trainers, children."""
+"""Test processes preloaded with torch_memory_saver's library: trainers and children."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CC = (sysconfig.get_config_var("CC") or "cc").split()
 
 @pytest.fixture(scope="session")
 def runtime(tmp_path_factory):
-    """A stand-in for the CUDA runtime, and a library that calls it."""
+    """Build a fake CUDA runtime, and a library that calls it; return their folder."""
     folder = tmp_path_factory.mktemp("runtime")
     for output, source, options in (
         ("libcudart.so.13", "standin_runtime.c", ["-DRUNTIME_ID=1", "-Wl,-soname,libcudart.so.13"]),
@@ -52,7 +52,7 @@ def has(array, byte):
 
 @pytest.fixture
 def preloaded(run_dropin, dropin_site, runtime):
-    """Runs code in a child with `LD_PRELOAD` set as a framework sets it by hand."""
+    """Run code in a child with `LD_PRELOAD` set as a framework sets it itself."""
 
     def go(code, library=LIBRARIES[0], **options):
         options = {"LD_PRELOAD": str(dropin_site / library), "FIXTURES": str(runtime), **options}
@@ -65,7 +65,7 @@ def preloaded(run_dropin, dropin_site, runtime):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_whole_process_is_a_region(preloaded, library):
-    """As slime and miles start their trainers."""
+    """slime and miles start their trainers in this way."""
     preloaded(
         """
         assert memsaver.is_preloaded()
@@ -139,7 +139,7 @@ def test_a_preloaded_process_is_no_region_unless_told(preloaded, env):
 
 
 def test_a_child_of_a_whole_process_can_be_an_ordinary_one(preloaded):
-    """The variables that were made for the parent end with TMS_INIT_ENABLE."""
+    """In a child without TMS_INIT_ENABLE, the variables that its parent received are removed."""
     preloaded(
         """
         assert os.environ["MEMSAVER_TAG"] == "default"
@@ -179,7 +179,7 @@ def test_a_whole_process_has_no_expandable_segments(preloaded, variable):
 
 @pytest.mark.preloads
 def test_configure_subprocess(run_dropin, runtime):
-    """Children are preloaded, whole processes or not, and the environment is put back."""
+    """Children are preloaded, with or without a process tag, and the environment is restored."""
     run_dropin(
         """
         child = '''
@@ -217,7 +217,7 @@ def test_configure_subprocess(run_dropin, runtime):
 def test_the_library_finds_memsaver_or_harms_nothing(
     run_dropin, dropin_wheel, dropin_site, tmp_path
 ):
-    """Alone in a folder it does nothing; LD_LIBRARY_PATH shows it the way; Python says so."""
+    """Without memsaver the library does nothing; Python's error advises to set LD_LIBRARY_PATH."""
     alone = tmp_path / "alone"
     with zipfile.ZipFile(dropin_wheel) as archive:
         archive.extractall(alone)

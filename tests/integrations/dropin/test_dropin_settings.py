@@ -1,4 +1,4 @@
-"""The settings of torch_memory_saver, over memsaver: properties and TMS_* variables."""
+"""Test the settings of torch_memory_saver with memsaver: properties and TMS_* variables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_margin_stays_free(run_dropin):
 @pytest.mark.parametrize("how", ["default", "true", "false", "environment"])
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
 def test_host_memory_after_a_resume(run_dropin, how, backend):
-    """Check that the resume releases it, for "mmap" unless it is retained."""
+    """A resume releases the backup's host memory: for "mmap", unless it is retained."""
     env = {"TMS_RETAIN_CPU_BACKUP": "no"} if how == "environment" else {}
     kept = how == "true" or (how == "default" and backend == "pinned")
     run_dropin(
@@ -72,7 +72,7 @@ def test_host_memory_after_a_resume(run_dropin, how, backend):
 
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
 def test_a_finalizer_resumes_while_the_interpreter_ends(run_dropin, backend):
-    """Interpreter exit allows no new thread, so a wait for one would never end."""
+    """No thread can start during interpreter exit, so the resume must not wait for one."""
     done = run_dropin(f"""
         saver.retain_cpu_backup = False
         with saver.region("a", enable_cpu_backup=True, cpu_backup_backend={backend!r}):

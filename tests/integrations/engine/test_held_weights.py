@@ -1,4 +1,4 @@
-"""Comparison of a model's weights with the weights it loaded, for loaders that transform them."""
+"""Test comparisons of a model's weights with the loaded ones, for loaders that transform them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_watching_names_what_nothing_was_written_from():
         ("norm_1", (7,), ["layers.1.norm.weight"]),
         ("scale_0", (0,), ["layers.0.scale"]),
         ("embed", (0, 0), ["embed.weight"]),
-        ("embed", (15, 7), ["embed.weight"]),  # what the loader fills it up with
+        ("embed", (15, 7), ["embed.weight"]),  # the loader's padding
     ],
 )
 @pytest.mark.parametrize("pool", [False, True])
@@ -86,7 +86,7 @@ def test_the_smallest_bit_counts_and_nan_is_nan():
     ("given_as", "held_as"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float32)]
 )
 def test_the_payload_of_a_nan_that_is_cast_is_that_of_the_load(given_as, held_as):
-    """On the CPU it depends on how the cast is vectorised, and so on strides and lengths."""
+    """On the CPU, it depends on the vectorisation of the cast, and so on strides and lengths."""
 
     class Strided(torch.nn.Module):
         def __init__(self):
@@ -161,7 +161,7 @@ def test_a_tensor_without_elements_is_not_missed():
 def test_what_is_written_twice_counts_as_it_is_written_last():
     model = loaded(clears=True)
     assert differing(model, given(), model.load_weights) == ()
-    model.embed.data[15, 0] = 1  # which the first of the two writes
+    model.embed.data[15, 0] = 1  # written by the first of the two
     assert differing(model, given(), model.load_weights) == ("embed.weight",)
 
 
@@ -193,7 +193,7 @@ def test_only_some_of_the_tensors_can_be_compared():
 
 
 class Eager(Model):
-    """Takes everything before it writes the first."""
+    """A loader that reads all weights before it writes the first."""
 
     def load_weights(self, weights):
         super().load_weights(sorted(weights, reverse=True))
@@ -202,11 +202,11 @@ class Eager(Model):
 def test_a_loader_that_takes_all_first():
     model, named = Eager(), given()
     _, unused = watched(model, named, model.load_weights)
-    assert unused == ()  # casts on the way: it cannot be told
+    assert unused == ()  # unknown, because it casts before
     assert differing(model, named, model.load_weights) == ()
     model.qkv_0.data[0, 0] += 1
     assert differing(model, named, model.load_weights) == ("layers.0.q.weight",)
-    model.o_t_0.data[0, 0] += 1  # of a cast one, of which nobody knows where it is from
+    model.o_t_0.data[0, 0] += 1  # a cast tensor, whose origin is unknown
     found = differing(model, named, model.load_weights)
     assert "layers.0.q.weight" in found
 
@@ -246,5 +246,5 @@ def test_errors_pass_and_nothing_of_it_stays():
     with pytest.raises(AssertionError, match="vocabulary of 3"):
         differing(model, bad, model.load_weights)
     assert concurrent.futures.ThreadPoolExecutor.submit is submit
-    model.norm_0.data.zero_()  # writes again
+    model.norm_0.data.zero_()  # writable again
     assert float(model.norm_0.sum()) == 0

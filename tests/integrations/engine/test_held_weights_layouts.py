@@ -1,4 +1,4 @@
-"""Verification finds every wrong byte, for all views, types and overlaps that a loader writes."""
+"""Test that verification finds every wrong byte, for any views, types and overlaps of writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memsaver.integrations.engine.weights.held import differing, watched  # noqa
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATS = (*REAL, torch.float8_e4m3fn, torch.float8_e5m2)
 OTHERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64)
-UNNEGATED = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)  # by torch, on the CPU
+UNNEGATED = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)  # not by torch on the CPU
 WAYS = ("copy", "index", "foreach", "fill", "half of it twice", "conjugated", "negated")
 
 

@@ -1,4 +1,4 @@
-"""LightRFT's strategy interface over memsaver, around a stand-in's strategy and engine."""
+"""Test LightRFT's strategy interface with memsaver, around a fake strategy and engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def make_strategy(monkeypatch, sim, tag, make_blocks):
-    """Makes a strategy and its engine: `make_strategy(backup="host", weights="keep")`."""
+    """Create a strategy and its engine: `make_strategy(backup="host", weights="keep")`."""
     tag.names.extend(engines.TAGS)
     made = []
     with engines.modules(monkeypatch) as classes:
@@ -77,7 +77,7 @@ def test_a_loop_as_lightrft_runs_it(make_strategy, sim):
         assert strategy.memory.status is Status.WEIGHTS_ONLY
         sender.seed = 10 + step
         strategy.update_engine_weights(sender)
-        # The cache and the graphs sleep on while the weights are sent, and after that.
+        # The cache and the graphs stay paused while the weights are sent, and after that.
         assert sender.states[-1] == states() == all_of("paused", weights="mapped")
     assert strategy.gather_and_generate("b") == "b!"
     assert strategy.scheduler.model.seed == 12 and strategy.scheduler.model.is_intact()
@@ -116,7 +116,7 @@ def test_weights_without_a_backup_are_sent_again(make_strategy):
     strategy.setup_inference_engine(strategy.rollout)
     assert states() == all_of("paused")
     with pytest.raises(memsaver.InvalidStateError, match="update_engine_weights"):
-        strategy.wakeup_inference_engine()  # there is nobody to send them
+        strategy.wakeup_inference_engine()  # nothing can send the weights
     assert states() == all_of("paused")
 
     sender.seed = 5
@@ -146,7 +146,7 @@ def test_a_refused_sleep_keeps_the_weights_that_would_be_sent_again(make_strateg
     assert sender.states == [] and states() == all_of("mapped")
     assert strategy.scheduler.model.is_intact()
     strategy.scheduler.end("somebody else's")
-    strategy.maybe_sleep_inference_engine()  # which loses them
+    strategy.maybe_sleep_inference_engine()  # loses the weights
     if with_sender:
         strategy.wakeup_inference_engine()
         assert len(sender.states) == 1 and strategy.scheduler.model.is_intact()
@@ -166,7 +166,7 @@ def test_a_sleep_that_fails_half_way_keeps_the_weights(make_strategy, sim, nth):
 
 
 def test_weights_that_a_failed_sleep_lost_on_a_rank_are_sent_again(make_strategy):
-    # As if one rank of a group had released them when another one failed.
+    # As if one rank of a group had released the weights when another rank failed.
     strategy = make_strategy(backup="none", weights="resend", timeout=30)
     strategy.broadcast_manager = sender = Sender(strategy, strategy.scheduler)
     strategy.inference_engine, strategy.inference_engine_type = strategy.rollout, "sglang"
@@ -192,7 +192,7 @@ def test_a_wake_up_without_room_can_be_repeated(make_strategy, sim):
     with pytest.raises(memsaver.OutOfDeviceMemoryError):
         strategy.gather_and_generate("a")
     assert strategy.inference_engine_status is EngineStatus.SLEEPED
-    strategy.update_engine_weights(Sender(strategy, strategy.scheduler))  # which needs no room
+    strategy.update_engine_weights(Sender(strategy, strategy.scheduler))  # needs no memory
     sim.occupy(0)
     assert strategy.gather_and_generate("a") == "a!"
 
@@ -257,7 +257,7 @@ def test_two_optimizers_have_tags_of_their_own(sim, tag):
 
 
 def test_a_wrapper_with_master_weights(sim, tag):
-    """As LightRFT's for mixed precision: an optimizer by its class, with the real one inside."""
+    """LightRFT's mixed-precision wrapper is an Optimizer subclass around the real optimizer."""
 
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optim) -> None:

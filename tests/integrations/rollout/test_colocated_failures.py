@@ -1,4 +1,4 @@
-"""A trainer and an engine on one device: the state after errors and interrupts."""
+"""Test a trainer and an engine on one device: the state after errors and interrupts."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_after_a_failed_update_the_trainer_has_its_weights_and_may_train(scene):
         new = [bytes_of(t) for t in scene.trainer.model.state_dict().values()]
         assert new != old
     assert paused(scene) == {"weights", "kv_cache"}
-    # Nobody gets the engine before it has them.
+    # A rollout yields the engine only after the update.
     updates = scene.engine.heard.count("update_weights")
     with scene.session.rollout() as engine:
         assert engine.heard.count("update_weights") == updates + 1
@@ -57,7 +57,8 @@ def test_after_a_failed_update_the_trainer_has_its_weights_and_may_train(scene):
 
 
 def test_what_was_done_before_a_failure_is_not_done_again(scene, sim):
-    # No room for the KV cache: the weights are there, updated, and the trainer's copy is away.
+    # There is no memory for the KV cache; the weights are mapped and updated, and the trainer's
+    # copy is paused.
     with scene.session.training():
         pass
     scene.engine.fail["wake_up all"] = memsaver.OutOfDeviceMemoryError("no room")
@@ -121,7 +122,7 @@ def test_an_exception_in_a_block_is_the_callers_and_leaves_a_session_to_go_on_wi
         with scene.session.rollout():
             1 / 0  # noqa: B018
     assert scene.session.phase is Phase.IDLE
-    assert paused(scene) == {"model", "optimizer"}  # as it was in the block
+    assert paused(scene) == {"model", "optimizer"}  # unchanged since the block
     with pytest.raises(KeyboardInterrupt):
         with scene.session.training():
             raise KeyboardInterrupt
@@ -130,7 +131,7 @@ def test_an_exception_in_a_block_is_the_callers_and_leaves_a_session_to_go_on_wi
         assert float(engine.generate(X)[0]) != 1
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- interrupts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.long

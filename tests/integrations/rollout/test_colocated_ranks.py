@@ -1,4 +1,4 @@
-"""A colocated session on several ranks: FSDP2 trainers, and faults on some of them."""
+"""Test a colocated session on several ranks: FSDP2 trainers, and faults on some of the ranks."""
 
 import textwrap
 
@@ -84,7 +84,7 @@ session = ColocatedSession(engine, trainer.model, trainer.optimizer, timeout=20)
 
 @pytest.fixture
 def run_ranks(tmp_path):
-    """Runs code in as many processes as a group has ranks; all must end with a status of theirs."""
+    """Run code on all ranks of a group; each rank must end with the status given for it."""
 
     def run(code, size, statuses=None):
         text = PRELUDE + textwrap.dedent(code) + "\ndist.destroy_process_group()\n"

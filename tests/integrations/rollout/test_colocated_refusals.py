@@ -1,4 +1,4 @@
-"""Calls and arguments that a colocated session refuses."""
+"""Test calls and arguments that a colocated session rejects."""
 
 import types
 
@@ -122,14 +122,14 @@ def test_a_tag_that_loses_its_backup_is_refused_before_a_rollout(sim, tag):
 def test_a_refused_close_closes_nothing(scene):
     with scene.session.rollout():
         pass
-    memsaver.resume(scene.tags[0])  # the model's alone
+    memsaver.resume(scene.tags[0])  # only the model's tag
     with pytest.raises(memsaver.InvalidStateError, match="resume it first"):
         scene.session.close()
     with scene.session.training():
         scene.train()
     with scene.session.rollout():
         with pytest.raises(memsaver.InvalidStateError):
-            scene.trainer.model(torch.ones(1, 32))  # guarded still
+            scene.trainer.model(torch.ones(1, 32))  # still guarded
     with scene.session.training():
         pass
     scene.session.close()
@@ -160,7 +160,7 @@ def test_what_is_no_engine_is_refused(sim, missing):
 def test_a_session_that_cannot_begin_leaves_no_hooks(sim, tag):
     trainer = Trainer()
     engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
-    tag.names += ["model", "optimizer"]  # what a session calls its own
+    tag.names += ["model", "optimizer"]  # a session's default tags
     with pytest.raises(memsaver.ConfigError, match="not object"):
         ColocatedSession(engine, trainer.model, object())
     assert not trainer.model._forward_pre_hooks

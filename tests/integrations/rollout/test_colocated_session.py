@@ -1,4 +1,4 @@
-"""A trainer and an engine on one device: the order of their steps."""
+"""Test a trainer and an engine on one device: the order of their steps."""
 
 import time
 
@@ -52,7 +52,7 @@ def test_stages_come_in_their_order(scene):
     assert stages_of(session)[-3:] == [Stage.SLEEP, Stage.RESUME_TRAINER, Stage.TRAIN]
     assert not any(report.error for report in session.stages)
     with session.rollout():
-        assert stages_of(session) == ENTERING  # those of the step before are gone
+        assert stages_of(session) == ENTERING  # the previous step's are removed
 
 
 def test_a_session_that_sleeps_computes_what_one_does_that_never_does(sim, tag):
@@ -85,7 +85,7 @@ def test_without_a_session_of_sleep_the_trainer_is_left_where_it_is(sim, tag):
 
 
 def test_it_offloads_what_it_is_given(sim, tag, run_python):
-    # With the default tags, which are the process's: in one of its own.
+    # In a separate process, because the default tags exist once in a process.
     run_python(
         """
         import memsaver
@@ -216,9 +216,9 @@ def test_a_stage_tells_what_it_did(scene):
     assert by_stage[Stage.WAKE_REST].result.bytes >= KV_BYTES
     held = by_stage[Stage.GENERATE].ranks[0].tag_bytes
     assert held - by_stage[Stage.SLEEP].ranks[0].tag_bytes >= KV_BYTES
-    # The trainer's copy is gone before the KV cache comes.
+    # The trainer's copy is paused before the KV cache is resumed.
     before, after = by_stage[Stage.UPDATE].ranks[0], by_stage[Stage.PAUSE_MODEL].ranks[0]
     assert after.tag_bytes < before.tag_bytes
 
 
-# --- what fails -----------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A session over a RolloutEngine whose model takes weights as SGLang's does: the whole way."""
+"""Test sessions with a RolloutEngine whose model loads weights like SGLang's, end to end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALL = frozenset(RELEASE_ORDER)
 
 
 class Control(weight_engine.Control):
-    """An engine's sleep; weights that went to sleep are NaNs when they wake."""
+    """A fake of an engine's sleep, after which the weights are NaNs."""
 
     def __init__(self, models) -> None:
         self.released = frozenset()
@@ -65,7 +65,7 @@ def backend(monkeypatch):
 
 
 class Trainer(torch.nn.Module):
-    """A checkpoint's tensors as parameters, by their names."""
+    """A module with a checkpoint's tensors as parameters, by their names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def scene(sim, tag, backend):
 
 
 def train(scene) -> dict[str, torch.Tensor]:
-    """A step; the weights after it."""
+    """Run a step; return the weights after it."""
     scene["trainer"]().backward()
     scene["optimizer"].step()
     scene["optimizer"].zero_grad()
@@ -148,7 +148,7 @@ def test_a_damaged_bucket_leaves_the_trainer_intact_and_is_sent_again(scene, bac
         with session.rollout():
             raise AssertionError("nothing may be generated")
     assert session.phase is Phase.IDLE and not session.engine_is_current
-    assert session.engine.status is Status.WEIGHTS_ONLY  # it cannot generate with what it has
+    assert session.engine.status is Status.WEIGHTS_ONLY  # its weights are not usable
     with session.training():
         kept = scene["trainer"].weights()
         assert all(torch.equal(kept[name], tensor) for name, tensor in weights.items())
@@ -172,7 +172,7 @@ def test_a_tensor_that_the_engine_does_not_know_is_named(scene, backend):
 
 
 def test_it_wakes_what_is_asked_and_no_more(scene, backend):
-    """The KV cache comes when the trainer's copy is gone, not before."""
+    """The KV cache is resumed only after the trainer's copy is paused."""
     session = scene["session"]
     released, name = [], session.trainer_tags[0]
     control = backend.control

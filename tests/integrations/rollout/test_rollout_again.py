@@ -1,4 +1,4 @@
-"""torch.distributed can be shut down and initialised again in a process that had an engine."""
+"""Test that torch.distributed can be shut down and initialised again after an engine was used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RolloutEngine` on one process, over the stand-in for SGLang."""
+"""Test `RolloutEngine` in one process with the fake SGLang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TWO = {"max_new_tokens": 2}
 
 @pytest.fixture
 def make_engine(monkeypatch):
-    """`make_engine("local" | "server")` is a rollout engine, and its stand-in's manager."""
+    """Create a rollout engine, and its fake's manager: `make_engine("local" | "server")`."""
     with contextlib.ExitStack() as cleanup:
 
         def make(kind: str = "local", **options):
@@ -39,7 +39,7 @@ def make_engine(monkeypatch):
 
 
 def rows(output):
-    """The samples' tokens, without padding."""
+    """Return the samples' tokens, without padding."""
     return [
         row[mask.bool()].tolist()
         for row, mask in zip(output.token_ids, output.attention_mask, strict=True)
@@ -253,7 +253,7 @@ def test_what_cannot_be_connected_to(make_engine):
 
 
 class Given:
-    """A backend that gives what it was told to."""
+    """A backend that returns the given samples."""
 
     tp_size = 1
     control = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Sleep and wake-up of all engines of a mesh: what a fence waits for, and what it tells."""
+"""Test sleep and wake-up of all engines of a mesh: the barrier's waits and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAGS = frozenset({"weights", "kv_cache", "cuda_graph"})
 
 
 class Engine:
-    """A backend that has only a sleep; `fail` is raised by the next transition, `slow` its time."""
+    """A backend that can only sleep. The next transition raises `fail`, after `slow` seconds."""
 
     tp_size = 1
 
@@ -44,7 +44,7 @@ class Engine:
         error, self.fail = self.fail, None
         changed = tuple(sorted(self.released ^ released))
         if isinstance(error, KeyboardInterrupt):
-            self.released = released  # it came when all was done
+            self.released = released  # the interrupt came after the transition
         if error is not None:
             raise error
         self.released = released

@@ -1,6 +1,6 @@
-"""`RolloutEngine` on the ranks of a group, over the stand-in for SGLang.
+"""Test `RolloutEngine` on the ranks of a group with the fake SGLang.
 
-Importing torch takes seconds in each process, so a set of processes goes through many scenes.
+Importing torch takes seconds in each process, so a set of processes runs many scenes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def refused(kind, call, *arguments, **named):
 
 @pytest.fixture
 def run_ranks(tmp_path):
-    """Runs code in as many processes as a mesh has ranks: `run_ranks(code, 4)`."""
+    """Run code in a process for each rank of a mesh: `run_ranks(code, 4)`."""
 
     def run(code, size, statuses=None):
         text = PRELUDE + textwrap.dedent(code)

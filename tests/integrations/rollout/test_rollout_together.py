@@ -1,4 +1,4 @@
-"""What the ranks of a group do at once: results and errors that travel, and those that cannot."""
+"""Test collective calls of a group: results and errors that ranks exchange, or cannot pickle."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ error = fails(RankError, together.on_leader, "a result", threading.Lock)
 assert "cannot pickle" in str(error)
 """
 
-# Values that only some ranks can read, and bad arguments of one rank.
+# Values that only some ranks can unpickle, and invalid arguments on one rank.
 ODD = """
 class Fragile:
     # Cannot be unpickled on some ranks.
@@ -132,8 +132,8 @@ error = fails(ConfigError, Together, group, -1 if RANK == 1 else 20, "odd time")
 assert list(error.failures) == [1]
 """
 
-# An interrupt on one rank at some time of a call: the others raise or have finished, and the group
-# keeps working.
+# An interrupt on one rank at any time in a call: the others raise or have finished, and the group
+# stays usable.
 INTERRUPTS = """
 import signal
 

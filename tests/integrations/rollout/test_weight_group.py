@@ -1,4 +1,4 @@
-"""`WeightGroup`: weights to an engine in other processes, by a broadcast."""
+"""Test `WeightGroup`, which broadcasts weights to an engine in other processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from memsaver.integrations.rollout.weights import disaggregated, sender
 
 
 class Nobody(Backend):
-    """An engine without ranks, whose groups are made of the trainer's leader alone."""
+    """An engine without ranks, so that only the trainer's leader is in its groups."""
 
     def __init__(self):
         super().__init__(size=0)
@@ -50,12 +50,12 @@ def backend():
 
 @pytest.fixture
 def group_of(backend):
-    """Return a function that makes a group; at the end, check that no group left resources open."""
+    """Yield a function that creates a group; at the end, check that no resources are left open."""
 
     def make(**options):
         return WeightGroup(RolloutEngine(backend, timeout=20), backend="gloo", **options)
 
-    warm = make()  # torch opens some resources once
+    warm = make()  # torch opens some resources only once
     with pytest.raises(EngineError, match="it is gone"):
         warm.leave()
     eventually(lambda: [one for one in threading.enumerate() if one.name == "memsaver-weights"], [])
@@ -75,7 +75,7 @@ def test_leaving_closes_every_socket_descriptor_and_thread(backend, group_of, mo
         group.leave()
         assert listening() == [] and set(open_descriptors()) == before
         eventually(lambda: len(threads()) <= running, True)
-    # Also if the engine cannot leave, and while the engine, its error and the group are referenced.
+    # Also if the engine cannot leave, and if the engine, its error and the group are referenced.
     monkeypatch.undo()
     group = group_of()
     with pytest.raises(EngineError, match="it is gone") as caught:
@@ -112,7 +112,7 @@ def test_a_fixed_port_can_be_used_again(group_of):
 
 
 def test_names_do_not_repeat_in_another_process_with_the_same_pid(tmp_path):
-    """An engine remembers the group names of killed trainers."""
+    """Names must differ, because an engine remembers the groups of killed trainers."""
     code = """
 import os, sys
 sys.path[:0] = sys.argv[1:]
@@ -137,7 +137,7 @@ print(*names)
 @pytest.mark.parametrize("seconds", [0, 1])
 def test_a_group_that_the_engine_does_not_join_is_not_left_behind(backend, group_of, seconds):
     def joining(_):
-        time.sleep(seconds)  # this side's part of it is made later, or before
+        time.sleep(seconds)  # this side joins before or after that
         raise EngineError("no such host")
 
     backend.joining = joining
@@ -193,7 +193,7 @@ def test_a_broadcast_takes_its_time_once(group_of, monkeypatch):
     began = time.monotonic()
     with pytest.raises(EngineTimeoutError, match="did not receive all weights"):
         group.broadcast([], lambda: time.sleep(3.7), 4)
-    assert time.monotonic() - began < 6  # 4.2, and 7.9 if the load's time were not counted
+    assert time.monotonic() - began < 6  # 4.2; it would be 7.9 without the load's time
     over.set()
     monkeypatch.undo()
     group._sender._group = real
@@ -203,7 +203,7 @@ def test_a_broadcast_takes_its_time_once(group_of, monkeypatch):
 
 @pytest.mark.timeout(200)
 def test_a_group_with_an_engine_elsewhere(tmp_path):
-    """Ranks 0 and 1 are a trainer; 2 and 3 the ranks of its engine, which does as SGLang does."""
+    """Ranks 0 and 1 are a trainer; ranks 2 and 3 are its engine, which joins groups like SGLang."""
     run(
         """
 import threading

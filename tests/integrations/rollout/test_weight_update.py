@@ -1,4 +1,4 @@
-"""`update`: a trainer's weights to an engine, in buckets that are verified. One process."""
+"""Test `update`, which sends a trainer's weights to an engine in verified buckets. One process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_buckets_keep_the_order_and_split_nothing():
     assert buckets_of([], 10) == []
 
 
-# --- what is sent ---------------------------------------------------------------------------------
+# --- sent weights ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2048, 1 << 30])
@@ -85,9 +85,9 @@ def test_an_update_brings_all_weights(engine, backend, verify, bucket_bytes, dty
     assert report.received == report.held
     if verify == "sampled" and bucket_bytes > 1:
         assert report.buckets <= report.held < 13
-    else:  # a bucket with one tensor is all sample
+    else:  # the sample of a bucket with one tensor is that tensor
         assert report.held == (0 if verify == "off" else 13)
-    # The cache is given up, and the version taken over, once: in the end.
+    # Only the last request flushes the cache and sets the version.
     assert [request.flush_cache for request in backend.requests] == [
         *[False] * (report.buckets - 1),
         True,
@@ -146,7 +146,7 @@ def test_shards_in_the_engines_layout(engine, backend):
     assert {request.load_format for request in backend.requests} == {"direct"}
 
 
-# --- what is refused, and what fails --------------------------------------------------------------
+# --- rejected calls and failures ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_tied_weights_are_recognised_by_their_memory_and_layout():
     state.update({"g": two, "h": two.conj(), "i": torch._neg_view(one), "j": two.conj()})
     specs = {source.spec.name: source.spec for source in sources_of(state)}
     told = {name: spec.same for name, spec in specs.items()}
-    assert told.pop("f") is None  # this rank has no element of it
+    assert told.pop("f") is None  # this rank has none of its elements
     assert {name: same for name, same in told.items() if same} == {"b": "a", "j": "h"}
     assert (specs["c"].shape, specs["c"].dtype, specs["c"].nbytes) == ((2, 4), "float32", 32)
 
@@ -360,7 +360,7 @@ def test_a_tie_counts_only_if_all_ranks_with_an_element_have_it(told, tie):
 
 
 def test_conjugated_and_negated_views_bring_their_own_values(monkeypatch):
-    """Sends each view together with its base."""
+    """Each view is sent together with its base."""
 
     class Pair(torch.nn.Module):
         rank = 0

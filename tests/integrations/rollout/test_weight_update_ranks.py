@@ -1,4 +1,4 @@
-"""`update` on several ranks: sharded trainers, several engines, and what fails on one of them."""
+"""Test `update` on several ranks: sharded trainers, several engines, and failures on one rank."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ assert intact(weights, checkpoint(1))
 
 @pytest.mark.timeout(200)
 def test_two_engines_of_two_ranks(tmp_path):
-    """A trainer that is sharded over all of them; what fails with one engine ends both updates."""
+    """A trainer is sharded over all ranks; a failure of one engine ends both updates."""
     run(
         """
 from memsaver.integrations.engine.weights import load_check

@@ -1,4 +1,4 @@
-"""The backend's contract, over an engine object and over a server of the stand-in for SGLang."""
+"""Test the backend's contract with an engine object and with a server of the fake SGLang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOUR = {"max_new_tokens": 4}
 
 @pytest.fixture
 def make_world(monkeypatch):
-    """Makes engines: `make_world("local" | "server")` is its manager and what to connect to."""
+    """Create an engine: `make_world("local" | "server")` returns its manager and its address."""
     with contextlib.ExitStack() as cleanup:
 
         def make(kind: str, schedulers: int = 1):
@@ -76,7 +76,7 @@ def test_samples_are_those_of_the_requests_in_order(world):
 
 def test_multimodal_prompts_pass_through(world):
     requests = [
-        Request([1], FOUR),  # the first one has no image, from which SGLang takes the layout
+        Request([1], FOUR),  # has no image, unlike later requests; SGLang uses its layout
         Request([2], FOUR, {"image_data": "https://host/cat.png"}),
         Request([3], FOUR, {"image_data": ["a.png", "b.png"]}),
     ]
@@ -108,7 +108,7 @@ def test_a_generation_that_takes_too_long_is_aborted(world):
     assert len(world.manager.aborted_rids) == 2
     world.manager.generate_seconds = 0
     assert world.backend.generate([Request([1], FOUR)], 30) == [expected([1], FOUR)]
-    world.backend.control.sleep(wait_idle=True)  # nothing is in flight any more
+    world.backend.control.sleep(wait_idle=True)  # no requests are in flight
 
 
 def test_a_generation_and_a_sleep_keep_out_of_each_others_way(world):
@@ -205,7 +205,7 @@ def test_tensors_that_a_group_broadcasts(world):
         backend.leave_group("trainer", 30)
 
 
-# --- engines that cannot be used, or not any more -------------------------------------------------
+# --- unusable engines -----------------------------------------------------------------------------
 
 
 def test_a_server_of_another_version(make_world):

@@ -1,4 +1,4 @@
-"""Starting an engine: which GPUs and ports it gets, and what of this process stays as it was."""
+"""Test starting an engine: its GPUs and ports, and that this process's state stays unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gpus(*indices, visible=None, host="a"):
         (gpus(2, 3, visible="4,5,6,7"), 2, 1, None),
         (gpus(3, 2), 0, 1, "3,2"),  # SGLang counts upwards
         (gpus(0, 1, 3), 0, 1, "0,1,3"),
-        ([Gpu("a", "6", 0), Gpu("a", "7", 0)], 0, 1, "6,7"),  # each sees its own alone, as in Ray
+        ([Gpu("a", "6", 0), Gpu("a", "7", 0)], 0, 1, "6,7"),  # each sees only its own, as in Ray
         ([Gpu("a", "GPU-x", 0), Gpu("a", "GPU-y", 0)], 0, 1, "GPU-x,GPU-y"),
         ([Gpu("a", "4, 5", 1), Gpu("a", "6,7", 0)], 0, 1, "5,6"),
     ],
@@ -75,7 +75,7 @@ def test_engines_of_a_host_have_ports_apart():
         assert min(ports[0]) not in place(gpus(0, 1), 0).arguments.values()
 
 
-# --- what it does to this process -----------------------------------------------------------------
+# --- effects on this process ----------------------------------------------------------------------
 
 
 def sleeps(seconds):
@@ -83,7 +83,7 @@ def sleeps(seconds):
 
 
 class SGLang:
-    """`sglang.Engine`, as far as its start matters: processes, signals, environment, a loop."""
+    """A fake of `sglang.Engine`'s start: processes, signals, environment, a loop."""
 
     def __init__(self, classes) -> None:
         self.classes = classes
@@ -141,7 +141,7 @@ def sglang(monkeypatch):
 
 @pytest.fixture
 def surroundings():
-    """What of this process must be as it was, and is put back if not."""
+    """Yield a function that returns the process state that must not change; restore the state."""
 
     def now():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
@@ -155,7 +155,7 @@ def surroundings():
     for number, handler in before[1].items():
         signal.signal(number, handler)
     os.environ.pop("SGLANG_RUN_ID", None)
-    assert left[1:] == before[1:]  # the environment has what a test set itself
+    assert left[1:] == before[1:]  # a test may have changed the environment
 
 
 def test_a_launch_leaves_this_process_as_it_was(sglang, surroundings, monkeypatch):
@@ -179,7 +179,7 @@ def test_a_launch_leaves_this_process_as_it_was(sglang, surroundings, monkeypatc
         assert environment == before[0] and method == before[2]
         assert os.environ["SGLANG_RUN_ID"] == "sglang-run-1"  # SGLang's own
         assert handlers[signal.SIGTERM] == before[1][signal.SIGTERM]
-        # What SGLang's processes send when they die ends nothing here.
+        # A signal from SGLang's dying processes does not end this process.
         os.kill(os.getpid(), signal.SIGQUIT)
         seen.processes[0].kill()
         seen.processes[0].join(10)
@@ -245,7 +245,7 @@ def test_a_rollout_engine_that_starts_its_own(sglang, surroundings):
 
 
 def test_the_descendants_of_an_engines_processes_are_ended(tmp_path):
-    """As those that SGLang's schedulers start."""
+    """Processes that SGLang's schedulers start are ended too."""
     context = multiprocessing.get_context("spawn")
     file = tmp_path / "pid"
     process = context.Process(target=starts_another, args=(file,))

@@ -1,7 +1,7 @@
-"""Schedulers of SGLang 0.5.12, which have the handlers of release and resume themselves.
+"""Test schedulers of SGLang 0.5.12, which implement the handlers of release and resume themselves.
 
-Around a stand-in's handlers, on the simulated driver; what holds there is what holds for later
-versions, in test_sglang_scheduler.py.
+The hooks wrap a fake's handlers, on the simulated driver. The behaviour is that of later versions;
+see test_sglang_scheduler.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_release_and_resume(scheduler, sim):
     answer = ask(scheduler, "release")
     assert answer.failure is None and answer.ranks[0].bytes == before and sim.tag_bytes() == 0
     assert scheduler.offload_tags == set(stand_in.TAGS) and scheduler.flushed == 1
-    assert scheduler.stashed_model_static_state["buffers"]  # the model's, until the resume
+    assert scheduler.stashed_model_static_state["buffers"]  # the model's buffers, until the resume
     answer = ask(scheduler, "resume", ["weights"])
     assert set(answer.released) == {"kv_cache", "cuda_graph"} and scheduler.model.is_intact()
     assert not hasattr(scheduler, "stashed_model_static_state")

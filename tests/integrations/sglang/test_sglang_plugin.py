@@ -1,7 +1,7 @@
-"""The SGLang plugin: what SGLang sees as its memory saver, and that every process of it does.
+"""Test the SGLang plugin: the memory saver that it installs, in every process of SGLang.
 
-SGLang is stood in for by tests/fixtures/sglang_plugins, whose processes find the plugin by the
-entry points of the installed memsaver.
+tests/fixtures/sglang_plugins is a fake SGLang, whose processes find the plugin through the entry
+points of the installed memsaver.
 """
 
 import importlib
@@ -30,7 +30,7 @@ STAND_IN = TESTS / "fixtures" / "sglang_plugins"
 
 
 def test_the_controller_is_imported_when_asked_for(run_python):
-    """SGLang's processes load the plugin, and pay for nothing else."""
+    """SGLang's processes load only the plugin."""
     run_python(
         """
 import sys
@@ -77,7 +77,7 @@ def test_contents_and_zeros(sim, tag):
 
 
 def test_a_tag_that_was_never_used_is_passed_over(sim, tag):
-    """SGLang releases `cuda_graph` whether or not a graph was captured with it."""
+    """SGLang releases `cuda_graph` even if no graph was captured with it."""
     saver, name = MemsaverAdapter(), tag("cuda_graph")
     assert saver.pause(name) is None
     assert saver.resume(name) is None
@@ -101,7 +101,7 @@ def test_doing_it_twice_is_harmless(sim, tag):
 
 @pytest.mark.parametrize("kept_first", [True, False])
 def test_two_policies_in_one_tag(sim, tag, kept_first):
-    """Weights of a draft model that are kept, and of the main model that are not."""
+    """A draft model's weights are backed up; the main model's in the same tag are not."""
     saver, name = MemsaverAdapter(), tag("weights")
     blocks = {}
     for keep in (kept_first, not kept_first, kept_first):
@@ -180,7 +180,7 @@ def test_disable(sim, tag):
 
 @pytest.mark.parametrize("more", [{}, {"enable_cpu_backup": True}], ids=["0.5.16", "0.5.23"])
 def test_graphs(sim, tag, monkeypatch, more):
-    """With a stand-in for the capture, which allocates in the tag that it is given."""
+    """The fake capture receives all arguments, and allocates in the given tag."""
     name, pool, stream, graph = tag("cuda_graph"), (0, 7), object(), object()
     seen = []
 
@@ -234,7 +234,7 @@ SCENARIOS = {
 
 @pytest.fixture
 def run_sglang(run_python, tmp_path):
-    """Runs lines in a process that has `engine`; gives what the scheduler saw, and stderr."""
+    """Run lines in a process with `engine`; return the scheduler's results, and stderr."""
     path = tmp_path / "seen.json"
 
     def run(lines: str, status: int = 0, **env):
@@ -263,7 +263,7 @@ def test_every_process_uses_memsaver(run_sglang, scenario):
         "torch": False,
     }
     assert "Traceback" not in log
-    # Once in each process that has a saver, however many it made.
+    # One line for each process with a saver, however many savers it creates.
     lines = [line for line in log.splitlines() if "is SGLang's memory saver in process" in line]
     assert len(lines) == len(set(lines)) == (1 if scenario == "actor" else 2)
 
@@ -303,7 +303,7 @@ def test_a_flag_that_is_none(run_sglang):
 
 
 def test_without_a_saver_nothing_happens(run_sglang):
-    """Not even a driver is looked for, where SGLang runs without `enable_memory_saver`."""
+    """If SGLang runs without `enable_memory_saver`, memsaver does not even open a driver."""
     _, log = run_sglang(
         """
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
@@ -322,7 +322,7 @@ assert "libmemsaver_sim" not in open("/proc/self/maps").read()
 
 @pytest.mark.parametrize("route", ["sglang.srt.plugins", "sglang.srt.platforms"])
 def test_no_module_of_sglang_is_imported_for_the_hooks(run_python, route):
-    """A process that only detokenizes has no scheduler; its plugins are loaded all the same."""
+    """A detokenizer process loads the plugins too, but needs no scheduler modules."""
     run_python(
         f"""
 import sys
@@ -358,7 +358,7 @@ assert WeightUpdater().update_weights_from_tensor(named_tensors=7) == 7
 
 
 def test_an_sglang_with_other_handlers(run_sglang):
-    """The saver is there without the hooks; the log says so."""
+    """The saver works without the hooks, and the log reports their absence."""
     _, log = run_sglang(
         """
 import types
@@ -443,7 +443,7 @@ def test_poison_is_warned_of_once_in_each_process(run_sglang, value, warnings):
     seen, log = run_sglang(SCENARIOS["scheduler"], MEMSAVER_POISON=value)
     assert log.count("option poison is on") == warnings
     cache_is_zero = [blocks[2] for blocks in seen["awake"]]
-    assert all(cache_is_zero) is (warnings == 0)  # which is what SGLang needs
+    assert all(cache_is_zero) is (warnings == 0)  # SGLang needs zeros
 
 
 # --- versions -------------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ def test_flags(monkeypatch, value, on):
 
 @pytest.fixture
 def make_module(tmp_path, monkeypatch):
-    """Writes a module that can be imported, and gives its name."""
+    """Write a module that can be imported, and return its name."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = list(sys.meta_path)
 
@@ -514,12 +514,12 @@ def test_when_a_module_is_imported(make_module):
     when_imported(name, lambda module: seen.append(module.value))
     when_imported(name, lambda module: seen.append("twice"))
     assert seen == [] and name not in sys.modules
-    importlib.import_module("this")  # another one
+    importlib.import_module("this")  # another module
     module = importlib.import_module(name)
     assert seen == [1]
     importlib.reload(module)
     assert seen == [1]
-    # Nothing tells it from a module that was imported without.
+    # It is identical to a module that was imported without the finder.
     assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
     assert module.__loader__ is module.__spec__.loader
     when_imported(name, lambda module: seen.append(2))
@@ -539,7 +539,7 @@ def test_when_a_module_fails_at_first(make_module):
 
 
 def test_when_a_module_is_being_imported(make_module):
-    """It is left alone; there is nothing to wait for its end with."""
+    """The module is ignored, because the end of its import cannot be observed."""
     when, seen = "memsaver.integrations.sglang.imports", []
     name = make_module(
         "half_module",

@@ -1,4 +1,4 @@
-"""The messages between schedulers and callers, with any contents."""
+"""Test the messages between schedulers and callers, with any contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Release and resume in the scheduler: on the simulated driver, around a stand-in's handlers."""
+"""Test release and resume in the scheduler, on the simulated driver, with a fake's handlers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sglang(monkeypatch):
 
 @pytest.fixture
 def engine(sglang, sim, tag, make_blocks):
-    """A scheduler whose weights (with a backup), KV cache and graphs are memsaver's."""
+    """Yield a scheduler whose weights (with a backup), KV cache and graphs are in tags."""
     tag.names.extend(stand_in.TAGS)
     scheduler = sglang.Scheduler(sglang.Updater)
     scheduler_calls.hold(scheduler, make_blocks)
@@ -69,7 +69,7 @@ def test_arguments_by_name_are_those_by_position(engine):
     request = stand_in.ResumeMemoryOccupationReqInput(tags=["weights"])
     (answer,) = answers_of([updater.resume_memory_occupation(recv_req=request)])
     assert answer.released == () and engine.model.is_intact()
-    with pytest.raises(TypeError):  # as SGLang's own
+    with pytest.raises(TypeError):  # as in SGLang's own handler
         updater.resume_memory_occupation(other=request)
 
 
@@ -104,14 +104,14 @@ def test_a_busy_engine_refuses(engine):
 
 def test_a_resume_without_room_can_be_repeated(engine, sim):
     ask(engine, "release")
-    sim.occupy((80 << 30) - sim.physical() - 6 * MIB)  # the trainer's
+    sim.occupy((80 << 30) - sim.physical() - 6 * MIB)  # the trainer's memory
     answer = ask(engine, "resume")
     error = error_of([answer])
     assert isinstance(error, memsaver.OutOfDeviceMemoryError)
     assert error.needed > error.free == 6 * MIB and "rank 0 of 1" in str(error)
     assert set(states().values()) == {"paused"} and set(answer.released) == set(stand_in.TAGS)
     assert sim.tag_bytes() == 0
-    assert ask(engine, "resume", ["weights"]).failure is None  # for which there is room
+    assert ask(engine, "resume", ["weights"]).failure is None  # which fit
     assert engine.model.is_intact()
     sim.occupy(0)
     assert ask(engine, "resume").released == ()
@@ -170,7 +170,7 @@ def test_memory_that_a_failed_resume_leaves_mapped_is_given_back(engine, sim):
     assert set(answer.held) == set(answer.released) == set(stand_in.TAGS)
     assert sim.tag_bytes() > 0
 
-    engine.running.add("a")  # it has memory, so that somebody may use it
+    engine.running.add("a")  # its memory is mapped, so requests may use it
     assert isinstance(error_of([ask(engine, "release")]), EngineBusyError)
     assert sim.tag_bytes() > 0
     engine.running.clear()
@@ -204,7 +204,7 @@ def test_a_release_that_is_refused_keeps_contents_without_a_backup(engine):
 
 
 def test_an_sglang_without_what_the_hooks_need(sglang, monkeypatch, caplog):
-    """Its own handlers do it all, and it tells of no guard."""
+    """SGLang's own handlers run, and the internal state reports no guard."""
     monkeypatch.setattr(moves, "names_of", lambda tag: ())
     request = stand_in.ReleaseMemoryOccupationReqInput()
     for owner, name in [
@@ -304,7 +304,7 @@ def test_an_error_reaches_whoever_asked_the_engine(engine, sglang, sim):
 
 
 def test_another_saver_is_guarded_and_does_its_own_work(sglang, monkeypatch):
-    monkeypatch.setattr(moves, "names_of", lambda tag: ())  # other tests have made such tags
+    monkeypatch.setattr(moves, "names_of", lambda tag: ())  # other tests created these tags
     scheduler = sglang.Scheduler(sglang.Updater)
     saver = scheduler.weight_updater.memory_saver_adapter
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""New weights through SGLang's calls: requests, answers and what older versions lack."""
+"""Test new weights through SGLang's calls: requests, answers, and calls that old versions lack."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def world(request, monkeypatch):
 
 
 def answering(world, done, message):
-    """What the engine says of each update from now on; the requests that it gets."""
+    """Set the engine's answer to all updates; return the list that receives their requests."""
     requests = []
 
     async def update(obj, request=None):
@@ -74,7 +74,7 @@ def test_requests_go_and_checks_come(world, call):
     assert call(world.backend) == GOOD
     assert verification_of(requests[0].rid) == REQUEST
     assert call(world.backend, None) == GOOD and requests[1].rid is None
-    answering(world, True, "Success")  # of an engine without the plugin
+    answering(world, True, "Success")  # an engine without the plugin
     assert call(world.backend) == []
 
 
@@ -112,7 +112,7 @@ def test_what_fails_is_the_ranks_own_error(world, call):
 
 
 def test_a_session_where_the_version_has_one(world):
-    world.backend.begin_update(5)  # this one has not
+    world.backend.begin_update(5)  # this version has no sessions
     world.backend.end_update(5)
     asked = []
 

@@ -1,4 +1,4 @@
-"""Weight updates in an engine's ranks: verified, answered, and without ending a rank."""
+"""Test weight updates in an engine's ranks: they are verified and answered, and no rank ends."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def payload(named, load_format="flattened_bucket"):
         view.copy_(tensor)
         views.append((name, begin, view))
         begin += tensor.nbytes
-    payload.kept = memory  # as long as somebody opens it
+    payload.kept = memory  # must exist while it is opened
     return listed(views) if load_format == "direct" else flattened(memory, views)
 
 
@@ -72,7 +72,7 @@ def verification(named, places=None, sent=None):
 
 
 def checks(output):
-    """The checks in a rank's output, as their sender gets them."""
+    """Return the checks in a rank's output, as the sender receives them."""
     return checks_of(Reply(output.success, output.message))
 
 
@@ -111,7 +111,7 @@ def test_an_update_without_verification_is_sglangs_own(manager):
     assert (output.success, output.message) == (True, "Success")
     assert rank.runner.model.holds(checkpoint())
     assert checks(output) == []
-    with pytest.raises(AssertionError, match="vocabulary"):  # which would be the engine's end
+    with pytest.raises(AssertionError, match="vocabulary"):  # would end the engine
         load(rank, {"embed.weight": torch.zeros(3, 3)}, None)
 
 
@@ -126,7 +126,7 @@ def test_what_came_otherwise_is_named_and_not_loaded(manager):
 
 
 def corrupting(monkeypatch, *parameters):
-    """Let the model's memory change right after each load."""
+    """Change the model's memory after each load."""
 
     def loaded(model, named, load):
         result = watched(model, named, load)
@@ -153,7 +153,7 @@ def test_a_model_that_holds_something_else_is_found(manager, monkeypatch):
 def test_names_that_the_model_does_not_know_are_told_in_any_case(manager):
     rank, named = manager(Model()), {**weights(), "layer.0.q.weight": torch.ones(2)}
     output = load(rank, named, verification(named, ()))
-    assert not output.success  # SGLang's manager takes the new version from what succeeded
+    assert not output.success  # SGLang's manager would adopt the version after a success
     (check,) = checks(output)
     assert check.unused == ("layer.0.q.weight",) and (check.received, check.held) == (0, 0)
 
@@ -193,7 +193,7 @@ def test_requests_that_wait_in_a_pause_do_not_bar_a_flush(manager):
     rank.scheduler._engine_paused = True
     assert load(rank, named, verification(named)).success and rank.flushed == 1
     assert rank.scheduler.waiting_queue is waiting and rank.flush_cache == rank._flush
-    rank.can_flush = False  # as one runs, which was paused in place
+    rank.can_flush = False  # as if a request were paused in place
     assert not load(rank, named, verification(named)).success and rank.flushed == 1
 
 

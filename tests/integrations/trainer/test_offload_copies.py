@@ -1,4 +1,4 @@
-"""Copies of what is offloaded, how long it lives, and how often it moves."""
+"""Test copies of offloaded objects, their lifetimes, and how often their memory moves."""
 
 import copy
 import gc
@@ -41,7 +41,7 @@ def test_what_is_offloaded_dies_with_its_trainer(sim, tag):
         pass
     assert sim.tag_bytes() > 0
     gc.collect()
-    gc.disable()  # by reference counts alone: no cycle keeps device memory
+    gc.disable()  # reference counts suffice: no cycle keeps device memory
     try:
         del trainer
         assert sim.tag_bytes() == 0
@@ -101,7 +101,7 @@ def test_what_a_pause_in_inference_mode_moves_can_be_trained(sim, tag):
     offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
     for one in (trainer, expected):
         one.step()
-        one.model.double().float()  # new memory, which goes with the pause
+        one.model.double().float()  # new memory, which the pause moves to the tag
     with torch.inference_mode(), offloaded.paused():
         pass
     with torch.inference_mode():
@@ -125,7 +125,7 @@ def test_states_that_are_replaced_go_with_the_next_pause(sim, tag):
     trainer.step()
     state = trainer.optimizer.state[trainer.model[0].weight]
     state["exp_avg"] = state["exp_avg"].clone()
-    trainer.step()  # looks for states by their number alone
+    trainer.step()  # only the number of states is compared
     assert not lies_in(state["exp_avg"], offloaded.tag)
     with offloaded.paused():
         assert lies_in(state["exp_avg"], offloaded.tag)

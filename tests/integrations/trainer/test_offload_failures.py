@@ -1,4 +1,4 @@
-"""What fails for want of memory or by the driver, and what holds afterwards."""
+"""Test failures from a lack of memory or from the driver, and the state after them."""
 
 import copy
 import gc
@@ -19,13 +19,13 @@ MIB = 1 << 20
 
 
 def wide_model():
-    """A model whose first weight has 4 MiB."""
+    """Return a model whose first weight has 4 MiB."""
     return torch.nn.Sequential(torch.nn.Linear(32, 32 << 10), torch.nn.Linear(32 << 10, 8))
 
 
 @pytest.fixture
 def leave_free(sim):
-    """Leaves so many bytes of the device to the test: `leave_free(nbytes)`."""
+    """Set the device's free bytes: `leave_free(nbytes)`."""
 
     def leave(nbytes):
         sim.occupy(0)
@@ -38,7 +38,7 @@ def leave_free(sim):
 
 @pytest.fixture
 def half_moved(sim, tag, leave_free):
-    """`trainer, name = half_moved()`: one whose states had room in part, and the tag of that."""
+    """Create a trainer of which only some states fit in its tag: `trainer, name = half_moved()`."""
 
     def make():
         trainer = Trainer(model=wide_model)
@@ -90,7 +90,7 @@ def test_an_offload_without_room_can_be_made_again(sim, tag, leave_free):
         offload(trainer.optimizer, tag=name)
     assert trainer.contents() == expected.contents()
     with pytest.warns(memsaver.MemsaverWarning, match="the next pause"):
-        trainer.step()  # usable as it is; tries again
+        trainer.step()  # works, and tries to move again
     expected.step()
     sim.occupy(0)
     offloaded = offload(trainer.optimizer, tag=name)
@@ -117,7 +117,7 @@ def test_an_offload_that_is_made_again_takes_over(half_moved):
     states = copy.deepcopy(trainer.optimizer.state_dict())
     offload(trainer.optimizer, tag=name).close()
     with memsaver.paused(name):
-        trainer.optimizer.load_state_dict(states)  # nobody looks any more
+        trainer.optimizer.load_state_dict(states)  # no longer watched
     trainer.step()
 
 
@@ -145,7 +145,7 @@ def test_a_pause_without_room_for_gradients_pauses_nothing(sim, tag, leave_free)
     assert trainer.contents() == expected.contents()
     trainer.optimizer.zero_grad()
     expected.optimizer.zero_grad()
-    with offloaded.paused():  # without them there is enough
+    with offloaded.paused():  # without gradients, the memory suffices
         assert memsaver.stats()[offloaded.tag][0].resident_bytes == 0
     assert trainer.contents() == expected.contents()
 
@@ -255,7 +255,7 @@ def test_a_dead_trainer_stops_no_pause(sim, tag):
 
 @pytest.mark.long
 def test_interrupted_everywhere(run_python):
-    # Contents and hooks are as before, or all is done; the same call then gives the handle.
+    # Either nothing has changed, or the call is complete; repeating the call returns the handle.
     run_python(
         """
     import gc

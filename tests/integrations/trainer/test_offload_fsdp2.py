@@ -1,4 +1,4 @@
-"""FSDP2 trainers in tags, on one rank and on two that share nothing but gloo."""
+"""Test FSDP2 trainers in tags, on one rank and on two ranks that communicate only through gloo."""
 
 import os
 import sys

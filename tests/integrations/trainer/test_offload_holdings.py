@@ -1,4 +1,4 @@
-"""Tensors and optimizers inside optimizers, and the memory that a step needs besides its states."""
+"""Test tensors and optimizers inside optimizers, and a step's memory in addition to its states."""
 
 import dataclasses
 import sys
@@ -64,7 +64,7 @@ class Pair:
     second: object = None
 
 
-# By name, a function that puts a parameter's tensor into a place of an optimizer.
+# Functions that store a parameter's tensor in some place of an optimizer, by name.
 PLACES = {
     "deque": lambda o, p, t: o.state[p].update(history=deque([t], maxlen=3)),
     "dataclass": lambda o, p, t: o.state[p].update(pair=Pair(t)),

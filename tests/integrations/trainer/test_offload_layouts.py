@@ -1,4 +1,4 @@
-"""What trainers hold their memory in: shared storages, views, wrappers."""
+"""Test the layouts of trainers' memory: shared storages, views, wrappers."""
 
 import pytest
 
@@ -40,14 +40,14 @@ class Flat(torch.nn.Module):
         for parameter in self.layers.parameters():
             parameter.data = flat[at : at + parameter.numel()].view_as(parameter)
             at += parameter.numel()
-        self.flat = [flat]  # not a buffer: nothing tells of it
+        self.flat = [flat]  # not registered as a buffer
 
     def forward(self, x):
         return self.layers(x)
 
 
 class Odd(torch.nn.Module):
-    """Parameters that are not contiguous, empty, scalar, of other types; a buffer."""
+    """A model with parameters that are strided, empty, scalar or of other types, and a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def test_views_that_nobody_told_of_go_along(sim, tag):
 
 
 def test_states_that_are_views_of_one_buffer(sim, tag):
-    # As some optimizers keep them: flat, with a view for each parameter.
+    # Some optimizers store states in a flat buffer, with a view for each parameter.
     trainer, expected = Trainer("sgd_momentum"), Trainer("sgd_momentum")
     for one in (trainer, expected):
         one.step()
@@ -179,7 +179,7 @@ def test_sparse_gradients_stay(sim, tag):
             one.backward()
         with offloaded.paused():
             assert sim.tag_bytes() == 0
-            assert trainer.model.table.weight.grad.to_dense().shape == (32, 16)  # can be read
+            assert trainer.model.table.weight.grad.to_dense().shape == (32, 16)  # is readable
         for one in (trainer, expected):
             one.optimizer.step()
             one.done += 1

@@ -1,4 +1,4 @@
-"""Optimizers of every make: master weights, groups, several, loaded states, one inside another."""
+"""Test all kinds of optimizers: master weights, groups, several, loaded states, nested ones."""
 
 import io
 
@@ -27,7 +27,7 @@ def moments_of(trainer):
 
 
 class MasterWeights:
-    """A half-precision model whose optimizer has float masters."""
+    """A half-precision model whose optimizer has float master weights."""
 
     def __init__(self):
         torch.manual_seed(7)
@@ -64,7 +64,7 @@ def test_master_weights(sim, tag, by):
     assert_same_steps(trainer, expected, offloaded)
     with offloaded.paused():
         assert sim.tag_bytes() == 0
-        trainer.model(torch.ones(1, 32, dtype=torch.bfloat16))  # its weights stay
+        trainer.model(torch.ones(1, 32, dtype=torch.bfloat16))  # the model's weights stay mapped
 
 
 def test_a_group_that_is_added_later(sim, tag):
@@ -130,7 +130,7 @@ def test_load_state_dict_after_offloading(sim, tag):
 
 
 def test_a_state_dict_that_shares_tensors_with_the_optimizer(sim, tag):
-    # torch keeps tensors of the dict that are on the right device.
+    # torch does not copy tensors of the dict that are on the right device.
     trainer, expected = Trainer(), Trainer()
     for one in (trainer, expected):
         one.step()
@@ -141,7 +141,7 @@ def test_a_state_dict_that_shares_tensors_with_the_optimizer(sim, tag):
 
 
 def test_steps_inside_the_backward(sim, tag):
-    # Optimizers that step as soon as a gradient is there, on autograd's threads.
+    # Optimizers that step as soon as a gradient exists, on autograd's threads.
     def make():
         trainer = Trainer("sgd_momentum")
         trainer.optimizers = {
@@ -178,7 +178,7 @@ def test_a_module_that_is_converted_afterwards(sim, tag):
     trainer, expected = Trainer(), Trainer()
     offloaded = offload(trainer.model, tag=tag())
     for one in (trainer, expected):
-        one.model.double().float()  # torch replaces what the parameters hold
+        one.model.double().float()  # torch replaces the parameters' tensors
     assert not lies_in(trainer.model[0].weight, offloaded.tag)
     assert_same_steps(trainer, expected, offloaded)
     assert lies_in(trainer.model[0].weight, offloaded.tag)
@@ -196,7 +196,7 @@ def test_an_optimizer_inside_another(sim, tag):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Slow weights of its own, around another optimizer's steps."""
+    """An optimizer with slow weights around another optimizer's steps."""
 
     def __init__(self, optimizer, name):
         super().__init__(optimizer.param_groups, {})

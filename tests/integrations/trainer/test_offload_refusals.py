@@ -1,4 +1,4 @@
-"""What is refused: work while the tag is paused, closing then, and what cannot be offloaded."""
+"""Test rejected calls: work or `close` while the tag is paused, and invalid offloads."""
 
 import asyncio
 import copy
@@ -42,7 +42,7 @@ def test_a_gradient_scaler_after_unscaling_is_refused_too(sim, tag):
     scaler = torch.amp.GradScaler("cpu")
     trainer.optimizer.zero_grad()
     scaler.scale(trainer.model(torch.ones(1, 32)).square().mean()).backward()
-    scaler.unscale_(trainer.optimizer)  # reads the gradients, so not while they are paused
+    scaler.unscale_(trainer.optimizer)  # reads the gradients, which must be mapped
     with offloaded.paused(), pytest.raises(memsaver.InvalidStateError):
         scaler.step(trainer.optimizer)
     scaler.step(trainer.optimizer)
@@ -67,7 +67,7 @@ def test_every_part_of_a_model_is_refused(sim, tag):
             assert caught.value.tag == offloaded.tag
     trainer.model[0](x)
     shallow(x)
-    assert not trainer.model[0]._forward_pre_hooks  # which cost time, and torch's fast paths
+    assert not trainer.model[0]._forward_pre_hooks  # hooks cost time, and disable fast paths
     with sim.fault("cuMemUnmap", sim.OUT_OF_MEMORY), pytest.raises(memsaver.MemsaverError):
         offloaded.pause()
     assert offloaded.state == "mapped"
@@ -283,11 +283,11 @@ def test_a_refused_offload_leaves_the_tag_alone(sim, tag):
     with pytest.raises(memsaver.UnknownTagError):
         memsaver.state(new)
     with memsaver.paused(kept):
-        trainer.optimizer.step()  # not watched either
+        trainer.optimizer.step()  # this one is not watched either
 
 
 def test_an_optimizer_goes_to_one_tag(sim, tag):
-    trainer = Trainer()  # without states, which would say where they are
+    trainer = Trainer()  # has no states, whose tag would be known
     first, second = tag("first"), tag("second")
     offloaded = offload(trainer.optimizer, tag=first)
     with pytest.raises(memsaver.ConfigError, match="first"):

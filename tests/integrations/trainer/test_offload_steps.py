@@ -1,4 +1,4 @@
-"""A trainer's memory in tags: steps between pauses are those of a trainer that never paused."""
+"""Test that an offloaded trainer computes the same steps as a trainer that never pauses."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_a_pause_takes_all_states_and_keeps_their_addresses(sim, tag, optimizer)
     offloaded = offload(trainer.optimizer, parameters=True, tag=tag())
     for _ in range(3):
         trainer.step()
-    offloaded.pause()  # moves what the steps replaced, of LBFGS
+    offloaded.pause()  # moves the tensors that LBFGS replaced
     offloaded.resume()
     addresses, contents = addresses_of(trainer), trainer.contents()
     report = offloaded.pause()
@@ -81,7 +81,7 @@ def test_states_are_in_the_tag_from_the_step_that_makes_them(sim, tag):
     trainer = Trainer()
     offloaded = offload(trainer.optimizer, tag=tag())
     assert offloaded.bytes == 0
-    assert memsaver.state(offloaded.tag) == "mapped"  # known before it has memory
+    assert memsaver.state(offloaded.tag) == "mapped"  # exists before it has memory
     trainer.step()
     moments = [t for t in states_of(trainer.optimizer) if not is_counter(trainer.optimizer, t)]
     assert all(lies_in(t, offloaded.tag) for t in moments)
@@ -128,7 +128,7 @@ def test_gradients_can_stay(sim, tag):
     with offloaded.paused():
         for parameter in trainer.model.parameters():
             assert not lies_in(parameter.grad, offloaded.tag)
-            bytes_of(parameter.grad)  # can be read
+            bytes_of(parameter.grad)  # is readable
 
 
 @pytest.mark.parametrize("backup", ["host", "pageable", "disk"])

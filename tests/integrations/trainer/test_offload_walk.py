@@ -1,4 +1,4 @@
-"""Random trainings with pauses in any order compute the same as without pauses."""
+"""Test that random trainings with pauses in any order compute the same as without pauses."""
 
 import random
 
@@ -31,7 +31,7 @@ def reload(trainer, seed):
     trainer.optimizer.load_state_dict({**saved, "state": copied})
 
 
-# The operations that both trainers do, by name. Each takes a seed.
+# The operations of both trainers, by name. Each takes a seed.
 OPERATIONS = {
     "step": lambda trainer, seed: trainer.step(),
     "backward": lambda trainer, seed: trainer.backward(seed) and None,

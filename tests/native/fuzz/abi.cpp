@@ -1,7 +1,8 @@
-// Target: the C ABI, as a sequence of calls with arguments that nobody would give it. Pointers that
-// the contract wants valid are valid: places for answers, lists and their counts, transitions.
+// Target: the C ABI, as a sequence of calls with hostile arguments. Pointers that the contract
+// requires to be valid are valid: output parameters, lists and their counts, transitions.
 //
-// One thread: between the begin and the run of a transition only calls that do not wait for it.
+// Single-threaded: between a transition's begin and run, it makes only calls that do not wait for
+// the transition.
 #include <climits>
 #include <cstring>
 #include <vector>
@@ -17,7 +18,7 @@ using fuzz::require;
 
 const std::string kLong(300, 'x');
 const char* const kTags[] = {"a", "b", "c", "", "\xff", "\xe2\x82", "a\n", kLong.c_str(), nullptr};
-constexpr size_t kPlainTags = 3;  // of them: those that hold memory
+constexpr size_t kPlainTags = 3;  // the first tags, which contain memory
 constexpr int kDevices[] = {0, 1, -1, 2, 63, 64, INT_MAX, INT_MIN};
 constexpr int kBackups[] = {-1, 0, 1, 2, 3, 4, -2, INT_MAX, INT_MIN};
 constexpr uint64_t kSizes[] = {1,          512,           513,
@@ -69,12 +70,12 @@ class Session {
   int device() { return kDevices[in_.below(4) ? in_.below(2) : in_.below(std::size(kDevices))]; }
   int backup() { return kBackups[in_.below(4) ? in_.below(5) : in_.below(std::size(kBackups))]; }
   uint64_t size() { return in_.below(8) ? kSizes[in_.below(std::size(kSizes))] : in_.word(); }
-  // Of a live block, inside or beside one, of a freed one, or of nothing.
+  // Returns an address: of a live block, inside or next to one, of a freed block, or of nothing.
   char* address();
   std::vector<const char*> tags();
   std::vector<ms_range> ranges();
 
-  // Looks at what a call said; whether it did what was asked.
+  // Checks a call's status and error; returns whether the call succeeded.
   bool done(ms_status status);
   ms_error* error() { return in_.below(8) ? &error_ : nullptr; }
 
@@ -184,7 +185,7 @@ void Session::free_one() {
   blocks_.erase(blocks_.begin() + static_cast<ptrdiff_t>(which));
 }
 
-// Nothing here waits for a tag.
+// Makes only calls that do not wait for a tag.
 void Session::beside(ms_transition* transition) {
   uint64_t progress = 0, total = 0;
   switch (in_.below(5)) {
@@ -303,7 +304,7 @@ void Session::ask() {
   }
 }
 
-// By turns, without a byte of the input: what inputs mean stays.
+// Makes the timeline calls in turn and reads no input, so that existing inputs keep their meaning.
 void Session::record() {
   ms_event* rows = nullptr;
   size_t count = 0;
@@ -413,7 +414,7 @@ void Session::reset() {
     require(ms_configure(name, value, nullptr) == MS_OK, name);
 }
 
-// Whatever happened: everything can be freed, everything resumed, and then nothing is left.
+// Checks that, after any calls, all memory can be freed and resumed, and that nothing is left.
 void Session::clean() {
   sim_clear_faults();
   reset();

@@ -1,7 +1,6 @@
-// coverage: g++ tells of each block that runs (-fsanitize-coverage=trace-pc); libFuzzer wants a
-// counter for each. A block gets the next free counter when it first runs. Linked into the library
-// that is to be covered, so that it takes the calls of that one alone; calls nothing that is
-// instrumented itself.
+// coverage: g++ reports each basic block that runs (-fsanitize-coverage=trace-pc); libFuzzer needs
+// a counter per block. A block is assigned the next free counter when it first runs. Linked into
+// the measured library, so that it receives only that library's calls; calls no instrumented code.
 #include <cstddef>
 #include <cstdint>
 
@@ -18,13 +17,13 @@ constexpr size_t kMostBlocks = 1 << 16;
 constexpr size_t kPlaces = 2 * kMostBlocks;
 
 uint8_t counters[kMostBlocks];
-uintptr_t blocks[kMostBlocks][2];  // of each: its address, and flags
+uintptr_t blocks[kMostBlocks][2];  // the address and flags of each
 uint32_t blocks_seen;
 
 // A hash table from addresses to counters; nothing is ever removed.
 struct Place {
   uintptr_t pc;
-  uint32_t counter;  // 0: not known yet, else one more
+  uint32_t counter;  // 0: none yet; otherwise the index plus 1
 };
 Place places[kPlaces];
 
@@ -65,7 +64,7 @@ extern "C" {
   hit(reinterpret_cast<uintptr_t>(__builtin_return_address(0)));
 }
 
-// g++ also tells of comparisons of floating-point numbers, which libFuzzer does not know.
+// g++ also reports floating-point comparisons, which libFuzzer does not support.
 [[gnu::visibility("hidden"), NOT_INSTRUMENTED]] void __sanitizer_cov_trace_cmpf(float, float) {}
 [[gnu::visibility("hidden"), NOT_INSTRUMENTED]] void __sanitizer_cov_trace_cmpd(double, double) {}
 

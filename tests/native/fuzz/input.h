@@ -1,4 +1,4 @@
-// input: a fuzzer's bytes, read as values. Past their end everything is zero.
+// input: reads a fuzzer's bytes as values. All values after the end of the bytes are zero.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ class Input {
     return value;
   }
 
-  // Up to `most` bytes of any value but zero.
+  // Returns up to `most` nonzero bytes.
   std::string text(size_t most) {
     std::string made;
     for (size_t count = below(most + 1); count > 0; --count) {

@@ -1,4 +1,4 @@
-// The program of a target, which lies in a library of its own: libFuzzer and nothing else.
+// The program for a target: contains only libFuzzer; the target is a separate library.
 #include <cstddef>
 #include <cstdint>
 

@@ -1,5 +1,5 @@
-// Target: the environment's options, as the core reads them, and those of the simulated driver. The
-// sources are taken in whole, so that what was read can be forgotten again.
+// Target: the options that the core and the simulated driver read from the environment. Includes
+// their sources, so that it can reset the values that they have read.
 #include "../../../csrc/core/platform/options.cpp"
 
 #include <cstdint>
@@ -20,7 +20,7 @@ void forget() {
   for (const char* name : kSimulator) unsetenv(name);
 }
 
-// Text of an option that was understood must be understood again, and mean the same.
+// Checks that the text of each option's value is accepted and gives the same value.
 void check_round_trip() {
   for (const std::string& name : memsaver::option_names()) {
     const std::string text = memsaver::option_text(name);

@@ -1,11 +1,11 @@
-// stress: threads that allocate, free, pause, resume, swap, ask and write at once, on the simulated
-// driver's two devices, and check every byte that they own.
+// stress: threads that allocate, free, pause, resume, swap, query and write concurrently on the
+// simulated driver's two devices, and check every byte that they own.
 //
-//   stress SEED OPERATIONS THREADS    that many operations for each thread
+//   stress SEED OPERATIONS THREADS    run OPERATIONS operations on each thread
 //
-// Prints a line of figures and exits with 0; what did not hold goes to stderr, with exit status 1.
-// Started with MEMSAVER_DRIVER=sim, MEMSAVER_SIM_DEVICES=2, MEMSAVER_DISK_DIR and XDG_RUNTIME_DIR,
-// which has a short name.
+// Prints a line of figures and exits with 0, or prints the failed check to stderr and exits with 1.
+// Needs MEMSAVER_DRIVER=sim, MEMSAVER_SIM_DEVICES=2, MEMSAVER_DISK_DIR and a short path in
+// XDG_RUNTIME_DIR.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -17,7 +17,7 @@
 namespace stress {
 namespace {
 
-// Each policy twice, so that a swap has partners of every kind.
+// Creates two tags for each policy, so that a swap has partners of every kind.
 void make_tags(World& world) {
   ms_error error;
   for (int i = 0; i < 8; ++i) {
@@ -32,7 +32,7 @@ void make_tags(World& world) {
   }
 }
 
-// Frees everything: what is mapped first, because not all tags fit into memory at once.
+// Frees everything: mapped tags first, because not all tags fit into memory at once.
 void leave(World& world, std::vector<std::unique_ptr<Thread>>& threads) {
   ms_error error;
   for (const char* name : {"host_bytes", "margin_bytes"}) {
@@ -56,7 +56,7 @@ void leave(World& world, std::vector<std::unique_ptr<Thread>>& threads) {
   for (auto& thread : threads) thread->close();
 }
 
-// What must be true when nothing is left.
+// Checks that no memory, warnings, violations or driver objects are left.
 void check_nothing_is_left(World& world) {
   ms_error error;
   ms_usage* rows = nullptr;
@@ -74,7 +74,7 @@ void check_nothing_is_left(World& world) {
   ms_list_free(rows);
   char text[500];
   while (ms_next_warning(text, sizeof(text))) {
-    // What a hook says of a device that is full.
+    // The hooks warn if a device is full.
     if (!std::strstr(text, "an allocation in tag") && !std::strstr(text, "were dropped")) {
       world.fail("warning: " + std::string(text));
     }

@@ -1,4 +1,4 @@
-// What a thread of the stress does with memory of its own.
+// The stress thread's operations on its own memory.
 #include "runtime.h"
 #include "streams.h"
 #include "thread.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr size_t kMostBlocks = 16;
 
-// A region that is open while it lives, where it could be entered.
+// A region that is open during this object's life, if it could be entered.
 class Region {
  public:
   Region(const Tag& tag, ms_error* error)
@@ -46,7 +46,7 @@ bool Thread::allocate() {
   void* const stream = streams_[block.device];
   ms_error error{};
   const uint64_t way = below(7);
-  if (way == 0) {  // by the stream, outside every region
+  if (way == 0) {  // through the stream's tag, outside of regions
     if (!fine(ms_stream_bind(stream, tag.name.c_str(), tag.policy, &error), error, "ms_stream_bind",
               {MS_INVALID_STATE})) {
       return false;
@@ -151,7 +151,7 @@ bool Thread::fill_on_stream() {
   return true;
 }
 
-// Its owner says what it was filled with.
+// Sets the block's expected contents; the caller sets `losses`.
 void Thread::fill_later(Block& block) {
   block.filling = Filling::kByte;
   block.value = below(256);

@@ -21,7 +21,7 @@ struct Tag {
 
   // Under `contents`.
   bool paused = false;
-  uint64_t losses = 0;  // pauses that kept nothing, and failures that may have
+  uint64_t losses = 0;  // pauses without a backup, and failures that may have lost contents
   uint64_t doubts = 0;  // `losses` at the last failure that may have lost contents
 };
 
@@ -33,7 +33,7 @@ struct Block {
   int tag = 0, device = 0;
   Filling filling = Filling::kUnknown;
   uint64_t value = 0;   // the seed of a pattern, or the byte
-  uint64_t losses = 0;  // the tag's, when it was filled
+  uint64_t losses = 0;  // the tag's value when the block was filled
 };
 
 inline uint64_t mixed(uint64_t x) {
@@ -52,7 +52,8 @@ inline void write_pattern(void* at, uint64_t bytes, uint64_t seed) {
   }
 }
 
-// Where memory first differs from the pattern, or from the byte; `bytes` where it does not.
+// Returns the offset at which memory first differs from the pattern, or from the byte; `bytes` if
+// it does not differ.
 inline uint64_t unlike_pattern(const void* at, uint64_t bytes, uint64_t seed) {
   const auto* from = static_cast<const unsigned char*>(at);
   for (uint64_t offset = 0; offset < bytes; offset += 8) {
@@ -69,8 +70,8 @@ inline uint64_t unlike_byte(const void* at, uint64_t bytes, unsigned char byte) 
   return offset;
 }
 
-// What is wrong with memory, or a backup, that should hold a block's contents; "" for nothing.
-// `lost` is what stands where contents were given up: 0, or 0xFF with option `poison`.
+// Returns a description of the first error in memory or a backup that should contain a block's
+// contents; "" if there is none. `lost` is the byte in discarded memory: 0, or 0xFF with `poison`.
 inline std::string fault_in(const Tag& tag, const Block& block, const void* at,
                             unsigned char lost) {
   if (block.filling == Filling::kUnknown || block.losses < tag.doubts) return "";

@@ -1,4 +1,4 @@
-// What a thread of the stress asks, and what it asks for beside memory.
+// The stress thread's queries, and its other operations that do not allocate or pause memory.
 #include <dirent.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -14,9 +14,9 @@
 namespace stress {
 namespace {
 
-constexpr uint64_t kPiece = 1 << 20;  // of a fingerprint
+constexpr uint64_t kPiece = 1 << 20;  // bytes per fingerprint
 
-// The address of this process's socket in $XDG_RUNTIME_DIR; an empty path where there is none.
+// Returns the address of this process's socket in $XDG_RUNTIME_DIR; an empty path if it has none.
 sockaddr_un own_socket() {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
@@ -37,13 +37,13 @@ sockaddr_un own_socket() {
 
 }  // namespace
 
-// Asks as another process would.
+// Requests the statistics through the socket, as another process would.
 bool Thread::watch() {
   static const sockaddr_un address = own_socket();
   const int client = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   std::string answer;
   if (connect(client, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 &&
-      !one_in(8)) {  // or leaves without having read
+      !one_in(8)) {  // otherwise it disconnects without reading
     char part[4096];
     for (ssize_t got = 0; (got = recv(client, part, sizeof(part), 0)) > 0;) {
       answer.append(part, static_cast<size_t>(got));
@@ -136,7 +136,7 @@ bool Thread::fingerprint() {
   return known;
 }
 
-// The process has one timeline: any thread may find it started, or ended, by another.
+// The process has one timeline, which another thread may have started or stopped.
 bool Thread::record() {
   ms_error error{};
   switch (below(6)) {
@@ -194,7 +194,7 @@ bool Thread::housekeeping() {
   }
 }
 
-// The driver, or the host, is out of memory once, for whoever asks next.
+// Makes one of the next calls on any thread fail because device or host memory is exhausted.
 bool Thread::fault() {
   static constexpr const char* kCalls[] = {"cuMemCreate", "cuMemHostRegister", "cuMemHostAlloc"};
   constexpr int kOutOfMemory = 2;

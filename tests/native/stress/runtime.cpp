@@ -1,5 +1,5 @@
-// A CUDA runtime of plain host memory behind the preload hooks: for calls of threads that are in no
-// region. Each thread has a current device of its own.
+// A CUDA runtime in plain host memory behind the preload hooks, for calls outside of regions. Each
+// thread has its own current device.
 #include "runtime.h"
 
 #include <cstdlib>

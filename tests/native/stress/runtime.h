@@ -1,5 +1,5 @@
-// The functions of the CUDA runtime that the stress calls: the hooks of libmemsaver_preload.so
-// stand before them. All return a cudaError_t, 0 for success.
+// The functions of the CUDA runtime that the stress test calls through the hooks of
+// libmemsaver_preload.so. All return a cudaError_t, 0 for success.
 #pragma once
 
 #include <cstddef>

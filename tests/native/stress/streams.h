@@ -1,18 +1,18 @@
-// streams: work of the program's own on the simulated devices. Any thread.
+// streams: the program's own work on the simulated devices. Any thread may call these functions.
 #pragma once
 
 #include <cstdint>
 
 namespace stress {
 
-// A stream of the device's primary context; null where there is none to be had.
+// Creates a stream in the device's primary context; returns null on failure.
 void* make_stream(int device);
 void destroy_stream(int device, void* stream);
 
-// Returns when all that was queued on it is done; whether it is.
+// Waits for the work queued on the stream; returns whether this succeeded.
 bool wait_for(int device, void* stream);
 
-// Whether a fill of the memory is now queued on the stream.
+// Queues a fill of the memory on the stream; returns whether this succeeded.
 bool queue_fill(int device, void* stream, void* at, unsigned char byte, uint64_t bytes);
 
 }  // namespace stress

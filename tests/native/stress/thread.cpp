@@ -45,7 +45,7 @@ const char* Thread::name_of(size_t kind) {
 
 void World::fail(const std::string& what) {
   const std::lock_guard<std::mutex> lock(mutex);
-  // At once: what follows from it may end the process.
+  // Immediately, because a consequence of the failure may end the process.
   if (!stop) std::fprintf(stderr, "%s\n", what.c_str());
   stop = true;
 }

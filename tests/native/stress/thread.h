@@ -1,4 +1,4 @@
-// thread: one thread of the stress, and what all of them share.
+// thread: one thread of the stress test, and the state that all threads share.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ namespace stress {
 
 constexpr int kDevices = 2;
 
-// Shared by all threads. A block in `given` belongs to whoever takes it.
+// State shared by all threads. A block in `given` belongs to the thread that removes it.
 struct World {
   std::vector<std::unique_ptr<Tag>> tags;
   unsigned char lost = 0;
@@ -30,20 +30,20 @@ struct World {
   std::atomic<bool> stop{false};
   static constexpr size_t kMostKinds = 24;
   std::atomic<uint64_t> done[kMostKinds] = {};  // operations by kind
-  // Of them, those that a state or a lack of memory refused.
+  // Operations that failed because of a tag's state or a lack of memory, by kind.
   std::atomic<uint64_t> refused[kMostKinds] = {};
 
   void fail(const std::string& what);
 };
 
-// Runs its operations on the thread that calls run(). What is left in it then are blocks, which
-// leave() checks and frees, tag by tag, and streams, which close() destroys.
+// Runs its operations on the thread that calls run(). Afterwards, leave() checks and frees its
+// remaining blocks, tag by tag, and close() destroys its streams.
 class Thread {
  public:
   Thread(World& world, uint64_t seed) : world_(world), random_(seed) {}
 
   void run(uint64_t operations);
-  void leave(size_t tag);  // which must be mapped
+  void leave(size_t tag);  // the tag must be mapped
   void close();
 
   static const char* name_of(size_t kind);
@@ -53,15 +53,14 @@ class Thread {
   bool one_in(uint64_t n) { return below(n) == 0; }
   Tag& tag_of(const Block& block) { return *world_.tags[static_cast<size_t>(block.tag)]; }
   Block* any_block();
-  // A block whose tag is paused, or is not, and stays so under the lock; null where it is
-  // otherwise.
+  // Returns any block, with a lock that keeps its tag's state; null if that state is not `paused`.
   std::pair<Block*, std::shared_lock<std::shared_mutex>> held_block(bool paused);
 
-  // Whether a call did what was asked; false where it was refused for a reason that is allowed.
+  // Returns whether a call succeeded; fails the test if its status is not MS_OK or in `allowed`.
   bool fine(ms_status status, const ms_error& error, const char* call,
             std::initializer_list<ms_status> allowed);
 
-  // Operations: false where refused. In memory.cpp:
+  // Operations return false if they were rejected. In memory.cpp:
   bool allocate();
   bool free_one();
   bool hand_over();
@@ -86,8 +85,8 @@ class Thread {
   void free_block(const Block& block);
   void require_contents(const Block& block, const void* at);
   void settle();                  // waits for this thread's own work
-  void fill_later(Block& block);  // queues a fill; `losses` is for the caller to set
-  // A pause of `out`, a resume of `into`, or both in one.
+  void fill_later(Block& block);  // queues a fill; the caller sets `losses`
+  // Pauses `out`, resumes `into`, or swaps both.
   bool transit(std::vector<size_t> out, std::vector<size_t> into, bool background);
   std::vector<size_t> some_tags(size_t from, size_t step);
   struct Asked;
@@ -101,7 +100,7 @@ class Thread {
   std::mt19937_64 random_;
   std::vector<Block> blocks_;
   void* streams_[kDevices] = {};
-  bool working_ = false;  // has work of its own in flight
+  bool working_ = false;  // whether its own work is in flight
 
   friend struct Operations;
 };

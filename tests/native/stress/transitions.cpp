@@ -1,4 +1,4 @@
-// What a thread of the stress does with the states of tags.
+// The stress thread's transitions of tags.
 #include <algorithm>
 #include <cstring>
 #include <set>
@@ -9,7 +9,7 @@
 
 namespace stress {
 
-// One transition, its tags locked for as long as this lives.
+// A transition whose tags are locked during this object's life.
 struct Thread::Asked {
   Asked(World& world, std::vector<size_t> out_tags, std::vector<size_t> into_tags)
       : out(std::move(out_tags)), into(std::move(into_tags)) {
@@ -53,7 +53,7 @@ ms_status Thread::begin(Asked& asked) {
                              &asked.error);
 }
 
-// Runs it on another thread, and meanwhile does what one does who waits for it.
+// Runs the transition on another thread while this thread makes the calls of a waiting program.
 void Thread::run_beside(Asked& asked) {
   ms_transition_hand_over(asked.transition, nullptr);
   std::thread runner([&asked] {
@@ -68,7 +68,7 @@ void Thread::run_beside(Asked& asked) {
   ms_error error{};
   const bool waited = fine(ms_transition_wait_stream(asked.transition, streams_[device], &error),
                            error, "ms_transition_wait_stream", {MS_INVALID_STATE});
-  // What is queued from now on runs behind a resume's copies.
+  // Work that is queued from now on runs after a resume's copies.
   for (Block& block : blocks_) {
     const auto of = static_cast<size_t>(block.tag);
     if (!waited || !asked.out.empty() || asked.into.front() != of) continue;
@@ -80,7 +80,7 @@ void Thread::run_beside(Asked& asked) {
   runner.join();
 }
 
-// Brings the model to what a transition that was run has left.
+// Updates the model after a transition was run.
 void Thread::note(const Asked& asked) {
   const bool done = asked.status == MS_OK;
   for (size_t i = 0; done && i < asked.row_count; ++i) {
@@ -95,7 +95,7 @@ void Thread::note(const Asked& asked) {
   for (Block* block : asked.dying) {
     block->filling = done ? Filling::kByte : asked.swaps() ? Filling::kUnknown : block->filling;
     if (done) block->value = world_.lost;
-    if (done) block->losses = tag_of(*block).losses + 1;  // not older than this pause's own
+    if (done) block->losses = tag_of(*block).losses + 1;  // includes this pause's loss
   }
   for (size_t of : asked.out) {
     Tag& tag = *world_.tags[of];
@@ -103,7 +103,7 @@ void Thread::note(const Asked& asked) {
     const int policy = asked.backup == MS_BACKUP_DEFAULT ? tag.policy : asked.backup;
     if (done && policy == MS_BACKUP_NONE) ++tag.losses;
     if (!done && asked.swaps() && policy == MS_BACKUP_NONE) tag.doubts = ++tag.losses;
-    // Faults may also meet the undoing: then it is paused, and has lost nothing.
+    // Faults may also hit the rollback: then the tag is paused, and has lost nothing.
     const bool stuck = std::strstr(asked.error.message, "could not be") != nullptr;
     tag.paused = done || stuck;
   }
@@ -134,7 +134,7 @@ bool Thread::transit(std::vector<size_t> out, std::vector<size_t> into, bool bac
   }
   if (!fine(begin(asked), asked.error, "to begin a transition", {MS_INVALID_STATE})) return false;
   if (one_in(4)) ms_transition_set_caller(asked.transition, "the stress", nullptr);
-  if (one_in(16)) {  // given up before it was run
+  if (one_in(16)) {  // cancelled before its run
     ms_transition_free(asked.transition);
     check_states(asked);
     return true;

@@ -1,9 +1,9 @@
 """A fake engine with SGLang's interface; errors that end SGLang's scheduler end it too.
 
 The parts have the names, fields and message types of SGLang 0.5.16 and 0.5.23 that memsaver's
-integration uses (and of 0.5.12, where asked for): a scheduler with its weight updater, a tokenizer
+integration uses (and of 0.5.12, on request): a scheduler with its weight updater, a tokenizer
 manager that asks the schedulers and waits for all of them, an `Engine` with an event loop, and a
-server. A scheduler that died does not answer any more, so that whoever waits for it waits for ever.
+server. A dead scheduler sends no answers, so a caller that waits for one waits forever.
 """
 
 from sglang_stand_in.main_process import (

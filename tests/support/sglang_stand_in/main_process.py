@@ -20,7 +20,7 @@ class TokenizerManager:
         self.schedulers = schedulers
         self.answer_seconds = 0.0
         self.generate_seconds = 0.0
-        self.finishes = False  # generations in progress
+        self.finishes = False  # ends generations in progress normally
         self.aborted = 0
         self.server_args = types.SimpleNamespace(
             tp_size=1, skip_tokenizer_init=True, weight_version="default"
@@ -39,7 +39,7 @@ class TokenizerManager:
         asyncio.get_running_loop()
 
     async def _ask(self, name: str, message=None) -> list:
-        """As SGLang: as many replies as there are schedulers, whoever they are from."""
+        """Return as many replies as there are schedulers, from any of them, as SGLang does."""
         replies, enough = self._waiters[name] = [], asyncio.Event()
         loop = asyncio.get_running_loop()
         for number, scheduler in enumerate(self.schedulers):
@@ -80,7 +80,7 @@ class TokenizerManager:
         self.aborted_rids |= {rid} - {""}
 
     async def generate_request(self, obj: GenerateReqInput, request=None):
-        """As SGLang for a batch of token ids: what a prompt gives depends on its tokens alone."""
+        """Generate for a batch of token ids, as SGLang; a prompt's output depends on it alone."""
         lists = (obj.rid, obj.input_ids, obj.sampling_params)
         images = obj.image_data or [[]] * len(obj.rid)
         assert len(set(obj.rid)) == len(obj.rid) and {len(one) for one in lists} == {len(images)}
@@ -194,7 +194,7 @@ def finish_of(params: dict, made: list[int]) -> dict:
 
 
 class Engine:
-    """As `sglang.Engine`: its methods drive its event loop."""
+    """A fake `sglang.Engine`, whose methods run its event loop."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self.tokenizer_manager = manager

@@ -15,7 +15,7 @@ TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 class Saver:
-    """Another saver than memsaver's. It cannot resume what it did not pause, nor without room."""
+    """A saver other than memsaver's. A resume fails if the tag is not paused, or without memory."""
 
     def __init__(self) -> None:
         self.paused: set[str] = set()
@@ -33,15 +33,15 @@ class Saver:
 
 
 class Updater:
-    """SGLang's handlers of release and resume, as trusting as they are."""
+    """SGLang's handlers for release and resume, with as few checks as SGLang's."""
 
     def __init__(self, scheduler, saver, group=None) -> None:
         self.scheduler, self.memory_saver_adapter, self.tp_cpu_group = scheduler, saver, group
         self.offload_tags: set[str] = set()
         self.is_fully_idle = scheduler.is_fully_idle
-        self.prepare_error: Exception | None = None  # of a release, before its barrier
-        self.resume_errors: dict[str, Exception] = {}  # of a resume, by where it raises them
-        self.queue_open = True  # of the KV cache
+        self.prepare_error: Exception | None = None  # raised by a release before its barrier
+        self.resume_errors: dict[str, Exception] = {}  # raised by a resume, by place
+        self.queue_open = True  # the KV cache's queue
 
     def release_memory_occupation(self, recv_req):
         assert self.is_fully_idle(), "only when the server is idle"
@@ -92,7 +92,7 @@ class Updater:
 
 
 class UpdateWeightsMixin:
-    """The same of SGLang 0.5.12, where they are the scheduler's own."""
+    """The handlers of SGLang 0.5.12, which are the scheduler's own methods."""
 
     def release_memory_occupation(self, recv_req):
         assert self.is_fully_idle(), "only when the server is idle"
@@ -127,7 +127,7 @@ class UpdateWeightsMixin:
 
 @dataclass(frozen=True)
 class Tensor:
-    """Bytes in the device's memory, or the host's."""
+    """Bytes in device or host memory."""
 
     data: bytes
     is_cuda: bool = True
@@ -137,7 +137,7 @@ class Tensor:
 
 
 class Scheduler:
-    """A scheduler process: one message after the other, and dead after the first exception."""
+    """A scheduler process: it handles one message at a time, and dies with the first exception."""
 
     def __init__(self, make_updater=Updater, saver=None, group=None) -> None:
         self.running: set[str] = set()
@@ -194,7 +194,7 @@ class Scheduler:
 
 
 class OlderScheduler(Scheduler):
-    """One that has the handlers itself, by a mixin of the classes below."""
+    """A scheduler that contains the handlers itself, through the mixin in its subclass."""
 
     def _make_handlers(self, make_updater, saver, group) -> None:
         self.handlers, self.memory_saver_adapter, self.tp_cpu_group = self, saver, group

@@ -1,4 +1,4 @@
-"""SGLang's HTTP server, over a tokenizer manager."""
+"""A fake of SGLang's HTTP server for a tokenizer manager."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sglang_stand_in.messages import (
 
 
 class Server:
-    """SGLang's HTTP server, as far as a controller uses it."""
+    """The endpoints of SGLang's HTTP server that a controller uses."""
 
     def __init__(self, manager: TokenizerManager, api_key: str | None = None) -> None:
         self.manager, self.api_key, self.swallow_errors = manager, api_key, False
-        self.failing_infos = 0  # the number of next requests for /server_info that fail
+        self.failing_infos = 0  # the number of /server_info requests that fail next
         self.loop = asyncio.new_event_loop()
         self._threads = [threading.Thread(target=self.loop.run_forever, daemon=True)]
         outer = self
@@ -132,7 +132,7 @@ class Server:
         return 404, "{}"
 
 
-CHECKER = ""  # where checksums are asked for; no path of older versions
+CHECKER = ""  # the path for checksums, which tests set; older versions lack it
 CALLS = {
     "/pause_generation": PauseGenerationReqInput,
     "/continue_generation": ContinueGenerationReqInput,

@@ -13,9 +13,9 @@ from sglang_stand_in.scheduler import OlderScheduler, Scheduler, Updater, Update
 
 @contextmanager
 def modules(monkeypatch, older: bool = False):
-    """SGLang's modules with these classes, which belong to the caller, for the block.
+    """Install fake SGLang modules for the block; yield their classes, which the caller may change.
 
-    With `older` they are those of SGLang 0.5.12, whose schedulers have the handlers themselves.
+    With `older`, the modules are those of SGLang 0.5.12, whose schedulers contain the handlers.
     """
     classes = types.SimpleNamespace(
         Updater=type("SchedulerWeightUpdaterManager", (Updater,), {}),

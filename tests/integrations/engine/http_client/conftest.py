@@ -1,4 +1,4 @@
-"""Shared fixture of the tests of HTTP calls: servers with the answers that a test chooses."""
+"""Fixtures for the tests of HTTP calls: servers with the answers that a test chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP calls to servers whose answers are broken or not SGLang's."""
+"""Test HTTP calls to servers whose answers are broken or not SGLang's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP calls keep their bounds on time and size with any server, and leave nothing open."""
+"""Test that HTTP calls keep their bounds on time and size with any server, and leak nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redirects, API keys and addresses: no secret reaches another host, or any message."""
+"""Test redirects, API keys and addresses: no secret reaches another host or an error message."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_key_that_the_server_repeats_is_in_no_message(serve):
         ):
             with pytest.raises(EngineError) as caught:
                 call()
-            # A frame that accepted the answer may have it in a variable.
+            # A frame that accepted the answer may store it in a variable.
             assert "tell" not in texts_of(caught.value, variables=not status.startswith("200"))
 
 

@@ -1,7 +1,7 @@
-"""What the tests of a sleep controller share: worlds, with an engine, over an object or a server.
+"""Fixtures for the tests of a sleep controller: worlds with an engine object or a server.
 
-With the plugin the stand-in's schedulers are on memsaver, on the simulated driver; without it they
-are on another saver. Neither survives what SGLang would not.
+With the plugin, the fake's schedulers use memsaver on the simulated driver; without it, they use
+another saver. In both cases they end after a call that would end SGLang.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memsaver.integrations.sglang import hooks
 
 @pytest.fixture
 def make_world(monkeypatch, sim, tag, make_blocks):
-    """Makes worlds: `make_world("local" | "server", guarded=True)`."""
+    """Create worlds: `make_world("local" | "server", guarded=True)`."""
 
     def forget(processes):
         for process in processes:

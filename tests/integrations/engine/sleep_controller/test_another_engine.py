@@ -1,4 +1,4 @@
-"""An engine other than SGLang's, through the same controller and the same `RolloutEngine`."""
+"""Test an engine other than SGLang's with the same controller and the same `RolloutEngine`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fails under a sleep controller: memory, engines, answers, time, what is no engine."""
+"""Test failures of a sleep controller: memory, engines, answers, timeouts, invalid engines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_wake_without_room_fails_and_the_next_one_works(make_world, kind, capl
     world.check_alive()
     del caught
     gc.collect()
-    assert "never retrieved" not in caplog.text  # the error was the caller's
+    assert "never retrieved" not in caplog.text  # the caller received the error
 
 
 def test_what_a_failed_wake_left_mapped_goes_with_the_next_sleep(make_world, kind):
@@ -68,7 +68,7 @@ def test_a_staged_wake_without_room_for_the_rest(make_world, kind):
 
 
 def test_a_server_that_hides_an_error(make_world):
-    # As one whose HTTP workers do not load plugins.
+    # For example, a server whose HTTP workers do not load plugins.
     world = make_world("server")
     server = stand_in.Server(world.manager)
     server.swallow_errors = True
@@ -102,7 +102,7 @@ def test_a_server_that_cannot_tell_what_a_release_did(make_world):
         assert world.released == ALL and controller.status is Status.UNKNOWN
         with pytest.raises(InvalidStateError, match="unknown"):
             controller.generate(prompt="a")
-        assert controller.sleep().skipped == RELEASE_ORDER  # it asks again
+        assert controller.sleep().skipped == RELEASE_ORDER  # it queries the engine again
         assert controller.status is Status.ASLEEP
         controller.wake_up()
         assert controller.generate(prompt="a")["text"] == "a!"
@@ -145,7 +145,7 @@ def test_an_answer_that_comes_too_late(make_world, kind):
     world.manager.answer_seconds = 0.0
     end = time.monotonic() + 5
     while not world.scheduler.weight_updater.offload_tags and time.monotonic() < end:
-        time.sleep(0.05)  # the engine does the work after the caller has given up
+        time.sleep(0.05)  # the engine completes the call after the caller's timeout
     world.controller.refresh()
     assert world.controller.released == world.released
     world.controller.sleep()
@@ -166,7 +166,7 @@ def test_the_timeout_is_for_all_of_a_call(make_world, kind, operation):
     with pytest.raises(EngineTimeoutError):
         call(timeout=0.3)
     assert time.monotonic() - started < 1.0
-    world.manager.answer_seconds = 0.2  # enough for one question of those that it takes
+    world.manager.answer_seconds = 0.2  # enough time for only one of its queries
     started = time.monotonic()
     with pytest.raises(EngineTimeoutError):
         call(timeout=0.3)

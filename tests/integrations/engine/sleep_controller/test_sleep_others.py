@@ -1,4 +1,4 @@
-"""A sleep controller among others: other callers, threads, replicas, and calls in any order."""
+"""Test a sleep controller with other callers, threads, replicas, and calls in any order."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_engine_whose_loop_another_thread_runs(make_world, in_thread, wait_un
 
 
 def test_replicas_that_differ(make_world, kind):
-    # Of two data-parallel schedulers one has its weights released, as after half a failure.
+    # One of two data-parallel schedulers has released its weights, as after a partial failure.
     world = make_world(kind, schedulers=2)
     first, second = world.manager.schedulers
     first.handle(
@@ -81,11 +81,11 @@ def test_replicas_that_differ(make_world, kind):
     assert world.controller.generate(prompt="a")["text"] == "a!"
 
 
-@pytest.mark.parametrize("kind", ["server"])  # whose loop runs between the calls, as an engine's
+@pytest.mark.parametrize("kind", ["server"])  # its loop runs between calls, as in an engine
 def test_late_replies_are_not_taken_for_anothers(make_world, kind):
     world = make_world(kind, schedulers=2)
     manager, first = world.manager, world.scheduler
-    # The second one's replies to three questions come together, after the first one's are lost.
+    # The second scheduler's three replies arrive together, after the first one's were discarded.
     manager.slow = {1: 0.6}
     for _ in range(3):
         with pytest.raises(EngineTimeoutError):
@@ -110,7 +110,7 @@ def test_late_answers_are_not_taken_for_those_to_the_next_call(make_world, kind)
     manager.slow = {1: 0.4}
     with pytest.raises(EngineTimeoutError):
         world.controller._request("release", ["kv_cache"], time.monotonic() + 0.1)
-    # Now the second one answers twice, to this call and to the one before, and the first one later.
+    # The second scheduler answers this call and the previous one; the first one answers later.
     manager.slow = {0: 0.8}
     world.controller._request("release", ["weights"], time.monotonic() + 5)
     assert [u.offload_tags for u in everywhere] == [{"kv_cache", "weights"}] * 2
@@ -175,8 +175,8 @@ def test_no_order_of_calls_ends_the_engine(make_world, kind, guarded):
     @settings(
         max_examples=40,
         deadline=None,
-        # What targeting imports is parsed while other threads parse, which Python 3.11.7 may take
-        # for an error of its own (AST constructor recursion depth mismatch).
+        # The target phase imports a module while other threads parse, which can raise an error in
+        # Python 3.11.7 (AST constructor recursion depth mismatch).
         phases=set(Phase) - {Phase.target},
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )

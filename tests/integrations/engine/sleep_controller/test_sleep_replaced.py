@@ -1,4 +1,4 @@
-"""A controller whose server is replaced by another one discards its knowledge of the old one."""
+"""Test that a controller discards its knowledge of a server that is replaced."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_guarded_server_replaced_by_a_bare_one_is_neither_asleep_nor_released(
         assert controller.status is Status.UNKNOWN
     assert server.posts == []  # it received no request
     with pytest.raises(EngineBusyError):
-        SleepController(server.url).sleep()  # finds it busy
+        SleepController(server.url).sleep()  # the engine is busy
 
 
 def test_a_server_replaced_while_a_sleep_waits_is_not_released(server):

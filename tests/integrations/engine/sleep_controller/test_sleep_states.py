@@ -1,4 +1,4 @@
-"""A sleep controller's contract: states, requests in flight, context managers."""
+"""Test a sleep controller's contract: states, requests in flight, context managers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_reports_tell_seconds_and_bytes(make_world, kind):
     assert world.controller.wake_up().bytes == 6 * MIB
 
 
-# --- what would end the engine --------------------------------------------------------------------
+# --- calls that would end the engine --------------------------------------------------------------
 
 
 def test_generating_needs_everything(world):
@@ -139,7 +139,7 @@ def test_requests_are_aborted_where_asked_to(world, in_thread, wait_until):
 
 
 def test_no_request_slips_in_while_the_engine_goes_to_sleep(make_world, kind):
-    # Generations and sleeps of several threads: each request is served or refused, none is fatal.
+    # Several threads generate and sleep: each request is served or refused, and none is fatal.
     world = make_world(kind)
     served = refused = 0
 
@@ -169,7 +169,7 @@ def test_no_request_slips_in_while_the_engine_goes_to_sleep(make_world, kind):
 def test_a_stream_counts_until_its_end(make_world):
     world = make_world("local")
     stream = world.controller.generate(prompt="a", stream=True)
-    world.controller.sleep()  # it has not begun
+    world.controller.sleep()  # the generation has not begun
     with pytest.raises(InvalidStateError):
         next(stream)
     world.controller.wake_up()
@@ -222,7 +222,7 @@ def test_asleep_wakes_what_it_put_to_sleep(world):
     assert world.released == {"cuda_graph"}
 
 
-# --- what it is made of ---------------------------------------------------------------------------
+# --- imports and constants ------------------------------------------------------------------------
 
 
 def test_importing_it_imports_neither_torch_nor_sglang(tmp_path):
