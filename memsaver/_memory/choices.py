@@ -1,4 +1,5 @@
-"""Checks for two silent mistakes: contents discarded without a choice, and tags without memory.
+"""Checks for silent mistakes: contents discarded without a choice, or after contradictory ones, and
+tags without memory.
 
 A tag is undecided until a region of it passes a backup; the process's own tag (MEMSAVER_TAG), until
 MEMSAVER_BACKUP or a region does. A pause that passes no backup itself fails if it would
@@ -12,11 +13,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from memsaver._runtime.native import _C, BackupChoice, note
+from memsaver._runtime.native import _C, Backup, BackupChoice, backup_of, note
 from memsaver._runtime.text import size_text
 from memsaver.errors import InvalidStateError, UnknownTagError, UsageWarning
 
-__all__ = ["LARGE_BYTES", "check_chosen", "expect_empty", "note_choice", "warn_of_empty"]
+__all__ = [
+    "LARGE_BYTES",
+    "check_chosen",
+    "earlier_choice",
+    "expect_empty",
+    "note_choice",
+    "warn_of_empty",
+]
 
 LARGE_BYTES = 256 << 20
 """A pause discards fewer bytes than this without a choice of a backup."""
@@ -32,15 +40,37 @@ def expect_empty(tag: str) -> None:
     _paused.add(tag)
 
 
-def note_choice(tag: str, backup: BackupChoice | None) -> None:
-    """Record the backup that a region passes for its tag, before the region is entered."""
-    if backup is not None:
-        _undecided.discard(tag)
-        return
+def earlier_choice(tag: str, backup: BackupChoice | None) -> Backup | None:
+    """Return a tag's policy before a region of it is entered; None for a new tag.
+
+    A new tag whose region passes no backup is undecided from now on.
+    """
     try:
-        _C.tag_backup(tag)
+        return backup_of(_C.tag_backup(tag))
     except UnknownTagError:
-        _undecided.add(tag)
+        if backup is None:
+            _undecided.add(tag)
+        return None
+
+
+def note_choice(tag: str, backup: BackupChoice | None, earlier: Backup | None) -> None:
+    """Record the backup that a region passed for its tag, after the region was entered.
+
+    Warns if the region withdraws the backup of earlier regions, whose memory the tag still has.
+    """
+    if backup is None:
+        return
+    _undecided.discard(tag)
+    if backup != Backup.NONE or earlier in (None, Backup.NONE):
+        return
+    nbytes = sum(int(row["allocated_bytes"]) for row in _C.stats() if row["tag"] == tag)
+    if nbytes:
+        note(
+            f"a region with backup='none' withdraws the backup of tag {tag!r}: the next pause "
+            f"discards the {size_text(nbytes)} of earlier regions, which chose {str(earlier)!r}. "
+            "Give memory that needs no backup a tag of its own",
+            UsageWarning,
+        )
 
 
 def check_chosen(tags: Iterable[str], backup: BackupChoice | None) -> None:

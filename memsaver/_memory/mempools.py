@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from memsaver._memory.choices import note_choice
+from memsaver._memory.choices import earlier_choice, note_choice
 from memsaver._memory.devices import Device
 from memsaver._memory.torch_mode import TorchPools, torch_pools
 from memsaver._runtime.native import _C, BackupChoice, backup_code, check_new_tag
@@ -70,8 +70,9 @@ def torch_pool(
     torch_cuda = pools.torch.cuda
     with torch_cuda.device(index):
         pools.warm_up(index, torch_cuda.graph(torch_cuda.CUDAGraph()).capture_stream)
-    note_choice(tag, backup)
+    earlier = earlier_choice(tag, backup)
     functions = _C.torch_allocator(tag, code)
+    note_choice(tag, backup, earlier)
     allocator = _allocators.setdefault(functions, pools.torch._C._cuda_customAllocator(*functions))
     with torch_cuda.device(index):
         pool = _class_for(pools)(allocator)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from memsaver._memory.choices import note_choice
+from memsaver._memory.choices import earlier_choice, note_choice
 from memsaver._memory.devices import Devices, indices_of
 from memsaver._memory.torch_mode import Route, torch_pools
 from memsaver._runtime.blocks import check_decorated
@@ -123,9 +123,10 @@ class region(_Section):
     def _begin(self) -> tuple[Route | None, Sequence[int]]:
         pools = torch_pools()
         devices = pools.prepare(self.device) if pools else indices_of(self.device)
-        note_choice(self.tag, self.backup)
+        earlier = earlier_choice(self.tag, self.backup)
         _C.region_enter(self.tag, self._backup_code)
         try:
+            note_choice(self.tag, self.backup, earlier)
             if devices:
                 _C.region_limit(sum(1 << device for device in devices))
             return (pools.route(self.tag, devices) if pools else None), devices

@@ -161,6 +161,39 @@ def test_a_first_pause_without_memory_warns_once(sim, tag, call):
     assert block
 
 
+def test_a_refused_region_chooses_nothing(sim, tag):
+    name = tag()
+    kept = filled(name, MIB)
+    memsaver.pause(name)
+    with pytest.raises(InvalidStateError):
+        filled(name, MIB, backup="none")
+    memsaver.resume(name)
+    more = filled(name)
+    with pytest.raises(InvalidStateError, match="no backup was chosen"):
+        memsaver.pause(name)
+    assert kept and more
+
+
+def test_a_region_that_withdraws_a_backup_warns(sim, tag):
+    name, empty = tag(), tag()
+    kept = filled(name, MIB, backup="host")
+    with memsaver.region(empty, backup="host"):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        filled(name, MIB)
+        filled(name, MIB, backup="pageable")
+        filled(empty, MIB, backup="none")
+        memsaver.pause(name, backup="none")
+        memsaver.resume(name)
+    with pytest.warns(UsageWarning, match=f"withdraws the backup of tag '{name}'.* MiB") as caught:
+        filled(name, MIB, backup="none")
+    assert len(caught) == 1 and kept
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        filled(name, MIB, backup="none")
+
+
 @pytest.mark.parametrize(
     ("name", "advice"),
     [

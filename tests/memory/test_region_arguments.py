@@ -157,8 +157,9 @@ def test_the_last_region_that_says_something_decides(sim, tag):
     memsaver.resume(name)
     assert sim.read(first.address, 5) == b"first"
     assert sim.read(second.address, 6) == b"second"
-    with memsaver.region(name, backup=memsaver.Backup.NONE):
-        pass
+    with pytest.warns(memsaver.UsageWarning, match="withdraws the backup"):
+        with memsaver.region(name, backup=memsaver.Backup.NONE):
+            pass
     assert policy() == "none"
     memsaver.pause(name)
     memsaver.resume(name)
