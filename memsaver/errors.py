@@ -47,7 +47,7 @@ class PerformanceWarning(MemsaverWarning):
 
 
 class UsageWarning(MemsaverWarning):
-    """A probable mistake, such as the first pause of a tag without memory. Emitted once per tag."""
+    """A probable mistake, such as the first pause of a tag without memory."""
 
 
 class MemsaverError(RuntimeError):

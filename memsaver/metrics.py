@@ -159,7 +159,7 @@ def register(registry: Registry | None = None) -> Collector:
     except ImportError:
         raise ConfigError(
             "metrics need prometheus_client, which is not installed: "
-            "`pip install memsaver[metrics]`"
+            "`pip install 'memsaver[metrics]'`"
         ) from None
     collector = Collector()
     where = REGISTRY if registry is None else registry

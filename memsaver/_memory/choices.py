@@ -66,9 +66,9 @@ def note_choice(tag: str, backup: BackupChoice | None, earlier: Backup | None) -
     nbytes = sum(int(row["allocated_bytes"]) for row in _C.stats() if row["tag"] == tag)
     if nbytes:
         note(
-            f"a region with backup='none' withdraws the backup of tag {tag!r}: the next pause "
-            f"discards the {size_text(nbytes)} of earlier regions, which chose {str(earlier)!r}. "
-            "Give memory that needs no backup a tag of its own",
+            f"a region with backup='none' withdraws the backup {str(earlier)!r} of tag {tag!r}: "
+            f"the next pause discards the tag's {size_text(nbytes)}. Give memory that needs no "
+            "backup its own tag",
             UsageWarning,
         )
 

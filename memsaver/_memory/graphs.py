@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from memsaver._memory.choices import earlier_choice, note_choice
 from memsaver._memory.torch_mode import suspended, torch_pools
 from memsaver._runtime.blocks import block
 from memsaver._runtime.native import _C, BackupChoice, backup_code, check_new_tag, emit_warnings
@@ -66,8 +67,10 @@ def graph(
     with suspended(), contextlib.ExitStack() as undo:
         pools.warm_up(device, stream)
         pool_id = undo.enter_context(pools.capture_pool(device, tag, pool))
+        earlier = earlier_choice(tag, backup)
         _C.region_enter(tag, code)
         undo.callback(_C.region_exit)
+        note_choice(tag, backup, earlier)
         _C.stream_bind(stream.cuda_stream, tag, code)
         undo.callback(_C.stream_unbind, stream.cuda_stream)
         with torch.cuda.graph(

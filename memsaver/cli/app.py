@@ -76,8 +76,9 @@ def main() -> None:
         raise SystemExit(_run(sys.argv[1:]))
     except _UsageError as error:
         who = _command_of(error)
-        text = error.format_message().rstrip(".?")
-        complain(who, f"{text[:1].lower()}{text[1:]}; see `{who} --help`")
+        text = error.format_message().rstrip(".")
+        text = f"{text} See" if text.endswith("?") else f"{text}; see"
+        complain(who, f"{text[:1].lower()}{text[1:]} `{who} --help`")
         raise SystemExit(USAGE) from None
     except KeyboardInterrupt:
         complain("memsaver", "interrupted")

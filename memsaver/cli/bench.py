@@ -203,5 +203,9 @@ def _check_picture(picture: Path) -> None:
         _fail("a picture needs matplotlib: pip install 'memsaver[plot]'", USAGE)
     if picture.suffix.lower() not in PICTURES:
         _fail(f"--picture {picture}: the name must end in one of {', '.join(PICTURES)}", USAGE)
-    if not picture.parent.is_dir():
+    try:
+        folder = picture.resolve().parent
+    except (OSError, RuntimeError) as error:  # no current folder, or links in a circle
+        _fail(f"--picture {picture}: {error}", USAGE)
+    if not folder.is_dir():
         _fail(f"--picture {picture}: the folder does not exist", USAGE)

@@ -115,7 +115,8 @@ def _band(name: str) -> Any:
 
 def _label(tag: str) -> str:
     """Return a tag as a legend entry: shortened, and without matplotlib's special characters."""
-    short = tag if len(tag) <= _LONGEST_LABEL else f"{tag[: _LONGEST_LABEL - 1]}…"
+    half = _LONGEST_LABEL // 2
+    short = tag if len(tag) <= _LONGEST_LABEL else f"{tag[: half - 1]}…{tag[-half:]}"
     escaped = short.replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
 

@@ -23,7 +23,7 @@ NO_TRACE = "not a memsaver trace"
 # `memsaver`, followed by the command's name if the first argument is a command.
 CASES = [
     ("nope", 2, "no such command 'nope'"),
-    ("docter", 2, "Did you mean 'doctor'; see `memsaver --help`"),
+    ("docter", 2, "no such command 'docter'"),
     ("--nope", 2, NO_OPTION),
     ("run", 2, NO_COMMAND),
     ("run --", 2, NO_COMMAND),

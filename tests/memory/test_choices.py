@@ -186,7 +186,7 @@ def test_a_region_that_withdraws_a_backup_warns(sim, tag):
         filled(empty, MIB, backup="none")
         memsaver.pause(name, backup="none")
         memsaver.resume(name)
-    with pytest.warns(UsageWarning, match=f"withdraws the backup of tag '{name}'.* MiB") as caught:
+    with pytest.warns(UsageWarning, match=f"withdraws the backup .*'{name}'.* MiB") as caught:
         filled(name, MIB, backup="none")
     assert len(caught) == 1 and kept
     with warnings.catch_warnings():

@@ -16,7 +16,7 @@ class Tags:
 
     def __call__(self, name: str = "tag") -> str:
         Tags._made += 1
-        self.names.append(f"{name}-{Tags._made}-{self.prefix}"[:50])  # errors show at most 50
+        self.names.append(f"{name}-{Tags._made}-{self.prefix}"[:50])  # errors shorten 61 bytes
         return self.names[-1]
 
 

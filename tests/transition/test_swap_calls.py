@@ -157,3 +157,29 @@ def test_the_c_function_refuses_no_tag_and_a_tag_in_both(sim, tag, make_blocks, 
     for out, into in (([], []), ([name], [name]), ([name], EVERY_TAG), (EVERY_TAG, EVERY_TAG)):
         assert transit(out, into) == INVALID_ARGUMENT
     assert memsaver.state(name) == "mapped" and block.is_intact()
+
+
+NULL_LISTS = {
+    "out": "ms_transition_begin(None, 2, None, 0, -1, None, 0, None, result, None)",
+    "into": "ms_transition_begin(None, 0, None, 2, -1, None, 0, None, result, None)",
+    "dead ranges": "ms_transition_begin(one, 1, None, 0, -1, None, 2, None, result, None)",
+    "reserved tags": "ms_reserve(None, 2, result, None)",
+    "reserved tags: all": "ms_reserve(one, EVERY_TAG, result, None)",
+    "trimmed tags": "ms_trim_tags(None, 2, None, None)",
+    "trimmed tags: all": "ms_trim_tags(one, EVERY_TAG, None, None)",
+    "ranges": "ms_fingerprint(None, 2, result, result, None)",
+}
+
+
+@pytest.mark.parametrize("call", NULL_LISTS.values(), ids=NULL_LISTS.keys())
+def test_a_null_list_is_an_invalid_argument(sim, tag, make_blocks, call):
+    name = tag()
+    (block,) = make_blocks(name, [MIB], backup="host")
+    library = ctypes.CDLL(str(LIBRARY_DIR / "libmemsaver.so"))
+    result = ctypes.byref(ctypes.c_void_p())
+    one = (ctypes.c_char_p * 1)(name.encode())
+    function, arguments = call.split("(", 1)
+    values = eval(f"[{arguments[:-1]}]", {"one": one, "result": result, "EVERY_TAG": EVERY_TAG})
+    wide = [ctypes.c_size_t(v) if isinstance(v, int) and v >= 0 else v for v in values]
+    assert getattr(library, function)(*wide) == 1  # MS_INVALID_ARGUMENT
+    assert memsaver.state(name) == "mapped" and block.is_intact()

@@ -63,6 +63,21 @@ def test_a_thread_never_waits_for_the_transition_that_it_has_begun(run_python, r
     )
 
 
+def test_a_stream_does_not_wait_for_a_transition_that_changes_nothing(run_python):
+    run_python(
+        SETUP
+        + """
+    memsaver.pause("a")
+    for out, into in ((["a"], []), ([], ["b"])):  # a paused tag, and a mapped one
+        begun = _C.begin(out, into, -1, [])
+        begun.wait_stream(0)
+        begun.run()
+        begun.wait_stream(0)
+    """,
+        timeout=20,
+    )
+
+
 def test_a_handler_that_pauses_while_an_engines_ranks_wait_is_refused(run_python):
     run_python(
         SETUP

@@ -370,6 +370,7 @@ ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest** rows,
                          ms_error* error) {
   return guarded(error, [&] {
     require_not_forked();
+    require_list(ranges, count, "ranges");
     std::vector<Range> wanted;
     for (size_t i = 0; i < count; ++i) wanted.push_back({ranges[i].address, ranges[i].bytes});
     return_list(

@@ -121,7 +121,17 @@ void require_place(const void* place) {
   if (!place) throw Error(Status::kInvalidArgument, "the pointer for the result is null");
 }
 
+void require_list(const void* list, size_t count, const char* what) {
+  if (list || count == 0) return;
+  throw Error(Status::kInvalidArgument,
+              "the list of " + std::string(what) + " is null, but its count is not 0");
+}
+
 std::vector<std::string> names_of(const char* const* tags, size_t count) {
+  if (count == MS_ALL_TAGS) {
+    throw Error(Status::kInvalidArgument, "MS_ALL_TAGS selects tags only for ms_transition_begin");
+  }
+  require_list(tags, count, "tags");
   std::vector<std::string> names;
   for (size_t i = 0; i < count; ++i) names.push_back(text_of(tags[i], "a tag"));
   return names;
@@ -146,6 +156,7 @@ std::optional<Backup> policy_of(int backup) {
 }
 
 std::vector<Range> ranges_of(const ms_range* ranges, size_t count) {
+  require_list(ranges, count, "ranges");
   std::vector<Range> made;
   for (size_t i = 0; i < count; ++i) {
     made.push_back({ranges[i].address, std::min(ranges[i].bytes, UINT64_MAX - ranges[i].address)});

@@ -23,10 +23,11 @@ namespace memsaver {
 // forked child.
 void require_tags();
 
-// --- in; a null text or place throws kInvalidArgument
+// --- in; a null text, place or non-empty list throws kInvalidArgument
 
 std::string_view view_of(const char* text, const char* what);
 std::string text_of(const char* text, const char* what);
+// Throws kInvalidArgument for MS_ALL_TAGS too.
 std::vector<std::string> names_of(const char* const* tags, size_t count);
 // Returns nothing for MS_BACKUP_DEFAULT. Throws kInvalidArgument for an unknown backup.
 std::optional<Backup> policy_of(int backup);
@@ -34,6 +35,8 @@ std::optional<Backup> policy_of(int backup);
 std::vector<Range> ranges_of(const ms_range* ranges, size_t count);
 std::optional<uint64_t> value_of(const uint64_t* number);
 void require_place(const void* place);
+// `what` is the plural of the elements, for the message.
+void require_list(const void* list, size_t count, const char* what);
 
 // --- results
 

@@ -14,7 +14,9 @@ namespace memsaver {
 namespace {
 
 void* view(const Range& range, State wanted, bool writable) {
-  if (range.bytes == 0) throw Error(Status::kInvalidArgument, "the range has no bytes");
+  if (range.bytes == 0)
+    throw Error(Status::kInvalidArgument,
+                "an empty range has no backup to view: pass at least one byte");
   Registry& registry = Registry::instance();
   Pool* const pool = Registry::owner(range.address);
   if (!pool) throw Error(Status::kNotOurs, "the tensor's memory is in no region of memsaver");

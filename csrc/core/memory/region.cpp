@@ -163,11 +163,14 @@ size_t region_depth() { return stack.entries.size(); }
 void bind_stream(void* stream, const std::string& name, std::optional<Backup> policy) {
   Tag& tag = open(name, policy);
   Tag* previous = nullptr;
-  {
+  try {
     std::lock_guard<std::mutex> lock(Registry::instance().mutex);
     Tag*& bound = bound_streams()[stream];
     previous = bound;
     bound = &tag;
+  } catch (...) {  // no host memory
+    leave(&tag);
+    throw;
   }
   leave(previous);
 }

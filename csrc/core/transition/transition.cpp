@@ -333,6 +333,9 @@ void Transition::hand_over() {
   hold_->unlock();
 }
 
-void Transition::wait_stream(CUstream stream) { completion_.wait_stream(tags_, stream); }
+void Transition::wait_stream(CUstream stream) {
+  if (tags_.empty()) return;  // it changes nothing
+  completion_.wait_stream(tags_, stream);
+}
 
 }  // namespace memsaver

@@ -330,12 +330,14 @@ void Session::record() {
 }
 
 void Session::view() {
-  void* host = nullptr;
-  char* const pointer = address();
+  const uint64_t place = reinterpret_cast<uint64_t>(address());
   const uint64_t bytes = in_.below(2) ? 1 : size();
   const bool writable = in_.below(2) != 0;
-  if (done(ms_backup_view(reinterpret_cast<uint64_t>(pointer), bytes, writable, &host, error())) &&
-      bytes > 0) {
+  ms_error* const told = error();
+  for (const auto look : {ms_backup_view, ms_retained_view}) {
+    void* host = nullptr;
+    if (!done(look(place, bytes, writable, &host, told))) continue;
+    require(bytes > 0, "an empty range has no view");
     char first = *static_cast<char*>(host), last = static_cast<char*>(host)[bytes - 1];
     if (writable) static_cast<char*>(host)[bytes - 1] = static_cast<char>(first + last);
   }
