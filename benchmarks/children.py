@@ -45,7 +45,9 @@ def attempt(failures: list[str]) -> Iterator[None]:
 
 
 class Child:
-    """A process that serves requests. The constructor does not wait for it.
+    """A process that serves requests.
+
+    The constructor does not wait until the process is ready (see `ready`).
 
     Args:
         worker: "module:class" of the child's worker.

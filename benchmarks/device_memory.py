@@ -64,7 +64,7 @@ class DeviceMemory:
 
 
 class Peaks:
-    """The peak of memory in use in each stage, sampled by a thread.
+    """The peak memory use of each stage, sampled by a thread.
 
     Args:
         used: returns the bytes in use; also called on the sampling thread.

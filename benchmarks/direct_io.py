@@ -36,15 +36,15 @@ class DirectFile:
             buffer.write(os.urandom(PIECE))
 
     def write_ms(self) -> float:
-        """Return the milliseconds of writing the whole file, newly allocated as `fio` does by
-        default.
+        """Write the whole file, newly allocated as `fio` does by default; return the duration in
+        milliseconds.
         """
         os.ftruncate(self._file, 0)
         os.posix_fallocate(self._file, 0, self._pieces * PIECE)
         return self._timed_ms(os.pwritev)
 
     def read_ms(self) -> float:
-        """Return the milliseconds of reading the whole file."""
+        """Read the whole file; return the duration in milliseconds."""
         return self._timed_ms(os.preadv)
 
     def close(self) -> None:

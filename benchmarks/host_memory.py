@@ -3,7 +3,7 @@
     python host_memory.py BYTES     touches BYTES bytes and ends; prints the seconds
 
 A virtual machine may get its memory only at the first access by any process, once, at 2 to 3 GB/s.
-If the memory were not touched before, the first measured library would be slower.
+If the memory were not touched first, the first library measured would appear slower.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 MIB = 1 << 20
 GIB = 1 << 30
 
-PASSES = 4  # limit of passes, each in a process of its own
+PASSES = 4  # the maximum number of passes, each in its own process
 FAST = 8e9  # bytes per second if the machine already has the memory, with several CPUs
 FAST_CPU = 1.5e9  # the same for each CPU, with few
 
@@ -71,7 +71,7 @@ def _kilobytes(text: str) -> dict[str, int]:
 
 
 def touch(total: int) -> float:
-    """Allocate `total` bytes, write to all of them with all CPUs, and return the seconds."""
+    """Allocate `total` bytes and write to all of them with all CPUs; return the time in seconds."""
     cpus = len(os.sched_getaffinity(0))
     area = mmap.mmap(-1, total)
     with contextlib.suppress(OSError, AttributeError):

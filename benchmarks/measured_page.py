@@ -194,7 +194,7 @@ def growth(limits: Mapping[str, Any]) -> list[str]:
 
 
 def reliability(found: Mapping[str, Any]) -> list[str]:
-    """Return the results of the fault sweep, the sanitizers, the fuzzer and the soak."""
+    """Return the results of the fault sweep, the sanitizers, the fuzzer and the soak test."""
     faults, soak, checked = found["faults"], found["soak"], found["sanitizers"]
     fuzzed = [found["fuzz"][what] for what in ("abi", "options")]
     failed = sum(one["failed"] for one in fuzzed)

@@ -59,7 +59,7 @@ class Loop(EngineWorker):
         device: the trainer's torch device.
         states: the number of optimizer states for each weight.
         bucket_bytes: bytes of weights that are sent together, unless one weight is larger.
-        tokens: the limit of the KV cache; 0: as many as the fraction allows.
+        tokens: the KV cache's maximum number of tokens; 0: as many as the fraction allows.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Loop(EngineWorker):
             raise
 
     def step(self, seed: int, at_once: bool = False) -> dict[str, Any]:
-        """Run a step; return the seconds and the bytes in use of each stage.
+        """Run a step; return the duration of each stage in seconds, and its bytes in use.
 
         "lost" reports changed contents, "unchecked" why the engine's contents are unknown;
         "weights" is the checksum of the engine's weights after the update.
@@ -168,7 +168,8 @@ class Loop(EngineWorker):
     def update_in_buckets(self) -> None:
         """Send the trainer's weights to the engine, in buckets outside any region.
 
-        On return the engine has released the buckets, and their memory is the driver's again.
+        On return the engine has released the buckets, and their memory has been returned to the
+        driver.
         """
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket

@@ -1,4 +1,4 @@
-"""Provide tensors whose contents must be restored, and the plain copy that limits the speed."""
+"""Provide tensors whose contents must be restored, and a plain copy as the upper bound on speed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Saved:
             )
 
     def pause(self) -> float:
-        """Return the milliseconds of a pause."""
+        """Pause the tag, and return the duration in milliseconds."""
         self.remember()
         before = workloads.free_bytes(self._devices)
         spent = workloads.timed_ms(lambda: self._library.pause(self.tag), self._devices)
@@ -69,7 +69,7 @@ class Saved:
         return spent
 
     def resume(self) -> float:
-        """Return the milliseconds of a resume, after which the contents are checked."""
+        """Resume the tag, check its contents, and return the resume's duration in milliseconds."""
         spent = workloads.timed_ms(lambda: self._library.resume(self.tag), self._devices)
         self.check()
         return spent
@@ -100,15 +100,15 @@ class PlainCopy:
             target[:size].copy_(source[:size], non_blocking=True)
 
     def out_ms(self) -> float:
-        """Return the milliseconds of copies from the device."""
+        """Copy from the device, and return the duration in milliseconds."""
         return workloads.timed_ms(self.queue_out)
 
     def in_ms(self) -> float:
-        """Return the milliseconds of copies to the device."""
+        """Copy to the device, and return the duration in milliseconds."""
         return workloads.timed_ms(self.queue_in)
 
     def both_ms(self) -> float:
-        """Return the milliseconds of both directions at once, `total` bytes each."""
+        """Copy `total` bytes in each direction at once; return the duration in milliseconds."""
         if self._other is None:
             self._other = PlainCopy(sum(self._sizes))
             self._streams = self._torch.cuda.Stream(), self._torch.cuda.Stream()

@@ -165,7 +165,7 @@ class EngineWorker(Worker):
         wait: seconds of rest, in which the driver clears released memory.
         trainer_bytes: the trainer's memory, if that is more than the weights.
         device: the trainer's torch device.
-        tokens: the limit of the KV cache; 0: as many as the fraction allows.
+        tokens: the KV cache's maximum number of tokens; 0: as many as the fraction allows.
     """
 
     imports: ClassVar[tuple[str, ...]] = ("torch", "sglang")
@@ -230,7 +230,7 @@ class EngineWorker(Worker):
         return sum(len(reply["output_ids"]) for reply in replies)
 
     def release_ms(self, tag: str) -> float:
-        """Return the milliseconds of a release, measured by the caller."""
+        """Release a tag; return the duration in milliseconds, measured by the caller."""
         begin = time.perf_counter()
         answers = self.engine.release_memory_occupation(tags=[tag])
         spent = round((time.perf_counter() - begin) * 1e3, 3)
@@ -238,7 +238,7 @@ class EngineWorker(Worker):
         return spent
 
     def resume_ms(self, tag: str) -> float:
-        """Return the milliseconds of a resume, measured by the caller."""
+        """Resume a tag; return the duration in milliseconds, measured by the caller."""
         begin = time.perf_counter()
         answers = self.engine.resume_memory_occupation(tags=[tag])
         spent = round((time.perf_counter() - begin) * 1e3, 3)

@@ -57,7 +57,7 @@ def blocks(count: int, size: int) -> list[Any]:
 
 
 def words_of(tensor: Any) -> Any:
-    """Return a tensor's bytes as flat 64-bit integers; their number must be a multiple of 8."""
+    """Return a tensor's bytes as flat 64-bit integers; the byte count must be a multiple of 8."""
     import torch
 
     return tensor.view(-1).view(torch.int64)
@@ -124,7 +124,7 @@ def free_bytes(devices: Sequence[int] = (0,)) -> int:
 
 
 def timed_ms(call: Callable[[], object], devices: Sequence[int] = (0,)) -> float:
-    """Return the milliseconds of a call, with the devices idle before and after."""
+    """Return the duration of a call in milliseconds, with the devices idle before and after."""
     synchronise(devices)
     start = time.perf_counter()
     call()

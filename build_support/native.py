@@ -65,7 +65,7 @@ class Artefact:
     `sources` are globs and `exports` is a version script, both relative to the repository root;
     `links` names other artefacts, found at run time in the same folder. A Python module shares
     the process's C++ runtime, because pybind11 throws; other artefacts link their own. `embeds`
-    names, for a source, the file that it embeds, whose path it receives as MEMSAVER_EMBEDDED.
+    maps a source to the file that it embeds; MEMSAVER_EMBEDDED is defined as that file's path.
     """
 
     name: str

@@ -48,7 +48,7 @@ def names_of(page: str) -> Iterator[tuple[str, Any]]:
 
 
 def resolve(path: str) -> Any:
-    """Return the object at a dotted path; `integrations` is a part of the package."""
+    """Return the object at a dotted path; `integrations.` paths are resolved inside `memsaver`."""
     parts = (f"memsaver.{path}" if path.startswith("integrations.") else path).split(".")
     for length in range(len(parts), 0, -1):
         try:

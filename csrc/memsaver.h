@@ -312,9 +312,9 @@ MS_API ms_status ms_torch_malloc_of(const char* tag, int backup, ms_torch_malloc
                                     ms_error* error);
 
 /* Grants devices that came into use after memory was mapped access to that memory, if the hardware
- * allows it. Memory is mapped for the devices in use at that time; unlike cudaMalloc's memory it is
- * not affected by cudaDeviceEnablePeerAccess. Allocations and resumes also do this. Waits for
- * transitions in progress.
+ * allows it. Memory is mapped for the devices in use when the mapping is made; unlike cudaMalloc's
+ * memory it is not affected by cudaDeviceEnablePeerAccess. Allocations and resumes also do this.
+ * Waits for transitions in progress.
  * Errors: MS_DRIVER_FAILED if the driver does not report which devices are in use. */
 MS_API ms_status ms_refresh_peers(ms_error* error);
 
@@ -336,10 +336,10 @@ MS_API uint64_t ms_changes(void);
  * ms_backup_view and ms_retained_view. ms_free is never rejected: if necessary, the end of the
  * transition releases the memory.
  *
- * ms_while_waiting: sets the calling thread's callback. While a call of this thread waits for a
- * tag, it calls `look(data)` about every 50 ms on this thread. The library holds no lock during the
- * callback, so `look` may call the library. A result other than 0 ends the wait with
- * MS_INVALID_STATE. NULL removes the callback. */
+ * ms_while_waiting: sets the calling thread's callback. While a call on this thread waits for a
+ * tag, the library calls `look(data)` about every 50 ms on the same thread. The library holds no
+ * lock during the callback, so `look` may call the library. A result other than 0 ends the wait
+ * with MS_INVALID_STATE. NULL removes the callback. */
 MS_API void ms_while_waiting(int (*look)(void* data), void* data);
 
 /* The right to begin transitions of some tags, for work that must run together with a transition.
@@ -527,7 +527,7 @@ MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, 
 /* Returns the host address of the copy of [address, address + bytes) that the last pause of a
  * mapped tag saved. The address is that of ms_backup_view, and the contents are those of the pause.
  * Valid until the tag's next change or trim. `writable` must be 1 if the caller writes to the copy:
- * the next pause then saves the range in any case. Errors: MS_INVALID_ARGUMENT if `bytes` is 0;
+ * the next pause then always saves the range. Errors: MS_INVALID_ARGUMENT if `bytes` is 0;
  * MS_INVALID_STATE if the tag is not mapped, was paused without a backup or with one on disk, or
  * the copy was trimmed or belongs to an earlier allocation; MS_NOT_OURS. */
 MS_API ms_status ms_retained_view(uint64_t address, uint64_t bytes, int writable, void** host,

@@ -2,9 +2,10 @@
 
 The figures are MiB in addition to those before the first pause, each library in its own process:
 while 16 GB are paused, minus these 16 GB; and after a resume and, for memsaver, trim(wait=True).
-They are the process's figures if these include the backup; memory that the driver pinned may only
-be in the machine's figures. The metrics host_machine_* are always the machine's: they include page
-tables, memory that the driver keeps, and the memory of other processes.
+The process's figures are used if they include the backup; otherwise the machine's, because memory
+that the driver pinned may be counted only there. The metrics host_machine_* are always the
+machine's: they include page tables, memory that the driver keeps, and the memory of other
+processes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 One engine after the other has the GPU. Each runs one cycle with the weights as loaded, and then
 alternates cycles with unchanged weights and with new weights from a trainer. The engine's own
-checksums of its weights before a release and after the resume are compared. Measurements before an
-engine's failure count, unless it lost contents.
+checksums of its weights before a release and after the resume are compared. Measurements taken
+before an engine failed are valid, unless the engine lost contents.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Cycling(EngineWorker):
     def cycle(self, seed: int | None) -> dict[str, Any]:
         """Run a cycle, with new weights if there is a seed.
 
-        Returns the milliseconds of each step and the MiB in use while everything is released.
+        Returns the duration of each step in milliseconds, and the memory in use, in MiB, while
+        everything is released.
         "lost": why the weights differ from before; "unchecked": why they could not be compared.
         """
         self.rest()

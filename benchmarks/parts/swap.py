@@ -87,7 +87,7 @@ class Discarding(Worker):
         return {}
 
     def swap(self) -> dict[str, Any]:
-        """Return the milliseconds of a swap."""
+        """Swap, and return the duration in milliseconds."""
         here, out, free = self._here, self._out, workloads.free_bytes()
         spent = workloads.timed_ms(lambda: self._library.swap(here, out))
         check_free(free)

@@ -19,7 +19,7 @@ constexpr uint64_t kBufferBytes = 256 << 10;
 char* host(uint64_t address) { return reinterpret_cast<char*>(address); }
 
 // Copies within this process. Returns false if either side is not accessible memory. Needs no
-// descriptor, and the limit of file sizes does not apply. If the system forbids the call, a bad
+// descriptor, and the limit on file sizes does not apply. If the system forbids the call, a bad
 // address faults.
 bool copy_memory(char* to, const char* from, uint64_t size) {
   while (size > 0) {
@@ -37,7 +37,7 @@ bool copy_memory(char* to, const char* from, uint64_t size) {
   return true;
 }
 
-// Writes to a file through a mapping, to which the limit of file sizes does not apply.
+// Writes to a file through a mapping, to which the limit on file sizes does not apply.
 bool write_mapped(int fd, uint64_t position, const char* from, uint64_t size) {
   const uint64_t before = position % static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   void* const window = mmap(nullptr, before + size, PROT_READ | PROT_WRITE, MAP_SHARED, fd,

@@ -2,7 +2,7 @@
 //
 // Accesses device memory through the device's file, never through its mapping, and host memory
 // through system calls, so that nothing here faults if a caller unmaps memory during a copy. No
-// function opens a descriptor, and the process's limit of file sizes does not apply.
+// function opens a descriptor, and the process's limit on file sizes does not apply.
 #pragma once
 
 #include <cstdint>

@@ -14,7 +14,7 @@ SYMBOLS = tuple("0123456789+-*=")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The numbers of tokens.
+    """The token ids, and the size of the model's vocabulary.
 
     Attributes:
         ids: the token id of each symbol.

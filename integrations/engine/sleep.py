@@ -236,9 +236,10 @@ class EngineController:
     def staged_wake(self, *, timeout: float = 60.0) -> Iterator[list[SleepReport]]:
         """Wake the weights for the block, which updates them, and all other tags after the block.
 
-        The memory of the KV cache and the graphs is needed only after the block has released its
-        own copy of the weights. After an exception in the block the other tags stay released, and
-        the weights are mapped: update them again and call `wake_up()`, or call `sleep()`.
+        The KV cache and the graphs need their memory only after the block, when the block's own
+        copy of the weights is already released. After an exception in the block the other tags stay
+        released, and the weights are mapped: update them again and call `wake_up()`, or call
+        `sleep()`.
 
         Yields a list of the two reports; the second one is appended after the block. Errors are
         those of `wake_up`.

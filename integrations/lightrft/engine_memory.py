@@ -61,10 +61,10 @@ class EngineMemory:
 
         Raises:
             RankError: the sleep failed on a rank.
-            EngineBusyError, EngineTimeoutError, EngineError, MemsaverError: there are no other
-                ranks, and `SleepController.sleep` raised this.
-            ConfigError: there are no other ranks, and the policy "backup" needs a backup of the
-                weights that the engine does not have.
+            EngineBusyError, EngineTimeoutError, EngineError, MemsaverError: this is the only rank,
+                and `SleepController.sleep` raised this.
+            ConfigError: this is the only rank, the policy is "backup", and the engine has no backup
+                of the weights.
         """
         tags: Sequence[str] = (KV_CACHE, GRAPH)
         if self.weights != "keep":
@@ -94,8 +94,8 @@ class EngineMemory:
             InvalidStateError: the weights were released without a backup, and LightRFT has no
                 actor to send them from; nothing is done.
             RankError: the wake-up failed on a rank.
-            OutOfDeviceMemoryError, EngineTimeoutError, EngineError, MemsaverError: there are no
-                other ranks, and `SleepController.wake_up` raised this.
+            OutOfDeviceMemoryError, EngineTimeoutError, EngineError, MemsaverError: this is the only
+                rank, and `SleepController.wake_up` raised this.
         """
         if self._updating:
             self._wake([WEIGHTS])

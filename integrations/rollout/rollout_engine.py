@@ -303,9 +303,10 @@ class RolloutEngine(SharedSleep):
 
         Args:
             mode: the treatment of requests in flight. "abort" ends them with the tokens that they
-                have and the finish reason "abort"; "retract" drops their KV cache, and computes it
-                again later, with the weights at that time; "in_place" keeps the cache, so that they
-                continue with results of the old weights, and it cannot be flushed.
+                have and the finish reason "abort"; "retract" drops their KV cache, and recomputes
+                it with the weights that the engine has when generation continues; "in_place" keeps
+                the cache, so that they continue with results of the old weights, and it cannot be
+                flushed.
             timeout: seconds.
         """
         limit = self._limit(timeout)

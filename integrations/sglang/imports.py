@@ -20,7 +20,8 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
 
     Calls it on the importing thread, before other code can use the module. An exception that `then`
     raises ends the import. After a failed import, waits for the next one. Does nothing if the
-    module is being imported now (the caller must call again later), or if it is already awaited.
+    module is being imported now (the caller must call again later), or if an earlier call is
+    already waiting for its import.
     """
     module = sys.modules.get(name)
     if module is None:
@@ -31,7 +32,7 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 def no_longer(name: str) -> None:
-    """Stop awaiting the import of a module."""
+    """Stop waiting for the import of a module."""
     for finder in list(sys.meta_path):
         if isinstance(finder, _Finder) and finder.name == name:
             sys.meta_path.remove(finder)

@@ -169,7 +169,7 @@ def _is_being_imported(module: ModuleType) -> bool:
 
 
 def _await_no_more(name: str) -> None:
-    """Stop awaiting the modules that an imported module would have imported."""
+    """Stop waiting for modules that `name` would already have imported if SGLang had them."""
     for other in hooks.left_out_by(name):
         no_longer(other)
 

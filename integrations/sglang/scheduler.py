@@ -13,7 +13,7 @@ buffers, queues, bookkeeping), with a saver that does nothing.
 | the engine is busy, or a tag is unknown | unchanged |
 | a release is rejected before it runs | mapped, with contents; the KV cache is flushed |
 | a release fails later | mapped; contents without a backup may be lost, the KV cache is flushed |
-| a resume fails | released as before, with backups; the same call may be repeated |
+| a resume fails | still released, with backups; the same call may be repeated |
 
 If the rollback fails as well, on some ranks, the tags count as released, and the answer names the
 tags that still have memory on some rank (`Answer.held`). The next release of the tags releases that

@@ -39,6 +39,6 @@ def is_too_old(version: str) -> bool:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a release; empty for a development version."""
+    """Return a release's version numbers; an empty tuple for a development version."""
     found = re.fullmatch(r"v?(\d+(?:\.\d+)*)(?:\.post\d+)?(?:\+.*)?", version.strip())
     return tuple(map(int, found[1].split("."))) if found else ()

@@ -98,8 +98,8 @@ class Aliases:
     def _is_exported(self, users: list[Any], at: int, is_shown: bool) -> bool:
         """Return whether a reference to a tensor belongs neither to Python nor to autograd.
 
-        A numpy array keeps the Python tensor that it was made from; a DLPack capsule keeps the C++
-        tensor behind it.
+        A numpy array keeps alive the Python tensor that it was made from; a DLPack capsule keeps
+        alive the underlying C++ tensor.
         """
         key = id(users[at])
         is_gradient = key in self._gradients

@@ -63,8 +63,8 @@ class SimulatedStorages:
 def _move(tensor: Any, users: list[Any], tag: str) -> None:
     """Move the storage of a tensor for all its users, or for none of them.
 
-    No variable refers to the storage, because an exception's traceback keeps variables, and a
-    reference to the storage would prevent a later move.
+    No variable refers to the storage, because an exception's traceback keeps variables alive,
+    and a reference to the storage would prevent a later move.
     """
     import torch
 

@@ -28,8 +28,8 @@ def fingerprint(*tags_or_tensors: Any) -> str:
     different digests, except with a probability of 2^-128 or if they were constructed to collide.
 
     Args:
-        tags_or_tensors: tags, whose live tensors count in the order of their addresses; and CUDA
-            tensors (on the simulated driver: tensors over its memory), in any memory. A
+        tags_or_tensors: tags, whose live tensors are hashed in address order; and CUDA tensors (on
+            the simulated driver: tensors in its memory), whether or not memsaver allocated them. A
             non-contiguous tensor is copied first.
 
     Waits for work submitted earlier to the device. A tag's fingerprint is that of its tensors, if

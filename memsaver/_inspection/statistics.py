@@ -119,7 +119,8 @@ class TagStats:
 
     @property
     def last_pause_rate(self) -> float:
-        """Device memory that the last pause released, bytes per second; 0 before the first.
+        """The rate at which the last pause released device memory, in bytes per second; 0 before
+        the first.
 
         The duration is that of the whole call, so this is less than the bus's or the driver's rate
         if the call also paused other tags.
@@ -128,17 +129,23 @@ class TagStats:
 
     @property
     def last_resume_rate(self) -> float:
-        """Device memory that the last resume mapped, bytes per second; 0 before the first."""
+        """The rate at which the last resume mapped device memory, in bytes per second; 0 before
+        the first.
+        """
         return _rate(self.last_resumed_bytes, self.last_resume_seconds)
 
     @property
     def last_save_rate(self) -> float:
-        """Bytes per second that the last pause copied to the backup; 0 before the first."""
+        """The rate at which the last pause saved to the backup, in bytes per second; 0 before the
+        first.
+        """
         return _rate(self.last_saved_bytes, self.last_pause_seconds)
 
     @property
     def last_restore_rate(self) -> float:
-        """Bytes per second that the last resume copied from the backup; 0 before the first."""
+        """The rate at which the last resume restored from the backup, in bytes per second; 0 before
+        the first.
+        """
         return _rate(self.last_restored_bytes, self.last_resume_seconds)
 
 

@@ -100,8 +100,8 @@ class region(_Section):
             any device if torch has no pools (on the simulated driver, or in preload mode without
             torch).
 
-    Memory comes from a torch memory pool over memsaver's allocator. The pool is closed with the
-    region, so `torch.cuda.empty_cache()` releases the memory of deleted tensors. In preload
+    Memory comes from a torch memory pool backed by memsaver's allocator. The pool is closed with
+    the region, so `torch.cuda.empty_cache()` releases the memory of deleted tensors. In preload
     mode the region also serves other libraries' `cudaMalloc`. For the simulated driver see
     `memsaver.simulator`.
 

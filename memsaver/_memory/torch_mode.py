@@ -1,10 +1,10 @@
-"""torch mode: torch's memory pools over memsaver's allocator.
+"""torch mode: torch's memory pools, backed by memsaver's allocator.
 
 The only module that depends on torch's allocator. Importing it does not import torch.
 
-Each region has its own `torch.cuda.MemPool`, over the allocator functions of libmemsaver.so, which
-is closed at the end of the region. After that torch allocates nothing in the pool's segments:
-blocks can only become free, so blocks that are free before a pause stay free.
+Each region has its own `torch.cuda.MemPool`, backed by the allocator functions of libmemsaver.so.
+The pool is closed at the end of the region. After that torch allocates nothing in the pool's
+segments: blocks can only become free, so blocks that are free before a pause stay free.
 `torch.cuda.empty_cache()` releases segments without live blocks, except those of open pools.
 """
 

@@ -188,7 +188,7 @@ class Transition(Job[Report]):
 
         Raises:
             TimeoutError: the timeout passed; the transition continues.
-            InvalidStateError: the call is in one of the transition's own callbacks.
+            InvalidStateError: called from one of the transition's own callbacks.
             MemsaverError: the error of the pause, resume or swap. The tags are unchanged.
         """
         return self._waited(timeout)

@@ -123,7 +123,10 @@ def _command_of(error: typer.BadParameter) -> str:
 
 
 def _is_of_output(error: OSError) -> bool:
-    """Return whether a write to stdout failed. Errors of files name them; memsaver's are typed."""
+    """Return whether a write to stdout failed.
+
+    OSErrors from files have a `filename`; memsaver's are `MemsaverError`s.
+    """
     return (
         error.errno in _OF_A_WRITE
         and error.filename is None

@@ -40,7 +40,7 @@ FALLBACK = "/tmp/memsaver"  # as in the core's runtime_folder.cpp; the user's nu
 FORMAT = 1  # kStatsFormat of the core's stats_json.h
 
 _PATIENCE = 0.5  # seconds to wait for an answer, which takes milliseconds
-_MOST_BYTES = 64 << 20  # limit of an answer: some 50,000 tags
+_MOST_BYTES = 64 << 20  # limit on an answer: some 50,000 tags
 _AT_ONCE = 16  # processes that are queried at the same time
 _NAME = re.compile(r"(\d+)-[0-9a-f]+")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid

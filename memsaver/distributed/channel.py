@@ -18,7 +18,7 @@ from memsaver.errors import ConfigError, InvalidStateError, MemsaverError, NotLo
 
 __all__ = ["Channel", "modules", "refusal_of"]
 
-_DIAGNOSIS_SECONDS = 5.0  # limit of the time to determine the missing ranks
+_DIAGNOSIS_SECONDS = 5.0  # limit on the time to determine the missing ranks
 _STRAGGLER_SECONDS = 0.5  # time without an arrival, after which absent ranks count as missing
 _GONE = " gave up"  # suffix of the number of a collective that a rank has abandoned
 _GRACE_SECONDS = 5.0  # for a backend that ignores an operation's own timeout

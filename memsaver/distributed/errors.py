@@ -9,7 +9,7 @@ from memsaver.errors import MemsaverError
 
 __all__ = ["GroupError", "RankError", "RankFailure", "after_rollback", "disagreed", "failed"]
 
-_MOST = 8  # limit of reasons in a message; the attributes contain all of them
+_MOST = 8  # maximum number of reasons in a message; the attributes contain all of them
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ __all__ = ["JSON", "NOTHING", "PROTOCOL", "Account", "Codec", "Header", "text_of
 PROTOCOL = 2  # the messages of an attempt, and their order
 
 _MESSAGE_CHARACTERS = 8192  # large, because an engine's error may contain a log
-_FIELD_CHARACTERS = 256  # the limit of every other field
+_FIELD_CHARACTERS = 256  # the limit on every other field
 _LENGTH = struct.Struct("<Q")
 
 

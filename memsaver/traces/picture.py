@@ -22,7 +22,7 @@ _FREE = "#4b5563"
 _TAGS = ["#4e79a7", "#f0a03c", "#59a14f", "#d4606a", "#8f6bb0", "#3fa7a0", "#c9a227", "#b0738f"]
 _TAGS += ["#7a8794", "#96704f"]
 _LONGEST_LABEL = 28  # characters
-_MOST_LABELS = 16  # limit of tags in the legend
+_MOST_LABELS = 16  # maximum number of tags in the legend
 _WIDTH, _HEIGHT = 11.0, 4.8  # inches, for each device
 
 

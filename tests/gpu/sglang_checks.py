@@ -16,7 +16,7 @@ ROOM = 2 * GIB  # for the weights and the graphs, and never for the KV cache
 
 @contextlib.contextmanager
 def gives_back(session: Session, reports: list[SleepReport]) -> Iterator[None]:
-    """Check that the block releases to the driver the bytes that the reports in the list state."""
+    """Check that the block returns as many bytes to the driver as the reports in the list state."""
     before = session.free()
     yield
     gained = [now - then for now, then in zip(session.free(), before, strict=True)]

@@ -132,7 +132,7 @@ def test_registering_and_scraping_open_no_driver(run_python):
 
 
 def test_registering_twice_is_registering_once(run_python):
-    """In its own process, which has no tags of other tests."""
+    """Runs in its own process, which contains no tags from other tests."""
     run_python(
         """
         import memsaver, prometheus_client

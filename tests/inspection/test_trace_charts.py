@@ -1,4 +1,6 @@
-"""Test charts of saved timelines: lines, page and pictures, compared with the recorded events."""
+"""Test charts of saved timelines: the line data, the HTML page and the images, compared with the
+recorded events.
+"""
 
 import io
 import json

@@ -161,7 +161,9 @@ def test_explain_says_what_cannot_be_done(make, name):
 
 
 def test_what_is_registered_and_when():
-    """Reducers are registered with a region's first tensor, and call those of other libraries."""
+    """Reducers are registered when a region's first tensor is created, and call other libraries'
+    reducers.
+    """
     program = """
 import copyreg, pickle, torch, memsaver
 from memsaver import simulator

@@ -1,4 +1,4 @@
-"""Test the soak of gpu/test_soak.py for some seconds, on simulated devices."""
+"""Run the soak test of gpu/test_soak.py for some seconds, on simulated devices."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_every_kind_of_step_was_made(found):
 
 
 def test_what_is_wrong_is_found(run_python):
-    """The soak detects changed contents, a tag in the wrong state, and memory that is not freed."""
+    """The soak test detects changed contents, a tag's wrong state, and memory that is not freed."""
     run_python("""
         from pathlib import Path
         import memsaver

@@ -53,7 +53,7 @@ def test_what_is_released_is_free_and_comes_back(engine, sim, framework):
 
 
 def test_xtuner_resets_the_prefix_cache_by_releasing_once_more(engine):
-    """SGLang's own handler would copy the model's buffers, which have no memory at that time."""
+    """SGLang's own handler would copy the model's buffers, which have no memory after a release."""
     post(engine, RELEASE, None)
     flushes = engine.scheduler.flushes
     post(engine, RELEASE, None)

@@ -1,4 +1,4 @@
-"""The soak: random cycles in two processes that compete for a device's memory.
+"""Soak test: random cycles in two processes that compete for a device's memory.
 
 `walk` makes a process's calls, `model` checks the contents of its memory, `memory` allocates it
 (from torch on a GPU, or from the simulated driver), `worker` is the process, and `race` runs two of

@@ -39,7 +39,7 @@ SLACK = {
 
 
 class Failed(AssertionError):
-    """A process of the soak failed, ended or hangs."""
+    """A process of the soak test failed, ended or hangs."""
 
 
 class Walker:
@@ -117,8 +117,8 @@ def run(
         driver: "gpu" (torch's memory) or "sim" (the simulated driver's).
         seconds: the time of walking; preparation and the final checks take longer.
         seed: the same seed tries the same steps; their results depend on timing.
-        steps: the maximum of each process, for a run with the same steps on any machine.
-        gib: the GiB of device memory for a process; None: so much that the sum does not fit.
+        steps: the maximum for each process, for a run with the same steps on any machine.
+        gib: device memory for each process, in GiB; None: so much that the sum does not fit.
         under: a command to run each process under, such as compute-sanitizer.
         patience: seconds for an answer, in addition to the time of walking.
     """

@@ -263,7 +263,7 @@ class Walk:
             self._came_back(tag)
 
     def take(self) -> None:
-        """Allocate most of the free memory as another user."""
+        """Allocate most of the free memory, as another process would."""
         limits = self._memory.limits
         room = min(memsaver.device_memory(0)[0] - limits.leave, limits.budget)
         try:

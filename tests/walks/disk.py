@@ -2,7 +2,7 @@
 
 The walk writes to tags on two devices, pauses them with every policy, resumes, swaps and frees
 them, and loads them again with the same or other contents. Meanwhile it changes the files of their
-backups from outside, and lowers and raises the limit of file sizes. A model has the bytes of each
+backups from outside, and lowers and raises the limit on file sizes. A model has the bytes of each
 block. The walk checks:
 
 - after a resume or a swap every byte is the model's: stale bytes are never returned;

@@ -47,8 +47,8 @@ class Device : public Context {
   };
   Memory memory() const;
 
-  // Locked by threads that allocate only if a margin stays free, from the check to the last
-  // allocation, so that the next thread sees the memory that was allocated.
+  // Held by a thread that must leave a margin free, from its check to its last allocation, so that
+  // the next thread's check sees the allocated memory.
   std::unique_lock<std::mutex> lock_room() { return std::unique_lock<std::mutex>(room_mutex_); }
 
   // Total memory, in bytes.

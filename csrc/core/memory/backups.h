@@ -17,7 +17,7 @@ void* view_backup(const Range& range, bool writable);
 
 // Like view_backup, but for a mapped tag: returns the host address of the copy that its last pause
 // saved, valid until the tag's next change or trim. `writable`: the caller may write to the copy,
-// and the next pause saves the range in any case. Also throws kInvalidState if the copy was not
+// and the next pause always saves the range. Also throws kInvalidState if the copy was not
 // retained, or belongs to an earlier allocation.
 void* view_retained(const Range& range, bool writable);
 

@@ -77,7 +77,7 @@ class WaitsForTransition {
   Waiting waiting_;
 };
 
-// A callback: while a call of this thread waits for a tag, the call runs `look(data)` about every
+// A callback: while a call on this thread waits for a tag, the call runs `look(data)` about every
 // 50 ms, without a lock. A result other than 0 ends the wait. Null disables it.
 struct Look {
   int (*look)(void*) = nullptr;

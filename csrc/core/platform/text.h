@@ -13,7 +13,7 @@ std::string format_bytes(uint64_t bytes);
 // Returns "'a', 'b'"; "none" if empty; at most twenty names, then the number of the rest.
 std::string format_names(const std::vector<std::string>& names);
 
-// Returns whether the text is UTF-8, as tags are.
+// Returns whether the text is valid UTF-8, as tags must be.
 bool is_utf8(const std::string& text);
 
 // Returns a name in quotes. A name longer than 60 bytes is shortened to its first and last 30 bytes,

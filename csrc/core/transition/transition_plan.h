@@ -87,7 +87,7 @@ struct TransitionPlan {
 };
 
 // The tags of a request. "Every tag" means those that exist when the request is made: a tag that is
-// created while the transition waits for its tags does not belong to it.
+// created while the transition waits for its tags is not included.
 struct SelectedTags {
   std::vector<Tag*> all() const;  // `out`, then `into`
 

@@ -62,8 +62,8 @@ class Operation:
         """Run the operation and return its result.
 
         Args:
-            instead: replacements of arguments, by the arguments' ids. The result refers to the
-                original arguments.
+            instead: replacements of arguments, by the arguments' ids. In the result, replacements
+                are mapped back to the original arguments.
         """
         if not instead:
             return self.function(*self.args, **self.kwargs)

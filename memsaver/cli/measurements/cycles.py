@@ -69,7 +69,9 @@ class CycledTag:
             self._driver.fill(address, self._byte(index), self._block)
 
     def pause(self) -> float:
-        """Pause the tag on an idle device, check the freed memory, and return the seconds."""
+        """Pause the tag on an idle device, check the freed memory, and return the pause's duration
+        in seconds.
+        """
         before = memsaver.device_memory(self._device)[0]
         seconds = seconds_of(lambda: memsaver.pause(self._tag))
         freed = memsaver.device_memory(self._device)[0] - before
@@ -81,7 +83,7 @@ class CycledTag:
         return seconds
 
     def resume(self) -> float:
-        """Resume the tag, check its contents, and return the seconds of the resume.
+        """Resume the tag, check its contents, and return the resume's duration in seconds.
 
         Raises:
             MemsaverError: the contents differ.

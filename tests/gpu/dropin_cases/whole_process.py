@@ -1,4 +1,4 @@
-"""Test processes that are one region: a trainer, and the checks in the original's examples."""
+"""Test whole-process regions: a trainer, and the checks in torch_memory_saver's examples."""
 
 from __future__ import annotations
 
