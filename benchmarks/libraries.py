@@ -19,7 +19,7 @@ class Library(Protocol):
     def region(
         self, tag: str, backup: str = "none", devices: Sequence[int] = (0,)
     ) -> AbstractContextManager[Any]:
-        """Assign tensors created inside to the tag. `backup` is "none", "host" or "disk"."""
+        """Assign tensors created in the block to the tag. `backup` is "none", "host" or "disk"."""
 
     def pause(self, tag: str) -> object:
         """Release the tag's memory."""

@@ -80,7 +80,7 @@ typedef struct ms_digest {
   uint64_t lanes[4];
 } ms_digest;
 
-/* One tag on one device, after a transition. */
+/* A transition's result for one tag on one device. */
 typedef struct ms_change {
   const char* tag;
   int32_t device;
@@ -251,7 +251,7 @@ MS_API ms_status ms_region_limit(uint64_t devices, ms_error* error);
 MS_API ms_status ms_region_exit(ms_error* error);
 
 /* Until the matching ms_region_exit, this thread's allocations belong to no tag, not even to the
- * process's own. */
+ * process-wide tag (MEMSAVER_TAG). */
 MS_API ms_status ms_disable_enter(ms_error* error);
 
 /* Returns the tag that an allocation of this thread would belong to now, or NULL. */
@@ -485,7 +485,7 @@ MS_API ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error);
  *
  * Cost: a load and a branch per allocation while nothing is recorded, otherwise some tens of
  * nanoseconds. While a timeline is recorded, transitions query the driver's free memory at their
- * begin and end.
+ * start and end.
  * Errors: MS_INVALID_ARGUMENT if `capacity` is 0 or above 2^24; MS_INVALID_STATE if a timeline is
  * being recorded. */
 MS_API ms_status ms_timeline_start(size_t capacity, ms_error* error);

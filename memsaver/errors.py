@@ -84,7 +84,7 @@ class OutOfDeviceMemoryError(MemsaverError):
     Attributes:
         needed: bytes that the call needed on the device.
         free: bytes that were free on the device.
-        device: the device's index; -1 if it is unknown, and then the attributes below are empty.
+        device: the device's index; -1 if unknown, in which case the attributes below are empty.
         holders: the tags with memory on the device when the error was created, largest first, and
             whether each of them could have been paused.
         processes: other processes with memory on the device, largest first, as reported by NVML.
@@ -134,7 +134,7 @@ class BackupError(MemsaverError, OSError):
 
     Attributes:
         needed: bytes that the failed operation tried to reserve, write or read.
-        free: bytes that were free on the disk if it was full, else 0.
+        free: bytes that were free on the disk if it was full, otherwise 0.
     """
 
     _status = "BACKUP_FAILED"

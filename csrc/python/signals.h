@@ -8,7 +8,7 @@
 //   kOpen block inside kBetween blocks.
 // - A signal that arrives several times is handled once, like a signal that a process blocks.
 //   Otherwise handlers that begin transitions, during which more signals arrive, would multiply.
-// - If several handlers raise at the end, the first exception counts.
+// - If several handlers raise at the end, only the first exception is raised.
 // - A handler that a program sets in a block stays set.
 // - Blocks of all kinds nest, and may end in any order. A block that is destroyed without
 //   finish() no longer defers signals; the handlers of recorded signals are called soon afterwards.

@@ -23,8 +23,8 @@ inline py::list list_of_changes(ms_change* rows, size_t count) {
   });
 }
 
-// A begun transition. It is freed after its run, which releases its tags. Any thread may use it;
-// needs the GIL.
+// A begun transition. The run releases its tags; the transition is then freed. Any thread may use
+// it; needs the GIL.
 class Transition {
  public:
   Transition() = default;

@@ -15,8 +15,8 @@ struct Settings {
   std::vector<Fault> faults;
 };
 
-// Returns the problem of the first invalid variable; *settings is then unspecified. Returns "" if
-// all are valid.
+// Describes the problem with the first invalid variable; *settings is then unspecified. Returns ""
+// if all are valid.
 std::string read_settings(Settings* settings);
 
 }  // namespace memsaver::sim

@@ -7,8 +7,8 @@
 // process they do nothing and return -1 or 0, and every driver call there returns
 // CUDA_ERROR_NOT_INITIALIZED.
 //
-// Its results are those of the driver of an H200 (tests/conformance), with these intended
-// differences:
+// The driver calls return the same results as an H200's driver (tests/conformance), with these
+// intended differences:
 //   - A handle that was destroyed or never existed is an error, CUDA_ERROR_INVALID_VALUE or
 //     CUDA_ERROR_INVALID_HANDLE; the driver reads freed memory, and may crash.
 //   - The host can access device memory while it is mapped and accessible, and faults otherwise;

@@ -190,9 +190,9 @@ class Backend(Protocol):
         """Stop generating until `continue_generation`; new requests wait.
 
         Args:
-            mode: the treatment of requests in flight. "abort" ends them with the tokens that they
-                have; "retract" drops their KV cache, and computes it again later; "in_place" keeps
-                the KV cache, so that they continue with results of the old weights.
+            mode: the treatment of requests in flight. "abort" ends them with the tokens generated
+                so far; "retract" drops their KV cache, and computes it again later; "in_place"
+                keeps the KV cache, so that they continue with results of the old weights.
             timeout: seconds; after a timeout, generation may be paused or not.
         """
 

@@ -14,9 +14,9 @@ __all__ = ["Knowledge"]
 class Knowledge:
     """The released tags as far as they are known. Any thread; no call here queries the engine.
 
-    A reply may be late and belong to an earlier query, because an engine may only count replies,
-    and accept as many as it has schedulers. So `fits` and `are_new` check replies before `learn`
-    adopts them.
+    A reply may be late and belong to an earlier query, because some engines do not match replies to
+    queries: they accept any replies until there are as many as schedulers. So `fits` and `are_new`
+    check replies before `learn` adopts them.
 
     Args:
         released: the tags that are released initially.

@@ -156,8 +156,8 @@ class EngineController:
             wait_idle: wait until no request is in flight, instead of raising.
             abort: abort the requests in flight, and wait for their end.
             flush: flush the prefix cache even if only other tags are released, for example before
-                new weights. Without the plugin this is always done, because it reveals a busy
-                engine.
+                new weights. Without the plugin the cache is always flushed, because a flush reveals
+                a busy engine.
             timeout: seconds for the whole call, including the wait for another thread's call and
                 the query of the state.
 
@@ -167,7 +167,7 @@ class EngineController:
                 engine is unchanged.
             EngineTimeoutError: the engine did not answer, and the status is unknown until it does;
                 or another thread's call did not end in time, and nothing was done.
-            EngineError: the engine failed. With the plugin it is unchanged, if it still answers.
+            EngineError: the engine failed. With the plugin, it is unchanged if it still answers.
             MemsaverError: with the plugin, the reason why memory could not be released; everything
                 is mapped.
         """
@@ -279,7 +279,7 @@ class EngineController:
     # --- the engine -------------------------------------------------------------------------------
 
     def _turn_before(self, deadline: float) -> contextlib.AbstractContextManager[None]:
-        """Keep other threads from changing the state for the block."""
+        """Prevent other threads from changing the state during the block."""
         return self._turn.passed(
             _left(deadline),
             lambda: EngineTimeoutError(

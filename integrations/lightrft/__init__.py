@@ -6,15 +6,15 @@
     adapt(strategy)  # on every rank, before strategy.setup_inference_engine(...)
 
 Afterwards memsaver implements the strategy's memory methods, with LightRFT's names, arguments and
-order, so that its trainers need no change:
+order, so that LightRFT's trainers need no change:
 
 | method | effect |
 |---|---|
 | `maybe_sleep_inference_engine` | waits for requests in flight, releases KV cache and graphs |
-| `wakeup_inference_engine` | maps them again; after an error the call may be repeated |
+| `wakeup_inference_engine` | maps this memory again; after an error the call may be repeated |
 | `update_engine_weights` | wakes only the weights; the next generation wakes the rest |
 | `maybe_offload_optimizer` | releases the optimizer's memory, and keeps its addresses |
-| `maybe_load_optimizer` | maps it again |
+| `maybe_load_optimizer` | maps the optimizer's memory again |
 | `save_ckpt`, `load_ckpt` | LightRFT's, with the optimizer's memory mapped |
 
 A failure on one rank raises an error on all ranks. Importing this imports neither torch nor

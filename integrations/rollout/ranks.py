@@ -26,7 +26,7 @@ class Layout:
             engine.
         tp_rank: this rank's position in `tp_ranks`.
         dp_groups: for each dimension that is not tensor-parallel, the process group of the ranks
-            with the same tp rank along it, the innermost last.
+            that differ from this rank only along that dimension; the innermost dimension last.
         dp_rank: the number of this rank's engine, from 0.
         dp_size: the number of engines.
     """

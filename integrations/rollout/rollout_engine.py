@@ -178,7 +178,7 @@ class RolloutEngine(SharedSleep):
             mesh: the `DeviceMesh` of the ranks; None means this process alone, whose engine may
                 have several GPUs (`tp_size=`).
             tp: the mesh's dimension whose ranks share an engine.
-            dp: its other dimensions, one name or several.
+            dp: the mesh's other dimensions, one name or several.
             timeout: seconds for the start of the engine's processes; also the default for all
                 calls. Download the model first: a download has no timeout.
             pad_token_id: the token that fills the padding in the output of `generate`.
@@ -302,11 +302,11 @@ class RolloutEngine(SharedSleep):
         """Stop generating until `continue_generation`. New requests wait.
 
         Args:
-            mode: the treatment of requests in flight. "abort" ends them with the tokens that they
-                have and the finish reason "abort"; "retract" drops their KV cache, and recomputes
+            mode: the treatment of requests in flight. "abort" ends them with the tokens generated
+                so far and the finish reason "abort"; "retract" drops their KV cache, and recomputes
                 it with the weights that the engine has when generation continues; "in_place" keeps
-                the cache, so that they continue with results of the old weights, and it cannot be
-                flushed.
+                the cache, which cannot be flushed, so that they continue with results of the old
+                weights.
             timeout: seconds.
         """
         limit = self._limit(timeout)

@@ -1,4 +1,4 @@
-"""Checks of a `ColocatedSession`'s arguments, and its ranks."""
+"""Argument checks for a `ColocatedSession`, and the layout of its ranks."""
 
 from __future__ import annotations
 

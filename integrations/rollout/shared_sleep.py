@@ -32,7 +32,7 @@ class SharedSleep:
     The base class of `RolloutEngine`, which sets the attributes.
 
     Attributes:
-        together: the connection for calls of the group's ranks.
+        together: makes collective calls among the group's ranks.
         timeout: the default timeout of calls, in seconds.
     """
 

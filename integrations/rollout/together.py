@@ -33,7 +33,7 @@ class Together:
     """Collective calls of a group's ranks. The group's first rank is the leader.
 
     All ranks make the same calls in the same order. If a call fails on a rank, all ranks raise the
-    same error: one of the failures' class if all failures are memsaver's and of one class,
+    same error: an error of the failures' class if all failures are memsaver errors of one class,
     otherwise a `RankError`. Its message names the call, the ranks and their reasons, it has the
     `failures` of a `RankError`, and on a rank that failed its cause is the rank's own exception.
 
@@ -222,7 +222,7 @@ def _error_of(outcomes: Outcomes[Any]) -> MemsaverError:
 
 
 def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
-    """Raise an error in this rank's arguments on all ranks that are about to create a `Together`.
+    """Raise this rank's argument error on all ranks that are about to create a `Together`.
 
     Used by a rank that does not know its groups. It finds the ranks that wait for it, and joins as
     many of their collectives as they request.

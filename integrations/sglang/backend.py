@@ -37,9 +37,9 @@ def backend_of(engine: Any, *, api_key: str | None = None, timeout: float = 60.0
         timeout: seconds for the query of the engine's arguments and state.
 
     Raises:
-        ConfigError: `engine` is neither of these, the engine detokenises, its version is not
-            supported, or the address, the key or the timeout is invalid. No message contains the
-            key.
+        ConfigError: `engine` is neither an `sglang.Engine` nor a URL, the engine detokenises, its
+            version is not supported, or the address, the key or the timeout is invalid. No message
+            contains the key.
         NotLoadedError: `engine` is a URL, and httpx is not installed
             (`pip install "memsaver[http]"`).
         EngineError: the engine cannot be reached in time.
@@ -53,7 +53,7 @@ class SGLangBackend(WeightCalls):
     Args:
         link: the connection with the engine.
         timeout: seconds for the query of the engine's arguments and state.
-        end: ends the engine, once; None if its owner does.
+        end: ends the engine; called once. None if the engine's owner ends it.
     """
 
     def __init__(

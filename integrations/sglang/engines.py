@@ -68,7 +68,8 @@ class LocalEngine:
     """An `sglang.Engine` of this process. Any thread, but none inside an event loop.
 
     Calls run on the engine's event loop, which one thread can drive at a time. While another thread
-    drives it, for example in a generation, that thread runs them; generations are serialised.
+    drives the loop, for example during generation, that thread runs the calls; generations are
+    serialised.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -265,7 +266,7 @@ class LocalEngine:
                 self._driving.release()
 
     def _ended(self) -> str:
-        """Describe the engine's process that ended; "" if all are alive or unknown."""
+        """Describe an engine process that has ended; "" if none is known to have ended."""
         watchdog = getattr(self._engine.tokenizer_manager, "_subprocess_watchdog", None)
         for process in getattr(watchdog, "_processes", ()):
             if not process.is_alive():

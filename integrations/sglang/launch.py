@@ -283,9 +283,9 @@ def _descendants(pid: int) -> list[int]:
 
 
 class _Signals:
-    """This process's signal handlers. SGLang's would end this process if an engine's process dies.
+    """This process's signal handlers. SGLang's would end the process if an engine's process dies.
 
-    Only the main thread can set handlers; in other threads, neither SGLang nor this class does.
+    Only the main thread can set handlers; in other threads, neither SGLang nor this class sets any.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 SGLang's requests and replies have no field for memsaver's messages. The string `rid`, which SGLang
 ignores in update requests and in replies to releases and resumes, carries them as JSON after a
-prefix; for the result of an update, the reply's message does. A scheduler's state is a part of the
+prefix; the reply's message carries the result of an update. A scheduler's state is a part of the
 server information, under the key "memsaver".
 """
 

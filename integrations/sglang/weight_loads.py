@@ -79,8 +79,8 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barri
         original: the handler.
         updater: the object that has the handler.
         request: SGLang's request, which may carry a verification request.
-        has_barrier: whether the handler ends with a barrier of the group, at which ranks without an
-            error wait for a rank with one.
+        has_barrier: whether the handler ends with a barrier of the group, at which the
+            other ranks wait for a rank that failed.
     """
     group = Group(updater.tp_cpu_group)
     try:
@@ -114,7 +114,7 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barri
 
 @contextlib.contextmanager
 def _flushing_past_waiting(updater: Any) -> Iterator[None]:
-    """Make a paused scheduler able to flush its cache while requests wait, for the block.
+    """Allow a paused scheduler to flush its cache while requests wait, for the block.
 
     Waiting requests have no data in the KV cache, because a pause dropped it. SGLang 0.5.16 rejects
     the flush, so that they would continue with results of the old weights; later versions flush.

@@ -42,7 +42,7 @@ class Collection:
     """Targets and the tag that their memory goes to. Any thread.
 
     Refers to optimizers and modules weakly. After `watch` their hooks keep the collection alive.
-    Refers to tensors strongly, because `torch.utils.swap_tensors` rejects tensors with weak
+    Holds strong references to tensors, because `torch.utils.swap_tensors` rejects tensors with weak
     references.
     """
 
@@ -105,7 +105,7 @@ class Collection:
             self._movable(self._outside(self.targets, gradients=False), strict=True)
 
     def gather(self, *, gradients: bool = True) -> None:
-        """Move all memory into the tag that is not in it yet, except memory that must stay.
+        """Move the targets' memory into the tag, except memory that is already in it or must stay.
 
         Args:
             gradients: whether to move gradients as well; ignored if this object excludes them.

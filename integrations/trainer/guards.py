@@ -66,7 +66,7 @@ class Guard:
         self._what = what
 
     def __call__(self, owner: Any, *arguments: Any) -> None:
-        """Called by torch, with the arguments of such hooks."""
+        """Called by torch, with the arguments of a module hook."""
         import torch
 
         # In compiled code the check would break the graph, which `fullgraph` forbids. The hooks of
@@ -131,7 +131,7 @@ def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
 
 
 def guard_parts(module: Any, check: Check) -> contextlib.ExitStack:
-    """Guard the modules inside a module like `guard_module`, and all their compiled calls.
+    """Guard a module's submodules as `guard_module` does, and the compiled calls of all modules.
 
     Scripted modules accept no hooks and are guarded only by the modules around them. Keep the hooks
     for a short time: each costs some microseconds per forward, and torch has fast paths for modules

@@ -66,10 +66,10 @@ def holdings_of(target: Any, parameters: bool) -> Iterator[Holding]:
 
 
 def weights_of(target: Any) -> Iterator[Holding]:
-    """Yield the parameters that an optimizer refers to, whether it steps them or not.
+    """Yield the parameters that an optimizer refers to, whether it updates them or not.
 
-    Parameters that it does not step are in its states or attributes, such as the low-precision
-    weights that a wrapper updates, and in modules among its attributes.
+    Parameters that it does not update itself, such as low-precision weights that a wrapper updates,
+    are found in its states, in its attributes, and in modules among its attributes.
     """
     import torch
 

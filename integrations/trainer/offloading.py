@@ -184,9 +184,9 @@ def offload(
             offload the model.
         gradients: whether gradients, if there are any, are moved into the tag before each pause.
 
-    Existing memory is moved in this call. Later memory is moved after the step that made it, after
-    `load_state_dict`, and before each pause of the tag. An optimizer's states are searched for in
-    its `state`, its `param_groups` and its attributes, inside mappings, sequences, sets,
+    Existing memory is moved in this call. Later memory is moved after the step that created it,
+    after `load_state_dict`, and before each pause of the tag. An optimizer's states are searched
+    for in its `state`, its `param_groups` and its attributes, inside mappings, sequences, sets,
     dataclasses and `SimpleNamespace`s, but not inside other objects. Tensors of one element in
     `param_groups` and attributes, such as learning rates, stay in place.
 
@@ -208,9 +208,9 @@ def offload(
     moved; the same call then returns the handle.
 
     Raises:
-        ConfigError: a target is none of these or accepts no hooks, the backup is unknown, or memory
-            must stay in place, for example in another tag. Nothing is moved, and the tag is
-            unchanged.
+        ConfigError: a target has an unsupported type or accepts no hooks, the backup is unknown, or
+            memory must stay in place, for example because it is in another tag. Nothing is moved,
+            and the tag is unchanged.
         InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`; or, on
             the simulated driver, something other than a Python tensor uses the memory.
         OutOfDeviceMemoryError: there is no room for the move. Memory moved before the failure is in

@@ -11,7 +11,7 @@ __all__ = ["Places", "tag_of"]
 
 
 def tag_of(storage: Any) -> str | None:
-    """Return the tag of a storage's memory, in any state of the tag; None if there is none."""
+    """Return the tag of a storage's memory, in any state of the tag; None if it is in no tag."""
     found = _C.locate(storage.data_ptr())
     return found[0] if found is not None else None
 

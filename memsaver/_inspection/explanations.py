@@ -29,7 +29,7 @@ class Explanation:
         in_segment: whether torch has divided the allocation into tensors' blocks.
         tensor: the block of the live tensor that contains the address, if torch knows it.
         since: when the tag entered its state, by `time.time()`: for example, when it was paused.
-        seconds: the time since then, when this object was created.
+        seconds: the time from `since` to the creation of this object.
         thread: the system's id of the thread whose call changed the state
             (`threading.get_native_id()`), or that created the tag if it was never paused.
         caller: the place of that call in the program, and its thread's name; "" for a call from

@@ -1,9 +1,9 @@
 """Checks for silent mistakes: contents discarded without a choice, or after contradictory ones, and
 tags without memory.
 
-A tag is undecided until a region of it passes a backup; the process's own tag (MEMSAVER_TAG), until
-MEMSAVER_BACKUP or a region does. A pause that passes no backup itself fails if it would
-discard LARGE_BYTES or more of undecided tags.
+A tag is undecided until one of its regions passes a backup. The process-wide tag (MEMSAVER_TAG) is
+also decided by MEMSAVER_BACKUP. A pause that passes no backup itself fails if it would discard
+LARGE_BYTES or more of undecided tags.
 
 Every function may be called on any thread and in finalizers: none takes a lock.
 """
@@ -36,7 +36,7 @@ _paused: set[str] = set()  # tags that were paused before, or for which no warni
 
 
 def expect_empty(tag: str) -> None:
-    """Let a tag be paused without memory. For integrations, whose tags may get memory later."""
+    """Omit the warning if the tag has no memory: an integration's tags may get memory later."""
     _paused.add(tag)
 
 

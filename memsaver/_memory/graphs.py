@@ -41,8 +41,8 @@ def graph(
         stream: the stream to capture on; None means a side stream of torch's.
         capture_error_mode: as in `torch.cuda.graph`.
 
-    Memory allocated inside belongs to the tag, including other threads' memory for the captured
-    stream.
+    Memory allocated in the block belongs to the tag, including other threads' memory for the
+    captured stream.
 
     Raises:
         ConfigError: an empty tag, an unknown backup, or an invalid `pool`.

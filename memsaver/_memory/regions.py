@@ -37,15 +37,16 @@ class _Section(contextlib.ContextDecorator):
         return super().__call__(function)
 
     def _begin(self) -> tuple[Route | None, Sequence[int]]:
-        """Enter both sides or, after an error, neither.
+        """Enter the section in the native library and in torch or, after an error, in neither.
 
         Returns:
             The route, and the devices to which the section is limited.
         """
         raise NotImplementedError
 
-    # Native, so that no signal handler runs halfway. Both sides are entered, or neither. Both are
-    # left, or neither if this is not the thread's innermost section (InvalidStateError).
+    # Native, so that no signal handler runs halfway: the section is entered, or left, both in the
+    # native library and in torch, or in neither. Leaving it raises InvalidStateError if it is not
+    # the thread's innermost section.
     __enter__ = _C.enter
     __exit__ = _C.exit
 
@@ -81,7 +82,7 @@ class _Section(contextlib.ContextDecorator):
 
 
 class region(_Section):
-    """Assign tensors created inside to `tag`, to pause and resume them with it.
+    """Assign tensors created in the block to `tag`, so that they are paused and resumed with it.
 
     A context manager and a decorator. May be nested (the innermost region counts), entered on any
     thread (it affects only that thread's allocations), left by an exception, and used repeatedly.
@@ -136,7 +137,7 @@ class region(_Section):
 
 
 class disabled(_Section):
-    """Assign tensors created inside to no tag, even in a region or with a process-wide tag.
+    """Assign tensors created in the block to no tag, even in a region or with a process-wide tag.
 
     Their memory is torch's own, or plain `cudaMalloc` memory; no pause affects it. Like a region,
     it is also a decorator, affects only its own thread, and is left on that thread, innermost

@@ -65,7 +65,7 @@ def _add_holders(error: MemsaverError) -> None:
 
 
 def describe(device: int) -> str:
-    """Return the same information about a device, for errors of other libraries."""
+    """Describe a device's free memory, tags and processes, for errors of other libraries."""
     holders = _holders(device)
     held = ", ".join(f"{row.tag!r} {size_text(row.bytes)}" for row in holders)
     free = ""

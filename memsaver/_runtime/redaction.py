@@ -20,7 +20,7 @@ _secrets: list[weakref.ref[Hides]] = []
 
 
 def register(secret: Hides) -> None:
-    """Redact the secret in the messages of all errors, as long as `secret` exists."""
+    """Redact the secret from all error messages for as long as `secret` exists."""
     _secrets.append(weakref.ref(secret, _secrets.remove))
 
 

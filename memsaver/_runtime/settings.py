@@ -86,7 +86,7 @@ def configure(
 
     Args:
         share_bytes: see `Options`, which describes all options.
-        slab_bytes: at least 2 MiB, as `share_bytes`; both at most 1 GiB.
+        slab_bytes: from 2 MiB to 1 GiB, like `share_bytes`.
         margin_bytes: an allocation that would leave less fails as out of memory, so that torch
             releases its cached memory and retries.
         host_bytes: a pause that needs more raises `OutOfHostMemoryError`.

@@ -68,7 +68,7 @@ class Call:
     def finish(self) -> Report:
         """Reserve the tags, begin, run and release. Notify callbacks if it fails.
 
-        No signal handler may run in between: see `_C.uninterrupted`.
+        No signal handler may run between these steps: see `_C.uninterrupted`.
         """
         with _C.Reservation(self.names):
             try:
@@ -133,7 +133,7 @@ class Transition(Job[Report]):
     def __init__(self, call: Call, progress: Progress) -> None:
         """Reserve the tags and begin on this thread, and run the rest on a new one.
 
-        No signal handler may run in between: see `_C.uninterrupted`.
+        No signal handler may run between these steps: see `_C.uninterrupted`.
         """
         self._call = call
         self._progress = progress
@@ -223,7 +223,7 @@ class Transition(Job[Report]):
         self._follow(deadline, timeout)
 
     def _await(self, deadline: float | None, timeout: float | None) -> None:
-        """Wait for the end without calls of the progress callback."""
+        """Wait for the end without calling the progress callback."""
         if not self._over_within(None if deadline is None else deadline - time.monotonic()):
             raise self._too_late(timeout)
 

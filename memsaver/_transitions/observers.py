@@ -1,7 +1,8 @@
 """Callbacks around pauses and resumes, for code that depends on physical pages.
 
-NCCL and RDMA registrations, CUDA IPC handles and similar objects refer to physical pages: undo them
-before a pause, and create them again after a resume. `memsaver.ranges(tag)` returns the addresses.
+NCCL and RDMA registrations, CUDA IPC handles and similar objects refer to physical pages: release
+them before a pause, and create them again after a resume. `memsaver.ranges(tag)` returns the
+addresses.
 """
 
 from __future__ import annotations

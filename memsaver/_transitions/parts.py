@@ -54,7 +54,8 @@ def name_of(tag: str, backup: str) -> str:
 def names_of(tag: str) -> tuple[str, ...]:
     """Return the names of a tag's parts, to pause and resume in one call.
 
-    Empty if no region ever named the tag. Includes a tag that the program created with memsaver.
+    Empty if no region ever named the tag. Includes `tag` itself even if the program created it
+    through memsaver's own interface.
 
     Raises:
         ConfigError: the tag is invalid.

@@ -61,7 +61,7 @@ class ProgressBar:
 
 
 def _rate_column(column: Column) -> ProgressColumn:
-    """Return a column with the rate in the units of sizes; rich's own has powers of ten."""
+    """Return a column that shows the rate in binary units, like the sizes; rich's is decimal."""
     from rich import filesize
     from rich.progress import ProgressColumn, Task
     from rich.text import Text

@@ -79,7 +79,7 @@ class Outcomes(Generic[Value]):
     def check_agreed(self) -> None:
         """Raise a `RankError` if the ranks made different calls.
 
-        If this rank's own work was interrupted or exited, raises that exception first.
+        If this rank's own work raised KeyboardInterrupt or SystemExit, raises that exception first.
         """
         if self.own is not None and not isinstance(self.own, Exception):
             raise self.own

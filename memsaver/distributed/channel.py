@@ -229,7 +229,7 @@ class Channel:
         return self._dist.PrefixStore(self._name + end, store)
 
     def _prepare(self, wait: timedelta | None) -> Any:
-        """Return the process group that transfers the bytes, with its connections created.
+        """Return the process group that transfers the bytes, creating its connections if necessary.
 
         Raises:
             InvalidStateError: the channel is closed; or another call is creating the connections,

@@ -1,4 +1,4 @@
-"""Read and write files of traces. The name selects the format; files are written atomically."""
+"""Read and write trace files. The name selects the format; files are written atomically."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ __all__ = ["DeviceSample", "TagSample", "TagTransition", "Trace", "trace_of"]
 
 @dataclass(frozen=True)
 class TagSample:
-    """The memory of one tag on one device, from a point in time on.
+    """The memory of one tag on one device, from a point in time until the next sample.
 
     Attributes:
         seconds: the time since the recording began.

@@ -23,7 +23,7 @@ namespace memsaver {
 // forked child.
 void require_tags();
 
-// --- in; a null text, place or non-empty list throws kInvalidArgument
+// --- arguments; a null pointer to a text, a place or a non-empty list throws kInvalidArgument
 
 std::string_view view_of(const char* text, const char* what);
 std::string text_of(const char* text, const char* what);

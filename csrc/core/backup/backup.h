@@ -2,12 +2,12 @@
 // fingerprints. It does not depend on tags, states or streams.
 //
 // Storage is divided into backup chunks that are sized to the ranges in them: one range of 64 MiB
-// or more, or all smaller ranges that begin in the same 64 MiB, and any ranges that share pages
-// with them. A chunk contains whole ranges, because one device copy must stay within one pinned
-// region, and a tensor, which lies in one range, must be copied in one call. (A range of less than
-// 1 MiB may be split between two chunks if many such ranges share pages; torch's ranges are
-// larger.) Chunks keep their contents until other ranges are prepared or release() is called, so
-// unchanged contents need not be saved again.
+// or more, or all smaller ranges that begin in the same aligned 64 MiB window, and any ranges that
+// share pages with them. A chunk contains whole ranges, because one device copy must stay within
+// one pinned region, and a tensor, which lies in one range, must be copied in one call. (A range of
+// less than 1 MiB may be split between two chunks if many such ranges share pages; torch's ranges
+// are larger.) Chunks keep their contents until other ranges are prepared or release() is called,
+// so unchanged contents need not be saved again.
 //
 // After a failed read, check, write or reservation in its backing store, a BackupStore is unsound:
 // its contents can still be read, with the same checks, but the next save uses a new store. A
@@ -70,8 +70,8 @@ class BackupStore {
   // Drops a chunk of a failed save, attached or not, with its claim.
   void abandon(const Range& chunk) noexcept;
 
-  // Splits `ranges` (sorted, in attached chunks) into copies, by copy chunk, none of which crosses
-  // a chunk boundary. Throws kInternal if a range has no chunk.
+  // Splits `ranges` (sorted, in attached chunks) at the boundaries of chunks and copy chunks, into
+  // one part for each copy. Throws kInternal if a range has no chunk.
   std::vector<Range> cut_for_copies(const std::vector<Range>& ranges) const;
   // The places of the saved bytes (backing_store.h), in attached chunks only.
   bool is_direct() const { return kind_ == Backup::kHost; }

@@ -38,8 +38,8 @@ uint64_t staged_bytes(const std::vector<Range>& ranges);
 class Save {
  public:
   // Prepares the chunks, and starts populating them and computing fingerprints. Staging also uses
-  // `reserve`, which is null or outlives this object. Throws kOutOfHostMemory before touching any
-  // memory of the chunks, kBackupFailed, kDriverFailed.
+  // `reserve`, which is null or outlives this object. Throws kBackupFailed, kDriverFailed, and
+  // kOutOfHostMemory (before touching any of the chunks' memory).
   Save(Device& device, BackupStore& store, const std::vector<VaReservation>& spans,
        std::vector<Range> ranges, Progress& progress, StagingBuffer* reserve = nullptr);
   // Waits for queued copies; if neither finish() nor keep() was called, drops the new chunks.

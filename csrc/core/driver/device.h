@@ -30,7 +30,7 @@ class Device : public Context {
   static int count();
 
   // Returns a bit mask of the devices whose primary context is active. Throws kDriverFailed if a
-  // device cannot be queried, because it may have work in flight.
+  // device cannot be queried, rather than omit one that may have work in flight.
   static uint64_t active();
 
   int ordinal() const { return ordinal_; }

@@ -9,8 +9,8 @@
 // Failures of the server are ignored: without a folder, descriptor, memory or thread, or with
 // option `top` off, the process is not visible to `memsaver top`. A forked child has neither the
 // socket nor the thread, and starts its own for its own tags. The socket's file is removed at
-// process exit. The file of a process that was killed, or became another program by exec, refuses
-// connections; the next process with that number and every client remove it.
+// process exit. The socket file left by a process that was killed or called exec refuses
+// connections; any client, or the next process with the same PID, removes it.
 #pragma once
 
 #include <atomic>

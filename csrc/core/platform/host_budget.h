@@ -55,7 +55,7 @@ class HostClaim {
   // the system. At most the claimed bytes.
   void shrink(uint64_t bytes) noexcept;
 
-  // Returns `bytes` that were claimed and never touched. At most those.
+  // Returns `bytes` that were claimed and never touched. At most the untouched bytes.
   void shrink_untouched(uint64_t bytes) noexcept;
 
   // Moves `bytes` bytes, touched ones first, from this claim to the returned one. At most the

@@ -43,7 +43,7 @@ class DeviceTransition {
   void take_pages() noexcept;
   // Copies, transfers pages, and maps the rest. Returns when all bytes have arrived. Calls `queued`
   // when all memory is mapped and all copies are queued, before waiting for the last copies. Throws
-  // like Save and Restore, and kOutOfDeviceMemory. Inside on_each_device.
+  // the errors of Save and Restore, and kOutOfDeviceMemory. Inside on_each_device.
   void exchange(const std::function<void(Device&)>& queued);
 
   // Removes all other pages of `out` from the pools. Under the registry's lock.
@@ -78,7 +78,7 @@ class DeviceTransition {
   std::vector<Arriving*> into_;
   PageTransferPlan plan_;
   UndoJournal journal_;
-  std::map<Leaving*, std::unique_ptr<Save>> saves_;  // kept until no step can fail any more
+  std::map<Leaving*, std::unique_ptr<Save>> saves_;  // kept until no further step can fail
   std::map<Arriving*, std::unique_ptr<Restore>> restores_;
   std::unique_ptr<StagingBuffer> staging_;  // for restoring staged bytes during an undo
   bool filling_ = false;                    // fills are queued
@@ -86,7 +86,7 @@ class DeviceTransition {
 };
 
 // Runs call(work) for all works concurrently, each on its own thread, inside a DeviceScope. Errors
-// get the tag that was being processed.
+// carry the tag that was being processed.
 void on_each_device(const std::vector<std::unique_ptr<DeviceTransition>>& works,
                     const std::function<void(DeviceTransition&)>& call);
 

@@ -34,7 +34,7 @@ struct TransitionRequest {
   std::optional<uint64_t> changes;
 };
 
-// One tag on one device, after the transition.
+// The transition's result for one tag on one device.
 struct Change {
   const Tag* tag;
   int device;

@@ -37,7 +37,7 @@ class HttpClient:
     message contains the key, even if the server repeats it.
 
     Attributes:
-        address: the server's address, as messages name it.
+        address: the server's address, as it appears in messages.
 
     Args:
         url: the server's address.

@@ -169,7 +169,7 @@ def _left(deadline: float) -> float:
 
 
 def _addresses(host: str, port: int, deadline: float) -> list[Any]:
-    """Return the addresses of a host, given by number or by name.
+    """Return the addresses of a host, given as a numeric address or a name.
 
     The system's resolver accepts no timeout, so it runs in its own thread. If the deadline comes
     first, that thread outlives the call.

@@ -16,7 +16,7 @@ class Slot:
 
     Attributes:
         name: the tensor's name.
-        begin: its first byte; a multiple of `ALIGNMENT`.
+        begin: the offset of its first byte; a multiple of `ALIGNMENT`.
         room: the bytes reserved for it. A rank with a smaller shard uses fewer.
     """
 

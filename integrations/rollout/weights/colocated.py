@@ -71,7 +71,7 @@ class BucketMemory:
         """Fill the memory. Collective over the ranks with parts of the tensors; queues its work.
 
         Returns:
-            For each tensor its name, its first byte, and a view of the memory.
+            For each tensor its name, the offset of its first byte, and a view of the memory.
         """
         import torch
 

@@ -49,7 +49,7 @@ class WeightGroup:
         port: a free port of this address; 0 chooses one.
         backend: the backend of torch.distributed; "gloo" if either side has no GPU. With "nccl" on
             one host, start the trainer with NCCL_CUMEM_ENABLE=0, as SGLang does for its own
-            processes: NCCL cannot share buffers if the two differ.
+            processes: NCCL cannot share buffers between processes with different values.
         timeout: seconds to wait for the engine's ranks to join, and to leave. Broadcasts use the
             update's timeout.
 

@@ -23,7 +23,7 @@ def flattened(memory: Any, views: Sequence[tuple[str, int, Any]]) -> str:
 
     Args:
         memory: bytes, one-dimensional.
-        views: for each tensor its name, its first byte in `memory`, and the tensor.
+        views: for each tensor its name, the offset of its first byte in `memory`, and the tensor.
     """
     metadata = [
         # The fields of SGLang's class, which this process may lack; SGLang reads only the fields.

@@ -59,8 +59,8 @@ class Source:
         """Copy the tensor. Collective over the ranks that have a part of it.
 
         Queues its work on the current stream of the bucket's device; a copy to the host is complete
-        on return. Even shards along the first dimension are gathered in place; others need the
-        memory of the whole tensor once or twice during the call.
+        on return. Shards of equal size along the first dimension are gathered in place; other
+        shards need the memory of the whole tensor once or twice during the call.
 
         Args:
             out: see `view_of`.
@@ -87,7 +87,7 @@ def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
     If a tensor shares the memory of an earlier one (tied weights), its spec names the earlier one.
 
     Args:
-        state: a `torch.nn.Module`, a mapping of names to tensors, or pairs of them.
+        state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs.
         rename: returns the engine's name for a tensor's name, or None to leave it out.
 
     Raises:

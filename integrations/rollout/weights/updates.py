@@ -58,16 +58,16 @@ def update(
 
     Args:
         engine: a `RolloutEngine`.
-        state: a `torch.nn.Module`, a mapping of names to tensors, or pairs of them: whole tensors,
-            or DTensors such as FSDP2's, which are gathered a bucket at a time. Tensors that share
-            the same memory on every rank are sent once, under the first of their names.
+        state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs: whole
+            tensors, or DTensors such as FSDP2's, which are gathered a bucket at a time. Tensors
+            that share the same memory on every rank are sent once, under the first of their names.
         version: the engine's name for the new weights.
         layout: "whole": tensors as in a checkpoint, which the engine's loader splits and fuses.
             "engine": this rank's shards in the engine's layout, under the engine's parameter names,
             as a Megatron-like trainer may have them; they are written unchanged. Not with `group`.
         rename: returns the engine's name for a name in `state`; None leaves the tensor out.
         bucket_bytes: the largest size of a bucket. A larger tensor gets its own bucket.
-        verify: "full": all tensors, which reads the engine's weights once more. "sampled": one of
+        verify: "full": all tensors, which reads the engine's weights once more. "sampled": one in
             eight tensors, different ones at each update. "off": none. Verified contents must be
             the same on all ranks that send whole tensors, and for all engines. With memsaver's
             plugin in the engine, a tensor from which the model loads nothing is always an error;

@@ -25,7 +25,7 @@ __all__ = [
 Verify = Literal["off", "sampled", "full"]
 
 _POLICIES = ("off", "sampled", "full")
-_STEP = 8  # a sample has one of 8 tensors
+_STEP = 8  # a sample has one in 8 tensors
 _SHOWN = 8  # names in a message; the error's `tensors` has all
 
 
@@ -40,7 +40,7 @@ def verified_places(bucket: Bucket, verify: str, number: int) -> tuple[int, ...]
 
     Args:
         bucket: the bucket.
-        verify: "off": none; "full": all; "sampled": one of eight, and at least one in each bucket.
+        verify: "off": none; "full": all; "sampled": one in eight, and at least one in each bucket.
         number: the number of the update; each update samples different tensors.
     """
     if verify == "off":

@@ -25,7 +25,7 @@ def memory_limits() -> list[tuple[str, int]]:
 
 
 def _groups() -> list[tuple[str, tuple[str, ...]]]:
-    """Return the folders of the groups, own first, and the names of their limit files."""
+    """Return the cgroup directories, this process's first, and the names of their limit files."""
     found = []
     mounts = _mounts()
     for line in (read_system_file("/proc/self/cgroup") or "").splitlines():

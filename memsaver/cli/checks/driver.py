@@ -1,4 +1,4 @@
-"""The driver and its devices. Creates no CUDA context, which attributes do not need."""
+"""The driver and its devices. Creates no CUDA context; querying attributes does not need one."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ BUILD_VARIABLES = (
 
 
 def check_installation() -> list[Finding]:
-    """Check which memsaver this is, and for which Python."""
+    """Check the installed memsaver version, and report the Python it runs on."""
     version, python = memsaver.__version__, platform.python_version()
     data = {
         "version": version,

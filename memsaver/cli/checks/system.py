@@ -23,7 +23,7 @@ def read_system_file(path: str) -> str | None:
 
 
 def mount_path(text: str) -> str:
-    """Decode a path of /proc/self/mountinfo, in which blanks are three octal digits."""
+    """Decode a path of /proc/self/mountinfo, in which blanks are octal escapes."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 

@@ -19,7 +19,7 @@ def buffer_bytes(memory_bytes: int, total: int) -> int:
 
 
 def measure_bus(driver: BareDriver, memory: BareMemory, total: int, rounds: int) -> list[Figure]:
-    """Measure copies of `total` bytes in each direction, and of as many in each at once.
+    """Measure copies of `total` bytes in each direction, one at a time and both at once.
 
     Copies repeatedly through two buffers of `buffer_bytes`. `memory` must be mapped. Needs the
     device's context.
