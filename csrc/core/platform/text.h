@@ -16,8 +16,8 @@ std::string format_names(const std::vector<std::string>& names);
 // Returns whether the text is valid UTF-8, as tags must be.
 bool is_utf8(const std::string& text);
 
-// Returns a name in quotes. A name longer than 60 bytes is shortened to its first and last 30 bytes,
-// at UTF-8 boundaries.
+// Returns a name in quotes. A name longer than 60 bytes is shortened to its first and last 30
+// bytes, at UTF-8 boundaries.
 std::string quoted(const std::string& name);
 
 }  // namespace memsaver
