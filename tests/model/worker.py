@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import FlakyStrategyDefinition
 from hypothesis.stateful import run_state_machine_as_test
 
-from memsaver.errors import MemsaverWarning
+from memsaver.errors import MemsaverWarning, UsageWarning
 
 STEPS = 60  # the maximum number of operations in a sequence
 SEQUENCES = 10  # in a round, which has one seed and can be repeated alone
@@ -68,6 +68,8 @@ def prepare(folder: Path):
 
     warnings.simplefilter("always", MemsaverWarning)
     warnings.simplefilter("ignore", DeprecationWarning)  # tested on purpose
+    # Regions choose backups at random, so many withdraw one; tests/memory/test_choices.py tests this.
+    warnings.filterwarnings("ignore", ".*withdraws the backup", UsageWarning)
     warnings.showwarning = showwarning
     Machine.process = process
     Machine.digests = {}
