@@ -68,7 +68,7 @@ def prepare(folder: Path):
 
     warnings.simplefilter("always", MemsaverWarning)
     warnings.simplefilter("ignore", DeprecationWarning)  # tested on purpose
-    # Regions choose backups at random, so many withdraw one; tests/memory/test_choices.py tests this.
+    # Regions choose backups at random, so many withdraw one: see tests/memory/test_choices.py.
     warnings.filterwarnings("ignore", ".*withdraws the backup", UsageWarning)
     warnings.showwarning = showwarning
     Machine.process = process
