@@ -26,7 +26,7 @@ class Holder:
         bytes: device memory in use, as counted by the driver.
         state: the tag's state.
         pausable: whether a pause of the tag would begin at once: the tag is mapped, no region of it
-            is open, and no transition of it is in progress.
+            is open, and it is in no transition.
     """
 
     tag: str
