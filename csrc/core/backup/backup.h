@@ -12,7 +12,7 @@
 // After a failed read, check, write or reservation in its backing store, a BackupStore is unsound:
 // its contents can still be read, with the same checks, but the next save uses a new store. A
 // damaged copy is therefore never used as a backup again, and the new file is created in the
-// current disk_dir.
+// current disk_dir. A transition whose restore fails distrusts the tag's stores on all devices.
 #pragma once
 
 #include <atomic>
@@ -51,6 +51,8 @@ class BackupStore {
   Backup kind() const { return kind_; }
   // Returns whether the next save may use the store, see above. Any thread.
   bool is_sound() const { return sound_; }
+  // Makes the store unsound. Any thread.
+  void distrust() { sound_ = false; }
 
   // A prepared chunk, and whether it is new.
   struct Room {

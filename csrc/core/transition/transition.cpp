@@ -171,12 +171,24 @@ void Transition::move_or_undo(bool allow_larger) {
   try {
     move(allow_larger);
   } catch (Error& error) {
+    distrust_backups();
     if (!undo()) error.addition = kNotUndone;
     throw;
   } catch (...) {  // no host memory
     if (undo()) throw;
     no_memory.addition = kNotUndone;
     throw std::move(no_memory);
+  }
+}
+
+// If a restore failed on one device, nothing tells whether the tag's backups on other devices are
+// whole: the next pause must not use any of them.
+void Transition::distrust_backups() noexcept {
+  for (const Arriving& failed : into_) {
+    if (!failed.pool->backup || failed.pool->backup->is_sound()) continue;
+    for (const Arriving& to : into_) {
+      if (&to.pool->tag == &failed.pool->tag && to.pool->backup) to.pool->backup->distrust();
+    }
   }
 }
 

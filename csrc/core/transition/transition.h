@@ -84,6 +84,7 @@ class Transition {
   void prepare_stores();
   void move_all();
   void move_or_undo(bool allow_larger);
+  void distrust_backups() noexcept;
   void move(bool allow_larger);
   void release() noexcept;
   void commit() noexcept;
