@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -78,8 +79,18 @@ inline void without_gil(Call call) {
   check(status, error);
 }
 
+// Returns whether the interpreter is exiting: only the calling thread can still run Python code.
+inline bool is_exiting() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
 // While this exists, Python runs pending signal handlers during the calling thread's waits for
-// tags. A handler that raises ends the wait. Does nothing on threads other than the main thread,
+// tags. A handler that raises ends the wait; so does the interpreter's exit, because Python has
+// stopped the threads that own the tags. Does nothing on threads other than the main thread,
 // because Python runs handlers only there, and interpreter exit may end other threads when they
 // take the GIL.
 class HandlersInWaits {
@@ -102,7 +113,7 @@ class HandlersInWaits {
  private:
   static int look(void* self) {
     const auto call = [] {
-      return PyErr_CheckSignals() == 0 && SignalsDeferred::deliver_in_wait();
+      return !is_exiting() && PyErr_CheckSignals() == 0 && SignalsDeferred::deliver_in_wait();
     };
     return static_cast<HandlersInWaits*>(self)->released_->with_gil(call) ? 0 : 1;
   }
@@ -123,6 +134,11 @@ inline void interruptibly(Call call) {
     status = call(&error);
   }
   if (PyErr_Occurred()) throw py::error_already_set();
+  if (status == MS_INVALID_STATE && is_exiting()) {
+    const size_t length = std::strlen(error.message);
+    std::snprintf(error.message + length, sizeof(error.message) - length,
+                  "; Python is exiting, and has stopped its other threads");
+  }
   check(status, error);
 }
 

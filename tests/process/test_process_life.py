@@ -382,6 +382,44 @@ time.sleep(0.05)
     assert (done.stdout, done.stderr) == ("done\natexit mapped\n", "")
 
 
+@pytest.mark.parametrize(
+    "call",
+    ["memsaver.resume", "memsaver.pause", "lambda tag: memsaver.pause(tag, wait=False)"],
+    ids=["resume", "pause", "pause without waiting"],
+)
+def test_a_finalizer_that_needs_the_tag_of_a_stopped_thread_fails(run_python, call):
+    # At exit, Python stops a daemon thread in its callback, so that the tag stays reserved.
+    done = run_python(
+        f"""
+        import builtins, os, threading, time
+        import memsaver
+
+        with memsaver.region("t", backup="host"):
+            pass
+        entered = threading.Event()
+
+        class Last:
+            def __del__(self, call={call}, write=os.write, errors=memsaver.InvalidStateError):
+                try:
+                    call("t")
+                except errors as error:
+                    write(1, f"{{error.tag}}: {{error}}".encode())
+
+        builtins.kept_last = Last()
+
+        @memsaver.on_pause
+        def wait(tag):
+            entered.set()
+            time.sleep(0.3)
+
+        threading.Thread(target=memsaver.pause, args=("t",), daemon=True).start()
+        entered.wait()
+        """,
+        timeout=30,
+    )
+    assert done.stdout.startswith("t: the wait for 't' was ended") and "exiting" in done.stdout
+
+
 # --- threads and the interpreter's lock -----------------------------------------------------------
 
 

@@ -61,16 +61,21 @@ bool is_in_a_circle(const Waiting& waiting) {
   return leads_to(waiting.thread, waiting, ++last_search);
 }
 
-void refuse_a_circle(const Waiting& waiting) {
-  if (!is_in_a_circle(waiting)) return;
+// Returns the error of a wait that failed: `before`, the tags' names, `after`.
+Error failed_wait(const Waiting& waiting, const std::string& before, const std::string& after) {
   std::vector<std::string> names;
   for (const Tag* tag : *waiting.tags) names.push_back(tag->name);
-  throw Error(Status::kInvalidState,
-              "the transition of " + format_names(names) +
-                  " that is in progress waits for this thread, which is in the middle of a "
-                  "transition itself (in a callback, a signal handler or a finalizer?), so this "
-                  "call would wait for ever: do this after the callback, handler or finalizer")
+  return Error(Status::kInvalidState, before + format_names(names) + after)
       .with_tag(names.empty() ? "" : names.front());
+}
+
+void refuse_a_circle(const Waiting& waiting) {
+  if (!is_in_a_circle(waiting)) return;
+  throw failed_wait(
+      waiting, "the transition of ",
+      " that is in progress waits for this thread, which is in the middle of a transition itself "
+      "(in a callback, a signal handler or a finalizer?), so this call would wait for ever: do "
+      "this after the callback, handler or finalizer");
 }
 
 void add(Waiting& waiting) noexcept {
@@ -121,7 +126,7 @@ bool wait_until_free(std::unique_lock<std::mutex>& lock, Waiting& waiting,
     const bool goes_on = current.look(current.data) == 0;
     look = current;
     lock.lock();
-    if (!goes_on) throw Error(Status::kInvalidState, "the wait for a tag was ended by its caller");
+    if (!goes_on) throw failed_wait(waiting, "the wait for ", " was ended by its caller");
   }
   return true;
 }
