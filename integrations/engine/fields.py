@@ -15,7 +15,7 @@ from memsaver._runtime.redaction import redacted
 
 from .errors import EngineError
 
-__all__ = ["Fields", "encodable", "is_number", "is_whole", "parsed"]
+__all__ = ["Fields", "encodable", "is_encodable", "is_number", "is_whole", "parsed"]
 
 _SHOWN_CHARACTERS = 200
 _MOST = 1 << 63
@@ -39,6 +39,11 @@ def parsed(text: str, source: str) -> Any:
 def encodable(text: str) -> str:
     """Escape lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def is_encodable(value: object) -> TypeGuard[str]:
+    """Return whether the value is text without lone surrogates."""
+    return isinstance(value, str) and encodable(value) == value
 
 
 def is_whole(value: object) -> TypeGuard[int]:

@@ -258,10 +258,18 @@ class EngineController:
         """Wait until no request of any client is in flight, or raise."""
 
         def until_idle() -> None:
-            while not self._is_idle(deadline):
+            is_idle = self._is_idle(deadline)
+            while not is_idle:
+                if wait:
+                    time.sleep(min(_POLL_SECONDS, _left(deadline)))
                 if not wait or time.monotonic() >= deadline:
                     raise busy()
-                time.sleep(min(_POLL_SECONDS, _left(deadline)))
+                try:
+                    is_idle = self._is_idle(deadline)
+                except EngineTimeoutError as late:
+                    if time.monotonic() < deadline:
+                        raise
+                    raise busy() from late  # as of the last answer
 
         steps.append(timed("wait_idle" if self.guarded else "flush", until_idle))
         if flush and self.guarded:

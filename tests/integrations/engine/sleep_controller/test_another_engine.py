@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 
 from memsaver.errors import InvalidStateError
-from memsaver.integrations.engine.errors import EngineBusyError
+from memsaver.integrations.engine.errors import EngineBusyError, EngineTimeoutError
 from memsaver.integrations.engine.messages import Answer, SchedulerState
 from memsaver.integrations.engine.sleep import EngineController
 from memsaver.integrations.engine.status import Status
@@ -86,6 +89,35 @@ def test_the_controller_takes_any_engine():
     with controller.staged_wake():
         assert engine.mapped == {"weights"} and controller.status is Status.WEIGHTS_ONLY
     assert controller.generate("ab") == "abab"
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("query_seconds", [0.0, 0.03, 0.2])
+def test_an_engine_that_stays_busy_is_busy_at_the_deadline(guarded, query_seconds):
+    engine, queries = AnotherEngine(), itertools.count()
+    if not guarded:
+        engine.states = lambda timeout: []
+    controller = EngineController(engine)
+    engine.idle = False
+
+    def slow(answer):
+        """Answer like a server that needs `query_seconds`, except for the first two queries."""
+
+        def query(timeout):
+            seconds = query_seconds if next(queries) > 1 else 0.0
+            if timeout < max(seconds, 0.002):
+                time.sleep(timeout)
+                raise EngineTimeoutError(f"no answer within {timeout:.3f} s")
+            time.sleep(seconds)
+            return answer(timeout)
+
+        return query
+
+    engine.states, engine.flush = slow(engine.states), slow(engine.flush)
+    started = time.monotonic()
+    with pytest.raises(EngineBusyError):
+        controller.sleep(wait_idle=True, timeout=0.1)
+    assert time.monotonic() - started < 1 and controller.status is Status.AWAKE
 
 
 def test_a_rollout_engine_takes_any_backend():
