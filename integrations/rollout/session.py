@@ -13,12 +13,19 @@ from memsaver._inspection.statistics import stats
 from memsaver._runtime.interrupts import collective_block, interrupts_deferred
 from memsaver._runtime.native import BackupChoice
 from memsaver._runtime.timeouts import check_timeout
+from memsaver.distributed.words import listed
 from memsaver.errors import InvalidStateError, MemsaverError
 
 from .fence import Fence
 from .low_water import LowWater
 from .rollout_engine import RolloutEngine
-from .session_arguments import check_options, group_of, layout_beside
+from .session_arguments import (
+    check_agreed,
+    check_options,
+    group_of,
+    layout_beside,
+    options_of,
+)
 from .stages import RankStage, Stage, StageReport
 from .together import GRACE_SECONDS, Together
 from .trainer_memory import TrainerMemory
@@ -105,7 +112,8 @@ class ColocatedSession:
 
     Raises:
         ConfigError: the model or an optimizer cannot be offloaded, a tag has no backup, an option
-            is invalid, or `group` is not a process group. Raised on all ranks.
+            is invalid, the ranks differ in `sleep`, `engine_keeps_weights` or `tags`, or `group` is
+            not a process group. Raised on all ranks.
         UnknownTagError: no region ever named one of `tags`.
         InvalidStateError: a handle or the group is closed; or this rank is not in `group`, in which
             case only this rank raises it, and the group's ranks wait for each other until
@@ -138,7 +146,7 @@ class ColocatedSession:
         with contextlib.ExitStack() as undo:
             undo.callback(self._together.close)
 
-            def begin() -> None:
+            def begin() -> dict[str, str]:
                 self._sleeps = bool(sleep)
                 self._keeps = bool(engine_keeps_weights) or not self._sleeps
                 check_options(state, model, engine, on_stage, update_options, self._sleeps)
@@ -153,8 +161,14 @@ class ColocatedSession:
                     offloading=self._sleeps,
                 )
                 undo.callback(self._trainer.undo)  # if another rank fails
+                return {
+                    "sleep": str(self._sleeps),
+                    "engine_keeps_weights": str(bool(engine_keeps_weights)),
+                    "tags": f"({listed(tags)})",
+                }
 
-            self._together.gather("the beginning of a session", begin, timeout)
+            given = self._together.gather("the beginning of a session", begin, timeout)
+            check_agreed(everyone, given)
             layout = layout_beside(everyone)
             self._fence = Fence(layout, timeout)
             undo.pop_all()
@@ -280,8 +294,15 @@ class ColocatedSession:
         return self.engine.wake_up(tag, timeout=self._timeout)
 
     def _update(self) -> Any:
-        options = self._options() if callable(self._options) else self._options
-        return self.engine.update_weights(self._state(), **options)
+        given: list[tuple[Any, dict[str, Any]]] = []
+
+        def prepare() -> None:
+            given.append((self._state(), options_of(self._options)))
+
+        # If it fails on a rank, no other rank waits for this rank in the engine's own call.
+        self._together.gather("the weights to send", prepare, self._timeout)
+        ((state, options),) = given
+        return self.engine.update_weights(state, **options)
 
     # --- one stage --------------------------------------------------------------------------------
 

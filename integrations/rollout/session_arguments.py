@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memsaver.errors import ConfigError
 
+from .arguments import check_equal
 from .ranks import ALONE, Layout
 
-__all__ = ["check_options", "group_of", "layout_beside"]
+__all__ = ["check_agreed", "check_options", "group_of", "layout_beside", "options_of"]
 
 
 def check_options(
@@ -43,6 +44,23 @@ def check_options(
                 "engine must be a RolloutEngine or have its methods: a "
                 f"{type(engine).__name__} has no {name}()"
             )
+
+
+def check_agreed(group: Any, everyones: Sequence[Mapping[str, str]]) -> None:
+    """Raise the same `ConfigError` on all ranks of a group if they pass different arguments."""
+    dist: Any = sys.modules.get("torch.distributed")
+    check_equal([0] if group is None else dist.get_process_group_ranks(group), everyones)
+
+
+def options_of(update_options: Any) -> dict[str, Any]:
+    """Return the options of one update, or raise `ConfigError` if they are not a mapping."""
+    given = update_options() if callable(update_options) else update_options
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(
+            "update_options must be a mapping of names to values, or a function that returns one, "
+            f"not {given!r}"
+        )
+    return dict(given)
 
 
 def group_of(group: Any) -> Any:

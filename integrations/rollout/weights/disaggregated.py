@@ -18,7 +18,9 @@ from memsaver._runtime.timeouts import check_timeout
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
 from ...engine.errors import EngineError, EngineTimeoutError
+from ...engine.fields import is_encodable
 from ...engine.interface import JoinRequest
+from ..arguments import check_equal
 from .sender import END_SECONDS, Aside, Sender
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ class WeightGroup:
         engine: a `RolloutEngine`.
         address: an address of this machine that the engine's ranks can reach. The group's store
             listens only at this address. So does gloo, unless GLOO_SOCKET_IFNAME names an
-            interface. NCCL's sockets are on the interfaces that NCCL_SOCKET_IFNAME names.
+            interface. NCCL's sockets are on the interfaces that NCCL_SOCKET_IFNAME names. Only the
+            leader's address and port are used.
         port: a free port of this address; 0 chooses one.
         backend: the backend of torch.distributed; "gloo" if either side has no GPU. With "nccl" on
             one host, start the trainer with NCCL_CUMEM_ENABLE=0, as SGLang does for its own
@@ -55,8 +58,8 @@ class WeightGroup:
 
     Raises:
         EngineError: the engine cannot join in time. The group's sockets and store are closed.
-        ConfigError: the address is not this machine's, the port is taken, or an argument is
-            invalid.
+        ConfigError: the address is not this machine's, the port is taken, an argument is invalid,
+            or the ranks pass different backends.
     """
 
     def __init__(
@@ -76,15 +79,19 @@ class WeightGroup:
         self.name = f"memsaver-{secrets.token_hex(16)}"
         self.joined = False
 
-        def check() -> None:
+        def check() -> dict[str, str]:
             if backend not in _BACKENDS:
                 raise ConfigError(f"backend must be one of {', '.join(_BACKENDS)}, not {backend!r}")
             check_timeout(timeout)
+            _check_address(address, port)
             self._sender = Sender(self.name, backend, 1 + engine.tp_size, timeout)
+            return {"backend": repr(backend)}
 
-        engine.together.gathered(
-            "joining a group for weights", check, lambda _: self._join(address, port), timeout
-        )
+        def join(everyones: list[dict[str, str]]) -> None:
+            check_equal(engine.layout.tp_ranks, everyones)
+            self._join(address, port)
+
+        engine.together.gathered("joining a group for weights", check, join, timeout)
         self.joined = True
 
     def __enter__(self) -> WeightGroup:
@@ -174,11 +181,6 @@ class WeightGroup:
             self._sender.close()
 
     def _join(self, address: str, port: int) -> None:
-        if not isinstance(address, str) or type(port) is not int or not 0 <= port < 1 << 16:
-            raise ConfigError(
-                "address must be a host name or an IP address of this machine, and port a number "
-                f"from 0 to 65535, not {address!r} and {port!r}"
-            )
         backend = self._engine.backend
         assert backend is not None
         deadline = time.monotonic() + self._timeout
@@ -209,6 +211,14 @@ class WeightGroup:
         backend = self._engine.backend
         assert backend is not None
         backend.leave_group(self.name, self._timeout)
+
+
+def _check_address(address: object, port: object) -> None:
+    if not is_encodable(address) or type(port) is not int or not 0 <= port < 1 << 16:
+        raise ConfigError(
+            "address must be a host name or an IP address of this machine, and port a number "
+            f"from 0 to 65535, not {address!r} and {port!r}"
+        )
 
 
 def _advice_for_nccl() -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from memsaver._runtime.text import did_you_mean
 from memsaver.errors import ConfigError
 
+from ...engine.fields import is_encodable
 from .disaggregated import WeightGroup
 from .sources import Rename
 from .verification import check_policy
@@ -20,7 +22,11 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `update`."""
+    """The arguments of `update`.
+
+    Attributes:
+        unknown: the names of the arguments that `update` does not have.
+    """
 
     version: str | None
     layout: Layout
@@ -31,12 +37,18 @@ class Options:
     pause: PauseMode | None
     flush_cache: bool | None
     timeout: float
+    unknown: tuple[str, ...] = ()
 
     def check(self, engine: RolloutEngine) -> None:
         """Raise `ConfigError` or `InvalidStateError` if the engine does not support the options."""
+        for name in self.unknown:
+            known = [one.name for one in fields(self) if one.name != "unknown"]
+            raise ConfigError(f"a weight update has no option {name!r}{did_you_mean(name, known)}")
         check_policy(self.verify)
-        if self.version is not None and not isinstance(self.version, str):
-            raise ConfigError(f"version must be text or None, not {self.version!r}")
+        if self.version is not None and not is_encodable(self.version):
+            raise ConfigError(
+                f"version must be text or None, and UTF-8 must encode it, not {self.version!r}"
+            )
         if self.layout not in ("whole", "engine"):
             raise ConfigError(f"layout must be 'whole' or 'engine', not {self.layout!r}")
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
@@ -69,6 +81,13 @@ class Options:
                 f"{engine.layout.tp_size}: on the same GPUs the numbers must be equal; an engine "
                 "on other GPUs needs a WeightGroup (`group`)"
             )
+
+    def compared(self) -> dict[str, str]:
+        """Return the arguments that must be equal on all ranks, formatted for a message."""
+        names = ("version", "layout", "bucket_bytes", "verify", "pause", "flush_cache")
+        given = {name: repr(getattr(self, name)) for name in names}
+        # Each rank has its own object for the same group.
+        return {**given, "group": "None" if self.group is None else "a WeightGroup"}
 
     @property
     def flushes(self) -> bool:

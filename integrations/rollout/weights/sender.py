@@ -83,11 +83,11 @@ class Sender:
             self._client = TCPStore(
                 self._address, port, self._size, False, self._wait, wait_for_workers=False
             )
-        except (OSError, RuntimeError, OverflowError, UnicodeError) as error:
+        except (OSError, RuntimeError, OverflowError, ValueError) as error:
             self.close()
             raise ConfigError(
-                f"cannot create a group at {address}:{port}: {error}; address must be this "
-                "machine's own and reachable from the engine's ranks, and port must be free"
+                f"cannot create a group at address {address!r}, port {port}: {error}; address must "
+                "be this machine's own and reachable from the engine's ranks, and port must be free"
             ) from error
         return port
 

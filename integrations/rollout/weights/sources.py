@@ -10,6 +10,8 @@ import memsaver
 from memsaver._runtime.native import _C, State
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 
+from ...engine.fields import is_encodable
+
 __all__ = ["Rename", "Source", "Spec", "sources_of"]
 
 Rename = Callable[[str], "str | None"]
@@ -91,7 +93,8 @@ def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
         rename: returns the engine's name for a tensor's name, or None to leave it out.
 
     Raises:
-        ConfigError: a value is not a tensor, or cannot be sent; or two tensors have the same name.
+        ConfigError: a value is not a tensor, or cannot be sent; a name is not text that UTF-8 can
+            encode; or two tensors have the same name.
     """
     import torch
 
@@ -102,8 +105,10 @@ def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
         called = name if rename is None else rename(name)
         if called is None:
             continue
+        if not is_encodable(called):
+            raise ConfigError(f"a tensor's name must be text that UTF-8 can encode, not {called!r}")
         if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"{name} must be a tensor, not {type(tensor).__name__}")
+            raise ConfigError(f"{called} must be a tensor, not {type(tensor).__name__}")
         if called in names:
             raise ConfigError(f"two tensors are called {called!r}")
         names.add(called)

@@ -13,6 +13,7 @@ from memsaver.errors import ConfigError, MemsaverError
 
 from ...engine.interface import Broadcast, Layout, SharedTensors, WeightLoad
 from ...engine.weights.checks import RankCheck
+from ..arguments import check_equal
 from ..errors import WeightMismatchError
 from ..together import GRACE_SECONDS
 from .agreement import check_same, common_tie, names_digest
@@ -38,6 +39,7 @@ _WHAT = "an update of the engine's weights"
 
 def update(
     engine: RolloutEngine,
+    /,
     state: Any,
     *,
     version: str | None = None,
@@ -49,8 +51,12 @@ def update(
     pause: PauseMode | None = None,
     flush_cache: bool | None = None,
     timeout: float | None = None,
+    **unknown: object,
 ) -> WeightUpdate:
     """Send new weights to an engine. A collective of all ranks of the engine's mesh.
+
+    All ranks pass the same options, except for `state`, `rename` and `timeout`, which may differ if
+    they lead to the same tensors.
 
     The engine's weights must be awake; its KV cache need not be. Without `group` the engine is on
     the same GPUs: each of its ranks shares a GPU with the trainer's rank of the same index in the
@@ -80,11 +86,13 @@ def update(
             True, except with `pause="in_place"`, whose requests continue with the cache.
         timeout: seconds for each of the engine's calls, and to wait for other ranks; None means
             the engine's timeout.
+        unknown: must be empty. Accepted here so that all ranks can raise the error.
 
     Raises:
         WeightMismatchError: the engine's contents differ from those sent, the model has no such
             tensor, or ranks have different contents of a tensor; `tensors` names the tensors.
-        ConfigError: the ranks send different tensors, or an argument is invalid.
+        ConfigError: the ranks send different tensors or pass different options, or an argument is
+            invalid or unknown.
         InvalidStateError: the engine's weights are released, or a tag with memory of `state` is
             paused.
         OutOfDeviceMemoryError: there is no room for the bucket; nothing was sent.
@@ -94,12 +102,9 @@ def update(
     """
     limit = engine.timeout if timeout is None else timeout
     started = time.monotonic()
-    work = _Update(
-        engine,
-        state,
-        Options(version, layout, rename, bucket_bytes, verify, group, pause, flush_cache, limit),
-    )
-    report = work.run()
+    given = (version, layout, rename, bucket_bytes, verify, group, pause, flush_cache, limit)
+    options = Options(*given, tuple(unknown))
+    report = _Update(engine, state, options).run()
     return WeightUpdate(seconds=time.monotonic() - started, **report)
 
 
@@ -154,27 +159,34 @@ class _Update:
     def _agree(self) -> list[Spec]:
         """Return the tensors that all ranks send, in order. Changes nothing."""
         # The engine's own timeout, because the update's may be the invalid argument.
-        everyones = self._meetings.gather(f"{_WHAT}: its plan", self._plan, self._engine.timeout)
-        timeout = self._options.timeout
+        plans = self._meetings.gather(f"{_WHAT}: its plan", self._plan, self._engine.timeout)
+        given = [options for options, _ in plans]
+        everyones = [specs for _, specs in plans]
+        timeout, ranks = self._options.timeout, self._engine.layout.tp_ranks
         what = f"{_WHAT}: its tensors"
         with self._meetings.step(what, timeout):
-            ranks = self._engine.layout.tp_ranks
+            check_equal(ranks, given)
             check_same(ranks, everyones, self._options.layout == "whole")
             if not everyones[0]:
                 raise ConfigError("there are no tensors to send")
         # Shards need not have the same size on all ranks.
         specs = [max(same, key=lambda spec: spec.nbytes) for same in zip(*everyones, strict=True)]
         ties = [common_tie(spec.same for spec in same) for same in zip(*everyones, strict=True)]
-        ours = names_digest(specs), ties
-        plans = self._meetings.along(what, ours, timeout) or [ours]
-        if len({digest for digest, _ in plans}) > 1:
+        ours = ranks, given, names_digest(specs), ties
+        engines = self._meetings.along(what, ours, timeout) or [ours]
+        check_equal(
+            [rank for theirs, *_ in engines for rank in theirs],
+            [options for _, theirs, *_ in engines for options in theirs],
+        )
+        if len({digest for _, _, digest, _ in engines}) > 1:
             raise ConfigError("the ranks of different engines do not send the same tensors")
-        ties = [common_tie(each) for each in zip(*(theirs for _, theirs in plans), strict=True)]
+        ties = [common_tie(each) for each in zip(*(one[3] for one in engines), strict=True)]
         tied = {spec.name for spec, tie in zip(specs, ties, strict=True) if tie}
         self._tied = tuple(spec.name for spec in specs if spec.name in tied)
         return [spec for spec in specs if spec.name not in tied]
 
-    def _plan(self) -> list[Spec]:
+    def _plan(self) -> tuple[dict[str, str], list[Spec]]:
+        """Check the arguments; return those that all ranks compare, and this rank's tensors."""
         self._engine._check_call(self._options.timeout)
         self._options.check(self._engine)
         if self._engine.backend is not None:
@@ -188,7 +200,7 @@ class _Update:
                     "pass this rank's shard (`to_local()`)"
                 )
         self._sources = {source.spec.name: source for source in sources}
-        return [source.spec for source in sources]
+        return self._options.compared(), [source.spec for source in sources]
 
     def _device(self) -> Any:
         """Return the device for buckets: the state's device, or the group's."""

@@ -178,6 +178,64 @@ def test_an_interrupt_of_a_rank_is_an_error_on_the_others_and_never_dropped(run_
     )
 
 
+def test_arguments_of_a_session_that_differ_between_ranks_are_an_error_on_all(run_ranks):
+    run_ranks(
+        """
+        class Collective(TagEngine):
+            def update_weights(self, state, scale=1.0):
+                dist.barrier()  # as a RolloutEngine, whose ranks wait for each other
+                return super().update_weights(state, scale)
+
+        session.close()
+        for tag in ("first", "second"):
+            with memsaver.region(tag, backup="host"):
+                pass
+        engine = Collective(trainer.model, "other weights", "other kv_cache")
+        for name, *values in (
+            ("sleep", True, False),
+            ("engine_keeps_weights", False, True),
+            ("tags", ("first",), ("first", "second")),
+        ):
+            options = {name: values[RANK]}
+            error = raised(
+                memsaver.ConfigError,
+                lambda: ColocatedSession(engine, plain_model(), timeout=20, **options),
+            )
+            assert f"{name} must be equal on all ranks" in str(error), error
+            assert "on rank 0" in str(error) and "on rank 1" in str(error), error
+
+        # The functions that return the weights and the options, before a rank waits in the engine.
+        class Broken(Exception):
+            pass
+
+        def state():
+            if broken == "state" and RANK == 1:
+                raise Broken("no weights")
+            return trainer.model.state_dict()
+
+        def options():
+            if broken == "options" and RANK == 0:
+                raise Broken("no options")
+            return [("scale", 1.0)] if broken == "pairs" and RANK == 1 else {"scale": 1.0}
+
+        session = ColocatedSession(
+            engine, trainer.model, state=state, update_options=options, sleep=False, timeout=20
+        )
+        for broken, kind, text in (
+            ("state", RankError, "Broken: no weights"),
+            ("options", RankError, "Broken: no options"),
+            ("pairs", memsaver.ConfigError, "update_options must be a mapping"),
+        ):
+            started = time.monotonic()
+            error = raised(kind, rollout)
+            assert text in str(error) and time.monotonic() - started < 10, error
+        broken = ""
+        rollout()
+        """,
+        2,
+    )
+
+
 def test_what_fails_on_a_rank_is_heard_by_all(run_ranks):
     run_ranks(
         """

@@ -98,7 +98,7 @@ def test_a_group_on_a_loopback_address_listens_only_there(backend, group_of, add
 
 
 def test_an_address_of_another_machine_is_refused(group_of):
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0.*must be this machine's own"):
+    with pytest.raises(ConfigError, match=r"'192\.0\.2\.1', port 0.*must be this machine's own"):
         group_of(address="192.0.2.1")
 
 
@@ -151,6 +151,9 @@ def test_a_group_that_the_engine_does_not_join_is_not_left_behind(backend, group
     ("options", "said"),
     [
         ({"address": 3}, "not 3"),
+        ({"address": "\ud800"}, r"not '\\ud800' and 0"),
+        ({"address": "no host\x1b"}, r"at address 'no host\\x1b', port 0: "),
+        ({"address": "no\0host"}, r"at address 'no\\x00host', port 0: "),
         ({"port": "80"}, "'80'"),
         ({"port": 1 << 16}, "65536"),
         ({"timeout": 0}, "timeout"),
@@ -172,7 +175,7 @@ def test_an_address_that_cannot_be_had(group_of):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match=r"cannot create a group at 127\.0\.0\.1:"):
+        with pytest.raises(ConfigError, match=r"cannot create a group at address '127\.0\.0\.1'"):
             group_of(port=taken.getsockname()[1], timeout=5)
 
 

@@ -251,6 +251,66 @@ assert intact(weights, checkpoint(1))
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_arguments_that_differ_between_ranks_are_an_error_on_all(tp, tmp_path):
+    run(
+        f"""
+engine, backend = engine_of({tp})
+weights = checkpoint(1)
+class Group(WeightGroup):
+    def __init__(self):
+        self.joined, self._broken, self._backend, self.name = True, "", "gloo", "g"
+cases = [
+    ("verify", "sampled", "full"), ("verify", "full", "sampled"), ("verify", "off", "full"),
+    ("layout", "whole", "engine"), ("layout", "engine", "whole"),
+    ("version", None, "2"), ("version", "\\n", "2"), ("bucket_bytes", 700, 701),
+    ("pause", None, "abort"), ("pause", "abort", "retract"), ("flush_cache", None, False),
+    ("group", None, Group()),
+]
+for name, *values in cases:
+    options = {{name: values[RANK]}}
+    error = refused(ConfigError, RolloutEngine.update_weights, engine, weights, **options)
+    for rank, value in enumerate(values):
+        shown = "a WeightGroup" if isinstance(value, Group) else repr(value)
+        assert f"{{shown}} on rank {{rank}}" in str(error), error
+    assert f"{{name}} must be equal on all ranks" in str(error), error
+if {tp} == 2:
+    for options, text in (
+        ([{{"backend": "gloo"}}, {{"backend": "nccl"}}], "'gloo' on rank 0, 'nccl' on rank 1"),
+        ([{{}}, {{"address": "x" + chr(0xD800)}}], repr("x" + chr(0xD800))),
+        ([{{}}, {{"port": -1}}], "-1"),
+    ):
+        error = refused(ConfigError, lambda one, **named: WeightGroup(one, **named), engine,
+                        **options[RANK])
+        assert text in str(error), error
+# An unknown option of one rank, or of both.
+for options in ([{{"nope": 1}}, {{}}], [{{}}, {{"verfy": "off"}}], [{{"nope": 1}}, {{"none": 2}}]):
+    error = refused(ConfigError, RolloutEngine.update_weights, engine, weights, **options[RANK])
+    for name in (*options[0], *options[1]):
+        assert repr(name) in str(error), error
+assert backend is None or backend.calls == []
+# Names that cannot be sent, and versions.
+odd = "x" + chr(0xD800)
+for state, options in (
+    ({{**weights, odd: torch.ones(2)}}, {{"verify": "off"}}),
+    ({{**weights, odd: torch.ones(2)}}, {{"verify": "full"}} if RANK else {{}}),
+    (weights, {{"version": odd}}),
+):
+    error = refused(ConfigError, RolloutEngine.update_weights, engine, state, **options)
+    assert repr(odd) in str(error), error
+    print(error)
+assert backend is None or backend.calls == []
+# The ranks still make the same calls.
+for seed in (2, 3):
+    report = engine.update_weights(checkpoint(seed), verify="full", version=str(seed))
+    assert holds(backend, checkpoint(seed)) and report.version == str(seed)
+""",
+        2,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
 def test_two_engines_of_two_ranks(tmp_path):
     """A trainer is sharded over all ranks; a failure of one engine ends both updates."""
     run(
