@@ -13,7 +13,7 @@ import sys
 from collections import Counter, defaultdict
 from typing import Any
 
-from .references import TEMPORARY, arrays_of_numpy, instances_of, references_to
+from .references import TEMPORARY, buffers_in_use, instances_of, references_to
 
 __all__ = ["Aliases"]
 
@@ -46,7 +46,7 @@ class Aliases:
             if user._base is not None:  # conjugate and real views refer to it twice
                 self._views[id(user._base)] += 1 + user._base.is_complex()
         self._references: Counter[int] | None = None
-        self._arrays: list[range] | None = None
+        self._buffers: list[tuple[range, str]] | None = None
 
     def of(self, at: int) -> list[Any]:
         """Return the Python tensors over the storage of the tensor at index `at`."""
@@ -73,8 +73,9 @@ class Aliases:
             return "shares its memory with another storage, such as from_dlpack makes"
         # numpy has its address, or the memory came from outside torch.
         is_shown = not storage.resizable()
-        if is_shown and _meets(addresses, self._numpys()):
-            return "shares its memory with a numpy array"
+        buffer = self._buffer_over(addresses) if is_shown else None
+        if buffer is not None:
+            return f"shares its memory with a {buffer}"
         if any(self._is_exported(users, index, is_shown) for index in range(len(users))):
             return "is used through its address, for example by a numpy array or DLPack"
         return None
@@ -118,10 +119,11 @@ class Aliases:
             self._references = references_to(users)
         return self._references
 
-    def _numpys(self) -> list[range]:
-        if self._arrays is None:
-            self._arrays = arrays_of_numpy()
-        return self._arrays
+    def _buffer_over(self, addresses: range) -> str | None:
+        if self._buffers is None:
+            self._buffers = buffers_in_use()
+        found = (kind for place, kind in self._buffers if _meets(addresses, [place]))
+        return next(found, None)
 
 
 def _storage_id(tensor: Any) -> int:

@@ -13,11 +13,20 @@ from typing import Any
 from memsaver import simulator
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.native import State
 from memsaver._transitions import observers
+from memsaver._transitions.handles import state
 from memsaver.errors import ConfigError, MemsaverWarning
 
 from .device_storages import DeviceStorages
-from .guards import check_mapped, check_tags_mapped, guard_module, guard_optimizer, guard_parts
+from .guards import (
+    check_mapped,
+    check_tags_mapped,
+    guard_module,
+    guard_optimizer,
+    guard_parts,
+    guard_steps,
+)
 from .holdings import (
     Holding,
     gradients_of,
@@ -26,6 +35,7 @@ from .holdings import (
     parts_of,
     reshard,
     storages_of,
+    storages_of_live_parameters,
     weights_of,
 )
 from .places import Places, tag_of
@@ -33,6 +43,7 @@ from .simulated_storages import SimulatedStorages
 
 __all__ = ["Collection"]
 
+_STEP = "the optimizer's step"
 # Packages whose frames are between the program's step and a hook that runs after it.
 _BETWEEN = {"memsaver", "torch", "contextlib"}
 _watching: weakref.WeakSet[Collection] = weakref.WeakSet()
@@ -160,6 +171,14 @@ class Collection:
                 if collection is not None:
                     collection._leave_parts()
 
+            def before_step(optimizer: Any) -> None:
+                collection = this()
+                if collection is not None:
+                    collection._before_any_step(optimizer)
+
+            steps = guard_steps(before_step)
+            weakref.finalize(self, steps.close).atexit = False
+            hooks.callback(steps.close)
             for registration in (
                 observers.on_pause(before_pause, tag=self.tag),
                 observers.on_resume(after_resume, tag=self.tag),
@@ -196,10 +215,15 @@ class Collection:
     def _check(self, what: str) -> None:
         check_mapped(self.tag, what)
 
+    def _before_any_step(self, optimizer: Any) -> None:
+        if state(self.tag) is State.MAPPED:
+            return
+        if all(optimizer is not target for target in self.targets):  # those have `_before_step`
+            check_tags_mapped(_touched_by_step(optimizer), _STEP)
+
     def _before_step(self, optimizer: Any) -> None:
-        what = "the optimizer's step"
-        self._check(what)
-        check_tags_mapped(_touched_by_step(optimizer), what)
+        self._check(_STEP)
+        check_tags_mapped(_touched_by_step(optimizer), _STEP)
         if self._seen.get(id(optimizer)) != _size(optimizer):
             self._seen.pop(id(optimizer), None)  # the program has deleted or added states
 
@@ -249,7 +273,8 @@ class Collection:
         """Return each storage of the targets on the device, with the first holding of it.
 
         Without `parameters`, leaves out an optimizer's states that share a storage with a
-        parameter: they stay with the parameter.
+        parameter: they stay with the parameter. The parameters of other objects count for states
+        that are not in the tag yet.
         """
         import torch
 
@@ -259,12 +284,18 @@ class Collection:
             held = list(holdings_of(target, self._parameters))
             if isinstance(target, torch.optim.Optimizer):
                 own = parameters_of(target) if self._parameters else ()
-                left = weights - set(storages_of(h for p in own for h in parts_of(p, "")))
-                held = [h for h in held if h.tensor.untyped_storage()._cdata not in left]
+                mine = set(storages_of(h for p in own for h in parts_of(p, "")))
+                held = _without(held, weights - mine)
+                if self._has_outside(held):
+                    held = _without(held, storages_of_live_parameters() - mine)
             holdings += held
         if gradients:
             holdings += [h for target in targets for h in gradients_of(target)]
         return list(storages_of(filter(self._memory.takes, holdings)).values())
+
+    def _has_outside(self, holdings: list[Holding]) -> bool:
+        found = storages_of(filter(self._memory.takes, holdings))
+        return any(tag_of(storage) != self.tag for storage, _ in found.values())
 
     def _movable(self, outside: list[tuple[Any, Holding]], strict: bool = False) -> list[Any]:
         """Return one tensor for each storage that may be moved.
@@ -291,6 +322,10 @@ def _reference(target: Any) -> Callable[[], Any]:
     import torch
 
     return (lambda: target) if isinstance(target, torch.Tensor) else weakref.ref(target)
+
+
+def _without(holdings: list[Holding], storages: set[int]) -> list[Holding]:
+    return [h for h in holdings if h.tensor.untyped_storage()._cdata not in storages]
 
 
 def _touched_by_step(optimizer: Any) -> Iterator[Holding]:

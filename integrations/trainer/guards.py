@@ -20,6 +20,7 @@ __all__ = [
     "guard_module",
     "guard_optimizer",
     "guard_parts",
+    "guard_steps",
 ]
 
 Check: TypeAlias = Callable[[str], object]  # called with an operation's name; raises to prevent it
@@ -97,14 +98,6 @@ def guard_optimizer(
     Raises:
         ConfigError: the optimizer accepts no hooks; none of them remains.
     """
-    import torch
-
-    def hooked(function: Hook) -> Callable[..., None]:
-        def hook(owner: Any, *arguments: Any) -> None:
-            function(owner)
-
-        return torch.compiler.disable(hook)  # type: ignore[no-any-return]
-
     with _registering(optimizer) as hooks:
         for register, hook in (
             (optimizer.register_step_pre_hook, before_step),
@@ -112,8 +105,23 @@ def guard_optimizer(
             (optimizer.register_load_state_dict_pre_hook, before_load),
             (optimizer.register_load_state_dict_post_hook, loaded),
         ):
-            hooks.callback(register(hooked(hook)).remove)
+            hooks.callback(register(_hooked(hook)).remove)
         return hooks.pop_all()
+
+
+def guard_steps(before_step: Hook) -> contextlib.ExitStack:
+    """Call `before_step`, with the optimizer, before each step of any optimizer of torch.
+
+    If it raises, the step does not happen.
+
+    Returns:
+        A stack that removes the hook when it is closed.
+    """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    hooks = contextlib.ExitStack()
+    hooks.callback(register_optimizer_step_pre_hook(_hooked(before_step)).remove)
+    return hooks
 
 
 def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
@@ -147,6 +155,15 @@ def guard_parts(module: Any, check: Check) -> contextlib.ExitStack:
                 _guard(part, check, hooks)
             _guard_compiled(part, check, hooks)
         return hooks.pop_all()
+
+
+def _hooked(function: Hook) -> Callable[..., None]:
+    import torch
+
+    def hook(owner: Any, *arguments: Any) -> None:
+        function(owner)
+
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return]
 
 
 def _guard(module: Any, check: Check, hooks: contextlib.ExitStack) -> None:

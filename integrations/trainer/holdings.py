@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .nested import leaves
+from .references import instances_of
 
 __all__ = [
     "Holding",
@@ -17,6 +19,7 @@ __all__ = [
     "parts_of",
     "reshard",
     "storages_of",
+    "storages_of_live_parameters",
     "weights_of",
 ]
 
@@ -83,6 +86,24 @@ def weights_of(target: Any) -> Iterator[Holding]:
     for value, _ in leaves(_attributes(target)):
         if isinstance(value, torch.nn.Module):
             yield from holdings_of(value, parameters=True)
+
+
+def storages_of_live_parameters() -> set[int]:
+    """Return the ids of the storages of all `torch.nn.Parameter`s in the process.
+
+    The ids are those of `storages_of`. Takes about 0.1 s in a process with a million objects.
+    Leaves out parameters that existed at a `gc.freeze()`, which hides them, and parameters that
+    reject queries.
+    """
+    import torch
+
+    found: set[int] = set()
+    for tensor in instances_of(torch.Tensor):
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            if isinstance(tensor, torch.nn.Parameter):
+                parts = parts_of(tensor, "a parameter")
+                found.update(part.tensor.untyped_storage()._cdata for part in parts)
+    return found
 
 
 def gradients_of(target: Any) -> Iterator[Holding]:

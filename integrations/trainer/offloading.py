@@ -27,7 +27,8 @@ class Offloaded:
     """A trainer's memory in a tag, returned by `offload`. Any thread, one at a time.
 
     The hooks on optimizers and modules keep working without this object. If targets are tensors,
-    keep this object: their gradients are moved into the tag only during its lifetime.
+    keep this object: only during its lifetime are their gradients moved into the tag, and steps on
+    them rejected while the tag is paused.
 
     Attributes:
         tag: the tag, for memsaver's own functions: `memsaver.swap(out=offloaded.tag, ...)`.

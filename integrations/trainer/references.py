@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import inspect
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["TEMPORARY", "arrays_of_numpy", "instances_of", "references_to"]
+__all__ = ["TEMPORARY", "buffers_in_use", "instances_of", "references_to"]
 
 # The number that sys.getrefcount adds to the references to an element of a list.
 _probe = [object()]
@@ -18,17 +20,24 @@ TEMPORARY = sys.getrefcount(_probe[0]) - 1
 
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _CHUNK = 10_000
+# The types whose objects export memory to torch, by module. Most are in the standard library.
+_BUFFERS = {
+    "array": ("array",),
+    "builtins": ("bytearray", "memoryview"),
+    "ctypes": ("Array", "Structure"),
+    "mmap": ("mmap",),
+    "numpy": ("ndarray",),
+}
+# Torch may be the only user of a view. A view that something else refers to is found there.
+_VIEWS = {memoryview, type(gc.get_referents(memoryview(b""))[0])}
 # References to a frame's copy of its variables if no program refers to it: the frame's, and two in
 # `_locals_of`.
 _KEPT_BY_FRAME = 3
 
 
-def instances_of(kind: type, values: Iterable[Any] | None = None) -> list[Any]:
-    """Return the instances of a class among values; by default, among all tracked objects."""
-    kinds = set(_kinds(kind))
-    things = gc.get_objects() if values is None else list(values)
-    # There are hundreds of thousands of objects, so no Python code runs for each.
-    return list(itertools.compress(things, map(kinds.__contains__, map(type, things))))
+def instances_of(kind: type) -> list[Any]:
+    """Return the instances of a class among all tracked objects."""
+    return _instances_of_any([kind], gc.get_objects())
 
 
 def references_to(objects: list[Any]) -> Counter[int]:
@@ -46,32 +55,74 @@ def references_to(objects: list[Any]) -> Counter[int]:
     return found
 
 
-def arrays_of_numpy() -> list[range]:
-    """Return the addresses of all numpy arrays that containers and local variables refer to."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return []
-    known = gc.get_objects()
-    found = {id(array): array for array in instances_of(numpy.ndarray, _local_values())}
+def buffers_in_use() -> list[tuple[range, str]]:
+    """Find the numpy arrays and writable buffers that containers and local variables refer to.
+
+    Buffers are the objects of the standard library whose memory torch can use: bytearrays,
+    memoryviews, `array.array`s, memory maps, and arrays and structures of ctypes.
+
+    Returns:
+        The addresses of each, and its name for messages, such as "buffer of type bytearray".
+    """
+    kinds = [
+        getattr(sys.modules[module], name)
+        for module, names in _BUFFERS.items()
+        if module in sys.modules
+        for name in names
+    ]
+    known = [one for one in gc.get_objects() if type(one) not in _VIEWS]
+    found = {id(one): one for one in _instances_of_any(kinds, [*_local_values()])}
     for at in range(0, len(known), _CHUNK):
         values = gc.get_referents(*known[at : at + _CHUNK])
         while values:
-            found.update((id(array), array) for array in instances_of(numpy.ndarray, values))
+            found.update((id(one), one) for one in _instances_of_any(kinds, values))
             # The collector does not track dicts and tuples that contain only untracked objects.
-            inner = [*instances_of(dict, values), *instances_of(tuple, values)]
+            inner = _instances_of_any([dict, tuple], values)
             unknown = {id(one): one for one in inner if not gc.is_tracked(one)}
             values = gc.get_referents(*unknown.values())
-    return [_addresses(array) for array in found.values() if array.size]
+    addresses = ((_addresses(one), _name_of(one)) for one in found.values())
+    return [(place, name) for place, name in addresses if place]
 
 
-def _addresses(array: Any) -> range:
+def _name_of(buffer: Any) -> str:
+    return "numpy array" if _is_array(buffer) else f"buffer of type {type(buffer).__name__}"
+
+
+def _is_array(buffer: Any) -> bool:
+    return hasattr(buffer, "__array_interface__")
+
+
+def _addresses(buffer: Any) -> range:
+    """Return the addresses of an array or a buffer; an empty range if there are none to write."""
+    if _is_array(buffer):
+        return _addresses_of_array(buffer)
+    try:
+        with memoryview(buffer) as view:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(view))
+            return range(start, start + view.nbytes)
+    except (BufferError, TypeError, ValueError):  # closed, empty, not contiguous, or read-only
+        with contextlib.suppress(ValueError):
+            if isinstance(buffer, memoryview) and buffer.obj is not None:
+                return _addresses(buffer.obj)
+        return range(0)
+
+
+def _addresses_of_array(array: Any) -> range:
     start = end = int(array.__array_interface__["data"][0])
     for size, stride in zip(array.shape, array.strides, strict=True):
+        if not size:
+            return range(0)
         if stride < 0:
             start += (size - 1) * stride
         else:
             end += (size - 1) * stride
     return range(start, end + array.itemsize)
+
+
+def _instances_of_any(kinds: list[type], values: list[Any]) -> list[Any]:
+    types = {derived for kind in kinds for derived in _kinds(kind)}
+    # There are hundreds of thousands of objects, so no Python code runs for each.
+    return list(itertools.compress(values, map(types.__contains__, map(type, values))))
 
 
 def _kinds(kind: type) -> Iterator[type]:

@@ -1,6 +1,9 @@
 """Test tensors and optimizers inside optimizers, and a step's memory in addition to its states."""
 
+import array
+import ctypes
 import dataclasses
+import mmap
 import sys
 import types
 from collections import deque
@@ -119,6 +122,40 @@ def test_states_that_alias_a_parameter_stay_with_it(sim, tag, model_first):
     for state in states_of(trainer.optimizer):
         assert lies_in(state, name)
     with weights[0].paused(), states.paused():
+        assert sim.tag_bytes() == 0
+    assert torch.equal(trainer.model(x), expected)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("model_first", [False, True])
+def test_states_that_alias_a_parameter_of_another_object_stay_with_it(
+    sim, tag, model_first, together
+):
+    trainer = Trainer()
+    frozen = trainer.model[3].requires_grad_(False)
+    trainer.optimizer = torch.optim.SGD(trainer.model[0].parameters(), lr=0.1)
+    state = trainer.optimizer.state[trainer.model[0].weight]
+    state["reference"] = frozen.weight.detach()
+    state["own"] = torch.ones(64)
+    x = torch.ones(1, 32)
+    expected = trainer.model(x).detach()
+    states, weights = tag("optimizer"), tag("model")
+    if together:
+        targets = [trainer.optimizer, trainer.model]
+        offloaded = offload(targets[::-1] if model_first else targets, tag=states)
+        assert lies_in(frozen.weight, states) and lies_in(state["reference"], states)
+    else:
+        for target in [trainer.model, trainer.optimizer][:: 1 if model_first else -1]:
+            if target is trainer.optimizer:
+                offloaded = offload(target, tag=states)
+            else:
+                offload(target, tag=weights)
+        with offloaded.paused():
+            assert torch.equal(trainer.model(x), expected)
+        assert offloaded.bytes == state["own"].nbytes and offloaded.bytes_elsewhere == 0
+        assert lies_in(frozen.weight, weights) and lies_in(state["reference"], weights)
+    assert lies_in(state["own"], states)
+    with memsaver.paused():
         assert sim.tag_bytes() == 0
     assert torch.equal(trainer.model(x), expected)
 
@@ -244,6 +281,34 @@ def test_an_alias_that_cannot_be_redirected_is_refused_until_it_is_gone(sim, tag
     with offload(tensor, tag=name).paused():
         assert not sim.accessible(tensor.data_ptr())
     assert tensor.tolist() == list(range(64))
+
+
+BUFFERS = {
+    "bytearray": bytearray,
+    "slice of a memoryview": lambda data: memoryview(bytearray(data) + bytearray(8))[: len(data)],
+    "array": lambda data: array.array("f", data),
+    "mmap": lambda data: mmap.mmap(-1, len(data)),
+    "ctypes": lambda data: (ctypes.c_char * len(data)).from_buffer_copy(data),
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_memory_of_a_buffer_is_refused_until_the_buffer_is_gone(sim, tag, kind):
+    buffer = BUFFERS[kind](bytes(64 * 64 * 4))
+    tensor = torch.frombuffer(buffer, dtype=torch.float32, count=64 * 64).view(64, 64)
+    model = torch.nn.Linear(64, 64, bias=False)
+    model.weight.data = tensor
+    del tensor
+    name, unrelated = tag(), bytearray(64)
+    with pytest.raises(memsaver.InvalidStateError, match="shares its memory with a ") as caught:
+        offload(model, tag=name)
+    assert "numpy" not in str(caught.value)
+    model.weight.data.fill_(1)
+    assert bytes(memoryview(buffer).cast("B")[:4]) == b"\0\0\x80\x3f"
+    del buffer
+    with offload(model, tag=name).paused():
+        assert not sim.accessible(model.weight.data_ptr())
+    assert bool((model.weight == 1).all()) and unrelated == bytearray(64)
 
 
 @pytest.mark.filterwarnings("ignore")
