@@ -31,6 +31,7 @@ from memsaver._memory.regions import disabled, region
 from memsaver._memory.shortages import DeviceProcess, Holder
 from memsaver._runtime.native import _C, Backup, State
 from memsaver._runtime.settings import Options, configure, options
+from memsaver._runtime.variables import warn_of_misspelt_variables as _warn_of_misspelt_variables
 from memsaver._transitions.observers import on_pause, on_resume
 from memsaver._transitions.transitions import (
     Change,
@@ -118,6 +119,8 @@ for _name in __all__:
     if globals()[_name].__module__.startswith("memsaver._"):
         globals()[_name].__module__ = "memsaver"
 del _name
+
+_warn_of_misspelt_variables()
 
 if not _typing.TYPE_CHECKING:  # type checkers would take any name for an attribute
 

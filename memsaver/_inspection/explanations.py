@@ -34,6 +34,7 @@ class Explanation:
             (`threading.get_native_id()`), or that created the tag if it was never paused.
         caller: the place of that call in the program, and its thread's name; "" for a call from
             outside Python.
+        in_host_memory: whether a tensor on the CPU was given, whose memory is not memsaver's.
     """
 
     address: int
@@ -47,6 +48,7 @@ class Explanation:
     seconds: float | None = None
     thread: int | None = None
     caller: str = ""
+    in_host_memory: bool = False
 
     @property
     def offset(self) -> int:
@@ -56,7 +58,12 @@ class Explanation:
 
     def __str__(self) -> str:
         if self.tag is None or self.since is None or self.state is None:
-            return f"{self.address:#x} is not memsaver's: no tag has reserved this address"
+            reason = (
+                "the tensor is on the CPU, so pauses do not concern it"
+                if self.in_host_memory
+                else "no tag has reserved this address"
+            )
+            return f"{self.address:#x} is not memsaver's: {reason}"
         return (
             f"{self.address:#x} {self._place()} of tag {self.tag!r} on device {self.device}; the "
             f"tag {_STANDING[self.state]} for {self.seconds:.3f} s, since {_clock(self.since)}, by "
@@ -113,7 +120,8 @@ def explain(address_or_tensor: Any) -> Explanation:
     address = _address_of(address_or_tensor)
     found = _C.locate(address)
     if found is None:
-        return Explanation(address)
+        device = getattr(address_or_tensor, "device", None)
+        return Explanation(address, in_host_memory=getattr(device, "type", None) == "cpu")
     tag, device, state, start, nbytes, since, thread, caller = found
     allocation = Range(start, nbytes) if nbytes else None
     in_segment, tensor = _tensor_around(address) if allocation else (False, None)

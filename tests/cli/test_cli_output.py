@@ -115,7 +115,13 @@ CASES = [
     for words in WORDS
 ]
 CASES += [(words, "latin-1") for words in ("doctor", "bench --size 32MiB --rounds 1")]
-CASES += [(words, "C") for words in ("trace t.json", "trace ü.json")]
+no_extension = pytest.mark.skipif(
+    sys.version_info >= (3, 12) and not str(LIBRARY_DIR).isascii(),
+    reason="in the locale C, this Python imports no extension from a folder with another letter",
+)
+CASES += [
+    pytest.param(words, "C", marks=no_extension) for words in ("trace t.json", "trace ü.json")
+]
 CASES += [pytest.param("demo", "latin-1", marks=pytest.mark.one_python)]
 
 

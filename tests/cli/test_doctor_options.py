@@ -2,13 +2,15 @@
 
 import json
 import re
+from dataclasses import fields
 
 import pytest
 from doctors import run_doctor
 from repository import ROOT
 
+import memsaver
 from memsaver._runtime.native import _C
-from memsaver.cli.checks import options as options_module
+from memsaver._runtime.variables import KNOWN_VARIABLES, variable_of
 from memsaver.errors import ConfigError
 
 
@@ -40,11 +42,28 @@ def test_every_option_and_variable_is_known():
     with pytest.raises(ConfigError) as caught:
         _C.option("")
     listed = re.findall(r"'(\w+)'", str(caught.value))
-    assert sorted(listed) == sorted(options_module.OPTIONS)
+    assert {variable_of(name) for name in listed} <= KNOWN_VARIABLES
+    assert sorted(listed) == sorted(field.name for field in fields(memsaver.Options))
     read = re.compile(r"""["'](MEMSAVER_[A-Z_]+)["']""")
     sources = [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "csrc").rglob("*.h")]
     sources += [*(ROOT / "memsaver").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")]
     named = {name for path in sources for name in read.findall(path.read_text())}
-    known = {f"MEMSAVER_{name.upper()}" for name in options_module.OPTIONS}
-    known |= {*options_module.OTHER_VARIABLES, *options_module.BUILD_VARIABLES}
-    assert named <= known
+    assert named <= KNOWN_VARIABLES
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("MEMSAVER_HOSTBYTES", "MEMSAVER_HOST_BYTES"),
+        ("MEMSAVER_BACKUPS", "MEMSAVER_BACKUP"),
+        ("MEMSAVER_DISK_DIRECTORY", "MEMSAVER_DISK_DIR"),
+        ("MEMSAVER_OF_ANOTHER_PROGRAM", None),
+        ("MEMSAVER_TOP", None),
+    ],
+)
+def test_a_misspelt_variable_is_a_warning_at_import(run_python, variable, meant):
+    told = run_python("import memsaver", **{variable: "0"}).stderr
+    warning = (
+        f"UsageWarning: the environment variable {variable} has no effect; did you mean {meant}?"
+    )
+    assert warning in told if meant else not told

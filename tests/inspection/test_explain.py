@@ -46,6 +46,12 @@ def test_a_foreign_address(sim, tag, make_blocks):
         assert f"{address:#x} is not memsaver's" in str(found)
 
 
+def test_a_tensor_on_the_cpu():
+    torch = pytest.importorskip("torch")
+    found = memsaver.explain(torch.ones(3))
+    assert found.in_host_memory and "the tensor is on the CPU" in str(found)
+
+
 @pytest.mark.parametrize("bad", ["0x100", 1.5, None, -1, 1 << 64, object()])
 def test_what_is_no_address(sim, tag, bad):
     with pytest.raises(ConfigError):

@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import platform
 import sys
+from dataclasses import fields
 
 import memsaver
 from memsaver._runtime.native import _C, LIBRARY_DIR
 from memsaver._runtime.text import size_text
+from memsaver._runtime.variables import unknown_variables, variable_of
 from memsaver.cli.checks.findings import Finding, bad, good, warned
 from memsaver.cli.checks.system import installed_version
 from memsaver.errors import ConfigError
 
 __all__ = ["check_installation", "check_options"]
-
-# In the order of the library's options table.
-OPTIONS = (
-    "share_bytes",
-    "slab_bytes",
-    "margin_bytes",
-    "host_bytes",
-    "fingerprints",
-    "poison",
-    "disk_dir",
-    "top",
-)
-OTHER_VARIABLES = (
-    "MEMSAVER_BACKUP",
-    "MEMSAVER_DRIVER",
-    "MEMSAVER_SGLANG",
-    "MEMSAVER_SGLANG_PRELOAD",
-    "MEMSAVER_SIM_DEVICES",
-    "MEMSAVER_SIM_FAULTS",
-    "MEMSAVER_SIM_MEMORY",
-    "MEMSAVER_TAG",
-    "MEMSAVER_TEST_SYSTEM_ROOT",
-)
-# Read by the build.
-BUILD_VARIABLES = (
-    "MEMSAVER_CUDA_INCLUDE",
-    "MEMSAVER_CXXFLAGS",
-    "MEMSAVER_LDFLAGS",
-    "MEMSAVER_WERROR",
-)
 
 
 def check_installation() -> list[Finding]:
@@ -66,11 +37,11 @@ def check_installation() -> list[Finding]:
 
 def check_options() -> list[Finding]:
     """Report each option's value and source, and unknown variables with memsaver's prefix."""
-    return [*(_option(name) for name in OPTIONS), *_unknown_variables()]
+    return [*(_option(option.name) for option in fields(memsaver.Options)), *_unknown_variables()]
 
 
 def _option(name: str) -> Finding:
-    variable = _variable(name)
+    variable = variable_of(name)
     source = "environment" if variable in os.environ else "default"
     try:
         value = _C.option(name)
@@ -92,15 +63,8 @@ def _option(name: str) -> Finding:
 
 
 def _unknown_variables() -> list[Finding]:
-    known = {*map(_variable, OPTIONS), *OTHER_VARIABLES, *BUILD_VARIABLES}
     found = []
-    for variable in sorted(os.environ):
-        if variable.startswith("MEMSAVER_") and variable not in known:
-            near = difflib.get_close_matches(variable, known, n=1)
-            advice = f"did you mean {near[0]}?" if near else "unset it"
-            found.append(warned(variable, "is not memsaver's: no effect", advice))
+    for variable, meant in unknown_variables().items():
+        advice = f"did you mean {meant}?" if meant else "unset it"
+        found.append(warned(variable, "is not memsaver's: no effect", advice))
     return found
-
-
-def _variable(option: str) -> str:
-    return f"MEMSAVER_{option.upper()}"
