@@ -139,6 +139,10 @@ pinned host memory for the next pause; by default, each resume releases it. What
   time, as memsaver's first pause does.
 - The results were written by `benchmarks/pause_resume.py`, `sglang_cycle.py` and `rl_cycle.py`; the
   file has the single cycles (except for `cudaMalloc`) and the commit.
+- `benchmarks/results/h200_0.2.0.json` is a shorter run of memsaver 0.2.0 without a backup, on a
+  machine whose driver calls took one of two times (64 GiB unmapped by bare calls: 21 to 24 ms or 41
+  to 46 ms), for both libraries. Its medians depend on how many cycles of each were slow, so they
+  are not shown here.
 """
 
 
