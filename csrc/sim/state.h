@@ -41,8 +41,7 @@ struct Handle {
 
 struct State {
   std::mutex mutex;
-  std::condition_variable
-      changed;  // an operation was submitted or completed, or a stream closed or released
+  std::condition_variable changed;  // an operation was completed, or a stream closed or released
 
   bool initialized = false;
   bool settings_read = false;

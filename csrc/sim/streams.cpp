@@ -76,6 +76,10 @@ bool Operation::touches(const Range& range) const {
                      [&](const Range& read) { return read.overlaps(range); });
 }
 
+bool Stream::is_ready(bool held) const {
+  return queue.empty() ? closed : !held && complete(queue.front().after);
+}
+
 bool Streams::in_host_function() { return t_in_host_function; }
 
 StreamPtr Streams::create(Context* context, CUstream handle, bool blocking) {
@@ -89,6 +93,7 @@ StreamPtr Streams::create(Context* context, CUstream handle, bool blocking) {
 
 void Streams::close(const StreamPtr& stream) {
   stream->closed = true;
+  stream->ready.notify_one();
   if (!stream->has_worker) all_.erase(std::find(all_.begin(), all_.end(), stream));
   state().changed.notify_all();
 }
@@ -130,7 +135,7 @@ TicketPtr Streams::submit(const StreamPtr& stream, Operation operation) {
   operation.ticket = ticket;
   stream->last = ticket;
   stream->queue.push_back(std::move(operation));
-  state().changed.notify_all();
+  stream->ready.notify_one();
   return ticket;
 }
 
@@ -175,7 +180,13 @@ uint64_t Streams::queued_operations() const {
 
 void Streams::hold(bool held) {
   held_ = held;
-  state().changed.notify_all();
+  wake();
+}
+
+void Streams::wake() {
+  for (const StreamPtr& stream : all_) {
+    if (stream->is_ready(held_)) stream->ready.notify_one();
+  }
 }
 
 void* Streams::work(void* argument) {
@@ -190,16 +201,14 @@ void Streams::run(const StreamPtr& stream) {
   State& shared = state();
   Lock lock(shared.mutex);
   while (true) {
-    shared.changed.wait(lock, [&] {
-      return stream->queue.empty() ? stream->closed
-                                   : !held_ && complete(stream->queue.front().after);
-    });
+    stream->ready.wait(lock, [&] { return stream->is_ready(held_); });
     if (stream->queue.empty()) break;
     execute(&lock, *stream, stream->queue.front());
     Ticket& ticket = *stream->queue.front().ticket;
     ticket.milliseconds = now_ms();
     ticket.done = true;
     stream->queue.pop_front();
+    wake();
     shared.changed.notify_all();
   }
   all_.erase(std::find(all_.begin(), all_.end(), stream));

@@ -8,6 +8,7 @@
 
 #include <cuda.h>
 
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -58,6 +59,11 @@ struct Stream {
   std::deque<Operation> queue;  // the front one may be running
   TicketPtr last;               // the ticket of the last operation; may be null
   std::shared_ptr<Capture> capture;
+  std::condition_variable
+      ready;  // its thread waits here, so that others' operations wake no thread
+
+  // Returns whether the thread has an operation to start, or has to end.
+  bool is_ready(bool held) const;
 };
 using StreamPtr = std::shared_ptr<Stream>;
 
@@ -104,6 +110,8 @@ class Streams {
  private:
   static void* work(void* argument);
   void run(const StreamPtr& stream);
+  // Wakes the threads of all streams that are ready.
+  void wake();
   void execute(Lock* lock, const Stream& stream, const Operation& operation);
   uint64_t pause_us(const Operation& operation) const;
 
