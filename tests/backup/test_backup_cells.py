@@ -8,10 +8,7 @@ import memsaver
 from memsaver._runtime.native import _C
 from memsaver.errors import DriverError
 
-pytestmark = [
-    pytest.mark.one_python,
-    pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 
 MIB = 1 << 20
 

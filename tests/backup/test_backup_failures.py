@@ -12,10 +12,7 @@ from repository import ROOT
 import memsaver
 from memsaver.errors import DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError
 
-pytestmark = [
-    pytest.mark.one_python,
-    pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 
 MIB = 1 << 20
 STAGED = ["pageable", "disk"]

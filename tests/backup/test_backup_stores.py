@@ -12,10 +12,7 @@ from backup_files import deleted_files
 import memsaver
 from memsaver.errors import BackupError, OutOfHostMemoryError
 
-pytestmark = [
-    pytest.mark.one_python,
-    pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 
 PAGE = 4096
 MIB = 1 << 20

@@ -10,8 +10,6 @@ from memsaver import simulator
 from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError, InvalidStateError
 
-pytestmark = pytest.mark.one_python
-
 MIB = 1 << 20
 
 

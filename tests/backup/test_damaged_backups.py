@@ -10,10 +10,7 @@ from simulated_driver import Block
 import memsaver
 from memsaver.errors import BackupError
 
-pytestmark = [
-    pytest.mark.one_python,
-    pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 
 MIB = 1 << 20
 

@@ -25,8 +25,6 @@ sys.path.insert(0, str(ROOT))
 
 from build_support import kernels, native
 
-pytestmark = pytest.mark.one_python
-
 MIB = 1 << 20
 KERNELS = ROOT / "csrc" / "kernels"
 NATIVE = ROOT / "tests" / "native"

@@ -13,8 +13,6 @@ from memsaver.errors import (
     OutOfHostMemoryError,
 )
 
-pytestmark = pytest.mark.one_python
-
 MIB = 1 << 20
 TYPED = (DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError)
 

@@ -11,6 +11,8 @@ from memsaver.errors import ConfigError, InvalidStateError, UnknownTagError
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.each_python
+
 MIB = 1 << 20
 SIZES = [1, 7, 512, 4096, MIB - 1, MIB, MIB + 1, 3 * MIB + 77]
 

@@ -11,8 +11,6 @@ from memsaver import simulator
 from memsaver._runtime.native import _C
 from memsaver.errors import DriverError
 
-pytestmark = pytest.mark.one_python
-
 KIB = 1 << 10
 MIB = 1 << 20
 KINDS = ["host", "pageable", "disk"]

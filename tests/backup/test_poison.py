@@ -6,8 +6,6 @@ import memsaver
 from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError, DriverError
 
-pytestmark = pytest.mark.one_python
-
 MIB = 1 << 20
 GIB = 1 << 30
 PAGE = 2 * MIB

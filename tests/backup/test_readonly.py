@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch")
 
 from memsaver._memory.readonly import ReadOnlyTensor, read_only  # noqa: E402
 
+pytestmark = pytest.mark.each_python
+
 
 @pytest.fixture
 def base():

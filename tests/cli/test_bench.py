@@ -23,8 +23,6 @@ from memsaver.cli.measurements.figures import Figure, Limits
 from memsaver.cli.measurements.picture import draw_picture
 from memsaver.errors import ConfigError, DriverError, MemsaverError, OutOfDeviceMemoryError
 
-pytestmark = pytest.mark.one_python
-
 MIB = 1 << 20
 LEAST = 32 * MIB  # the smallest measured size
 

@@ -10,8 +10,6 @@ from memsaver.cli import app, main
 from memsaver.traces import files
 from memsaver.traces.trace import TagSample
 
-pytestmark = pytest.mark.one_python
-
 NO_OPTION = "no such option: --nope"
 EXTRA = "unexpected extra argument"
 NO_VALUE = "requires an argument"

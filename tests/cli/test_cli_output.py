@@ -17,6 +17,8 @@ from memsaver._runtime.native import LIBRARY_DIR
 from memsaver.traces import files
 from memsaver.traces.trace import TagSample
 
+pytestmark = pytest.mark.each_python
+
 BENCH = "bench --size 32MiB --rounds 1"
 COMMANDS = ["--help", "--version", "demo --help", "doctor", "doctor --json", "top", "top --json"]
 COMMANDS += ["trace t.json", "trace t.json --json", BENCH, f"{BENCH} --json"]
@@ -122,7 +124,7 @@ no_extension = pytest.mark.skipif(
 CASES += [
     pytest.param(words, "C", marks=no_extension) for words in ("trace t.json", "trace ü.json")
 ]
-CASES += [pytest.param("demo", "latin-1", marks=pytest.mark.one_python)]
+CASES += [("demo", "latin-1")]
 
 
 @pytest.mark.parametrize("words, encoding", CASES)

@@ -14,8 +14,6 @@ from rich.console import Console
 import memsaver
 from memsaver.cli import demo
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.fixture
 def run_demo(run_python):

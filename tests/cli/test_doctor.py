@@ -14,8 +14,6 @@ import memsaver
 from memsaver.cli import checks
 from memsaver.cli.checks.findings import absent, warned
 
-pytestmark = pytest.mark.one_python
-
 # The console script's code, so that it can be tested in a tree where the script is not installed.
 _SCRIPT = "import sys; from memsaver.cli import main; sys.exit(main())"
 COMMANDS = [("-m", "memsaver"), ("-c", _SCRIPT)]

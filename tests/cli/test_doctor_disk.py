@@ -7,8 +7,6 @@ from doctors import of, raising
 
 from memsaver.cli.checks import disk
 
-pytestmark = pytest.mark.one_python
-
 
 def test_the_directory_of_backups(options, tmp_path):
     options(disk_dir=str(tmp_path))

@@ -9,8 +9,6 @@ from memsaver._inspection.bare_driver import BareDriver
 from memsaver.cli.checks import driver
 from memsaver.errors import NotLoadedError
 
-pytestmark = pytest.mark.one_python
-
 
 def test_a_missing_driver(plain):
     plain.setattr(driver, "BareDriver", raising(NotLoadedError("no libcuda.so.1")))

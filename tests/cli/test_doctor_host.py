@@ -9,8 +9,6 @@ from memsaver._runtime.native import _C
 from memsaver.cli.checks import host
 from memsaver.cli.checks.control_groups import memory_limits
 
-pytestmark = pytest.mark.one_python
-
 THP = "/sys/kernel/mm/transparent_hugepage"
 
 

@@ -6,8 +6,6 @@ from doctors import FakeDriver, of, raising
 from memsaver.cli.checks import nccl
 from memsaver.errors import NotLoadedError
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.mark.parametrize(
     ("env", "name", "level", "value"),

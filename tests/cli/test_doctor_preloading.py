@@ -9,8 +9,6 @@ from doctors import of, run_doctor
 from memsaver._runtime.native import LIBRARY_DIR
 from memsaver.cli.checks import preloading
 
-pytestmark = pytest.mark.one_python
-
 OURS = str(LIBRARY_DIR / "libmemsaver_preload.so")
 
 

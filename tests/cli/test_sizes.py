@@ -5,8 +5,6 @@ import pytest
 from memsaver._runtime.text import size_text
 from memsaver.cli.sizes import gibibytes, parse_bytes
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),

@@ -25,8 +25,6 @@ from driver_values import (
 )
 from questions.alone import ALONE
 
-pytestmark = pytest.mark.one_python
-
 ANSWERS = {
     "reservation aligned to": "64 GiB 0 aligned, 1024 GiB 0 aligned",
     "reservation of 4 KiB": INVALID_VALUE,

@@ -25,8 +25,6 @@ from fingerprint_kernel import Kernel
 from prepared_calls import NOT_ASSERTED, WAITS, ready_call
 from questions.calls import CALLS
 
-pytestmark = pytest.mark.one_python
-
 
 class Bench:
     """A capture on a non-blocking stream, and objects for the forbidden calls, created before."""

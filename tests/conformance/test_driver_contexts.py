@@ -7,11 +7,8 @@ import os
 import time
 from ctypes import byref, c_int, c_void_p
 
-import pytest
 from driver_api import in_child, in_thread
 from driver_values import INVALID_CONTEXT, INVALID_VALUE, NOT_INITIALIZED
-
-pytestmark = pytest.mark.one_python
 
 
 def test_error_names(drv):

@@ -6,10 +6,7 @@ import ctypes
 import os
 import time
 
-import pytest
 from driver_values import INVALID_VALUE, NOT_READY, PAGE
-
-pytestmark = pytest.mark.one_python
 
 
 def test_copies_across_handles(drv):

@@ -6,10 +6,7 @@ import ctypes
 import re
 from ctypes import byref, c_int, c_size_t
 
-import pytest
 from driver_values import INVALID_DEVICE, INVALID_VALUE, PAGE
-
-pytestmark = pytest.mark.one_python
 
 
 def test_device(drv):

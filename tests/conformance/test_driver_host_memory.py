@@ -5,10 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_void_p
 
-import pytest
 from driver_values import ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, PAGE, SUCCESS
-
-pytestmark = pytest.mark.one_python
 
 
 def test_registration_rules(drv):

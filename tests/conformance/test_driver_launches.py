@@ -9,8 +9,6 @@ from driver_api import DriverError, in_thread
 from driver_values import INVALID_IMAGE, INVALID_PTX, NOT_FOUND, NOT_READY, PAGE, RELAXED, SUCCESS
 from fingerprint_kernel import PIECES, Kernel
 
-pytestmark = pytest.mark.one_python
-
 
 # PORTABLE 1, DEVICEMAP 2
 @pytest.mark.parametrize("flags", [0, 1, 2, 3])

@@ -5,12 +5,9 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_int, c_void_p
 
-import pytest
 from driver_api import in_child
 from driver_values import GIB, INVALID_VALUE, MIB, OUT_OF_MEMORY, PAGE, SUCCESS
 from questions.blocks import many_small_blocks
-
-pytestmark = pytest.mark.one_python
 
 
 def test_plain_allocation(drv):

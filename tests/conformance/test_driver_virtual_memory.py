@@ -19,8 +19,6 @@ from driver_values import (
     TIB,
 )
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.mark.parametrize("alignment", [0, PAGE, 512 * MIB, 64 * GIB, TIB])
 def test_reservation_is_aligned(drv, alignment):

@@ -10,8 +10,6 @@ from driver_values import NOT_READY, PAGE, SUCCESS
 from prepared_calls import NOT_ASSERTED, WAITS, ready_call
 from questions.calls import CALLS
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.mark.parametrize("name", sorted(WAITS))
 def test_what_waits_for_all_work_of_the_device(drv, mapped, streams, name):

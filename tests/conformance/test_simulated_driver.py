@@ -25,8 +25,6 @@ from driver_values import (
 )
 from fingerprint_kernel import Kernel
 
-pytestmark = pytest.mark.one_python
-
 
 def test_sim_fails_on_demand(sim):
     before = sim.opened.sim_calls(b"cuMemCreate")

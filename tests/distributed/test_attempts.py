@@ -7,6 +7,8 @@ import rank_processes
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.each_python
+
 CODE = """
 import datetime, os, signal
 import torch.distributed as dist

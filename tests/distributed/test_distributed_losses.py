@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.each_python
+
 
 @pytest.fixture
 def run_ranks(tmp_path):

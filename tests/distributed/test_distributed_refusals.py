@@ -5,8 +5,6 @@ import functools
 import distributed_ranks
 import pytest
 
-pytestmark = pytest.mark.one_python
-
 pytest.importorskip("torch")
 
 

@@ -5,8 +5,6 @@ import json
 import pytest
 from repository import ROOT
 
-pytestmark = pytest.mark.one_python
-
 torch = pytest.importorskip("torch")
 
 EXAMPLE = ROOT / "examples" / "grpo"

@@ -12,8 +12,6 @@ import rank_processes
 from child_process import environment_without
 from repository import ROOT
 
-pytestmark = pytest.mark.one_python
-
 torch = pytest.importorskip("torch")
 
 EXAMPLE = ROOT / "examples" / "grpo"

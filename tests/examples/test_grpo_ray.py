@@ -14,7 +14,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed")
 pytest.importorskip("torch")
 
 EXAMPLE = ROOT / "examples" / "grpo"
-pytestmark = [pytest.mark.one_python, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 SERVER = """
 import http.server, sys

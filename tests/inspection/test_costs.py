@@ -12,8 +12,6 @@ import memsaver
 from memsaver._memory import costs, torch_mode
 from memsaver._runtime.native import _C
 
-pytestmark = pytest.mark.one_python
-
 MIB = 1 << 20
 
 

@@ -13,8 +13,6 @@ import memsaver
 from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError, DriverError, InvalidStateError, OutOfDeviceMemoryError
 
-pytestmark = pytest.mark.one_python
-
 MIB = 1 << 20
 PAGE = 2 * MIB
 

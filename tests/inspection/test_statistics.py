@@ -5,6 +5,8 @@ import pytest
 import memsaver
 from build_support import usage_fields
 
+pytestmark = pytest.mark.each_python
+
 MIB = 1 << 20
 
 

@@ -10,6 +10,8 @@ import memsaver
 from memsaver import simulator
 from memsaver._runtime.native import _C
 
+pytestmark = pytest.mark.each_python
+
 MIB = 1 << 20
 
 

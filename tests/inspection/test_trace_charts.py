@@ -19,8 +19,6 @@ from memsaver.traces import files, picture
 from memsaver.traces.series import device_series
 from memsaver.traces.trace import DeviceSample, TagSample
 
-pytestmark = pytest.mark.one_python
-
 MIB = 1 << 20
 
 # --- the lines

@@ -12,6 +12,8 @@ import memsaver
 from memsaver.traces import files
 from memsaver.traces.trace import DeviceSample, TagSample
 
+pytestmark = pytest.mark.each_python
+
 # --- JSON
 
 

@@ -21,6 +21,8 @@ from watched_children import (
 
 from memsaver.cli.watched import find_processes
 
+pytestmark = pytest.mark.each_python
+
 # --- forks and other programs ---------------------------------------------------------------------
 
 

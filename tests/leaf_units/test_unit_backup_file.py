@@ -11,8 +11,6 @@ import pytest
 import memsaver
 from memsaver.errors import BackupError, ConfigError, error_of
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.fixture
 def disk(tmp_path):

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 from control_groups import IN_JOB_V1, IN_JOB_V2, MOUNT_V2, mount_v1
 
-pytestmark = pytest.mark.one_python
-
 MIB = 1 << 20
 GIB = 1 << 30
 UNLIMITED = (1 << 64) - 1

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytestmark = pytest.mark.one_python
-
 DEVICE = "/sys/bus/pci/devices/0000:1a:00.0/numa_node"
 ONLINE = "/sys/devices/system/node/online"
 

@@ -5,8 +5,6 @@ import os
 import pytest
 from control_groups import IN_JOB_V1, IN_JOB_V2
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.mark.parametrize(
     ("granted", "wanted", "threads", "on_caller"),

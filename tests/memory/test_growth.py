@@ -16,7 +16,7 @@ from repository import ROOT
 import memsaver
 from memsaver._runtime.native import _C
 
-pytestmark = [pytest.mark.one_python, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 SMALL, LARGE = 1_000, 100_000
 DRIVER_CALLS = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver/driver.h").read_text())

@@ -20,8 +20,6 @@ import memsaver
 from memsaver import simulator
 from memsaver._runtime.native import _C
 
-pytestmark = pytest.mark.one_python
-
 MIB = 1 << 20
 PAGE = 2 * MIB
 SLAB = 64 * MIB  # the default of slab_bytes

@@ -19,6 +19,8 @@ from memsaver._memory import pickling
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.each_python
+
 
 def saved(value: object) -> io.BytesIO:
     file = io.BytesIO()

@@ -8,6 +8,8 @@ from memsaver import simulator
 from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError, InvalidStateError, OutOfDeviceMemoryError, UnknownTagError
 
+pytestmark = pytest.mark.each_python
+
 MIB = 1 << 20
 
 

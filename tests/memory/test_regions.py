@@ -12,6 +12,8 @@ from memsaver import simulator
 from memsaver._runtime.native import _C, note
 from memsaver.errors import ConfigError, InvalidStateError, OutOfDeviceMemoryError
 
+pytestmark = pytest.mark.each_python
+
 MIB = 1 << 20
 
 

@@ -14,8 +14,6 @@ from memsaver import simulator
 from memsaver._memory import shortages
 from memsaver._runtime.native import _C
 
-pytestmark = pytest.mark.one_python
-
 MIB = 1 << 20
 GIB = 1 << 30
 

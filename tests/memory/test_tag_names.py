@@ -8,6 +8,8 @@ import pytest
 import memsaver
 from memsaver._runtime.native import _C
 
+pytestmark = pytest.mark.each_python
+
 MIB = 1 << 20
 
 NAMES = {

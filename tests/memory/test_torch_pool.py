@@ -17,6 +17,8 @@ import memsaver
 from memsaver._memory import mempools, torch_mode
 from memsaver._runtime.native import _C
 
+pytestmark = pytest.mark.each_python
+
 MIB = 1 << 20
 MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)

@@ -8,7 +8,7 @@ from elftools.elf.elffile import ELFFile
 from preloading import LIBRARY, NO_DRIVER, SIM, program_lines
 from repository import ROOT
 
-pytestmark = pytest.mark.preloads
+pytestmark = [pytest.mark.preloads, pytest.mark.each_python]
 
 # --- the binary -----------------------------------------------------------------------------------
 

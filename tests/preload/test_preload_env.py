@@ -11,6 +11,8 @@ import memsaver
 from memsaver._memory.preload import is_preloaded, preload, preload_env
 from memsaver.errors import ConfigError, NotLoadedError
 
+pytestmark = pytest.mark.each_python
+
 
 @pytest.mark.preloads
 def test_env_puts_the_library_first_and_keeps_the_rest():

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 from repository import TESTS
 
-pytestmark = [pytest.mark.one_python, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 FIXTURES = TESTS / "fixtures" / "limits"
 CC = (sysconfig.get_config_var("CC") or "cc").split()

@@ -12,6 +12,8 @@ import memsaver
 from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError
 
+pytestmark = pytest.mark.each_python
+
 NONSENSE = [
     "",
     "many",

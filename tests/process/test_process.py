@@ -11,6 +11,8 @@ import memsaver
 from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError, NotLoadedError
 
+pytestmark = pytest.mark.each_python
+
 # --- fork -----------------------------------------------------------------------------------------
 
 

@@ -13,8 +13,6 @@ from repository import ROOT
 
 from memsaver._inspection.bare_driver import BareDriver
 
-pytestmark = pytest.mark.one_python
-
 BENCHMARKS = ROOT / "benchmarks"
 MIB = 1 << 20
 

@@ -11,8 +11,6 @@ from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from repository import ROOT
 
-pytestmark = pytest.mark.one_python
-
 LIBC = {"libc.so.6", "libdl.so.2", "libm.so.6", "libpthread.so.0", "librt.so.1"}
 LOADER = re.compile(r"ld-linux.*\.so\.\d")
 CXX_RUNTIME = {"libstdc++.so.6", "libgcc_s.so.1"}

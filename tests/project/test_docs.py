@@ -18,8 +18,6 @@ import memsaver
 from memsaver.integrations.engine.tags import RELEASE_ORDER
 from memsaver.integrations.sglang import versions
 
-pytestmark = pytest.mark.one_python
-
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("**/*.md"))
 SGLANG = DOCS / "sglang.md"

@@ -9,8 +9,6 @@ from faults.injections import Injection, injections_of
 from faults.lanes import Workplace
 from repository import IMPORT_PATH, TESTS
 
-pytestmark = pytest.mark.one_python
-
 # Parts of the sweep, by the bug that each once found.
 PARTS = {
     "a free without memory, a capture broken": [

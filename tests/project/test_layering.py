@@ -6,8 +6,6 @@ import re
 import pytest
 from repository import ROOT
 
-pytestmark = pytest.mark.one_python
-
 CSRC = ROOT / "csrc"
 
 # The folders of csrc/core, lowest first: the rows of a table in the design. A unit (NAME.h and

@@ -7,8 +7,6 @@ import sys
 import pytest
 from repository import IMPORT_PATH, TESTS
 
-pytestmark = pytest.mark.one_python
-
 ONE = ["--sequences", "2", "--workers", "1", "--seed", "1"]
 
 

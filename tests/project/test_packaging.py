@@ -17,6 +17,8 @@ from repository import ROOT, TESTS
 
 import memsaver
 
+pytestmark = pytest.mark.each_python
+
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10

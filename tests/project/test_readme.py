@@ -16,8 +16,6 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
-pytestmark = pytest.mark.one_python
-
 README = (ROOT / "README.md").read_text()
 
 

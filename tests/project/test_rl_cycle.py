@@ -11,8 +11,6 @@ from types import SimpleNamespace
 import pytest
 from repository import TESTS
 
-pytestmark = pytest.mark.one_python
-
 pytest.importorskip("torch")
 
 FIXTURES = TESTS / "fixtures"

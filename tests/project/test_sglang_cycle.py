@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from repository import ROOT, TESTS
 
-pytestmark = pytest.mark.one_python
-
 pytest.importorskip("torch")
 
 BENCHMARKS = ROOT / "benchmarks"

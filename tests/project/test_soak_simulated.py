@@ -6,8 +6,6 @@ import pytest
 import reliability
 from soak import race
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.fixture(scope="module")
 def found():

@@ -14,6 +14,8 @@ from repository import ROOT, TESTS
 
 import memsaver
 
+pytestmark = pytest.mark.each_python
+
 PROGRAM = TESTS / "fixtures" / "user" / "program.py"
 MISTAKES = PROGRAM.with_name("mistakes.py")
 

@@ -6,8 +6,6 @@ import pytest
 import memsaver
 from memsaver import simulator
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.mark.parametrize("nbytes", [-5, "x", 1.5, None, 1 << 64, [4]])
 def test_a_buffer_of_nonsense(sim, tag, nbytes):

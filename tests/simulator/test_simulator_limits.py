@@ -4,8 +4,6 @@ import textwrap
 
 import pytest
 
-pytestmark = pytest.mark.one_python
-
 SETUP = """
     import ctypes, os, resource, signal
     import memsaver

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.mark.parametrize(
     ("name", "value", "takes"),

@@ -11,6 +11,8 @@ from looks import held, intact
 import memsaver
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverWarning, UnknownTagError
 
+pytestmark = pytest.mark.each_python
+
 MIB = 1 << 20
 
 

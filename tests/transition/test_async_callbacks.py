@@ -9,6 +9,8 @@ from looks import held, intact
 import memsaver
 from memsaver.errors import InvalidStateError
 
+pytestmark = pytest.mark.each_python
+
 MIB = 1 << 20
 
 

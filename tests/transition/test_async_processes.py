@@ -1,5 +1,9 @@
 """Test background transitions when the process exits, is interrupted, or forks."""
 
+import pytest
+
+pytestmark = pytest.mark.each_python
+
 START = """
     import gc, os, signal, sys, threading, time
     import memsaver

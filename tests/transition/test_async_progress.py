@@ -7,6 +7,8 @@ from looks import held, intact
 
 import memsaver
 
+pytestmark = pytest.mark.each_python
+
 MIB = 1 << 20
 
 

@@ -12,6 +12,8 @@ import memsaver
 from memsaver._transitions import observers
 from memsaver.errors import InvalidStateError, UnknownTagError
 
+pytestmark = pytest.mark.each_python
+
 MIB = 1 << 20
 PAGE = 2 * MIB
 

@@ -10,8 +10,6 @@ import memsaver
 from memsaver._runtime.native import _C
 from memsaver.errors import InvalidStateError
 
-pytestmark = pytest.mark.one_python
-
 MIB = 1 << 20
 PAGE = 2 * MIB
 

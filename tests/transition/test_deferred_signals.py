@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.each_python
+
 KINDS = """
     import gc, itertools, os, signal, sys, threading
     from memsaver._runtime.interrupts import interruptible, interrupts_deferred, signals_deferred

@@ -21,10 +21,7 @@ from memsaver.errors import (
     MemsaverError,
 )
 
-pytestmark = [
-    pytest.mark.one_python,
-    pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 
 MIB = 1 << 20
 GIB = 1 << 30

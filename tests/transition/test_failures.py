@@ -16,10 +16,7 @@ import memsaver
 from memsaver import simulator
 from memsaver._runtime.native import _C
 
-pytestmark = [
-    pytest.mark.one_python,
-    pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 
 MIB = 1 << 20
 GIB = 1 << 30

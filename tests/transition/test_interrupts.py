@@ -2,7 +2,10 @@
 
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
+pytestmark = [
+    pytest.mark.each_python,
+    pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning"),
+]
 
 
 INTERRUPTED = """

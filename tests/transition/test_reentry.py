@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.each_python
+
 # If a call hangs, the process prints its stacks and exits with 1, long before the test's timeout.
 TOOLS = """
     import faulthandler, itertools, sys, types

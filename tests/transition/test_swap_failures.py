@@ -9,10 +9,7 @@ from driver_faults import CODES, PAGE, Fault, Fixed, held, reported, states
 
 import memsaver
 
-pytestmark = [
-    pytest.mark.one_python,
-    pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 
 MIB = 1 << 20
 # Pages of 2 and 4 MiB: some pages of the one side are usable for the other, some are not.

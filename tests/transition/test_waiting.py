@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.each_python
+
 SETUP = """
     import faulthandler, gc, os, signal, sys, threading, time
     import memsaver

@@ -8,6 +8,8 @@ import textwrap
 import pytest
 from test_dropin_preload import CC, CHILD, LIBRARIES, runtime  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.each_python
+
 FUNCTIONS = """
 import ctypes
 tms = ctypes.CDLL(None)

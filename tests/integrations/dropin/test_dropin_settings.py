@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.one_python
-
 
 def test_hook_mode_can_be_set_until_the_first_use(run_dropin):
     run_dropin("""

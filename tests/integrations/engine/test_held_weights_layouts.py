@@ -6,8 +6,6 @@ import math
 
 import pytest
 
-pytestmark = pytest.mark.one_python
-
 torch = pytest.importorskip("torch")
 
 import hypothesis.strategies as st  # noqa: E402

@@ -14,8 +14,6 @@ from memsaver.integrations.engine.messages import Answer, SchedulerState
 from memsaver.integrations.lightrft import adapt
 from memsaver.integrations.sglang import EngineBusyError, Status, hooks
 
-pytestmark = pytest.mark.one_python
-
 torch = pytest.importorskip("torch")
 
 from trainers import Trainer, lies_in, states_of  # noqa: E402

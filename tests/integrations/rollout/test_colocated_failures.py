@@ -5,8 +5,6 @@ import pytest
 import memsaver
 from memsaver.integrations.rollout import Phase
 
-pytestmark = pytest.mark.one_python
-
 torch = pytest.importorskip("torch")
 
 from colocated_scene import X, paused  # noqa: E402

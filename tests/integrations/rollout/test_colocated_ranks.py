@@ -5,8 +5,6 @@ import textwrap
 import pytest
 import rank_processes
 
-pytestmark = pytest.mark.one_python
-
 pytest.importorskip("torch")
 
 PRELUDE = """

@@ -7,8 +7,6 @@ import pytest
 import memsaver
 from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
 
-pytestmark = pytest.mark.one_python
-
 torch = pytest.importorskip("torch")
 
 from colocated_engine import KV_BYTES, TagEngine, stages_of  # noqa: E402

@@ -20,6 +20,8 @@ from weight_engine import Backend, checkpoint  # noqa: E402
 
 from memsaver.integrations.rollout import WeightMismatchError  # noqa: E402
 
+pytestmark = pytest.mark.each_python
+
 ALL = frozenset(RELEASE_ORDER)
 
 

@@ -19,6 +19,8 @@ from memsaver.integrations.rollout import RolloutEngine, Sample
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.each_python
+
 TWO = {"max_new_tokens": 2}
 
 

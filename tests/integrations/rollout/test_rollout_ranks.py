@@ -10,8 +10,6 @@ import textwrap
 import pytest
 import rank_processes
 
-pytestmark = pytest.mark.one_python
-
 pytest.importorskip("torch")
 
 PRELUDE = """

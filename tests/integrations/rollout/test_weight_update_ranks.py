@@ -8,8 +8,6 @@ pytest.importorskip("torch")
 
 from weight_ranks import run
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.mark.timeout(200)
 def test_shards_of_many_kinds_on_two_ranks(tmp_path):

@@ -22,6 +22,8 @@ from memsaver.integrations.sglang import settings, versions
 from memsaver.integrations.sglang.adapter import MemsaverAdapter
 from memsaver.integrations.sglang.imports import when_imported
 
+pytestmark = pytest.mark.each_python
+
 MIB = 1 << 20
 STAND_IN = TESTS / "fixtures" / "sglang_plugins"
 

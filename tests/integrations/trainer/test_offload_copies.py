@@ -15,6 +15,8 @@ torch = pytest.importorskip("torch")
 
 from trainers import Trainer, addresses_of, assert_same_steps, lies_in  # noqa: E402
 
+pytestmark = pytest.mark.each_python
+
 
 def test_copies_of_a_model_and_an_optimizer_are_free(sim, tag):
     trainer = Trainer()

@@ -9,8 +9,6 @@ import pytest
 import memsaver
 from memsaver.integrations.trainer import offload
 
-pytestmark = pytest.mark.one_python
-
 torch = pytest.importorskip("torch")
 
 from trainers import Trainer, addresses_of, lies_in, states_of  # noqa: E402

@@ -7,8 +7,6 @@ import pytest
 from child_process import environment_without, run_together
 from repository import IMPORT_PATH, SUPPORT
 
-pytestmark = pytest.mark.one_python
-
 pytest.importorskip("torch")
 
 RANK = SUPPORT / "fsdp2_rank.py"

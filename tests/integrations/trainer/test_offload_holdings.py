@@ -17,6 +17,8 @@ torch = pytest.importorskip("torch")
 
 from trainers import Trainer, bytes_of, lies_in, states_of  # noqa: E402
 
+pytestmark = pytest.mark.each_python
+
 
 class Container(torch.optim.Optimizer):
     """Optimizers that step together, as in trainers with several model parts."""

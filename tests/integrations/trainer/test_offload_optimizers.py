@@ -7,8 +7,6 @@ import pytest
 import memsaver
 from memsaver.integrations.trainer import offload
 
-pytestmark = pytest.mark.one_python
-
 torch = pytest.importorskip("torch")
 
 from trainers import (  # noqa: E402

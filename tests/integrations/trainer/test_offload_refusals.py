@@ -16,6 +16,8 @@ torch = pytest.importorskip("torch")
 
 from trainers import Trainer, addresses_of, lies_in  # noqa: E402
 
+pytestmark = pytest.mark.each_python
+
 # --- while paused ---------------------------------------------------------------------------------
 
 

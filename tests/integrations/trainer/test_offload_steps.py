@@ -5,8 +5,6 @@ import pytest
 import memsaver
 from memsaver.integrations.trainer import offload
 
-pytestmark = pytest.mark.one_python
-
 torch = pytest.importorskip("torch")
 
 from trainers import OPTIMIZERS, Trainer, addresses_of, bytes_of, lies_in, states_of  # noqa: E402

@@ -12,6 +12,8 @@ from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.engine.http.client import HttpClient
 from memsaver.integrations.sglang import SleepController
 
+pytestmark = pytest.mark.each_python
+
 # --- broken answers -------------------------------------------------------------------------------
 
 BROKEN = {
