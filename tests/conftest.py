@@ -74,16 +74,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # --- the simulator --------------------------------------------------------------------------------
 
 
-_modules = 0
+MANY_OBJECTS = 20_000  # more than a test creates, fewer than a library such as torch
 
 
 def collect_garbage() -> None:
-    """Collect garbage. Objects of new modules are permanent, so later collections skip them."""
-    global _modules
+    """Collect garbage. Objects of new libraries are permanent, so later collections skip them."""
     gc.collect()
-    if len(sys.modules) != _modules:
+    if len(gc.get_objects()) > MANY_OBJECTS:
         gc.freeze()
-        _modules = len(sys.modules)
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,8 @@
 import contextlib
 import functools
 import random
-import re
-from itertools import cycle
 
 import pytest
-from repository import ROOT
 
 import memsaver
 from memsaver.errors import DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError
@@ -18,7 +15,6 @@ MIB = 1 << 20
 STAGED = ["pageable", "disk"]
 STAGING = 16 * MIB  # csrc/core/backup/staging.h: the size of one buffer
 TYPED = (DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError)
-DRIVER_CALLS = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver/driver.h").read_text())
 
 
 def intact(blocks):
@@ -28,47 +24,6 @@ def intact(blocks):
 @functools.cache
 def contents(seed, nbytes):
     return random.Random(seed).randbytes(nbytes)
-
-
-@pytest.fixture
-def faults(sim, in_thread):
-    """Return a generator function for faults in an action's calls: call, number, times, code.
-
-    `before` prepares the action, for the count of calls and for each fault. The action runs on a
-    separate thread, so that a context that could not be popped does not affect other tests.
-    """
-
-    def each(before, action):
-        before()
-        calls = {name: sim.calls(name) for name in DRIVER_CALLS}
-        in_thread(action).result()
-        made = {name: sim.calls(name) - calls[name] for name in DRIVER_CALLS}
-        assert made["cuStreamSynchronize"] >= 3, "nothing was staged"
-        codes = cycle([1, 2, 719])
-        for name, count in made.items():
-            step = 5 if name == "cuThreadExchangeStreamCaptureMode" else 1  # no error, and many
-            for nth in range(1, count + 1, step):
-                for times in (1, 0) if nth <= 3 else (nth % 2,):
-                    before()
-                    yield name, nth, times, next(codes)
-
-    return each
-
-
-@pytest.fixture
-def attempt(sim, in_thread):
-    """Return a function that runs an action with a failing call; it returns the error or None."""
-
-    def act(action, call, nth, times, code):
-        with sim.fault(call, code, nth, times):
-            try:
-                in_thread(action).result()
-            except TYPED as error:
-                assert error.call == call and error.cuda_error == code, repr(error)
-                return error
-        return None
-
-    return act
 
 
 @pytest.fixture
@@ -93,59 +48,9 @@ def clean(sim):
     return sim.counts().registered_bytes == memsaver.stats().host_bytes == 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", STAGED)
-def test_a_pause_fails_at_every_call(sim, staged, faults, attempt, kind):
-    names, blocks = staged(kind)
-
-    def before():
-        memsaver.resume(*names)
-        assert clean(sim)
-
-    def pause():
-        memsaver.pause(*names)
-
-    for fault in faults(before, pause):
-        streams, device = max(sim.counts().streams, 2), sim.tag_bytes()  # one per direction
-        if attempt(pause, *fault) is not None:
-            assert {memsaver.state(n) for n in names} == {"mapped"}, fault
-            assert intact(blocks) and sim.tag_bytes() == device, fault
-            memsaver.pause(*names)
-        assert {memsaver.state(n) for n in names} == {"paused"}, fault
-        assert not any(sim.accessible(b.address) for b in blocks), fault
-        memsaver.resume(*names)
-        assert intact(blocks), fault
-        assert sim.counts().streams <= streams + (fault[0] == "cuStreamDestroy") * 9, fault
-    assert sim.violations() == [] and clean(sim)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", STAGED)
-def test_a_resume_fails_at_every_call(sim, staged, faults, attempt, kind):
-    names, blocks = staged(kind)
-
-    def before():
-        memsaver.resume(*names)
-        assert clean(sim)
-        memsaver.pause(*names)
-
-    def resume():
-        memsaver.resume(*names)
-
-    for fault in faults(before, resume):
-        if attempt(resume, *fault) is not None:
-            assert {memsaver.state(n) for n in names} == {"paused"}, fault
-            assert not any(sim.accessible(b.address) for b in blocks), fault
-            memsaver.pause(*names)
-            memsaver.resume(*names)
-        assert {memsaver.state(n) for n in names} == {"mapped"}, fault
-        assert intact(blocks), fault
-    assert sim.violations() == [] and clean(sim)
-
-
 @pytest.mark.parametrize("kind", STAGED)
 @pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuStreamSynchronize", "cuStreamCreate"])
-def test_buffers_that_could_not_be_unpinned(sim, staged, attempt, kind, call):
+def test_buffers_that_could_not_be_unpinned(sim, staged, kind, call):
     # The buffers are counted while they are held, used again, and finally released.
     names, blocks = staged(kind)
     for _ in range(3):

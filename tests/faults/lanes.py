@@ -36,9 +36,15 @@ _SYSTEM = {
 
 
 class Workplace:
-    """A folder for workers: os_faults, fake system files, and a place for backup files."""
+    """A folder for workers: os_faults, fake system files, and a place for backup files.
 
-    def __init__(self, folder: Path) -> None:
+    Attributes:
+        environment: the workers' environment variables.
+        home: the folder that contains the package memsaver that the workers use.
+    """
+
+    def __init__(self, folder: Path, home: Path = ROOT) -> None:
+        self.home = home
         self.interposer = folder / "os_faults.so"
         compiler = os.environ.get("CXX", "g++").split()
         flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
@@ -72,7 +78,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "faults.worker", scenario],
             env=place.environment,
-            cwd=ROOT,
+            cwd=place.home,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -51,6 +51,7 @@ def _timeline(asked: Ask) -> object:
 SCENARIOS: dict[str, Make] = {
     "allocate_small": _case(Allocate, 100_000),
     "allocate_large": _case(Allocate, 3 * MIB),
+    "allocate_huge": _case(Allocate, 2 * 1024 * MIB + 1),
     "allocate_in_new_tags": _case(Allocate, 70 * MIB, new_tags=True),
     "allocate_in_capture": _case(Captured),
     "allocate_for_torch_pool": _case(PoolAllocate, 70 * MIB),
