@@ -216,7 +216,7 @@ def test_the_page_of_the_command_line_is_what_is_generated(tmp_path):
     """The page is equal to the output of `make pages`."""
     page = tmp_path / "cli.md"
     recipe = re.search(
-        r"typer (memsaver\.cli utils docs .*) --output", (ROOT / "Makefile").read_text()
+        r"typer (memsaver\.cli\.app utils docs .*) --output", (ROOT / "Makefile").read_text()
     )
     words = shlex.split(recipe[1])
     command = [sys.executable, "-m", "typer", *words, "--output", str(page)]
