@@ -71,6 +71,7 @@ def test_pre_commit_has_the_linters_of_make_lint_in_the_same_versions():
         "check-jsonschema": "check-jsonschema",
     }
     assert {repositories[name]: hooks()[name][0] for name in hooks()} == PINNED
+    assert f"ruff=={PINNED['ruff']}" in EXTRAS["docs"]
     lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
     for name, command in (
         ("ruff-check", "ruff check"),
