@@ -129,6 +129,7 @@ def test_make_replaces_no_environment_that_it_did_not_create(tmp_path, monkeypat
     if holds == "a file":
         (tmp_path / "notes").touch()
     monkeypatch.setattr(sys, "argv", ["make_venv.py", str(tmp_path)])
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     monkeypatch.setattr(make_venv.venv.EnvBuilder, "create", lambda *arguments: None)
     if holds in ("a package", "a file"):
         with pytest.raises(SystemExit, match="did not create it"):
