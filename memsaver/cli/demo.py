@@ -23,7 +23,7 @@ import memsaver
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.native import _C
 from memsaver._runtime.text import size_text
-from memsaver.cli.failures import FAILURE, INTERRUPTED, complain, fail
+from memsaver.cli.failures import FAILURE, INTERRUPTED, USAGE, complain, fail
 from memsaver.cli.marks import marks_for
 from memsaver.cli.tables import (
     Groups,
@@ -34,7 +34,7 @@ from memsaver.cli.tables import (
     output_console,
     simple_box,
 )
-from memsaver.errors import MemsaverError
+from memsaver.errors import ConfigError, MemsaverError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +62,8 @@ def command() -> None:
     try:
         raise typer.Exit(run(output_console()))
     except MemsaverError as error:
-        fail("memsaver demo", str(error), FAILURE)
+        status = USAGE if isinstance(error, ConfigError) else FAILURE  # a variable's value
+        fail("memsaver demo", str(error), status)
 
 
 class Workload(Protocol):

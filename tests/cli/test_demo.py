@@ -87,6 +87,11 @@ def test_an_unusable_driver_is_an_error(run_demo):
     assert "Traceback" not in done.stderr
 
 
+def test_an_invalid_option_is_a_usage_error(run_demo):
+    done = run_demo(status=2, MEMSAVER_HOST_BYTES="many")
+    assert "MEMSAVER_HOST_BYTES" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_a_device_too_small_is_an_error(run_demo):
     done = run_demo(status=1, MEMSAVER_SIM_MEMORY="256MiB")
     assert "CUDA out of memory" in done.stderr and "Traceback" not in done.stderr
