@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import memsaver
 
@@ -64,7 +64,13 @@ def resolve(path: str) -> Any:
 
 
 def rows_of(name: str, found: Any) -> Iterator[tuple[str, str]]:
-    """Yield the call and the summary of a function, or of a class and its public members."""
+    """Yield the call and the summary of a function, or of a class and its public members.
+
+    A type of literals has their list as its summary.
+    """
+    if literals := get_args(found):
+        yield name, "One of " + ", ".join(f'`"{literal}"`' for literal in literals)
+        return
     if not inspect.isclass(found):
         yield f"{name}{signature(found)}", summary(found)
         return

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from memsaver._inspection.statistics import Stats, TagStats, device_memory, stats
-from memsaver._runtime.native import State
+from memsaver._runtime.native import STATES
 from memsaver.errors import ConfigError, MemsaverError
 
 __all__ = ["Collector", "register"]
@@ -110,8 +110,8 @@ def _metrics(now: Stats) -> Iterator[Any]:
         "memsaver_state", "1 for the current state of the tag, else 0.", labels=["tag", "state"]
     )
     for row in tags:
-        for one in State:
-            state.add_metric([row.tag, one.value], float(row.state is one))
+        for one in STATES:
+            state.add_metric([row.tag, one], float(row.state == one))
     yield state
     yield GaugeMetricFamily(
         "memsaver_host_bytes", "Host memory in use for all backups.", value=now.host_bytes

@@ -73,7 +73,7 @@ class ModelEngine:
     ) -> RolloutOutput:
         """See `RolloutEngine.generate`; takes a mapping of parameters for each prompt."""
         for tag in _TAGS.values():
-            if memsaver.state(tag) is not memsaver.State.MAPPED:
+            if memsaver.state(tag) != "mapped":
                 raise memsaver.InvalidStateError(f"{tag} is {memsaver.state(tag)}", tag=tag)
         rows = [list(prompt) for prompt in input_ids]
         chances = [torch.Generator().manual_seed(p["sampling_seed"]) for p in sampling_params]

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import memsaver
 from memsaver._runtime.interrupts import interrupts_deferred
-from memsaver._runtime.native import _C, State, emit_warnings
+from memsaver._runtime.native import _C, emit_warnings
 from memsaver._transitions.handles import Call
 from memsaver._transitions.parts import names_of
 from memsaver._transitions.reports import Report
@@ -27,7 +27,7 @@ def are_memsavers(tags: Sequence[str]) -> bool:
 
 def is_mapped(tags: Sequence[str]) -> bool:
     """Return whether memory of one of these tags is mapped on this rank."""
-    return any(memsaver.state(name) is not State.PAUSED for name in _names(tags))
+    return any(memsaver.state(name) != "paused" for name in _names(tags))
 
 
 def resume(group: Group, tags: Sequence[str]) -> list[RankReport]:

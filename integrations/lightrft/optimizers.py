@@ -115,7 +115,7 @@ def _inner(optimizer: Any) -> tuple[Any, bool]:
 
 
 def _is_paused(handle: Offloaded) -> bool:
-    return handle.state is memsaver.State.PAUSED
+    return handle.state == "paused"
 
 
 def _pause(tags: list[str]) -> None:

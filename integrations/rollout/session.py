@@ -11,7 +11,7 @@ from typing import Any
 
 from memsaver._inspection.statistics import stats
 from memsaver._runtime.interrupts import collective_block, interrupts_deferred
-from memsaver._runtime.native import BackupChoice
+from memsaver._runtime.native import Backup
 from memsaver._runtime.timeouts import check_timeout
 from memsaver.distributed.words import listed
 from memsaver.errors import InvalidStateError, MemsaverError
@@ -131,7 +131,7 @@ class ColocatedSession:
         state: Callable[[], Any] | None = None,
         tags: Sequence[str] = (),
         group: Any = None,
-        backup: BackupChoice | None = None,
+        backup: Backup | None = None,
         sleep: bool = True,
         engine_keeps_weights: bool = False,
         update_options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,

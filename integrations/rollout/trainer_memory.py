@@ -9,7 +9,7 @@ from typing import Any
 
 import memsaver
 import memsaver.distributed
-from memsaver._runtime.native import BackupChoice, check_tag
+from memsaver._runtime.native import Backup, check_tag
 from memsaver._transitions.handles import state
 from memsaver.errors import ConfigError, MemsaverError
 
@@ -37,7 +37,7 @@ class TrainerMemory:
         *,
         group: Any,
         tags: Sequence[str],
-        backup: BackupChoice | None,
+        backup: Backup | None,
         timeout: float,
         offloading: bool,
     ) -> None:
@@ -68,7 +68,7 @@ class TrainerMemory:
                 raise
 
     def _offload(
-        self, model: Any, optimizer: Any, others: list[str], backup: BackupChoice | None
+        self, model: Any, optimizer: Any, others: list[str], backup: Backup | None
     ) -> None:
         self.model = self._offloaded(model, backup).tag
         if optimizer is not None:
@@ -81,7 +81,7 @@ class TrainerMemory:
             )
         self.others = tuple(dict.fromkeys(others))
 
-    def _offloaded(self, target: Any, backup: BackupChoice | None) -> Offloaded:
+    def _offloaded(self, target: Any, backup: Backup | None) -> Offloaded:
         if isinstance(target, Offloaded):
             handle = target
             handle.check_open(_CLOSED)

@@ -96,4 +96,4 @@ class MemsaverAdapter:
 
 
 def _backup(keep: bool) -> Backup:
-    return Backup.HOST if keep else Backup.NONE
+    return "host" if keep else "none"

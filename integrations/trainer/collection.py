@@ -13,7 +13,6 @@ from typing import Any
 from memsaver import simulator
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.interrupts import signals_deferred
-from memsaver._runtime.native import State
 from memsaver._transitions import observers
 from memsaver._transitions.handles import state
 from memsaver.errors import ConfigError, MemsaverWarning
@@ -216,7 +215,7 @@ class Collection:
         check_mapped(self.tag, what)
 
     def _before_any_step(self, optimizer: Any) -> None:
-        if state(self.tag) is State.MAPPED:
+        if state(self.tag) == "mapped":
             return
         if all(optimizer is not target for target in self.targets):  # those have `_before_step`
             check_tags_mapped(_touched_by_step(optimizer), _STEP)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
-from memsaver._runtime.native import _C, STATES, State
+from memsaver._runtime.native import _C, STATES
 from memsaver._transitions.handles import state
 from memsaver.errors import ConfigError, InvalidStateError
 
@@ -32,9 +32,9 @@ _FORWARD = "the model's forward"
 def check_mapped(tag: str, what: str) -> None:
     """Raise InvalidStateError, with advice, unless the tag is mapped."""
     now = state(tag)
-    if now is State.MAPPED:
+    if now == "mapped":
         return
-    if now is State.PAUSED:
+    if now == "paused":
         advice = f"memsaver.resume({tag!r}) first"
     else:
         advice = "wait for the transition in progress"
@@ -46,7 +46,7 @@ def check_mapped(tag: str, what: str) -> None:
 
 def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
     """Raise InvalidStateError if a tensor is in a tag that is not mapped."""
-    away = {row["tag"] for row in _C.stats() if STATES[int(row["state"])] is not State.MAPPED}
+    away = {row["tag"] for row in _C.stats() if STATES[int(row["state"])] != "mapped"}
     if not away:
         return
     for holding in holdings:

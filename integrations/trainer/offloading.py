@@ -10,7 +10,7 @@ import memsaver
 from memsaver._memory.choices import expect_empty
 from memsaver._runtime.blocks import Block
 from memsaver._runtime.interrupts import signals_deferred
-from memsaver._runtime.native import _C, Backup, BackupChoice, backup_of, check_tag
+from memsaver._runtime.native import _C, Backup, backup_of, check_tag
 from memsaver._transitions.reports import Report
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError, UnknownTagError
 
@@ -73,7 +73,7 @@ class Offloaded:
         """
         return int(self._collection.bytes()[1])
 
-    def pause(self, backup: BackupChoice | None = None) -> Report:
+    def pause(self, backup: Backup | None = None) -> Report:
         """Move new memory into the tag, then call `memsaver.pause` on it.
 
         Raises:
@@ -95,7 +95,7 @@ class Offloaded:
         self.check_open()
         return memsaver.resume(self.tag)
 
-    def paused(self, backup: BackupChoice | None = None) -> Block[Report]:
+    def paused(self, backup: Backup | None = None) -> Block[Report]:
         """Call `memsaver.paused` on the tag, for a block or each call of a decorated function.
 
         A tag that is paused already stays paused. Errors are those of `pause` and `resume`.
@@ -145,7 +145,7 @@ def close_all(handles: Sequence[Offloaded]) -> None:
     with signals_deferred():
         waiting = [handle for handle in handles if not handle.is_closed]
         for handle in waiting:
-            if handle.state is not memsaver.State.MAPPED:
+            if handle.state != "mapped":
                 raise InvalidStateError(
                     f"the handle of tag {handle.tag!r} cannot be closed while the tag is "
                     f"{handle.state}: resume it first",
@@ -159,7 +159,7 @@ def close_all(handles: Sequence[Offloaded]) -> None:
 def offload(
     *targets: Any,
     tag: str | None = None,
-    backup: BackupChoice | None = None,
+    backup: Backup | None = None,
     parameters: bool = False,
     gradients: bool = True,
 ) -> Offloaded:
@@ -260,8 +260,8 @@ def offload(
 
 
 def has_no_backup(tag: str) -> bool:
-    """Return whether a pause would lose contents: the backup is "none", or the tag is unknown."""
+    """Return whether a pause would lose contents: the backup == "none", or the tag is unknown."""
     try:
-        return backup_of(_C.tag_backup(check_tag(tag))) is Backup.NONE
+        return backup_of(_C.tag_backup(check_tag(tag))) == "none"
     except UnknownTagError:
         return True

@@ -87,9 +87,9 @@ class Explanation:
     def _advice(self, tag: str, state: State) -> str:
         if self.allocation is None or (self.in_segment and self.tensor is None):
             return "it must not be used: look for a tensor that was deleted too early"
-        if state is State.MAPPED:
+        if state == "mapped":
             return "it may be used; CUDA IPC cannot share it: send other processes a copy"
-        if state is State.PAUSED:
+        if state == "paused":
             return (
                 f"nothing may touch it before memsaver.resume({tag!r}): no kernel, no copy, "
                 "nothing that saves or sends it"
@@ -98,10 +98,10 @@ class Explanation:
 
 
 _STANDING = {
-    State.MAPPED: "has been mapped",
-    State.SAVING: "is being paused",
-    State.PAUSED: "has been paused",
-    State.RESTORING: "is being resumed",
+    "mapped": "has been mapped",
+    "saving": "is being paused",
+    "paused": "has been paused",
+    "restoring": "is being resumed",
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from memsaver import simulator
 from memsaver._memory.regions import region
 from memsaver._memory.torch_mode import torch_pools
-from memsaver._runtime.native import _C, State
+from memsaver._runtime.native import _C
 from memsaver._transitions.handles import state
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 
@@ -68,7 +68,7 @@ def _add(digest: Any, ranges: list[tuple[int, int]]) -> None:
 
 
 def _ranges_of_tag(tag: str) -> list[tuple[int, int]]:
-    if state(tag) is State.PAUSED:
+    if state(tag) == "paused":
         raise InvalidStateError(
             f"tag {tag!r} is paused: it has no device memory to read; compute its fingerprint "
             "before the pause, or resume it first",

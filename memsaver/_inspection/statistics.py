@@ -113,7 +113,7 @@ class TagStats:
     @property
     def paused_now_bytes(self) -> int:
         """Device memory of live allocations that is not resident: a resume will map it."""
-        if self.state is State.MAPPED:
+        if self.state == "mapped":
             return 0
         return max(0, self.allocated_bytes - self.resident_bytes)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from memsaver._runtime.native import _C, Backup, BackupChoice, backup_of, note
+from memsaver._runtime.native import _C, Backup, backup_of, note
 from memsaver._runtime.text import size_text
 from memsaver.errors import InvalidStateError, UnknownTagError, UsageWarning
 
@@ -40,7 +40,7 @@ def expect_empty(tag: str) -> None:
     _paused.add(tag)
 
 
-def earlier_choice(tag: str, backup: BackupChoice | None) -> Backup | None:
+def earlier_choice(tag: str, backup: Backup | None) -> Backup | None:
     """Return a tag's policy before a region of it is entered; None for a new tag.
 
     A new tag whose region passes no backup is undecided from now on.
@@ -53,7 +53,7 @@ def earlier_choice(tag: str, backup: BackupChoice | None) -> Backup | None:
         return None
 
 
-def note_choice(tag: str, backup: BackupChoice | None, earlier: Backup | None) -> None:
+def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None:
     """Record the backup that a region passed for its tag, after the region was entered.
 
     Warns if the region withdraws the backup of earlier regions, whose memory the tag still has.
@@ -61,7 +61,7 @@ def note_choice(tag: str, backup: BackupChoice | None, earlier: Backup | None) -
     if backup is None:
         return
     _undecided.discard(tag)
-    if backup != Backup.NONE or earlier in (None, Backup.NONE):
+    if backup != "none" or earlier in (None, "none"):
         return
     nbytes = sum(int(row["allocated_bytes"]) for row in _C.stats() if row["tag"] == tag)
     if nbytes:
@@ -73,7 +73,7 @@ def note_choice(tag: str, backup: BackupChoice | None, earlier: Backup | None) -
         )
 
 
-def check_chosen(tags: Iterable[str], backup: BackupChoice | None) -> None:
+def check_chosen(tags: Iterable[str], backup: Backup | None) -> None:
     """Check that a pause discards no large contents without a choice of a backup.
 
     Args:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import ParamSpec
 
 from memsaver._memory.choices import LARGE_BYTES
-from memsaver._runtime.native import _C, Backup, backup_of, note
+from memsaver._runtime.native import _C, backup_of, note
 from memsaver._runtime.text import size_text
 from memsaver.errors import PerformanceWarning
 
@@ -85,7 +85,7 @@ def after_pause(
         _kept[tag] = kept
         _register_exit()
         policy = backup_of(_C.tag_backup(tag) if backup < 0 else backup)
-        spare = _C.host_memory()[1] if policy is Backup.PAGEABLE else 0
+        spare = _C.host_memory()[1] if policy == "pageable" else 0
         if spare >= kept:
             _warn_once(
                 "pageable",

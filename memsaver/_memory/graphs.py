@@ -9,7 +9,7 @@ from typing import Any
 from memsaver._memory.choices import earlier_choice, note_choice
 from memsaver._memory.torch_mode import suspended, torch_pools
 from memsaver._runtime.blocks import block
-from memsaver._runtime.native import _C, BackupChoice, backup_code, check_new_tag, emit_warnings
+from memsaver._runtime.native import _C, Backup, backup_code, check_new_tag, emit_warnings
 from memsaver.errors import ConfigError, NotLoadedError
 
 __all__ = ["graph"]
@@ -20,7 +20,7 @@ def graph(
     cuda_graph: Any,
     tag: str = "cuda_graph",
     *,
-    backup: BackupChoice | None = None,
+    backup: Backup | None = None,
     pool: Any = None,
     stream: Any = None,
     capture_error_mode: str = "global",

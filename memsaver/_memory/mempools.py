@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memsaver._memory.choices import earlier_choice, note_choice
 from memsaver._memory.devices import Device
 from memsaver._memory.torch_mode import TorchPools, torch_pools
-from memsaver._runtime.native import _C, BackupChoice, backup_code, check_new_tag
+from memsaver._runtime.native import _C, Backup, backup_code, check_new_tag
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["check_unused", "torch_pool"]
 
 
-def torch_pool(
-    tag: str, backup: BackupChoice | None = None, device: Device = None
-) -> torch.cuda.MemPool:
+def torch_pool(tag: str, backup: Backup | None = None, device: Device = None) -> torch.cuda.MemPool:
     """Create a `torch.cuda.MemPool` whose memory belongs to `tag`, on one device.
 
     Experimental: may change in any version.

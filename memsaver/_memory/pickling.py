@@ -74,7 +74,7 @@ class _Pickling:
         # A shallow copy uses the same registry, and shares the memory without reading it.
         shares = sys._getframe(1).f_globals.get("__name__") == "copy"
         found = None if shares else _located(tensor)
-        if found is not None and found[1] is not State.MAPPED:
+        if found is not None and found[1] != "mapped":
             tag, state = found
             raise InvalidStateError(
                 f"a tensor of tag {tag!r} cannot be pickled or saved while the tag is {state}: its "
@@ -96,7 +96,7 @@ class _Sending:
         found = _located(tensor)
         if found is not None:
             tag, state = found
-            first = "" if state is State.MAPPED else f"after memsaver.resume({tag!r}) "
+            first = "" if state == "mapped" else f"after memsaver.resume({tag!r}) "
             raise ConfigError(
                 f"a tensor of tag {tag!r} cannot be sent to another process: its memory can be "
                 f"paused, and CUDA IPC has no handle for such memory; {first}send a copy: "

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from memsaver._runtime.blocks import block
-from memsaver._runtime.native import BackupChoice, backup_code, check_new_tag
+from memsaver._runtime.native import Backup, backup_code, check_new_tag
 from memsaver.errors import ConfigError, NotLoadedError
 
 __all__ = ["is_preloaded", "preload", "preload_env"]
@@ -35,7 +35,7 @@ _SEPARATORS = re.compile(r"[:\s]+")
 
 def preload_env(
     tag: str | None = None,
-    backup: BackupChoice | None = None,
+    backup: Backup | None = None,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the variables to add to a child's environment, so that it is preloaded.
@@ -91,7 +91,7 @@ def preload_env(
 
 
 @block
-def preload(tag: str | None = None, backup: BackupChoice | None = None) -> Iterator[None]:
+def preload(tag: str | None = None, backup: Backup | None = None) -> Iterator[None]:
     """Preload children that are started inside the block; the arguments are those of `preload_env`.
 
     For functions that take no environment: multiprocessing with the "spawn" method, subprocess,

@@ -12,7 +12,7 @@ from memsaver._memory.choices import earlier_choice, note_choice
 from memsaver._memory.devices import Devices, indices_of
 from memsaver._memory.torch_mode import Route, torch_pools
 from memsaver._runtime.blocks import check_decorated
-from memsaver._runtime.native import _C, BackupChoice, backup_code, check_new_tag, emit_warnings
+from memsaver._runtime.native import _C, Backup, backup_code, check_new_tag, emit_warnings
 from memsaver.errors import InvalidStateError
 
 __all__ = ["disabled", "named_devices", "region"]
@@ -112,9 +112,7 @@ class region(_Section):
         NotLoadedError: there is no CUDA driver, or neither torch with CUDA nor preload mode.
     """
 
-    def __init__(
-        self, tag: str, backup: BackupChoice | None = None, device: Devices = None
-    ) -> None:
+    def __init__(self, tag: str, backup: Backup | None = None, device: Devices = None) -> None:
         self.tag = check_new_tag(tag)
         self.backup = backup
         self.device = device

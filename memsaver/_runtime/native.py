@@ -5,11 +5,10 @@ Loading opens no driver and creates no CUDA context.
 
 from __future__ import annotations
 
-import enum
 import warnings
 from collections import deque
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from memsaver._runtime.text import did_you_mean
 from memsaver.errors import (
@@ -36,17 +35,19 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "BACKUPS",
     "LIBRARY_DIR",
     "PART_MARK",
+    "STATES",
     "_C",
     "Backup",
-    "BackupChoice",
     "PartName",
     "State",
     "backup_code",
     "backup_of",
     "check_new_tag",
     "check_tag",
+    "checked_backup",
     "emit_warnings",
     "note",
 ]
@@ -55,37 +56,14 @@ LIBRARY_DIR = Path(_C.__file__).resolve().parent
 """The folder of libmemsaver.so and its companions."""
 
 
-class State(str, enum.Enum):
-    """The state of a tag. Compares equal to its name.
+State: TypeAlias = Literal["mapped", "saving", "paused", "restoring"]
+"""The state of a tag."""
 
-    Compare with a member: type checkers find a misspelt member, but not a misspelt name.
-    """
+Backup: TypeAlias = Literal["none", "host", "pageable", "disk"]
+"""The place of a paused tag's contents."""
 
-    MAPPED = "mapped"
-    SAVING = "saving"
-    PAUSED = "paused"
-    RESTORING = "restoring"
-
-    __str__ = str.__str__
-
-
-class Backup(str, enum.Enum):
-    """The place of a paused tag's contents. Compares equal to its name."""
-
-    NONE = "none"
-    HOST = "host"
-    PAGEABLE = "pageable"
-    DISK = "disk"
-
-    __str__ = str.__str__
-
-
-BackupChoice: TypeAlias = Backup | Literal["none", "host", "pageable", "disk"]
-"""A backup as an argument: its name, or a member of `Backup`."""
-
-
-STATES = [State.MAPPED, State.SAVING, State.PAUSED, State.RESTORING]  # by ms_state
-_BACKUPS = [Backup.NONE, Backup.HOST, Backup.PAGEABLE, Backup.DISK]  # by ms_backup
+STATES: tuple[State, ...] = get_args(State)  # by ms_state
+BACKUPS: tuple[Backup, ...] = get_args(Backup)  # by ms_backup
 _DEFAULT = -1
 
 
@@ -97,16 +75,25 @@ def backup_code(backup: str | None) -> int:
     """
     if backup is None:
         return _DEFAULT
-    try:
-        return _BACKUPS.index(Backup(backup))
-    except ValueError:
-        names = ", ".join(repr(b.value) for b in _BACKUPS)
-        raise ConfigError(f"there is no backup {backup!r}; the backups are {names}") from None
+    return BACKUPS.index(checked_backup(backup))
+
+
+def checked_backup(backup: object) -> Backup:
+    """Return the backup, if there is one of that name.
+
+    Raises:
+        ConfigError: the backup is unknown.
+    """
+    for known in BACKUPS:
+        if backup == known:
+            return known
+    names = ", ".join(map(repr, BACKUPS))
+    raise ConfigError(f"there is no backup {backup!r}; the backups are {names}")
 
 
 def backup_of(code: int) -> Backup:
     """Return the backup with a number of the C ABI."""
-    return _BACKUPS[code]
+    return BACKUPS[code]
 
 
 def check_tag(tag: object) -> str:

@@ -81,9 +81,9 @@ class Call:
     def begin(self) -> None:
         """Call the `on_pause` callbacks and begin the native transition. Copies nothing yet."""
         with observers.notifying(self.names):
-            self._waiting = [name for name in self.into if state(name) is State.PAUSED]
+            self._waiting = [name for name in self.into if state(name) == "paused"]
             costs.before_resume(self._waiting)
-            going = [name for name in self.out if state(name) is State.MAPPED]
+            going = [name for name in self.out if state(name) == "mapped"]
             for name in going:
                 self._notified.append(name)
                 observers.notify_pause(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from memsaver._runtime.native import _C, STATES, State, check_tag
+from memsaver._runtime.native import _C, STATES, check_tag
 from memsaver.errors import ConfigError, InvalidStateError
 
 __all__ = ["Registration", "on_pause", "on_resume"]
@@ -152,7 +152,7 @@ def _call(callbacks: list[Registration], kind: str, tag: str, keep_going: bool =
     concerned = [callback for callback in tuple(callbacks) if callback.concerns(tag)]
     first: BaseException | None = None
     _latest[tag] = this = object()
-    if STATES[_C.tag_state(tag)] is not State.MAPPED:
+    if STATES[_C.tag_state(tag)] != "mapped":
         return
     for callback in concerned:
         # A callback or a finalizer has paused the tag again, and that pause called the other

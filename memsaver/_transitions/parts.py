@@ -14,13 +14,14 @@ from __future__ import annotations
 from memsaver._memory.choices import expect_empty
 from memsaver._runtime.native import (
     _C,
+    BACKUPS,
     PART_MARK,
     Backup,
     PartName,
-    State,
     backup_of,
     check_new_tag,
     check_tag,
+    checked_backup,
 )
 from memsaver._transitions.handles import state
 from memsaver.errors import InvalidStateError, UnknownTagError
@@ -38,15 +39,15 @@ def name_of(tag: str, backup: str) -> str:
     check_new_tag(tag)
     _C.region_tag()  # creates the process's own tag, if it is set
     for name in names_of(tag):
-        if state(name) is State.PAUSED:
+        if state(name) == "paused":
             raise InvalidStateError(
                 f"a region of tag {tag!r} cannot be entered while the tag is paused: resume it "
                 "first",
                 tag=tag,
             )
-    wanted = Backup(backup)
+    wanted = checked_backup(backup)
     policy = _policy(tag) or _first.setdefault(tag, wanted)
-    name = tag if policy is wanted else _part(tag, wanted)
+    name = tag if policy == wanted else _part(tag, wanted)
     expect_empty(name)
     return name
 
@@ -61,7 +62,7 @@ def names_of(tag: str) -> tuple[str, ...]:
         ConfigError: the tag is invalid.
     """
     check_tag(tag)
-    parts = [tag, *(_part(tag, backup) for backup in Backup)]
+    parts = [tag, *(_part(tag, backup) for backup in BACKUPS)]
     return tuple(name for name in parts if _policy(name) is not None)
 
 
@@ -72,11 +73,11 @@ def split(name: str) -> tuple[str, Backup]:
         UnknownTagError: no region ever named the part.
     """
     tag, mark, backup = name.partition(PART_MARK)
-    return tag, Backup(backup) if mark else backup_of(_C.tag_backup(name))
+    return tag, checked_backup(backup) if mark else backup_of(_C.tag_backup(name))
 
 
 def _part(tag: str, backup: Backup) -> PartName:
-    return PartName(f"{tag}{PART_MARK}{backup.value}")
+    return PartName(f"{tag}{PART_MARK}{backup}")
 
 
 def _policy(name: str) -> Backup | None:

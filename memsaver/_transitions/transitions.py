@@ -10,7 +10,7 @@ from memsaver._memory.choices import check_chosen
 from memsaver._memory.mempools import check_unused
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.blocks import block
-from memsaver._runtime.native import _C, BackupChoice, State, backup_code, check_tag, emit_warnings
+from memsaver._runtime.native import _C, Backup, backup_code, check_tag, emit_warnings
 from memsaver._transitions.handles import Call, Progress, Transition, state
 from memsaver._transitions.reports import Change, Report
 from memsaver.errors import ConfigError, InvalidStateError
@@ -21,7 +21,7 @@ __all__ = ["Change", "Report", "Transition", "pause", "paused", "resume", "state
 @overload
 def pause(
     *tags: str,
-    backup: BackupChoice | None = None,
+    backup: Backup | None = None,
     wait: Literal[True] = True,
     progress: Progress = None,
 ) -> Report: ...
@@ -29,18 +29,18 @@ def pause(
 
 @overload
 def pause(
-    *tags: str, backup: BackupChoice | None = None, wait: Literal[False], progress: Progress = None
+    *tags: str, backup: Backup | None = None, wait: Literal[False], progress: Progress = None
 ) -> Transition: ...
 
 
 @overload
 def pause(
-    *tags: str, backup: BackupChoice | None = None, wait: bool, progress: Progress = None
+    *tags: str, backup: Backup | None = None, wait: bool, progress: Progress = None
 ) -> Report | Transition: ...
 
 
 def pause(
-    *tags: str, backup: BackupChoice | None = None, wait: bool = True, progress: Progress = None
+    *tags: str, backup: Backup | None = None, wait: bool = True, progress: Progress = None
 ) -> Report | Transition:
     """Release the device memory of `tags`; their addresses stay reserved.
 
@@ -125,7 +125,7 @@ def swap(
     *,
     out: str | Sequence[str],
     into: str | Sequence[str],
-    backup: BackupChoice | None = None,
+    backup: Backup | None = None,
     wait: Literal[True] = True,
     progress: Progress = None,
 ) -> Report: ...
@@ -136,7 +136,7 @@ def swap(
     *,
     out: str | Sequence[str],
     into: str | Sequence[str],
-    backup: BackupChoice | None = None,
+    backup: Backup | None = None,
     wait: Literal[False],
     progress: Progress = None,
 ) -> Transition: ...
@@ -147,7 +147,7 @@ def swap(
     *,
     out: str | Sequence[str],
     into: str | Sequence[str],
-    backup: BackupChoice | None = None,
+    backup: Backup | None = None,
     wait: bool,
     progress: Progress = None,
 ) -> Report | Transition: ...
@@ -157,7 +157,7 @@ def swap(
     *_positional: object,
     out: str | Sequence[str] = (),
     into: str | Sequence[str] = (),
-    backup: BackupChoice | None = None,
+    backup: Backup | None = None,
     wait: bool = True,
     progress: Progress = None,
 ) -> Report | Transition:
@@ -191,7 +191,7 @@ def swap(
 
 
 @partial(block, asynchronous=True)
-def paused(*tags: str, backup: BackupChoice | None = None) -> Iterator[Report]:
+def paused(*tags: str, backup: Backup | None = None) -> Iterator[Report]:
     """Pause `tags` for the block, then resume those that it paused, even after an exception.
 
     Yields the pause's report. Errors are those of `pause` and `resume`. Also a decorator, including
@@ -203,14 +203,14 @@ def paused(*tags: str, backup: BackupChoice | None = None) -> Iterator[Report]:
 
     def pause_these() -> Report:
         with _C.Reservation(call.names):
-            mapped = [name for name in call.out if state(name) is State.MAPPED]
+            mapped = [name for name in call.out if state(name) == "mapped"]
             try:
                 return call.finish()
             finally:
-                going.extend(name for name in mapped if state(name) is State.PAUSED)
+                going.extend(name for name in mapped if state(name) == "paused")
 
     def resume_these() -> None:
-        still = [name for name in going if state(name) is State.PAUSED]
+        still = [name for name in going if state(name) == "paused"]
         if still:
             resume(*still)
 
@@ -224,7 +224,7 @@ def paused(*tags: str, backup: BackupChoice | None = None) -> Iterator[Report]:
         _C.uninterrupted(resume_these, True)
 
 
-def pause_call(tags: Sequence[str], backup: BackupChoice | None) -> Call:
+def pause_call(tags: Sequence[str], backup: Backup | None) -> Call:
     """Check the arguments of `pause`, and return its call. Begins nothing."""
     code = backup_code(backup)
     names = [check_tag(tag) for tag in tags]
@@ -241,9 +241,7 @@ def resume_call(tags: Sequence[str]) -> Call:
     return Call("resume", [], _selected(names), -1)
 
 
-def swap_call(
-    out: str | Sequence[str], into: str | Sequence[str], backup: BackupChoice | None
-) -> Call:
+def swap_call(out: str | Sequence[str], into: str | Sequence[str], backup: Backup | None) -> Call:
     """Check the arguments of `swap`, and return its call. Begins nothing."""
     code = backup_code(backup)
     going, coming = _side(out, "out"), _side(into, "into")

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn, cast
 import typer
 
 from memsaver._memory.preload import preload_env
-from memsaver._runtime.native import BackupChoice
+from memsaver._runtime.native import Backup
 from memsaver.cli.failures import USAGE, fail
 from memsaver.errors import ConfigError, NotLoadedError
 
@@ -62,7 +62,7 @@ def command(
     if tag is not None and tag.startswith("-"):
         _fail(f"--tag takes a name, and {tag!r} looks like an option: no tag begins with '-' here")
     try:
-        added = preload_env(tag, cast("BackupChoice | None", backup))  # which it checks
+        added = preload_env(tag, cast("Backup | None", backup))  # which it checks
     except (ConfigError, NotLoadedError) as error:
         _fail(str(error))
     _execute(words, {**os.environ, **added})

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import memsaver
-from memsaver._runtime.native import Backup, State
 from memsaver._runtime.text import plain_text, size_text
 from memsaver.cli.failures import FAILURE, USAGE, fail
 from memsaver.cli.tables import (
@@ -57,10 +56,10 @@ HOW_TO_BE_SEEN = (
 )
 
 _STATES = {
-    State.MAPPED: "green",
-    State.PAUSED: "yellow",
-    State.SAVING: "cyan",
-    State.RESTORING: "cyan",
+    "mapped": "green",
+    "paused": "yellow",
+    "saving": "cyan",
+    "restoring": "cyan",
 }
 _WIDE, _WIDER = 104, 130  # columns for one line per row, and for the callers
 
@@ -308,7 +307,7 @@ def _backup(tag: WatchedTag) -> Iterator[str]:
     """Yield the place and the size of the backup; a mapped tag keeps it for its next pause."""
     stats = tag.stats
     if stats.host_bytes:
-        in_memory = stats.backup in (Backup.HOST, Backup.PAGEABLE)
+        in_memory = stats.backup in ("host", "pageable")
         yield str(stats.backup) if in_memory else "host"
         yield size_text(stats.host_bytes)
     if stats.disk_bytes:
@@ -321,9 +320,9 @@ def _backup(tag: WatchedTag) -> Iterator[str]:
 def _last_transition(tag: WatchedTag) -> Iterator[str]:
     """Yield the kind and age of the last transition, and its duration and rate if it has ended."""
     stats = tag.stats
-    if stats.state in (State.SAVING, State.RESTORING):
-        yield f"{'pause' if stats.state is State.SAVING else 'resume'} for {_age(tag.age)}"
-    elif stats.state is State.PAUSED:
+    if stats.state in ("saving", "restoring"):
+        yield f"{'pause' if stats.state == 'saving' else 'resume'} for {_age(tag.age)}"
+    elif stats.state == "paused":
         yield f"pause {_age(tag.age)} ago"
         yield _took(stats.last_pause_seconds, stats.last_pause_rate)
     elif stats.resumes:

@@ -14,16 +14,16 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from memsaver._inspection.statistics import Stats, TagStats
-from memsaver._runtime.native import Backup, State
+from memsaver._runtime.native import BACKUPS, STATES
 from memsaver._runtime.text import plain_text
 
 __all__ = [
@@ -43,6 +43,8 @@ _PATIENCE = 0.5  # seconds to wait for an answer, which takes milliseconds
 _MOST_BYTES = 64 << 20  # limit on an answer: some 50,000 tags
 _AT_ONCE = 16  # processes that are queried at the same time
 _NAME = re.compile(r"(\d+)-[0-9a-f]+")
+Name = TypeVar("Name", bound=str)
+
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -289,8 +291,8 @@ def _device_of(row: dict[str, Any]) -> Device:
 def _tag_of(row: dict[str, Any], now: float) -> WatchedTag:
     figures: dict[str, Any] = {
         "tag": str(row["tag"]),
-        "state": State(row["state"]),
-        "backup": Backup(row["backup"]),
+        "state": _one_of(STATES, row["state"]),
+        "backup": _one_of(BACKUPS, row["backup"]),
     }
     for each in fields(TagStats):
         if each.name not in figures:
@@ -299,6 +301,13 @@ def _tag_of(row: dict[str, Any], now: float) -> WatchedTag:
     caller = None if row["caller"] is None else plain_text(row["caller"])
     age = max(0.0, now - _number(row["since_seconds"]))
     return WatchedTag(TagStats(**figures), age, caller)
+
+
+def _one_of(names: Sequence[Name], value: Any) -> Name:
+    for name in names:
+        if value == name:
+            return name
+    raise ValueError(f"{value!r} is none of {', '.join(map(str, names))}")
 
 
 def _whole(value: Any) -> int:

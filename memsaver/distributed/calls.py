@@ -8,7 +8,7 @@ from typing import Any
 
 from memsaver._runtime.blocks import block
 from memsaver._runtime.interrupts import signals_deferred
-from memsaver._runtime.native import _C, BackupChoice, State
+from memsaver._runtime.native import _C, Backup
 from memsaver._transitions.handles import Call, state
 from memsaver._transitions.transitions import pause_call, resume_call, swap_call
 from memsaver.distributed.agreement import together
@@ -19,7 +19,7 @@ __all__ = ["pause", "paused", "resume", "swap"]
 
 
 def pause(
-    *tags: str, group: Any = None, backup: BackupChoice | None = None, timeout: float | None = None
+    *tags: str, group: Any = None, backup: Backup | None = None, timeout: float | None = None
 ) -> GroupReport:
     """Release the device memory of `tags` on every rank of the group, or on none.
 
@@ -80,7 +80,7 @@ def swap(
     out: str | Sequence[str],
     into: str | Sequence[str],
     group: Any = None,
-    backup: BackupChoice | None = None,
+    backup: Backup | None = None,
     timeout: float | None = None,
 ) -> GroupReport:
     """Pause `out` and resume `into` in one transition, on every rank of the group or on none.
@@ -111,7 +111,7 @@ def swap(
 
 @block
 def paused(
-    *tags: str, group: Any = None, backup: BackupChoice | None = None, timeout: float | None = None
+    *tags: str, group: Any = None, backup: Backup | None = None, timeout: float | None = None
 ) -> Iterator[GroupReport]:
     """Pause `tags` on every rank for a block, then resume the tags that were paused for it.
 
@@ -140,7 +140,7 @@ def _resume_paused(
 ) -> None:
     together(
         lambda: f"resume(the tags paused by paused({listed(tags) or 'every tag'}))",
-        lambda: Call("resume", [], [tag for tag in going if state(tag) is State.PAUSED], -1),
+        lambda: Call("resume", [], [tag for tag in going if state(tag) == "paused"], -1),
         group,
         timeout,
     )

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from memsaver._inspection.statistics import TagStats, stats
-from memsaver._runtime.native import Backup, State
+from memsaver._runtime.native import Backup
 from memsaver._transitions.handles import Call, state
 from memsaver._transitions.transitions import pause, resume
 
@@ -30,7 +30,7 @@ class Rollback:
         for row in stats().tags:
             rows.setdefault(row.tag, []).append(row)
         self._kept = {
-            name: _kept_in(rows[name]) for name in names if self._before[name] is State.PAUSED
+            name: _kept_in(rows[name]) for name in names if self._before[name] == "paused"
         }
         self.done = False
         self.stuck = self.warning = ""
@@ -79,9 +79,9 @@ def _kept_in(rows: list[TagStats]) -> Backup:
     """Return the backup to use if a paused tag is resumed and paused again."""
     # A paused tag has resident pages only if a failed pause retained them, with their contents.
     if not any(row.backup_bytes or row.resident_bytes for row in rows):
-        return Backup.NONE
+        return "none"
     policy = rows[0].backup
-    if policy is not Backup.NONE:
+    if policy != "none":
         return policy
     on_disk = any(row.disk_bytes for row in rows)  # the call chose the backup, not the tag's policy
-    return Backup.DISK if on_disk else Backup.HOST
+    return "disk" if on_disk else "host"

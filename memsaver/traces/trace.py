@@ -207,8 +207,8 @@ def _direction(act: int, state: State, kind: int, outcome: int) -> str:
     if _KINDS[act] != "swap":
         return "out" if _KINDS[act] == "pause" else "into"
     if kind == _BEGIN:
-        return "out" if state is State.SAVING else "into"
-    reached = "out" if state is State.PAUSED else "into"
+        return "out" if state == "saving" else "into"
+    reached = "out" if state == "paused" else "into"
     if outcome == 0:
         return reached
     return "into" if reached == "out" else "out"

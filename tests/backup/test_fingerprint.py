@@ -179,7 +179,7 @@ def test_a_pause_waits_until_the_memory_was_read(sim, tag, make_blocks, in_threa
     wait_until(lambda: sim.calls("cuEventSynchronize") > before)
     pausing = in_thread(memsaver.pause, name)
     pausing.join(0.1)
-    assert pausing.is_alive() and memsaver.state(name) == memsaver.State.MAPPED
+    assert pausing.is_alive() and memsaver.state(name) == "mapped"
     sim.hold_streams(False)
     assert reading.result() == digest(block.expected())
     pausing.result()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import memsaver
 from memsaver._inspection.bare_driver import BareDriver, BareMemory, PinnedMemory
-from memsaver._runtime.native import LIBRARY_DIR, Backup
+from memsaver._runtime.native import LIBRARY_DIR
 from memsaver.cli import bench, measurements
 from memsaver.cli.app import app
 from memsaver.cli.measurements import Measured, cycles, machine, measure_machine
@@ -240,7 +240,7 @@ def test_a_driver_that_fails_leaves_nothing(sim):
 
 def test_other_contents_are_an_error(sim):
     with BareDriver().context(0):
-        tag = cycles.CycledTag(BareDriver(), 0, LEAST, Backup.HOST, [])
+        tag = cycles.CycledTag(BareDriver(), 0, LEAST, "host", [])
         try:
             tag.fill()
             tag.pause()
@@ -257,7 +257,7 @@ def test_other_contents_are_an_error(sim):
 def test_memory_that_does_not_come_free_is_told(sim, monkeypatch):
     doubts = []
     with BareDriver().context(0):
-        tag = cycles.CycledTag(BareDriver(), 0, LEAST, Backup.NONE, doubts)
+        tag = cycles.CycledTag(BareDriver(), 0, LEAST, "none", doubts)
         try:
             tag.fill()
             tag.pause()
@@ -279,7 +279,7 @@ def test_memory_that_does_not_come_free_is_told(sim, monkeypatch):
 
 def test_every_fill_changes_every_block(sim):
     with BareDriver().context(0):
-        tag = cycles.CycledTag(BareDriver(), 0, LEAST, Backup.NONE, [])
+        tag = cycles.CycledTag(BareDriver(), 0, LEAST, "none", [])
         try:
             seen = []
             for _ in range(3):

@@ -20,7 +20,7 @@ from watched_children import Child, top_command
 
 import memsaver
 from memsaver._inspection.statistics import TagStats
-from memsaver._runtime.native import LIBRARY_DIR, Backup, State
+from memsaver._runtime.native import LIBRARY_DIR
 from memsaver.cli import top
 from memsaver.cli.app import app
 from memsaver.cli.watched import Device, Driver, Found, Process, Silent, WatchedTag
@@ -115,9 +115,9 @@ def test_looking_makes_nothing(runtime):
 # --- layout ---------------------------------------------------------------------------------------
 
 
-def tag_of(name, state=State.MAPPED, age=0.0, caller=None, **figures):
+def tag_of(name, state="mapped", age=0.0, caller=None, **figures):
     zeros = {field.name: 0 for field in dataclasses.fields(TagStats)}
-    named = {"tag": name, "state": state, "backup": Backup.NONE}
+    named = {"tag": name, "state": state, "backup": "none"}
     return WatchedTag(TagStats(**{**zeros, **named, **figures}), age, caller)
 
 
@@ -135,14 +135,12 @@ ENGINE = Process(
     Driver("libcuda.so.1", 13000, False),
     (Device(0, "0000:19:00.0", 140 * GIB), Device(1, "0000:3b:00.0", 140 * GIB)),
     (
-        tag_of(
-            "weights", State.PAUSED, 12, CALLER, backup=Backup.HOST, host_bytes=60 * GIB, **PAUSED
-        ),
-        tag_of("weights", State.PAUSED, 12, CALLER, device=1, backup=Backup.HOST, **PAUSED),
-        tag_of("kv_cache", State.SAVING, 0.3, CALLER, allocated_bytes=GIB, resident_bytes=GIB),
+        tag_of("weights", "paused", 12, CALLER, backup="host", host_bytes=60 * GIB, **PAUSED),
+        tag_of("weights", "paused", 12, CALLER, device=1, backup="host", **PAUSED),
+        tag_of("kv_cache", "saving", 0.3, CALLER, allocated_bytes=GIB, resident_bytes=GIB),
         tag_of(
             "a name as a framework makes it: model.layers.0.experts.17.w13_weight_scale_inv",
-            backup=Backup.DISK,
+            backup="disk",
             disk_bytes=123 * GIB,
             allocated_bytes=125 * GIB,
             resident_bytes=125 * GIB,
@@ -152,7 +150,7 @@ ENGINE = Process(
             last_resumed_bytes=125 * GIB,
         ),
         tag_of("empty", device=-1),
-        tag_of("\x1b[31mred\x07", State.PAUSED, 1e6, **PAUSED),
+        tag_of("\x1b[31mred\x07", "paused", 1e6, **PAUSED),
     ),
     61 * GIB,
     100 * GIB,

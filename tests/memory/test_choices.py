@@ -1,6 +1,7 @@
 """Test silent mistakes: large contents discarded without a choice, and tags without memory."""
 
 import warnings
+from typing import get_args
 
 import pytest
 
@@ -58,7 +59,7 @@ def test_large_contents_are_not_discarded_without_a_choice(sim, tag, call):
     assert sim.read(kept.address, 7) == b"weights" and other
 
 
-@pytest.mark.parametrize("backup", list(memsaver.Backup))
+@pytest.mark.parametrize("backup", get_args(memsaver.Backup))
 @pytest.mark.parametrize("where", ["region", "later region", "pause", "swap"])
 def test_any_choice_counts(sim, tag, where, backup):
     name = tag()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from types import SimpleNamespace
+from typing import get_args
 
 import memsaver
 from memsaver._runtime.native import _C
 from model.expected import PAGE, UNIT, Allocation, Tag
 from model.place import DEVICES, Place
 
-BACKUPS = [backup.value for backup in memsaver.Backup]
+BACKUPS = list(get_args(memsaver.Backup))
 _ENDS = 512  # bytes at each end of a block that are compared every time
 
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+from typing import get_args
 
 import pytest
 from preloading import LIBRARY
@@ -33,7 +34,7 @@ def test_env_names_tag_and_backup():
 
 
 @pytest.mark.preloads
-@pytest.mark.parametrize("backup", list(memsaver.Backup))
+@pytest.mark.parametrize("backup", get_args(memsaver.Backup))
 def test_env_takes_every_backup(backup):
     inherited = {"MEMSAVER_TAG": "t", "MEMSAVER_BACKUP": str(backup)}
     assert preload_env("t", backup, env={})["MEMSAVER_BACKUP"] == str(backup)

@@ -57,7 +57,7 @@ def test_a_step_of_its_own_order(engine, strategy):
     strategy.inference_engine_status = type(strategy.inference_engine_status).WAKEUP
     strategy.maybe_sleep_inference_engine()
     strategy.broadcast_manager = SimpleNamespace(
-        broadcast_to_engine=lambda: seen.append(memsaver.state("kv_cache").value)
+        broadcast_to_engine=lambda: seen.append(memsaver.state("kv_cache"))
     )
     strategy.update_engine_weights(actor=None)
     assert seen == ["paused"] and memsaver.state("kv_cache") == "paused"

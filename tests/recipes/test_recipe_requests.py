@@ -45,7 +45,7 @@ def test_what_is_released_is_free_and_comes_back(engine, sim, framework):
             post(engine, path, tags)
             named = tags or ["weights", "kv_cache", "cuda_graph"]
             wanted = "paused" if path == RELEASE else "mapped"
-            states = {name: memsaver.state(name).value for name in ("weights", "kv_cache")}
+            states = {name: memsaver.state(name) for name in ("weights", "kv_cache")}
             assert {states[name] for name in named if name in states} <= {wanted}
             assert (sim.tag_bytes() < before) == (path == RELEASE)
         assert sim.tag_bytes() == full
@@ -57,7 +57,7 @@ def test_xtuner_resets_the_prefix_cache_by_releasing_once_more(engine):
     post(engine, RELEASE, None)
     flushes = engine.scheduler.flushes
     post(engine, RELEASE, None)
-    assert memsaver.state("kv_cache").value == "paused" and engine.scheduler.flushes == flushes
+    assert memsaver.state("kv_cache") == "paused" and engine.scheduler.flushes == flushes
     for tags in (["weights"], ["kv_cache"]):
         post(engine, RESUME, tags)
     assert engine.scheduler.weights.is_intact()

@@ -16,7 +16,7 @@ NOT_ON_PYPI = "it is installed from its repository; slime on PyPI is another pro
 
 
 def states():
-    return {tag: memsaver.state(tag).value for tag in ("kv_cache", "weights")}
+    return {tag: memsaver.state(tag) for tag in ("kv_cache", "weights")}
 
 
 @pytest.fixture

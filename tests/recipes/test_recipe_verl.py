@@ -77,7 +77,7 @@ def rollout(engine, monkeypatch):
 
 
 def states():
-    return {tag: memsaver.state(tag).value for tag in BOTH}
+    return {tag: memsaver.state(tag) for tag in BOTH}
 
 
 def test_the_client_gives_memory_back_and_takes_it_in_stages(rollout, engine, sim):

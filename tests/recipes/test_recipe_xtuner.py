@@ -27,7 +27,7 @@ def xtuner():
 
 
 def states():
-    return {tag: memsaver.state(tag).value for tag in ("kv_cache", "weights")}
+    return {tag: memsaver.state(tag) for tag in ("kv_cache", "weights")}
 
 
 def test_a_worker_gives_memory_back_and_takes_it_in_stages(worker, engine, sim):

@@ -112,7 +112,7 @@ class SoakedTag:
 
     def check_mapped(self) -> None:
         """Check that all contents are intact, after a resume or a failed pause."""
-        if self.state is not memsaver.State.MAPPED:
+        if self.state != "mapped":
             raise Wrong(f"{self.name} is {self.state}, and should be mapped")
         for piece in self.pieces:
             piece.check(self.contents)

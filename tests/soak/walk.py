@@ -92,8 +92,8 @@ class Walk:
         left = self._known()
         while left:
             # Mapped tags first; tags without enough memory again after others are freed.
-            for tag in sorted(left, key=lambda tag: tag.state is not State.MAPPED):
-                if tag.state is State.PAUSED and not self._resume([tag]):
+            for tag in sorted(left, key=lambda tag: tag.state != "mapped"):
+                if tag.state == "paused" and not self._resume([tag]):
                     continue
                 tag.check_mapped()
                 self._check_graph(tag)
@@ -158,7 +158,7 @@ class Walk:
                         break
                     tag.pieces.append(Piece(self._memory, self._digests, nbytes))
         except InvalidStateError as error:
-            if tag.state is State.MAPPED:
+            if tag.state == "mapped":
                 raise Wrong(f"a region of {tag.name} was refused") from error
             self._met(error, "create")
             self._succeeded("create")  # expected
@@ -180,7 +180,7 @@ class Walk:
     def refill(self) -> None:
         """Write new contents to some tensors, so that some pages have changed at the next pause."""
         tag = self._any()
-        if tag.known and tag.state is State.MAPPED:
+        if tag.known and tag.state == "mapped":
             for piece in tag.pieces:
                 if self._random.random() < 0.5:
                     piece.fill()
@@ -207,13 +207,13 @@ class Walk:
     def pause_for_a_block(self) -> None:
         """Use `paused()` for a block in which another user takes the memory."""
         tags = self._several()
-        going = [tag for tag in tags if tag.state is State.MAPPED]
+        going = [tag for tag in tags if tag.state == "mapped"]
         left = False
         try:
             with memsaver.paused(*[tag.name for tag in tags]) as report:
                 self._count(report)
                 for tag in going:
-                    self._must_be(tag, State.PAUSED)
+                    self._must_be(tag, "paused")
                     tag.was_paused(None)
                 left = True
         except Exception as error:
@@ -224,7 +224,7 @@ class Walk:
                 if not left:
                     tag.check_mapped()  # the pause failed
                 else:
-                    self._must_be(tag, State.PAUSED)
+                    self._must_be(tag, "paused")
         else:
             for tag in going:
                 self._came_back(tag)
@@ -234,8 +234,8 @@ class Walk:
         tag = self._random.choice(self._known() or self._tags[:1])
         if not tag.known:
             return
-        pausing = tag.state is State.MAPPED
-        if not pausing and tag.state is not State.PAUSED:
+        pausing = tag.state == "mapped"
+        if not pausing and tag.state != "paused":
             raise Wrong(f"{tag.name} is {tag.state}, and nothing is under way")
         try:
             call = memsaver.pause if pausing else memsaver.resume
@@ -252,10 +252,10 @@ class Walk:
             if pausing:
                 tag.check_mapped()
             else:
-                self._must_be(tag, State.PAUSED)
+                self._must_be(tag, "paused")
             return
         self._count(report)
-        self._must_be(tag, State.PAUSED if pausing else State.MAPPED)
+        self._must_be(tag, "paused" if pausing else "mapped")
         if pausing:
             tag.was_paused(None)
             self._succeeded(tag.name)
@@ -287,7 +287,7 @@ class Walk:
     def capture(self) -> None:
         """Replace the graph by a new one. The other process is idle during the capture."""
         tag = self._tags[-1]
-        if tag.known and tag.state is not State.MAPPED:
+        if tag.known and tag.state != "mapped":
             return
         self._memory.let_go()
         if memsaver.device_memory(0)[0] < 2 * GIB:
@@ -300,7 +300,7 @@ class Walk:
 
     def replay(self) -> None:
         tag = self._tags[-1]
-        if tag.known and tag.state is State.MAPPED:
+        if tag.known and tag.state == "mapped":
             self._check_graph(tag)
 
     def drop_graph(self) -> None:
@@ -309,16 +309,16 @@ class Walk:
     # Transitions, and the checks after them.
 
     def _pause(self, tags: list[SoakedTag], backup: str | None) -> None:
-        going = [tag for tag in tags if tag.state is State.MAPPED]
+        going = [tag for tag in tags if tag.state == "mapped"]
 
         def done() -> None:
             for tag in going:
-                self._must_be(tag, State.PAUSED)
+                self._must_be(tag, "paused")
                 tag.was_paused(backup)
 
         def failed() -> None:
             for tag in going:
-                if tag.state is State.MAPPED:
+                if tag.state == "mapped":
                     tag.check_mapped()  # otherwise its pages are retained with their contents
 
         self._attempt(
@@ -326,7 +326,7 @@ class Walk:
         )
 
     def _resume(self, tags: list[SoakedTag]) -> bool:
-        coming = [tag for tag in tags if tag.state is State.PAUSED]
+        coming = [tag for tag in tags if tag.state == "paused"]
 
         def done() -> None:
             for tag in coming:
@@ -334,30 +334,30 @@ class Walk:
 
         def failed() -> None:
             for tag in coming:
-                self._must_be(tag, State.PAUSED)
+                self._must_be(tag, "paused")
 
         return self._attempt(
             lambda: memsaver.resume(*[tag.name for tag in tags]), coming, done, failed
         )
 
     def _swap(self, out: list[SoakedTag], into: list[SoakedTag], backup: str | None) -> None:
-        going = [tag for tag in out if tag.state is State.MAPPED]
-        coming = [tag for tag in into if tag.state is State.PAUSED]
+        going = [tag for tag in out if tag.state == "mapped"]
+        coming = [tag for tag in into if tag.state == "paused"]
 
         def done() -> None:
             for tag in going:
-                self._must_be(tag, State.PAUSED)
+                self._must_be(tag, "paused")
                 tag.was_paused(backup)
             for tag in coming:
                 self._came_back(tag)
 
         def failed() -> None:
             for tag in coming:
-                self._must_be(tag, State.PAUSED)
+                self._must_be(tag, "paused")
             for tag in going:
                 if (backup or tag.backup) == "none":
                     tag.contents = UNKNOWN  # a swap may lose only these contents
-                if tag.state is State.MAPPED:
+                if tag.state == "mapped":
                     tag.check_mapped()
 
         names = [[tag.name for tag in side] for side in (out, into)]

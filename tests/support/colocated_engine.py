@@ -80,7 +80,7 @@ class TagEngine:
 
     def _need(self, *tags: str) -> None:
         for tag in tags:
-            if memsaver.state(self.names[tag]) is not memsaver.State.MAPPED:
+            if memsaver.state(self.names[tag]) != "mapped":
                 raise InvalidStateError(f"{tag} is released", tag=tag)
 
 

@@ -37,7 +37,7 @@ class Sender:
         if self.scheduler is None:
             return
         tags = ("weights", "kv_cache", "cuda_graph")
-        self.states.append({tag: memsaver.state(tag).value for tag in tags})
+        self.states.append({tag: memsaver.state(tag) for tag in tags})
         self.scheduler.model.fill(self.seed)
 
 

@@ -36,4 +36,4 @@ def ask(scheduler, operation, tags=None):
 
 
 def states():
-    return {tag: memsaver.state(tag).value for tag in stand_in.TAGS}
+    return {tag: memsaver.state(tag) for tag in stand_in.TAGS}

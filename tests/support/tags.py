@@ -28,7 +28,7 @@ def leftovers(names: list[str]) -> list[str]:
     mine = set(names)
     for name in names:
         with contextlib.suppress(memsaver.UnknownTagError):  # it was never used
-            if memsaver.state(name) != memsaver.State.MAPPED:
+            if memsaver.state(name) != "mapped":
                 memsaver.resume(name)
     memsaver.trim(wait=True)
     kinds = ("allocations", "resident_bytes", "host_bytes")

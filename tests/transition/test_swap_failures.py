@@ -64,7 +64,7 @@ def test_a_shortage_on_one_device_that_cannot_be_undone_on_another_says_so(
                 raise AssertionError("it did not fail")
             except memsaver.OutOfDeviceMemoryError as error:
                 said = error
-        assert memsaver.state("out") == memsaver.state("into") == memsaver.State.PAUSED
+        assert memsaver.state("out") == memsaver.state("into") == "paused"
         assert "could not be undone" in str(said) and "resume them" in str(said), said
         assert said.needed == 4 * MIB and said.free == 0, said
         sim.occupy(0, 0)

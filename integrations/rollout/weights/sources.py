@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import memsaver
-from memsaver._runtime.native import _C, State
+from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 
 from ...engine.fields import is_encodable
@@ -76,7 +76,7 @@ class Source:
         """Raise `InvalidStateError` if the tensor's memory is paused: reading it would be fatal."""
         local = _local(self._tensor)
         tag = _tag_of(local.data_ptr()) if local.numel() else None
-        if tag is not None and memsaver.state(tag) is State.PAUSED:
+        if tag is not None and memsaver.state(tag) == "paused":
             raise InvalidStateError(
                 f"{self.spec.name} cannot be sent while tag {tag!r} is paused: resume it first",
                 tag=tag,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import memsaver
-from memsaver._runtime.native import _C, STATES, Backup, State
+from memsaver._runtime.native import _C, STATES, Backup
 from memsaver._transitions import parts
 from memsaver.errors import ConfigError, InvalidStateError, UnknownTagError
 
@@ -14,7 +14,7 @@ __all__ = ["BACKENDS", "Backups", "CpuBackupBackend", "backup_for"]
 
 CpuBackupBackend: TypeAlias = Literal["mmap", "pinned"]
 
-BACKENDS = {"pinned": Backup.HOST, "mmap": Backup.PAGEABLE}
+BACKENDS: dict[str, Backup] = {"pinned": "host", "mmap": "pageable"}
 """memsaver's backup for each kind of host memory."""
 
 
@@ -34,9 +34,9 @@ def backup_for(
     if cpu_backup_backend is not None and not enable_cpu_backup:
         raise ConfigError("cpu_backup_backend needs enable_cpu_backup=True")
     if enable_disk_backup:
-        return Backup.DISK
+        return "disk"
     if not enable_cpu_backup:
-        return Backup.NONE
+        return "none"
     backend = default_backend if cpu_backup_backend is None else cpu_backup_backend
     if backend not in BACKENDS:
         raise ConfigError(f"cpu_backup_backend {backend!r} is not one of {', '.join(BACKENDS)}")
@@ -75,7 +75,7 @@ class Backups:
         found = _C.locate(tensor.data_ptr()) if tensor.numel() > 0 else None
         if tensor.numel() > 0 and found is None:  # in no region
             return None
-        if found is None or STATES[found[2]] in (State.PAUSED, State.SAVING):
+        if found is None or STATES[found[2]] in ("paused", "saving"):
             return memsaver.backup_view(tensor, writable=writable)
         if found[0] not in self._retained:
             return None
@@ -87,6 +87,6 @@ class Backups:
 
 def _is_pageable(name: str) -> bool:
     try:
-        return parts.split(name)[1] is Backup.PAGEABLE
+        return parts.split(name)[1] == "pageable"
     except UnknownTagError:
         return False

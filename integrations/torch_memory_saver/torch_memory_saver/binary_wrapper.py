@@ -60,7 +60,7 @@ class ThreadState:
 
     def tms_get_enable_disk_backup(self) -> bool:
         """Return whether this thread's allocations have a backup on disk."""
-        return self._region()[1] is Backup.DISK
+        return self._region()[1] == "disk"
 
     def tms_get_cpu_backup_backend(self) -> bytes:
         """Return the kind of host memory of the allocations' backup, or the default kind."""
@@ -74,7 +74,7 @@ class ThreadState:
     def _region(self) -> tuple[str, Backup]:
         """Return the tag and the backup of this thread's allocations."""
         name = _C.region_tag()
-        return parts.split(name) if name is not None else ("default", Backup.NONE)
+        return parts.split(name) if name is not None else ("default", "none")
 
 
 class BinaryWrapper:

@@ -46,7 +46,7 @@ class CycledTag:
     ) -> None:
         self.bytes = nbytes
         self._driver, self._device, self._doubts = driver, device, doubts
-        self._has_backup = backup is not Backup.NONE
+        self._has_backup = backup != "none"
         self._tag = f"memsaver bench, {backup}"
         self._block = nbytes // BLOCKS
         self._value = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import memsaver
 from memsaver._inspection.bare_driver import GRANULARITY, BareDriver, BareMemory
-from memsaver._runtime.native import _C, Backup
+from memsaver._runtime.native import _C
 from memsaver._runtime.text import size_text
 from memsaver.cli.measurements.bus import BUFFER, buffer_bytes, measure_bus
 from memsaver.cli.measurements.cycles import (
@@ -112,14 +112,14 @@ def measure_machine(
         measured.figures = [*bus, *calls]
         limits = Limits(measured.figures)
         telling("measuring pauses and resumes without a backup")
-        tag = CycledTag(driver, device, chosen, Backup.NONE, notes)
+        tag = CycledTag(driver, device, chosen, "none", notes)
         try:
             measured.figures += measure_discarded(tag, limits, rounds, rest)
         finally:
             tag.close()
         if saved:
             telling("measuring pauses and resumes with a backup")
-            tag = CycledTag(driver, device, saved, Backup.HOST, notes)
+            tag = CycledTag(driver, device, saved, "host", notes)
             try:
                 measured.figures += measure_backed_up(tag, limits, rounds)
             finally:

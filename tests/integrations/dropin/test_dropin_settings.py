@@ -120,7 +120,7 @@ def test_the_kind_of_host_memory_from_the_environment(run_dropin):
             first = block(1)
         with saver.region("b", enable_cpu_backup=True, cpu_backup_backend="pinned"):
             second = block(2)
-        backups = {row.tag: row.backup.value for row in memsaver.stats().tags}
+        backups = {row.tag: row.backup for row in memsaver.stats().tags}
         assert backups == {"a": "pageable", "b": "host"}
         """,
         TMS_INIT_CPU_BACKUP_BACKEND="mmap",

@@ -50,7 +50,7 @@ def make_strategy(monkeypatch, sim, tag, make_blocks):
 
 
 def states():
-    return {tag: memsaver.state(tag).value for tag in ("weights", "kv_cache", "cuda_graph")}
+    return {tag: memsaver.state(tag) for tag in ("weights", "kv_cache", "cuda_graph")}
 
 
 def all_of(state, **others):

@@ -369,7 +369,7 @@ RANK = """
             kv = Block(sim, 8 * MIB, rank)
         updater = scheduler.weight_updater
         everything = ("kv_cache", "weights")
-        memsaver_states = lambda: {memsaver.state(tag).value for tag in everything}
+        memsaver_states = lambda: {memsaver.state(tag) for tag in everything}
 
         # One rank is busy: none releases.
         if rank == 1:
