@@ -63,16 +63,19 @@ def ended(ranks: dict[int, int], timeout: float) -> list[int | None]:
 
 def become(process: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Adopt the environment, folder and output; return the code, and the globals to run it in."""
+    paths = os.environ["PYTHONPATH"].split(os.pathsep)
     for number, name, flags in (
         (0, os.devnull, os.O_RDONLY),
         (1, process["output"], os.O_WRONLY | os.O_APPEND),
-        (2, process["output"], os.O_WRONLY | os.O_APPEND),
+        (2, process["errors"], os.O_WRONLY | os.O_APPEND),
     ):
         file = os.open(name, flags)
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
     os.environ.update(process["environment"])
+    new_paths = os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = [*new_paths, *(path for path in sys.path if path not in paths)]
     os.chdir(process["folder"])
     script = process["script"]
     sys.argv = [script]

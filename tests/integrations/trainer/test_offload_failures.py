@@ -283,4 +283,5 @@ def test_interrupted_everywhere(run_python):
     assert place > 1000, place
     """,
         timeout=110,
+        with_torch=True,
     )
