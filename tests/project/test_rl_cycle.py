@@ -3,18 +3,16 @@
 import json
 import os
 import shutil
-import subprocess
-import sysconfig
 import threading
 from types import SimpleNamespace
 
 import pytest
+from built_sources import built
 from repository import TESTS
 
 pytest.importorskip("torch")
 
 FIXTURES = TESTS / "fixtures"
-CC = (sysconfig.get_config_var("CC") or "cc").split()
 MIB = 1 << 20
 
 SMI = """#!/bin/sh
@@ -32,12 +30,9 @@ TRANSITIONS = [
 
 
 @pytest.fixture(scope="session")
-def nvml(tmp_path_factory):
+def nvml():
     """Build the fake NVML; return its path."""
-    library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
-    source = FIXTURES / "nvml" / "nvml.c"
-    subprocess.run([*CC, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    return library
+    return built("libnvidia-ml.so.1", [FIXTURES / "nvml" / "nvml.c"])
 
 
 @pytest.fixture
@@ -91,6 +86,7 @@ def run(benchmark_module, memory, tmp_path, monkeypatch):
 # --- seconds and memory ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_rows_of_steps(run, capsys):
     status, rows, engines = run("--only=step")
     assert (status, engines) == (0, ["ours", "theirs", "theirs-retained"])

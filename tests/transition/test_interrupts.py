@@ -149,8 +149,8 @@ TRANSITIONS = {
 
 # Handlers that raise: for Ctrl-C, and for another signal.
 SIGNALS = {
-    "SIGINT": "Interrupter('.')",
-    "SIGALRM": "Interrupter('.', signal.SIGALRM, TimeoutError)",
+    "SIGINT": "Interrupter()",
+    "SIGALRM": "Interrupter(signal.SIGALRM, TimeoutError)",
 }
 
 
@@ -376,7 +376,7 @@ def test_another_signals_exception_leaves_interrupts_as_they_were(run_python, ca
     class Alarm(BaseException):
         pass
 
-    interrupter = Interrupter(".", signal.SIGALRM, Alarm)
+    interrupter = Interrupter(signal.SIGALRM, Alarm)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupts = 0
     for place in interrupter.places(lambda: memsaver.{call}):

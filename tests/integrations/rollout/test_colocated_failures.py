@@ -148,7 +148,7 @@ def test_a_step_that_is_interrupted_everywhere_can_be_made_again(run_python):
     gc.freeze()  # the simulated driver looks for tensors among all objects
     scene = tests.Scene(lambda name: name)
     session = scene.session
-    interrupter = Interrupter(".")
+    interrupter = Interrupter()
 
     def step():
         with session.rollout() as engine:
