@@ -1,5 +1,6 @@
 """Test benchmarks/rl_cycle.py from end to end, without a GPU and without SGLang."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -360,10 +361,8 @@ def test_a_trainer_notices_what_is_lost_and_repeats_itself(
     benchmark_module, monkeypatch, sim, name
 ):
     monkeypatch.syspath_prepend(FIXTURES / "peer")
-    model = benchmark_module("sglang_model")
-    trainers = [
-        benchmark_module("rl_trainer").Trainer(name, model.SMALL, 2, "cpu") for _ in range(2)
-    ]
+    shape = dataclasses.replace(benchmark_module("sglang_model").SMALL, layers=1, vocab=512)
+    trainers = [benchmark_module("rl_trainer").Trainer(name, shape, 2, "cpu") for _ in range(2)]
     weights = sum(tensor.nbytes for _, tensor in trainers[0].weights)
     assert trainers[0].bytes == 3 * weights
     for trainer in trainers:
