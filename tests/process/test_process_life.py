@@ -305,10 +305,22 @@ print("done", flush=True)
 """
 
 
+NO_CORE = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+OPEN = """
+opened = memsaver.region("open")
+opened.__enter__()
+inside = simulator.buffer(4096)
+"""
+
+
 @pytest.mark.parametrize(
     ("end", "status", "says"),
     [
         ("", 0, ""),
+        ("import threading; threading.Thread(target=sys.exit).start()", 0, ""),
+        ("sim.deinitialize(True)", 0, ""),
+        ("import signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("import atexit; atexit.register(lambda: (memsaver.resume(), blocks.clear()))", 0, ""),
         ("sys.exit(7)", 7, ""),
         ("os._exit(3)", 3, ""),
         ("raise ValueError('mine')", 1, "ValueError: mine"),
@@ -329,7 +341,7 @@ print("done", flush=True)
 )
 def test_exit_with_every_backup_in_every_state(run_python, tmp_path, end, status, says):
     done = run_python(
-        code("import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n" + STATES + end),
+        code(NO_CORE + STATES + OPEN + end),
         status=status,
         MEMSAVER_DISK_DIR=tmp_path,
     )

@@ -358,16 +358,6 @@ def test_what_cannot_be_adapted_is_refused():
     memory.close()
 
 
-def test_importing_it_is_light(run_python):
-    run_python(
-        """
-import sys
-import memsaver.integrations.lightrft
-assert not {"torch", "lightrft", "sglang"} & set(sys.modules)
-        """
-    )
-
-
 # --- several ranks --------------------------------------------------------------------------------
 
 RANK = """
