@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+from looks import intact
 
 import memsaver
 from memsaver.errors import DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError
@@ -13,10 +14,6 @@ MIB = 1 << 20
 STAGED = ["pageable", "disk"]
 STAGING = 16 * MIB  # csrc/core/backup/staging.h: the size of one buffer
 TYPED = (DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError)
-
-
-def intact(blocks):
-    return all(block.is_intact() for block in blocks)
 
 
 @pytest.fixture

@@ -1,18 +1,10 @@
 """Test ranks that are interrupted, die or hang during a call."""
 
-import functools
-
-import distributed_ranks
 import pytest
 
 pytest.importorskip("torch")
 
 pytestmark = pytest.mark.each_python
-
-
-@pytest.fixture
-def run_ranks(tmp_path):
-    return functools.partial(distributed_ranks.run, tmp_path)
 
 
 def test_a_signal_handler_that_pauses_runs_when_the_call_is_over(run_ranks):
