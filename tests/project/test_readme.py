@@ -84,7 +84,7 @@ def test_the_first_program_prints_what_the_readme_says(run_python):
     pytest.importorskip("torch")
     block, *others = pages.blocks_of(ROOT / "README.md")
     assert not others and block.output
-    done = run_python(block.code, with_torch=True)
+    done = run_python(block.code)
     assert done.returncode == 0, done.stderr
     assert done.stdout == block.output
 
