@@ -331,11 +331,11 @@ def run_python(tmp_path):
     """Run code in a new process: `run_python(code, MEMSAVER_SIM_DEVICES=2)`.
 
     Returns a CompletedProcess. The environment is this process's without memsaver's variables, with
-    the simulated driver; a variable whose value is None is not set.
+    the simulated driver; a variable whose value is None is not set. For `with_torch`, see run_code.
     """
     from memsaver._runtime.native import LIBRARY_DIR
 
-    def run(code: str, *, status: int | None = 0, timeout: float = 60, **env):
+    def run(code: str, *, status: int | None = 0, timeout: float = 60, with_torch=False, **env):
         environment = environment_without("MEMSAVER_")
         paths = [IMPORT_PATH, str(LIBRARY_DIR.parent)]
         environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
@@ -345,7 +345,9 @@ def run_python(tmp_path):
                 environment.pop(name, None)
             else:
                 environment[name] = str(value)
-        return run_code(code, environment, tmp_path, status=status, timeout=timeout)
+        return run_code(
+            code, environment, tmp_path, status=status, timeout=timeout, with_torch=with_torch
+        )
 
     return run
 
@@ -384,8 +386,8 @@ def dropin_site(dropin_wheel):
 def run_dropin(dropin_site, tmp_path):
     """Run Python code after the usual import; check its status, and return its process."""
 
-    def go(code, *, status=0, packages=dropin_site, **env):
-        return run_with(packages, code, tmp_path, status, **env)
+    def go(code, *, status=0, packages=dropin_site, **options):
+        return run_with(packages, code, tmp_path, status, **options)
 
     return go
 

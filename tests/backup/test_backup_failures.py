@@ -1,10 +1,9 @@
 """Test failing driver calls during copies to and from backups in pageable memory or on disk."""
 
 import contextlib
-import functools
-import random
 
 import pytest
+from looks import intact
 
 import memsaver
 from memsaver.errors import DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError
@@ -15,15 +14,6 @@ MIB = 1 << 20
 STAGED = ["pageable", "disk"]
 STAGING = 16 * MIB  # csrc/core/backup/staging.h: the size of one buffer
 TYPED = (DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError)
-
-
-def intact(blocks):
-    return all(block.bytes() == contents(block.seed, block.nbytes) for block in blocks)
-
-
-@functools.cache
-def contents(seed, nbytes):
-    return random.Random(seed).randbytes(nbytes)
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
 """Test the host memory and disk space that backups use, and errors if there is too little."""
 
 import errno
-import functools
 import os
-import random
 import textwrap
 
 import pytest
 from backup_files import deleted_files
+from looks import intact, row_of
 
 import memsaver
 from memsaver.errors import BackupError, OutOfHostMemoryError
@@ -21,24 +20,10 @@ STAGED = ["pageable", "disk"]
 STAGING = 16 * MIB  # csrc/core/backup/staging.h: one buffer
 
 
-def row(name):
-    (only,) = memsaver.stats()[name]
-    return only
-
-
 def rss():
     """Return this process's resident memory in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def intact(blocks):
-    return all(block.bytes() == contents(block.seed, block.nbytes) for block in blocks)
-
-
-@functools.cache
-def contents(seed, nbytes):
-    return random.Random(seed).randbytes(nbytes)
 
 
 def pages_of(name):
@@ -65,16 +50,16 @@ def test_what_is_held_is_the_pages_of_what_was_saved(sim, tag, make_blocks, kind
     pages = pages_of(name)
     for _ in range(2):
         memsaver.pause(name)
-        held = (row(name).host_bytes, row(name).disk_bytes)
+        held = (row_of(name).host_bytes, row_of(name).disk_bytes)
         assert held == ((0, pages) if kind == "disk" else (pages, 0))
         assert memsaver.stats().host_bytes - held[0] < MIB, "fingerprints, and no buffers"
         if kind == "host":
             assert sim.counts().registered_bytes == memsaver.stats().host_bytes
         memsaver.resume(name)
-        assert (row(name).host_bytes, row(name).disk_bytes) == held
+        assert (row_of(name).host_bytes, row_of(name).disk_bytes) == held
     assert intact(blocks)
     assert memsaver.trim(wait=True) >= pages
-    assert row(name).host_bytes == row(name).disk_bytes == memsaver.stats().host_bytes == 0
+    assert row_of(name).host_bytes == row_of(name).disk_bytes == memsaver.stats().host_bytes == 0
     assert sim.counts().registered_bytes == 0
 
 
@@ -107,12 +92,12 @@ def test_a_budget_refuses_before_anything_is_touched(sim, tag, make_blocks, opti
     assert caught.value.needed == needed and caught.value.free == needed - PAGE
     assert caught.value.tag == name
     assert rss() - before < 2 * MIB and sim.counts().registered_bytes == registered
-    assert row(name).host_bytes == 0
+    assert row_of(name).host_bytes == 0
     assert memsaver.state(name) == "mapped" and sim.tag_bytes() == device and intact(blocks)
     options(host_bytes=needed + (STAGING if kind == "pageable" else 0))
     for _ in range(2):
         memsaver.pause(name)
-        assert row(name).host_bytes == needed
+        assert row_of(name).host_bytes == needed
         memsaver.resume(name)
         assert intact(blocks)
 
@@ -128,7 +113,7 @@ def test_one_buffer_is_enough(sim, tag, make_blocks, options, kind):
         memsaver.pause(name)
     assert caught.value.needed == STAGING and caught.value.tag == name
     assert memsaver.state(name) == "mapped" and intact(blocks)
-    assert row(name).host_bytes == row(name).disk_bytes == 0
+    assert row_of(name).host_bytes == row_of(name).disk_bytes == 0
     options(host_bytes=room + STAGING)
     memsaver.pause(name)
     options(host_bytes=room + STAGING - 1)
@@ -210,7 +195,7 @@ def test_pinning_ends_in_the_middle(sim, tag, make_blocks):
     assert caught.value.call == "cuMemHostRegister" and caught.value.tag == name
     assert memsaver.state(name) == "mapped" and intact(blocks)
     assert sim.calls("cuMemHostUnregister") > unpinned
-    assert row(name).host_bytes == 0 and sim.counts().registered_bytes < MIB
+    assert row_of(name).host_bytes == 0 and sim.counts().registered_bytes < MIB
     sim.host_limit()
     with memsaver.paused(name):
         pass
@@ -243,11 +228,11 @@ def test_a_file_is_private_and_without_a_name(sim, on_disk, tmp_path):
     facts = os.fstat(file)
     assert facts.st_nlink == 0 and facts.st_mode & 0o777 == 0o600
     assert not os.get_inheritable(file)
-    assert row(name).disk_bytes == pages_of(name) <= facts.st_blocks * 512 < 20 * MIB
+    assert row_of(name).disk_bytes == pages_of(name) <= facts.st_blocks * 512 < 20 * MIB
     memsaver.resume(name)
     assert intact(blocks) and os.listdir(tmp_path) == []
     assert memsaver.trim(wait=True) >= 18 * MIB
-    assert deleted_files(tmp_path) == [] and row(name).disk_bytes == 0
+    assert deleted_files(tmp_path) == [] and row_of(name).disk_bytes == 0
 
 
 def test_disk_space_comes_back_when_less_is_saved(sim, tag, on_disk, tmp_path):
@@ -255,7 +240,7 @@ def test_disk_space_comes_back_when_less_is_saved(sim, tag, on_disk, tmp_path):
     memsaver.resume(name)
     del blocks[0]
     memsaver.pause(name)
-    assert os.fstat(file).st_blocks * 512 < 3 * MIB and row(name).disk_bytes == 2 * MIB
+    assert os.fstat(file).st_blocks * 512 < 3 * MIB and row_of(name).disk_bytes == 2 * MIB
     memsaver.resume(name)
     assert intact(blocks)
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 from backup_files import deleted_files, first_data, flip, overwrite, truncate
+from looks import intact
 from simulated_driver import Block
 
 import memsaver
@@ -18,10 +19,6 @@ MIB = 1 << 20
 def saved_bytes(name):
     """Return the bytes that a pause saves: live allocations, as the allocator rounds them."""
     return sum(each.bytes for each in memsaver.ranges(name))
-
-
-def intact(blocks):
-    return all(block.is_intact() for block in blocks)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from built_sources import built, sources_of_the_core
 from fingerprint_memory import found
 from fingerprint_reference import PIECE, digest, digests
 from repository import ROOT
@@ -236,18 +237,19 @@ def test_a_forked_child_is_refused(run_python):
 # --- the unit, as higher layers use it ------------------------------------------------------------
 
 
-def compiled(tmp_path, name, *options):
-    program = tmp_path / name
-    source = NATIVE / f"{name}.cpp"
-    command = [*shlex.split(native.compiler()), "-std=c++17", "-pthread", f"-I{ROOT / 'csrc'}"]
-    command += [*options, str(source), "-o", str(program), "-ldl"]
-    subprocess.run(command, check=True)
-    return program
+def compiled(name, *options):
+    return built(
+        name,
+        [NATIVE / f"{name}.cpp"],
+        ["-std=c++17", "-pthread", f"-I{ROOT / 'csrc'}", *options],
+        compiler=shlex.split(native.compiler()),
+        libraries=["-ldl"],
+        headers=sources_of_the_core(),
+    )
 
 
-def test_the_unit(tmp_path):
+def test_the_unit():
     program = compiled(
-        tmp_path,
         "fingerprinter",
         "-O0",
         *(f"-isystem{folder}" for folder in native.include_folders()),
@@ -291,7 +293,7 @@ def test_the_unit(tmp_path):
 
 
 @pytest.mark.long
-def test_the_kernels_source_on_threads_of_the_cpu(tmp_path):
+def test_the_kernels_source_on_threads_of_the_cpu():
     rng = random.Random(4)
     sizes = [(0, 20_000), (0, 12_288), (0, 8191), (0, 0)]  # different lengths, one of them 0
     sizes += [(0, 20_480)] * 4  # the common case
@@ -299,7 +301,7 @@ def test_the_kernels_source_on_threads_of_the_cpu(tmp_path):
     sizes += [(8, rng.randrange(1, 40)), (0, rng.randrange(1, 40))]  # a block with two pieces
     data = [rng.randbytes(nbytes) for _, nbytes in sizes]
     given = struct.pack("<Q", len(sizes)) + b"".join(struct.pack("<2Q", *size) for size in sizes)
-    program = compiled(tmp_path, "run_fingerprint_kernel", "-O1", "-Wno-unknown-pragmas")
+    program = compiled("run_fingerprint_kernel", "-O1", "-Wno-unknown-pragmas")
     done = subprocess.run([program], input=given + b"".join(data), capture_output=True, check=True)
     found = [done.stdout[at : at + 32] for at in range(0, len(done.stdout), 32)]
     assert found == [digest(contents) for contents in data]

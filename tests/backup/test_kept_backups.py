@@ -1,10 +1,10 @@
 """Test kept backups: the restored contents, and unchanged memory that is not copied again."""
 
-import ctypes
-import functools
 import random
 
 import pytest
+from looks import intact, row_of
+from simulated_driver import known_bytes
 
 import memsaver
 from memsaver import simulator
@@ -18,11 +18,6 @@ CODE = {"none": 0, "host": 1, "pageable": 2, "disk": 3}
 ODD = [1, 511, 4097, MIB - 1, MIB + 1, 5 * MIB + 12345]
 
 
-@functools.cache
-def noise():
-    return random.Random(7).randbytes(72 * MIB)
-
-
 class Memory:
     """A block of device memory and its expected contents."""
 
@@ -33,24 +28,18 @@ class Memory:
         self.fill(seed)
 
     def fill(self, seed):
-        self.write(0, noise()[seed * 4099 : seed * 4099 + self.nbytes])
+        self.write(0, known_bytes(seed, self.nbytes))
 
     def write(self, at, data):
         """Write to the block, and update its expected contents."""
-        self.check()
         if len(data) == self.nbytes:
             self.expected = data
         else:
             self.expected = self.expected[:at] + data + self.expected[at + len(data) :]
-        ctypes.memmove(self.address + at, data, len(data))
-
-    def check(self):
-        for at in (0, self.nbytes - 1):
-            self.sim.read(self.address + at, 1)
+        self.sim.write(self.address + at, data)
 
     def is_intact(self):
-        self.check()
-        return ctypes.string_at(self.address, self.nbytes) == self.expected
+        return self.sim.contains(self.address, self.expected)
 
 
 @pytest.fixture
@@ -60,11 +49,6 @@ def make(sim):
             return [Memory(sim, nbytes, seed + i) for i, nbytes in enumerate(sizes)]
 
     return make
-
-
-def row(name):
-    (only,) = memsaver.stats()[name]
-    return only
 
 
 def live_bytes(name):
@@ -84,10 +68,6 @@ def pause_but(name, kind, dead):
     return sum(r[4] for r in _C.pause([name], CODE[kind], dead))
 
 
-def all_intact(blocks):
-    return all(block.is_intact() for block in blocks)
-
-
 # --- contents -------------------------------------------------------------------------------------
 
 
@@ -99,11 +79,11 @@ def test_contents_over_cycles_with_changes_between(sim, tag, make, options, kind
     for round_ in range(4):
         report = memsaver.pause(name)
         assert sim.tag_bytes() == 0 and not sim.accessible(blocks[0].address)
-        assert row(name).backup_bytes == live_bytes(name)
+        assert row_of(name).backup_bytes == live_bytes(name)
         if round_ == 0 or not fingerprints:
             assert report.copied_bytes == live_bytes(name)
         assert memsaver.resume(name).copied_bytes == live_bytes(name)
-        assert all_intact(blocks), round_
+        assert intact(blocks), round_
         for block in blocks[round_ % 2 :: 2]:
             block.fill(round_ + 50)
         blocks[-1].write(5 * MIB + round_, b"one more")
@@ -116,7 +96,7 @@ def test_a_block_larger_than_a_strip(sim, tag, make, kind):
     for at in (0, 64 * MIB - 3, 70 * MIB - 6):  # the second spans two copy chunks
         blocks[0].write(at, b"change")
         assert cycle(name) == (2 * MIB if at % MIB > MIB - 6 and at < 65 * MIB else MIB)
-    assert all_intact(blocks)
+    assert intact(blocks)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,7 +107,7 @@ def test_a_large_backup_stays_when_its_neighbours_change(sim, tag, make, kind):
     assert cycle(name) == 0
     blocks += make(name, [MIB], kind, 9)
     assert cycle(name) == MIB
-    assert all_intact(blocks)
+    assert intact(blocks)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,7 +123,7 @@ def test_blocks_come_and_go_between_cycles(sim, tag, make, kind):
         if round_ % 2:
             del blocks[dice.randrange(len(blocks))]
         memsaver.resume(name)
-        assert all_intact(blocks), round_
+        assert intact(blocks), round_
         blocks += make(name, [4097], kind, 200 + round_)
 
 
@@ -157,7 +137,7 @@ def test_another_block_at_the_same_address(sim, tag, make, kind):
     (comes,) = make(name, [4 * MIB], kind, 30)
     assert comes.address == address
     assert cycle(name) == 4 * MIB
-    assert all_intact([stays, comes])
+    assert intact([stays, comes])
     assert cycle(name) == 0
 
 
@@ -167,7 +147,7 @@ def test_dead_ranges_are_not_saved(sim, tag, make, kind):
     cuts = [(1000, 5000), (MIB - 700, MIB + 700), (3 * MIB, 4 * MIB), (6 * MIB - 1, 6 * MIB)]
     dead = [(block.address + a, b - a) for a, b in cuts]
     lost = sum(b - a for a, b in cuts)
-    assert pause_but(name, kind, dead) == 6 * MIB - lost == row(name).backup_bytes
+    assert pause_but(name, kind, dead) == 6 * MIB - lost == row_of(name).backup_bytes
     memsaver.resume(name)
     for a, b in cuts:
         assert not any(sim.read(block.address + a, b - a))
@@ -191,7 +171,7 @@ def test_another_backup_from_pause_to_pause(sim, tag, make, kinds):
     everything = live_bytes(name)
     for kind in (*kinds, kinds[1], "none", kinds[1]):
         copied = memsaver.pause(name, backup=kind).copied_bytes
-        held = row(name)
+        held = row_of(name)
         if kind == "disk":
             assert held.host_bytes == 0 and held.disk_bytes >= everything
         elif kind != "none":
@@ -206,9 +186,9 @@ def test_another_backup_from_pause_to_pause(sim, tag, make, kinds):
             assert not any(sim.read(blocks[-1].address, blocks[-1].nbytes))
             for block in blocks:
                 block.fill(9)
-        assert all_intact(blocks), kind
+        assert intact(blocks), kind
     memsaver.trim(wait=True)
-    assert row(name).host_bytes == row(name).disk_bytes == sim.counts().registered_bytes == 0
+    assert row_of(name).host_bytes == row_of(name).disk_bytes == sim.counts().registered_bytes == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -323,9 +303,9 @@ def test_no_stale_fingerprint_after_a_failed_pause(sim, tag, make, kind, call, n
 def test_after_a_trim_everything_is_copied(sim, tag, make, kind):
     (block,) = make(name := tag(), [4 * MIB], kind)
     cycle(name)
-    held = row(name).host_bytes + row(name).disk_bytes
+    held = row_of(name).host_bytes + row_of(name).disk_bytes
     assert memsaver.trim(wait=True) >= held == 4 * MIB
-    assert row(name).host_bytes == row(name).disk_bytes == 0
+    assert row_of(name).host_bytes == row_of(name).disk_bytes == 0
     assert cycle(name) == 4 * MIB and block.is_intact()
     memsaver.pause(name)
     assert memsaver.trim(wait=True) < MIB, "backs a paused tag"
@@ -346,7 +326,7 @@ def test_a_copy_of_several_strips_fails(sim, tag, make, kind):
             except DriverError as error:
                 assert error.call == "cuMemcpyDtoHAsync" and error.tag == name
         if memsaver.state(name) == "mapped":
-            assert all_intact(blocks)
+            assert intact(blocks)
             assert sim.counts().registered_bytes <= memsaver.stats().host_bytes
     memsaver.pause(name)
     for nth in (1, 2):
@@ -355,7 +335,7 @@ def test_a_copy_of_several_strips_fails(sim, tag, make, kind):
         assert caught.value.call == "cuMemcpyHtoDAsync" and caught.value.tag == name
         assert memsaver.state(name) == "paused" and sim.tag_bytes() == 0
     memsaver.resume(name)
-    assert all_intact(blocks)
+    assert intact(blocks)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -381,4 +361,4 @@ def test_progress_ends_where_it_says(sim, tag, make, kind):
     assert resume.progress() == (copied, copied) == (everything - 5000,) * 2
     block = blocks[-1]
     block.expected = block.expected[:100] + bytes(5000) + block.expected[5100:]
-    assert all_intact(blocks)
+    assert intact(blocks)

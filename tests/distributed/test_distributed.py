@@ -1,16 +1,8 @@
 """Test that calls change all ranks or none, in groups of processes with faults in some of them."""
 
-import functools
-
-import distributed_ranks
 import pytest
 
 pytest.importorskip("torch")
-
-
-@pytest.fixture
-def run_ranks(tmp_path):
-    return functools.partial(distributed_ranks.run, tmp_path)
 
 
 def test_all_ranks_or_none(run_ranks):

@@ -1,16 +1,8 @@
 """Test a `group` argument that is invalid or different on some of the ranks."""
 
-import functools
-
-import distributed_ranks
 import pytest
 
 pytest.importorskip("torch")
-
-
-@pytest.fixture
-def run_ranks(tmp_path):
-    return functools.partial(distributed_ranks.run, tmp_path)
 
 
 @pytest.mark.timeout(120)

@@ -1,18 +1,10 @@
 """Test ranks that are interrupted, die or hang during a call."""
 
-import functools
-
-import distributed_ranks
 import pytest
 
 pytest.importorskip("torch")
 
 pytestmark = pytest.mark.each_python
-
-
-@pytest.fixture
-def run_ranks(tmp_path):
-    return functools.partial(distributed_ranks.run, tmp_path)
 
 
 def test_a_signal_handler_that_pauses_runs_when_the_call_is_over(run_ranks):
@@ -72,7 +64,7 @@ def test_a_block_that_is_interrupted_everywhere_on_its_way_out(run_ranks):
 
         begin("gloo")
         (weight,) = blocks("w", [4796], "host")
-        interrupter = Interrupter(".") if RANK == 0 else None
+        interrupter = Interrupter() if RANK == 0 else None
 
         def leave(place):
             with md.paused("w"):

@@ -1,16 +1,8 @@
 """Test calls that all ranks of a group reject together, before anything changes."""
 
-import functools
-
-import distributed_ranks
 import pytest
 
 pytest.importorskip("torch")
-
-
-@pytest.fixture
-def run_ranks(tmp_path):
-    return functools.partial(distributed_ranks.run, tmp_path)
 
 
 @pytest.mark.long

@@ -320,18 +320,26 @@ def test_the_models_copy_samples_by_its_probabilities(example, sim):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_options_are_refused_before_anything_starts(tmp_path, options, said):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE / "train.py"), *options],
-        env={**environment_without("MEMSAVER_"), "COLUMNS": "200", "NO_COLOR": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
+def test_options_are_refused_before_anything_starts(run_python, tmp_path, options, said):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    done = run_python(
+        f"""
+        import os, runpy, sys
+
+        os.chdir({str(folder)!r})
+        sys.path.insert(0, {str(EXAMPLE)!r})
+        sys.argv = ["train.py", *{options!r}]
+        runpy.run_path({str(EXAMPLE / "train.py")!r}, run_name="__main__")
+        """,
+        status=2,
+        with_torch=True,
+        COLUMNS=200,
+        NO_COLOR=1,
     )
-    assert done.returncode == 2 and done.stdout == ""
+    assert done.stdout == ""
     assert said in done.stderr and "Traceback" not in done.stderr
-    assert not any(tmp_path.iterdir())
+    assert not any(folder.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from built_sources import LIBRARY, built
 from repository import IMPORT_PATH, ROOT, TESTS
 
 from faults.injections import Injection
@@ -45,11 +46,11 @@ class Workplace:
 
     def __init__(self, folder: Path, home: Path = ROOT) -> None:
         self.home = home
-        self.interposer = folder / "os_faults.so"
         compiler = os.environ.get("CXX", "g++").split()
-        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-        command = [*compiler, *flags, str(SOURCE), "-o", str(self.interposer), "-ldl"]
-        subprocess.run(command, check=True)
+        flags = (*LIBRARY, "-std=c++17", "-Wextra")
+        self.interposer = built(
+            "os_faults.so", [SOURCE], flags, compiler=compiler, libraries=["-ldl"]
+        )
         (folder / "disk").mkdir()
         for name, text in _SYSTEM.items():
             path = folder / "system" / name

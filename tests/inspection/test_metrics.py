@@ -188,13 +188,3 @@ def test_without_the_client_it_says_what_to_do(run_python):
             raise AssertionError
         """
     )
-
-
-def test_importing_memsaver_imports_none_of_the_extras(run_python):
-    run_python(
-        """
-        import sys, memsaver
-        heavy = {"rich", "typer", "matplotlib", "prometheus_client", "httpx", "torch", "numpy"}
-        assert not heavy & set(sys.modules), heavy & set(sys.modules)
-        """
-    )

@@ -1,14 +1,11 @@
 """Test NVTX ranges, recorded by tests/native/nvtx_injection.c in a child process."""
 
-import subprocess
-import sysconfig
-
 import pytest
+from built_sources import LIBRARY, built
 from repository import TESTS
 
 MIB = 1 << 20
 SOURCE = TESTS / "native" / "nvtx_injection.c"
-CC = (sysconfig.get_config_var("CC") or "cc").split()
 
 PRELUDE = """
 import memsaver
@@ -24,11 +21,8 @@ with memsaver.region("kv_cache"):
 
 
 @pytest.fixture(scope="module")
-def injection(tmp_path_factory):
-    library = tmp_path_factory.mktemp("nvtx") / "nvtx_injection.so"
-    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    subprocess.run([*CC, *flags, str(SOURCE), "-o", str(library)], check=True)
-    return library
+def injection():
+    return built("nvtx_injection.so", [SOURCE], (*LIBRARY, "-Wextra"))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from built_sources import built, sources_of_the_core
 from repository import ROOT, TESTS
 
 UNITS = [
@@ -25,26 +26,29 @@ UNITS = [
 
 
 @pytest.fixture(scope="session")
-def program(tmp_path_factory):
+def program():
     """Build the test program; return its path."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         pytest.skip("no C++ compiler")
-    built = ROOT / "build" / f"native-{sys.implementation.cache_tag}" / "libmemsaver"
+    objects = ROOT / "build" / f"native-{sys.implementation.cache_tag}" / "libmemsaver"
     parts = []
     for unit in UNITS:
         source = ROOT / "csrc" / "core" / f"{unit}.cpp"
-        made = built / f"csrc/core/{unit}.cpp.o"
+        made = objects / f"csrc/core/{unit}.cpp.o"
         fresh = made.is_file() and made.stat().st_mtime >= source.stat().st_mtime
         fresh = fresh and "CXX" not in os.environ  # another compiler, or other flags
-        parts.append(str(made if fresh else source))
-    out = tmp_path_factory.mktemp("native") / "leaf_units"
-    parts += map(str, sorted((TESTS / "native").glob("leaf_*.cpp")))
-    command = [*compiler.split(), "-std=c++17", "-pthread", "-Wall", "-Wextra", "-fPIC"]
-    command += [f"-I{ROOT / 'csrc'}", f"-I{TESTS}", "-o", str(out), *parts, "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    return out
+        parts.append(made if fresh else source)
+    parts += sorted((TESTS / "native").glob("leaf_*.cpp"))
+    flags = ["-std=c++17", "-pthread", "-Wall", "-Wextra", "-fPIC"]
+    return built(
+        "leaf_units",
+        parts,
+        [*flags, f"-I{ROOT / 'csrc'}", f"-I{TESTS}"],
+        compiler=compiler.split(),
+        libraries=["-ldl"],
+        headers=[*sources_of_the_core(), TESTS / "native" / "leaf.h"],
+    )
 
 
 @pytest.fixture

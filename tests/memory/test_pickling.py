@@ -7,8 +7,6 @@ import copyreg
 import io
 import pickle
 import re
-import subprocess
-import sys
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -162,7 +160,7 @@ def test_explain_says_what_cannot_be_done(make, name):
         assert "nothing that saves or sends it" in str(memsaver.explain(tensor))
 
 
-def test_what_is_registered_and_when():
+def test_what_is_registered_and_when(run_python):
     """Reducers are registered when a region's first tensor is created, and call other libraries'
     reducers.
     """
@@ -188,7 +186,7 @@ except memsaver.InvalidStateError:
 else:
     raise AssertionError
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    run_python(program, with_torch=True)
 
 
 def test_the_registered_functions_are_not_stacked(make):

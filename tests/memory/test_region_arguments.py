@@ -1,125 +1,15 @@
-"""Test the arguments of regions: valid and invalid names, policies and devices."""
+"""Test the arguments of regions: policies and devices. test_tag_names.py tests their names."""
 
 import pytest
-from region_memory import buffer_in, owned
+from region_memory import buffer_in
 
 import memsaver
 from memsaver import simulator
-from memsaver._runtime.native import _C
-from memsaver.errors import ConfigError, InvalidStateError, OutOfDeviceMemoryError, UnknownTagError
+from memsaver.errors import ConfigError, UnknownTagError
 
 pytestmark = pytest.mark.each_python
 
 MIB = 1 << 20
-
-
-# --- names ----------------------------------------------------------------------------------------
-
-NAMES = [
-    "a",
-    "kv_cache",
-    " leading and trailing ",
-    "weights/0 [x] {y} %s %n \\ \" ' ` $HOME",
-    "line\nbreak\ttab\x1b[31m\x7f",
-    "Gewichte für Köln, naïve ﬁ",
-    "重み",
-    "веса",
-    "أوزان",
-    "משקולות",
-    "वज़न",
-    "น้ำหนัก",
-    "e\u0301 is not \u00e9",
-    "👩‍🔬🧪",
-    "\U0010ffff\ufeff\u200b",
-    "0",
-    "None",
-]
-
-
-@pytest.mark.parametrize("text", NAMES)
-def test_a_tag_in_any_script(sim, tag, text):
-    name = f"{text} {tag()}"
-    tag.names.append(name)
-    block = buffer_in(name, backup="host")
-    sim.write(block.address, text.encode())
-    report = memsaver.pause(name)
-    assert report.changed == (name,)
-    assert memsaver.state(name) == "paused"
-    with pytest.raises(InvalidStateError) as caught:
-        with memsaver.region(name):
-            pass
-    assert caught.value.tag == name
-    memsaver.resume(name)
-    assert [row.tag for row in memsaver.stats()[name]] == [name]
-    assert sim.read(block.address, len(text.encode())) == text.encode()
-
-
-def test_tags_that_look_alike_are_different(sim, tag):
-    base = tag()
-    names = [f"{base}é", f"{base}e\u0301", f"{base}é ", f"{base}É"]
-    tag.names.extend(names)
-    blocks = [buffer_in(name) for name in names]
-    assert [owned(name) for name in names] == [[b.address] for b in blocks]
-
-
-def test_a_tag_of_a_million_characters(sim, tag):
-    name = tag() + "ä" * 1_000_000
-    tag.names.append(name)
-    block = buffer_in(name, backup="host")
-    sim.write(block.address, b"kept")
-    memsaver.pause(name)
-    assert memsaver.stats()[name][0].tag == name
-    with pytest.raises(InvalidStateError) as caught:
-        with memsaver.region(name):
-            pass
-    assert len(str(caught.value)) < 1024
-    assert name.startswith(caught.value.tag) and len(caught.value.tag.encode()) < 128
-    with pytest.raises(UnknownTagError) as caught:
-        memsaver.resume(name + "x")
-    assert len(str(caught.value)) < 3000
-    with sim.fault("cuMemCreate", sim.OUT_OF_MEMORY):
-        with pytest.raises(OutOfDeviceMemoryError) as caught:
-            memsaver.resume(name)
-    assert len(str(caught.value)) < 1100
-    memsaver.resume(name)
-    assert sim.read(block.address, 4) == b"kept"
-
-
-@pytest.mark.parametrize("name", ["", "\0", "a\0b", None, 7, b"weights", ["weights"], object()])
-def test_what_cannot_be_a_tag(sim, name):
-    before = memsaver.stats()
-    for call in (
-        memsaver.region,
-        memsaver.pause,
-        memsaver.resume,
-        memsaver.state,
-        memsaver.ranges,
-    ):
-        with pytest.raises(ConfigError, match="tag"):
-            call(name)
-    assert memsaver.stats() == before
-    assert _C.region_depth() == 0
-
-
-def test_a_tag_that_is_no_text_is_refused(sim):
-    # A lone surrogate: a str that has no UTF-8 encoding.
-    before = memsaver.stats()
-    with pytest.raises(ConfigError, match="tag"):
-        with memsaver.region("\ud800"):
-            pass
-    with pytest.raises(ConfigError, match="tag"):
-        memsaver.pause("\ud800")
-    assert memsaver.stats() == before
-
-
-def test_a_subclass_of_str_is_a_tag(sim, tag):
-    class Name(str):
-        pass
-
-    name = tag()
-    block = buffer_in(Name(name))
-    assert owned(name) == [block.address]
-    assert memsaver.state(Name(name)) == "mapped"
 
 
 # --- policies -------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ def test_memory_lies_on_the_regions_device(run_python):
         made = make()
         assert devices_of("inner") == [0] and devices_of("decorated") == [1]
         """,
+        with_torch=True,
         **TWO,
     )
 

@@ -4,6 +4,7 @@ import os
 import unicodedata
 
 import pytest
+from region_memory import buffer_in, owned
 
 import memsaver
 from memsaver._runtime.native import _C
@@ -35,32 +36,41 @@ NAMES = {
     "a path": "../../../etc/passwd",
     "not a character": "\uffff\ufdd0\U0010ffff",
     "one byte": "a",
+    "a number": "0",
+    "None": "None",
+    "blanks around it": " leading and trailing ",
+    "of a shell": "weights/0 [x] {y} ` $HOME",
+    "ligature": "naïve ﬁ",
+    "marks without width": "\ufeff\u200b",
 }
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES.keys())
-def test_a_name(sim, tag, make_blocks, tmp_path, options, name):
+def test_a_name(sim, tag, make_blocks, tmp_path, options, registered, name):
     tag.names += [name, name + "2"]
     options(disk_dir=tmp_path)
     first = make_blocks(name, [3 * MIB], backup="host")
     second = make_blocks(name + "2", [5 * MIB], backup="disk")
     assert {row.tag for row in memsaver.stats().tags} >= {name, name + "2"}
     assert len(memsaver.ranges(name)) == 1
-    told = []
-    registrations = [memsaver.on_pause(told.append), memsaver.on_resume(told.append, tag=name)]
-    try:
-        report = memsaver.pause(name)
-        assert report.changed == (name,) and memsaver.state(name) == "paused"
-        assert memsaver.state(name + "2") == "mapped"
-        report = memsaver.swap(out=name + "2", into=name)
-        assert {change.tag for change in report.changes} == {name, name + "2"}
-        memsaver.resume(name + "2", wait=False).wait()
-        assert told == [name, name + "2", name]
-    finally:
-        for registration in registrations:
-            registration.remove()
-    assert first[0].is_intact() and second[0].is_intact()
     shown = name.encode()[:127].decode(errors="ignore")
+    with memsaver.paused(name, name + "2"), sim.fault("cuMemCreate", sim.OUT_OF_MEMORY):
+        with pytest.raises(memsaver.OutOfDeviceMemoryError) as caught:
+            memsaver.resume(name)
+        assert caught.value.tag == shown and len(str(caught.value)) < 1100
+    told = []
+    registered += [memsaver.on_pause(told.append), memsaver.on_resume(told.append, tag=name)]
+    report = memsaver.pause(name)
+    assert report.changed == (name,) and memsaver.state(name) == "paused"
+    assert memsaver.state(name + "2") == "mapped"
+    with pytest.raises(memsaver.InvalidStateError) as caught, memsaver.region(name):
+        pass
+    assert caught.value.tag == shown and len(str(caught.value)) < 1024
+    report = memsaver.swap(out=name + "2", into=name)
+    assert {change.tag for change in report.changes} == {name, name + "2"}
+    memsaver.resume(name + "2", wait=False).wait()
+    assert told == [name, name + "2", name]
+    assert first[0].is_intact() and second[0].is_intact()
     with memsaver.region(name):
         assert _C.region_tag() == name
         with pytest.raises(memsaver.InvalidStateError) as caught:
@@ -69,15 +79,16 @@ def test_a_name(sim, tag, make_blocks, tmp_path, options, name):
         with pytest.raises(memsaver.OutOfDeviceMemoryError) as caught:
             make_blocks(name, [1 << 50])
         assert caught.value.tag == shown
-    with pytest.raises(memsaver.UnknownTagError) as caught:
-        memsaver.state(name + "3")
-    assert caught.value.tag == (name + "3").encode()[:127].decode(errors="ignore")
-    assert str(caught.value).encode()
+    for call in (memsaver.state, memsaver.resume):
+        with pytest.raises(memsaver.UnknownTagError) as caught:
+            call(name + "3")
+        assert caught.value.tag == (name + "3").encode()[:127].decode(errors="ignore")
+        assert str(caught.value).encode() and len(str(caught.value)) < 3000
 
 
 def test_alike_is_not_the_same(sim, tag, make_blocks):
     composed, decomposed = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
-    names = [composed, decomposed, "É", "e", "k" * 1_000_000, "k" * 999_999]
+    names = [composed, decomposed, "é ", "É", "e", "k" * 1_000_000, "k" * 999_999]
     tag.names += names
     blocks = {name: make_blocks(name, [MIB])[0] for name in names}
     for name in names:
@@ -87,16 +98,28 @@ def test_alike_is_not_the_same(sim, tag, make_blocks):
     assert all(block.is_zero() for block in blocks.values())
 
 
-@pytest.mark.parametrize("name", ["", "a\0b", "\ud800", b"bytes", None, 1, ["list"]], ids=repr)
+def test_a_subclass_of_str_is_a_name(sim, tag):
+    class Name(str):
+        pass
+
+    name = tag()
+    block = buffer_in(Name(name))
+    assert owned(name) == [block.address]
+    assert memsaver.state(Name(name)) == "mapped"
+
+
+@pytest.mark.parametrize(
+    "name", ["", "\0", "a\0b", "\ud800", b"bytes", None, 1, ["list"], object], ids=repr
+)
 def test_what_is_no_name(sim, name):
-    before = {row.tag for row in memsaver.stats().tags}
-    with pytest.raises(memsaver.ConfigError):
+    before = memsaver.stats()
+    with pytest.raises(memsaver.ConfigError, match="tag"):
         with memsaver.region(name):
             pytest.fail("entered")
     for call in (memsaver.pause, memsaver.resume, memsaver.state, memsaver.ranges):
-        with pytest.raises(memsaver.ConfigError):
+        with pytest.raises(memsaver.ConfigError, match="tag"):
             call(name)
-    assert {row.tag for row in memsaver.stats().tags} == before
+    assert memsaver.stats() == before and _C.region_depth() == 0
 
 
 NO_TEXT = [b"\xff", b"a\xc3", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe0\x9f\xbf"]

@@ -123,14 +123,6 @@ def test_version_and_help(run):
 # --- imports of the command -----------------------------------------------------------------------
 
 
-def test_importing_preload_is_cheap(run):
-    code = (
-        "import sys, memsaver._memory.preload; "
-        "print({'torch', 'numpy', 'typer'} & set(sys.modules))"
-    )
-    assert run([sys.executable, "-c", code], preloaded=()).stdout == "set()\n"
-
-
 def test_running_a_command_takes_no_other_commands_parts(run):
     words = [sys.executable, "-X", "importtime", "-m", "memsaver", "run", "--", "true"]
     imported = {line.split("|")[-1].strip() for line in run(words, SIM, ()).stderr.splitlines()}

@@ -4,17 +4,15 @@ Each case runs in its own process. A call that fails changes nothing, and succee
 is lifted.
 """
 
-import subprocess
-import sysconfig
 import textwrap
 
 import pytest
+from built_sources import built
 from repository import TESTS
 
 pytestmark = pytest.mark.long
 
 FIXTURES = TESTS / "fixtures" / "limits"
-CC = (sysconfig.get_config_var("CC") or "cc").split()
 MIB = 1 << 20
 
 PRELUDE = """
@@ -57,12 +55,9 @@ def code(body):
 
 
 @pytest.fixture(scope="module")
-def other_system(tmp_path_factory):
+def other_system():
     """Build a library whose libc functions behave like another system's (see LIMITS_SYSTEM)."""
-    library = tmp_path_factory.mktemp("limits") / "system.so"
-    command = [*CC, "-O1", "-Wall", "-fPIC", "-shared", str(FIXTURES / "system.c")]
-    subprocess.run([*command, "-o", str(library), "-ldl"], check=True)
-    return library
+    return built("system.so", [FIXTURES / "system.c"], libraries=["-ldl"])
 
 
 # --- control groups -------------------------------------------------------------------------------

@@ -1,9 +1,5 @@
 """Test the life of a process: import, fork, spawn, exit, and machines without a driver."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from process_code import code
 
@@ -143,50 +139,6 @@ def test_children_of_multiprocessing(run_python, tmp_path, method):
 
 
 # --- exit -----------------------------------------------------------------------------------------
-
-STATES = """
-with memsaver.region("mapped", backup="host"):
-    mapped = Block(sim, 3 << 20, 1)
-with memsaver.region("paused", backup="host"):
-    paused = Block(sim, 3 << 20, 2)
-with memsaver.region("discarded"):
-    discarded = Block(sim, 70 << 20, 3)
-with memsaver.region("resumed", backup="host"):
-    resumed = Block(sim, 3 << 20, 4)
-memsaver.pause("paused", "discarded", "resumed")
-memsaver.resume("resumed")
-opened = memsaver.region("open")
-opened.__enter__()
-inside = simulator.buffer(4096)
-print("done", flush=True)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "end, status",
-    [
-        ("", 0),
-        ("sys.exit(7)", 7),
-        ("os._exit(3)", 3),
-        ("import threading; threading.Thread(target=sys.exit).start()", 0),
-        (
-            "import atexit; atexit.register(lambda: (_C.free(mapped.address), sys.stdout.flush()))",
-            0,
-        ),
-        ("sim.deinitialize(True)", 0),
-        ("import signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
-    ],
-    ids=["end", "exit", "_exit", "thread", "atexit", "driver gone", "killed"],
-)
-def test_exit_with_live_memory_in_every_state(run_python, end, status):
-    if "atexit" in end:  # freed there, so the owner must not free it again
-        end = "mapped.buffer.array = None; del mapped; del paused; " + end.replace(
-            "_C.free(mapped.address)", "memsaver.resume()"
-        )
-    done = run_python(code(STATES + end), status=status)
-    assert done.stdout == "done\n"
-    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("seed", [1, 2], ids=["ends meanwhile", "ends after it"])
@@ -366,37 +318,3 @@ def test_nothing_is_printed(run_python):
         )
     )
     assert (done.stdout, done.stderr) == ("", "")
-
-
-def test_importing_takes_no_writer_of_traces(run_python):
-    """An import loads no module that only `Timeline.save` needs, because every process would."""
-    done = run_python(
-        """
-        import sys
-        import memsaver
-        late = {"json", "secrets", "hmac", "random", "memsaver.traces.files"}
-        print(sorted(late & set(sys.modules)))
-        """
-    )
-    assert done.stdout == "[]\n"
-
-
-def test_importing_imports_neither_torch_nor_numpy():
-    script = (
-        "import sys; before = set(sys.modules); import memsaver; "
-        "print(sorted(m for m in sys.modules if m.split('.')[0] in "
-        "('torch', 'numpy', 'rich', 'typer')), 'memsaver' in sys.modules)"
-    )
-    for driver in (
-        {},
-        {"MEMSAVER_DRIVER": "/nonexistent.so"},
-        {"MEMSAVER_SHARE_BYTES": "nonsense"},
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, **driver},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert (done.stdout, done.stderr) == ("[] True\n", "")

@@ -10,12 +10,10 @@ from test_process import code
 
 pytestmark = pytest.mark.long
 
-KINDS = ["none", "host", "pageable", "disk"]
-
 # --- signals --------------------------------------------------------------------------------------
 
 STORM = """
-import random, signal, threading, time
+import signal, threading, time
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test run inherited
 
@@ -38,71 +36,6 @@ def interrupted(call, seconds):
         timer.join()
     return False
 """
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_interrupts_at_any_time(run_python, tmp_path, kind):
-    # Tags, contents and callbacks change together or not at all; then KeyboardInterrupt is raised.
-    done = run_python(
-        code(
-            STORM
-            + f"""
-kind = {kind!r}
-first, second, third = (block_in(name, kind, seed) for seed, name in enumerate("abc", 1))
-told = {{name: "mapped" for name in "abc"}}
-memsaver.on_pause(lambda tag: told.update({{tag: "paused"}}))
-memsaver.on_resume(lambda tag: told.update({{tag: "mapped"}}))
-random.seed(1)
-
-def right(name, block):
-    return memsaver.state(name) == "paused" or kind == "none" or block.is_intact()
-
-def check():
-    states = {{name: str(memsaver.state(name)) for name in "abc"}}
-    assert states["a"] == states["b"] and set(states.values()) <= {{"mapped", "paused"}}, states
-    assert told == states, (told, states)
-    assert right("a", first) and right("b", second) and right("c", third)
-    return states
-
-def both():
-    with memsaver.paused("a", "b"):
-        pass
-
-hits, turns = 0, 0
-end = time.monotonic() + 2.5
-memsaver.pause("c")
-while time.monotonic() < end:
-    for block in (first, second):
-        if memsaver.state("a") == "mapped":
-            block.fill(block.seed + 2)
-    sim.stream_delay(random.choice([0, 0.002]))
-    out = memsaver.state("a") == "mapped"
-    call = random.choice([
-        (lambda: memsaver.pause("a", "b")) if out else (lambda: memsaver.resume("a", "b")),
-        (lambda: memsaver.swap(out=["a", "b"], into="c")) if out else
-        (lambda: memsaver.swap(out="c", into=["a", "b"])),
-        both,
-        lambda: memsaver.pause("a", "b", wait=False).wait(),
-    ])
-    hits += interrupted(call, random.random() * 0.02)
-    sim.stream_delay(0)
-    # Of an interrupted wait the transition goes on; the next call waits for it.
-    memsaver.stats()
-    while not {{str(memsaver.state(n)) for n in "abc"}} <= {{"mapped", "paused"}}:
-        time.sleep(0.001)
-    time.sleep(0.002)
-    check()
-    turns += 1
-thread = threading.Thread(target=memsaver.resume, daemon=True)  # nothing is held by nobody
-thread.start()
-thread.join(20)
-assert not thread.is_alive() and set(check().values()) == {{"mapped"}}
-assert sim.violations() == [] and hits >= 5, (hits, turns)
-"""
-        ),
-        MEMSAVER_DISK_DIR=tmp_path,
-    )
-    assert (done.stdout, done.stderr) == ("", "")
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
@@ -305,10 +238,22 @@ print("done", flush=True)
 """
 
 
+NO_CORE = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+OPEN = """
+opened = memsaver.region("open")
+opened.__enter__()
+inside = simulator.buffer(4096)
+"""
+
+
 @pytest.mark.parametrize(
     ("end", "status", "says"),
     [
         ("", 0, ""),
+        ("import threading; threading.Thread(target=sys.exit).start()", 0, ""),
+        ("sim.deinitialize(True)", 0, ""),
+        ("import signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("import atexit; atexit.register(lambda: (memsaver.resume(), blocks.clear()))", 0, ""),
         ("sys.exit(7)", 7, ""),
         ("os._exit(3)", 3, ""),
         ("raise ValueError('mine')", 1, "ValueError: mine"),
@@ -329,7 +274,7 @@ print("done", flush=True)
 )
 def test_exit_with_every_backup_in_every_state(run_python, tmp_path, end, status, says):
     done = run_python(
-        code("import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n" + STATES + end),
+        code(NO_CORE + STATES + OPEN + end),
         status=status,
         MEMSAVER_DISK_DIR=tmp_path,
     )

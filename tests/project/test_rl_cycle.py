@@ -1,20 +1,19 @@
 """Test benchmarks/rl_cycle.py from end to end, without a GPU and without SGLang."""
 
+import dataclasses
 import json
 import os
 import shutil
-import subprocess
-import sysconfig
 import threading
 from types import SimpleNamespace
 
 import pytest
+from built_sources import built
 from repository import TESTS
 
 pytest.importorskip("torch")
 
 FIXTURES = TESTS / "fixtures"
-CC = (sysconfig.get_config_var("CC") or "cc").split()
 MIB = 1 << 20
 
 SMI = """#!/bin/sh
@@ -32,12 +31,9 @@ TRANSITIONS = [
 
 
 @pytest.fixture(scope="session")
-def nvml(tmp_path_factory):
+def nvml():
     """Build the fake NVML; return its path."""
-    library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
-    source = FIXTURES / "nvml" / "nvml.c"
-    subprocess.run([*CC, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    return library
+    return built("libnvidia-ml.so.1", [FIXTURES / "nvml" / "nvml.c"])
 
 
 @pytest.fixture
@@ -91,6 +87,7 @@ def run(benchmark_module, memory, tmp_path, monkeypatch):
 # --- seconds and memory ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_rows_of_steps(run, capsys):
     status, rows, engines = run("--only=step")
     assert (status, engines) == (0, ["ours", "theirs", "theirs-retained"])
@@ -364,10 +361,8 @@ def test_a_trainer_notices_what_is_lost_and_repeats_itself(
     benchmark_module, monkeypatch, sim, name
 ):
     monkeypatch.syspath_prepend(FIXTURES / "peer")
-    model = benchmark_module("sglang_model")
-    trainers = [
-        benchmark_module("rl_trainer").Trainer(name, model.SMALL, 2, "cpu") for _ in range(2)
-    ]
+    shape = dataclasses.replace(benchmark_module("sglang_model").SMALL, layers=1, vocab=512)
+    trainers = [benchmark_module("rl_trainer").Trainer(name, shape, 2, "cpu") for _ in range(2)]
     weights = sum(tensor.nbytes for _, tensor in trainers[0].weights)
     assert trainers[0].bytes == 3 * weights
     for trainer in trainers:

@@ -114,6 +114,7 @@ def test_the_rows_of_a_whole_run(run, capsys):
     assert "0.9, at_once: no room" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_first_engine_of_a_run_is_not_measured(run):
     status, rows, engines = run("--only=cycle", "--no-peer")
     assert (status, rows) == (0, {})  # without a peer, values are only printed
@@ -173,6 +174,7 @@ def test_an_engine_that_does_not_wake_up_beside_nobody_is_a_failure(run, capsys)
     assert "mem_fraction_static 0.99, staged" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_way_that_never_completes_gives_no_row(run, capsys):
     status, rows, _ = run("--only=fraction", "--fractions=0.9")
     assert (status, rows) == (1, {})

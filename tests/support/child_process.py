@@ -22,20 +22,28 @@ def run_code(
     *,
     status: int | None = 0,
     timeout: float = 60,
+    with_torch: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run code in a new interpreter in that folder; raise AssertionError for another exit status.
+    """Run code in a new process in that folder; raise AssertionError for another exit status.
 
-    The status None accepts any status. `timeout` is in seconds.
+    The status None accepts any status. `timeout` is in seconds. The process is a new interpreter,
+    or, if `with_torch`, a process that has already imported torch, which saves seconds.
     """
     __tracebackhide__ = True  # the failure is in the code, and logs must not show the environment
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    code = textwrap.dedent(code)
+    if with_torch:
+        from rank_processes import run_with_torch
+
+        done = run_with_torch(code, environment, folder, timeout=timeout)
+    else:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
     if status is not None:
         assert done.returncode == status, done.stdout + done.stderr
     return done

@@ -1,7 +1,7 @@
 """Groups of processes on simulated devices, for tests of `memsaver.distributed`.
 
-Importing torch takes seconds in each process, so a set of processes runs many scenes. Each scene
-begins and ends with everything mapped, and every rank checks its own state.
+A set of processes runs many scenes. Each scene begins and ends with everything mapped, and every
+rank checks its own state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import contextlib, datetime, gc, os, signal, sys, time, warnings
 import memsaver
 import memsaver.distributed as md
 from simulated_driver import Block, Simulator
-assert "torch" not in sys.modules
 from rank_calls import gathered, lost
 
 import torch.distributed as dist
@@ -99,4 +98,4 @@ def run(
     Every process must end with status 0, except those in `statuses`, such as `{2: 7}`.
     """
     text = PRELUDE + textwrap.dedent(code) + "\nassert sim.violations() == []\n"
-    rank_processes.run(text, size, folder, statuses=statuses, timeout=timeout, fresh=True)
+    rank_processes.run(text, size, folder, statuses=statuses, timeout=timeout)

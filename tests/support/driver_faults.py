@@ -46,7 +46,7 @@ class Fixed:
 
     def are_intact(self):
         pairs = zip(self.blocks, self.contents, strict=True)
-        return all(block.bytes() == content for block, content in pairs)
+        return all(self.sim.contains(block.address, content) for block, content in pairs)
 
     def are_zero(self):
         return all(block.is_zero() for block in self.blocks)

@@ -41,7 +41,7 @@ def make_site(wheel: Path) -> Path:
 
 
 def run_with(
-    packages: object, code: str, folder: Path, status: int, **env: str
+    packages: object, code: str, folder: Path, status: int, with_torch: bool = False, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python code after the usual import, on the simulated driver, and check its status."""
     environment = environment_without("MEMSAVER_", "TMS_")
@@ -50,11 +50,12 @@ def run_with(
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, IMPORT_PATH]))
     environment["MEMSAVER_DRIVER"] = "sim"
     environment.update(env)
-    return run_code(PREAMBLE + textwrap.dedent(code), environment, folder, status=status)
+    code = PREAMBLE + textwrap.dedent(code)
+    return run_code(code, environment, folder, status=status, with_torch=with_torch)
 
 
 PREAMBLE = """
-import os, subprocess, sys
+import ctypes, os, subprocess, sys
 import memsaver
 from memsaver import simulator
 from refusals import raises
@@ -64,7 +65,7 @@ MIB = 1 << 20
 
 def block(byte, nbytes=3 * MIB):
     made = simulator.buffer(nbytes)
-    made.array[:] = bytes([byte]) * nbytes
+    ctypes.memset(made.address, byte, nbytes)
     return made
 
 def reads(made, byte):

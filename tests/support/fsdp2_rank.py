@@ -1,6 +1,4 @@
-"""One rank of FSDP2 trainers in tags, on gloo: python fsdp2_rank.py STORE RANK SIZE"""
-
-import sys
+"""One rank of FSDP2 trainers in tags, on gloo; `rank_processes` runs `main`."""
 
 import torch
 import torch.distributed as dist
@@ -80,9 +78,8 @@ def train(optimizer, model, accumulate, tags):
 
 
 def main():
-    path, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
-    mesh = init_device_mesh("cpu", (size,))
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sim.start()
     for number, (optimizer, reshard, accumulate) in enumerate(
         [("adamw", True, False), ("adam_amsgrad", False, True), ("sgd_momentum", False, False)]
@@ -90,8 +87,3 @@ def main():
         tags = f"optimizer {number}", f"model {number}"
         train(optimizer, sharded(mesh, reshard), accumulate, tags)
     dist.destroy_process_group()
-    print("held")
-
-
-if __name__ == "__main__":
-    main()

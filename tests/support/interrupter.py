@@ -5,17 +5,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 import signal
-import subprocess
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from built_sources import built
 from repository import TESTS
 
 SOURCE = TESTS / "fixtures" / "interrupts" / "at_event.c"
-CC = (sysconfig.get_config_var("CC") or "cc").split()
 
 
 class Interrupter:
@@ -25,21 +22,14 @@ class Interrupter:
         where: the name of the function in which the last interrupt was raised.
 
     Args:
-        folder: the folder in which to build its library.
         number: the signal's number.
         error: the exception that the signal's handler raises.
     """
 
     def __init__(
-        self,
-        folder: str,
-        number: int = signal.SIGINT,
-        error: type[BaseException] = KeyboardInterrupt,
+        self, number: int = signal.SIGINT, error: type[BaseException] = KeyboardInterrupt
     ) -> None:
-        built = Path(folder).resolve() / "at_event.so"
-        command = [*CC, "-O1", "-Wall", "-fPIC", "-shared", str(SOURCE), "-o", str(built)]
-        subprocess.run(command, check=True)
-        library = ctypes.CDLL(str(built))
+        library = ctypes.CDLL(str(built("at_event.so", [SOURCE])))
         ctypes.c_int.in_dll(library, "number").value = number
         self._seen = ctypes.c_long.in_dll(library, "seen")
         self._at = ctypes.c_long.in_dll(library, "at")

@@ -1,4 +1,4 @@
-"""Runs the same Python code in several processes, as ranks of a `torch.distributed` group."""
+"""Runs Python code in processes that have imported torch: one, or the ranks of a group."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def run(
             "folder": str(folder),
             "environment": {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             "output": str(output),
+            "errors": str(output),
         }
         for rank, output in enumerate(outputs)
     ]
@@ -65,6 +66,31 @@ def run(
         print(report)
     assert ended == [(statuses or {}).get(rank, 0) for rank in range(size)], report
     return said
+
+
+def run_with_torch(
+    code: str, environment: Mapping[str, str], folder: Path, *, timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that has imported torch, but not memsaver.
+
+    `environment` must have PYTHONPATH; the process ignores the other variables that an interpreter
+    reads when it starts. Raises AssertionError if the process runs longer than `timeout` seconds.
+    """
+    script, output, errors = (folder / f"with_torch.{name}" for name in ("py", "out", "err"))
+    script.write_text(code)
+    output.write_text("")
+    errors.write_text("")
+    process: Process = {
+        "script": str(script),
+        "folder": str(folder),
+        "environment": dict(environment),
+        "output": str(output),
+        "errors": str(errors),
+    }
+    (status,) = _forked([process], timeout)
+    said = output.read_text(), errors.read_text()
+    assert status is not None, f"no end within {timeout} s:\n" + "".join(said)
+    return subprocess.CompletedProcess([str(script)], status, *said)
 
 
 def _environment() -> dict[str, str]:

@@ -166,25 +166,6 @@ def test_a_callback_that_waits_for_a_transition_that_waits_for_it(
     assert intact(blocks)
 
 
-def test_eight_threads_in_the_background(sim, tag, make_blocks, in_thread):
-    names = [tag(f"t{i}") for i in range(4)]
-    blocks = [make_blocks(name, [100_000], backup="host")[0] for name in names]
-
-    def work(seed):
-        for turn in range(15):
-            some = names[(seed + turn) % 4 :] or names
-            memsaver.pause(*some, wait=False)
-            resume = memsaver.resume(*some[::-1], wait=False)
-            if turn % 3:
-                resume.wait()
-        memsaver.resume(*names)
-
-    for task in [in_thread(work, seed) for seed in range(8)]:
-        task.result()
-    memsaver.resume(*names)
-    assert intact(blocks)
-
-
 def test_a_callback_of_a_failed_transition_may_ask_for_it(sim, tag, make_blocks, registered):
     name = tag()
     blocks = make_blocks(name, [MIB], backup="host")

@@ -1,10 +1,6 @@
 """Test threads that concurrently allocate, pause and resume the same tags and different tags."""
 
-import random
-import time
-
 import pytest
-from looks import row_of
 
 import memsaver
 from memsaver import simulator
@@ -141,59 +137,6 @@ def test_a_pause_waits_for_another_threads_pause(
     assert memsaver.resume(name).changed == ()
     assert task.result().changed == (name,)
     assert blocks[0].is_intact()
-
-
-@pytest.mark.long
-def test_eight_threads_and_overlapping_tags(sim, tag, make_blocks, in_thread):
-    names = [tag() for _ in range(5)]
-    kept = {name: make_blocks(name, [MIB, 3 * MIB + 5, 512], backup="host") for name in names}
-    stop = time.monotonic() + 4
-
-    def work(seed):
-        rng = random.Random(seed)
-        done = 0
-        while time.monotonic() < stop:
-            some = rng.sample(names, rng.randint(1, 5))
-            action = rng.randrange(6)
-            if action < 2:
-                memsaver.pause(*some)
-            elif action < 4:
-                memsaver.resume(*some)
-            elif action == 4:
-                with memsaver.paused(*some):
-                    pass
-            else:
-                try:
-                    make = [simulator.buffer(rng.choice([512, 70_000, 3 * MIB]))]
-                except InvalidStateError:
-                    make = []  # outside of regions
-                try:
-                    with memsaver.region(some[0]):
-                        make.append(simulator.buffer(rng.choice([512, 70_000, 3 * MIB])))
-                except InvalidStateError:
-                    pass  # paused
-                del make
-            done += 1
-        return done
-
-    def tolerant(seed):
-        rng, done = seed * 1000, 0
-        while time.monotonic() < stop:
-            try:
-                done += work(rng)
-            except InvalidStateError as error:  # a pause met another thread's open region
-                assert "while a region of it is open" in str(error)
-            rng += 1
-        return done
-
-    done = [task.result() for task in [in_thread(tolerant, seed) for seed in range(8)]]
-    assert sum(done) > 100
-    memsaver.resume(*names)
-    for name in names:
-        assert all(b.is_intact() for b in kept[name])
-        assert row_of(name).allocations == 3
-    memsaver.pause(*names)
-    assert sim.tag_bytes() == 0
 
 
 def test_other_threads_run_while_one_pauses(sim, tag, make_blocks, in_thread, wait_until, slow):

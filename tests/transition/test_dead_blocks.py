@@ -65,18 +65,6 @@ def test_overlapping_and_unsorted_dead_ranges(sim, tag, make_blocks):
     assert block.bytes() == bytes(contents)
 
 
-def test_dead_ranges_of_one_pause_live_in_the_next(sim, tag, make_blocks):
-    name = tag()
-    (block,) = make_blocks(name, [MIB], backup="host")
-    _C.pause([name], -1, [(block.address, MIB)])
-    memsaver.resume(name)
-    assert block.is_zero()
-    block.fill(5)
-    memsaver.pause(name)
-    memsaver.resume(name)
-    assert block.is_intact()
-
-
 def test_what_was_dead_is_saved_if_memory_changed_since(sim, tag, make_blocks):
     name = tag()
     (block,) = make_blocks(name, [PAGE], backup="host")

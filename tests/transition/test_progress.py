@@ -112,8 +112,3 @@ def test_true_is_a_bar_on_stderr(monkeypatch):
 def test_anything_else_is_an_error(progress):
     with pytest.raises(TypeError, match=f"not {progress!r}"):
         callback_of(progress, "pause")
-
-
-def test_importing_it_does_not_import_rich(run_python):
-    done = run_python("import sys, memsaver._transitions.progress; print('rich' in sys.modules)")
-    assert done.stdout == "False\n"

@@ -287,4 +287,4 @@ def test_calls_can_be_made_again_at_each_of_their_lines(run_python, case):
     files, code = CASES[case]
     if "torch" in code:
         pytest.importorskip("torch")
-    run_python(f"    FILES = {files!r}" + TOOLS + code)
+    run_python(f"    FILES = {files!r}" + TOOLS + code, with_torch="torch" in code)

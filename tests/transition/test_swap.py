@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from driver_faults import fill_device
 
 import memsaver
 from memsaver._runtime.native import _C
@@ -14,22 +15,16 @@ PAGE = 2 * MIB
 KINDS = ["none", "host", "pageable", "disk"]
 
 
-def held(*names):
-    return sum(row.resident_bytes for row in memsaver.stats().tags if row.tag in names)
-
-
 def came_back(blocks, backup="host"):
     return all(b.is_zero() if backup == "none" else b.is_intact() for b in blocks)
 
 
+def held(*names):
+    return sum(row.resident_bytes for row in memsaver.stats().tags if row.tag in names)
+
+
 def made(sim):
     return sim.calls("cuMemCreate"), sim.calls("cuMemRelease")
-
-
-def fill_device(sim, free):
-    """Make another process allocate all but `free` bytes of device memory."""
-    sim.occupy(0)
-    sim.occupy(memsaver.device_memory(0)[0] - free)
 
 
 # --- contents and pages ---------------------------------------------------------------------------

@@ -405,8 +405,10 @@ def test_allocations_can_be_switched_off_underneath(run_dropin):
 
 def test_get_cpu_backup(run_dropin):
     pytest.importorskip("torch")
-    run_dropin("""
+    run_dropin(
+        """
         import torch
+
         def made(tag, **options):
             with saver.region(tag, **options):
                 return simulator.empty((4, 3)).copy_(torch.arange(12.0).reshape(4, 3))
@@ -432,14 +434,17 @@ def test_get_cpu_backup(run_dropin):
         assert torch.equal(kept, expected)
         assert saver.get_cpu_backup(kept) is None
         assert not plain.any()
-    """)
+    """,
+        with_torch=True,
+    )
 
 
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
 def test_a_retained_backup_is_readable_while_the_tensor_is_mapped(run_dropin, backend):
     """It keeps its address across pauses, until a resume without retention."""
     pytest.importorskip("torch")
-    run_dropin(f"""
+    run_dropin(
+        f"""
         import torch
         with saver.region("a", enable_cpu_backup=True, cpu_backup_backend={backend!r}):
             x = simulator.empty((4, 256)).copy_(torch.arange(1024.0).reshape(4, 256))
@@ -470,13 +475,16 @@ def test_a_retained_backup_is_readable_while_the_tensor_is_mapped(run_dropin, ba
         retain(saver, False)
         saver.resume("a")
         assert shown() is None and torch.equal(x, expected)
-    """)
+    """,
+        with_torch=True,
+    )
 
 
 @pytest.mark.parametrize("how", ["freed", "freed while paused"])
 def test_a_retained_backup_goes_with_its_tensor(run_dropin, how):
     pytest.importorskip("torch")
-    run_dropin(f"""
+    run_dropin(
+        f"""
         import torch
         saver.retain_cpu_backup = True
         def make():
@@ -493,4 +501,6 @@ def test_a_retained_backup_goes_with_its_tensor(run_dropin, how):
         assert y.data_ptr() == address and saver.get_cpu_backup(y) is None
         saver.pause("a"), saver.resume("a")
         assert bool((saver.get_cpu_backup(y) == 3).all())
-    """)
+    """,
+        with_torch=True,
+    )

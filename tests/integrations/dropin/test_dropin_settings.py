@@ -6,7 +6,8 @@ import pytest
 
 
 def test_hook_mode_can_be_set_until_the_first_use(run_dropin):
-    run_dropin("""
+    run_dropin(
+        """
         assert saver.hook_mode == "preload"
         saver.hook_mode = "torch"
         raises(ValueError, setattr, saver, "hook_mode", "magic")
@@ -16,7 +17,9 @@ def test_hook_mode_can_be_set_until_the_first_use(run_dropin):
         assert saver.hook_mode == "torch"
         saver.pause("a"), saver.resume("a")
         assert reads(made, 1)
-    """)
+        """,
+        with_torch=True,  # the mode "torch" imports it
+    )
 
 
 def test_the_margin_stays_free(run_dropin):

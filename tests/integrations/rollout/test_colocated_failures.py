@@ -148,7 +148,7 @@ def test_a_step_that_is_interrupted_everywhere_can_be_made_again(run_python):
     gc.freeze()  # the simulated driver looks for tensors among all objects
     scene = tests.Scene(lambda name: name)
     session = scene.session
-    interrupter = Interrupter(".")
+    interrupter = Interrupter()
 
     def step():
         with session.rollout() as engine:
@@ -167,4 +167,5 @@ def test_a_step_that_is_interrupted_everywhere_can_be_made_again(run_python):
     assert not [name for name in threads if name.startswith("memsaver")], threads
     """,
         timeout=110,
+        with_torch=True,
     )

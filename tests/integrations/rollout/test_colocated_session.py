@@ -120,7 +120,8 @@ def test_it_offloads_what_it_is_given(sim, tag, run_python):
         session.close()
         memsaver.pause("optimizer")
         trainer.optimizer.zero_grad()  # no hook is left: nothing speaks
-        """
+        """,
+        with_torch=True,
     )
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from repository import SUPPORT
 
 pytest.importorskip("torch")
 
@@ -111,11 +108,11 @@ def test_a_fixed_port_can_be_used_again(group_of):
             pass
 
 
-def test_names_do_not_repeat_in_another_process_with_the_same_pid(tmp_path):
+def test_names_do_not_repeat_in_another_process_with_the_same_pid(run_python):
     """Names must differ, because an engine remembers the groups of killed trainers."""
-    code = """
+    code = f"""
 import os, sys
-sys.path[:0] = sys.argv[1:]
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 os.getpid = lambda: 4711
 from test_weight_group import Nobody
 from memsaver.integrations.rollout import RolloutEngine, WeightGroup
@@ -127,10 +124,7 @@ for _ in range(2):
         names.append(group.name)
 print(*names)
 """
-    names = []
-    for _ in range(2):
-        command = [sys.executable, "-c", code, str(Path(__file__).parent), str(SUPPORT)]
-        names += subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    names = [name for _ in range(2) for name in run_python(code, with_torch=True).stdout.split()]
     assert len(set(names)) == 4
 
 

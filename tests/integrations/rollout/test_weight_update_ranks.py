@@ -233,10 +233,11 @@ assert error.tensors == ("layers.0.o.weight",), error.tensors
 assert "on rank 0 (" in str(error), error  # of the stand-in's ranks, which are one each
 
 # A rank that comes no more.
+engine, backend = engine_of(2, timeout=3)
 start = time.monotonic()
 store = dist.distributed_c10d._get_default_store()
 if RANK == 0:
-    error = refused(GroupError, update, engine, weights, timeout=3, alone=True)
+    error = refused(GroupError, update, engine, weights, alone=True)
     assert error.missing == (1,) and time.monotonic() - start < 30, error
     store.set("missed", "")
 else:
