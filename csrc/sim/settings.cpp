@@ -79,7 +79,7 @@ std::string shown(const char* text) {
 }
 
 std::string refusal(const char* name, const char* text, const std::string& takes) {
-  return std::string(name) + "='" + shown(text) + "' makes no sense: it takes " + takes;
+  return std::string(name) + "='" + shown(text) + "' is invalid: it takes " + takes;
 }
 
 constexpr const char* kDevices = "MEMSAVER_SIM_DEVICES";

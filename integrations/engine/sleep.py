@@ -34,7 +34,7 @@ class EngineController:
 
     Every call skips tags that are already in the requested state. Calls that would end the engine
     are rejected before the engine receives them: releasing memory that requests use, and generating
-    without it.
+    while that memory is released.
 
     Threads: any. `sleep` and `wake_up` run one after the other; generations run concurrently. Do
     not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`.
@@ -67,7 +67,7 @@ class EngineController:
 
     @property
     def status(self) -> Status:
-        """The status as far as this controller knows. `refresh` queries the engine."""
+        """The last known status. `refresh` queries the engine."""
         return status_of(self._knowledge.current())
 
     @property
@@ -269,7 +269,7 @@ class EngineController:
                 except EngineTimeoutError as late:
                     if time.monotonic() < deadline:
                         raise
-                    raise busy() from late  # as of the last answer
+                    raise busy() from late  # the last answer reported requests
 
         steps.append(timed("wait_idle" if self.guarded else "flush", until_idle))
         if flush and self.guarded:

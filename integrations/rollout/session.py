@@ -114,7 +114,7 @@ class ColocatedSession:
         ConfigError: the model or an optimizer cannot be offloaded, a tag has no backup, an option
             is invalid, the ranks differ in `sleep`, `engine_keeps_weights` or `tags`, or `group` is
             not a process group. Raised on all ranks.
-        UnknownTagError: no region ever named one of `tags`.
+        UnknownTagError: no region has ever named one of `tags`.
         InvalidStateError: a handle or the group is closed; or this rank is not in `group`, in which
             case only this rank raises it, and the group's ranks wait for each other until
             `timeout`.
@@ -139,7 +139,7 @@ class ColocatedSession:
         block_timeout: float = 1800.0,
         on_stage: Callable[[StageReport], object] | None = None,
     ) -> None:
-        # Arguments are checked only when all ranks can learn that one is invalid.
+        # Arguments are checked only when a failure can be reported to all ranks.
         everyone = group_of(group)
         self._together = Together(everyone, timeout, "session")
 
@@ -180,7 +180,7 @@ class ColocatedSession:
         self._block_timeout = block_timeout
         self._on_stage = on_stage
         self._phase = Phase.IDLE
-        self._owner = threading.Lock()  # held inside a block
+        self._owner = threading.Lock()  # locked inside a block
         self._is_current = False  # whether the engine has the trainer's weights
         self._rank = layout.rank
 
@@ -299,7 +299,8 @@ class ColocatedSession:
         def prepare() -> None:
             given.append((self._state(), options_of(self._options)))
 
-        # If it fails on a rank, no other rank waits for this rank in the engine's own call.
+        # A failure of `prepare` is raised on all ranks here; otherwise the others would wait for
+        # this rank in the engine's own call.
         self._together.gather("the weights to send", prepare, self._timeout)
         ((state, options),) = given
         return self.engine.update_weights(state, **options)

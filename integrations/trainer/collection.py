@@ -218,7 +218,7 @@ class Collection:
     def _before_any_step(self, optimizer: Any) -> None:
         if state(self.tag) is State.MAPPED:
             return
-        if all(optimizer is not target for target in self.targets):  # those have `_before_step`
+        if all(optimizer is not target for target in self.targets):  # `_before_step` checks targets
             check_tags_mapped(_touched_by_step(optimizer), _STEP)
 
     def _before_step(self, optimizer: Any) -> None:
@@ -273,8 +273,8 @@ class Collection:
         """Return each storage of the targets on the device, with the first holding of it.
 
         Without `parameters`, leaves out an optimizer's states that share a storage with a
-        parameter: they stay with the parameter. The parameters of other objects count for states
-        that are not in the tag yet.
+        parameter: they stay with the parameter. For states that are not in the tag yet, the
+        parameters include those of all other objects in the process.
         """
         import torch
 

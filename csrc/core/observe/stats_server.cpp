@@ -162,7 +162,7 @@ void* serve(void* listener) noexcept {
     try {
       if (is_same_user(server.client)) send_all(server.client, stats_json());
     } catch (...) {
-      // No memory for the answer: the client receives none.
+      // There is no memory for the answer: the client receives nothing.
     }
     hang_up();
   }

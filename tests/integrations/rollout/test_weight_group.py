@@ -308,7 +308,8 @@ else:
         assert "the group failed" in str(error) and "make a new one" in str(error), error
         if backend is not None:
             backend.refuses = False
-    assert "was left" in str(refused(InvalidStateError, update, engine, shards, group=group))
+    error = refused(InvalidStateError, update, engine, shards, group=group)
+    assert "has left the group" in str(error)
     if backend is not None:
         store.set(f"todo{backend.number + 1}", repr(("end",)))
 """,
