@@ -117,7 +117,7 @@ def test_a_tag_is_its_tensors_in_order(tag, tensors):
     assert memsaver.fingerprint(name) == memsaver.fingerprint(name) != before
 
 
-def test_what_has_no_fingerprint(tag, tensors):
+def test_arguments_without_a_fingerprint_are_rejected(tag, tensors):
     name = tag()
     (tensor,) = tensors(name, [4096])
     for bad in (None, 5, b"x", [tensor]):

@@ -63,7 +63,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_writes_is_refused(base, write):
+def test_writing_operations_are_rejected(base, write):
     view, before = read_only(base), base.clone()
     with pytest.raises(InvalidStateError, match=r"clone\(\).*writable=True"):
         write(view)
@@ -91,7 +91,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("compute", RESULTS.values(), ids=RESULTS)
-def test_what_is_computed_is_an_ordinary_tensor(base, compute):
+def test_results_are_ordinary_tensors(base, compute):
     result, expected = compute(read_only(base)), compute(base)
     assert type(result) is torch.Tensor and torch.equal(result, expected)
     before = base.clone()

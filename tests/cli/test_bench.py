@@ -187,7 +187,7 @@ def test_an_output_of_plain_ascii(draw):
         (["--picture", "no/such/x.png"], 2, "the folder does not exist"),
     ],
 )
-def test_what_cannot_be_measured(sim, monkeypatch, arguments, status, says):
+def test_invalid_measurements_are_rejected(sim, monkeypatch, arguments, status, says):
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name)
     done = CliRunner().invoke(app, ["bench", *arguments])
     assert (done.exit_code, done.stdout) == (status, "")
@@ -253,7 +253,7 @@ def test_other_contents_are_an_error(sim):
             tag.close()
 
 
-def test_memory_that_does_not_come_free_is_told(sim, monkeypatch):
+def test_memory_that_is_not_released_is_reported(sim, monkeypatch):
     doubts = []
     with BareDriver().context(0):
         tag = cycles.CycledTag(BareDriver(), 0, LEAST, Backup.NONE, doubts)
@@ -290,7 +290,7 @@ def test_every_fill_changes_every_block(sim):
             tag.close()
 
 
-def test_sizes_fit_what_is_free(sim):
+def test_sizes_fit_the_free_memory(sim):
     sim.occupy(memsaver.device_memory()[0] - 250 * MIB)
     assert machine._size(None, 0, False) == 192 * MIB  # four fifths, in steps of 32 MiB
     assert machine._size(200 * MIB, 0, False) == 192 * MIB
@@ -328,7 +328,7 @@ GIB = 1 << 30
         (GIB, (1 << 64) - 1, 0, GIB, None),  # the system does not report it
     ],
 )
-def test_what_is_backed_up_fits_the_host(monkeypatch, size, system, option, saved, says):
+def test_measured_backups_fit_the_host(monkeypatch, size, system, option, saved, says):
     available = min(system, option or system)  # as in the library
     native = SimpleNamespace(host_memory=lambda: (0, available), option=lambda name: str(option))
     monkeypatch.setattr(machine, "_C", native)
@@ -375,7 +375,7 @@ def test_bare_memory_comes_and_goes(sim):
     assert (after.handles, after.reservations) == (before.handles, before.reservations)
 
 
-def test_bare_memory_that_is_not_to_be_had_is_given_back(sim):
+def test_bare_memory_that_cannot_be_allocated_is_released(sim):
     memory = BareMemory(BareDriver(), 3 << 30)
     with sim.fault("cuMemCreate", 2, nth=3), pytest.raises(OutOfDeviceMemoryError) as caught:
         memory.resume()
@@ -386,7 +386,7 @@ def test_bare_memory_that_is_not_to_be_had_is_given_back(sim):
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_bare_memory_that_is_mapped_in_part_is_given_back(sim, nth):
+def test_bare_memory_that_is_mapped_in_part_is_released(sim, nth):
     before, start = sim.counts(), sim.physical()
     memory = BareMemory(BareDriver(), 3 << 30)  # three pieces
     with sim.fault("cuMemMap", 1, nth=nth), pytest.raises(DriverError) as caught:
@@ -434,7 +434,7 @@ def test_a_picture(sim, tmp_path):
         assert file.read_bytes().startswith(begins)
 
 
-def test_a_picture_that_fails_leaves_the_file_as_it_was(sim, tmp_path, monkeypatch):
+def test_a_picture_that_fails_leaves_the_file_unchanged(sim, tmp_path, monkeypatch):
     """A write that fails half-way, as on a full disk, leaves the existing picture unchanged."""
     monkeypatch.setattr(measurements, "measure_machine", lambda *given: fake_machine())
     file = tmp_path / "bench.png"

@@ -60,7 +60,7 @@ def test_a_full_disk(tmp_path, words, unbuffered):
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_reader_that_has_gone_is_no_news(tmp_path, words):
+def test_a_closed_pipe_is_not_reported(tmp_path, words):
     with subprocess.Popen(["true"], stdin=subprocess.PIPE) as gone:
         gone.wait()
         done = run_command(words, tmp_path, stdout=gone.stdin)
@@ -128,7 +128,7 @@ CASES += [("demo", "latin-1")]
 
 
 @pytest.mark.parametrize("words, encoding", CASES)
-def test_a_terminal_that_knows_few_characters(tmp_path, words, encoding):
+def test_a_terminal_with_few_characters(tmp_path, words, encoding):
     done = run_command(
         words, tmp_path, variables=ENCODINGS[encoding], stdout=subprocess.PIPE, errors="replace"
     )
@@ -136,7 +136,7 @@ def test_a_terminal_that_knows_few_characters(tmp_path, words, encoding):
     assert done.returncode == WORDS[words], done.stderr
 
 
-def test_output_that_can_be_written_is(tmp_path):
+def test_writable_output_succeeds(tmp_path):
     done = run_command("trace t.json", tmp_path, stdout=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, "") and "peak" in done.stdout
 

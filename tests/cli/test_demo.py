@@ -188,7 +188,7 @@ def test_a_narrow_terminal_loses_neither_steps_nor_figures(run_workload, width):
         assert f" {name} " in text
 
 
-def test_an_interrupt_tells_what_it_waits_for(run_workload, sim, capfd):
+def test_an_interrupt_reports_the_transition_that_it_waits_for(run_workload, sim, capfd):
     class Interrupted(Small):
         def output(self):  # before the first pause, whose copies the test delays
             sim.hold_streams(True)
@@ -228,7 +228,7 @@ def test_an_interrupt_between_transitions(run_workload, capfd):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_demo_says_what_its_silent_steps_do(tmp_path):
+def test_make_demo_describes_its_silent_steps(tmp_path):
     done = subprocess.run(
         ["make", "--dry-run", "demo", f"VENV={tmp_path}/new"],
         cwd=ROOT,

@@ -38,7 +38,7 @@ def test_huge_pages(system, mode, status, level):
     assert found.data == {"mode": chosen, "defrag": "madvise", "khugepaged": True}
 
 
-def test_a_kernel_that_does_not_tell_of_huge_pages(system):
+def test_a_kernel_that_does_not_report_huge_pages(system):
     """The finding states the consequence without advice, because nothing can be changed."""
     found = of(host.check_host(), "huge pages")
     assert (found.level, found.advice) == ("absent", "") and "half the rate" in found.text

@@ -25,7 +25,7 @@ def libraries(tmp_path):
 
 
 @pytest.mark.preloads
-def test_the_order_of_what_is_preloaded(plain, libraries):
+def test_the_order_of_preloaded_libraries(plain, libraries):
     allocator = libraries / "libjemalloc.so.2"
     plain.setenv("LD_PRELOAD", f"{allocator}:{OURS} libasan.so")
     found = preloading.check_preloading()
@@ -42,7 +42,7 @@ def test_nothing_is_preloaded(plain):
 
 
 @pytest.mark.preloads
-def test_what_the_system_preloads_comes_last(system, libraries):
+def test_libraries_that_the_system_preloads_come_last(system, libraries):
     system({"/etc/ld.so.preload": "/lib/first.so\n"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_PRELOAD", OURS)
@@ -101,7 +101,7 @@ def test_the_processs_own_tag(plain, env, level, says):
 
 
 @pytest.mark.preloads
-def test_a_preloaded_process_says_so():
+def test_a_preloaded_process_is_reported():
     done = run_doctor("--json", LD_PRELOAD=OURS, MEMSAVER_TAG="all", MEMSAVER_BACKUP="host")
     rows = {row["name"]: row for row in json.loads(done.stdout)["findings"]}
     assert rows["process tag"]["data"] == {"tag": "all", "backup": "host"}

@@ -96,13 +96,13 @@ def test_nothing_is_found(runtime):
     assert json.loads(run_top(runtime, "--json").stdout)["processes"] == []
 
 
-def test_a_process_that_is_not_there(runtime):
+def test_a_missing_process_is_an_error(runtime):
     done = run_top(runtime, "--pid", "1")
     assert done.exit_code == 1 and done.stdout == ""
     assert done.stderr.startswith("memsaver top: process 1 is not among those that use memsaver")
 
 
-def test_looking_makes_nothing(runtime):
+def test_searching_creates_nothing(runtime):
     command = top_command(runtime)
     done = subprocess.run(
         command, env=environment(runtime), capture_output=True, text=True, timeout=60
@@ -220,7 +220,7 @@ def test_with_and_without_colour():
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", plain)
 
 
-def test_an_output_that_knows_only_ascii():
+def test_an_output_limited_to_ascii():
     class Ascii(io.StringIO):
         encoding = "ascii"
 

@@ -35,7 +35,7 @@ def test_a_launch_is_in_order_and_does_not_wait(drv, kernel, streams):
     drv.check("cuEventDestroy", event)
 
 
-def test_what_a_module_does_not_have(drv):
+def test_a_missing_kernel_is_not_found(drv):
     module, out = drv.module(), c_void_p()
     assert drv.cuModuleGetFunction(byref(out), module, b"no_such_kernel") == NOT_FOUND
     drv.check("cuModuleUnload", module)

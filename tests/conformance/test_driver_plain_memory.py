@@ -24,7 +24,7 @@ def test_plain_allocation(drv):
     assert drv.cuMemFree(address) == INVALID_VALUE
 
 
-def test_plain_allocation_of_more_than_there_is(drv):
+def test_plain_allocation_of_more_than_the_free_memory(drv):
     out = ctypes.c_uint64()
     assert drv.cuMemAlloc(byref(out), drv.total_bytes() + GIB) == OUT_OF_MEMORY
 

@@ -51,7 +51,7 @@ def test_a_tensor_on_the_cpu():
 
 
 @pytest.mark.parametrize("bad", ["0x100", 1.5, None, -1, 1 << 64, object()])
-def test_what_is_no_address(sim, tag, bad):
+def test_invalid_addresses_are_rejected(sim, tag, bad):
     with pytest.raises(ConfigError):
         memsaver.explain(bad)
 
@@ -175,7 +175,7 @@ def test_a_torch_that_refuses(sim, tag, make_blocks, torch_segments, monkeypatch
 # --- times and callers ----------------------------------------------------------------------------
 
 
-def test_who_paused_and_resumed_it(sim, tag, make_blocks):
+def test_the_callers_of_a_pause_and_a_resume_are_reported(sim, tag, make_blocks):
     name = tag()
     with between() as made:
         (block,) = make_blocks(name, [PAGE])
@@ -232,7 +232,7 @@ def test_two_threads(sim, tag, make_blocks):
         assert found.caller.endswith(f"work, thread 'rank {number}'")
 
 
-def test_a_swap_tells_of_both(sim, tag, make_blocks):
+def test_a_swap_notifies_callbacks_of_both_sides(sim, tag, make_blocks):
     out, into = tag("out"), tag("into")
     coming = make_blocks(into, [PAGE])[0]
     memsaver.pause(into)
@@ -244,7 +244,7 @@ def test_a_swap_tells_of_both(sim, tag, make_blocks):
     assert abs(left.since - came.since) < 0.5
 
 
-def test_pausing_what_is_paused_changes_nothing(sim, tag, make_blocks):
+def test_pausing_a_paused_tag_changes_nothing(sim, tag, make_blocks):
     first, second = tag("first"), tag("second")
     block, other = make_blocks(first, [PAGE])[0], make_blocks(second, [PAGE])[0]
     memsaver.pause(first)
@@ -255,7 +255,7 @@ def test_pausing_what_is_paused_changes_nothing(sim, tag, make_blocks):
     assert memsaver.explain(other.address).caller != before.caller
 
 
-def test_a_transition_under_way_and_after(sim, tag, make_blocks, wait_until):
+def test_a_transition_in_progress_and_afterwards(sim, tag, make_blocks, wait_until):
     """The reported caller and thread are the program's, not the background thread's."""
     name = tag()
     (block,) = make_blocks(name, [8 * MIB], backup="host")

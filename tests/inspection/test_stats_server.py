@@ -70,7 +70,7 @@ def _as_dict(stats):
     return rows
 
 
-def test_while_a_pause_is_under_way(runtime):
+def test_while_a_pause_is_in_progress(runtime):
     with Child(runtime) as child:
         child("make('t', 5000000, 'host')")
         child(
@@ -228,7 +228,7 @@ def test_a_hundred_clients(runtime):
 # --- failures of the system -----------------------------------------------------------------------
 
 
-def test_a_program_that_closes_what_it_does_not_know(runtime):
+def test_a_program_that_closes_unknown_descriptors(runtime):
     # The program then opens a socket, which gets the same descriptor; its clients are its own.
     with Child(runtime) as child:
         child("make('t', 1000)")

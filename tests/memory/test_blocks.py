@@ -78,7 +78,7 @@ class Callable:
         "p",
     ],
 )
-def test_what_would_run_outside_is_refused(sim, name, kind, function):
+def test_functions_whose_body_runs_later_are_rejected(sim, name, kind, function):
     if "paused" in kind and inspect.iscoroutinefunction(function):
         return  # see the tests below
     with pytest.raises(memsaver.ConfigError) as caught:

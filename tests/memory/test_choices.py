@@ -212,7 +212,7 @@ def test_a_name_that_memsaver_lacks(name, advice):
     assert repr(name) in str(caught.value)
 
 
-def test_advice_names_what_exists():
+def test_advice_uses_existing_names():
     from memsaver._runtime import guesses
 
     for name, module in guesses._MODULES.items():

@@ -86,7 +86,7 @@ def test_a_tag_of_a_million_characters(sim, tag):
 
 
 @pytest.mark.parametrize("name", ["", "\0", "a\0b", None, 7, b"weights", ["weights"], object()])
-def test_what_cannot_be_a_tag(sim, name):
+def test_invalid_tags_are_rejected(sim, name):
     before = memsaver.stats()
     for call in (
         memsaver.region,
@@ -101,7 +101,7 @@ def test_what_cannot_be_a_tag(sim, name):
     assert _C.region_depth() == 0
 
 
-def test_a_tag_that_is_no_text_is_refused(sim):
+def test_a_tag_that_is_not_text_is_rejected(sim):
     # A lone surrogate: a str that has no UTF-8 encoding.
     before = memsaver.stats()
     with pytest.raises(ConfigError, match="tag"):
@@ -138,7 +138,7 @@ def test_an_unknown_backup(sim, tag, backup):
     assert memsaver.state(name) == "mapped"
 
 
-def test_the_last_region_that_says_something_decides(sim, tag):
+def test_the_last_region_that_passes_a_backup_decides(sim, tag):
     name = tag()
 
     def policy():

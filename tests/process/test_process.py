@@ -211,7 +211,7 @@ def test_exit_while_a_thread_pauses(run_python, seed):
     assert (done.stdout, done.stderr) == ("done\n", "")
 
 
-def test_memory_freed_after_the_driver_is_gone(run_python):
+def test_memory_freed_after_the_driver_has_shut_down(run_python):
     done = run_python(
         code(
             """

@@ -17,7 +17,7 @@ import pytest
         ("MEMSAVER_SIM_FAULTS", "cuMemCreate:0:2", "nth counts from 1"),
     ],
 )
-def test_a_variable_that_makes_no_sense_is_named(run_python, name, value, takes):
+def test_an_invalid_variable_is_named(run_python, name, value, takes):
     run_python(
         f"""
         import memsaver

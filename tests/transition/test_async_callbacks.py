@@ -185,7 +185,7 @@ def test_eight_threads_in_the_background(sim, tag, make_blocks, in_thread):
     assert intact(blocks)
 
 
-def test_a_callback_of_a_failed_transition_may_ask_for_it(sim, tag, make_blocks, registered):
+def test_a_callback_of_a_failed_transition_may_use_its_handle(sim, tag, make_blocks, registered):
     name = tag()
     blocks = make_blocks(name, [MIB], backup="host")
     met = []

@@ -19,7 +19,7 @@ class Progress(list):
 
 
 @pytest.mark.parametrize("kind", ["pause", "resume", "swap"])
-def test_progress_is_told_on_the_calling_thread(sim, tag, make_blocks, make_paused, kind):
+def test_progress_is_reported_on_the_calling_thread(sim, tag, make_blocks, make_paused, kind):
     name, other = tag("name"), tag("other")
     out, into = make_blocks(name, [4 * MIB] * 4, backup="host"), make_paused(other, [4 * MIB] * 4)
     sim.copy_rate(50 * MIB)

@@ -8,7 +8,7 @@ MIB = 1 << 20
 PAGE = 2 * MIB
 
 
-def test_reports_say_what_the_driver_says(sim, tag, make_blocks):
+def test_reports_equal_the_drivers_figures(sim, tag, make_blocks):
     first, second, empty = tag("first"), tag("second"), tag("empty")
     blocks = make_blocks(first, [5 * MIB, 100], backup="host")
     blocks += make_blocks(second, [3 * MIB], backup="none")

@@ -101,7 +101,7 @@ def test_a_failure_of_sglangs_own_part_is_undone(scheduler):
     ask(scheduler, "resume")
 
 
-def test_a_controller_is_told_the_state(scheduler, sglang):
+def test_a_controller_reads_the_state(scheduler, sglang):
     engine = stand_in.Engine(sglang.Tokenizer([scheduler]))
     try:
         controller = SleepController(engine, timeout=30)

@@ -31,7 +31,7 @@ STAND_IN = TESTS / "fixtures" / "sglang_plugins"
 # --- the package ----------------------------------------------------------------------------------
 
 
-def test_the_controller_is_imported_when_asked_for(run_python):
+def test_the_controller_is_imported_on_first_use(run_python):
     """SGLang's processes load only the plugin."""
     run_python(
         """
@@ -208,14 +208,14 @@ def test_a_graph_on_the_simulator_is_a_clear_error(sim):
             pass
 
 
-def test_what_else_sglang_asks():
+def test_other_methods_of_sglangs_saver_interface():
     saver = MemsaverAdapter()
     assert saver.enabled is True
     assert saver.check_validity("release_memory_occupation") is None
 
 
 @pytest.mark.preloads
-def test_children_are_preloaded_only_if_asked(monkeypatch):
+def test_children_are_preloaded_only_if_requested(monkeypatch):
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     with MemsaverAdapter().configure_subprocess():
         assert "LD_PRELOAD" not in os.environ
@@ -272,7 +272,7 @@ def test_every_process_uses_memsaver(run_sglang, scenario):
 
 @pytest.mark.preloads
 @pytest.mark.parametrize("scenario", ["scheduler", "data-parallel"])
-def test_preload_mode_if_asked(run_sglang, scenario):
+def test_preload_mode_if_requested(run_sglang, scenario):
     seen, log = run_sglang(SCENARIOS[scenario], MEMSAVER_SGLANG_PRELOAD="1")
     assert seen["preloaded"] and seen["awake"] == [[True] * 3] * 4
     assert "preload mode" in log
@@ -298,7 +298,7 @@ def test_named_in_sglang_plugins(run_sglang):
     assert seen["saver"] == "MemsaverAdapter"
 
 
-def test_a_flag_that_is_none(run_sglang):
+def test_an_invalid_flag(run_sglang):
     seen, log = run_sglang(SCENARIOS["scheduler"], status=1, MEMSAVER_SGLANG="perhaps")
     assert seen is None
     assert "MEMSAVER_SGLANG='perhaps' is not a flag" in log

@@ -51,7 +51,7 @@ def test_parts_of_an_engine(make_world):
         assert world.controller.status is Status.AWAKE and world.released == set()
 
 
-def test_calls_are_idempotent_and_say_what_they_left_out(world):
+def test_calls_are_idempotent_and_report_skipped_tags(world):
     engine = world.controller
     assert engine.wake_up().steps == () and world.released == set()
     assert engine.sleep("weights").changed == ("weights",)
@@ -73,7 +73,7 @@ def test_bad_tags_never_reach_the_engine(world):
     assert world.released == set()
 
 
-def test_reports_tell_seconds_and_bytes(make_world, kind):
+def test_reports_contain_seconds_and_bytes(make_world, kind):
     world = make_world(kind)
     report = world.controller.sleep()
     (rank,) = report.steps[-1].ranks
@@ -129,7 +129,7 @@ def test_requests_of_others_are_seen(world, in_thread):
     assert sleeping.result().changed == RELEASE_ORDER
 
 
-def test_requests_are_aborted_where_asked_to(world, in_thread, wait_until):
+def test_requests_are_aborted_on_request(world, in_thread, wait_until):
     world.manager.generate_seconds = 20
     request = in_thread(world.controller.generate, prompt="a")
     wait_until(lambda: world.scheduler.running)
@@ -214,7 +214,7 @@ def test_a_staged_wake_whose_update_fails_can_be_repeated(world):
     assert world.released == set()
 
 
-def test_asleep_wakes_what_it_put_to_sleep(world):
+def test_asleep_wakes_only_the_tags_that_it_released(world):
     world.controller.sleep("cuda_graph")
     with pytest.raises(LookupError), world.controller.asleep(["kv_cache", "cuda_graph"]):
         assert world.released == {"kv_cache", "cuda_graph"}
