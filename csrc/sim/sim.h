@@ -21,8 +21,8 @@
 // CUDA_ERROR_INVALID_VALUE:
 //   MEMSAVER_SIM_DEVICES  number of devices, 0 to SIM_MAX_DEVICES, default 1 (0: cuInit returns
 //                         CUDA_ERROR_NO_DEVICE)
-//   MEMSAVER_SIM_MEMORY   memory of each device, default 80GiB; a number of bytes, or one with the
-//                         suffix KiB, MiB, GiB or TiB; rounded down to 2 MiB
+//   MEMSAVER_SIM_MEMORY   memory of each device, default 80GiB; a number of bytes with an optional
+//                         suffix KiB, MiB, GiB or TiB; rounded down to a multiple of 2 MiB
 //   MEMSAVER_SIM_FAULTS   comma-separated call:nth:code[:times], each as in sim_fail
 // sim_settings_problem returns the name of the invalid variable.
 #ifndef MEMSAVER_SIM_SIM_H_

@@ -297,7 +297,7 @@ class EngineController:
         )
 
     def _states(self, deadline: float) -> list[SchedulerState]:
-        """Query the schedulers' states; repeat if replies were late replies to an earlier query.
+        """Query the schedulers' states; repeat if some replies belonged to an earlier query.
 
         Raises:
             EngineError: no query returned exactly one reply from each scheduler. The state is

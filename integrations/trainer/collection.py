@@ -343,7 +343,7 @@ def _size(optimizer: Any) -> int:
 def _frames_of_others() -> int:
     """Return the `stacklevel` with which the caller's warning names the program's own frame.
 
-    The number of torch's frames in between depends on its version and compiler.
+    The number of torch's frames in between depends on the versions of torch and of its compiler.
     """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None:

@@ -35,7 +35,7 @@ class PhysicalMemory {
       : object_(std::move(object)), mapped_(std::move(mapped)) {}
 
   DriverObject object_;
-  // The range where a Mapping maps the memory. It is stored here so that mapping needs no host
+  // The range at which a Mapping maps the memory. It is stored here so that mapping needs no host
   // memory, and after `object_` so that the range is unmapped before the memory is released.
   DriverObject mapped_;
 };

@@ -157,7 +157,7 @@ class Sender:
         """Make broadcasts in progress fail; waits at most `END_SECONDS`.
 
         A broadcast that the backend cannot abort ends with its timeout. An abort may hang in NCCL,
-        and this returns after `END_SECONDS`.
+        and this method then returns after `END_SECONDS`.
         """
         Aside(lambda: self._group.abort()).wait(END_SECONDS)
 
