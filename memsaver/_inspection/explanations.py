@@ -111,7 +111,7 @@ def explain(address_or_tensor: Any) -> Explanation:
     `compute-sanitizer` and `cuda-gdb` report the address of such an access.
 
     Args:
-        address_or_tensor: a device address, or anything with a `data_ptr()`, such as a tensor.
+        address_or_tensor: a device address, or an object with a `data_ptr()`, such as a tensor.
 
     Raises:
         ConfigError: the argument is neither an address nor a tensor.

@@ -124,7 +124,7 @@ bool is_same_user(int client) {
   return getsockopt(client, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == geteuid();
 }
 
-// Stops if the client has closed the connection or the time is over.
+// Stops if the client has closed the connection or the time limit has passed.
 void send_all(int client, const std::string& text) {
   const Clock::time_point end = Clock::now() + kPatience;
   size_t sent = 0;
