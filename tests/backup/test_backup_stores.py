@@ -327,7 +327,7 @@ def test_a_limit_of_file_sizes(run_python):
     )
 
 
-def test_a_full_disk(sim, tmp_path, run_python):
+def test_a_full_disk_is_an_error_and_leaves_tags_mapped(sim, tmp_path, run_python):
     # Uses a separate file system of 16 MiB, in a separate namespace.
     script = tmp_path / "script.py"
     script.write_text(

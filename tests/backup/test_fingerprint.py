@@ -38,7 +38,7 @@ def test_pieces_of_a_range_are_those_of_the_reference(memory):
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 4095, 4097, PIECE - 1])
-def test_lengths(memory, nbytes):
+def test_pieces_of_any_length_have_the_reference_fingerprint(memory, nbytes):
     assert found(memory.address, nbytes) == (digest(memory.data[:nbytes]) if nbytes else b"")
 
 
@@ -245,7 +245,7 @@ def compiled(tmp_path, name, *options):
     return program
 
 
-def test_the_unit(tmp_path):
+def test_the_fingerprinter_batches_fails_and_cleans_up(tmp_path):
     program = compiled(
         tmp_path,
         "fingerprinter",

@@ -212,7 +212,7 @@ def test_another_backup_from_pause_to_pause(sim, tag, make, kinds):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_devices(run_python, kind):
+def test_backups_on_two_devices_are_kept(run_python, kind):
     run_python(
         f"""
         import memsaver

@@ -90,7 +90,7 @@ def test_without_poison_memory_is_zero_again(sim, tag, make_blocks, options):
 
 @pytest.mark.parametrize("backup", ["none", "host"], ids=["discarded", "saved"])
 @pytest.mark.parametrize("free", [0, GIB], ids=["handed over", "new"])
-def test_a_swap(sim, tag, make_blocks, options, backup, free):
+def test_a_swap_poisons_transferred_and_new_pages(sim, tag, make_blocks, options, backup, free):
     """A swap poisons transferred pages and new pages, on full and on free devices."""
     options(share_bytes="4MiB", slab_bytes="2MiB")
     out, into = tag("out"), tag("into")
@@ -131,7 +131,7 @@ def test_poison_is_complete_for_a_stream_that_waits(sim, tag, make_blocks, wait_
 
 
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_fill_that_fails(sim, tag, make_blocks, nth):
+def test_a_failed_fill_leaves_all_tags_paused(sim, tag, make_blocks, nth):
     """If either of two tags cannot be filled, both stay paused and no memory stays mapped."""
     first, second = tag("first"), tag("second")
     saved = make_blocks(first, [PAGE], backup="host")
@@ -179,7 +179,7 @@ def test_retained_pages_keep_their_contents(sim, tag, make_blocks, options):
     assert all(b.is_intact() for b in blocks)
 
 
-def test_the_environment(run_python):
+def test_the_environment_turns_poison_on(run_python):
     code = """
         import memsaver
         from memsaver import simulator

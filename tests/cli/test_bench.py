@@ -107,7 +107,7 @@ def test_the_figures_as_json(printed):
         assert (row["limit_seconds"] is not None) == ours == bool(row["limit"])
 
 
-def test_the_table():
+def test_the_command_prints_a_table():
     done = run_bench(COLUMNS="80")
     assert (done.returncode, done.stderr) == (0, "")
     check_look(done.stdout, 80)
@@ -150,7 +150,7 @@ def draw(printed):
 
 
 @pytest.mark.parametrize("columns", [50, 60, 80, 140])
-def test_its_look(draw, columns):
+def test_the_table_fits_the_terminal(draw, columns):
     text = draw(width=columns)
     check_look(text, columns)
     assert "5,377.7" in text and "11.9" in text and "23 %" in text
@@ -158,7 +158,7 @@ def test_its_look(draw, columns):
     assert "simulated" not in text
 
 
-def test_its_colours(draw, monkeypatch):
+def test_notes_are_coloured_unless_disabled(draw, monkeypatch):
     coloured = draw(width=80, force_terminal=True, color_system="truecolor")
     assert "\x1b[33msomething to know" in coloured
     plain = draw(width=80, force_terminal=True, color_system="truecolor", no_color=True)
@@ -194,7 +194,7 @@ def test_invalid_measurements_are_rejected(sim, monkeypatch, arguments, status, 
     assert says in done.stderr
 
 
-def test_without_a_driver():
+def test_without_a_driver_bench_is_an_error():
     done = run_bench(MEMSAVER_DRIVER="/nonexistent.so")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("memsaver bench: ") and "/nonexistent.so" in done.stderr
@@ -204,7 +204,7 @@ def test_without_a_driver():
 # --- measurements ---------------------------------------------------------------------------------
 
 
-def test_it_leaves_nothing(sim):
+def test_measuring_leaks_nothing(sim):
     """Measuring leaks no handles, mappings, pinned memory or device memory."""
     measure_machine(LEAST, 1)  # the tags' addresses stay reserved
     before, free = sim.counts(), memsaver.device_memory()[0]
@@ -424,7 +424,7 @@ def test_a_call_that_does_not_exist():
 
 
 @pytest.mark.long
-def test_a_picture(sim, tmp_path):
+def test_the_picture_is_written_in_the_requested_format(sim, tmp_path):
     for name, begins in (("bench.png", b"\x89PNG"), ("bench.svg", b"<?xml")):
         file = tmp_path / name
         arguments = ["bench", "--size", "32MiB", "--rounds", "1", "--picture", str(file)]

@@ -52,7 +52,7 @@ def trace(tmp_path):
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_full_disk(tmp_path, words, unbuffered):
+def test_a_full_disk_is_one_line_and_status_1(tmp_path, words, unbuffered):
     with open("/dev/full", "w") as full:
         done = run_command(words, tmp_path, unbuffered, stdout=full)
     assert done.stderr == "memsaver: the output cannot be written: No space left on device\n"
@@ -68,7 +68,7 @@ def test_a_closed_pipe_is_not_reported(tmp_path, words):
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_closed_output(tmp_path, words):
+def test_a_closed_output_is_one_line_and_status_1(tmp_path, words):
     done = run_command(words, tmp_path, preexec_fn=lambda: os.close(1))
     assert done.stderr == "memsaver: the output cannot be written: Bad file descriptor\n"
     assert done.returncode == 1
@@ -182,7 +182,7 @@ def test_a_terminal_that_wants_no_colour(tmp_path, words):
 
 
 @pytest.mark.parametrize("words", ["doctor", "trace t.json", "top", BENCH, "run --help"])
-def test_a_dumb_terminal(tmp_path, words):
+def test_a_dumb_terminal_is_not_redrawn(tmp_path, words):
     """Nothing is redrawn on a dumb terminal: `top` shows the processes once."""
     status, shown = on_a_terminal(words, tmp_path, TERM="dumb")
     assert (status, "\x1b" in shown) == (0, False)

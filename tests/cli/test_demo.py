@@ -43,7 +43,7 @@ def finished_demo(run_demo):
 
 
 @pytest.mark.parametrize("columns", [pytest.param(80, marks=pytest.mark.long), 140])
-def test_the_demo(finished_demo, columns):
+def test_the_demo_passes_every_check(finished_demo, columns):
     done = finished_demo(columns)
     text = done.stdout
     assert done.stderr == ""
@@ -167,7 +167,7 @@ def run_workload(sim, tag, monkeypatch):
     return run
 
 
-def test_a_workload_that_behaves(run_workload):
+def test_a_correct_workload_passes_every_check(run_workload):
     status, text = run_workload(Small)
     assert status == 0 and "every check passed" in text
 

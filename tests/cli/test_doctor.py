@@ -54,7 +54,7 @@ def test_without_a_driver_the_rest_is_still_checked():
     assert {row["subject"] for row in found["findings"]} == set(checks.SUBJECTS) - {"devices"}
 
 
-def test_an_empty_environment():
+def test_doctor_works_in_an_empty_environment():
     script = Path(sys.executable).with_name("memsaver")
     command = [script] if script.exists() else [sys.executable, "-m", "memsaver"]
     done = subprocess.run(
@@ -66,7 +66,7 @@ def test_an_empty_environment():
 
 
 @pytest.mark.parametrize("columns", [50, 80, 140])
-def test_its_look(columns, tmp_path):
+def test_the_report_fits_the_terminal(columns, tmp_path):
     missing = tmp_path / ("a-rather-long-name-" * 6) / "lib.so"
     env = {"LD_PRELOAD": str(missing), "COLUMNS": str(columns)}
     done = run_doctor(**env)

@@ -19,7 +19,7 @@ def test_the_directory_of_backups(options, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_default_directory(plain, tmp_path):
+def test_the_default_directory_follows_tmpdir(plain, tmp_path):
     plain.setenv("TMPDIR", str(tmp_path))
     assert of(disk.check_disk(), "disk_dir").data["directory"] == str(tmp_path)
     plain.setenv("TMPDIR", str(tmp_path / "missing"))

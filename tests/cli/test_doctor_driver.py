@@ -10,7 +10,7 @@ from memsaver.cli.checks import driver
 from memsaver.errors import NotLoadedError
 
 
-def test_a_missing_driver(plain):
+def test_a_missing_driver_is_bad(plain):
     plain.setattr(driver, "BareDriver", raising(NotLoadedError("no libcuda.so.1")))
     (found,) = driver.check_driver()
     assert found.level == "bad" and "no libcuda.so.1" in found.text

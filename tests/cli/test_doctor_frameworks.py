@@ -78,7 +78,7 @@ def test_settings_of_torchs_allocator(plain, env, level, says):
     assert found.level == level and says in found.text
 
 
-def test_torch_without_its_cache(plain):
+def test_torch_without_its_cache_is_bad(plain):
     plain.setattr(frameworks, "installed_version", lambda name: "2.13.0")
     plain.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     assert of(frameworks.check_torch(), "PYTORCH_NO_CUDA_MEMORY_CACHING").level == "bad"

@@ -21,7 +21,7 @@ THP = "/sys/kernel/mm/transparent_hugepage"
         ("always [madvise] never", "0", "warned"),
     ],
 )
-def test_huge_pages(system, mode, status, level):
+def test_the_mode_of_huge_pages_is_judged(system, mode, status, level):
     system(
         {
             f"{THP}/enabled": mode,
@@ -152,7 +152,7 @@ def test_the_budget_is_the_librarys(options):
     assert found.level == "warned" and found.data["option"] == 1 << 30
 
 
-def test_limits_of_the_process(monkeypatch):
+def test_limits_of_the_process_are_reported(monkeypatch):
     def limited(which):
         return (1 << 30, host.resource.RLIM_INFINITY)
 

@@ -76,7 +76,7 @@ def test_an_entry_that_is_wrong(plain, libraries, entry, level, says):
     assert found.level == level and says in found.text and found.advice
 
 
-def test_hooks_without_their_core(plain, libraries):
+def test_hooks_without_their_core_are_bad(plain, libraries):
     plain.setattr(preloading, "LIBRARY_DIR", libraries / "half")
     plain.setenv("LD_PRELOAD", str(libraries / "half" / "libmemsaver_preload.so"))
     found = of(preloading.check_preloading(), "preloaded libmemsaver_preload.so")
@@ -93,7 +93,7 @@ def test_hooks_without_their_core(plain, libraries):
         ({"MEMSAVER_TAG": "t", "MEMSAVER_BACKUP": "tape"}, "bad", "tape"),
     ],
 )
-def test_the_processs_own_tag(plain, env, level, says):
+def test_the_processs_own_tag_is_judged(plain, env, level, says):
     for name, value in env.items():
         plain.setenv(name, value)
     found = of(preloading.check_preloading(), "process tag")

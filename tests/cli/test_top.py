@@ -45,7 +45,7 @@ def run_top(runtime, *arguments, **env):
 # --- processes and figures ------------------------------------------------------------------------
 
 
-def test_two_processes(runtime):
+def test_two_processes_are_listed_with_their_tags(runtime):
     with Child(runtime) as first, Child(runtime) as second:
         first("make('weights', 3 << 20, 'host')")
         first("make('kv_cache', 70 << 20)")
@@ -211,7 +211,7 @@ def test_totals_are_by_the_place_on_the_bus():
     assert by_device["0000:3b:00.0"] == "7 GiB 60 GiB 140 GiB 2"
 
 
-def test_with_and_without_colour():
+def test_states_are_coloured_unless_disabled():
     colour = re.compile(r"\x1b\[[0-9;]*m")
     coloured = draw(width=80, force_terminal=True, color_system="truecolor")
     assert "\x1b[33mpaused" in coloured and "\x1b[32mmapped" in coloured

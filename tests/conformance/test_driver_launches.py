@@ -41,7 +41,7 @@ def test_a_missing_kernel_is_not_found(drv):
     drv.check("cuModuleUnload", module)
 
 
-def test_a_module_of_garbage(drv):
+def test_a_garbage_image_is_rejected(drv):
     with pytest.raises(DriverError) as failed:
         drv.module(b"garbage")  # the driver interprets text as PTX
     assert failed.value.code in (INVALID_IMAGE, INVALID_PTX)

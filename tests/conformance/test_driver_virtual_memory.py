@@ -75,7 +75,7 @@ def test_reservation_with_a_mapping_is_not_freed(drv, mapped):
     assert drv.read(address, 4) == b"kept"
 
 
-def test_handle_sizes(drv):
+def test_handle_sizes_are_whole_pages(drv):
     assert drv.try_create(0) == INVALID_VALUE
     assert drv.try_create(PAGE + 4096) == INVALID_VALUE
     assert drv.try_create(PAGE) == SUCCESS
@@ -107,7 +107,7 @@ def test_released_handle_keeps_its_memory_while_mapped(drv):
     drv.check("cuMemAddressFree", address, PAGE)
 
 
-def test_retained_handle(drv):
+def test_a_retained_handle_keeps_the_memory(drv):
     free = drv.free_bytes()
     address, handle = drv.mapped(2 * PAGE)
     drv.write(address, b"held")

@@ -39,7 +39,7 @@ def test_problems_are_sums_and_the_same_for_a_seed(example):
         ("².", 0.0),
     ],
 )
-def test_rewards(example, answer, worth):
+def test_answers_have_their_rewards(example, answer, worth):
     arithmetic = example("arithmetic")
     assert arithmetic.reward(arithmetic.Problem("3+4=", "7"), answer) == worth
 

@@ -197,7 +197,7 @@ def test_differing_runs_are_distinguished(example, tmp_path, capsys):
     assert compare.main([str(tmp_path / "first.json")]) == 2
 
 
-def test_tables_and_picture(example, tmp_path):
+def test_tables_and_picture_show_the_results(example, tmp_path):
     pytest.importorskip("matplotlib")
     from rich.console import Console
 
@@ -393,7 +393,7 @@ def test_a_file_without_results_cannot_be_compared(example, tmp_path, capsys, te
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_the_commands(example, tmp_path, ranks):
+def test_the_documented_commands_run(example, tmp_path, ranks):
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

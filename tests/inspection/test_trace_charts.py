@@ -148,7 +148,7 @@ def test_the_page_needs_nothing_else_and_no_tag_breaks_out(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "magic"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_a_picture(tmp_path, kind, magic):
+def test_pictures_are_written_for_any_tag(tmp_path, kind, magic):
     trace = made(
         samples=[TagSample(1.0, "_$x$" * 50, 0, 8, 8), TagSample(2.0, "_$x$", 1, 8, 8)],
         memory=[DeviceSample(1.0, 0, 5, 10)],

@@ -90,7 +90,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("which", ANSWERS)
-def test_what_is_no_answer(runtime, which):
+def test_invalid_answers_are_reported(runtime, which):
     text, why = ANSWERS[which]
     with served(runtime, lambda client: client.sendall(text)):
         found = find_processes()

@@ -51,7 +51,7 @@ def test_a_child_that_can_use_memsaver_has_its_own(runtime):
 
 
 @pytest.mark.long
-def test_forks_while_somebody_looks(runtime):
+def test_forks_during_queries_leave_the_parent_serving(runtime):
     with Child(runtime) as child:
         child("make('t', 1000)")
         path = socket_of(runtime, child.pid)

@@ -40,7 +40,7 @@ def test_many_threads_write_and_read_a_private_file(leaf, disk):
     assert not list(disk.iterdir())
 
 
-def test_a_file_in_tmpfs(leaf, memory_disk):
+def test_a_file_in_tmpfs_is_written_and_read(leaf, memory_disk):
     assert leaf("file_round_trip", memory_disk)[:-1] == ROUND_TRIP
 
 

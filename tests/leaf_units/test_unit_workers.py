@@ -79,7 +79,7 @@ CPUS = len(os.sched_getaffinity(0))
         ),
     ],
 )
-def test_worker_count(system, files, count):
+def test_the_worker_count_follows_cpus_and_quotas(system, files, count):
     assert system(files)("worker_count") == [str(min(count, CPUS, 16))]
 
 

@@ -187,7 +187,7 @@ def torch():
     return pytest.importorskip("torch")
 
 
-def test_inference_mode(sim, name, torch):
+def test_regions_and_views_work_in_inference_mode(sim, name, torch):
     with torch.inference_mode():
         with memsaver.region(name, backup="host"):
             tensor = simulator.empty((8, 8))

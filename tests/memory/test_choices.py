@@ -60,7 +60,7 @@ def test_large_contents_are_not_discarded_without_a_choice(sim, tag, call):
 
 @pytest.mark.parametrize("backup", list(memsaver.Backup))
 @pytest.mark.parametrize("where", ["region", "later region", "pause", "swap"])
-def test_any_choice_counts(sim, tag, where, backup):
+def test_any_choice_of_a_backup_allows_the_pause(sim, tag, where, backup):
     name = tag()
     first = filled(name, **({"backup": backup} if where == "region" else {}))
     second = filled(name, MIB, backup=backup) if where == "later region" else None

@@ -126,7 +126,7 @@ def test_a_subclass_of_str_is_a_tag(sim, tag):
 
 
 @pytest.mark.parametrize("backup", ["disk?", "", "HOST", 1, object(), b"host"])
-def test_an_unknown_backup(sim, tag, backup):
+def test_an_unknown_backup_is_rejected(sim, tag, backup):
     name = tag()
     with pytest.raises(ConfigError, match="'none', 'host'"):
         memsaver.region(name, backup=backup)

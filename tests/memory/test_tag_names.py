@@ -39,7 +39,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES.keys())
-def test_a_name(sim, tag, make_blocks, tmp_path, options, name):
+def test_a_name_is_the_same_everywhere(sim, tag, make_blocks, tmp_path, options, name):
     tag.names += [name, name + "2"]
     options(disk_dir=tmp_path)
     first = make_blocks(name, [3 * MIB], backup="host")

@@ -115,12 +115,12 @@ assert _C.torch_allocator("tag 255", -1)[0] in functions
 
 
 @pytest.mark.parametrize("wrong", ["", "a\0b", 3])
-def test_no_tag(sim, wrong):
+def test_invalid_tags_have_no_pool(sim, wrong):
     with pytest.raises(memsaver.ConfigError):
         memsaver.torch_pool(wrong)
 
 
-def test_the_simulator_has_none(sim, tag):
+def test_the_simulator_has_no_torch_pools(sim, tag):
     with pytest.raises(memsaver.NotLoadedError, match="GPU"):
         memsaver.torch_pool(tag())
     with pytest.raises(memsaver.ConfigError, match="backup"):

@@ -113,7 +113,7 @@ def test_run_distinguishes_a_missing_interpreter_from_a_missing_command(cli, tmp
     assert done.returncode == 126 and f"memsaver run -- sh {script}" in done.stderr
 
 
-def test_version_and_help(run):
+def test_version_and_help_need_no_preloading(run):
     done = run([sys.executable, "-m", "memsaver", "--version"], preloaded=())
     assert done.returncode == 0 and re.match(r"memsaver \d", done.stdout)
     done = run([sys.executable, "-m", "memsaver", "run", "--help"], preloaded=())

@@ -113,7 +113,7 @@ def test_options_are_those_of_the_core(options):
         *[(False, "off"), (0, "off"), ("off", "off"), ("False", "off"), ("0", "off")],
     ],
 )
-def test_a_flag(options, run_python, given, kept):
+def test_a_flag_accepts_every_spelling(options, run_python, given, kept):
     options(fingerprints=kept == "off")
     options(fingerprints=given)
     assert _C.option("fingerprints") == kept
@@ -127,7 +127,7 @@ def test_a_flag_rejects_invalid_values(options, value):
     assert _C.option("fingerprints") == "off"
 
 
-def test_a_directory(options, tmp_path, monkeypatch):
+def test_a_directory_is_stored_as_an_absolute_path(options, tmp_path, monkeypatch):
     assert _C.option("disk_dir") == ""
     options(disk_dir=tmp_path)
     assert _C.option("disk_dir") == str(tmp_path)

@@ -121,7 +121,7 @@ def test_a_child_forked_before_the_driver_was_opened_is_like_any_process(run_pyt
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_children_of_multiprocessing(run_python, tmp_path, method):
+def test_children_of_multiprocessing_can_use_memsaver(run_python, tmp_path, method):
     (tmp_path / "work_of_child.py").write_text(code("def work(n):\n    use()\n    return n + 1\n"))
     (tmp_path / "main.py").write_text(
         code(

@@ -62,7 +62,7 @@ def test_a_row_has_medians_a_ratio_and_every_value(benchmark_module):
     assert (rate["memsaver"], rate["ratio"]) == (97.0, 0.97)
 
 
-def test_goals(benchmark_module):
+def test_metrics_have_their_goals(benchmark_module):
     report = benchmark_module("report")
     retained = "torch_memory_saver, retained backup"
     goals = {

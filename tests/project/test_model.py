@@ -10,7 +10,7 @@ from repository import IMPORT_PATH, TESTS
 ONE = ["--sequences", "2", "--workers", "1", "--seed", "1"]
 
 
-def test_a_short_share():
+def test_a_short_run_passes():
     done = subprocess.run(
         [sys.executable, "-m", "model", "--operations", "200", *ONE],
         env={**os.environ, "PYTHONPATH": IMPORT_PATH},

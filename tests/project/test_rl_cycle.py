@@ -316,7 +316,7 @@ def test_the_search_decreases_until_a_size_fits(search):
 # --- helpers --------------------------------------------------------------------------------------
 
 
-def test_peaks_of_stages(benchmark_module):
+def test_each_stage_has_its_own_peak(benchmark_module):
     device_memory = benchmark_module("device_memory")
     now, seen = [5], threading.Event()
 
@@ -409,7 +409,7 @@ def test_memsavers_trainer_releases_all_its_memory(benchmark_module, sim):
         ("rl_peak_GiB", "torch_memory_saver", 2.0, 1.0, ""),
     ],
 )
-def test_goals(benchmark_module, metric, peer, memsaver, ratio, met):
+def test_rows_reach_or_miss_their_goals(benchmark_module, metric, peer, memsaver, ratio, met):
     row = {"metric": metric, "memsaver": memsaver, "peer": peer, "ratio": ratio}
     assert benchmark_module("report").verdict(row, [row]) == met
 

@@ -185,7 +185,7 @@ def test_without_the_peer_or_sglang_nothing_is_measured(run, machine, capsys):
     assert "torch_memory_saver is not installed" in capsys.readouterr().err
 
 
-def test_an_engines_environment(benchmark_module, monkeypatch, tmp_path):
+def test_an_engines_environment_selects_one_saver(benchmark_module, monkeypatch, tmp_path):
     environment = benchmark_module("sglang_engine").environment
     monkeypatch.chdir(tmp_path)
     inherited = {
@@ -251,7 +251,7 @@ def test_a_trainers_values_depend_on_the_seed(benchmark_module):
         ("sglang_start_s", 31.0, 30.0, 0.9677, ""),
     ],
 )
-def test_goals(benchmark_module, metric, memsaver, peer, ratio, met):
+def test_rows_reach_or_miss_their_goals(benchmark_module, metric, memsaver, peer, ratio, met):
     row = {"metric": metric, "memsaver": memsaver, "peer_value": peer, "ratio": ratio}
     row["peer"] = "torch_memory_saver"
     assert benchmark_module("report").verdict(row, [row]) == met

@@ -126,7 +126,7 @@ def test_a_handle_that_nobody_keeps(sim, tag, make_blocks, recwarn):
     assert not [w for w in recwarn if issubclass(w.category, MemsaverWarning)]
 
 
-def test_time_is_up(sim, tag, make_paused):
+def test_a_wait_ends_at_its_timeout_and_the_transition_continues(sim, tag, make_paused):
     blocks = make_paused(name := tag())
     with held(sim):
         under_way = memsaver.resume(name, wait=False)
@@ -332,7 +332,7 @@ def test_a_trim_from_a_held_device_returns_at_once(sim, tag, make_paused):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu():
+def test_background_transitions_on_a_gpu():
     torch = pytest.importorskip("torch")
     names = ["async.first", "async.second"]
     tensors = []

@@ -42,7 +42,7 @@ def test_progress_is_reported_on_the_calling_thread(sim, tag, make_blocks, make_
     assert intact(out) and intact(into)
 
 
-def test_progress_of_a_handle(sim, tag, make_paused):
+def test_a_handle_reports_its_progress(sim, tag, make_paused):
     blocks = make_paused(name := tag(), [2 * MIB] * 4)
     told = Progress()
     with held(sim):

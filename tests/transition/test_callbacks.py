@@ -140,7 +140,7 @@ def test_a_callback_for_one_tag_and_its_removal(sim, tag, make_blocks, events):
     assert len(blocks) == 2
 
 
-def test_callbacks_as_decorators(sim, tag, make_blocks, events):
+def test_callbacks_can_be_decorators(sim, tag, make_blocks, events):
     name = tag()
     blocks = make_blocks(name, [MIB])
     seen = []

@@ -36,7 +36,7 @@ def fill_device(sim, free):
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS, KINDS)), ids="/".join)
-def test_contents(sim, tag, make_blocks, make_paused, options, tmp_path, kinds):
+def test_a_swap_keeps_contents(sim, tag, make_blocks, make_paused, options, tmp_path, kinds):
     options(disk_dir=str(tmp_path), share_bytes="4MiB", slab_bytes="2MiB")
     first, more, second = tag("first"), tag("more"), tag("second")
     out = make_blocks(first, [5000, PAGE + 512, PAGE, 100], backup=kinds[0])
@@ -59,7 +59,7 @@ def test_contents(sim, tag, make_blocks, make_paused, options, tmp_path, kinds):
     assert came_back(into, kinds[1]) and [b.address for b in out + into] == places
 
 
-def test_pages_change_hands(sim, tag, make_blocks, make_paused, options):
+def test_a_swap_on_a_full_device_transfers_the_pages(sim, tag, make_blocks, make_paused, options):
     options(share_bytes="2MiB", slab_bytes="2MiB")
     first, second = tag("first"), tag("second")
     into = make_paused(second, [PAGE] * 4)

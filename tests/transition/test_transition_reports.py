@@ -52,7 +52,7 @@ def test_statistics_equal_the_drivers(sim, tag, make_blocks):
     assert not any(row_of(name).resident_bytes for name in names)
 
 
-def test_a_row_of_statistics(sim, tag, make_blocks):
+def test_a_row_of_statistics_counts_blocks_pages_and_backups(sim, tag, make_blocks):
     name = tag()
     blocks = make_blocks(name, [1000, 5000], backup="host")
     row = row_of(name)

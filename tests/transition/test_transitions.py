@@ -129,7 +129,7 @@ def test_new_and_deleted_blocks_between_cycles(sim, tag, make_blocks):
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
-def test_a_tensor_survives(sim, tag):
+def test_a_tensor_keeps_its_address_views_and_contents(sim, tag):
     torch = pytest.importorskip("torch")
     name = tag()
     with memsaver.region(name, backup="host"):

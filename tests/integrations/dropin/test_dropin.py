@@ -403,7 +403,7 @@ def test_allocations_can_be_switched_off_underneath(run_dropin):
 # --- saved contents -------------------------------------------------------------------------------
 
 
-def test_get_cpu_backup(run_dropin):
+def test_get_cpu_backup_returns_saved_contents(run_dropin):
     pytest.importorskip("torch")
     run_dropin("""
         import torch

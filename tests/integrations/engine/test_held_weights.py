@@ -177,7 +177,7 @@ def test_a_difference_is_reported_without_room_for_a_second_comparison(monkeypat
         differing(model, given(), model.load_weights)
 
 
-def test_comparing_in_pieces(monkeypatch):
+def test_comparisons_in_pieces_find_the_difference(monkeypatch):
     monkeypatch.setattr(held_weights, "_PIECE_BYTES", 3 * HIDDEN * 2)
     model = loaded()
     assert differing(model, given(), model.load_weights) == ()

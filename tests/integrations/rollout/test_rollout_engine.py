@@ -132,7 +132,7 @@ def test_invalid_prompts_are_rejected(make_engine, arguments, match):
 
 
 @pytest.mark.parametrize("kind", ["local", "server"])
-def test_sleep_and_wake_up(make_engine, kind):
+def test_sleep_and_wake_up_change_the_given_tags(make_engine, kind):
     engine, manager = make_engine(kind)
     released = manager.schedulers[0].weight_updater.offload_tags
     assert engine.status is Status.AWAKE and engine.released == frozenset()
@@ -219,7 +219,7 @@ def test_an_engine_that_returns_the_wrong_number_of_samples(make_engine, monkeyp
             engine.generate([[1], [2]], TWO)
 
 
-def test_a_closed_engine(make_engine):
+def test_a_closed_engine_rejects_calls(make_engine):
     engine, manager = make_engine()
     with engine:
         assert "awake" in repr(engine) and "rank 0 of 1" in repr(engine)

@@ -103,7 +103,7 @@ def test_every_tensor_is_in_the_sample_of_some_update(engine, backend):
     assert sorted(seen) == list(range(13))
 
 
-def test_modules_pairs_and_names(engine, backend):
+def test_modules_pairs_and_renamed_tensors_can_be_sent(engine, backend):
     module = torch.nn.Module()
     for name, tensor in checkpoint(3).items():
         owner = module

@@ -174,7 +174,7 @@ def test_tensors_are_loaded_with_a_version_that_samples_have(world):
     assert sample.weight_version == "step-7"
 
 
-def test_tensors_that_are_refused(world):
+def test_rejected_tensors_are_errors(world):
     with pytest.raises(EngineError, match="the model does not have"):
         load(world.backend, ["bad"])
     with pytest.raises(ConfigError, match="one for each"):

@@ -268,7 +268,7 @@ def starts_another(file):
     child.wait()
 
 
-def test_without_sglang(monkeypatch):
+def test_without_sglang_a_launch_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(NotLoadedError, match="SGLang"):
         RolloutEngine.launch(model_path="m")

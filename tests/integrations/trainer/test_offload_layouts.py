@@ -66,7 +66,7 @@ class Odd(torch.nn.Module):
 
 @pytest.mark.parametrize("model", [Tied, Flat, Odd])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum"])
-def test_models_of_every_layout(sim, tag, model, optimizer):
+def test_models_of_every_layout_keep_their_parameters(sim, tag, model, optimizer):
     trainer, expected = Trainer(optimizer, model), Trainer(optimizer, model)
     shapes = [(p.shape, p.stride(), p.dtype) for p in trainer.model.parameters()]
     parameters = list(trainer.model.parameters())
@@ -86,7 +86,7 @@ def test_tied_parameters_count_once_and_stay_tied(sim, tag):
     assert model.second.weight is model.first.weight
 
 
-def test_buffers_go_along(sim, tag):
+def test_buffers_move_with_the_parameters(sim, tag):
     model = torch.nn.BatchNorm1d(32)
     model.register_buffer("mask", torch.ones(64), persistent=False)
     offloaded = offload(model, tag=tag())

@@ -140,7 +140,7 @@ def test_a_step_waits_for_no_transition(sim, tag):
     trainer.step()
 
 
-def test_an_exception_resumes(sim, tag):
+def test_an_exception_in_the_block_resumes_the_tag(sim, tag):
     trainer, expected = Trainer(), Trainer()
     offloaded = offload(trainer.optimizer, tag=tag())
     trainer.step()

@@ -122,7 +122,7 @@ def test_a_sleep_that_fails_leaves_the_engine_awake(make_world, kind):
     world.check_alive()
 
 
-def test_an_engine_that_dies(make_world, kind):
+def test_a_dead_engine_is_unknown_and_fails_every_call(make_world, kind):
     world = make_world(kind, guarded=False)
     world.controller.sleep()
     with world.full(), pytest.raises(EngineTimeoutError):
@@ -196,7 +196,7 @@ def test_a_call_waits_for_another_ones_turn_no_longer_than_its_timeout(make_worl
     world.check_alive()
 
 
-def test_no_server(make_world):
+def test_a_server_that_cannot_be_reached_is_an_error(make_world):
     with pytest.raises(EngineError, match="cannot be reached"):
         SleepController("http://127.0.0.1:9", timeout=1)
     world = make_world("server")
@@ -218,7 +218,7 @@ def test_an_engine_that_was_shut_down(make_world):
         controller.sleep()
 
 
-def test_an_api_key(make_world):
+def test_an_api_key_is_sent_to_the_server(make_world):
     world = make_world("server")
     server = stand_in.Server(world.manager, api_key="secret")
     try:

@@ -19,7 +19,7 @@ from memsaver.integrations.engine.tags import RELEASE_ORDER, RESUME_ORDER
 # --- states ---------------------------------------------------------------------------------------
 
 
-def test_the_whole_cycle(world):
+def test_a_whole_cycle_of_sleep_and_wake_up(world):
     engine = world.controller
     assert engine.status is Status.AWAKE and engine.guarded == world.guarded
     assert engine.generate(prompt="a") == {"text": "a!", "aborted": False}
@@ -35,7 +35,7 @@ def test_the_whole_cycle(world):
     assert engine.generate(prompt="b")["text"] == "b!"
 
 
-def test_parts_of_an_engine(make_world):
+def test_released_tags_determine_the_status(make_world):
     world = make_world("local", guarded=False)
     for tags, status in [
         (["kv_cache"], Status.WEIGHTS_ONLY),
@@ -87,7 +87,7 @@ def test_reports_contain_seconds_and_bytes(make_world, kind):
 # --- calls that would end the engine --------------------------------------------------------------
 
 
-def test_generating_needs_everything(world):
+def test_generating_needs_all_tags(world):
     for tag in ALL:
         world.controller.sleep(tag)
         for stream in (False, True):
@@ -194,7 +194,7 @@ def test_flush_where_only_weights_go(make_world, kind):
 # --- context managers -----------------------------------------------------------------------------
 
 
-def test_staged_wake(world):
+def test_a_staged_wake_wakes_the_weights_first(world):
     world.controller.sleep()
     with world.controller.staged_wake() as reports:
         assert world.released == ALL - {"weights"} and len(reports) == 1
