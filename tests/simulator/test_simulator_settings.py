@@ -7,7 +7,7 @@ import pytest
     ("name", "value", "takes"),
     [
         ("MEMSAVER_SIM_MEMORY", "lots", "16GiB"),
-        ("MEMSAVER_SIM_MEMORY", "1MiB", "2 MiB at least"),
+        ("MEMSAVER_SIM_MEMORY", "1MiB", "at least 2 MiB"),
         ("MEMSAVER_SIM_MEMORY", "\x1b[31m" + "9" * 80, "?[31m9999"),
         ("MEMSAVER_SIM_DEVICES", "x", "a number of devices, up to 16"),
         ("MEMSAVER_SIM_DEVICES", "17", "a number of devices, up to 16"),
