@@ -245,7 +245,7 @@ def compiled(tmp_path, name, *options):
     return program
 
 
-def test_the_fingerprinter_batches_fails_and_cleans_up(tmp_path):
+def test_the_unit(tmp_path):
     program = compiled(
         tmp_path,
         "fingerprinter",

@@ -162,7 +162,7 @@ def test_explain_states_forbidden_operations(make, name):
         assert "nothing that saves or sends it" in str(memsaver.explain(tensor))
 
 
-def test_reducers_are_registered_with_the_first_tensor():
+def test_what_is_registered_and_when():
     """Reducers are registered when a region's first tensor is created, and call other libraries'
     reducers.
     """
