@@ -25,7 +25,7 @@
 //                                cudaFree and cudaFreeAsync forward it to the runtime.
 //   cudaMemGetInfo               the driver's answer is correct: paused memory is free.
 //   cudaPointerGetAttributes, copies, memsets   work on mapped memory as on other memory.
-//   cudaDeviceReset              does not change memory of the virtual-memory calls.
+//   cudaDeviceReset              does not change memory from the virtual-memory calls.
 //   dlsym, dlopen                a program that looks up a library's own cudaMalloc gets that
 //                                function, for allocations and frees alike; a changed dlsym
 //                                would break other tools.

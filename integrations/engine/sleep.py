@@ -168,8 +168,8 @@ class EngineController:
             EngineTimeoutError: the engine did not answer, and the status is unknown until it does;
                 or another thread's call did not end in time, and nothing was done.
             EngineError: the engine failed. With the plugin, it is unchanged if it still answers.
-            MemsaverError: with the plugin, the reason why memory could not be released; everything
-                is mapped.
+            MemsaverError: with the plugin, memory could not be released, and the schedulers' own
+                error is raised; everything is mapped.
         """
         wanted = selected(tags, RELEASE_ORDER)
         check_timeout(timeout)

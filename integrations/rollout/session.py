@@ -78,8 +78,8 @@ class ColocatedSession:
     call out of order raises `InvalidStateError`, and changes nothing.
 
     Gradients that exist when a rollout begins are kept with the optimizer, which costs time and
-    host memory: call `optimizer.zero_grad()` at the end of a step. One thread at a time. Change the
-    weights only inside `training()`, or call `weights_changed()`.
+    host memory: call `optimizer.zero_grad()` at the end of a step. One thread at a time may use the
+    session. Change the weights only inside `training()`, or call `weights_changed()`.
 
     Attributes:
         engine: the engine.
@@ -211,7 +211,7 @@ class ColocatedSession:
         """Give the engine the GPU and the trainer's weights for the block. Yields the engine.
 
         Raises:
-            InvalidStateError: inside another block of this session; or the session or one of its
+            InvalidStateError: another block of this session is open; or the session or one of its
                 handles is closed.
             ConfigError: a tag of the trainer has lost its backup; nothing is paused.
             RankError: the block or a stage failed on some ranks, or they made different calls.
@@ -250,11 +250,11 @@ class ColocatedSession:
         """Remove the hooks from the model and the optimizer; the engine stays as it is.
 
         The tensors stay in the tags, at their addresses; the session cannot be used afterwards, and
-        its connections with other ranks end. Closing twice is allowed.
+        its connections to other ranks are closed. Closing twice is allowed.
 
         Raises:
-            InvalidStateError: inside a block, or some of the trainer's memory is paused: `with
-                session.training(): pass` resumes it. Nothing is closed.
+            InvalidStateError: a block of the session is open, or some of the trainer's memory is
+                paused: `with session.training(): pass` resumes it. Nothing is closed.
         """
         if self._phase is not Phase.IDLE:
             raise InvalidStateError(f"the session cannot be closed in a {self._phase.value}")
@@ -262,7 +262,7 @@ class ColocatedSession:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """End the connections with other ranks, so that torch.distributed can be restarted."""
+        """Close the connections to other ranks, so that torch.distributed can be restarted."""
         self._together.close()
         self._fence.close()
 

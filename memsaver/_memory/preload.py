@@ -46,7 +46,7 @@ def preload_env(
             tag, the child enters its own regions.
         backup: the tag's policy, "none", "host", "pageable" or "disk" (see `memsaver.region`). None
             keeps the value in `env`; without one, a pause discards the contents.
-        env: the base of the child's environment, by default this process's. It is only read.
+        env: the base of the child's environment, by default this process's. It is not changed.
 
     Returns:
         Only the variables to set. `LD_PRELOAD` keeps every library that it has; memsaver's is

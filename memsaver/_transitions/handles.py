@@ -278,7 +278,7 @@ def _address_of(stream: Any) -> int:
 
 
 def _notify_after(error: BaseException, tag: str) -> None:
-    """Notify callbacks that a tag stays mapped. Their errors become warnings."""
+    """Notify callbacks that a tag stays mapped. Errors of callbacks become warnings."""
     try:
         observers.notify_resume(tag)
     except Exception as second:

@@ -341,7 +341,7 @@ class _Link:
         weakref.finalize(self, self.gloo.clear)
 
     def close(self) -> None:
-        """End the connections. Idempotent, and waits for nothing."""
+        """Close the connections. Idempotent, and waits for nothing."""
         self.closed = True
         self.store = None
         self.gloo.clear()

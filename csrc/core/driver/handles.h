@@ -3,7 +3,7 @@
 // All are move-only; a default-constructed or moved-from object owns nothing. Factories make the
 // driver call and throw if it fails. Destructors destroy like DriverObject (deferred_release.h).
 // The driver's virtual-memory calls need no current context, and are legal during stream capture.
-// Any thread, but one thread at a time for one object.
+// Any thread may use an object, but only one thread at a time.
 #pragma once
 
 #include <cuda.h>
