@@ -12,9 +12,28 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
+def is_foreign(target: Path) -> bool:
+    """Return whether something is lost if the environment replaces this folder.
+
+    Nothing is lost in an environment of this program's, complete or not: only pip is in it before
+    `test-extra`.
+    """
+    if (target / "test-extra").exists() or not target.exists():
+        return False
+    if not (target / "pyvenv.cfg").exists():
+        return any(target.iterdir())
+    installed = {path.name.split("-")[0] for path in target.glob("lib/*/site-packages/*.dist-info")}
+    return not installed <= {"pip", "setuptools"}
+
+
 def main() -> None:
-    """Create the environment, replacing an existing one."""
+    """Create the environment, replacing an earlier one of this program's."""
     target = Path(sys.argv[1])
+    if is_foreign(target):
+        sys.exit(
+            f"{target} exists, and `make` did not create it. Remove it, or name another folder: "
+            "`make VENV=.venv-make ...`."
+        )
     if sys.version_info < (3, 10):  # noqa: UP036 - a clear message for older ones
         sys.exit(f"memsaver needs Python 3.10 or newer; {sys.executable} is {sys.version}")
     if find_spec("ensurepip") is None:

@@ -100,14 +100,16 @@ class Variant:
     """A way to build the artefacts, in a build folder of its own.
 
     `cxxflags` and `ldflags` follow all others. With `shared_runtime` all artefacts use the
-    process's C++ runtime, which a sanitizer must observe. `sources` adds sources to an artefact,
-    by its name.
+    process's C++ runtime, which a sanitizer must observe. With `by_folder` the sources of a folder
+    are compiled as one, which takes a third of the time for a whole build, but recompiles the
+    folder after each change. `sources` adds sources to an artefact, by its name.
     """
 
     name: str
     cxxflags: list[str] = field(default_factory=list)
     ldflags: list[str] = field(default_factory=list)
     shared_runtime: bool = False
+    by_folder: bool = False
     sources: dict[str, list[str]] = field(default_factory=dict)
 
     def build_dir(self, root: Path) -> Path:
@@ -120,6 +122,49 @@ class Variant:
 
 
 ORDINARY = Variant("native")
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One call of the compiler. Paths of sources are relative to the repository root.
+
+    Several sources are compiled through a generated file `name`, which includes them.
+    """
+
+    artefact: Artefact
+    name: str
+    sources: list[str]
+
+    @property
+    def object(self) -> str:
+        """Return the object file, relative to the build folder."""
+        return f"{self.artefact.name}/{self.name}.o"
+
+    def embedded(self) -> list[str]:
+        """Return the files that the sources embed, relative to the root."""
+        return [self.artefact.embeds[s] for s in self.sources if s in self.artefact.embeds]
+
+    def source(self, root: Path, build_dir: Path) -> Path:
+        """Return the file to compile; write it if it is a generated one that has changed."""
+        if len(self.sources) == 1:
+            return root / self.sources[0]
+        generated = build_dir / self.artefact.name / self.name
+        text = "".join(f'#include "{root / source}"\n' for source in self.sources)
+        if not generated.is_file() or generated.read_text() != text:
+            generated.parent.mkdir(parents=True, exist_ok=True)
+            generated.write_text(text)
+        return generated
+
+
+def compilations(root: Path, artefact: Artefact, variant: Variant) -> list[Compilation]:
+    """Return the compilations of an artefact's sources: one for each source, or for each folder."""
+    sources = artefact.source_files(root) + variant.sources.get(artefact.name, [])
+    if not variant.by_folder:
+        return [Compilation(artefact, source, [source]) for source in sources]
+    folders: dict[str, list[str]] = {}
+    for source in sources:
+        folders.setdefault(str(Path(source).parent), []).append(source)
+    return [Compilation(artefact, f"{name}/all.cpp", each) for name, each in folders.items()]
 
 
 @dataclass(frozen=True)
@@ -209,7 +254,10 @@ def compiler() -> str:
 def ninja_file(
     root: Path, artefacts: list[Artefact], version: str, variant: Variant = ORDINARY
 ) -> str:
-    """Return the text of build.ninja. Paths of outputs are relative to the build folder."""
+    """Return the text of build.ninja, and write the sources that are generated.
+
+    Paths of outputs are relative to the build folder.
+    """
     import pybind11
 
     def from_root(path: str) -> str:
@@ -245,14 +293,14 @@ def ninja_file(
     ]
     for artefact in artefacts:
         objects = []
-        for source in artefact.source_files(root) + variant.sources.get(artefact.name, []):
-            objects.append(_escape(f"{artefact.name}/{source}.o"))
-            embedded = artefact.embeds.get(source)
-            needed = f" | {from_root(embedded)}" if embedded else ""
-            lines.append(f"build {objects[-1]}: compile {from_root(source)}{needed}")
+        for compilation in compilations(root, artefact, variant):
+            objects.append(_escape(compilation.object))
+            source = compilation.source(root, variant.build_dir(root))
+            embedded = compilation.embedded()
+            needed = "".join(f" | {from_root(file)}" for file in embedded)
+            lines.append(f"build {objects[-1]}: compile {_escape(str(source))}{needed}")
             special = python_flags if artefact.python_module else []
-            if embedded:
-                special = [*special, f'-DMEMSAVER_EMBEDDED="{root / embedded}"']
+            special = [*special, *(f'-DMEMSAVER_EMBEDDED="{root / file}"' for file in embedded)]
             if special:
                 lines.append(f"  extra = {_escape_value(shlex.join(special))}")
         linked = [f"{name}.so" for name in artefact.links]

@@ -23,6 +23,8 @@ import memsaver
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
 BEGIN, END = "<!-- names: begin -->", "<!-- names: end -->"
+HEAD = ["| name | summary |", "|---|---|"]
+EXPERIMENTAL = "Experimental: "  # the beginning of a paragraph of a docstring
 
 _DIRECTIVE = re.compile(r"^::: (?P<path>[\w.]+)\n(?P<options>(?:    .*\n)*)", re.M)
 _LONGEST_DEFAULT = 24  # characters; longer defaults are shown as "..."
@@ -62,16 +64,14 @@ def resolve(path: str) -> Any:
 
 
 def rows_of(name: str, found: Any) -> Iterator[tuple[str, str]]:
-    """Yield the call and the summary of a function, or of a class and its public methods."""
+    """Yield the call and the summary of a function, or of a class and its public members."""
     if not inspect.isclass(found):
         yield f"{name}{signature(found)}", summary(found)
         return
-    # Programs create objects of a class only if its parameters are documented.
-    is_created = "\nArgs:\n" in f"{inspect.getdoc(found)}{inspect.getdoc(found.__init__)}"
     words = summary(found)
     if issubclass(found, enum.Enum):
         words += ": " + ", ".join(f"`{member}`" for member in found)
-    yield f"{name}{signature(found) if is_created or name.islower() else ''}", words
+    yield f"{name}{signature(found) if is_created(found) else ''}", words
     if name.islower():  # a context manager or a decorator: its methods are called by Python
         return
     for attribute, meaning in attributes_of(found):
@@ -85,6 +85,20 @@ def rows_of(name: str, found: Any) -> Iterator[tuple[str, str]]:
             )
             is_bound = not isinstance(member, staticmethod)
             yield f"{name}.{method}{signature(function, skip=int(is_bound))}", summary(function)
+
+
+def is_created(found: type) -> bool:
+    """Return whether programs create objects of a class: its parameters are documented, or its name
+    is that of a function.
+    """
+    text = f"{inspect.getdoc(found)}{found.__init__.__doc__}"
+    return found.__name__.islower() or "\nArgs:\n" in inspect.cleandoc(text)
+
+
+def is_result(found: Any) -> bool:
+    """Return whether programs only read objects of a class, which calls return."""
+    kinds = (enum.Enum, Exception)
+    return inspect.isclass(found) and not is_created(found) and not issubclass(found, kinds)
 
 
 def attributes_of(found: type) -> list[tuple[str, str]]:
@@ -132,8 +146,10 @@ def signature(found: Any, skip: int = 0) -> str:
 
 
 def summary(found: Any) -> str:
-    """Return the first sentence of a docstring."""
-    return first_sentence((inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " "))
+    """Return the first sentence of a docstring, and whether the name is experimental."""
+    first, *rest = (inspect.getdoc(found) or "").split("\n\n")
+    mark = " (*experimental*)" if any(part.startswith(EXPERIMENTAL) for part in rest) else ""
+    return first_sentence(first.replace("\n", " ")) + mark
 
 
 def first_sentence(paragraph: str) -> str:
@@ -143,11 +159,17 @@ def first_sentence(paragraph: str) -> str:
 
 
 def table(page: str) -> str:
-    """Return the table of a page's names as Markdown."""
-    lines = ["| name | summary |", "|---|---|"]
+    """Return the table of a page's names as Markdown, followed by one of the results of its calls,
+    if the page has both.
+    """
+    calls, results = [], []
     for name, found in names_of(page):
-        lines += [f"| `{call}` | {words} |" for call, words in rows_of(name, found)]
-    return "\n".join(lines)
+        rows = [f"| `{call}` | {words} |" for call, words in rows_of(name, found)]
+        (results if is_result(found) else calls).extend(rows)
+    if not (calls and results):
+        return "\n".join([*HEAD, *calls, *results])
+    between = ["", "Objects that these calls return, and their attributes:", ""]
+    return "\n".join([*HEAD, *calls, *between, *HEAD, *results])
 
 
 def rewritten(page: str) -> str:

@@ -4,7 +4,7 @@ from build_support.native import Variant
 
 _SANITIZED = [
     "-O1",
-    "-g",
+    "-g1",
     "-fno-omit-frame-pointer",
     "-U_FORTIFY_SOURCE",  # sanitizers do not know its checked functions
     "-D_GLIBCXX_ASSERTIONS",
@@ -13,8 +13,8 @@ _SANITIZED = [
 _ASAN = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 _TSAN = ["-fsanitize=thread"]
 
-ASAN = Variant("asan", [*_SANITIZED, *_ASAN], _ASAN, shared_runtime=True)
-TSAN = Variant("tsan", [*_SANITIZED, *_TSAN], _TSAN, shared_runtime=True)
+ASAN = Variant("asan", [*_SANITIZED, *_ASAN], _ASAN, shared_runtime=True, by_folder=True)
+TSAN = Variant("tsan", [*_SANITIZED, *_TSAN], _TSAN, shared_runtime=True, by_folder=True)
 
 # The core with coverage, which tests/native/fuzz/coverage.cpp reports to libFuzzer.
 FUZZ = Variant(
@@ -22,5 +22,6 @@ FUZZ = Variant(
     [*ASAN.cxxflags, "-fsanitize-coverage=trace-pc,trace-cmp"],
     ASAN.ldflags,
     shared_runtime=True,
+    by_folder=True,
     sources={"libmemsaver": ["tests/native/fuzz/coverage.cpp"]},
 )

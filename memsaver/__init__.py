@@ -125,6 +125,6 @@ _warn_of_misspelt_variables()
 if not _typing.TYPE_CHECKING:  # type checkers would take any name for an attribute
 
     def __getattr__(name: str) -> object:
-        from memsaver._runtime.guesses import advice
+        from memsaver._runtime.guesses import missing
 
-        raise AttributeError(f"module 'memsaver' has no attribute {name!r}{advice(name, __all__)}")
+        raise missing(name, __all__)

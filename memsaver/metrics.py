@@ -141,6 +141,8 @@ def _metrics(now: Stats) -> Iterator[Any]:
 def register(registry: Registry | None = None) -> Collector:
     """Register memsaver's metrics, with names such as `memsaver_resident_bytes`.
 
+    Experimental: may change in any version.
+
     Bytes and counts are labelled with `tag` and `device`, metrics of the whole tag with `tag`.
     Counters end in `_total`.
 

@@ -10,6 +10,7 @@ from typing import Any
 from memsaver._inspection.statistics import Range
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.native import _C, STATES, State
+from memsaver._runtime.text import size_text
 from memsaver.errors import ConfigError
 
 __all__ = ["Explanation", "explain"]
@@ -74,10 +75,10 @@ class Explanation:
     def _place(self) -> str:
         if self.allocation is None:
             return "lies in no live allocation (it was freed or never allocated), in addresses"
-        allocation = f"an allocation of {self.allocation.bytes} bytes at"
+        allocation = f"an allocation of {size_text(self.allocation.bytes)} at"
         if self.tensor is not None:
             return (
-                f"lies {self.offset} bytes into a tensor of {self.tensor.bytes} bytes at "
+                f"lies {self.offset} bytes into a tensor of {size_text(self.tensor.bytes)} at "
                 f"{self.tensor.address:#x}, in {allocation} {self.allocation.address:#x}"
             )
         lies = "lies in no live tensor, " if self.in_segment else "lies "

@@ -24,6 +24,8 @@ _DIGEST = 32  # bytes of a digest
 def fingerprint(*tags_or_tensors: Any) -> str:
     """Return a hex digest of the bytes of tags and tensors, in that order; computed on the device.
 
+    Experimental: may change in any version.
+
     Equal bytes have equal digests in every process and at every address. Different contents have
     different digests, except with a probability of 2^-128 or if they were constructed to collide.
 

@@ -152,6 +152,8 @@ class TagStats:
 class Deferred(NamedTuple):
     """Driver objects that could not be released; every transition, allocation and `trim` retries.
 
+    Experimental: may change in any version.
+
     Attributes:
         objects: the number of driver objects.
         device_bytes: an upper bound of their device memory, which no tag counts.

@@ -29,6 +29,7 @@ _MOST_EVENTS = 1 << 24  # the core's limit
 class Timeline:
     """A recording of this process, created by `timeline()`: a context manager. Any thread.
 
+    Experimental: may change in any version.
     The recording can be read and saved while it runs and afterwards.
     """
 
@@ -199,6 +200,8 @@ class Timeline:
 
 def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timeline:
     """Record allocations and transitions of this process, and the driver's free memory.
+
+    Experimental: may change in any version.
 
         with memsaver.timeline() as t:
             ...

@@ -24,6 +24,8 @@ def torch_pool(
 ) -> torch.cuda.MemPool:
     """Create a `torch.cuda.MemPool` whose memory belongs to `tag`, on one device.
 
+    Experimental: may change in any version.
+
     Pass it to `torch.cuda.use_mem_pool`, or its `id` to functions that capture graphs:
     `torch.cuda.graph(g, pool=pool.id)`, `torch.cuda.make_graphed_callables(..., pool=pool.id)`.
     Prefer a region if one suffices, because a region closes its pool at its end. Do not nest a

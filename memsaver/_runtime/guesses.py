@@ -1,10 +1,13 @@
-"""Advice about names that `memsaver` does not have: their actual place or name."""
+"""Errors about names that `memsaver` does not have, with their actual place or name."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+
 from memsaver._runtime.text import did_you_mean
 
-__all__ = ["advice"]
+__all__ = ["missing"]
 
 _CALLED = {
     "release": "pause",
@@ -40,8 +43,23 @@ _MODULES = {
 _VLLM = "vLLM is not supported yet; memsaver works with SGLang, and in programs that call it"
 
 
-def advice(name: str, public: list[str]) -> str:
-    """Return the end of the message about a missing attribute of `memsaver`, or ""."""
+def missing(name: str, public: list[str]) -> AttributeError | ImportError:
+    """Return the error about a missing attribute of `memsaver`. Only its `__getattr__` calls this.
+
+    The error is an ImportError if `from memsaver import name` needs the attribute, because Python
+    would replace an AttributeError by an ImportError without advice. For a module of the package it
+    is an AttributeError, after which Python imports the module.
+    """
+    importing = sys._getframe(2).f_code.co_name == "_handle_fromlist"
+    if importing and importlib.util.find_spec(f"memsaver.{name}") is None:
+        return ImportError(
+            f"cannot import name {name!r} from 'memsaver'{_advice(name, public)}", name=name
+        )
+    return AttributeError(f"module 'memsaver' has no attribute {name!r}{_advice(name, public)}")
+
+
+def _advice(name: str, public: list[str]) -> str:
+    """Return the end of the message, or ""."""
     if name.lower() == "vllm":
         return f": {_VLLM}"
     if name in _MODULES:

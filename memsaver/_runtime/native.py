@@ -56,7 +56,10 @@ LIBRARY_DIR = Path(_C.__file__).resolve().parent
 
 
 class State(str, enum.Enum):
-    """The state of a tag. Compares equal to its name."""
+    """The state of a tag. Compares equal to its name.
+
+    Compare with a member: type checkers find a misspelt member, but not a misspelt name.
+    """
 
     MAPPED = "mapped"
     SAVING = "saving"

@@ -2,9 +2,24 @@
 
 `app` combines the commands. `checks` has the checks of `memsaver doctor`, `measurements` the
 measurements of `memsaver bench`, and `watched` the processes that `memsaver top` shows. Importing
-this package imports typer; rich is imported only for output.
+this package does not import typer: `main` does, and reports an interrupt during that import like a
+later one. rich is imported only for output.
 """
 
-from memsaver.cli.app import app, main
+import sys
 
-__all__ = ["app", "main"]
+from memsaver.cli.failures import INTERRUPTED, complain
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the console script, and exit with its status; an interrupt is one line and status 130."""
+    try:
+        from memsaver.cli.app import run_words
+
+        status = run_words(sys.argv[1:])
+    except KeyboardInterrupt:
+        complain("memsaver", "interrupted")
+        raise SystemExit(INTERRUPTED) from None
+    raise SystemExit(status)

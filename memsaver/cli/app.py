@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import shutil
 import sys
 from typing import Annotated, cast
 
@@ -16,9 +15,7 @@ from memsaver.cli import bench, demo, doctor, run, top, trace
 from memsaver.cli.failures import FAILURE, INTERRUPTED, USAGE, complain, drop_output
 from memsaver.errors import MemsaverError
 
-__all__ = ["app", "main"]
-
-_HELP_WIDTH = 80  # columns for help in boxes, which cut long words on fewer
+__all__ = ["app", "run_words"]
 
 # The base class of all errors in arguments, which typer exports under no name: it is click's, or a
 # later typer's own.
@@ -27,7 +24,7 @@ _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 app = typer.Typer(
     name="memsaver",
     help="Release GPU memory and keep its addresses.",
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # help in boxes shows flags as `<bool>` and is cut on a narrow terminal
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -65,41 +62,38 @@ app.command("bench", short_help="Measure this machine and memsaver.")(bench.comm
 app.command("trace", short_help="Summarize a saved timeline.")(trace.command)
 
 
-def main() -> None:
-    """Run the console script.
+def run_words(words: list[str]) -> int:
+    """Run the command line with these arguments, and return the exit status.
 
     Every error is one line on stderr: wrong arguments (status 2), output that cannot be written
-    (status 1), an interrupt (status 130). If the reader of the output has closed the pipe, nothing
-    is printed (status 1). Writes characters that the output's encoding lacks as escapes.
+    (status 1). If the reader of the output has closed the pipe, nothing is printed (status 1).
+    Writes characters that the output's encoding lacks as escapes.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted the command.
     """
     try:
-        raise SystemExit(_run(sys.argv[1:]))
+        return _run(words)
     except _UsageError as error:
-        who = _command_of(error)
+        who = _command_of(error, words)
         text = error.format_message().rstrip(".")
         text = f"{text} See" if text.endswith("?") else f"{text}; see"
         complain(who, f"{text[:1].lower()}{text[1:]} `{who} --help`")
-        raise SystemExit(USAGE) from None
-    except KeyboardInterrupt:
-        complain("memsaver", "interrupted")
-        raise SystemExit(INTERRUPTED) from None
+        return USAGE
     except OSError as error:
         if not _is_of_output(error):
             raise
         drop_output(1)
         if error.errno != errno.EPIPE:
             complain("memsaver", f"the output cannot be written: {error.strerror}")
-        raise SystemExit(FAILURE) from None
+        return FAILURE
 
 
 def _run(words: list[str]) -> int:
-    """Run the command with these arguments, and return the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # stderr does so by default
     elif sys.stdout is None and words[:1] != ["run"]:  # whose command may do without it
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-    if shutil.get_terminal_size().columns < _HELP_WIDTH:
-        app.rich_markup_mode = None
     try:
         # An interrupt is the status 130 here, and the demo's own SystemExit.
         status = app(args=words or ["--help"], prog_name="memsaver", standalone_mode=False)
@@ -114,12 +108,12 @@ def _run(words: list[str]) -> int:
             sys.stdout.flush()
 
 
-def _command_of(error: typer.BadParameter) -> str:
+def _command_of(error: typer.BadParameter, words: list[str]) -> str:
     """Return the command whose arguments are wrong."""
     if error.ctx is not None:
         return str(error.ctx.command_path)
     names = [command.name for command in app.registered_commands]
-    return " ".join(["memsaver", *(word for word in sys.argv[1:2] if word in names)])
+    return " ".join(["memsaver", *(word for word in words[:1] if word in names)])
 
 
 def _is_of_output(error: OSError) -> bool:

@@ -58,9 +58,12 @@ def command(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[int, typer.Option("--device", min=0, help="The device's index.")] = 0,
+    device: Annotated[
+        int, typer.Option("--device", min=0, metavar="INDEX", help="The device's index.")
+    ] = 0,
     rounds: Annotated[
-        int, typer.Option("--rounds", min=1, max=1000, help="The number of repetitions.")
+        int,
+        typer.Option("--rounds", min=1, max=1000, metavar="N", help="The number of repetitions."),
     ] = 5,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the figures as JSON, with all single times.")

@@ -15,7 +15,6 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
@@ -24,7 +23,7 @@ import memsaver
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.native import _C
 from memsaver._runtime.text import size_text
-from memsaver.cli.failures import FAILURE, INTERRUPTED, complain, fail
+from memsaver.cli.failures import FAILURE, INTERRUPTED, USAGE, complain, fail
 from memsaver.cli.marks import marks_for
 from memsaver.cli.tables import (
     Groups,
@@ -35,7 +34,7 @@ from memsaver.cli.tables import (
     output_console,
     simple_box,
 )
-from memsaver.errors import MemsaverError
+from memsaver.errors import ConfigError, MemsaverError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,6 +47,7 @@ TAGS = ("weights", "kv_cache", "cuda_graph")
 _NAMES = {"weights": "weights", "kv_cache": "kv_cache", "cuda_graph": "graph"}
 _WIDE: Groups = (("step",), ("ms",), *((name,) for name in _NAMES.values()), ("free",))
 _NARROW: Groups = (("step",), ("ms", "free"), tuple(_NAMES.values()))
+_WIDTH, _FIGURE = 80, 8  # columns: at most, and for each figure
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -62,7 +62,8 @@ def command() -> None:
     try:
         raise typer.Exit(run(output_console()))
     except MemsaverError as error:
-        fail("memsaver demo", str(error), FAILURE)
+        status = USAGE if isinstance(error, ConfigError) else FAILURE  # a variable's value
+        fail("memsaver demo", str(error), status)
 
 
 class Workload(Protocol):
@@ -214,14 +215,16 @@ class SimulatedWorkload:
         return memsaver.device_memory()[0]
 
 
-@dataclass
 class Show:
-    """The table of steps, and the checks that failed."""
+    """The steps, each printed as a row of a table when it ends, and the checks that failed."""
 
-    table: Table
-    groups: Groups
-    marks: dict[str, str]
-    failures: list[str] = field(default_factory=list)
+    def __init__(self, console: Console) -> None:
+        self.failures: list[str] = []
+        self._console = console
+        self._groups = _NARROW if is_narrow(console) else _WIDE
+        self._marks = marks_for(console)
+        console.print("MiB resident per tag, and free on the device\n")
+        console.print(self._table(header=True))
 
     def step(self, name: str, action: Callable[[], object], check: Callable[[], str]) -> None:
         """Run a step, time it, and add a row with the memory after it.
@@ -250,9 +253,9 @@ class Show:
         from rich.text import Text
 
         try:
-            checked = Text.assemble((self.marks["good"], "green"), " ", (check(), "dim"))
+            checked = Text.assemble((self._marks["good"], "green"), " ", (check(), "dim"))
         except AssertionError as error:
-            checked = Text(f"{self.marks['bad']} {error}", style="red")
+            checked = Text(f"{self._marks['bad']} {error}", style="red")
             self.failures.append(f"{name}: {error}")
         held = {row.tag: row for row in memsaver.stats().tags}
         free = memsaver.device_memory()[0] / MIB
@@ -264,7 +267,27 @@ class Show:
         for tag in TAGS:
             nbytes = held[tag].resident_bytes if tag in held else 0
             cells[_NAMES[tag]] = Text(f"{nbytes / MIB:,.0f}", style="" if nbytes else "dim")
-        self.table.add_row(*folded(self.groups, cells))
+        table = self._table()
+        table.add_row(*folded(self._groups, cells))
+        self._console.print(table)
+
+    def _table(self, header: bool = False) -> Table:
+        """Return a table without rows, whose columns have the same widths in every table."""
+        from rich.table import Table
+
+        table = Table(
+            box=simple_box(self._console),
+            show_header=header,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+            width=min(self._console.width, _WIDTH),
+        )
+        add_columns(table, self._groups, least=8)
+        table.columns[0].ratio = 1
+        for column in table.columns[1:]:
+            column.width = _FIGURE
+        return table
 
 
 def choose_workload() -> Workload:
@@ -295,20 +318,9 @@ def choose_workload() -> Workload:
 
 def run(console: Console) -> int:
     """Run the demo and print it. Returns the exit status: 0 if every check passed, otherwise 1."""
-    from rich.table import Table
-
     work = choose_workload()
     console.print(f"[bold]memsaver {memsaver.__version__}[/] on {work.title}\n{work.limits}\n")
-    table = Table(
-        box=simple_box(console),
-        title="MiB resident per tag, and what the driver says is free",
-        title_justify="left",
-        pad_edge=False,
-    )
-    groups = _NARROW if is_narrow(console) else _WIDE
-    add_columns(table, groups, least=8)
-    show = Show(table, groups, marks_for(console))
-
+    show = Show(console)
     show.step("build the engine", work.build, lambda: "three tags")
     where, reference = work.addresses(), work.output()
     held = memsaver.stats().resident_bytes  # of the engine: the trainer comes later
@@ -340,7 +352,7 @@ def run(console: Console) -> int:
         return f"{taken / MIB:,.0f} MiB lent, and back"
 
     for cycle in (1, 2):
-        show.table.add_section()
+        console.print()
         show.step(
             f"pause the engine ({cycle})",
             lambda: memsaver.pause(*TAGS, wait=False, progress=bar),
@@ -356,7 +368,7 @@ def run(console: Console) -> int:
             "resume the rest", lambda: memsaver.resume(*TAGS, wait=False, progress=bar), all_back
         )
 
-    console.print(show.table)
+    console.print()
     if show.failures:
         console.print("[red]failed:[/] " + "; ".join(show.failures))
         return 1

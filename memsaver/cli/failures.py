@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import NoReturn
-
-import typer
 
 from memsaver._runtime.text import plain_text
 
@@ -19,8 +18,10 @@ INTERRUPTED = 130  # as in a shell: 128 and the number of SIGINT
 
 def complain(who: str, message: str) -> None:
     """Print one line on stderr, beginning with the command. An unusable stderr is ignored."""
+    if sys.stderr is None:
+        return
     try:
-        typer.echo(f"{who}: {plain_text(message)}", err=True)
+        print(f"{who}: {plain_text(message)}", file=sys.stderr, flush=True)
     except OSError:
         drop_output(2)
 
@@ -35,5 +36,7 @@ def drop_output(descriptor: int) -> None:
 
 def fail(who: str, message: str, status: int) -> NoReturn:
     """Print one line on stderr, and end the command with an exit status."""
+    import typer  # takes long to import
+
     complain(who, message)
     raise typer.Exit(status)

@@ -13,6 +13,8 @@ __all__ = ["DeviceSample", "TagSample", "TagTransition", "Trace", "trace_of"]
 class TagSample:
     """The memory of one tag on one device, from a point in time until the next sample.
 
+    Experimental: may change in any version.
+
     Attributes:
         seconds: the time since the recording began.
         tag: the tag.
@@ -32,6 +34,8 @@ class TagSample:
 class DeviceSample:
     """The free memory of one device at one moment, as reported by the driver for all processes.
 
+    Experimental: may change in any version.
+
     Attributes:
         seconds: the time since the recording began.
         device: the device's index.
@@ -48,6 +52,8 @@ class DeviceSample:
 @dataclass(frozen=True)
 class TagTransition:
     """The result of one transition for one tag on one device.
+
+    Experimental: may change in any version.
 
     Attributes:
         number: identifies the call in the rows of all its tags and devices.
@@ -90,6 +96,8 @@ class TagTransition:
 @dataclass(frozen=True)
 class Trace:
     """A recorded timeline.
+
+    Experimental: may change in any version.
 
     Attributes:
         started: when the recording began, in seconds since 1970.

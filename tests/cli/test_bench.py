@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 import memsaver
 from memsaver._inspection.bare_driver import BareDriver, BareMemory, PinnedMemory
 from memsaver._runtime.native import LIBRARY_DIR, Backup
-from memsaver.cli import app, bench, measurements
+from memsaver.cli import bench, measurements
+from memsaver.cli.app import app
 from memsaver.cli.measurements import Measured, cycles, machine, measure_machine
 from memsaver.cli.measurements.figures import Figure, Limits
 from memsaver.cli.measurements.picture import draw_picture

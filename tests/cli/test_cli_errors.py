@@ -6,7 +6,8 @@ import shlex
 import pytest
 from made_traces import made
 
-from memsaver.cli import app, main
+from memsaver.cli import main
+from memsaver.cli.app import app
 from memsaver.traces import files
 from memsaver.traces.trace import TagSample
 
@@ -133,11 +134,10 @@ def test_a_missing_command_shows_the_help_too(run_main):
         assert f" {command.name} " in out
 
 
-@pytest.mark.parametrize("columns", [50, 80])
+@pytest.mark.parametrize("columns", [120, 80, 50])
 def test_help_is_not_cut(run_main, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     for words in ("", *(command.name for command in app.registered_commands)):
-        monkeypatch.setattr(app, "rich_markup_mode", "rich")
         code, out, err = run_main(f"{words} --help")
         assert (code, err) == (0, "")
         assert (
@@ -145,6 +145,7 @@ def test_help_is_not_cut(run_main, monkeypatch, columns):
             and not re.search(r"\w\.\.\.\s", out)
             and max(map(len, out.splitlines())) <= columns
         )
+        assert "<bool>" not in out  # flags take no value
 
 
 @pytest.mark.parametrize("command", ["doctor", "bench", "trace t.json", "top --once"])
@@ -160,3 +161,24 @@ def test_an_interrupt_is_one_line(run_main, monkeypatch, command):
     ):
         monkeypatch.setattr(place, interrupt)
     assert run_main(command) == (130, "", "memsaver: interrupted\n")
+
+
+def test_an_interrupt_of_the_imports_is_one_line(run_python):
+    done = run_python(
+        """
+        import sys
+
+        class Interrupter:
+            def find_spec(self, name, path=None, target=None):
+                if name == "typer":
+                    raise KeyboardInterrupt
+
+        sys.meta_path.insert(0, Interrupter())
+        sys.argv = ["memsaver", "doctor"]
+        from memsaver.cli import main
+
+        main()
+        """,
+        status=130,
+    )
+    assert (done.stdout, done.stderr) == ("", "memsaver: interrupted\n")

@@ -20,7 +20,7 @@ def run_demo(run_python):
     """Run the command in its own process: `run_demo(COLUMNS=80)`."""
 
     def run(*, status=0, **env):
-        script = "from memsaver.cli import app; app(['demo'], prog_name='memsaver')"
+        script = "from memsaver.cli.app import app; app(['demo'], prog_name='memsaver')"
         return run_python(script, status=status, timeout=100, **env)
 
     return run
@@ -85,6 +85,11 @@ def test_an_unusable_driver_is_an_error(run_demo):
     assert done.stdout == ""
     assert done.stderr.startswith("memsaver demo: ") and "/nonexistent.so" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_invalid_option_is_a_usage_error(run_demo):
+    done = run_demo(status=2, MEMSAVER_HOST_BYTES="many")
+    assert "MEMSAVER_HOST_BYTES" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_device_too_small_is_an_error(run_demo):
@@ -159,7 +164,7 @@ def run_workload(sim, tag, monkeypatch):
     def run(workload, width=120):
         work = workload("a test")
         monkeypatch.setattr(demo, "choose_workload", lambda: work)
-        out = io.StringIO()
+        out = work.shown = io.StringIO()
         status = demo.run(Console(file=out, width=width, force_terminal=False))
         memsaver.resume(*demo.TAGS)
         return status, " ".join(out.getvalue().split())
@@ -170,6 +175,18 @@ def run_workload(sim, tag, monkeypatch):
 def test_a_correct_workload_passes_every_check(run_workload):
     status, text = run_workload(Small)
     assert status == 0 and "every check passed" in text
+
+
+def test_a_step_is_printed_when_it_ends(run_workload):
+    before = []
+
+    class Watches(Small):
+        def train(self, nbytes):
+            before.append(self.shown.getvalue())
+            return super().train(nbytes)
+
+    run_workload(Watches)
+    assert [f"pause the engine ({cycle})" in before[0] for cycle in (1, 2)] == [True, False]
 
 
 @pytest.mark.parametrize("width", [50, 60])

@@ -21,7 +21,8 @@ from watched_children import Child, top_command
 import memsaver
 from memsaver._inspection.statistics import TagStats
 from memsaver._runtime.native import LIBRARY_DIR, Backup, State
-from memsaver.cli import app, top
+from memsaver.cli import top
+from memsaver.cli.app import app
 from memsaver.cli.watched import Device, Driver, Found, Process, Silent, WatchedTag
 
 GIB = 1 << 30

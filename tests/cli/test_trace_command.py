@@ -63,7 +63,7 @@ def test_a_peak_is_of_all_devices_at_one_time():
 def run_trace(*arguments, **named):
     from typer.testing import CliRunner
 
-    from memsaver.cli import app
+    from memsaver.cli.app import app
 
     return CliRunner().invoke(app, ["trace", *map(str, arguments)], **named)
 

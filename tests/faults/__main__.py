@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import reliability
+from repository import ROOT
 
 from faults import lanes
 from faults.injections import Injection, injections_of
@@ -35,6 +36,13 @@ def arguments() -> argparse.Namespace:
         help=f"of a call that an act makes more than {ALWAYS} times, each Nth only beyond that",
     )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes at a time")
+    parser.add_argument(
+        "--package",
+        type=Path,
+        default=ROOT,
+        metavar="FOLDER",
+        help="the folder with the package memsaver, if not this repository",
+    )
     parser.add_argument("--write", action="store_true", help="figures into reliability.json")
     return parser.parse_args()
 
@@ -87,7 +95,7 @@ def main() -> int:
     asked = arguments()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memsaver-faults-") as folder:
-        place = lanes.Workplace(Path(folder))
+        place = lanes.Workplace(Path(folder), asked.package)
         try:
             injections = plan(place, asked.only, asked.every, asked.workers)
         except (RuntimeError, ValueError) as error:

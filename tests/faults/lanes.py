@@ -58,7 +58,8 @@ class Workplace:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
         self.environment = {
             **kept,
-            "LD_PRELOAD": str(self.interposer),
+            # Behind the caller's libraries: a sanitizer's must be the first.
+            "LD_PRELOAD": ":".join(filter(None, [kept.get("LD_PRELOAD"), str(self.interposer)])),
             "PYTHONPATH": IMPORT_PATH,
             "MEMSAVER_DRIVER": "sim",
             "MEMSAVER_SIM_DEVICES": "2",

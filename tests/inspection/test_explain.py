@@ -205,7 +205,7 @@ def test_the_words_for_paused_memory(sim, tag, make_blocks):
     (block,) = make_blocks(name, [PAGE])
     memsaver.pause(name)
     text = str(memsaver.explain(block.address + 77))
-    assert f"77 bytes into an allocation of {PAGE} bytes at {block.address:#x}" in text
+    assert f"77 bytes into an allocation of 2 MiB at {block.address:#x}" in text
     assert f"before memsaver.resume({name!r})" in text
 
 

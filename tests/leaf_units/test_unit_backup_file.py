@@ -81,7 +81,7 @@ def test_the_space_goes_with_the_file_and_not_with_a_forked_child(leaf, disk):
 def test_reading_beyond_the_end_is_an_error(leaf, disk, lacking):
     never, cut = leaf("file_short", disk, LEAF_SYSTEM=lacking)
     for line, done in ((never, 0), (cut, 700000)):
-        assert line.startswith(f"error 6 needed {MIB} free 0 errno {errno.EIO}: reading the 1.00")
+        assert line.startswith(f"error 6 needed {MIB} free 0 errno {errno.EIO}: reading the 1 MiB")
         assert f"the file ends after {done} of these bytes" in line and str(disk)[:30] in line
 
 
@@ -105,7 +105,7 @@ def test_the_limit_of_file_sizes_is_an_error_and_no_signal(leaf, disk, lacking):
 
 def test_a_bad_disk_is_an_error(leaf, disk):
     (line,) = leaf("file_write", disk, MIB, LEAF_SYSTEM="a good disk")
-    assert line.startswith(f"error 6 needed {MIB} free 0 errno {errno.EIO}: writing the 1.00 MiB")
+    assert line.startswith(f"error 6 needed {MIB} free 0 errno {errno.EIO}: writing the 1 MiB")
 
 
 def test_a_full_disk_is_an_error_before_anything_is_lost(program, leaf, disk):
@@ -130,10 +130,10 @@ def test_a_full_disk_is_an_error_before_anything_is_lost(program, leaf, disk):
         pytest.skip(f"a small file system cannot be mounted: {done.stderr}")
     said = done.stdout.splitlines()
     assert said[0].startswith(f"error 6 needed {4 * MIB} free ")
-    assert f" errno {errno.ENOSPC}: reserving the 4.00 MiB" in said[0]
-    assert "No space left on device (2.00 MiB" in said[0] and "disk_dir" in said[0]
+    assert f" errno {errno.ENOSPC}: reserving the 4 MiB" in said[0]
+    assert "No space left on device (2 MiB" in said[0] and "disk_dir" in said[0]
     assert said[1:3] == ["what was there stays", "held 2"]
-    assert f" errno {errno.ENOSPC}: writing the 2.00 MiB" in said[3]
+    assert f" errno {errno.ENOSPC}: writing the 2 MiB" in said[3]
 
 
 def test_a_full_disk_where_space_cannot_be_reserved(leaf, disk):

@@ -210,6 +210,14 @@ def test_a_name_that_memsaver_lacks(name, advice):
     with pytest.raises(AttributeError, match=advice) as caught:
         getattr(memsaver, name)
     assert repr(name) in str(caught.value)
+    with pytest.raises(ImportError) as caught:
+        exec(f"from memsaver import {name}")
+    assert repr(name) in str(caught.value) and advice in f"{caught.value} has no attribute"
+
+
+@pytest.mark.each_python
+def test_modules_are_imported_from_memsaver(run_python):
+    run_python("from memsaver import distributed, integrations, simulator")
 
 
 def test_advice_uses_existing_names():

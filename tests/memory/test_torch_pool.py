@@ -93,7 +93,7 @@ def test_no_memory_is_null_and_a_warning(sim, tag, functions):
     malloc, _ = functions(tag())
     with sim.fault("cuMemCreate", sim.OUT_OF_MEMORY, times=0):
         assert malloc(MIB, 0, None) is None
-    with pytest.warns(memsaver.MemsaverWarning, match="needs 2.00 MiB"):
+    with pytest.warns(memsaver.MemsaverWarning, match="needs 2 MiB"):
         memsaver.trim(wait=True)
 
 

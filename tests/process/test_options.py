@@ -38,7 +38,7 @@ def test_an_invalid_environment_is_an_error_before_anything_is_done(run_python, 
             with memsaver.region("t"):
                 message = raises(memsaver.ConfigError, simulator.buffer, 4096)
                 assert {option!r} in message and {variable!r} in message, message
-                assert "bytes" in message
+                assert "from 2 MiB to 1 GiB" in message
             assert memsaver.ranges("t") == () and sim.counts().handles == 0
             assert sim.counts().reservations == 0
             for call in (memsaver.pause, memsaver.resume):

@@ -1,5 +1,6 @@
 """Test the published packages: a single version, sdist, wheels, linters, workflows."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -71,6 +72,7 @@ def test_pre_commit_has_the_linters_of_make_lint_in_the_same_versions():
         "check-jsonschema": "check-jsonschema",
     }
     assert {repositories[name]: hooks()[name][0] for name in hooks()} == PINNED
+    assert f"ruff=={PINNED['ruff']}" in EXTRAS["docs"]
     lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
     for name, command in (
         ("ruff-check", "ruff check"),
@@ -113,6 +115,28 @@ def test_pythons_are_the_same_everywhere():
     assert set(re.findall(r'"(3\.\d+)"', test.split("long:")[0])) == named
     built = re.findall(r"/opt/python/cp3(\d+)-cp3\1/bin/python", wheels)
     assert {f"3.{minor}" for minor in built} == named
+
+
+@pytest.mark.parametrize("holds", ["a package", "a file", "nothing", "pip"])
+def test_make_replaces_no_environment_that_it_did_not_create(tmp_path, monkeypatch, holds):
+    monkeypatch.syspath_prepend(ROOT / "build_support")
+    make_venv = importlib.import_module("make_venv")
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    if holds in ("a package", "pip"):
+        name = "pip" if holds == "pip" else "torch"
+        (packages / f"{name}-2.0.dist-info").mkdir(parents=True)
+        (tmp_path / "pyvenv.cfg").touch()
+    if holds == "a file":
+        (tmp_path / "notes").touch()
+    monkeypatch.setattr(sys, "argv", ["make_venv.py", str(tmp_path)])
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    monkeypatch.setattr(make_venv.venv.EnvBuilder, "create", lambda *arguments: None)
+    if holds in ("a package", "a file"):
+        with pytest.raises(SystemExit, match="did not create it"):
+            make_venv.main()
+    else:
+        make_venv.main()
+        assert (tmp_path / "test-extra").read_text().startswith("test")
 
 
 def test_make_help_fits_a_terminal():

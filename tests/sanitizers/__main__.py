@@ -2,7 +2,8 @@
 
 One build detects address errors, undefined behaviour and leaks, another data races. Both run the
 stress test of tests/native/stress and the native test programs; the first also runs tests of the
-Python package. Exits with 1 if a sanitizer reports an error or a check fails.
+Python package, and scenarios of `make faults`. Exits with 1 if a sanitizer reports an error or a
+check fails.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=6, metavar="N", help="stresses of each build")
     parser.add_argument("--first-seed", type=int, default=1, metavar="N")
     parser.add_argument("--operations", type=int, default=400, metavar="N", help="of each thread")
-    parser.add_argument("--only", choices=["stress", "units", "suite"], help="a part of what runs")
+    parser.add_argument(
+        "--only", choices=["stress", "units", "suite", "faults"], help="a part of what runs"
+    )
     parser.add_argument("--write", action="store_true", help="figures into reliability.json")
     return parser.parse_args()
 
@@ -36,7 +39,7 @@ def planned(asked: argparse.Namespace, place: Place) -> list[Callable[[], Outcom
     """Build the libraries and programs; return the checks to run, in order."""
     plan: list[Callable[[], Outcome]] = []
     for variant in (ASAN, TSAN):
-        built = Build(variant, package=variant is ASAN and asked.only in (None, "suite"))
+        built = Build(variant, package=variant is ASAN and asked.only in (None, "suite", "faults"))
         leaks = variant is ASAN and checks.leaks_are_found(place, built)
         if variant is ASAN and not leaks:
             print("leaks are not looked for: the leak sanitizer needs ptrace, which is forbidden")
@@ -51,6 +54,8 @@ def planned(asked: argparse.Namespace, place: Place) -> list[Callable[[], Outcom
             plan.append(lambda b=built: checks.units(place, b))
         if asked.only in (None, "suite") and variant is ASAN:
             plan.append(lambda b=built: checks.suite(place, b))
+        if asked.only in (None, "faults") and variant is ASAN:
+            plan.append(lambda b=built: checks.faults(place, b))
     return plan
 
 
@@ -74,7 +79,7 @@ def main() -> int:
     if asked.write:
         sums = {
             what: sum(outcome.figures.get(what, 0) for outcome in outcomes)
-            for what in ("operations", "tests")
+            for what in ("operations", "tests", "faults")
         }
         figures_of_all: dict[str, object] = {
             "stresses": sum("operations" in outcome.figures for outcome in outcomes),

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from repository import ROOT, TESTS
+from repository import IMPORT_PATH, ROOT, TESTS
 
 from sanitizers.builds import Build
 
@@ -50,6 +50,8 @@ SUITE = [
     "backup/test_backup_failures.py",
     "inspection/test_timeline.py",
 ]
+# The scenarios of `make faults` for the other part: what is undone and released after a failure.
+FAULTS = ["pause_host", "resume_host", "resume_disk", "swap_host_none", "free", "allocate_huge"]
 # These tests compile programs of tests/native with the compiler that CXX names.
 UNITS = ["leaf_units", "backup/test_fingerprint.py::test_the_unit"]
 
@@ -128,14 +130,33 @@ def leaks_are_found(place: Place, built: Build) -> bool:
     return "LeakSanitizer has encountered a fatal error" not in outcome.text
 
 
-def suite(place: Place, built: Build) -> Outcome:
-    """Run tests of the Python package with the sanitized libraries."""
-    env = place.environment(
-        "suite",
+def of_python(place: Place, built: Build, name: str) -> dict[str, str]:
+    """Return the environment of a check whose Python programs use the sanitized libraries."""
+    return place.environment(
+        name,
         ASAN_OPTIONS="detect_leaks=0",  # the interpreter itself leaks
         LD_PRELOAD=built.runtimes(),
         PYTHONDONTWRITEBYTECODE="1",
     )
+
+
+def faults(place: Place, built: Build) -> Outcome:
+    """Run some scenarios of the fault sweep with the sanitized libraries."""
+    env = {**of_python(place, built, "faults"), "PYTHONPATH": IMPORT_PATH}
+    only = [word for scenario in FAULTS for word in ("--only", scenario)]
+    command = [sys.executable, "-m", "faults", "--every", "1000", "--package", str(built.site())]
+    status, said = run([*command, *only], env, ROOT)
+    reports = place.reports("faults")
+    counts = re.search(r"(\d+) passed, (\d+) failed", said)
+    passed, failed = map(int, counts.groups()) if counts else (0, 1)
+    if status != 0 or reports:
+        failed = max(failed, 1)
+    return Outcome("faults", passed, failed, f"{said[-6000:]}\n{reports}", {"faults": passed})
+
+
+def suite(place: Place, built: Build) -> Outcome:
+    """Run tests of the Python package with the sanitized libraries."""
+    env = of_python(place, built, "suite")
     return pytest_run(place, "suite", SUITE, env, built.site(), "-n", "2", "--dist", "loadfile")
 
 

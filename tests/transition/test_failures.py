@@ -40,7 +40,7 @@ def test_the_error_of_a_driver_call_names_the_tags_and_the_bytes(
         run()
     text = str(caught.value)
     assert text.startswith(f"{call} failed with CUDA_ERROR_UNKNOWN (999)")
-    assert all(f"'{name}'" in text for name in names) and "2097152 bytes" in text
+    assert all(f"'{name}'" in text for name in names) and ", 2 MiB, failed" in text
     assert text.endswith("failed and was undone: it can be tried again")
     run()
     memsaver.resume()

@@ -51,7 +51,7 @@ std::string takes(const Entry& entry) {
   switch (entry.kind) {
     case OptionKind::kSize:
       return "an integer number of bytes with an optional suffix KiB, MiB or GiB, from " +
-             std::to_string(entry.least) + " to " + std::to_string(entry.greatest);
+             format_bytes(entry.least) + " to " + format_bytes(entry.greatest);
     case OptionKind::kFlag:
       return "on, off, 1, 0, true or false";
     case OptionKind::kPath:

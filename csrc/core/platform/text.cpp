@@ -5,21 +5,16 @@
 namespace memsaver {
 
 std::string format_bytes(uint64_t bytes) {
-  static const char* const kUnits[] = {"KiB", "MiB", "GiB", "TiB"};
-  char text[64];
-  if (bytes < 1024) {
-    std::snprintf(text, sizeof(text), "%llu bytes", static_cast<unsigned long long>(bytes));
-    return text;
-  }
-  double value = static_cast<double>(bytes) / 1024;
+  static const char* const kUnits[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  double value = static_cast<double>(bytes);
   int unit = 0;
-  while (value >= 1024 && unit < 3) {
-    value /= 1024;
-    ++unit;
-  }
-  std::snprintf(text, sizeof(text), "%.2f %s (%llu bytes)", value, kUnits[unit],
-                static_cast<unsigned long long>(bytes));
-  return text;
+  for (; value >= 1024; value /= 1024) ++unit;
+  char digits[64];
+  std::snprintf(digits, sizeof(digits), "%.3f", value);
+  std::string text = digits;
+  while (text.back() == '0') text.pop_back();
+  if (text.back() == '.') text.pop_back();
+  return text + " " + kUnits[unit];
 }
 
 bool is_utf8(const std::string& text) {

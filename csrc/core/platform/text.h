@@ -7,7 +7,8 @@
 
 namespace memsaver {
 
-// Formats a size, such as "1.50 GiB (1610612736 bytes)"; below 1 KiB, only the number of bytes.
+// Formats a size in the largest possible unit, such as "1.25 GiB". Its three decimals distinguish
+// sizes that differ by a page of device memory.
 std::string format_bytes(uint64_t bytes);
 
 // Returns "'a', 'b'"; "none" if empty; at most twenty names, then the number of the rest.
