@@ -39,7 +39,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES.keys())
-def test_a_name_is_the_same_everywhere(sim, tag, make_blocks, tmp_path, options, name):
+def test_a_name(sim, tag, make_blocks, tmp_path, options, name):
     tag.names += [name, name + "2"]
     options(disk_dir=tmp_path)
     first = make_blocks(name, [3 * MIB], backup="host")
@@ -88,7 +88,7 @@ def test_similar_names_are_different_tags(sim, tag, make_blocks):
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "\ud800", b"bytes", None, 1, ["list"]], ids=repr)
-def test_invalid_names_are_rejected(sim, name):
+def test_what_is_no_name(sim, name):
     before = {row.tag for row in memsaver.stats().tags}
     with pytest.raises(memsaver.ConfigError):
         with memsaver.region(name):

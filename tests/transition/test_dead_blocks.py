@@ -77,7 +77,7 @@ def test_dead_ranges_of_one_pause_live_in_the_next(sim, tag, make_blocks):
     assert block.is_intact()
 
 
-def test_dead_ranges_are_saved_if_memory_has_changed_since(sim, tag, make_blocks):
+def test_what_was_dead_is_saved_if_memory_changed_since(sim, tag, make_blocks):
     name = tag()
     (block,) = make_blocks(name, [PAGE], backup="host")
     dead = [(block.address, PAGE)]

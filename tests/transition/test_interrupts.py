@@ -37,7 +37,7 @@ INTERRUPTED = """
 """
 
 
-def test_an_interrupted_pause_matches_the_callbacks_notifications(run_python):
+def test_an_interrupted_pause_matches_what_callbacks_were_told(run_python):
     run_python(
         INTERRUPTED
         + """
@@ -49,7 +49,7 @@ def test_an_interrupted_pause_matches_the_callbacks_notifications(run_python):
     )
 
 
-def test_an_interrupted_resume_matches_the_callbacks_notifications(run_python):
+def test_an_interrupted_resume_matches_what_callbacks_were_told(run_python):
     run_python(
         INTERRUPTED
         + """
