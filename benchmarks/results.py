@@ -53,7 +53,7 @@ KEYS = (*Measurement.__annotations__, "gpu", "versions", "commit", "date", "deta
 
 
 def ratio(memsaver: float, peer: float, *, higher_is_better: bool = False) -> float:
-    """Return how many times better memsaver's value is than the peer's."""
+    """Return the factor by which memsaver's value is better than the peer's."""
     return round(memsaver / peer if higher_is_better else peer / memsaver, 4)
 
 

@@ -7,7 +7,7 @@
  *   - It throws no C++ exception, raises no signal, never ends the process and never writes to
  *     stdout.
  *   - The creation of the first tag starts a thread, which sleeps until `memsaver top` of the same
- *     user requests the statistics. Option `top` (MEMSAVER_TOP) disables the thread.
+ *     user requests the statistics. With option `top` (MEMSAVER_TOP) off, there is no thread.
  *   - A function that can fail returns an ms_status. `ms_error* error` may be NULL and is written
  *     only on failure.
  *   - Tags are UTF-8 and not empty; their length is unlimited. A returned `const char* tag` is

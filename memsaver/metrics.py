@@ -35,7 +35,7 @@ _COUNTERS: _Figures = [
     ("paused_bytes", "Device memory that pauses released.", lambda row: row.paused_bytes),
     ("resumed_bytes", "Device memory that resumes mapped.", lambda row: row.resumed_bytes),
     ("saved_bytes", "Bytes that pauses copied to backups.", lambda row: row.saved_bytes),
-    ("restored_bytes", "Bytes that resumes copied from them.", lambda row: row.restored_bytes),
+    ("restored_bytes", "Bytes that resumes restored.", lambda row: row.restored_bytes),
     ("unchanged_bytes", "Bytes that pauses found unchanged.", lambda row: row.unchanged_bytes),
 ]
 # Per tag.

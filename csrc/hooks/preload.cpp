@@ -51,9 +51,9 @@ bool has_own_core() {
 }
 
 // Allocates tagged memory in *pointer, or returns a cudaError_t. Returns kNotServed if the real
-// function should serve the call: the runtime cannot determine a device or there is no driver (its
-// own error says why), or a pause of the process's tag, or a fork, happened between the check and
-// the allocation.
+// function should serve the call: the runtime cannot determine a device or there is no driver (the
+// real function's error says why), or a pause of the process's tag, or a fork, happened between the
+// check and the allocation.
 [[gnu::cold, gnu::noinline]] int allocate(const void* caller, void** pointer, size_t bytes) {
   if (!has_own_core()) return kNotServed;
   // Until a thread's runtime has created a context, only the runtime knows its current device.

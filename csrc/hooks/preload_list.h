@@ -6,7 +6,7 @@
 //
 // The runtime's types are written out instead of included, so that one binary supports CUDA 11.2 to
 // 13: cudaError_t and the enumerations are int, cudaStream_t is a pointer, and the 64 bytes of a
-// cudaIpcMemHandle_t are only passed on.
+// cudaIpcMemHandle_t are only forwarded.
 //
 // Reason for each function
 //   cudaMalloc           used by torch's caching allocator, graph capture and most programs.
@@ -22,10 +22,10 @@
 //   cudaMallocFromPoolAsync      names a pool that the caller creates, limits, shares and trims.
 //   cudaMallocManaged, ...Host   not device memory: they migrate, or are on the host.
 //   cudaMallocPitch, 3D, Array   rows, textures and mipmaps have a layout that the driver chooses.
-//                                cudaFree and cudaFreeAsync pass their memory on as foreign.
+//                                cudaFree and cudaFreeAsync forward it to the runtime.
 //   cudaMemGetInfo               the driver's answer is correct: paused memory is free.
 //   cudaPointerGetAttributes, copies, memsets   work on mapped memory as on other memory.
-//   cudaDeviceReset              does not change memory of the virtual-memory calls.
+//   cudaDeviceReset              does not change memory from the virtual-memory calls.
 //   dlsym, dlopen                a program that looks up a library's own cudaMalloc gets that
 //                                function, for allocations and frees alike; a changed dlsym
 //                                would break other tools.

@@ -32,8 +32,8 @@ Context* find_context(CUcontext handle);
 
 void retain(Context* context);
 // Releases a reference. The last release waits for the context's work (with the lock released),
-// then frees its streams, events, modules, cuMemAlloc blocks and host memory. Memory of the
-// virtual-memory calls stays.
+// then frees its streams, events, modules, cuMemAlloc blocks and host memory. Memory from
+// the virtual-memory calls stays.
 CUresult release(Lock* lock, Context* context);
 
 // The calling thread's stack.

@@ -88,8 +88,8 @@ CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
   return CUDA_SUCCESS;
 }
 
-// With the suffix, because CUDA 12 declares it in addition to an older cuDeviceGetUuid, and CUDA 13
-// instead of it.
+// Named with the suffix _v2, because CUDA 12 declares this function in addition to an older
+// cuDeviceGetUuid, and CUDA 13 declares it instead of the older one.
 CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
   Call call("cuDeviceGetUuid", Needs::kInit);
   if (call.refused()) return call.status();

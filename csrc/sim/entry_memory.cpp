@@ -19,7 +19,7 @@ CUresult put(void* data, T value) {
 struct Known {
   CUmemorytype type;
   int device;
-  CUcontext context;  // null for memory of the virtual-memory calls, which has no context
+  CUcontext context;  // null for memory from the virtual-memory calls, which has no context
   Range range;        // for a mapping: its reservation
   unsigned long long id;
 };

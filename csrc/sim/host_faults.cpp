@@ -82,7 +82,7 @@ void explain(uint64_t address) {
 
 void on_fault(int number, siginfo_t* info, void*) {
   const int kept = errno;
-  const bool sent = info->si_code <= 0;  // by a process; no access of this thread
+  const bool sent = info->si_code <= 0;  // sent by a process, not caused by this thread
   if (!sent) explain(reinterpret_cast<uint64_t>(info->si_addr));
   sigaction(number, &before, nullptr);
   if (sent) raise(number);  // delivered after this function returns; a fault repeats by itself

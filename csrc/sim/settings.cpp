@@ -79,7 +79,7 @@ std::string shown(const char* text) {
 }
 
 std::string refusal(const char* name, const char* text, const std::string& takes) {
-  return std::string(name) + "='" + shown(text) + "' makes no sense: it takes " + takes;
+  return std::string(name) + "='" + shown(text) + "' is invalid: it takes " + takes;
 }
 
 constexpr const char* kDevices = "MEMSAVER_SIM_DEVICES";
@@ -103,8 +103,8 @@ std::string read_settings(Settings* settings) {
     settings->memory_bytes -= settings->memory_bytes % kGranularity;
     if (!read || settings->memory_bytes == 0) {
       return refusal(kMemory, text,
-                     "the bytes of each device, 2 MiB at least: a number, or one with the suffix "
-                     "KiB, MiB, GiB or TiB, such as 16GiB");
+                     "the memory of each device, at least 2 MiB: a number of bytes with an "
+                     "optional suffix KiB, MiB, GiB or TiB, such as 16GiB");
     }
   }
   const char* text = value_of(kFaults);

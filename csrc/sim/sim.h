@@ -21,8 +21,8 @@
 // CUDA_ERROR_INVALID_VALUE:
 //   MEMSAVER_SIM_DEVICES  number of devices, 0 to SIM_MAX_DEVICES, default 1 (0: cuInit returns
 //                         CUDA_ERROR_NO_DEVICE)
-//   MEMSAVER_SIM_MEMORY   memory of each device, default 80GiB; a number of bytes, or one with the
-//                         suffix KiB, MiB, GiB or TiB; rounded down to 2 MiB
+//   MEMSAVER_SIM_MEMORY   memory of each device, default 80GiB; a number of bytes with an optional
+//                         suffix KiB, MiB, GiB or TiB; rounded down to a multiple of 2 MiB
 //   MEMSAVER_SIM_FAULTS   comma-separated call:nth:code[:times], each as in sim_fail
 // sim_settings_problem returns the name of the invalid variable.
 #ifndef MEMSAVER_SIM_SIM_H_
@@ -114,8 +114,8 @@ typedef const char* (*sim_paused_tag)(uint64_t address);
 
 // After the first call, a host access to memory for which `paused_tag` returns a tag writes a
 // line with the address and the tag to stderr: installs a handler of SIGSEGV, which then restores
-// the action that it replaced, so that the fault repeats and meets that action. Other faults, and
-// signals sent by a process, pass without a line. The library with `paused_tag` stays loaded. Later
+// the action that it replaced, so that the fault repeats and triggers that action. Other faults,
+// and signals sent by a process, write no line. The library with `paused_tag` stays loaded. Later
 // calls have no effect.
 void sim_explain_host_faults(sim_paused_tag paused_tag);
 

@@ -22,7 +22,7 @@ void after_fork_in_child() {
 }
 
 const char* why_refused(int reason) {
-  if (reason == EFBIG) return "; lift the limit of file sizes (ulimit -f) until it has started";
+  if (reason == EFBIG) return "; raise the limit of file sizes (ulimit -f) until cuInit is done";
   if (reason == EMFILE) return "; close files or raise the limit of open files (ulimit -n)";
   return "";
 }

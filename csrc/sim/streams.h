@@ -100,7 +100,7 @@ class Streams {
   void report_use(const char* call, const Range& range);
   uint64_t queued_operations() const;
 
-  // Set the delays of sim.h.
+  // Set the delays that sim.h describes.
   void set_delay(uint64_t microseconds) { delay_us_ = microseconds; }
   void set_copy_rate(uint64_t bytes_per_second) { copy_rate_ = bytes_per_second; }
   void hold(bool held);

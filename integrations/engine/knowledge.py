@@ -12,7 +12,7 @@ __all__ = ["Knowledge"]
 
 
 class Knowledge:
-    """The released tags as far as they are known. Any thread; no call here queries the engine.
+    """The tags that are known to be released. Any thread; no call here queries the engine.
 
     A reply may be late and belong to an earlier query, because some engines do not match replies to
     queries: they accept any replies until there are as many as schedulers. So `fits` and `are_new`

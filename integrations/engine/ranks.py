@@ -19,7 +19,7 @@ __all__ = ["Figures", "Group", "first_failure"]
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of the work on one rank. See `RankReport` for the fields."""
+    """The statistics of the work on one rank. See `RankReport` for the fields."""
 
     seconds: float = 0.0
     device_bytes: Mapping[str, int] = field(default_factory=dict)

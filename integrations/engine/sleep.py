@@ -34,7 +34,7 @@ class EngineController:
 
     Every call skips tags that are already in the requested state. Calls that would end the engine
     are rejected before the engine receives them: releasing memory that requests use, and generating
-    without it.
+    while that memory is released.
 
     Threads: any. `sleep` and `wake_up` run one after the other; generations run concurrently. Do
     not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`.
@@ -67,7 +67,7 @@ class EngineController:
 
     @property
     def status(self) -> Status:
-        """The status as far as this controller knows. `refresh` queries the engine."""
+        """The last known status. `refresh` queries the engine."""
         return status_of(self._knowledge.current())
 
     @property
@@ -168,8 +168,8 @@ class EngineController:
             EngineTimeoutError: the engine did not answer, and the status is unknown until it does;
                 or another thread's call did not end in time, and nothing was done.
             EngineError: the engine failed. With the plugin, it is unchanged if it still answers.
-            MemsaverError: with the plugin, the reason why memory could not be released; everything
-                is mapped.
+            MemsaverError: with the plugin, memory could not be released, and the schedulers' own
+                error is raised; everything is mapped.
         """
         wanted = selected(tags, RELEASE_ORDER)
         check_timeout(timeout)
@@ -269,7 +269,7 @@ class EngineController:
                 except EngineTimeoutError as late:
                     if time.monotonic() < deadline:
                         raise
-                    raise busy() from late  # as of the last answer
+                    raise busy() from late  # the last answer reported requests
 
         steps.append(timed("wait_idle" if self.guarded else "flush", until_idle))
         if flush and self.guarded:
@@ -297,7 +297,7 @@ class EngineController:
         )
 
     def _states(self, deadline: float) -> list[SchedulerState]:
-        """Query the schedulers' states; repeat if replies were late replies to an earlier query.
+        """Query the schedulers' states; repeat if some replies belonged to an earlier query.
 
         Raises:
             EngineError: no query returned exactly one reply from each scheduler. The state is

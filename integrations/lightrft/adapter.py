@@ -93,8 +93,9 @@ class Adapted:
     def update_engine_weights(self, actor: Any) -> None:
         """Call LightRFT's method, without waking the KV cache and the graphs.
 
-        So these use no memory while there are two copies of the weights; the next generation wakes
-        them. Raises LightRFT's errors, and those of `wakeup_inference_engine`.
+        The KV cache and the graphs therefore use no memory while there are two copies of the
+        weights; the next generation wakes them. Raises LightRFT's errors, and those of
+        `wakeup_inference_engine`.
         """
         if not self._is_ours():
             self._originals["update_engine_weights"](actor)
@@ -195,8 +196,8 @@ def adapt(
             and LightRFT sends them from the actor when the engine wakes, unless it was just
             updated.
         offload_optimizer: whether `maybe_offload_optimizer` has an effect. None follows LightRFT's
-            `--adam_offload`. With DeepSpeed, which keeps the states on the host with that flag,
-            None means True without the flag.
+            `--adam_offload`. With DeepSpeed, that flag keeps the states on the host permanently:
+            leave it out, and pass True.
         tag: the tag of the first optimizer; later ones append a number.
         timeout: seconds for an engine's sleep or wake-up, including the wait for requests.
 

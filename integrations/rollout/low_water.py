@@ -62,7 +62,7 @@ class LowWater:
         )
         with contextlib.suppress(
             RuntimeError
-        ):  # without a thread, the beginning and the end remain
+        ):  # without a thread, only the first and the last sample are taken
             thread.start()
             self._thread = thread
         return self

@@ -26,8 +26,9 @@ _LANE = "rollout"
 class RolloutEngine(SharedSleep):
     """An inference engine for the ranks of a trainer, one for each tensor-parallel group.
 
-    The engine lives in the process of each group's first rank, its leader, and in processes that it
-    started; or it is a server. Every rank of the group makes the same calls in the same order:
+    The engine runs in the process of each group's first rank, the leader, and in processes that the
+    leader started; or the engine is a server. Every rank of the group makes the same calls in the
+    same order:
 
         mesh = init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))
         with RolloutEngine.launch(mesh, model_path=path) as engine:
@@ -88,7 +89,7 @@ class RolloutEngine(SharedSleep):
             lambda *_: backend,
         )
 
-    @signals_deferred()  # between its many collectives
+    @signals_deferred()  # no handler may run between the collectives
     def _begin(
         self,
         find: Callable[[], Layout],

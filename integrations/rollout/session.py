@@ -78,8 +78,8 @@ class ColocatedSession:
     call out of order raises `InvalidStateError`, and changes nothing.
 
     Gradients that exist when a rollout begins are kept with the optimizer, which costs time and
-    host memory: call `optimizer.zero_grad()` at the end of a step. One thread at a time. Change the
-    weights only inside `training()`, or call `weights_changed()`.
+    host memory: call `optimizer.zero_grad()` at the end of a step. One thread at a time may use the
+    session. Change the weights only inside `training()`, or call `weights_changed()`.
 
     Attributes:
         engine: the engine.
@@ -114,7 +114,7 @@ class ColocatedSession:
         ConfigError: the model or an optimizer cannot be offloaded, a tag has no backup, an option
             is invalid, the ranks differ in `sleep`, `engine_keeps_weights` or `tags`, or `group` is
             not a process group. Raised on all ranks.
-        UnknownTagError: no region ever named one of `tags`.
+        UnknownTagError: no region has ever named one of `tags`.
         InvalidStateError: a handle or the group is closed; or this rank is not in `group`, in which
             case only this rank raises it, and the group's ranks wait for each other until
             `timeout`.
@@ -139,7 +139,7 @@ class ColocatedSession:
         block_timeout: float = 1800.0,
         on_stage: Callable[[StageReport], object] | None = None,
     ) -> None:
-        # Arguments are checked only when all ranks can learn that one is invalid.
+        # Arguments are checked only when a failure can be reported to all ranks.
         everyone = group_of(group)
         self._together = Together(everyone, timeout, "session")
 
@@ -180,7 +180,7 @@ class ColocatedSession:
         self._block_timeout = block_timeout
         self._on_stage = on_stage
         self._phase = Phase.IDLE
-        self._owner = threading.Lock()  # held inside a block
+        self._owner = threading.Lock()  # locked inside a block
         self._is_current = False  # whether the engine has the trainer's weights
         self._rank = layout.rank
 
@@ -211,7 +211,7 @@ class ColocatedSession:
         """Give the engine the GPU and the trainer's weights for the block. Yields the engine.
 
         Raises:
-            InvalidStateError: inside another block of this session; or the session or one of its
+            InvalidStateError: another block of this session is open; or the session or one of its
                 handles is closed.
             ConfigError: a tag of the trainer has lost its backup; nothing is paused.
             RankError: the block or a stage failed on some ranks, or they made different calls.
@@ -250,11 +250,11 @@ class ColocatedSession:
         """Remove the hooks from the model and the optimizer; the engine stays as it is.
 
         The tensors stay in the tags, at their addresses; the session cannot be used afterwards, and
-        its connections with other ranks end. Closing twice is allowed.
+        its connections to other ranks are closed. Closing twice is allowed.
 
         Raises:
-            InvalidStateError: inside a block, or some of the trainer's memory is paused: `with
-                session.training(): pass` resumes it. Nothing is closed.
+            InvalidStateError: a block of the session is open, or some of the trainer's memory is
+                paused: `with session.training(): pass` resumes it. Nothing is closed.
         """
         if self._phase is not Phase.IDLE:
             raise InvalidStateError(f"the session cannot be closed in a {self._phase.value}")
@@ -262,7 +262,7 @@ class ColocatedSession:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """End the connections with other ranks, so that torch.distributed can be restarted."""
+        """Close the connections to other ranks, so that torch.distributed can be restarted."""
         self._together.close()
         self._fence.close()
 
@@ -299,7 +299,8 @@ class ColocatedSession:
         def prepare() -> None:
             given.append((self._state(), options_of(self._options)))
 
-        # If it fails on a rank, no other rank waits for this rank in the engine's own call.
+        # A failure of `prepare` is raised on all ranks here; otherwise the others would wait for
+        # this rank in the engine's own call.
         self._together.gather("the weights to send", prepare, self._timeout)
         ((state, options),) = given
         return self.engine.update_weights(state, **options)

@@ -114,7 +114,7 @@ class Together:
         return self._is_leader
 
     def close(self) -> None:
-        """End the connections with the other ranks. Idempotent; waits for none of them.
+        """Close the connections to the other ranks. Idempotent; waits for none of them.
 
         Later calls raise `InvalidStateError`, unless this process is the only rank.
         """

@@ -52,7 +52,7 @@ class TrainerMemory:
         self.device = _current_device()
         self.model = ""
         if backup == "none":
-            raise ConfigError("the trainer's memory needs a backup: its contents are its training")
+            raise ConfigError("the trainer's memory needs a backup: a rollout would lose it")
         if isinstance(tags, str):
             raise ConfigError(f"tags must be a sequence of tags, not the single tag {tags!r}")
         if not isinstance(tags, Iterable):

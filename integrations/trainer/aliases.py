@@ -142,7 +142,7 @@ def _meets(addresses: range, others: list[range]) -> bool:
 
 @functools.cache
 def _references_by_cpp() -> int:
-    """Return how many references to a Python tensor one C++ tensor adds when it refers to it."""
+    """Return the number of references that a C++ tensor adds to its Python tensor."""
     import torch
 
     tensor = torch.empty(1, device="cpu")

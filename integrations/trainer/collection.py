@@ -217,7 +217,7 @@ class Collection:
     def _before_any_step(self, optimizer: Any) -> None:
         if state(self.tag) == "mapped":
             return
-        if all(optimizer is not target for target in self.targets):  # those have `_before_step`
+        if all(optimizer is not target for target in self.targets):  # `_before_step` checks targets
             check_tags_mapped(_touched_by_step(optimizer), _STEP)
 
     def _before_step(self, optimizer: Any) -> None:
@@ -272,8 +272,8 @@ class Collection:
         """Return each storage of the targets on the device, with the first holding of it.
 
         Without `parameters`, leaves out an optimizer's states that share a storage with a
-        parameter: they stay with the parameter. The parameters of other objects count for states
-        that are not in the tag yet.
+        parameter: they stay with the parameter. For states that are not in the tag yet, the
+        parameters include those of all other objects in the process.
         """
         import torch
 
@@ -342,7 +342,7 @@ def _size(optimizer: Any) -> int:
 def _frames_of_others() -> int:
     """Return the `stacklevel` with which the caller's warning names the program's own frame.
 
-    The number of torch's frames in between depends on its version and compiler.
+    The number of torch's frames in between depends on the versions of torch and of its compiler.
     """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None:

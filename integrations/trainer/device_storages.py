@@ -144,6 +144,6 @@ def _move(storage: Any, tag: str) -> None:
     if tag_of(storage) != tag:
         raise MemsaverError(
             f"torch {torch.__version__} did not allocate memory of tag {tag!r} for a storage that "
-            "was being moved there: its allocator is not the one that regions work with",
+            "was being moved there: regions do not support its allocator",
             tag=tag,
         )

@@ -19,7 +19,7 @@ from .targets import targets_in
 
 __all__ = ["Offloaded", "close_all", "has_no_backup", "offload"]
 
-# The guards of the targets of a partly failed call, kept until the call is repeated.
+# Guards from calls that failed in part, kept until the calls are repeated.
 _unfinished: weakref.WeakSet[Collection] = weakref.WeakSet()
 
 

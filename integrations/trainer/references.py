@@ -28,7 +28,8 @@ _BUFFERS = {
     "mmap": ("mmap",),
     "numpy": ("ndarray",),
 }
-# Torch may be the only user of a view. A view that something else refers to is found there.
+# References from memoryviews do not count, because torch may be the view's only user. A view that
+# another object refers to is found through that object.
 _VIEWS = {memoryview, type(gc.get_referents(memoryview(b""))[0])}
 # References to a frame's copy of its variables if no program refers to it: the frame's, and two in
 # `_locals_of`.

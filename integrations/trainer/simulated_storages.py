@@ -49,8 +49,8 @@ class SimulatedStorages:
                     raise InvalidStateError(
                         f"a storage of {size_text(nbytes)} cannot be moved into tag {tag!r}, "
                         f"because it {obstacle}; the simulated driver cannot redirect that user. "
-                        "Nothing was moved: delete the user or let it refer to a copy, then repeat "
-                        "the call",
+                        "Nothing was moved: delete the user or make it refer to a copy, then "
+                        "repeat the call",
                         tag=tag,
                     )
             for at in range(len(tensors)):
@@ -83,8 +83,8 @@ def _move(tensor: Any, users: list[Any], tag: str) -> None:
             _point(user, before)
         raise InvalidStateError(
             f"a {type(users[len(done)]).__name__} rejects the move of its {size_text(nbytes)} into "
-            f"tag {tag!r}: {error}; it and the tensors that share its memory stay where they are: "
-            "leave them out of the call, or let it refer to a copy",
+            f"tag {tag!r}: {error}; it and the tensors that share its memory were not moved: "
+            "leave them out of the call, or make it refer to a copy",
             tag=tag,
         ) from None
     finally:

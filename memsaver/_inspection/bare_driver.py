@@ -158,7 +158,7 @@ class BareMemory:
 
     Makes only the driver calls that any library must make. Nothing is mapped at first. `pause` and
     `resume` have the minimum cost of a pause and a resume without a backup; their four steps can
-    also be called one by one. One thread at a time.
+    also be called one by one. One thread at a time may use the object.
 
     Args:
         driver: the driver.
@@ -254,7 +254,7 @@ class BareMemory:
 
 
 class PinnedMemory:
-    """Pinned host memory. Created and closed in a device's context; one thread at a time.
+    """Pinned host memory. Created and closed in a device's context, by one thread at a time.
 
     Raises:
         OutOfDeviceMemoryError: not enough memory (the driver has one code for device and host).

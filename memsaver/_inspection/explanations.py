@@ -22,8 +22,8 @@ class Explanation:
 
     Attributes:
         address: the address.
-        tag: the tag of the memory; None if the memory is not memsaver's; the other attributes are
-            then unset.
+        tag: the tag of the memory. None if the memory is not memsaver's: the attributes that
+            describe its tag are then unset.
         device: the device's index.
         state: the tag's state.
         allocation: the live allocation that contains the address, or None.
@@ -35,7 +35,7 @@ class Explanation:
             (`threading.get_native_id()`), or that created the tag if it was never paused.
         caller: the place of that call in the program, and its thread's name; "" for a call from
             outside Python.
-        in_host_memory: whether a tensor on the CPU was given, whose memory is not memsaver's.
+        in_host_memory: whether the argument was a CPU tensor whose memory is not memsaver's.
     """
 
     address: int
@@ -60,7 +60,7 @@ class Explanation:
     def __str__(self) -> str:
         if self.tag is None or self.since is None or self.state is None:
             reason = (
-                "the tensor is on the CPU, so pauses do not concern it"
+                "the tensor is on the CPU, so pauses do not affect it"
                 if self.in_host_memory
                 else "no tag has reserved this address"
             )
@@ -91,10 +91,10 @@ class Explanation:
             return "it may be used; CUDA IPC cannot share it: send other processes a copy"
         if state == "paused":
             return (
-                f"nothing may touch it before memsaver.resume({tag!r}): no kernel, no copy, "
+                f"nothing may access it before memsaver.resume({tag!r}): no kernel, no copy, "
                 "nothing that saves or sends it"
             )
-        return "nothing may touch it before the transition is over, and the tag resumed"
+        return "nothing may access it before the transition is over and the tag is resumed"
 
 
 _STANDING = {
@@ -112,7 +112,7 @@ def explain(address_or_tensor: Any) -> Explanation:
     `compute-sanitizer` and `cuda-gdb` report the address of such an access.
 
     Args:
-        address_or_tensor: a device address, or anything with a `data_ptr()`, such as a tensor.
+        address_or_tensor: a device address, or an object with a `data_ptr()`, such as a tensor.
 
     Raises:
         ConfigError: the argument is neither an address nor a tensor.

@@ -121,7 +121,7 @@ class Timeline:
         if os.getpid() == recording.process:
             try:
                 _C.timeline_sample()
-                self._trace = _read(recording)  # set before the end, for other threads
+                self._trace = _read(recording)  # before the end, because other threads may read it
                 _C.timeline_stop()
             except BaseException:
                 self._unstopped.append(recording)
@@ -189,7 +189,7 @@ class Timeline:
             The file's path.
 
         Raises:
-            ConfigError: another extension, or matplotlib is missing for a picture.
+            ConfigError: the extension is unknown, or a picture needs matplotlib, which is missing.
             InvalidStateError: the recording has not begun.
             OSError: the file cannot be written.
         """

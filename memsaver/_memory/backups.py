@@ -35,7 +35,7 @@ def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> 
         ConfigError: the tensor's memory is in no region.
         InvalidStateError: the tag is not paused, or was paused without a backup or with one on
             disk, which is not in memory. With `retained`: the tag is not mapped, or no copy of the
-            tensor is left.
+            tensor is retained.
         NotLoadedError: torch is not installed.
     """
     try:
@@ -93,7 +93,7 @@ def trim(*, wait: bool = False, tags: str | Sequence[str] = ()) -> Trim | int:
 
     Raises:
         ConfigError: an invalid tag.
-        UnknownTagError: a tag that no region ever named (without `wait`, raised by the handle).
+        UnknownTagError: a tag that no region has ever named (without `wait`, raised by the handle).
     """
     names = [check_tag(tag) for tag in ([tags] if isinstance(tags, str) else tags)]
     if not wait:

@@ -1,5 +1,5 @@
-"""Checks for silent mistakes: contents discarded without a choice, or after contradictory ones, and
-tags without memory.
+"""Checks for silent mistakes: contents that are discarded without a choice of a backup or after
+contradictory choices, and tags without memory.
 
 A tag is undecided until one of its regions passes a backup. The process-wide tag (MEMSAVER_TAG) is
 also decided by MEMSAVER_BACKUP. A pause that passes no backup itself fails if it would discard
@@ -32,7 +32,7 @@ LARGE_BYTES = 256 << 20
 _undecided: set[str] = set()
 if os.environ.get("MEMSAVER_TAG") and not os.environ.get("MEMSAVER_BACKUP"):
     _undecided.add(os.environ["MEMSAVER_TAG"])  # the process's own tag
-_paused: set[str] = set()  # tags that were paused before, or for which no warning is wanted
+_paused: set[str] = set()  # tags that were paused before, or that need no warning
 
 
 def expect_empty(tag: str) -> None:
@@ -67,8 +67,8 @@ def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None
     if nbytes:
         note(
             f"a region with backup='none' withdraws the backup {str(earlier)!r} of tag {tag!r}: "
-            f"the next pause discards the tag's {size_text(nbytes)}. Give memory that needs no "
-            "backup its own tag",
+            f"the next pause discards the tag's {size_text(nbytes)}. Use another tag for memory "
+            "that needs no backup",
             UsageWarning,
         )
 

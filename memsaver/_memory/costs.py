@@ -28,7 +28,7 @@ Arguments = ParamSpec("Arguments")
 
 _reported: set[tuple[str, str]] = set()  # the costs that were reported, and their tags
 _kept: dict[str, int] = {}  # large backups that were not read: bytes that the pause saved
-_dropped: dict[str, int] = {}  # number of times that such a backup was never read
+_dropped: dict[str, int] = {}  # how many such backups of a tag were never read
 _exit_process: int | None = None  # the process in which `_at_exit` is registered
 
 

@@ -78,7 +78,7 @@ class _Pickling:
             tag, state = found
             raise InvalidStateError(
                 f"a tensor of tag {tag!r} cannot be pickled or saved while the tag is {state}: its "
-                f"contents are not on the device; do it after memsaver.resume({tag!r}), or save "
+                f"contents are not on the device; call memsaver.resume({tag!r}) first, or save "
                 "memsaver.backup_view(tensor), a CPU tensor over the contents that a pause with a "
                 "backup in host memory saved",
                 tag=tag,

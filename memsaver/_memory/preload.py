@@ -1,8 +1,8 @@
 """Preload mode: child processes in which memsaver serves cudaMalloc.
 
-Torch mode, with `memsaver.region`, does not need it. Preload mode is for code that cannot be put
-into a region, such as a whole trainer. A running process cannot be preloaded, so all functions
-concern children: `memsaver run -- command` in a shell, `preload()` around the start of processes,
+Regions (`memsaver.region`) do not need it. Preload mode is for code that cannot be put into a
+region, such as a whole trainer. A running process cannot be preloaded, so all functions apply to
+children: `memsaver run -- command` in a shell, `preload()` around the start of processes,
 `preload_env()` for an explicit environment.
 
 Served: cudaMalloc, cudaMallocAsync and their counterparts, called by a library that is linked to
@@ -46,7 +46,7 @@ def preload_env(
             tag, the child enters its own regions.
         backup: the tag's policy, "none", "host", "pageable" or "disk" (see `memsaver.region`). None
             keeps the value in `env`; without one, a pause discards the contents.
-        env: the base of the child's environment, by default this process's. It is only read.
+        env: the base of the child's environment, by default this process's. It is not changed.
 
     Returns:
         Only the variables to set. `LD_PRELOAD` keeps every library that it has; memsaver's is

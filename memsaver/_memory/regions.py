@@ -84,7 +84,7 @@ class _Section(contextlib.ContextDecorator):
 class region(_Section):
     """Assign tensors created in the block to `tag`, so that they are paused and resumed with it.
 
-    A context manager and a decorator. May be nested (the innermost region counts), entered on any
+    A context manager and a decorator. May be nested (the innermost region applies), entered on any
     thread (it affects only that thread's allocations), left by an exception, and used repeatedly.
 
     Args:

@@ -10,7 +10,7 @@ LONGEST_SECONDS = 1e7  # the limit of the system's waits
 
 
 def check_timeout(timeout: object, name: str = "timeout", *, optional: bool = False) -> None:
-    """Raise `ConfigError` unless `timeout` is a positive number of seconds, 1e7 at most.
+    """Raise `ConfigError` unless `timeout` is a positive number of seconds, at most 1e7.
 
     Raises no other exception for any value of `timeout`.
 
@@ -33,7 +33,7 @@ def check_timeout(timeout: object, name: str = "timeout", *, optional: bool = Fa
 
 
 def is_timeout(timeout: object) -> bool:
-    """Return whether the value is a positive number of seconds, 1e7 at most. Never raises."""
+    """Return whether the value is a positive number of seconds, at most 1e7. Never raises."""
     # Checks the type, because an object may override `isinstance` checks and comparisons.
     kind = type(timeout)
     if not issubclass(kind, int | float) or kind is bool:

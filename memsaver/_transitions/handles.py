@@ -156,11 +156,11 @@ class Transition(Job[Report]):
                 call.abandon(error)
                 raise
 
-        # Released after `done` is true: a thread that then owns a tag sees the transition done.
+        # Released after `done` is true, so that a thread that waited for a tag finds it true.
         super().__init__(
             call.kind, str(call), work, reservation.take_over, release=reservation.release
         )
-        # Only now: while `threading` starts the thread, a finalizer on this thread that needs the
+        # Not before the thread has started: until then, a finalizer on this thread that needs the
         # tags would wait for the new thread, while this thread waits for it to start.
         reservation.hand_over()
 
@@ -204,7 +204,7 @@ class Transition(Job[Report]):
                 CUDA stream; None is torch's current stream.
 
         Raises:
-            ConfigError: not a stream.
+            ConfigError: `stream` is not a stream.
             MemsaverError: the transition failed; see `wait`.
         """
         address = _address_of(stream)
@@ -278,7 +278,7 @@ def _address_of(stream: Any) -> int:
 
 
 def _notify_after(error: BaseException, tag: str) -> None:
-    """Notify callbacks that a tag stays mapped. Their errors become warnings."""
+    """Notify callbacks that a tag stays mapped. Errors of callbacks become warnings."""
     try:
         observers.notify_resume(tag)
     except Exception as second:

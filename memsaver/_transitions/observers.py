@@ -117,7 +117,7 @@ class notifying:
     other callbacks would be left with an outdated state.
 
     Raises:
-        InvalidStateError: on entry, if the thread is already in such a block for one of the tags.
+        InvalidStateError: on entry, the thread is already in such a block for one of the tags.
     """
 
     def __init__(self, tags: list[str]) -> None:

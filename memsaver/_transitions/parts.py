@@ -55,7 +55,7 @@ def name_of(tag: str, backup: str) -> str:
 def names_of(tag: str) -> tuple[str, ...]:
     """Return the names of a tag's parts, to pause and resume in one call.
 
-    Empty if no region ever named the tag. Includes `tag` itself even if the program created it
+    Empty if no region has ever named the tag. Includes `tag` itself even if the program created it
     through memsaver's own interface.
 
     Raises:
@@ -70,7 +70,7 @@ def split(name: str) -> tuple[str, Backup]:
     """Split a part's name into its tag and the part's backup.
 
     Raises:
-        UnknownTagError: no region ever named the part.
+        UnknownTagError: no region has ever named the part.
     """
     tag, mark, backup = name.partition(PART_MARK)
     return tag, checked_backup(backup) if mark else backup_of(_C.tag_backup(name))
@@ -81,7 +81,7 @@ def _part(tag: str, backup: Backup) -> PartName:
 
 
 def _policy(name: str) -> Backup | None:
-    """Return the backup policy of a tag, or None if no region ever named the tag."""
+    """Return the backup policy of a tag, or None if no region has ever named the tag."""
     try:
         return backup_of(_C.tag_backup(name))
     except UnknownTagError:

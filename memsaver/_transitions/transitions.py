@@ -293,5 +293,5 @@ def _check_no_capture(what: str) -> None:
     if pools is not None and pools.is_capturing():
         raise InvalidStateError(
             f"nothing can be {what} while a CUDA graph is captured on this stream: replays would "
-            f"use the memory; do it before or after the capture"
+            f"use the memory; make the call before or after the capture"
         )

@@ -139,7 +139,7 @@ class Channel:
 
         Args:
             payload: the bytes, on the root; ignored on the others.
-            nbytes: their number, the same on all ranks.
+            nbytes: the number of bytes, the same on all ranks.
             timeout: seconds to wait. See `all_gather`.
             what: a description of the call. See `all_gather`.
             root: the sender's index in the group.
@@ -190,7 +190,7 @@ class Channel:
         """Record in torch's store that this rank has arrived at the next collective.
 
         Raises:
-            RuntimeError: the store does not answer. `withdraw` and `waiting` raise the same.
+            RuntimeError: the store does not answer. `withdraw` and `waiting` raise the same error.
         """
         self._record(self._link.collectives + 1)
 
@@ -341,7 +341,7 @@ class _Link:
         weakref.finalize(self, self.gloo.clear)
 
     def close(self) -> None:
-        """End the connections. Idempotent, and waits for nothing."""
+        """Close the connections. Idempotent, and waits for nothing."""
         self.closed = True
         self.store = None
         self.gloo.clear()

@@ -1,8 +1,8 @@
 """The channel of a rank whose own `group` argument is invalid, which reports this to the others.
 
 Such a rank does not know on which of its groups the other ranks wait for it. All ranks record in
-torch's store how many collectives of a group they have reached, so the rank finds the group in the
-store.
+torch's store how many collectives of a group they have reached; the rank compares these numbers
+for each of its groups, and so finds the group on which others wait.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> Path:
     """Write a trace to a file; the extension selects the format. See `Timeline.save`.
 
     Raises:
-        ConfigError: another extension, or matplotlib is missing for a picture.
+        ConfigError: the extension is unknown, or a picture needs matplotlib, which is missing.
         OSError: the file cannot be written.
     """
     target = Path(path)

@@ -56,7 +56,7 @@ def test_a_small_hole_in_a_large_range(sim, tag, make_block, kind):
     assert kind != "host" or sim.calls("cuMemHostUnregister") == pinned
 
 
-def test_a_large_hole_in_what_cannot_be_unpinned(sim, tag, make_block):
+def test_a_large_hole_in_a_range_that_cannot_be_unpinned(sim, tag, make_block):
     block = make_block(name := tag(), 210 * MIB, "host")
     hole = (block.blocks[0].address + 70 * MIB, 70 * MIB)
     with memsaver.paused(name):
@@ -95,7 +95,7 @@ def test_small_neighbours_are_copied_together(sim, tag):
         _C.free(address)
 
 
-def test_blocks_that_hang_together_by_their_pages(sim, tag):
+def test_blocks_that_share_pages_in_a_chain(sim, tag):
     # No block begins at a page boundary; nevertheless, their chunks are limited in size.
     with memsaver.region(name := tag(), backup="host"):
         blocks = [_C.malloc(512)] + [_C.malloc(64 << 10) for _ in range(2500)]

@@ -45,7 +45,7 @@ def nothing_kept():
 
 @pytest.mark.parametrize("kind", [*IN_MEMORY, "disk"])
 @pytest.mark.parametrize("sizes", [[1], [4097, 3], [66 * MIB], [3 * MIB + 5, 700]], ids=str)
-def test_what_is_held_is_the_pages_of_what_was_saved(sim, tag, make_blocks, kind, sizes):
+def test_a_backup_uses_the_pages_of_the_saved_blocks(sim, tag, make_blocks, kind, sizes):
     blocks = make_blocks(name := tag(), sizes, backup=kind)
     pages = pages_of(name)
     for _ in range(2):
@@ -64,7 +64,7 @@ def test_what_is_held_is_the_pages_of_what_was_saved(sim, tag, make_blocks, kind
 
 
 @pytest.mark.parametrize("kind", IN_MEMORY)
-def test_host_memory_comes_back_to_the_system(sim, tag, make_blocks, kind):
+def test_host_memory_is_released_to_the_system(sim, tag, make_blocks, kind):
     blocks = make_blocks(name := tag(), [66 * MIB], backup=kind)
     assert intact(blocks)
     before = rss()
@@ -126,7 +126,7 @@ def test_one_buffer_is_enough(sim, tag, make_blocks, options, kind):
     assert intact(blocks)
 
 
-def test_the_budget_is_shared_and_comes_back(sim, tag, make_blocks, options):
+def test_the_budget_is_shared_and_released(sim, tag, make_blocks, options):
     first, second = tag("first"), tag("second")
     blocks = make_blocks(first, [4 * MIB], backup="host")
     blocks += make_blocks(second, [6 * MIB], backup="host")
@@ -235,7 +235,7 @@ def test_a_file_is_private_and_without_a_name(sim, on_disk, tmp_path):
     assert deleted_files(tmp_path) == [] and row_of(name).disk_bytes == 0
 
 
-def test_disk_space_comes_back_when_less_is_saved(sim, tag, on_disk, tmp_path):
+def test_disk_space_is_released_when_less_is_saved(sim, tag, on_disk, tmp_path):
     name, blocks, file = on_disk([66 * MIB, 2 * MIB])
     memsaver.resume(name)
     del blocks[0]
@@ -312,7 +312,7 @@ def test_a_limit_of_file_sizes(run_python):
     )
 
 
-def test_a_full_disk(sim, tmp_path, run_python):
+def test_a_full_disk_is_an_error_and_leaves_tags_mapped(sim, tmp_path, run_python):
     # Uses a separate file system of 16 MiB, in a separate namespace.
     script = tmp_path / "script.py"
     script.write_text(

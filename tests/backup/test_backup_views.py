@@ -88,7 +88,7 @@ def test_a_backup_view_of_a_tensor(sim, tag):
             memsaver.backup_view(bad)
 
 
-def test_what_has_no_backup_view(sim, tag, make_blocks):
+def test_memory_that_was_not_saved_has_no_backup_view(sim, tag, make_blocks):
     torch = pytest.importorskip("torch")
     name = tag()
     (block,) = make_blocks(name, [MIB], backup="none")
@@ -101,7 +101,7 @@ def test_what_has_no_backup_view(sim, tag, make_blocks):
     memsaver.pause(name, backup="host")
     with pytest.raises(InvalidStateError):
         _C.backup_view(block.address, MIB + 1)  # extends beyond the block
-    with pytest.raises(ConfigError, match="no region") as caught:
+    with pytest.raises(ConfigError, match="did not allocate") as caught:
         memsaver.backup_view(torch.zeros(3))
     assert caught.value.status == "NOT_OURS"
     for bad in (None, block, [1, 2], "x"):
@@ -109,7 +109,7 @@ def test_what_has_no_backup_view(sim, tag, make_blocks):
             memsaver.backup_view(bad)
 
 
-def test_trim_returns_what_backs_no_paused_tag(sim, tag, make_blocks):
+def test_trim_releases_backups_of_tags_that_are_not_paused(sim, tag, make_blocks):
     first, second = tag("first"), tag("second")
     blocks = make_blocks(first, [3 * MIB], backup="host")
     blocks += make_blocks(second, [5 * MIB], backup="host")

@@ -39,7 +39,7 @@ def test_pieces_of_a_range_are_those_of_the_reference(memory):
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 4095, 4097, PIECE - 1])
-def test_lengths(memory, nbytes):
+def test_pieces_of_any_length_have_the_reference_fingerprint(memory, nbytes):
     assert found(memory.address, nbytes) == (digest(memory.data[:nbytes]) if nbytes else b"")
 
 
@@ -110,7 +110,7 @@ def test_plain_memory_of_the_driver(sim, memory):
             assert sim.opened.cuMemFree_v2(address) == 0
 
 
-def test_what_is_no_device_memory(sim):
+def test_fingerprints_of_other_memory_are_rejected(sim):
     buffer = ctypes.create_string_buffer(64)
     for address in (ctypes.addressof(buffer), 1 << 40, 0):
         with pytest.raises(ConfigError, match="no device memory"):
@@ -119,7 +119,7 @@ def test_what_is_no_device_memory(sim):
         found((1 << 64) - 8, 16)
 
 
-def test_memory_of_a_paused_tag_and_of_none(sim, tag, make_blocks):
+def test_memory_of_a_paused_tag_and_memory_without_a_tag(sim, tag, make_blocks):
     name = tag("weights")
     first, second = make_blocks(name, [MIB, MIB], backup="host")
     address = second.address

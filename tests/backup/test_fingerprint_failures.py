@@ -74,7 +74,7 @@ def test_every_call_fails(sim, memory, in_thread, call, code):
             assert attempt() is None
 
 
-def test_what_cannot_be_destroyed_is_a_warning(sim, memory):
+def test_an_object_that_cannot_be_destroyed_is_a_warning(sim, memory):
     with sim.fault("cuStreamDestroy", sim.LAUNCH_FAILED, times=0):
         assert found(memory.address, 64) == digest(memory.data[:64])
     texts = []

@@ -69,7 +69,7 @@ def test_order_and_lengths_count(tag, tensors):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool", "complex64"])
-def test_types_and_layouts(sim, tag, dtype):
+def test_tensors_of_any_type_and_layout_have_fingerprints(sim, tag, dtype):
     dtype = getattr(torch, dtype)
     with memsaver.region(tag()):
         whole, dense = simulator.empty((32, 40), dtype), simulator.empty((20, 8), dtype)
@@ -117,7 +117,7 @@ def test_a_tag_is_its_tensors_in_order(tag, tensors):
     assert memsaver.fingerprint(name) == memsaver.fingerprint(name) != before
 
 
-def test_what_has_no_fingerprint(tag, tensors):
+def test_arguments_without_a_fingerprint_are_rejected(tag, tensors):
     name = tag()
     (tensor,) = tensors(name, [4096])
     for bad in (None, 5, b"x", [tensor]):
@@ -155,7 +155,7 @@ def test_a_fingerprint_waits_for_a_resume(sim, tag, tensors):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu():
+def test_equal_tensors_are_equal_on_a_gpu():
     torch.manual_seed(0)
     plain = [torch.randn(n, device="cuda") for n in (1, 77, 300_000, 5_000_000)]
     with memsaver.region("fingerprint.gpu", backup="host"):

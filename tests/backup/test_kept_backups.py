@@ -90,7 +90,7 @@ def test_contents_over_cycles_with_changes_between(sim, tag, make, options, kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_larger_than_a_strip(sim, tag, make, kind):
+def test_a_block_larger_than_a_copy_chunk(sim, tag, make, kind):
     blocks = make(name := tag(), [70 * MIB, 1], kind)
     cycle(name)
     for at in (0, 64 * MIB - 3, 70 * MIB - 6):  # the second spans two copy chunks
@@ -192,7 +192,7 @@ def test_another_backup_from_pause_to_pause(sim, tag, make, kinds):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_devices(run_python, kind):
+def test_backups_on_two_devices_are_kept(run_python, kind):
     run_python(
         f"""
         import memsaver
@@ -260,7 +260,7 @@ def test_without_fingerprints_everything_is_copied(sim, tag, make, options, kind
 
 
 @pytest.mark.parametrize("kind", ["host", "pageable"])
-def test_what_a_view_wrote_is_saved_again(sim, tag, make, kind):
+def test_bytes_written_through_a_view_are_saved_again(sim, tag, make, kind):
     (block,) = make(name := tag(), [4 * MIB], kind)
     before = block.expected
     memsaver.pause(name)
@@ -317,7 +317,7 @@ def test_after_a_trim_everything_is_copied(sim, tag, make, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_of_several_strips_fails(sim, tag, make, kind):
+def test_a_copy_of_several_copy_chunks_fails(sim, tag, make, kind):
     blocks = make(name := tag(), [66 * MIB, 2 * MIB], kind)
     for nth in (1, 2, 3):
         with sim.fault("cuMemcpyDtoHAsync", 719 if nth == 2 else 1, nth):
@@ -339,7 +339,7 @@ def test_a_copy_of_several_strips_fails(sim, tag, make, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_progress_ends_where_it_says(sim, tag, make, kind):
+def test_progress_ends_at_the_reported_total(sim, tag, make, kind):
     names = [tag("first"), tag("second")]
     blocks = make(names[0], ODD, kind) + make(names[1], [1, 4097, 600 * KIB], kind)
     everything = sum(map(live_bytes, names))

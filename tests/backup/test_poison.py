@@ -22,7 +22,7 @@ def is_poisoned(block):
 
 
 @pytest.mark.parametrize("share", ["2MiB", "512MiB"])
-def test_what_was_not_backed_up_is_poisoned(sim, tag, make_blocks, options, share):
+def test_contents_without_a_backup_are_poisoned(sim, tag, make_blocks, options, share):
     options(share_bytes=share)
     name = tag()
     blocks = make_blocks(name, [512, 5000, 3 * PAGE + 512, 100])
@@ -47,7 +47,7 @@ def test_it_is_nan_in_every_float(sim, tag, dtype):
 
 
 @pytest.mark.parametrize("kind", SAVED)
-def test_what_is_backed_up_comes_back(sim, tag, make_blocks, kind):
+def test_contents_with_a_backup_are_restored(sim, tag, make_blocks, kind):
     name, other = tag("saved"), tag("discarded")
     saved = make_blocks(name, [512, 3 * PAGE + 512, 700], backup=kind)
     discarded = make_blocks(other, [700, PAGE])
@@ -79,7 +79,7 @@ def test_a_pause_that_discards_for_once(sim, tag, make_blocks):
     assert is_poisoned(block)
 
 
-def test_switched_off_again_it_is_zeros(sim, tag, make_blocks, options):
+def test_without_poison_memory_is_zero_again(sim, tag, make_blocks, options):
     name = tag()
     (block,) = make_blocks(name, [PAGE])
     memsaver.pause(name)
@@ -90,7 +90,7 @@ def test_switched_off_again_it_is_zeros(sim, tag, make_blocks, options):
 
 @pytest.mark.parametrize("backup", ["none", "host"], ids=["discarded", "saved"])
 @pytest.mark.parametrize("free", [0, GIB], ids=["handed over", "new"])
-def test_a_swap(sim, tag, make_blocks, options, backup, free):
+def test_a_swap_poisons_transferred_and_new_pages(sim, tag, make_blocks, options, backup, free):
     """A swap poisons transferred pages and new pages, on full and on free devices."""
     options(share_bytes="4MiB", slab_bytes="2MiB")
     out, into = tag("out"), tag("into")
@@ -107,7 +107,7 @@ def test_a_swap(sim, tag, make_blocks, options, backup, free):
     assert all(is_poisoned(b) if backup == "none" else b.is_intact() for b in going)
 
 
-def test_it_is_there_when_the_resume_returns(sim, tag, make_blocks):
+def test_poison_is_complete_when_the_resume_returns(sim, tag, make_blocks):
     name = tag()
     blocks = make_blocks(name, [PAGE, 3000])
     memsaver.pause(name)
@@ -116,7 +116,7 @@ def test_it_is_there_when_the_resume_returns(sim, tag, make_blocks):
     assert all(map(is_poisoned, blocks))
 
 
-def test_it_is_there_for_a_stream_that_waits(sim, tag, make_blocks, wait_until):
+def test_poison_is_complete_for_a_stream_that_waits(sim, tag, make_blocks, wait_until):
     """Work queued after wait_stream overwrites the poison; the poison never overwrites the work."""
     name = tag()
     (block,) = make_blocks(name, [PAGE])
@@ -131,7 +131,7 @@ def test_it_is_there_for_a_stream_that_waits(sim, tag, make_blocks, wait_until):
 
 
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_fill_that_fails(sim, tag, make_blocks, nth):
+def test_a_failed_fill_leaves_all_tags_paused(sim, tag, make_blocks, nth):
     """If either of two tags cannot be filled, both stay paused and no memory stays mapped."""
     first, second = tag("first"), tag("second")
     saved = make_blocks(first, [PAGE], backup="host")
@@ -164,7 +164,7 @@ def test_an_error_after_fills_were_queued(sim, tag, make_blocks):
     assert all(map(is_poisoned, blocks))
 
 
-def test_pages_that_were_kept_keep_their_contents(sim, tag, make_blocks, options):
+def test_retained_pages_keep_their_contents(sim, tag, make_blocks, options):
     """Poison never overwrites retained pages, even if a pause and its rollback fail."""
     options(share_bytes="2MiB", slab_bytes="2MiB")
     name = tag()
@@ -179,7 +179,7 @@ def test_pages_that_were_kept_keep_their_contents(sim, tag, make_blocks, options
     assert all(b.is_intact() for b in blocks)
 
 
-def test_the_environment(run_python):
+def test_the_environment_turns_poison_on(run_python):
     code = """
         import memsaver
         from memsaver import simulator
@@ -193,6 +193,6 @@ def test_the_environment(run_python):
     assert run_python(code, MEMSAVER_POISON="off").stdout.split() == ["False"]
 
 
-def test_a_value_that_is_no_flag(sim, tag):
+def test_an_invalid_flag_is_rejected(sim, tag):
     with pytest.raises(ConfigError, match="MEMSAVER_POISON"):
         memsaver.configure(poison="often")

@@ -63,7 +63,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_writes_is_refused(base, write):
+def test_writing_operations_are_rejected(base, write):
     view, before = read_only(base), base.clone()
     with pytest.raises(InvalidStateError, match=r"clone\(\).*writable=True"):
         write(view)
@@ -91,7 +91,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("compute", RESULTS.values(), ids=RESULTS)
-def test_what_is_computed_is_an_ordinary_tensor(base, compute):
+def test_results_are_ordinary_tensors(base, compute):
     result, expected = compute(read_only(base)), compute(base)
     assert type(result) is torch.Tensor and torch.equal(result, expected)
     before = base.clone()
@@ -110,7 +110,7 @@ def test_views_are_read_only_and_see_the_memory(base):
     assert parts[2].stride() == base.t().stride() and not parts[2].is_contiguous()
 
 
-def test_reading_in_other_ways(base):
+def test_reading_operations_work(base):
     view = read_only(base)
     assert torch.equal(view, base) and torch.equal(base, view) and torch.allclose(view, base)
     assert view.tolist() == base.tolist() and [row.tolist() for row in view] == base.tolist()
@@ -172,7 +172,7 @@ def test_a_backup_on_disk_has_no_view(sim, tag, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mib", [4, 300])
-def test_to_a_gpu(mib):
+def test_a_view_can_be_copied_to_a_gpu(mib):
     with memsaver.region("readonly.gpu", backup="host"):
         beside = torch.ones(50 << 18, device="cuda")  # so that `tensor` has an arbitrary address
         tensor = torch.randn(mib << 18, device="cuda")

@@ -108,7 +108,7 @@ def test_the_figures_as_json(printed):
         assert (row["limit_seconds"] is not None) == ours == bool(row["limit"])
 
 
-def test_the_table():
+def test_the_command_prints_a_table():
     done = run_bench(COLUMNS="80")
     assert (done.returncode, done.stderr) == (0, "")
     check_look(done.stdout, 80)
@@ -151,7 +151,7 @@ def draw(printed):
 
 
 @pytest.mark.parametrize("columns", [50, 60, 80, 140])
-def test_its_look(draw, columns):
+def test_the_table_fits_the_terminal(draw, columns):
     text = draw(width=columns)
     check_look(text, columns)
     assert "5,377.7" in text and "11.9" in text and "23 %" in text
@@ -159,7 +159,7 @@ def test_its_look(draw, columns):
     assert "simulated" not in text
 
 
-def test_its_colours(draw, monkeypatch):
+def test_notes_are_coloured_unless_disabled(draw, monkeypatch):
     coloured = draw(width=80, force_terminal=True, color_system="truecolor")
     assert "\x1b[33msomething to know" in coloured
     plain = draw(width=80, force_terminal=True, color_system="truecolor", no_color=True)
@@ -188,14 +188,14 @@ def test_an_output_of_plain_ascii(draw):
         (["--picture", "no/such/x.png"], 2, "the folder does not exist"),
     ],
 )
-def test_what_cannot_be_measured(sim, monkeypatch, arguments, status, says):
+def test_invalid_measurements_are_rejected(sim, monkeypatch, arguments, status, says):
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name)
     done = CliRunner().invoke(app, ["bench", *arguments])
     assert (done.exit_code, done.stdout) == (status, "")
     assert says in done.stderr
 
 
-def test_without_a_driver():
+def test_without_a_driver_bench_is_an_error():
     done = run_bench(MEMSAVER_DRIVER="/nonexistent.so")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("memsaver bench: ") and "/nonexistent.so" in done.stderr
@@ -205,7 +205,7 @@ def test_without_a_driver():
 # --- measurements ---------------------------------------------------------------------------------
 
 
-def test_it_leaves_nothing(sim):
+def test_measuring_leaks_nothing(sim):
     """Measuring leaks no handles, mappings, pinned memory or device memory."""
     measure_machine(LEAST, 1)  # the tags' addresses stay reserved
     before, free = sim.counts(), memsaver.device_memory()[0]
@@ -254,7 +254,7 @@ def test_other_contents_are_an_error(sim):
             tag.close()
 
 
-def test_memory_that_does_not_come_free_is_told(sim, monkeypatch):
+def test_memory_that_is_not_released_is_reported(sim, monkeypatch):
     doubts = []
     with BareDriver().context(0):
         tag = cycles.CycledTag(BareDriver(), 0, LEAST, "none", doubts)
@@ -291,7 +291,7 @@ def test_every_fill_changes_every_block(sim):
             tag.close()
 
 
-def test_sizes_fit_what_is_free(sim):
+def test_sizes_fit_the_free_memory(sim):
     sim.occupy(memsaver.device_memory()[0] - 250 * MIB)
     assert machine._size(None, 0, False) == 192 * MIB  # four fifths, in steps of 32 MiB
     assert machine._size(200 * MIB, 0, False) == 192 * MIB
@@ -329,7 +329,7 @@ GIB = 1 << 30
         (GIB, (1 << 64) - 1, 0, GIB, None),  # the system does not report it
     ],
 )
-def test_what_is_backed_up_fits_the_host(monkeypatch, size, system, option, saved, says):
+def test_measured_backups_fit_the_host(monkeypatch, size, system, option, saved, says):
     available = min(system, option or system)  # as in the library
     native = SimpleNamespace(host_memory=lambda: (0, available), option=lambda name: str(option))
     monkeypatch.setattr(machine, "_C", native)
@@ -376,7 +376,7 @@ def test_bare_memory_comes_and_goes(sim):
     assert (after.handles, after.reservations) == (before.handles, before.reservations)
 
 
-def test_bare_memory_that_is_not_to_be_had_is_given_back(sim):
+def test_bare_memory_that_cannot_be_allocated_is_released(sim):
     memory = BareMemory(BareDriver(), 3 << 30)
     with sim.fault("cuMemCreate", 2, nth=3), pytest.raises(OutOfDeviceMemoryError) as caught:
         memory.resume()
@@ -387,7 +387,7 @@ def test_bare_memory_that_is_not_to_be_had_is_given_back(sim):
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_bare_memory_that_is_mapped_in_part_is_given_back(sim, nth):
+def test_bare_memory_that_is_mapped_in_part_is_released(sim, nth):
     before, start = sim.counts(), sim.physical()
     memory = BareMemory(BareDriver(), 3 << 30)  # three pieces
     with sim.fault("cuMemMap", 1, nth=nth), pytest.raises(DriverError) as caught:
@@ -425,7 +425,7 @@ def test_a_call_that_does_not_exist():
 
 
 @pytest.mark.long
-def test_a_picture(sim, tmp_path):
+def test_the_picture_is_written_in_the_requested_format(sim, tmp_path):
     for name, begins in (("bench.png", b"\x89PNG"), ("bench.svg", b"<?xml")):
         file = tmp_path / name
         arguments = ["bench", "--size", "32MiB", "--rounds", "1", "--picture", str(file)]
@@ -435,7 +435,7 @@ def test_a_picture(sim, tmp_path):
         assert file.read_bytes().startswith(begins)
 
 
-def test_a_picture_that_fails_leaves_the_file_as_it_was(sim, tmp_path, monkeypatch):
+def test_a_picture_that_fails_leaves_the_file_unchanged(sim, tmp_path, monkeypatch):
     """A write that fails half-way, as on a full disk, leaves the existing picture unchanged."""
     monkeypatch.setattr(measurements, "measure_machine", lambda *given: fake_machine())
     file = tmp_path / "bench.png"

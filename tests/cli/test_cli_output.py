@@ -52,7 +52,7 @@ def trace(tmp_path):
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_full_disk(tmp_path, words, unbuffered):
+def test_a_full_disk_is_one_line_and_status_1(tmp_path, words, unbuffered):
     with open("/dev/full", "w") as full:
         done = run_command(words, tmp_path, unbuffered, stdout=full)
     assert done.stderr == "memsaver: the output cannot be written: No space left on device\n"
@@ -60,7 +60,7 @@ def test_a_full_disk(tmp_path, words, unbuffered):
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_reader_that_has_gone_is_no_news(tmp_path, words):
+def test_a_closed_pipe_is_not_reported(tmp_path, words):
     with subprocess.Popen(["true"], stdin=subprocess.PIPE) as gone:
         gone.wait()
         done = run_command(words, tmp_path, stdout=gone.stdin)
@@ -68,7 +68,7 @@ def test_a_reader_that_has_gone_is_no_news(tmp_path, words):
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_closed_output(tmp_path, words):
+def test_a_closed_output_is_one_line_and_status_1(tmp_path, words):
     done = run_command(words, tmp_path, preexec_fn=lambda: os.close(1))
     assert done.stderr == "memsaver: the output cannot be written: Bad file descriptor\n"
     assert done.returncode == 1
@@ -128,7 +128,7 @@ CASES += [("demo", "latin-1")]
 
 
 @pytest.mark.parametrize("words, encoding", CASES)
-def test_a_terminal_that_knows_few_characters(tmp_path, words, encoding):
+def test_a_terminal_with_few_characters(tmp_path, words, encoding):
     done = run_command(
         words, tmp_path, variables=ENCODINGS[encoding], stdout=subprocess.PIPE, errors="replace"
     )
@@ -136,7 +136,7 @@ def test_a_terminal_that_knows_few_characters(tmp_path, words, encoding):
     assert done.returncode == WORDS[words], done.stderr
 
 
-def test_output_that_can_be_written_is(tmp_path):
+def test_writable_output_succeeds(tmp_path):
     done = run_command("trace t.json", tmp_path, stdout=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, "") and "peak" in done.stdout
 
@@ -182,7 +182,7 @@ def test_a_terminal_that_wants_no_colour(tmp_path, words):
 
 
 @pytest.mark.parametrize("words", ["doctor", "trace t.json", "top", BENCH, "run --help"])
-def test_a_dumb_terminal(tmp_path, words):
+def test_a_dumb_terminal_is_not_redrawn(tmp_path, words):
     """Nothing is redrawn on a dumb terminal: `top` shows the processes once."""
     status, shown = on_a_terminal(words, tmp_path, TERM="dumb")
     assert (status, "\x1b" in shown) == (0, False)

@@ -43,7 +43,7 @@ def finished_demo(run_demo):
 
 
 @pytest.mark.parametrize("columns", [pytest.param(80, marks=pytest.mark.long), 140])
-def test_the_demo(finished_demo, columns):
+def test_the_demo_passes_every_check(finished_demo, columns):
     done = finished_demo(columns)
     text = done.stdout
     assert done.stderr == ""
@@ -172,7 +172,7 @@ def run_workload(sim, tag, monkeypatch):
     return run
 
 
-def test_a_workload_that_behaves(run_workload):
+def test_a_correct_workload_passes_every_check(run_workload):
     status, text = run_workload(Small)
     assert status == 0 and "every check passed" in text
 
@@ -205,7 +205,7 @@ def test_a_narrow_terminal_loses_neither_steps_nor_figures(run_workload, width):
         assert f" {name} " in text
 
 
-def test_an_interrupt_tells_what_it_waits_for(run_workload, sim, capfd):
+def test_an_interrupt_reports_the_transition_that_it_waits_for(run_workload, sim, capfd):
     class Interrupted(Small):
         def output(self):  # before the first pause, whose copies the test delays
             sim.hold_streams(True)
@@ -245,7 +245,7 @@ def test_an_interrupt_between_transitions(run_workload, capfd):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_demo_says_what_its_silent_steps_do(tmp_path):
+def test_make_demo_describes_its_silent_steps(tmp_path):
     done = subprocess.run(
         ["make", "--dry-run", "demo", f"VENV={tmp_path}/new"],
         cwd=ROOT,

@@ -44,7 +44,7 @@ def test_the_findings_as_json():
     assert by_name["option share_bytes"]["data"] == {"value": str(512 << 20), "source": "default"}
 
 
-def test_without_a_driver_the_rest_is_still_looked_at():
+def test_without_a_driver_the_rest_is_still_checked():
     done = run_doctor("--json", MEMSAVER_DRIVER="/nonexistent.so")
     assert (done.returncode, done.stderr) == (1, "")
     found = json.loads(done.stdout)
@@ -54,7 +54,7 @@ def test_without_a_driver_the_rest_is_still_looked_at():
     assert {row["subject"] for row in found["findings"]} == set(checks.SUBJECTS) - {"devices"}
 
 
-def test_an_empty_environment():
+def test_doctor_works_in_an_empty_environment():
     script = Path(sys.executable).with_name("memsaver")
     command = [script] if script.exists() else [sys.executable, "-m", "memsaver"]
     done = subprocess.run(
@@ -66,7 +66,7 @@ def test_an_empty_environment():
 
 
 @pytest.mark.parametrize("columns", [50, 80, 140])
-def test_its_look(columns, tmp_path):
+def test_the_report_fits_the_terminal(columns, tmp_path):
     missing = tmp_path / ("a-rather-long-name-" * 6) / "lib.so"
     env = {"LD_PRELOAD": str(missing), "COLUMNS": str(columns)}
     done = run_doctor(**env)
@@ -83,13 +83,13 @@ def test_its_look(columns, tmp_path):
     assert re.fullmatch(r"\d+ good, \d+ absent, \d+ warned, 0 bad", lines[-1])
 
 
-def test_what_is_bad_is_said_again_at_the_end():
+def test_bad_findings_are_repeated_at_the_end():
     done = run_doctor(MEMSAVER_DRIVER="/nonexistent.so", MEMSAVER_SHARE_BYTES="lots")
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].endswith(" 2 bad: driver, option share_bytes")
 
 
-def test_colours_are_for_those_who_want_them():
+def test_colours_follow_the_users_settings():
     colour = re.compile(r"\x1b\[[0-9;]*3[0-9]")
     assert colour.search(run_doctor(FORCE_COLOR="1").stdout)
     assert not colour.search(run_doctor(FORCE_COLOR="1", NO_COLOR="1").stdout)
@@ -128,7 +128,7 @@ def test_it_starts_no_context_and_imports_no_framework(run_python):
     assert frameworks_imported == "[]"
 
 
-def test_what_is_absent_is_neither_good_nor_bad():
+def test_an_absent_part_is_neither_good_nor_bad():
     finding = absent("vLLM", "not installed")
     assert checks.worst({"engines": [finding]}) is checks.Level.GOOD
     assert checks.worst({"engines": [finding, warned("x", "y", "z")]}) is checks.Level.WARNED

@@ -19,7 +19,7 @@ def test_the_directory_of_backups(options, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_default_directory(plain, tmp_path):
+def test_the_default_directory_follows_tmpdir(plain, tmp_path):
     plain.setenv("TMPDIR", str(tmp_path))
     assert of(disk.check_disk(), "disk_dir").data["directory"] == str(tmp_path)
     plain.setenv("TMPDIR", str(tmp_path / "missing"))
@@ -39,7 +39,7 @@ def test_the_default_directory(plain, tmp_path):
     ],
     ids=str,
 )
-def test_the_directory_is_where_a_backup_goes(run_python, tmp_path, env):
+def test_the_reported_directory_is_that_of_backups(run_python, tmp_path, env):
     (tmp_path / "there").mkdir()
     (tmp_path / "file").touch()
     done = run_python(

@@ -10,7 +10,7 @@ from memsaver.cli.checks import driver
 from memsaver.errors import NotLoadedError
 
 
-def test_a_missing_driver(plain):
+def test_a_missing_driver_is_bad(plain):
     plain.setattr(driver, "BareDriver", raising(NotLoadedError("no libcuda.so.1")))
     (found,) = driver.check_driver()
     assert found.level == "bad" and "no libcuda.so.1" in found.text
@@ -52,7 +52,7 @@ def test_versions_of_the_driver(system, text, cuda, level):
         ({"count": 0}, "devices", "bad", "none"),
     ],
 )
-def test_what_devices_can_do(plain, attributes, name, level, says):
+def test_device_capabilities(plain, attributes, name, level, says):
     plain.setattr(driver, "BareDriver", lambda: FakeDriver(**attributes))
     found = of(driver.check_devices(), name)
     assert found.level == level and says in found.text

@@ -29,7 +29,7 @@ def test_versions_of_torch(plain, version, level):
     ("build", "cuda", "level"),
     [("13.0", 13000, "good"), ("12.8", 12000, "good"), ("13.0", 12080, "bad"), (None, 0, "warned")],
 )
-def test_what_torch_was_built_for(plain, build, cuda, level):
+def test_the_cuda_version_of_torch(plain, build, cuda, level):
     plain.setattr(frameworks, "_cuda_build", lambda version: build)
     plain.setattr(frameworks, "BareDriver", lambda: FakeDriver(cuda))
     assert of(frameworks.check_torch(), "torch CUDA build").level == level
@@ -78,7 +78,7 @@ def test_settings_of_torchs_allocator(plain, env, level, says):
     assert found.level == level and says in found.text
 
 
-def test_torch_without_its_cache(plain):
+def test_torch_without_its_cache_is_bad(plain):
     plain.setattr(frameworks, "installed_version", lambda name: "2.13.0")
     plain.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     assert of(frameworks.check_torch(), "PYTORCH_NO_CUDA_MEMORY_CACHING").level == "bad"
@@ -109,7 +109,7 @@ def test_versions_of_sglang(plain, version, level, tried):
         ({"MEMSAVER_SGLANG_PRELOAD": "1"}, "good", "preload mode"),
     ],
 )
-def test_whether_sglang_loads_the_plugin(plain, env, level, says):
+def test_sglangs_settings_decide_whether_it_loads_the_plugin(plain, env, level, says):
     for name, value in env.items():
         plain.setenv(name, value)
     plain.setattr(frameworks, "installed_version", lambda name: "0.5.16")
@@ -121,7 +121,7 @@ def test_whether_sglang_loads_the_plugin(plain, env, level, says):
     ("version", "says"),
     [("0.0.10+memsaver", "provided by memsaver"), ("0.0.10", "the original")],
 )
-def test_who_is_torch_memory_saver(plain, version, says):
+def test_the_provider_of_torch_memory_saver(plain, version, says):
     plain.setattr(frameworks, "installed_version", lambda name: version)
     found = of(frameworks.check_engines(), "torch_memory_saver")
     assert says in found.text and found.data["is_memsaver"] == ("memsaver" in version)

@@ -21,7 +21,7 @@ THP = "/sys/kernel/mm/transparent_hugepage"
         ("always [madvise] never", "0", "warned"),
     ],
 )
-def test_huge_pages(system, mode, status, level):
+def test_the_mode_of_huge_pages_is_judged(system, mode, status, level):
     system(
         {
             f"{THP}/enabled": mode,
@@ -38,7 +38,7 @@ def test_huge_pages(system, mode, status, level):
     assert found.data == {"mode": chosen, "defrag": "madvise", "khugepaged": True}
 
 
-def test_a_kernel_that_does_not_tell_of_huge_pages(system):
+def test_a_kernel_that_does_not_report_huge_pages(system):
     """The finding states the consequence without advice, because nothing can be changed."""
     found = of(host.check_host(), "huge pages")
     assert (found.level, found.advice) == ("absent", "") and "half the rate" in found.text
@@ -152,7 +152,7 @@ def test_the_budget_is_the_librarys(options):
     assert found.level == "warned" and found.data["option"] == 1 << 30
 
 
-def test_limits_of_the_process(monkeypatch):
+def test_limits_of_the_process_are_reported(monkeypatch):
     def limited(which):
         return (1 << 30, host.resource.RLIM_INFINITY)
 

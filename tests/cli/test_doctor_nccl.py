@@ -18,7 +18,7 @@ from memsaver.errors import NotLoadedError
         ({nccl.REGISTER_HOOK: "1"}, nccl.REGISTER_HOOK, "warned", "1"),
     ],
 )
-def test_variables_of_nccl(plain, env, name, level, value):
+def test_variables_of_nccl_are_judged(plain, env, name, level, value):
     for variable, text in env.items():
         plain.setenv(variable, text)
     found = of(nccl.check_nccl(), name)

@@ -25,7 +25,7 @@ def libraries(tmp_path):
 
 
 @pytest.mark.preloads
-def test_the_order_of_what_is_preloaded(plain, libraries):
+def test_the_order_of_preloaded_libraries(plain, libraries):
     allocator = libraries / "libjemalloc.so.2"
     plain.setenv("LD_PRELOAD", f"{allocator}:{OURS} libasan.so")
     found = preloading.check_preloading()
@@ -42,7 +42,7 @@ def test_nothing_is_preloaded(plain):
 
 
 @pytest.mark.preloads
-def test_what_the_system_preloads_comes_last(system, libraries):
+def test_libraries_that_the_system_preloads_come_last(system, libraries):
     system({"/etc/ld.so.preload": "/lib/first.so\n"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_PRELOAD", OURS)
@@ -76,7 +76,7 @@ def test_an_entry_that_is_wrong(plain, libraries, entry, level, says):
     assert found.level == level and says in found.text and found.advice
 
 
-def test_hooks_without_their_core(plain, libraries):
+def test_hooks_without_their_core_are_bad(plain, libraries):
     plain.setattr(preloading, "LIBRARY_DIR", libraries / "half")
     plain.setenv("LD_PRELOAD", str(libraries / "half" / "libmemsaver_preload.so"))
     found = of(preloading.check_preloading(), "preloaded libmemsaver_preload.so")
@@ -93,7 +93,7 @@ def test_hooks_without_their_core(plain, libraries):
         ({"MEMSAVER_TAG": "t", "MEMSAVER_BACKUP": "tape"}, "bad", "tape"),
     ],
 )
-def test_the_processs_own_tag(plain, env, level, says):
+def test_the_processs_own_tag_is_judged(plain, env, level, says):
     for name, value in env.items():
         plain.setenv(name, value)
     found = of(preloading.check_preloading(), "process tag")
@@ -101,7 +101,7 @@ def test_the_processs_own_tag(plain, env, level, says):
 
 
 @pytest.mark.preloads
-def test_a_preloaded_process_says_so():
+def test_a_preloaded_process_is_reported():
     done = run_doctor("--json", LD_PRELOAD=OURS, MEMSAVER_TAG="all", MEMSAVER_BACKUP="host")
     rows = {row["name"]: row for row in json.loads(done.stdout)["findings"]}
     assert rows["process tag"]["data"] == {"tag": "all", "backup": "host"}

@@ -46,7 +46,7 @@ def run_top(runtime, *arguments, **env):
 # --- processes and figures ------------------------------------------------------------------------
 
 
-def test_two_processes(runtime):
+def test_two_processes_are_listed_with_their_tags(runtime):
     with Child(runtime) as first, Child(runtime) as second:
         first("make('weights', 3 << 20, 'host')")
         first("make('kv_cache', 70 << 20)")
@@ -97,13 +97,13 @@ def test_nothing_is_found(runtime):
     assert json.loads(run_top(runtime, "--json").stdout)["processes"] == []
 
 
-def test_a_process_that_is_not_there(runtime):
+def test_a_missing_process_is_an_error(runtime):
     done = run_top(runtime, "--pid", "1")
     assert done.exit_code == 1 and done.stdout == ""
     assert done.stderr.startswith("memsaver top: process 1 is not among those that use memsaver")
 
 
-def test_looking_makes_nothing(runtime):
+def test_searching_creates_nothing(runtime):
     command = top_command(runtime)
     done = subprocess.run(
         command, env=environment(runtime), capture_output=True, text=True, timeout=60
@@ -210,7 +210,7 @@ def test_totals_are_by_the_place_on_the_bus():
     assert by_device["0000:3b:00.0"] == "7 GiB 60 GiB 140 GiB 2"
 
 
-def test_with_and_without_colour():
+def test_states_are_coloured_unless_disabled():
     colour = re.compile(r"\x1b\[[0-9;]*m")
     coloured = draw(width=80, force_terminal=True, color_system="truecolor")
     assert "\x1b[33mpaused" in coloured and "\x1b[32mmapped" in coloured
@@ -219,7 +219,7 @@ def test_with_and_without_colour():
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", plain)
 
 
-def test_an_output_that_knows_only_ascii():
+def test_an_output_limited_to_ascii():
     class Ascii(io.StringIO):
         encoding = "ascii"
 

@@ -18,7 +18,7 @@ MIB = 1 << 20
 # --- summaries
 
 
-def test_a_summary_is_what_happened(recorded):
+def test_a_summary_equals_the_recorded_transitions(recorded):
     t, first, second = recorded
     rows = {row.tag: row for row in summary(t.trace)}
     stats = memsaver.stats()[first][0]
@@ -136,7 +136,7 @@ def test_the_summary_as_json(recorded, tmp_path):
     assert told["devices"] == [{"device": 0, "least_free_bytes": min(free)}]
 
 
-def test_a_tag_is_no_command_to_the_terminal(tmp_path, monkeypatch):
+def test_control_characters_in_a_tag_are_escaped(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     trace = made(samples=[TagSample(0.0, "\x1b[31mred\nline\x9b\x07", 0, 1, 1)])
     done = run_trace(files.save(trace, tmp_path / "t.json"))
@@ -145,7 +145,7 @@ def test_a_tag_is_no_command_to_the_terminal(tmp_path, monkeypatch):
     assert all(line.isprintable() for line in done.stdout.splitlines())
 
 
-def test_an_empty_trace_says_so(tmp_path):
+def test_an_empty_trace_is_reported(tmp_path):
     done = run_trace(files.save(made(), tmp_path / "t.json"))
     assert done.exit_code == 0 and "No tag had memory" in done.stdout
 
@@ -160,7 +160,7 @@ def test_colour_only_where_it_is_wanted(tmp_path, monkeypatch, run_python):
     assert not re.search("\x1b\\[[0-9;]*3[0-9]m", plain)
 
 
-def test_what_the_command_refuses(tmp_path):
+def test_invalid_arguments_of_the_command(tmp_path):
     good = files.save(made(), tmp_path / "t.json")
     bad = tmp_path / "bad.json"
     bad.write_text("{}")

@@ -159,7 +159,7 @@ def answers_of(path):
 
 
 @pytest.mark.parametrize("question", ANSWERS)
-def test_answers(drv, question):
+def test_the_answer_is_the_expected_one(drv, question):
     assert answers_of(drv.path)[question] == ANSWERS[question]
 
 

@@ -11,7 +11,7 @@ from driver_api import in_child, in_thread
 from driver_values import INVALID_CONTEXT, INVALID_VALUE, NOT_INITIALIZED
 
 
-def test_error_names(drv):
+def test_errors_have_names_and_descriptions(drv):
     names = {
         0: "CUDA_SUCCESS",
         1: "CUDA_ERROR_INVALID_VALUE",
@@ -36,7 +36,7 @@ def test_unknown_error_has_no_name(drv):
     assert name.value is None
 
 
-def test_before_initialisation(drv):
+def test_calls_before_cuinit_fail(drv):
     def calls(drv):
         out = ctypes.create_string_buffer(64)
         return [
@@ -88,7 +88,7 @@ def test_calls_that_need_a_context(drv):
     assert found == dict.fromkeys(found, INVALID_CONTEXT)
 
 
-def test_context_stack(drv):
+def test_contexts_form_a_stack(drv):
     def body():
         assert drv.get("cuCtxGetCurrent", c_void_p) is None
         drv.check("cuCtxPushCurrent", drv.context)

@@ -9,7 +9,7 @@ from ctypes import byref, c_int, c_size_t
 from driver_values import INVALID_DEVICE, INVALID_VALUE, PAGE
 
 
-def test_device(drv):
+def test_the_device_has_the_required_properties(drv):
     count = drv.get("cuDeviceGetCount", c_int)
     assert count >= 1
     out = c_int()
@@ -19,7 +19,7 @@ def test_device(drv):
     assert drv.get("cuDeviceGetAttribute", c_int, 18, drv.device) == 0  # integrated
 
 
-def test_granularity(drv):
+def test_the_granularity_is_one_page(drv):
     for option in (0, 1):
         properties = byref(drv.properties())
         assert drv.get("cuMemGetAllocationGranularity", c_size_t, properties, option) == PAGE

@@ -8,7 +8,7 @@ from ctypes import byref, c_void_p
 from driver_values import ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, PAGE, SUCCESS
 
 
-def test_registration_rules(drv):
+def test_registrations_must_not_overlap(drv):
     memory = ctypes.create_string_buffer(6 * PAGE)
     address = (ctypes.addressof(memory) + PAGE - 1) // PAGE * PAGE
     assert drv.cuMemHostUnregister(address) == NOT_REGISTERED

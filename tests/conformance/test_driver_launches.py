@@ -35,13 +35,13 @@ def test_a_launch_is_in_order_and_does_not_wait(drv, kernel, streams):
     drv.check("cuEventDestroy", event)
 
 
-def test_what_a_module_does_not_have(drv):
+def test_a_missing_kernel_is_not_found(drv):
     module, out = drv.module(), c_void_p()
     assert drv.cuModuleGetFunction(byref(out), module, b"no_such_kernel") == NOT_FOUND
     drv.check("cuModuleUnload", module)
 
 
-def test_a_module_of_garbage(drv):
+def test_a_garbage_image_is_rejected(drv):
     with pytest.raises(DriverError) as failed:
         drv.module(b"garbage")  # the driver interprets text as PTX
     assert failed.value.code in (INVALID_IMAGE, INVALID_PTX)

@@ -24,7 +24,7 @@ def test_plain_allocation(drv):
     assert drv.cuMemFree(address) == INVALID_VALUE
 
 
-def test_plain_allocation_of_more_than_there_is(drv):
+def test_plain_allocation_of_more_than_the_free_memory(drv):
     out = ctypes.c_uint64()
     assert drv.cuMemAlloc(byref(out), drv.total_bytes() + GIB) == OUT_OF_MEMORY
 
@@ -34,7 +34,7 @@ def test_small_blocks_share_memory(drv):
     assert found == {"taken by 100 of 512 B": PAGE, "kept after": 0}
 
 
-def test_pointer_attributes(drv, mapped):
+def test_pointers_have_their_attributes(drv, mapped):
     memory_type, ordinal = 2, 9
     for address in (mapped[0], mapped[0] + PAGE - 1):
         assert drv.get("cuPointerGetAttribute", ctypes.c_uint, memory_type, address) == 2

@@ -96,7 +96,7 @@ def test_event_never_recorded_is_complete(drv, streams):
     drv.check("cuEventDestroy", event)
 
 
-def test_elapsed_time(drv, streams):
+def test_elapsed_time_needs_completed_events(drv, streams):
     stream, start, end = streams(), drv.event(), drv.event()
     drv.check("cuEventRecord", start, stream)
     drv.host_function(stream, lambda: time.sleep(0.1))

@@ -75,7 +75,7 @@ def test_reservation_with_a_mapping_is_not_freed(drv, mapped):
     assert drv.read(address, 4) == b"kept"
 
 
-def test_handle_sizes(drv):
+def test_handle_sizes_are_whole_pages(drv):
     assert drv.try_create(0) == INVALID_VALUE
     assert drv.try_create(PAGE + 4096) == INVALID_VALUE
     assert drv.try_create(PAGE) == SUCCESS
@@ -87,7 +87,7 @@ def test_handle_of_an_unknown_device(drv):
     assert drv.cuMemCreate(byref(out), PAGE, byref(properties), 0) == INVALID_DEVICE
 
 
-def test_handle_takes_memory_at_once_and_gives_it_back_at_once(drv):
+def test_handle_allocates_and_frees_memory_at_once(drv):
     free = drv.free_bytes()
     handle = drv.create(64 * MIB)
     assert drv.free_bytes() == free - 64 * MIB
@@ -107,7 +107,7 @@ def test_released_handle_keeps_its_memory_while_mapped(drv):
     drv.check("cuMemAddressFree", address, PAGE)
 
 
-def test_retained_handle(drv):
+def test_a_retained_handle_keeps_the_memory(drv):
     free = drv.free_bytes()
     address, handle = drv.mapped(2 * PAGE)
     drv.write(address, b"held")
@@ -128,7 +128,7 @@ def test_handle_of_memory_that_was_released_but_is_mapped(drv):
     drv.discard(address, PAGE, retained)
 
 
-def test_no_handle_of_what_is_not_mapped(drv):
+def test_no_handle_of_unmapped_memory(drv):
     address = drv.reserve(PAGE)
     out = ctypes.c_uint64()
     assert drv.cuMemRetainAllocationHandle(byref(out), address) == INVALID_VALUE
@@ -240,7 +240,7 @@ def test_unmap_over_a_hole(drv):
     drv.check("cuMemAddressFree", address, 3 * PAGE)
 
 
-def test_unmap_of_what_was_never_mapped(drv):
+def test_unmap_of_memory_that_was_never_mapped(drv):
     address = drv.reserve(PAGE)
     assert drv.cuMemUnmap(address, PAGE) == SUCCESS
     drv.check("cuMemAddressFree", address, PAGE)
@@ -273,7 +273,7 @@ def test_access_over_many_handles_at_once(drv):
     drv.discard(address, count * PAGE, *handles)
 
 
-def test_access_can_be_asked_for(drv):
+def test_access_can_be_queried(drv):
     address, handle = drv.reserve(PAGE), drv.create(PAGE)
     drv.map(address, PAGE, handle, access=False)
     assert drv.get_access(address) == 0

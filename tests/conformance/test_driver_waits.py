@@ -12,7 +12,7 @@ from questions.calls import CALLS
 
 
 @pytest.mark.parametrize("name", sorted(WAITS))
-def test_what_waits_for_all_work_of_the_device(drv, mapped, streams, name):
+def test_calls_that_wait_for_all_work_of_the_device(drv, mapped, streams, name):
     stream = streams()
     call, clear_up = ready_call(drv, name)
     drv.host_function(stream, lambda: time.sleep(0.1))
@@ -24,7 +24,7 @@ def test_what_waits_for_all_work_of_the_device(drv, mapped, streams, name):
 
 
 @pytest.mark.parametrize("name", sorted(set(CALLS) - WAITS - NOT_ASSERTED))
-def test_what_does_not_wait(drv, mapped, streams, name):
+def test_calls_that_do_not_wait(drv, mapped, streams, name):
     stream = streams()
     call, clear_up = ready_call(drv, name)
     with drv.gate(stream) as gate:

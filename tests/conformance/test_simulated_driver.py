@@ -124,7 +124,7 @@ def test_sim_launches_on_pinned_memory_alone(sim):
     kernel.close()
 
 
-def test_sim_modules_and_kernels_that_are_gone(sim):
+def test_sim_unloaded_modules_and_kernels_are_errors(sim):
     before = sim.totals()["modules"]  # the library itself may have loaded one
     kernel, stream = Kernel(sim), sim.stream()
     assert sim.totals()["modules"] == before + 1
@@ -213,7 +213,7 @@ def test_sim_many_handles_cost_no_descriptors(sim):
         sim.check("cuMemRelease", handle)
 
 
-def test_sim_gives_released_memory_back_to_the_system(sim):
+def test_sim_releases_memory_to_the_system(sim):
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[2]) * os.sysconf("SC_PAGE_SIZE")
 

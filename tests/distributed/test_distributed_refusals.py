@@ -6,7 +6,7 @@ pytest.importorskip("torch")
 
 
 @pytest.mark.long
-def test_what_is_refused_before_anything_changes(run_ranks):
+def test_invalid_calls_are_rejected_before_anything_changes(run_ranks):
     run_ranks(
         """
         begin("gloo")

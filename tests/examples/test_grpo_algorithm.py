@@ -39,7 +39,7 @@ def test_problems_are_sums_and_the_same_for_a_seed(example):
         ("².", 0.0),
     ],
 )
-def test_rewards(example, answer, worth):
+def test_answers_have_their_rewards(example, answer, worth):
     arithmetic = example("arithmetic")
     assert arithmetic.reward(arithmetic.Problem("3+4=", "7"), answer) == worth
 
@@ -111,7 +111,7 @@ def test_the_gradient_on_policy_is_the_policy_gradient(example):
     ("ratio", "gain", "slope"),
     [(1.5, 1.0, False), (1.5, -1.0, True), (0.5, 1.0, True), (0.5, -1.0, False)],
 )
-def test_what_has_gone_far_enough_teaches_no_more(example, ratio, gain, slope):
+def test_a_clipped_ratio_has_no_gradient(example, ratio, gain, slope):
     clipped_loss = example("policy_loss").clipped_loss
     old = torch.zeros(1, 1)
     logprobs = torch.full((1, 1), ratio).log().requires_grad_()

@@ -176,7 +176,7 @@ def test_problems_that_cannot_be_shared_out_are_refused_before_anything_starts(
     assert not started
 
 
-def test_runs_that_differ_are_told_apart(example, tmp_path, capsys):
+def test_differing_runs_are_distinguished(example, tmp_path, capsys):
     results, compare = example("results"), example("compare")
     step = results.Step(0.5, 0.25, 0.1, 1.0, 1e-7, "ab", {})
     first = results.Results({"sleep": True, "seed": 0}, "CPU", 1, 0, [step], "cd")
@@ -197,7 +197,7 @@ def test_runs_that_differ_are_told_apart(example, tmp_path, capsys):
     assert compare.main([str(tmp_path / "first.json")]) == 2
 
 
-def test_tables_and_picture(example, tmp_path):
+def test_tables_and_picture_show_the_results(example, tmp_path):
     pytest.importorskip("matplotlib")
     from rich.console import Console
 
@@ -351,7 +351,7 @@ def test_options_are_refused_before_anything_starts(run_python, tmp_path, option
         ({}, set(), "SGLang needs a GPU"),
     ],
 )
-def test_what_is_not_installed_is_said_before_anything_starts(
+def test_missing_packages_are_reported_before_anything_starts(
     example, monkeypatch, options, missing, said
 ):
     requirements = example("requirements")
@@ -366,7 +366,7 @@ def test_what_is_not_installed_is_said_before_anything_starts(
         train.start(settings.Settings(model="tiny", **options), picture=True)
 
 
-def test_what_is_not_used_need_not_be_installed(example, monkeypatch):
+def test_unused_packages_need_not_be_installed(example, monkeypatch):
     requirements, settings = example("requirements"), example("settings").Settings
     monkeypatch.setattr(requirements, "is_installed", lambda name: name == "transformers")
     requirements.check_installed(settings(engine="model"), picture=False)
@@ -374,7 +374,7 @@ def test_what_is_not_used_need_not_be_installed(example, monkeypatch):
     assert not requirements.is_installed("matplotlib")
 
 
-def test_the_list_of_requirements_is_what_a_run_checks(example):
+def test_the_list_of_requirements_equals_the_checked_ones(example):
     lines = (EXAMPLE / "requirements.txt").read_text().splitlines()
     listed = {line.partition("==")[0] for line in lines if not line.startswith("#")}
     assert listed >= {"transformers", "sglang", "matplotlib", "typer", "rich"}
@@ -389,7 +389,7 @@ def test_results_keep_their_whole_name(example, tmp_path):
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"steps": 3}', '{"steps": [{}]}'])
-def test_what_has_no_results_cannot_be_compared(example, tmp_path, capsys, text):
+def test_a_file_without_results_cannot_be_compared(example, tmp_path, capsys, text):
     path = tmp_path / "run.json"
     if text is not None:
         path.write_text(text)
@@ -401,7 +401,7 @@ def test_what_has_no_results_cannot_be_compared(example, tmp_path, capsys, text)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_the_commands(example, tmp_path, ranks):
+def test_the_documented_commands_run(example, tmp_path, ranks):
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -433,7 +433,7 @@ def test_the_commands(example, tmp_path, ranks):
     assert compared.returncode == 0, compared.stdout
 
 
-def test_what_an_engine_starts_from(example, tmp_path):
+def test_an_engine_starts_with_the_models_configuration(example, tmp_path):
     pytest.importorskip("transformers")
     engines, policies = example("engines"), example("policy_model")
     vocabulary = example("vocabulary").Vocabulary.own()

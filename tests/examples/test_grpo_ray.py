@@ -115,7 +115,7 @@ def test_a_server_ends_with_an_actor_that_is_killed(workers, tmp_path):
             time.sleep(0.1)
 
 
-def test_a_server_that_does_not_start_says_why(workers, tmp_path):
+def test_a_server_that_does_not_start_reports_the_reason(workers, tmp_path):
     program = tmp_path / "server.py"
     program.write_text("raise SystemExit('there is no GPU')")
     worker = ray.remote(workers.EngineWorker).remote()

@@ -64,7 +64,7 @@ def test_decoder_on_one_device(mode: str, segments: str) -> None:
 
 @pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_tensors_of_several_threads(mode: str, segments: str) -> None:
+def test_the_scenario_on_several_threads(mode: str, segments: str) -> None:
     run_scenario(mode, segments, "--threads", "3")
 
 
@@ -85,5 +85,5 @@ def test_two_devices_in_one_process(mode: str, segments: str) -> None:
 
 
 @pytest.mark.two_gpus
-def test_threads_on_two_devices() -> None:
+def test_the_scenario_on_two_devices() -> None:
     run_scenario("torch", "fixed", "--devices", "0,1", "--threads", "2")

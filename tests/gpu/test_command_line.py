@@ -21,7 +21,7 @@ def run(*arguments, **env):
     )
 
 
-def test_doctor():
+def test_doctor_finds_the_real_driver_good():
     done = run("doctor", "--json")
     found = json.loads(done.stdout)
     rows = {row["name"]: row for row in found["findings"]}
@@ -51,7 +51,7 @@ def test_doctor_takes_no_device_memory():
     assert done.stdout.split() == ["0", "0"], done.stderr
 
 
-def test_bench():
+def test_bench_measures_a_real_gpu():
     done = run("bench", "--size", "4GiB", "--rounds", "3", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)

@@ -35,7 +35,7 @@ def test_the_readmes_program_prints_the_same_as_on_the_simulated_driver(tmp_path
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_code_prints_what_the_page_says(path, tmp_path):
+def test_code_prints_the_documented_output(path, tmp_path):
     pytest.importorskip("torch")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
     done = subprocess.run(

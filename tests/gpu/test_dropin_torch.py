@@ -62,21 +62,21 @@ def run_child(case: str, setting: str, site: Path, **variables: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("case", ANYWHERE)
-def test_one_gpu(case: str, setting: str, dropin_site: Path) -> None:
+def test_cases_on_one_gpu(case: str, setting: str, dropin_site: Path) -> None:
     run_child(case, setting, dropin_site)
 
 
 @pytest.mark.gpu
 @pytest.mark.two_gpus
 @pytest.mark.parametrize("setting", ["plain", "torch", "preload"])
-def test_two_gpus(setting: str, dropin_site: Path) -> None:
+def test_the_case_on_two_gpus(setting: str, dropin_site: Path) -> None:
     run_child("two_devices", setting, dropin_site)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["configure_subprocess", "by hand"])
 @pytest.mark.parametrize("segments", ["", "expandable_segments:True"])
-def test_a_whole_process(how: str, segments: str, dropin_site: Path) -> None:
+def test_a_whole_process_is_one_region(how: str, segments: str, dropin_site: Path) -> None:
     variables = {"TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
     if segments:
         variables["PYTORCH_CUDA_ALLOC_CONF"] = segments

@@ -122,7 +122,7 @@ def test_a_paused_tensor_that_was_copied_is_explained() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="compute-sanitizer is not here")
 @pytest.mark.parametrize("touches", [True, False])
-def test_the_sanitizer_sees_what_touches_paused_memory(touches: bool) -> None:
+def test_the_sanitizer_detects_accesses_to_paused_memory(touches: bool) -> None:
     """compute-sanitizer reports accesses to unmapped memory, which the soak test relies on."""
     done = run(UNDER.format(touches=touches), *SANITIZER.split())
     said = done.stdout + done.stderr

@@ -36,7 +36,7 @@ def run(name: str, ranks: int = 1, expandable: bool = False) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("expandable", [False, True], ids=["fixed", "expandable"])
 @pytest.mark.parametrize("name", ALONE, ids=lambda name: name.removeprefix("case_"))
-def test_one_gpu(name: str, expandable: bool) -> None:
+def test_cases_on_one_gpu(name: str, expandable: bool) -> None:
     run(name, expandable=expandable)
 
 

@@ -10,7 +10,7 @@ def run(code, folder):
     run_code(code, environment_without("MEMSAVER_"), folder, timeout=110)
 
 
-def test_a_timeline_of_tensors(tmp_path):
+def test_a_timeline_records_tensors(tmp_path):
     pytest.importorskip("torch")
     run(
         """

@@ -70,7 +70,7 @@ def test_an_engine_of_one_process(tmp_path: Path) -> None:
     go_through("alone", 1, tmp_path)
 
 
-def test_a_server(tmp_path: Path) -> None:
+def test_a_server_gives_sglangs_own_output(tmp_path: Path) -> None:
     go_through("served", 1, tmp_path)
 
 

@@ -199,17 +199,17 @@ def each(scenarios: list[str]) -> Any:
 
 
 @each(CYCLES + CALLS)
-def test_with_a_backup(children: Children, name: str) -> None:
+def test_scenarios_with_a_backup(children: Children, name: str) -> None:
     children.run("backup", name)
 
 
 @each(UPDATES)
-def test_without_a_backup(children: Children, name: str) -> None:
+def test_scenarios_without_a_backup(children: Children, name: str) -> None:
     children.run("no_backup", name)
 
 
 @each(CYCLES + HTTP)
-def test_server(children: Children, name: str) -> None:
+def test_scenarios_on_a_server(children: Children, name: str) -> None:
     children.run("server", name)
 
 
@@ -227,5 +227,5 @@ def test_tensor_parallel_without_a_backup(children: Children, name: str) -> None
 
 @pytest.mark.two_gpus
 @each(REPLICAS)
-def test_data_parallel(children: Children, name: str) -> None:
+def test_scenarios_on_data_parallel_replicas(children: Children, name: str) -> None:
     children.run("backup_dp2", name)

@@ -165,14 +165,14 @@ def child(request: pytest.FixtureRequest) -> Iterator[Child]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_ONE_GPU, ids=lambda name: name.removeprefix("case_"))
-def test_one_gpu(child: Child, name: str) -> None:
+def test_cases_on_one_gpu(child: Child, name: str) -> None:
     child.run(name)
 
 
 @pytest.mark.gpu
 @pytest.mark.two_gpus
 @pytest.mark.parametrize("name", ON_TWO_GPUS, ids=lambda name: name.removeprefix("case_"))
-def test_two_gpus(child: Child, name: str) -> None:
+def test_cases_on_two_gpus(child: Child, name: str) -> None:
     child.run(name)
 
 

@@ -91,14 +91,14 @@ def test_dead_blocks_that_are_few_small_or_anothers(sim, tag, make_blocks, pools
     memsaver.resume(other)
 
 
-def test_dead_blocks_below_what_counts(sim, name, make_blocks, pools, monkeypatch):
+def test_small_amounts_of_dead_blocks_are_not_reported(sim, name, make_blocks, pools, monkeypatch):
     blocks = make_blocks(name, [4 * MIB], backup="host")
     pools.dead = [(blocks[0].address, 3 * MIB)]
     assert warned(memsaver.pause, name) == []
     memsaver.resume(name)
 
 
-def test_nothing_is_looked_at_without_a_backup(sim, name, make_blocks, monkeypatch):
+def test_nothing_is_checked_without_a_backup(sim, name, make_blocks, monkeypatch):
     def none(*_):
         raise AssertionError
 
@@ -140,7 +140,7 @@ def test_other_backups_are_not_pageable(sim, name, make_blocks, backup):
     del blocks
 
 
-def test_pageable_where_no_more_is_to_be_had(sim, name, make_blocks, options):
+def test_pageable_without_memory_to_spare(sim, name, make_blocks, options):
     options(host_bytes=_C.host_memory()[0] + 56 * MIB)  # 16 MiB of these are for staging
     blocks = make_blocks(name, [32 * MIB], backup="pageable")
     assert warned(memsaver.pause, name) == []
@@ -158,7 +158,7 @@ def cycle(name: str, blocks: list) -> list[str]:
     return said + warned(memsaver.resume, name)
 
 
-def test_backups_of_what_is_deleted_while_paused(sim, name, make_blocks):
+def test_backups_of_tensors_deleted_while_paused(sim, name, make_blocks):
     kept = make_blocks(name, [2 * MIB], backup="host")
     assert cycle(name, make_blocks(name, [8 * MIB])) == []  # may happen once by chance
     (text,) = cycle(name, make_blocks(name, [8 * MIB]))

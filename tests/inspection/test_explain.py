@@ -34,7 +34,7 @@ def here():
 # --- tags and tensors -----------------------------------------------------------------------------
 
 
-def test_a_foreign_address(sim, tag, make_blocks):
+def test_a_foreign_address_has_no_tag(sim, tag, make_blocks):
     make_blocks(tag(), [PAGE])
     local = ctypes.create_string_buffer(10)
     for address in (0, 1, ctypes.addressof(local), (1 << 64) - 1):
@@ -51,12 +51,12 @@ def test_a_tensor_on_the_cpu():
 
 
 @pytest.mark.parametrize("bad", ["0x100", 1.5, None, -1, 1 << 64, object()])
-def test_what_is_no_address(sim, tag, bad):
+def test_invalid_addresses_are_rejected(sim, tag, bad):
     with pytest.raises(ConfigError):
         memsaver.explain(bad)
 
 
-def test_the_allocation_around(sim, tag, make_blocks):
+def test_the_surrounding_allocation_is_reported(sim, tag, make_blocks):
     first, second = tag("first"), tag("second")
     blocks = make_blocks(first, [512, 3 * PAGE, 1024])
     other = make_blocks(second, [PAGE])[0]
@@ -69,7 +69,7 @@ def test_the_allocation_around(sim, tag, make_blocks):
     assert memsaver.explain(other.address).tag == second
 
 
-def test_a_tensor(sim, tag):
+def test_a_tensor_is_explained_by_its_address(sim, tag):
     torch = pytest.importorskip("torch")
     from memsaver import simulator
 
@@ -82,7 +82,7 @@ def test_a_tensor(sim, tag):
     assert memsaver.explain(torch.zeros(4)).tag is None
 
 
-def test_freed_memory(sim, tag, make_blocks):
+def test_freed_memory_is_reported_with_its_tag(sim, tag, make_blocks):
     """The tag of freed memory is still reported."""
     name = tag()
     blocks = make_blocks(name, [PAGE, 4096])
@@ -158,7 +158,9 @@ def test_the_tensor_where_torch_knows_it(sim, tag, make_blocks, torch_segments):
         assert "no live tensor" in str(found) and "deleted" in str(found)
 
 
-def test_a_torch_that_refuses(sim, tag, make_blocks, torch_segments, monkeypatch):
+def test_an_error_of_torch_leaves_the_other_fields_valid(
+    sim, tag, make_blocks, torch_segments, monkeypatch
+):
     """If torch raises, for example after losing its context, the rest is still reported."""
     from memsaver._inspection import explanations
 
@@ -175,7 +177,7 @@ def test_a_torch_that_refuses(sim, tag, make_blocks, torch_segments, monkeypatch
 # --- times and callers ----------------------------------------------------------------------------
 
 
-def test_who_paused_and_resumed_it(sim, tag, make_blocks):
+def test_the_callers_of_a_pause_and_a_resume_are_reported(sim, tag, make_blocks):
     name = tag()
     with between() as made:
         (block,) = make_blocks(name, [PAGE])
@@ -207,7 +209,7 @@ def test_the_words_for_paused_memory(sim, tag, make_blocks):
     assert f"before memsaver.resume({name!r})" in text
 
 
-def test_two_threads(sim, tag, make_blocks):
+def test_each_tag_reports_its_own_thread_and_caller(sim, tag, make_blocks):
     """The report for each tag names its own thread and caller."""
     names = [tag("first"), tag("second")]
     blocks = [make_blocks(name, [PAGE], backup="host")[0] for name in names]
@@ -232,7 +234,7 @@ def test_two_threads(sim, tag, make_blocks):
         assert found.caller.endswith(f"work, thread 'rank {number}'")
 
 
-def test_a_swap_tells_of_both(sim, tag, make_blocks):
+def test_a_swap_notifies_callbacks_of_both_sides(sim, tag, make_blocks):
     out, into = tag("out"), tag("into")
     coming = make_blocks(into, [PAGE])[0]
     memsaver.pause(into)
@@ -244,7 +246,7 @@ def test_a_swap_tells_of_both(sim, tag, make_blocks):
     assert abs(left.since - came.since) < 0.5
 
 
-def test_pausing_what_is_paused_changes_nothing(sim, tag, make_blocks):
+def test_pausing_a_paused_tag_changes_nothing(sim, tag, make_blocks):
     first, second = tag("first"), tag("second")
     block, other = make_blocks(first, [PAGE])[0], make_blocks(second, [PAGE])[0]
     memsaver.pause(first)
@@ -255,7 +257,7 @@ def test_pausing_what_is_paused_changes_nothing(sim, tag, make_blocks):
     assert memsaver.explain(other.address).caller != before.caller
 
 
-def test_a_transition_under_way_and_after(sim, tag, make_blocks, wait_until):
+def test_a_transition_in_progress_and_afterwards(sim, tag, make_blocks, wait_until):
     """The reported caller and thread are the program's, not the background thread's."""
     name = tag()
     (block,) = make_blocks(name, [8 * MIB], backup="host")
@@ -320,7 +322,7 @@ def test_a_pause_that_failed_twice(sim, tag, make_blocks, options):
     assert found.state == "paused" and "test_a_pause_that_failed_twice" in found.caller
 
 
-def test_the_block_paused(sim, tag, make_blocks):
+def test_the_caller_is_that_of_the_paused_block(sim, tag, make_blocks):
     """The reported caller is the block's, not a frame inside the context manager."""
     name = tag()
     (block,) = make_blocks(name, [PAGE])
@@ -328,7 +330,7 @@ def test_the_block_paused(sim, tag, make_blocks):
         assert memsaver.explain(block.address).caller.startswith(place)
     found = memsaver.explain(block.address)
     assert found.state == "mapped" and found.caller.startswith(f"{__file__}:")
-    assert "in test_the_block_paused" in found.caller
+    assert "in test_the_caller_is_that_of_the_paused_block" in found.caller
 
 
 def test_a_callback_that_pauses(sim, tag, make_blocks):
@@ -367,7 +369,7 @@ def test_a_call_outside_of_python(sim, tag, make_blocks):
     assert f", by thread {thread[0]};" in str(found)
 
 
-def test_names_of_any_kind(sim, tag, make_blocks):
+def test_callers_may_have_names_of_any_kind(sim, tag, make_blocks):
     """Names of files and threads may have any characters and any length."""
     name = tag()
     (block,) = make_blocks(name, [PAGE])
@@ -379,7 +381,7 @@ def test_names_of_any_kind(sim, tag, make_blocks):
 
 
 @pytest.mark.long
-def test_a_group_of_processes(run_python, tmp_path):
+def test_the_caller_is_not_in_the_distributed_package(run_python, tmp_path):
     """The reported caller is not in `memsaver.distributed`; a rolled-back pause is not reported."""
     pytest.importorskip("torch")
     done = run_python(f"""
@@ -439,7 +441,7 @@ def test_it_makes_no_driver_call_and_waits_for_nobody(sim, tag, make_blocks):
         pause.wait()
 
 
-def test_after_an_illegal_access(run_python):
+def test_explain_works_after_an_illegal_access(run_python):
     """`explain` works after an access to unmapped memory has destroyed the context."""
     done = run_python("""
         import ctypes, os
@@ -470,7 +472,7 @@ def test_after_an_illegal_access(run_python):
     assert done.stdout.split() == ["kv", "mapped", "5"]
 
 
-def test_a_forked_child(run_python):
+def test_explain_is_rejected_in_a_forked_child(run_python):
     done = run_python("""
         import os
         import memsaver

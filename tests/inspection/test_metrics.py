@@ -81,7 +81,7 @@ def test_metrics_are_the_statistics(sim, tag, make_blocks, scrape):
     assert len(blocks) == 1
 
 
-def test_a_scrape_sees_what_is_now(sim, tag, make_blocks, scrape):
+def test_a_scrape_reports_current_values(sim, tag, make_blocks, scrape):
     name = tag()
     blocks = make_blocks(name, [4 * MIB])
     labels = {"tag": name, "device": "0"}
@@ -174,7 +174,7 @@ def test_names_that_are_somebody_elses_are_left_to_them(sim):
     assert "memsaver_host_bytes 7" in prometheus_client.generate_latest(registry).decode()
 
 
-def test_without_the_client_it_says_what_to_do(run_python):
+def test_without_the_client_the_error_gives_advice(run_python):
     run_python(
         """
         import sys

@@ -72,7 +72,7 @@ def of(verb, ranges):
     return [(message, payload) for message, payload in ranges if message.startswith(verb + " ")]
 
 
-def test_one_range_for_all_tags_of_a_call_and_none_where_nothing_is_done(profile):
+def test_one_range_for_all_tags_of_a_call_and_none_without_work(profile):
     _, (ranges,) = profile("""
 memsaver.pause()
 memsaver.pause()

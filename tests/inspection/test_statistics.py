@@ -48,7 +48,7 @@ def test_totals_are_the_sums_of_the_reports(sim, tag, make_blocks):
     assert (row.pauses, row.resumes, row.failures) == (3, 3, 0)
 
 
-def test_what_is_paused_now(sim, tag, make_blocks):
+def test_paused_bytes_are_reported(sim, tag, make_blocks):
     first, second = tag("first"), tag("second")
     kept = make_blocks(first, [4 * MIB], backup="host") + make_blocks(second, [6 * MIB])
     assert memsaver.stats().paused_now_bytes == row_of(first).paused_now_bytes == 0
@@ -96,7 +96,7 @@ def test_rates_are_bytes_by_seconds(sim, tag, make_blocks):
     assert blocks[0].is_intact()
 
 
-def test_what_a_pause_finds_unchanged_is_counted(sim, tag, make_blocks):
+def test_unchanged_pieces_of_a_pause_are_counted(sim, tag, make_blocks):
     name = tag()
     blocks = make_blocks(name, [4 * MIB, 4 * MIB], backup="host")
     memsaver.pause(name)
@@ -163,7 +163,7 @@ def test_failures_are_counted_and_nothing_else_of_them(sim, tag, make_blocks):
     assert row_of(name).failures == 2 and blocks[0].is_intact()
 
 
-def test_what_does_nothing_counts_for_nothing(sim, tag, make_blocks):
+def test_calls_without_effect_are_not_counted(sim, tag, make_blocks):
     name = tag()
     blocks = make_blocks(name, [2 * MIB], backup="host")
     memsaver.resume(name)

@@ -70,7 +70,7 @@ def _as_dict(stats):
     return rows
 
 
-def test_while_a_pause_is_under_way(runtime):
+def test_while_a_pause_is_in_progress(runtime):
     with Child(runtime) as child:
         child("make('t', 5000000, 'host')")
         child(
@@ -136,7 +136,7 @@ def test_its_thread_its_socket_and_its_folder_are_private(runtime):
 
 
 @pytest.mark.parametrize("env", [{"MEMSAVER_TOP": "0"}, {"MEMSAVER_TOP": "nonsense"}, {}])
-def test_the_option(runtime, env):
+def test_the_option_turns_the_server_off(runtime, env):
     with Child(runtime, **env) as child:
         if not env:
             child("memsaver.configure(top=False)")
@@ -209,7 +209,7 @@ def test_a_client_that_never_reads(runtime):
         assert child("watchers()[0]") == 1
 
 
-def test_a_hundred_clients(runtime):
+def test_a_hundred_clients_are_answered(runtime):
     with Child(runtime) as child:
         child("make('t', 1000)")
         path = socket_of(runtime, child.pid)
@@ -228,7 +228,7 @@ def test_a_hundred_clients(runtime):
 # --- failures of the system -----------------------------------------------------------------------
 
 
-def test_a_program_that_closes_what_it_does_not_know(runtime):
+def test_a_program_that_closes_unknown_descriptors(runtime):
     # The program then opens a socket, which gets the same descriptor; its clients are its own.
     with Child(runtime) as child:
         child("make('t', 1000)")
@@ -258,7 +258,7 @@ def test_a_program_that_closes_it_and_no_more(runtime):
         assert find_processes(child.pid) == Found() and names_in(runtime) == []
 
 
-def test_without_a_descriptor(runtime):
+def test_without_a_descriptor_the_process_is_not_listed(runtime):
     with Child(runtime) as child:
         child("memsaver.device_memory() and None")
         child("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))")

@@ -47,7 +47,7 @@ def test_memory_of_a_tag_over_time(sim, tag, make_blocks, options):
     assert abs(t.trace.started - time.time()) < 60
 
 
-def test_a_free_that_fails_half_way_is_what_stats_say(sim, tag, options):
+def test_a_free_that_fails_half_way_matches_the_statistics(sim, tag, options):
     options(slab_bytes="2MiB", share_bytes="2MiB")
     name = tag()
     with memsaver.region(name):
@@ -81,7 +81,7 @@ def test_a_free_takes_its_retained_pages_out(sim, tag, make_blocks, options):
     assert of(t.samples, name)[-1].resident_bytes == row.resident_bytes
 
 
-def test_each_transition_says_what_it_did_and_who_asked(sim, tag, make_blocks):
+def test_each_transition_reports_its_result_and_its_caller(sim, tag, make_blocks):
     first, second = tag("first"), tag("second")
     blocks = make_blocks(first, [4 * MIB], backup="host") + make_blocks(second, [6 * MIB])
     with memsaver.timeline() as t:
@@ -125,7 +125,7 @@ def test_a_swap_has_two_directions_and_one_number(sim, tag, make_blocks):
 
 
 @pytest.mark.parametrize("way", ["pause", "resume", "swap"])
-def test_what_failed_says_so(sim, tag, make_blocks, way):
+def test_a_failed_transition_is_recorded_as_failed(sim, tag, make_blocks, way):
     name, other = tag(), tag("other")
     blocks = make_blocks(name, [4 * MIB], backup="host")
     if way != "pause":
@@ -151,7 +151,7 @@ def test_what_failed_says_so(sim, tag, make_blocks, way):
     assert len(blocks) == 2
 
 
-def test_what_is_under_way_and_what_is_given_up(sim, tag, make_blocks):
+def test_transitions_in_progress_and_cancelled_ones(sim, tag, make_blocks):
     name = tag()
     blocks = make_blocks(name, [4 * MIB], backup="host")
     with memsaver.timeline() as t:
@@ -177,7 +177,7 @@ def test_a_begin_before_the_recording(sim, tag, make_blocks):
     assert blocks[0].is_intact()
 
 
-def test_what_was_there_before_is_there_from_the_begin(sim, tag, make_blocks):
+def test_earlier_memory_is_recorded_from_the_beginning(sim, tag, make_blocks):
     name = tag()
     blocks = make_blocks(name, [4 * MIB])
     with memsaver.timeline() as t:
@@ -274,7 +274,7 @@ def test_the_same_object_may_record_again(sim, tag, make_blocks):
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "many", (1 << 24) + 1])
-def test_a_number_of_events_that_is_none(wrong):
+def test_an_invalid_number_of_events_is_rejected(wrong):
     with pytest.raises(memsaver.ConfigError, match="events must be an integer from 1 to"):
         memsaver.timeline(events=wrong)
 
@@ -300,7 +300,7 @@ def test_without_a_thread_nothing_is_recorded(sim, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), 1e12, True, "x", "1", [1]])
-def test_an_interval_that_is_none(wrong):
+def test_an_invalid_interval_is_rejected(wrong):
     with pytest.raises(memsaver.ConfigError, match="interval"):
         memsaver.timeline(interval=wrong)
 

@@ -61,7 +61,7 @@ def test_many_tags_cost_no_more_than_their_lines(tmp_path):
 
 
 @pytest.mark.parametrize("most", [10**6, 40])
-def test_lines_are_what_was_last_known(most):
+def test_lines_show_the_last_known_values(most):
     """Lines are right for simultaneous samples, a late tag, and driver samples in between."""
     random = Random(1)
     samples = [
@@ -110,7 +110,7 @@ class Page(HTMLParser):
         return json.loads(self.scripts[0])
 
 
-def test_the_page_holds_what_happened(recorded, tmp_path):
+def test_the_page_contains_the_recorded_events(recorded, tmp_path):
     t, first, second = recorded
     page = Page(t.save(tmp_path / "memory.html").read_text())
     (device,) = [row for row in page.data["devices"] if row["device"] == 0]
@@ -148,7 +148,7 @@ def test_the_page_needs_nothing_else_and_no_tag_breaks_out(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "magic"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_a_picture(tmp_path, kind, magic):
+def test_pictures_are_written_for_any_tag(tmp_path, kind, magic):
     trace = made(
         samples=[TagSample(1.0, "_$x$" * 50, 0, 8, 8), TagSample(2.0, "_$x$", 1, 8, 8)],
         memory=[DeviceSample(1.0, 0, 5, 10)],
@@ -199,7 +199,7 @@ def test_the_legend_names_the_colour_of_every_band():
     assert names == ["t", *picture._WORDS.values()]
 
 
-def test_a_picture_without_matplotlib_says_what_to_do(run_python):
+def test_a_picture_without_matplotlib_gives_advice(run_python):
     run_python(
         """
         import sys

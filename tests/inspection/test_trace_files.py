@@ -17,7 +17,7 @@ pytestmark = pytest.mark.each_python
 # --- JSON
 
 
-def test_a_trace_is_read_back_as_it_was(recorded, tmp_path):
+def test_a_trace_is_read_back_unchanged(recorded, tmp_path):
     t, first, second = recorded
     path = t.save(tmp_path / "trace.json")
     assert files.load(path) == t.trace
@@ -91,7 +91,7 @@ def test_chrome_finds_tracks_spans_and_counters(recorded, tmp_path):
         '{"otherData": {"memsaver_trace": 1}}',
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path, text):
+def test_invalid_traces_are_rejected(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(memsaver.ConfigError):
@@ -119,7 +119,7 @@ def test_a_damaged_trace_is_refused(tmp_path, damage):
         files.load(path)
 
 
-def test_a_trace_of_another_format_says_so(tmp_path):
+def test_a_trace_of_another_format_is_reported(tmp_path):
     path = files.save(made(), tmp_path / "t.json")
     path.write_text(path.read_text().replace('"memsaver_trace":1', '"memsaver_trace":2'))
     with pytest.raises(memsaver.ConfigError, match="format 2"):
@@ -157,14 +157,14 @@ def test_another_ending_is_refused(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there_is_an_os_error(tmp_path):
+def test_a_missing_folder_is_an_os_error(tmp_path):
     target = tmp_path / "no" / "t.json"
     with pytest.raises(FileNotFoundError) as caught:
         files.save(made(), target)
     assert caught.value.filename == str(target)
 
 
-def test_a_disk_that_is_full_leaves_the_file_as_it_was(tmp_path):
+def test_a_full_disk_leaves_the_file_unchanged(tmp_path):
     """In a child, a limit on file sizes makes the write fail half-way."""
     target = tmp_path / "t.json"
     target.write_text("before")

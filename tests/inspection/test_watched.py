@@ -18,7 +18,7 @@ from memsaver.cli import watched
 from memsaver.cli.watched import Found, Process, Silent, find_processes
 
 
-def test_a_stopped_process_is_told_as_such(runtime):
+def test_a_stopped_process_is_listed_as_not_responding(runtime):
     with Child(runtime) as child, Child(runtime) as other:
         child("make('t', 1000)")
         other("make('t', 1000)")
@@ -90,7 +90,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("which", ANSWERS)
-def test_what_is_no_answer(runtime, which):
+def test_invalid_answers_are_reported(runtime, which):
     text, why = ANSWERS[which]
     with served(runtime, lambda client: client.sendall(text)):
         found = find_processes()

@@ -51,7 +51,7 @@ def test_a_child_that_can_use_memsaver_has_its_own(runtime):
 
 
 @pytest.mark.long
-def test_forks_while_somebody_looks(runtime):
+def test_forks_during_queries_leave_the_parent_serving(runtime):
     with Child(runtime) as child:
         child("make('t', 1000)")
         path = socket_of(runtime, child.pid)
@@ -110,7 +110,7 @@ def test_another_program_in_its_place(runtime, tmp_path):
         ("os.kill(os.getpid(), 15)", -15, 1),
     ],
 )
-def test_what_a_process_leaves(runtime, end, status, left):
+def test_the_socket_file_that_a_process_leaves(runtime, end, status, left):
     with Child(runtime) as child:
         child("make('t', 1000)")
         assert len(names_in(runtime)) == 1
@@ -212,7 +212,7 @@ def test_another_user_gets_no_answer(runtime):
         os.close(writing)
 
 
-def test_a_process_of_another_user_is_not_asked(monkeypatch):
+def test_a_process_of_another_user_is_not_queried(monkeypatch):
     # Its server does not answer root either.
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")

@@ -40,7 +40,7 @@ def test_many_threads_write_and_read_a_private_file(leaf, disk):
     assert not list(disk.iterdir())
 
 
-def test_a_file_in_tmpfs(leaf, memory_disk):
+def test_a_file_in_tmpfs_is_written_and_read(leaf, memory_disk):
     assert leaf("file_round_trip", memory_disk)[:-1] == ROUND_TRIP
 
 
@@ -85,7 +85,7 @@ def test_reading_beyond_the_end_is_an_error(leaf, disk, lacking):
         assert f"the file ends after {done} of these bytes" in line and str(disk)[:30] in line
 
 
-def test_what_is_not_aligned_is_refused(leaf, disk):
+def test_unaligned_transfers_are_rejected(leaf, disk):
     said = leaf("file_misuse", disk)
     assert len(said) == 6 and said[5] == "0"
     for line in said[:5]:
@@ -108,7 +108,7 @@ def test_a_bad_disk_is_an_error(leaf, disk):
     assert line.startswith(f"error 6 needed {MIB} free 0 errno {errno.EIO}: writing the 1 MiB")
 
 
-def test_a_full_disk_is_met_before_anything_is_lost(program, leaf, disk):
+def test_a_full_disk_is_an_error_before_anything_is_lost(program, leaf, disk):
     mount = 'mount -t tmpfs -o size=4m none "$FOLDER"'
     for namespace in (["unshare", "-m"], ["unshare", "-rm"]):
         command = [

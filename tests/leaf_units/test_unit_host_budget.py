@@ -139,7 +139,7 @@ HOST_BYTES = 60 * GIB - margin(100 * GIB)
         ),
     ],
 )
-def test_available_host_memory(system, files, available):
+def test_available_host_memory_is_the_least_limit(system, files, available):
     assert system(files)("available") == [str(available)]
 
 

@@ -27,7 +27,7 @@ def test_the_node_of_a_device(system, files, node):
     [(0, 1, 1), (-1, 0, 0), (1023, 0, 0), (1 << 20, 0, 0)],
     ids=["there is", "unknown", "there is not", "there cannot be"],
 )
-def test_preferring_a_node(leaf, node, mode, nodes):
+def test_memory_prefers_the_given_node(leaf, node, mode, nodes):
     said = leaf("prefer", node)
     if said == ["the kernel does not say"]:
         pytest.skip("this kernel has no NUMA policies")

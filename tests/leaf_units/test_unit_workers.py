@@ -22,7 +22,7 @@ def test_jobs_run_in_the_background_and_end_in_any_order(leaf):
 
 
 @pytest.mark.parametrize("granted", [99, 1, 0])
-def test_an_error_is_kept_for_who_waits(leaf, granted):
+def test_an_error_is_kept_for_the_waiting_caller(leaf, granted):
     broken = "error 6 needed 0 free 0: job 3 is broken"
     absent = "error 11 needed 0 free 0: there is no job 10"
     assert leaf("workers_error", granted) == [broken, broken, absent, "ran 10"]
@@ -79,7 +79,7 @@ CPUS = len(os.sched_getaffinity(0))
         ),
     ],
 )
-def test_worker_count(system, files, count):
+def test_the_worker_count_follows_cpus_and_quotas(system, files, count):
     assert system(files)("worker_count") == [str(min(count, CPUS, 16))]
 
 

@@ -78,7 +78,7 @@ class Callable:
         "p",
     ],
 )
-def test_what_would_run_outside_is_refused(sim, name, kind, function):
+def test_functions_whose_body_runs_later_are_rejected(sim, name, kind, function):
     if "paused" in kind and inspect.iscoroutinefunction(function):
         return  # see the tests below
     with pytest.raises(memsaver.ConfigError) as caught:
@@ -187,7 +187,7 @@ def torch():
     return pytest.importorskip("torch")
 
 
-def test_inference_mode(sim, name, torch):
+def test_regions_and_views_work_in_inference_mode(sim, name, torch):
     with torch.inference_mode():
         with memsaver.region(name, backup="host"):
             tensor = simulator.empty((8, 8))

@@ -61,7 +61,7 @@ def test_large_contents_are_not_discarded_without_a_choice(sim, tag, call):
 
 @pytest.mark.parametrize("backup", get_args(memsaver.Backup))
 @pytest.mark.parametrize("where", ["region", "later region", "pause", "swap"])
-def test_any_choice_counts(sim, tag, where, backup):
+def test_any_choice_of_a_backup_allows_the_pause(sim, tag, where, backup):
     name = tag()
     first = filled(name, **({"backup": backup} if where == "region" else {}))
     second = filled(name, MIB, backup=backup) if where == "later region" else None
@@ -221,7 +221,7 @@ def test_modules_are_imported_from_memsaver(run_python):
     run_python("from memsaver import distributed, integrations, simulator")
 
 
-def test_advice_names_what_exists():
+def test_advice_uses_existing_names():
     from memsaver._runtime import guesses
 
     for name, module in guesses._MODULES.items():

@@ -113,7 +113,7 @@ def test_freeing_from_other_threads(sim, tag, in_thread):
     assert sim.tag_bytes() == 0
 
 
-def test_what_cannot_be_freed(sim, tag, make_blocks):
+def test_invalid_frees_are_rejected(sim, tag, make_blocks):
     name = tag()
     (block,) = make_blocks(name, [MIB])
     with pytest.raises(ConfigError, match="not allocated by memsaver") as caught:
@@ -131,7 +131,7 @@ def test_what_cannot_be_freed(sim, tag, make_blocks):
     assert block.is_intact()
 
 
-def test_freed_memory_is_not_handed_out_under_work_in_flight(sim, tag):
+def test_freed_memory_is_not_reused_under_work_in_flight(sim, tag):
     # A stream still writes to the freed memory; the next allocation must not receive these writes.
     name = tag()
     with memsaver.region(name):

@@ -85,7 +85,7 @@ def test_the_pool_of_an_earlier_graph_is_used_as_it_is(capture):
     assert capture(list(first)) == first
 
 
-def test_the_pool_of_graphs_that_are_gone_is_not_torchs_own(capture, allocator):
+def test_the_pool_of_deleted_graphs_is_not_torchs_own(capture, allocator):
     first = capture(None)
     allocator.release(0, first)
     second = capture(first)
@@ -109,7 +109,7 @@ def test_other_handles_tags_and_devices_share_nothing(capture):
     assert len(set(cases)) == 4
 
 
-def test_a_handle_whose_graphs_are_gone_gets_a_new_pool(capture, allocator):
+def test_a_handle_whose_graphs_are_deleted_gets_a_new_pool(capture, allocator):
     first = capture(HANDLE)
     allocator.release(0, first)
     second = capture(HANDLE)
@@ -125,6 +125,6 @@ def test_a_capture_that_fails_leaves_no_dead_pool_behind(pools, capture, allocat
 
 
 @pytest.mark.parametrize("wrong", [3, "", "ab", (1, 2, 3), object()])
-def test_what_is_no_pool_is_refused(pools, wrong):
+def test_an_invalid_pool_is_rejected(pools, wrong):
     with pytest.raises(ConfigError, match="pool"), pools.capture_pool(0, "graphs", wrong):
         pass

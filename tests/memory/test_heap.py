@@ -216,7 +216,7 @@ def test_allocations_against_a_model(sim, tag, options, slab):
 
 
 @pytest.mark.parametrize("nbytes", [SLAB, SLAB + 1, 100 * MIB, (3 << 30) + 5])
-def test_a_large_block_goes_back_at_once(sim, tag, make_blocks, nbytes):
+def test_a_large_block_is_released_at_once(sim, tag, make_blocks, nbytes):
     name = tag()
     small = make_blocks(name, [512, PAGE, 5 * MIB])
     with memsaver.region(name):

@@ -21,7 +21,7 @@ GIB = 1 << 30
 # --- no memory ------------------------------------------------------------------------------------
 
 
-def test_a_resume_without_memory(sim, tag, make_blocks):
+def test_a_resume_without_memory_leaves_all_tags_paused(sim, tag, make_blocks):
     names = [tag("first"), tag("second")]
     other = tag("resident")
     parts = [make_blocks(name, [3 * MIB, 64 * MIB], backup="host") for name in names]
@@ -45,7 +45,7 @@ def test_a_resume_without_memory(sim, tag, make_blocks):
     assert memsaver.device_memory(0)[0] == 0
 
 
-def test_an_allocation_without_memory(sim, tag, make_blocks):
+def test_an_allocation_without_memory_changes_nothing(sim, tag, make_blocks):
     name, other = tag(), tag("resident")
     rest = Fixed(sim, make_blocks(other, [8 * MIB], backup="host"))
     kept = Fixed(sim, make_blocks(name, [PAGE]))

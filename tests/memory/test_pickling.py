@@ -55,7 +55,7 @@ ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 @ways
-def test_mapped_ones_are_pickled_and_saved(make, way):
+def test_mapped_tensors_are_pickled_and_saved(make, way):
     tensor = make()
     made = way(tensor)
     plain = way(tensor.clone())
@@ -72,7 +72,7 @@ def test_mapped_ones_are_pickled_and_saved(make, way):
 
 
 @ways
-def test_paused_ones_are_refused(make, name, way):
+def test_paused_tensors_are_rejected(make, name, way):
     tensor = make()
     made = way(tensor)
     memsaver.pause(name)
@@ -95,7 +95,7 @@ def test_a_shallow_copy_of_a_paused_one_shares_its_memory(make, name):
     assert torch.equal(shared, tensor)
 
 
-def test_a_tag_under_way_is_refused(sim, make, name):
+def test_a_tag_in_transition_is_rejected(sim, make, name):
     tensor = make()
     sim.stream_delay(0.3)
     going = memsaver.pause(name, wait=False)
@@ -107,7 +107,7 @@ def test_a_tag_under_way_is_refused(sim, make, name):
 
 @ways
 @pytest.mark.parametrize("paused", [False, True], ids=["mapped", "paused"])
-def test_none_is_sent_to_another_process(make, name, way, paused):
+def test_no_tensor_is_sent_to_another_process(make, name, way, paused):
     tensor = make()
     made = way(tensor)
     address = tensor.data_ptr()
@@ -122,7 +122,7 @@ def test_none_is_sent_to_another_process(make, name, way, paused):
         memsaver.resume(name)
 
 
-def test_what_the_error_advises_works(make):
+def test_the_advice_in_the_error_works(make):
     tensor = make()
     with pytest.raises(memsaver.ConfigError, match="send a copy: ") as caught:
         ForkingPickler.dumps(tensor)
@@ -153,7 +153,7 @@ def test_other_tensors_are_as_before(make):
     assert pickle.loads(pickle.dumps(tagged)).note == "kept"
 
 
-def test_explain_says_what_cannot_be_done(make, name):
+def test_explain_states_forbidden_operations(make, name):
     tensor = make()
     assert "CUDA IPC cannot share it" in str(memsaver.explain(tensor))
     with memsaver.paused(name):

@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("backup", ["disk?", "", "HOST", 1, object(), b"host"])
-def test_an_unknown_backup(sim, tag, backup):
+def test_an_unknown_backup_is_rejected(sim, tag, backup):
     name = tag()
     with pytest.raises(ConfigError, match="'none', 'host'"):
         memsaver.region(name, backup=backup)
@@ -28,7 +28,7 @@ def test_an_unknown_backup(sim, tag, backup):
     assert memsaver.state(name) == "mapped"
 
 
-def test_the_last_region_that_says_something_decides(sim, tag):
+def test_the_last_region_that_passes_a_backup_decides(sim, tag):
     name = tag()
 
     def policy():

@@ -61,7 +61,7 @@ WRONG = [7, "cuda:9", "banana", [0, 5], -1, 1.5, "cpu", "cuda:01", True, [], "",
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=repr)
-def test_what_is_no_device_here_is_refused(sim, tag, wrong):
+def test_invalid_devices_are_rejected(sim, tag, wrong):
     name = tag()
     with pytest.raises(memsaver.ConfigError, match="device"), memsaver.region(name, device=wrong):
         raise AssertionError("it was entered")

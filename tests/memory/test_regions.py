@@ -216,7 +216,7 @@ def test_an_open_region_on_another_thread_prevents_a_pause(sim, tag, in_thread):
 # --- paused tags ----------------------------------------------------------------------------------
 
 
-def test_a_region_of_a_paused_tag_is_refused_and_nothing_changes(sim, tag):
+def test_a_region_of_a_paused_tag_is_rejected_and_nothing_changes(sim, tag):
     name = tag()
     block = buffer_in(name, backup="host")
     sim.write(block.address, b"kept")

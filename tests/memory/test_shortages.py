@@ -41,7 +41,7 @@ def short(sim, tag, make_blocks):
     del blocks
 
 
-def test_it_says_who_holds_what_and_what_could_be_paused(short):
+def test_the_error_lists_holders_and_pausable_tags(short):
     error = short.resume()
     assert error.device == 0 and error.tag == short.paused
     assert error.needed == 16 * MIB and error.free == 4 * MIB
@@ -56,7 +56,7 @@ def test_it_says_who_holds_what_and_what_could_be_paused(short):
     assert repr(short.idle) in after and repr(short.busy) not in after
 
 
-def test_what_it_calls_pausable_can_be_paused_and_helps(short, sim):
+def test_pausing_a_pausable_tag_frees_memory_for_the_call(short, sim):
     error = short.resume()
     (can,) = [h.tag for h in error.holders if h.pausable and h.tag in (short.idle, short.busy)]
     memsaver.pause(can)
@@ -66,7 +66,7 @@ def test_what_it_calls_pausable_can_be_paused_and_helps(short, sim):
     memsaver.resume(can)
 
 
-def test_a_new_allocation_says_so_too(sim, tag, make_blocks):
+def test_the_error_of_an_allocation_lists_them_too(sim, tag, make_blocks):
     idle, full = tag("idle"), tag("full")
     block = make_blocks(idle, [4 * MIB])
     sim.occupy(memsaver.device_memory(0)[0] - 2 * MIB)
@@ -146,7 +146,7 @@ def test_other_processes_are_named(short, nvml):
     assert made.opened == 0
 
 
-def test_nvml_is_asked_for_errors_only(sim, tag, make_blocks, nvml):
+def test_nvml_is_queried_only_for_errors(sim, tag, make_blocks, nvml):
     made = nvml([])
     name = tag()
     block = make_blocks(name, [MIB])
@@ -169,7 +169,7 @@ def test_a_broken_nvml_is_left_out(short, nvml, broken):
     assert error.holders and made.opened == 0
 
 
-def test_what_nvml_does_not_say_is_left_out(short, nvml):
+def test_values_that_nvml_does_not_report_are_left_out(short, nvml):
     nvml([(42, "vllm", None)], broken=("nvmlSystemGetProcessName",))
     error = short.resume()
     assert error.processes == (memsaver.DeviceProcess(42, "", None),)

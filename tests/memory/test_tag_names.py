@@ -86,7 +86,7 @@ def test_a_name(sim, tag, make_blocks, tmp_path, options, registered, name):
         assert str(caught.value).encode() and len(str(caught.value)) < 3000
 
 
-def test_alike_is_not_the_same(sim, tag, make_blocks):
+def test_similar_names_are_different_tags(sim, tag, make_blocks):
     composed, decomposed = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
     names = [composed, decomposed, "é ", "É", "e", "k" * 1_000_000, "k" * 999_999]
     tag.names += names
@@ -139,7 +139,7 @@ assert memsaver.stats().tags == ()
 
 
 @pytest.mark.parametrize("name", NO_TEXT)
-def test_a_process_tag_that_is_no_text(run_python, name):
+def test_a_process_tag_that_is_not_valid_utf8(run_python, name):
     # The variable has no effect, and memsaver warns about it.
     done = run_python(PROGRAM, MEMSAVER_TAG=os.fsdecode(name))
     assert (done.stdout, done.stderr) == ("", "")

@@ -73,7 +73,7 @@ def test_each_tag_has_its_own_function_and_the_same_each_time(tag, functions):
     assert _C.torch_allocator(one, -1)[0] != _C.torch_allocator(two, -1)[0]
 
 
-def test_nothing_is_given_while_the_tag_is_paused(sim, tag, functions):
+def test_nothing_is_allocated_while_the_tag_is_paused(sim, tag, functions):
     name = tag()
     malloc, free = functions(name)
     first = malloc(MIB, 0, None)
@@ -97,7 +97,7 @@ def test_no_memory_is_null_and_a_warning(sim, tag, functions):
         memsaver.trim(wait=True)
 
 
-def test_there_is_a_limit_of_tags():
+def test_the_number_of_tags_with_pools_is_limited():
     program = """
 from memsaver._runtime.native import _C
 import memsaver
@@ -115,12 +115,12 @@ assert _C.torch_allocator("tag 255", -1)[0] in functions
 
 
 @pytest.mark.parametrize("wrong", ["", "a\0b", 3])
-def test_no_tag(sim, wrong):
+def test_invalid_tags_have_no_pool(sim, wrong):
     with pytest.raises(memsaver.ConfigError):
         memsaver.torch_pool(wrong)
 
 
-def test_the_simulator_has_none(sim, tag):
+def test_the_simulator_has_no_torch_pools(sim, tag):
     with pytest.raises(memsaver.NotLoadedError, match="GPU"):
         memsaver.torch_pool(tag())
     with pytest.raises(memsaver.ConfigError, match="backup"):

@@ -42,7 +42,7 @@ def test_env_takes_every_backup(backup):
 
 
 @pytest.mark.preloads
-def test_env_refuses_an_inherited_backup_that_is_none():
+def test_env_rejects_an_invalid_inherited_backup():
     with pytest.raises(ConfigError, match="MEMSAVER_BACKUP is set, and there is no backup 'tape'"):
         preload_env(env={"MEMSAVER_TAG": "t", "MEMSAVER_BACKUP": "tape"})
     assert "MEMSAVER_BACKUP" not in preload_env(env={"MEMSAVER_BACKUP": "tape"})  # no tag
@@ -70,7 +70,7 @@ def test_env_turns_expandable_segments_off_for_a_whole_process(name):
         ((None, "host"), "needs a tag"),
     ],
 )
-def test_env_refuses_bad_input(arguments, says):
+def test_env_rejects_bad_input(arguments, says):
     before = dict(os.environ)
     with pytest.raises(ConfigError, match=says):
         preload_env(*arguments, env={})
@@ -80,7 +80,7 @@ def test_env_refuses_bad_input(arguments, says):
     assert dict(os.environ) == before
 
 
-def test_env_refuses_an_incomplete_or_unspeakable_installation(tmp_path, monkeypatch):
+def test_env_rejects_an_incomplete_or_unrepresentable_installation(tmp_path, monkeypatch):
     module = sys.modules["memsaver._memory.preload"]
     monkeypatch.setattr(module, "__file__", str(tmp_path / "_memory" / "preload.py"))
     with pytest.raises(NotLoadedError, match="reinstall"):

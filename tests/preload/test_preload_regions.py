@@ -61,7 +61,7 @@ def test_out_of_memory_is_an_error_code_and_passes(python):
     assert out == ["2", "0", "True", "0"]
 
 
-def test_pause_and_resume(python):
+def test_preloaded_memory_can_be_paused_and_resumed(python):
     out = python(
         """
         caller, core = Caller("caller_1.so"), Core()

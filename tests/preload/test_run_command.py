@@ -29,7 +29,7 @@ def test_run_end_to_end(cli, built):
 
 @pytest.mark.preloads
 @pytest.mark.parametrize("backup", ["none", "host", "pageable", "disk"])
-def test_run_keeps_contents_where_it_is_told_to(cli, backup):
+def test_run_keeps_contents_with_a_backup(cli, backup):
     code = """
         import ctypes
         import memsaver
@@ -94,7 +94,7 @@ def test_run_hands_over_signals(cli):
         (["--frob", "--", "true"], 2, "--frob"),
     ],
 )
-def test_run_says_what_is_wrong(cli, arguments, status, says):
+def test_run_reports_the_problem(cli, arguments, status, says):
     done = cli(*arguments)
     assert done.returncode == status
     assert says in done.stderr and "Traceback" not in done.stderr
@@ -102,7 +102,7 @@ def test_run_says_what_is_wrong(cli, arguments, status, says):
 
 
 @pytest.mark.preloads
-def test_run_tells_a_missing_interpreter_from_a_missing_command(cli, tmp_path):
+def test_run_distinguishes_a_missing_interpreter_from_a_missing_command(cli, tmp_path):
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
@@ -113,7 +113,7 @@ def test_run_tells_a_missing_interpreter_from_a_missing_command(cli, tmp_path):
     assert done.returncode == 126 and f"memsaver run -- sh {script}" in done.stderr
 
 
-def test_version_and_help(run):
+def test_version_and_help_need_no_preloading(run):
     done = run([sys.executable, "-m", "memsaver", "--version"], preloaded=())
     assert done.returncode == 0 and re.match(r"memsaver \d", done.stdout)
     done = run([sys.executable, "-m", "memsaver", "run", "--help"], preloaded=())

@@ -87,7 +87,7 @@ def group_v2(limit, usage):
 
 @pytest.mark.parametrize("group", [group_v1, group_v2])
 @pytest.mark.parametrize("kind", ["host", "pageable"])
-def test_a_small_control_group(run_python, tmp_path, group, kind):
+def test_a_small_control_group_limits_backups(run_python, tmp_path, group, kind):
     # 256 MiB always stay free, and the file cache counts as free: 8 MiB are available.
     files = group(300 * MIB, (300 - 256 - 8 + 1) * MIB)
     files["/proc/meminfo"] = f"MemTotal: {1 << 30} kB\nMemAvailable: {1 << 30} kB\n"
@@ -270,7 +270,7 @@ def test_the_first_use_without_a_descriptor(run_python):
 
 
 @pytest.mark.parametrize("kind", ["host", "pageable", "disk"])
-def test_pages_of_64_kib(run_python, other_system, tmp_path, kind):
+def test_backups_use_whole_pages_of_64_kib(run_python, other_system, tmp_path, kind):
     # A backup's bounds are whole pages; otherwise the system would not release parts of it.
     run_python(
         code(

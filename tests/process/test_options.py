@@ -30,7 +30,7 @@ NONSENSE = [
 
 @pytest.mark.parametrize("value", [*NONSENSE, "0x200000", "18446744073709551615GiB"])
 @pytest.mark.parametrize("option", ["share_bytes", "slab_bytes"])
-def test_nonsense_in_the_environment_is_met_before_anything_is_done(run_python, option, value):
+def test_an_invalid_environment_is_an_error_before_anything_is_done(run_python, option, value):
     variable = f"MEMSAVER_{option.upper()}"
     run_python(
         code(
@@ -66,7 +66,7 @@ def test_options_from_the_environment(run_python):
 
 
 @pytest.mark.parametrize("value", [*NONSENSE, 1.5, -1, 0, 1 << 40, True, b"64MiB"])
-def test_configure_refuses_nonsense(options, value):
+def test_configure_rejects_invalid_values(options, value):
     options(share_bytes="64MiB")
     with pytest.raises(ConfigError, match="share_bytes") as caught:
         memsaver.configure(share_bytes=value)
@@ -113,21 +113,21 @@ def test_options_are_those_of_the_core(options):
         *[(False, "off"), (0, "off"), ("off", "off"), ("False", "off"), ("0", "off")],
     ],
 )
-def test_a_flag(options, run_python, given, kept):
+def test_a_flag_accepts_every_spelling(options, run_python, given, kept):
     options(fingerprints=kept == "off")
     options(fingerprints=given)
     assert _C.option("fingerprints") == kept
 
 
 @pytest.mark.parametrize("value", [2, "", "yes", "o", "onn", " on", 1.0, b"on", "on\0"])
-def test_a_flag_refuses_nonsense(options, value):
+def test_a_flag_rejects_invalid_values(options, value):
     options(fingerprints=False)
     with pytest.raises(ConfigError, match="fingerprints"):
         memsaver.configure(fingerprints=value)
     assert _C.option("fingerprints") == "off"
 
 
-def test_a_directory(options, tmp_path, monkeypatch):
+def test_a_directory_is_stored_as_an_absolute_path(options, tmp_path, monkeypatch):
     assert _C.option("disk_dir") == ""
     options(disk_dir=tmp_path)
     assert _C.option("disk_dir") == str(tmp_path)
@@ -141,7 +141,7 @@ def test_a_directory(options, tmp_path, monkeypatch):
     assert _C.option("disk_dir") == ""
 
 
-def test_a_directory_refuses_what_cannot_hold_files(options, tmp_path):
+def test_an_invalid_backup_directory_is_rejected(options, tmp_path):
     options(disk_dir=tmp_path)
     (tmp_path / "file").write_text("")
     for value, reason in (

@@ -117,7 +117,7 @@ def test_a_child_forked_before_the_driver_was_opened_is_like_any_process(run_pyt
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_children_of_multiprocessing(run_python, tmp_path, method):
+def test_children_of_multiprocessing_can_use_memsaver(run_python, tmp_path, method):
     (tmp_path / "work_of_child.py").write_text(code("def work(n):\n    use()\n    return n + 1\n"))
     (tmp_path / "main.py").write_text(
         code(
@@ -163,7 +163,7 @@ def test_exit_while_a_thread_pauses(run_python, seed):
     assert (done.stdout, done.stderr) == ("done\n", "")
 
 
-def test_memory_freed_after_the_driver_is_gone(run_python):
+def test_memory_freed_after_the_driver_has_shut_down(run_python):
     done = run_python(
         code(
             """

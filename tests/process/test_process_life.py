@@ -147,7 +147,7 @@ def test_killed_in_the_middle_of_a_pause(run_python, tmp_path, number):
     assert list(tmp_path.iterdir()) == [], "nothing is left on disk"
 
 
-def test_a_handler_that_exits(run_python):
+def test_a_signal_handler_may_exit_the_process(run_python):
     done = run_python(
         code(
             """
@@ -184,7 +184,7 @@ def inherited():
 
 
 @pytest.mark.parametrize("how", ["exec", "subprocess", "posix_spawn"])
-def test_another_program(run_python, tmp_path, how):
+def test_another_program_inherits_nothing(run_python, tmp_path, how):
     # The new program inherits nothing from the first, and memsaver works in it as in any program.
     program = tmp_path / "program.py"
     program.write_text(

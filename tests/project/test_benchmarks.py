@@ -62,7 +62,7 @@ def test_a_row_has_medians_a_ratio_and_every_value(benchmark_module):
     assert (rate["memsaver"], rate["ratio"]) == (97.0, 0.97)
 
 
-def test_goals(benchmark_module):
+def test_metrics_have_their_goals(benchmark_module):
     report = benchmark_module("report")
     retained = "torch_memory_saver, retained backup"
     goals = {
@@ -162,7 +162,7 @@ def echo(benchmark_module, tmp_path, monkeypatch):
         yield child
 
 
-def test_a_child_answers_and_goes_on_after_an_error(benchmark_module, echo, capsys):
+def test_a_child_answers_and_continues_after_an_error(benchmark_module, echo, capsys):
     echo.ready()
     assert echo.ask("times", value=5) == {"product": 15, "name": "somebody"}
     with pytest.raises(
@@ -247,7 +247,7 @@ def test_the_readme_table_shows_both_settings_of_the_peer(benchmark_module):
     assert "| 15.0 | 4,700.0 (313x) | not measured |" in table
 
 
-def test_a_recorded_timeline_does_not_say_where_the_tree_lies(benchmark_module):
+def test_a_recorded_timeline_contains_no_path_of_the_tree(benchmark_module):
     pytest.importorskip("torch")
     saved = f'{{"caller": "{ROOT}/benchmarks/shared_gpu.py:73 in step"}}'
     plain = benchmark_module("shared_gpu").without_root(saved)

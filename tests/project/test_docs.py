@@ -89,7 +89,7 @@ def page(path):
 
 @pytest.mark.timeout(320)  # the first test runs all pages
 @pytest.mark.parametrize("path", [page(path) for path in SIMULATED])
-def test_code_prints_what_the_page_says(printed, path):
+def test_code_prints_the_documented_output(printed, path):
     found = printed[str(path)]
     assert "error" not in found, found["error"]
     blocks = [block for block in pages.blocks_of(path) if block.where == "sim"]
@@ -111,7 +111,7 @@ def test_the_tutorial_and_the_how_to_pages_are_run():
 
 
 @pytest.mark.parametrize("path", WITH_BLOCKS, ids=lambda path: path.stem)
-def test_every_block_names_what_exists(path):
+def test_every_block_uses_existing_names(path):
     for block in pages.blocks_of(path):
         for node in ast.walk(ast.parse(block.code)):
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "memsaver":
@@ -127,7 +127,7 @@ def test_every_block_names_what_exists(path):
 
 
 @pytest.mark.parametrize("path", WITH_BLOCKS, ids=lambda path: path.stem)
-def test_blocks_that_need_more_than_the_simulator_say_so_visibly(path):
+def test_blocks_that_need_more_than_the_simulator_are_marked_visibly(path):
     for block in pages.blocks_of(path):
         above = path.read_text().splitlines()[: block.line - 2]  # the lines before the fence
         label = above[-2].strip() if block.where != "sim" else ""
@@ -220,7 +220,7 @@ def test_the_reference_can_be_read_without_the_site(monkeypatch):
         assert len(rows) > 5 and all(rows.values()), path
 
 
-def test_the_page_of_the_command_line_is_what_is_generated(tmp_path):
+def test_the_page_of_the_command_line_is_generated(tmp_path):
     """The page is equal to the output of `make pages`."""
     page = tmp_path / "cli.md"
     recipe = re.search(
@@ -274,7 +274,7 @@ def test_the_measured_page_is_the_result_files():
         ("how-to/xtuner.md", "Install and turn on"),
     ],
 )
-def test_what_to_install_and_set_takes_ten_lines(page, section):
+def test_installation_sections_have_at_most_ten_lines(page, section):
     marks = ("<!--", "**Needs ")
     lines = [line for line in sections(DOCS / page)[section] if not line.startswith(marks)]
     assert 0 < len(lines) <= 10

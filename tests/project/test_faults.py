@@ -43,7 +43,7 @@ def test_a_part_of_the_sweep(parts):
     assert int(said.splitlines()[-1].split()[0]) >= 3, said
 
 
-def test_what_does_not_hold_is_a_failure_that_can_be_done_alone():
+def test_a_violation_is_a_failure_that_can_be_repeated_alone():
     # The library believes a driver that reports its end, and drops its memory: a leak in this case.
     fault = "pause_none:cuMemRelease:1:4:once"
     status, said = sweep("--only", fault)
@@ -65,7 +65,7 @@ def test_nothing_to_inject_is_an_error(only):
     assert "passed" not in said
 
 
-def test_an_injection_is_what_its_text_says():
+def test_an_injection_is_parsed_from_its_text():
     made = list(injections_of("pause", {"cuMemMap": 2, "pread": 1}))
     assert len({str(injection) for injection in made}) == len(made)
     assert all(Injection.parse(str(injection)) == injection for injection in made)
@@ -113,7 +113,7 @@ def test_an_error_without_memory_for_its_message_has_one(tmp_path, run_python):
     assert int(done.stdout) >= 3, done.stdout
 
 
-def test_a_swap_that_cannot_be_undone_says_so_without_memory_too(tmp_path, run_python):
+def test_a_swap_that_cannot_be_undone_reports_so_even_without_host_memory(tmp_path, run_python):
     """A host allocation fails, and then the driver calls of the rollback."""
     place = Workplace(tmp_path)
     done = run_python(

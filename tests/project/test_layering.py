@@ -66,7 +66,7 @@ def test_the_design_lists_the_folders_of_the_core():
 
 
 @pytest.mark.parametrize("path", sources("core"), ids=label)
-def test_core_includes_only_what_lies_below(path):
+def test_core_units_include_only_lower_units(path):
     below = FOLDERS[: FOLDERS.index(path.parent.name) + 1]
     for header in includes(path):
         unit = unit_of(header)
@@ -250,7 +250,7 @@ def rows_of_the_package():
     return {name: row for row, cell in enumerate(cells) for name in re.findall(r"`(\w+)`", cell)}
 
 
-def test_modules_of_the_package_know_only_what_lies_above_in_the_table():
+def test_modules_import_only_modules_above_them_in_the_table():
     rows = rows_of_the_package()
     checked = set()
     for package, path in (case.values for case in modules()):
@@ -266,7 +266,7 @@ def test_modules_of_the_package_know_only_what_lies_above_in_the_table():
 
 
 @pytest.mark.parametrize(("package", "path"), list(modules()))
-def test_a_package_knows_only_what_it_is_built_on(package, path):
+def test_a_package_imports_only_its_allowed_packages(package, path):
     label = path.relative_to(ROOT).as_posix()
     for name, at_once in imports(path):
         theirs = package_of(name)

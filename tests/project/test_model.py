@@ -36,7 +36,7 @@ SABOTAGE = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("resume, said", SABOTAGE.values(), ids=SABOTAGE)
-def test_what_does_not_hold_is_found_and_made_small(run_python, tmp_path, resume, said):
+def test_a_violation_is_found_and_reduced(run_python, tmp_path, resume, said):
     done = run_python(
         f"""
         import ctypes

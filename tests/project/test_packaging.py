@@ -40,7 +40,7 @@ def test_every_part_has_the_projects_version():
     assert PROJECT["version"] == memsaver.__version__  # compiled into the core
 
 
-def test_no_other_file_says_the_version():
+def test_no_other_file_contains_the_version():
     kinds = ("*.py", "*.pyi", "*.h", "*.cpp", "*.c", "*.toml", "*.yml")
     folders = ("memsaver", "integrations", "csrc", "build_support", ".github")
     paths = [p for folder in folders for kind in kinds for p in (ROOT / folder).rglob(kind)]
@@ -85,7 +85,7 @@ def test_pre_commit_has_the_linters_of_make_lint_in_the_same_versions():
         assert f"$(BIN)/{command} " in lint
 
 
-def test_pre_commits_mypy_has_what_memsaver_needs():
+def test_pre_commits_mypy_has_memsavers_requirements():
     text = (ROOT / ".pre-commit-config.yaml").read_text()
     assert all(f'"{requirement}"' in text for requirement in PROJECT["dependencies"])
 
@@ -253,7 +253,7 @@ def installed(built, tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_sdist_has_what_the_repository_has(built):
+def test_the_sdist_contains_the_repositorys_files(built):
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not in a git repository")
@@ -315,7 +315,7 @@ def test_a_wheel_needs_no_library_of_cuda(wheel, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_an_installed_wheel_runs_where_there_is_nothing_else(installed, tmp_path):
+def test_an_installed_wheel_runs_without_the_source_tree(installed, tmp_path):
     code = "import memsaver; print(memsaver.__version__, memsaver.__file__)"
     done = subprocess.run(
         [installed, "-c", code], env={}, cwd=tmp_path, capture_output=True, text=True, check=True

@@ -39,7 +39,7 @@ def test_each_has_its_own_end_and_output(tmp_path, monkeypatch, fresh):
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_none_outlives_its_time(tmp_path, fresh):
+def test_no_rank_outlives_its_timeout(tmp_path, fresh):
     code = """
 import os, time
 print(os.getpid(), flush=True)
@@ -57,7 +57,7 @@ if os.environ["RANK"] == "1":
 
 
 @pytest.mark.long
-def test_what_interrupts_the_wait_ends_the_ranks(tmp_path, monkeypatch):
+def test_an_interrupt_during_the_wait_ends_the_ranks(tmp_path, monkeypatch):
     def interrupted(text):
         raise KeyboardInterrupt
 

@@ -57,14 +57,14 @@ def test_the_picture_is_the_result_files(drawn):
         assert {words, drawn.label(ours, ratio), drawn.label(peers)} <= set(texts)
 
 
-def test_the_readme_is_short_and_says_how_to_install_first():
+def test_the_readme_is_short_and_begins_with_the_installation():
     assert len(README.splitlines()) <= 150
     headings = re.findall(r"^## (.*)$", README, re.M)
     assert headings[:2] == ["Install", "Try it"]
     assert len(re.findall(r"^!\[", README, re.M)) == 1
 
 
-def test_one_sentence_says_everywhere_what_memsaver_is():
+def test_one_sentence_describes_memsaver_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     sentence = project["description"]
     assert f"# memsaver\n\n{sentence}.\n" in README
@@ -80,7 +80,7 @@ def test_every_name_the_readme_uses_exists():
         assert hasattr(memsaver, name), name
 
 
-def test_the_first_program_prints_what_the_readme_says(run_python):
+def test_the_first_program_prints_the_readmes_output(run_python):
     pytest.importorskip("torch")
     block, *others = pages.blocks_of(ROOT / "README.md")
     assert not others and block.output
@@ -89,7 +89,7 @@ def test_the_first_program_prints_what_the_readme_says(run_python):
     assert done.stdout == block.output
 
 
-def test_what_runs_where_names_the_versions_that_were_run():
+def test_the_support_table_names_the_versions_that_were_run():
     rows = [line.split("|") for line in README.splitlines() if line.startswith("| [SGLang]")]
     ((_, _, gpus, simulated, read, _),) = rows
     assert all(version in gpus for version in versions.TRIED)

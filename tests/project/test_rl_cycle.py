@@ -120,7 +120,7 @@ def test_the_rows_of_steps(run, capsys):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ends", "steps"), [(5, 1), (1, 0)])
-def test_a_peer_that_ends_has_what_it_did_before_and_the_row_says_so(run, ends, steps):
+def test_a_peer_that_ends_keeps_its_earlier_figures_and_is_marked(run, ends, steps):
     """Each step pauses twice; the first step, which creates the trainer, is not reported."""
     status, rows, _ = run("--only=step", peer=f"ends {ends}")
     assert status == 1
@@ -142,7 +142,7 @@ def test_a_peer_that_ends_has_what_it_did_before_and_the_row_says_so(run, ends, 
         ({"fault": "stale"}, "the update did not change the weights"),
     ],
 )
-def test_contents_that_are_lost_give_no_figures(run, capsys, faults, message):
+def test_lost_contents_have_no_figures(run, capsys, faults, message):
     status, rows, _ = run("--only=step", **faults)
     assert status == 1 and message in capsys.readouterr().err
     assert bool(rows) == ("peer" in faults)
@@ -166,7 +166,7 @@ def test_without_a_peer_values_are_printed(run, capsys):
     assert "rl_transition_seconds: [" in capsys.readouterr().out
 
 
-def test_what_is_missing_is_said_before_anything_starts(run, benchmark_module, monkeypatch, capsys):
+def test_a_missing_library_is_an_error_at_once(run, benchmark_module, monkeypatch, capsys):
     monkeypatch.setattr(benchmark_module("device_memory"), "LIBRARY", "libnothing.so.1")
     cycle = benchmark_module("rl_cycle")
     assert cycle.run(cycle.parser().parse_args([])) == 2
@@ -210,7 +210,7 @@ def test_the_largest_kv_caches(run, benchmark_module, capsys):
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_a_peer_that_never_wakes_up_has_a_row_that_says_so(run):
+def test_a_peer_that_never_wakes_up_is_marked_in_its_row(run):
     status, rows, engines = run("--only=kv", peer="ends 1")
     row = rows["rl_kv_tokens_fraction", "torch_memory_saver"]
     assert row["peer_value"] is None and row["memsaver"] > 0.98
@@ -241,7 +241,7 @@ def test_a_peer_that_failed_once_and_had_no_time_for_less_has_no_row(benchmark_m
 
 
 @pytest.mark.long
-def test_without_time_there_are_no_rows_but_reasons(run, capsys):
+def test_without_time_reasons_are_reported_instead_of_rows(run, capsys):
     status, rows, engines = run("--only=kv", "--kv-seconds=0")
     assert (status, rows, engines) == (1, {}, ["ours"])
     assert "was not settled; increase --kv-seconds" in capsys.readouterr().err
@@ -282,13 +282,13 @@ def search(benchmark_module):
     return go
 
 
-def test_the_search_needs_two_trials_where_the_spare_is_all_there_is(search):
+def test_the_search_needs_two_trials_if_only_the_spare_memory_is_used(search):
     found = search(100_000, 70_000)
     assert [one.tokens for one in found.trials] == [70_000, 100_000 - 256]
     assert found.is_settled and found.failing is None
 
 
-def test_the_search_comes_back_from_what_does_not_fit(search):
+def test_the_search_recovers_from_sizes_that_do_not_fit(search):
     found = search(100_000, 70_000, hidden=3_000 << 20)
     assert found.is_settled and len(found.trials) <= 8
     assert 0.99 * 100_000 < found.best.tokens <= 100_000 < found.failing.tokens
@@ -304,7 +304,7 @@ def test_the_search_ends_where_engines_take_no_more(benchmark_module):
     assert found.is_settled
 
 
-def test_the_search_goes_down_until_something_fits(search):
+def test_the_search_decreases_until_a_size_fits(search):
     found = search(80_000, 100_000)
     assert found.is_settled and 0.98 * 80_000 < found.best.tokens <= 80_000
     assert not search(0, 100).is_settled
@@ -313,7 +313,7 @@ def test_the_search_goes_down_until_something_fits(search):
 # --- helpers --------------------------------------------------------------------------------------
 
 
-def test_peaks_of_stages(benchmark_module):
+def test_each_stage_has_its_own_peak(benchmark_module):
     device_memory = benchmark_module("device_memory")
     now, seen = [5], threading.Event()
 
@@ -333,7 +333,7 @@ def test_peaks_of_stages(benchmark_module):
     assert peaks.stages["first"] == 9 and peaks.stages["second"] == 3
 
 
-def test_nvml_says_how_much_of_the_visible_gpu_is_in_use(benchmark_module, memory, monkeypatch):
+def test_nvml_reports_the_memory_in_use_on_the_visible_gpu(benchmark_module, memory, monkeypatch):
     device_memory = benchmark_module("device_memory")
     memory(1000, 300)
     found = device_memory.DeviceMemory()
@@ -357,7 +357,7 @@ def test_buckets_keep_the_order_and_split_nothing(benchmark_module):
 
 
 @pytest.mark.parametrize("name", ["memsaver", "tms"])
-def test_a_trainer_notices_what_is_lost_and_repeats_itself(
+def test_a_trainer_is_deterministic_and_detects_lost_contents(
     benchmark_module, monkeypatch, sim, name
 ):
     monkeypatch.syspath_prepend(FIXTURES / "peer")
@@ -377,7 +377,7 @@ def test_a_trainer_notices_what_is_lost_and_repeats_itself(
     assert "1 of" in trainers[0].lost()
 
 
-def test_memsavers_trainer_gives_all_its_memory_back(benchmark_module, sim):
+def test_memsavers_trainer_releases_all_its_memory(benchmark_module, sim):
     import memsaver
 
     model = benchmark_module("sglang_model")
@@ -404,7 +404,7 @@ def test_memsavers_trainer_gives_all_its_memory_back(benchmark_module, sim):
         ("rl_peak_GiB", "torch_memory_saver", 2.0, 1.0, ""),
     ],
 )
-def test_goals(benchmark_module, metric, peer, memsaver, ratio, met):
+def test_rows_reach_or_miss_their_goals(benchmark_module, metric, peer, memsaver, ratio, met):
     row = {"metric": metric, "memsaver": memsaver, "peer": peer, "ratio": ratio}
     assert benchmark_module("report").verdict(row, [row]) == met
 
@@ -445,7 +445,7 @@ def test_a_row_without_a_peers_value_is_shown_everywhere(benchmark_module, capsy
 @pytest.mark.parametrize(
     "argument", ["--steps=0", "--states=0", "--fraction=1", "--only=x", "--bucket-mib=a"]
 )
-def test_options_that_make_no_sense(benchmark_module, capsys, argument):
+def test_invalid_options_are_rejected(benchmark_module, capsys, argument):
     parser = benchmark_module("rl_cycle").parser()
     with pytest.raises(SystemExit):
         parser.parse_args([argument])

@@ -129,7 +129,7 @@ def test_the_first_engine_of_a_run_is_not_measured(run):
         ("wrong", "this engine should have the saver of"),
     ],
 )
-def test_what_makes_figures_worthless_is_a_failure_and_no_row(run, capsys, fault, message):
+def test_a_fault_that_invalidates_figures_is_a_failure_without_rows(run, capsys, fault, message):
     status, rows, engines = run("--only=cycle", fault=fault)
     assert (status, rows) == (1, {})
     assert message in capsys.readouterr().err
@@ -137,7 +137,7 @@ def test_what_makes_figures_worthless_is_a_failure_and_no_row(run, capsys, fault
 
 
 @pytest.mark.long
-def test_what_was_measured_before_a_failure_counts(run, capsys):
+def test_figures_measured_before_a_failure_are_kept(run, capsys):
     status, rows, engines = run("--only=cycle", fault="stale")
     assert status == 1
     assert "the update did not change the weights" in capsys.readouterr().err
@@ -149,7 +149,7 @@ def test_what_was_measured_before_a_failure_counts(run, capsys):
 
 
 @pytest.mark.long
-def test_contents_that_could_not_be_compared_are_told(run, capsys):
+def test_contents_that_could_not_be_compared_are_reported(run, capsys):
     status, rows, _ = run("--only=cycle", fault="silent")
     assert status == 1 and "sglang_release_weights_ms" in rows
     assert "contents were not compared: no kernel" in capsys.readouterr().err
@@ -181,13 +181,13 @@ def test_a_way_that_never_completes_gives_no_row(run, capsys):
     assert "at_once never completed; try smaller --fractions" in capsys.readouterr().err
 
 
-def test_without_the_peer_or_sglang_there_is_nothing_to_measure(run, machine, capsys):
+def test_without_the_peer_or_sglang_nothing_is_measured(run, machine, capsys):
     shutil.rmtree(machine / "site" / "torch_memory_saver")
     assert run("--only=cycle") == (2, {}, [])
     assert "torch_memory_saver is not installed" in capsys.readouterr().err
 
 
-def test_an_engines_environment(benchmark_module, monkeypatch, tmp_path):
+def test_an_engines_environment_selects_one_saver(benchmark_module, monkeypatch, tmp_path):
     environment = benchmark_module("sglang_engine").environment
     monkeypatch.chdir(tmp_path)
     inherited = {
@@ -253,7 +253,7 @@ def test_a_trainers_values_depend_on_the_seed(benchmark_module):
         ("sglang_start_s", 31.0, 30.0, 0.9677, ""),
     ],
 )
-def test_goals(benchmark_module, metric, memsaver, peer, ratio, met):
+def test_rows_reach_or_miss_their_goals(benchmark_module, metric, memsaver, peer, ratio, met):
     row = {"metric": metric, "memsaver": memsaver, "peer_value": peer, "ratio": ratio}
     row["peer"] = "torch_memory_saver"
     assert benchmark_module("report").verdict(row, [row]) == met

@@ -29,7 +29,7 @@ def test_every_kind_of_step_was_made(found):
     assert steps <= {name for name, count in found["operations"].items() if count > 0}
 
 
-def test_what_is_wrong_is_found(run_python):
+def test_violations_are_detected(run_python):
     """The soak test detects changed contents, a tag's wrong state, and memory that is not freed."""
     run_python("""
         from pathlib import Path
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_found(run_python):
     """)
 
 
-def test_what_is_left_is_told():
+def test_leftover_resources_are_reported():
     start, end = {"handles": 3, "free_bytes": 10}, {"handles": 4, "free_bytes": 9}
     found = {"driver": "sim", "start": [start, start], "end": [start, end]}
     assert race.left(found) == [
@@ -79,7 +79,7 @@ def test_what_is_left_is_told():
     assert race.left({**found, "end": [start, start]}) == []
 
 
-def test_a_process_that_ends_is_told(tmp_path):
+def test_a_process_that_ends_is_reported(tmp_path):
     walker = race.Walker(["false"], {}, tmp_path / "errors")
     with pytest.raises(race.Failed, match="status 1"):
         walker.answer(30)

@@ -95,7 +95,7 @@ def test_mypy_strict_accepts_a_users_program_and_finds_typical_mistakes(tmp_path
 
 
 @pytest.mark.long
-def test_what_is_a_tensor_is_typed_as_one(tmp_path):
+def test_tensors_have_tensor_types(tmp_path):
     # A stub of torch with only the names in these signatures, which mypy reads.
     (tmp_path / "torch" / "cuda").mkdir(parents=True)
     (tmp_path / "torch" / "__init__.pyi").write_text("class Tensor: ...\nfrom torch import cuda\n")
@@ -119,6 +119,6 @@ def test_what_is_a_tensor_is_typed_as_one(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_package_says_that_it_is_typed():
+def test_the_package_is_marked_as_typed():
     folder = Path(memsaver.__file__).parent
     assert (folder / "py.typed").is_file() and (folder / "_C.pyi").is_file()

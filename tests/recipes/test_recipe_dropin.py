@@ -61,7 +61,7 @@ SEQUENCES = {
 }
 
 
-def test_what_is_released_is_free_and_comes_back(request):
+def test_released_memory_is_free_and_resumable(request):
     needs("sglang.srt.utils.torch_memory_saver_adapter", "pip install sglang")
     run_dropin = request.getfixturevalue("run_dropin")
     run_dropin(

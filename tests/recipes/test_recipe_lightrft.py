@@ -36,7 +36,7 @@ def strategy():
     return strategy
 
 
-def test_its_strategies_have_what_is_replaced():
+def test_its_strategies_have_the_replaced_methods():
     from lightrft.strategy.fsdp.fsdpv2 import FSDPV2Strategy
     from lightrft.strategy.strategy_base import EngineStatus, StrategyBase
 

@@ -36,7 +36,7 @@ def post(engine, path, tags):
 
 
 @pytest.mark.parametrize("framework", SEQUENCES)
-def test_what_is_released_is_free_and_comes_back(engine, sim, framework):
+def test_released_memory_is_free_and_resumable(engine, sim, framework):
     scheduler, full = engine.scheduler, sim.tag_bytes()
     for _ in range(2):
         scheduler.kv_cache.fill(2)
@@ -63,7 +63,7 @@ def test_xtuner_resets_the_prefix_cache_by_releasing_once_more(engine):
     assert engine.scheduler.weights.is_intact()
 
 
-def test_a_controller_sees_what_a_framework_did(engine):
+def test_a_controller_sees_a_frameworks_requests(engine):
     controller = SleepController(engine.url)
     assert controller.guarded and controller.status is Status.AWAKE
     post(engine, *SEQUENCES["xtuner"][0])

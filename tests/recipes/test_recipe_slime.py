@@ -35,7 +35,7 @@ def installed():
     needs(SGLANG, "it needs SGLang 0.5.11 or newer")
 
 
-def test_an_engine_gives_memory_back_and_takes_it_in_stages(installed, actor, engine, sim):
+def test_an_engine_releases_memory_and_resumes_it_in_stages(installed, actor, engine, sim):
     full = sim.tag_bytes()
     for _ in range(2):
         engine.scheduler.kv_cache.fill(7)
@@ -48,7 +48,7 @@ def test_an_engine_gives_memory_back_and_takes_it_in_stages(installed, actor, en
         assert sim.tag_bytes() == full and engine.scheduler.kv_cache.is_zero()
 
 
-def test_what_is_done_already_is_no_error(installed, actor, engine):
+def test_repeated_requests_are_no_error(installed, actor, engine):
     actor.resume_memory_occupation()
     actor.release_memory_occupation()
     actor.release_memory_occupation()

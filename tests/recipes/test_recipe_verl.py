@@ -80,7 +80,7 @@ def states():
     return {tag: memsaver.state(tag) for tag in BOTH}
 
 
-def test_the_client_gives_memory_back_and_takes_it_in_stages(rollout, engine, sim):
+def test_the_client_releases_memory_and_resumes_it_in_stages(rollout, engine, sim):
     full = sim.tag_bytes()
     for _ in range(2):
         engine.scheduler.kv_cache.fill(7)
@@ -93,7 +93,7 @@ def test_the_client_gives_memory_back_and_takes_it_in_stages(rollout, engine, si
         assert sim.tag_bytes() == full and engine.scheduler.kv_cache.is_zero()
 
 
-def test_what_is_done_already_is_no_error(rollout, engine):
+def test_repeated_requests_are_no_error(rollout, engine):
     asyncio.run(rollout.resume(BOTH))
     asyncio.run(rollout.release())
     asyncio.run(rollout.release())
@@ -190,7 +190,7 @@ def test_the_server_sleeps_and_wakes_in_every_mode(server, engine, sim, mode):
         assert engine.scheduler.weights.is_intact() and engine.scheduler.kv_cache.is_zero()
 
 
-def test_the_server_gives_back_the_cache_alone(server, engine):
+def test_the_server_releases_only_the_cache(server, engine):
     engine.run(server.release_kv_cache())
     assert states() == {"kv_cache": "paused", "weights": "mapped"}
     engine.run(server.resume_kv_cache())

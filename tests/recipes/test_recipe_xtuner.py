@@ -30,7 +30,7 @@ def states():
     return {tag: memsaver.state(tag) for tag in ("kv_cache", "weights")}
 
 
-def test_a_worker_gives_memory_back_and_takes_it_in_stages(worker, engine, sim):
+def test_a_worker_releases_memory_and_resumes_it_in_stages(worker, engine, sim):
     full = sim.tag_bytes()
     for _ in range(2):
         engine.scheduler.kv_cache.fill(7)
@@ -43,7 +43,7 @@ def test_a_worker_gives_memory_back_and_takes_it_in_stages(worker, engine, sim):
         assert sim.tag_bytes() == full and engine.scheduler.kv_cache.is_zero()
 
 
-def test_what_is_done_already_is_no_error(worker, engine):
+def test_repeated_requests_are_no_error(worker, engine):
     worker.onload_weights()
     worker.offload()
     worker.reset_prefix_cache()  # releases again

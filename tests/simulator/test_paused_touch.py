@@ -27,7 +27,7 @@ def dies(run_python):
     return run
 
 
-def test_it_says_which_tag_and_where(dies):
+def test_the_line_names_the_tag_and_the_address(dies):
     told = dies(
         """
 memsaver.pause()
@@ -42,7 +42,7 @@ ctypes.string_at(block.address + 5, 1)
     )
 
 
-def test_a_tag_is_no_command_to_the_terminal(dies):
+def test_control_characters_in_a_tag_are_escaped(dies):
     tag = "\x1b[31mred\nline\x9b\x7f" + "é" * 200
     told = dies("memsaver.pause()\nctypes.string_at(block.address, 1)", tag)
     (line,) = told.splitlines()
@@ -51,7 +51,7 @@ def test_a_tag_is_no_command_to_the_terminal(dies):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_pythons_own_handler_tells_too(dies, when):
+def test_pythons_faulthandler_reports_too(dies, when):
     on = "import faulthandler; faulthandler.enable()\n"
     told = dies(
         "memsaver.pause()\n" + on * (when == "after") + "ctypes.string_at(block.address, 1)",
@@ -72,11 +72,11 @@ def test_pythons_own_handler_tells_too(dies, when):
         "memsaver.resume()\nctypes.string_at(8, 1)",
     ],
 )
-def test_of_anything_else_it_says_nothing(dies, end):
+def test_other_faults_have_no_line(dies, end):
     assert dies(f"memsaver.pause()\n{end}") == ""
 
 
-def test_a_handler_of_the_program_is_asked(run_python):
+def test_a_handler_of_the_program_is_called(run_python):
     """If the program's handler resolves the fault, the program continues."""
     done = run_python(
         START.format(tag="weights")
@@ -100,7 +100,7 @@ libc.mprotect(ctypes.c_void_p(block.address), ctypes.c_size_t(4096), 0)
     assert done.stdout == "[11]\n" and "which is paused" in done.stderr
 
 
-def test_where_nothing_is_paused_the_signal_is_left_alone(run_python):
+def test_without_a_pause_no_signal_handler_is_installed(run_python):
     run_python(
         START.format(tag="weights")
         + """

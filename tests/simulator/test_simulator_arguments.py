@@ -8,14 +8,14 @@ from memsaver import simulator
 
 
 @pytest.mark.parametrize("nbytes", [-5, "x", 1.5, None, 1 << 64, [4]])
-def test_a_buffer_of_nonsense(sim, tag, nbytes):
+def test_invalid_buffer_sizes_are_rejected(sim, tag, nbytes):
     with memsaver.region(tag()):
         with pytest.raises(memsaver.ConfigError, match="size in bytes"):
             simulator.buffer(nbytes)
 
 
 @pytest.mark.parametrize("shape", ["x", -1, 2.5, (2, -1), (2, "3"), None, (1 << 64,), [[2]]])
-def test_a_tensor_of_nonsense(sim, tag, shape):
+def test_invalid_tensor_arguments_are_rejected(sim, tag, shape):
     pytest.importorskip("torch")
     with memsaver.region(tag()):
         with pytest.raises(memsaver.ConfigError, match="size of a shape"):
@@ -33,7 +33,7 @@ def test_sizes_of_other_kinds_are_taken(sim, tag):
         assert simulator.empty([]).shape == ()
 
 
-def test_without_torch_it_says_what_to_do(run_python):
+def test_without_torch_the_error_gives_advice(run_python):
     run_python(
         """
         import sys

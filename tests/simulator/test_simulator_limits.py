@@ -40,7 +40,7 @@ LIMITS = {
 
 @pytest.mark.parametrize("low", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("backup", ["host", "pageable"])
-def test_memory_is_paused_and_comes_back_under_a_limit(run_python, low, backup):
+def test_memory_is_paused_and_resumed_under_a_limit(run_python, low, backup):
     run_python(
         textwrap.dedent(SETUP)
         + textwrap.dedent(
@@ -106,7 +106,7 @@ def test_a_disk_backup_under_a_limit_is_an_error_and_works_afterwards(run_python
 
 
 @pytest.mark.parametrize("low", LIMITS.values(), ids=LIMITS)
-def test_a_start_under_a_limit_says_which_and_succeeds_later(run_python, low):
+def test_a_start_under_a_limit_names_it_and_succeeds_later(run_python, low):
     run_python(
         textwrap.dedent(SETUP)
         + textwrap.dedent(

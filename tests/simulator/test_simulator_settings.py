@@ -7,7 +7,7 @@ import pytest
     ("name", "value", "takes"),
     [
         ("MEMSAVER_SIM_MEMORY", "lots", "16GiB"),
-        ("MEMSAVER_SIM_MEMORY", "1MiB", "2 MiB at least"),
+        ("MEMSAVER_SIM_MEMORY", "1MiB", "at least 2 MiB"),
         ("MEMSAVER_SIM_MEMORY", "\x1b[31m" + "9" * 80, "?[31m9999"),
         ("MEMSAVER_SIM_DEVICES", "x", "a number of devices, up to 16"),
         ("MEMSAVER_SIM_DEVICES", "17", "a number of devices, up to 16"),
@@ -17,7 +17,7 @@ import pytest
         ("MEMSAVER_SIM_FAULTS", "cuMemCreate:0:2", "nth counts from 1"),
     ],
 )
-def test_a_variable_that_makes_no_sense_is_named(run_python, name, value, takes):
+def test_an_invalid_variable_is_named(run_python, name, value, takes):
     run_python(
         f"""
         import memsaver

@@ -19,7 +19,7 @@ MIB = 1 << 20
 # --- the handle -----------------------------------------------------------------------------------
 
 
-def test_the_caller_goes_on_during_a_resume(sim, tag, make_blocks, make_paused):
+def test_the_caller_continues_during_a_resume(sim, tag, make_blocks, make_paused):
     name, other = tag("name"), tag("other")
     blocks = make_paused(name)
     others = make_blocks(other, [MIB])
@@ -38,7 +38,7 @@ def test_the_caller_goes_on_during_a_resume(sim, tag, make_blocks, make_paused):
     assert memsaver.state(name) == "mapped" and intact(blocks)
 
 
-def test_the_caller_goes_on_during_a_pause(sim, tag, make_blocks):
+def test_the_caller_continues_during_a_pause(sim, tag, make_blocks):
     name = tag()
     blocks = make_blocks(name, [2 * MIB], backup="host")
     with held(sim):
@@ -126,7 +126,7 @@ def test_a_handle_that_nobody_keeps(sim, tag, make_blocks, recwarn):
     assert not [w for w in recwarn if issubclass(w.category, MemsaverWarning)]
 
 
-def test_time_is_up(sim, tag, make_paused):
+def test_a_wait_ends_at_its_timeout_and_the_transition_continues(sim, tag, make_paused):
     blocks = make_paused(name := tag())
     with held(sim):
         under_way = memsaver.resume(name, wait=False)
@@ -203,7 +203,7 @@ def test_errors_are_delivered_by_wait(sim, tag, make_blocks):
     assert intact(blocks)
 
 
-def test_what_is_refused_at_once(sim, tag, make_blocks):
+def test_invalid_calls_are_rejected_at_once(sim, tag, make_blocks):
     name = tag()
     make_blocks(name, [MIB])
     for call in (memsaver.pause, memsaver.resume):
@@ -287,7 +287,7 @@ def test_a_stream_waits_for_a_transition_that_is_over(sim, tag, make_paused):
     assert block.bytes() == bytes([7]) * block.nbytes
 
 
-def test_waiting_on_a_stream_for_what_fails(sim, tag, make_paused):
+def test_waiting_on_a_stream_for_a_failing_transition(sim, tag, make_paused):
     (block,) = make_paused(name := tag())
     with sim.stream() as stream:
         with sim.fault("cuMemCreate", sim.OUT_OF_MEMORY):
@@ -301,7 +301,7 @@ def test_waiting_on_a_stream_for_what_fails(sim, tag, make_paused):
 # --- trim -----------------------------------------------------------------------------------------
 
 
-def test_trim_goes_on_in_the_background(sim, tag, make_paused):
+def test_trim_continues_in_the_background(sim, tag, make_paused):
     make_paused(name := tag(), [2 * MIB])
     memsaver.trim(wait=True)
     assert memsaver.trim().wait() == 0
@@ -332,7 +332,7 @@ def test_a_trim_from_a_held_device_returns_at_once(sim, tag, make_paused):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu():
+def test_background_transitions_on_a_gpu():
     torch = pytest.importorskip("torch")
     names = ["async.first", "async.second"]
     tensors = []

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.each_python
 MIB = 1 << 20
 
 
-def test_callbacks_and_their_threads(sim, tag, make_blocks, registered):
+def test_callbacks_run_on_the_documented_threads(sim, tag, make_blocks, registered):
     name = tag()
     blocks = make_blocks(name, [MIB], backup="host")
     seen = []

@@ -19,7 +19,7 @@ class Progress(list):
 
 
 @pytest.mark.parametrize("kind", ["pause", "resume", "swap"])
-def test_progress_is_told_on_the_calling_thread(sim, tag, make_blocks, make_paused, kind):
+def test_progress_is_reported_on_the_calling_thread(sim, tag, make_blocks, make_paused, kind):
     name, other = tag("name"), tag("other")
     out, into = make_blocks(name, [4 * MIB] * 4, backup="host"), make_paused(other, [4 * MIB] * 4)
     sim.copy_rate(50 * MIB)
@@ -42,7 +42,7 @@ def test_progress_is_told_on_the_calling_thread(sim, tag, make_blocks, make_paus
     assert intact(out) and intact(into)
 
 
-def test_progress_of_a_handle(sim, tag, make_paused):
+def test_a_handle_reports_its_progress(sim, tag, make_paused):
     blocks = make_paused(name := tag(), [2 * MIB] * 4)
     told = Progress()
     with held(sim):

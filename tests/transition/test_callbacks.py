@@ -104,7 +104,7 @@ def test_callbacks_see_the_tag_while_it_is_mapped(sim, tag, make_blocks, events)
     assert len(blocks) == 2
 
 
-def test_callbacks_are_for_what_changes(sim, tag, make_blocks, events):
+def test_callbacks_run_only_for_tags_that_change(sim, tag, make_blocks, events):
     first, second = tag("first"), tag("second")
     blocks = make_blocks(first, [MIB]) + make_blocks(second, [MIB])
     memsaver.pause(first)
@@ -140,7 +140,7 @@ def test_a_callback_for_one_tag_and_its_removal(sim, tag, make_blocks, events):
     assert len(blocks) == 2
 
 
-def test_callbacks_as_decorators(sim, tag, make_blocks, events):
+def test_callbacks_can_be_decorators(sim, tag, make_blocks, events):
     name = tag()
     blocks = make_blocks(name, [MIB])
     seen = []
@@ -163,7 +163,7 @@ def test_callbacks_as_decorators(sim, tag, make_blocks, events):
 
 
 @pytest.mark.parametrize("register", [memsaver.on_pause, memsaver.on_resume])
-def test_what_cannot_be_a_callback_is_refused_at_once(sim, tag, make_blocks, register):
+def test_invalid_callbacks_are_rejected_at_once(sim, tag, make_blocks, register):
     name = tag()
     blocks = make_blocks(name, [PAGE])
     for wrong in (5, None, "f"):
@@ -305,7 +305,7 @@ def test_a_failed_pause_announces_the_resume(sim, tag, make_blocks, events):
     assert all(b.is_intact() for b in blocks)
 
 
-def test_a_failed_pause_tells_everybody_and_raises_its_own_error(sim, tag, make_blocks, events):
+def test_a_failed_pause_notifies_all_and_raises_its_own_error(sim, tag, make_blocks, events):
     # Even if a callback fails in addition to the pause.
     first, second = tag("first"), tag("second")
     blocks = make_blocks(first, [MIB]) + make_blocks(second, [MIB])
@@ -336,7 +336,7 @@ def test_a_failed_resume_announces_nothing(sim, tag, make_blocks, events):
     assert blocks[0].is_intact()
 
 
-def test_an_unknown_tag_is_told_before_any_callback(sim, tag, make_blocks, events):
+def test_an_unknown_tag_is_an_error_before_any_callback(sim, tag, make_blocks, events):
     name, unknown = tag("known"), tag("unknown")
     blocks = make_blocks(name, [MIB])
     events.on(memsaver.on_pause, events.note("pause"))

@@ -327,5 +327,5 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_signals_are_handled_where_the_rules_say(run_python, case):
+def test_signals_are_handled_as_the_rules_state(run_python, case):
     run_python(KINDS + CASES[case])

@@ -46,7 +46,7 @@ def keep_pages(sim, attempt):
 
 @pytest.mark.parametrize("backup", ["host", "none"])
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
-def test_pages_that_cannot_be_mapped_again_are_kept(
+def test_pages_that_cannot_be_mapped_again_are_retained(
     sim, tag, make_blocks, options, keep_pages, call, backup
 ):
     options(share_bytes="2MiB", slab_bytes="2MiB")  # one piece for each block
@@ -73,7 +73,7 @@ def test_pages_that_cannot_be_mapped_again_are_kept(
     assert blocks.are_intact() if backup == "host" else blocks.are_zero()
 
 
-def test_kept_pages_of_freed_blocks_go_back(sim, tag, make_blocks, options, keep_pages):
+def test_retained_pages_of_freed_blocks_are_released(sim, tag, make_blocks, options, keep_pages):
     options(share_bytes="2MiB", slab_bytes="2MiB")
     name = tag()
     parts = make_blocks(name, [PAGE] * 4)
@@ -91,7 +91,7 @@ def test_kept_pages_of_freed_blocks_go_back(sim, tag, make_blocks, options, keep
     assert parts[0].is_intact()
 
 
-def test_a_resume_of_kept_pages_fails_in_every_way(
+def test_a_resume_of_retained_pages_fails_in_every_way(
     sim, tag, make_blocks, options, attempt, keep_pages
 ):
     # These pages are the only copy of the contents: no failure may release them.

@@ -64,7 +64,7 @@ def test_a_title_is_taken_as_it_is():
     assert screen.last_line().startswith("resume '[red]{tag}[/]' ")
 
 
-def test_nothing_is_written_where_there_is_no_terminal(capfd):
+def test_nothing_is_written_without_a_terminal(capfd):
     screen = Screen(terminal=False)
     for console in (screen.console, None):
         with ProgressBar("pause", console) as bar:

@@ -31,7 +31,7 @@ def made(sim):
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS, KINDS)), ids="/".join)
-def test_contents(sim, tag, make_blocks, make_paused, options, tmp_path, kinds):
+def test_a_swap_keeps_contents(sim, tag, make_blocks, make_paused, options, tmp_path, kinds):
     options(disk_dir=str(tmp_path), share_bytes="4MiB", slab_bytes="2MiB")
     first, more, second = tag("first"), tag("more"), tag("second")
     out = make_blocks(first, [5000, PAGE + 512, PAGE, 100], backup=kinds[0])
@@ -54,7 +54,7 @@ def test_contents(sim, tag, make_blocks, make_paused, options, tmp_path, kinds):
     assert came_back(into, kinds[1]) and [b.address for b in out + into] == places
 
 
-def test_pages_change_hands(sim, tag, make_blocks, make_paused, options):
+def test_a_swap_on_a_full_device_transfers_the_pages(sim, tag, make_blocks, make_paused, options):
     options(share_bytes="2MiB", slab_bytes="2MiB")
     first, second = tag("first"), tag("second")
     into = make_paused(second, [PAGE] * 4)
@@ -68,7 +68,7 @@ def test_pages_change_hands(sim, tag, make_blocks, make_paused, options):
     assert held(first) == sim.tag_bytes() == 4 * PAGE
 
 
-def test_what_does_not_fit_is_new_or_goes_back(sim, tag, make_blocks, make_paused, options):
+def test_pages_that_do_not_fit_are_new_or_released(sim, tag, make_blocks, make_paused, options):
     options(share_bytes="2MiB", slab_bytes="2MiB")
     first, second = tag("first"), tag("second")
     into = make_paused(second, [PAGE] * 3)
@@ -178,7 +178,7 @@ def test_reports_states_and_statistics(sim, tag, make_blocks, make_paused):
     assert came_back(out) and came_back(others) and came_back(into, "none")
 
 
-def test_an_open_region_of_what_goes_out(sim, tag, make_blocks, make_paused):
+def test_an_open_region_of_a_tag_to_pause(sim, tag, make_blocks, make_paused):
     first, second = tag("first"), tag("second")
     out, into = make_blocks(first, [PAGE], backup="host"), make_paused(second, [PAGE])
     with memsaver.region(first), pytest.raises(InvalidStateError, match="region"):
@@ -311,7 +311,7 @@ def test_two_devices(run_python):
     )
 
 
-def test_where_no_page_fits_the_error_says_what_does(run_python):
+def test_the_error_of_a_swap_without_fitting_pages_gives_advice(run_python):
     done = run_python(
         """
         import memsaver

@@ -41,7 +41,7 @@ def test_a_swap_is_a_pause_and_a_resume(sim, tag, make_blocks, make_paused, regi
     assert intact(blocks[0]) and intact(blocks[1])
 
 
-def test_a_swap_overrides_the_backup_and_leaves_alone_what_is_there(
+def test_a_swap_overrides_the_backup_and_skips_tags_in_the_requested_state(
     sim, tag, make_blocks, make_paused
 ):
     first, second, third, fourth = (tag(str(i)) for i in range(4))
@@ -77,7 +77,7 @@ def test_a_swap_that_fails_changes_nothing(sim, tag, make_blocks, make_paused, r
     assert intact(into)
 
 
-def test_what_cannot_be_swapped(sim, tag, make_blocks, registered):
+def test_invalid_swaps_are_rejected(sim, tag, make_blocks, registered):
     first, second = tag("first"), tag("second")
     make_blocks(first, [MIB]), make_blocks(second, [MIB])
     told = []

@@ -42,7 +42,7 @@ def test_a_swap_without_host_memory_for_its_copies_changes_nothing(
     ("call", "code", "times"),
     [("cuMemMap", "OUT_OF_MEMORY", 1), ("cuMemUnmap", "INVALID_VALUE", 0)],
 )
-def test_a_shortage_on_one_device_that_cannot_be_undone_on_another_says_so(
+def test_a_shortage_on_one_device_whose_rollback_fails_on_another_is_reported(
     run_python, call, code, times
 ):
     run_python(

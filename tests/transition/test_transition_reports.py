@@ -8,7 +8,7 @@ MIB = 1 << 20
 PAGE = 2 * MIB
 
 
-def test_reports_say_what_the_driver_says(sim, tag, make_blocks):
+def test_reports_equal_the_drivers_figures(sim, tag, make_blocks):
     first, second, empty = tag("first"), tag("second"), tag("empty")
     blocks = make_blocks(first, [5 * MIB, 100], backup="host")
     blocks += make_blocks(second, [3 * MIB], backup="none")
@@ -52,7 +52,7 @@ def test_statistics_equal_the_drivers(sim, tag, make_blocks):
     assert not any(row_of(name).resident_bytes for name in names)
 
 
-def test_a_row_of_statistics(sim, tag, make_blocks):
+def test_a_row_of_statistics_counts_blocks_pages_and_backups(sim, tag, make_blocks):
     name = tag()
     blocks = make_blocks(name, [1000, 5000], backup="host")
     row = row_of(name)

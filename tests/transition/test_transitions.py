@@ -16,7 +16,7 @@ SIZES = [1, 511, 512, 513, 4096, 100_000, MIB, PAGE - 512, PAGE, PAGE + 1, 5 * M
 
 
 @pytest.mark.parametrize("cycles", [1, 4])
-def test_backed_up_contents_come_back(sim, tag, make_blocks, cycles):
+def test_backed_up_contents_are_restored(sim, tag, make_blocks, cycles):
     name = tag()
     blocks = make_blocks(name, SIZES, backup="host")
     where = memsaver.ranges(name)
@@ -35,7 +35,7 @@ def test_backed_up_contents_come_back(sim, tag, make_blocks, cycles):
 
 
 @pytest.mark.parametrize("cycles", [1, 3])
-def test_what_was_not_backed_up_reads_as_zero(sim, tag, make_blocks, cycles):
+def test_contents_without_a_backup_read_as_zero(sim, tag, make_blocks, cycles):
     name = tag()
     blocks = make_blocks(name, SIZES, backup="none")
     for _ in range(cycles):
@@ -85,7 +85,7 @@ def test_an_interior_pointer_keeps_working(sim, tag, make_blocks):
     assert block.bytes()[7 * MIB + 123 :][:14] == b"written inside"
 
 
-def test_contents_that_span_pieces_and_strips(sim, tag, make_blocks, options):
+def test_contents_that_span_pieces_and_copy_chunks(sim, tag, make_blocks, options):
     # Larger than a copy chunk of the host backup (64 MiB), and than a shared piece.
     options(share_bytes="2MiB", slab_bytes="2MiB")
     name = tag()
@@ -145,7 +145,7 @@ def test_no_names_mean_every_tag(sim, tag, make_blocks):
     assert all(b.is_intact() for b in blocks)
 
 
-def test_pausing_what_is_paused_does_nothing_and_says_so(sim, tag, make_blocks):
+def test_pausing_a_paused_tag_does_nothing_and_reports_so(sim, tag, make_blocks):
     first, second = tag("first"), tag("second")
     blocks = make_blocks(first, [MIB], backup="host") + make_blocks(second, [MIB], backup="host")
     report = memsaver.pause(first)
@@ -162,7 +162,7 @@ def test_pausing_what_is_paused_does_nothing_and_says_so(sim, tag, make_blocks):
     assert all(b.is_intact() for b in blocks)
 
 
-def test_resuming_what_is_mapped_does_nothing_and_says_so(sim, tag, make_blocks):
+def test_resuming_a_mapped_tag_does_nothing_and_reports_so(sim, tag, make_blocks):
     name = tag()
     (block,) = make_blocks(name, [MIB])
     report = memsaver.resume(name)
@@ -243,7 +243,7 @@ def test_paused_resumes_after_an_exception(sim, tag, make_blocks, error):
     assert memsaver.state(name) == "mapped" and block.is_intact()
 
 
-def test_paused_leaves_alone_what_was_paused_already(sim, tag, make_blocks):
+def test_paused_does_not_resume_tags_that_were_already_paused(sim, tag, make_blocks):
     before, now = tag("before"), tag("now")
     make = [make_blocks(before, [MIB], backup="host"), make_blocks(now, [MIB], backup="host")]
     memsaver.pause(before)

@@ -108,7 +108,7 @@ def test_a_handler_that_pauses_while_an_engines_ranks_wait_is_refused(run_python
     )
 
 
-def test_memory_is_freed_while_its_thread_has_begun_a_transition(run_python):
+def test_memory_is_freed_by_a_thread_that_has_begun_a_transition(run_python):
     run_python(
         SETUP
         + """

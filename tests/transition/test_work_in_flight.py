@@ -53,7 +53,7 @@ def test_memory_of_a_device_that_cannot_be_queried_is_not_unmapped(sim, tag, mak
     assert sim.tag_bytes() == 0
 
 
-def test_a_resume_that_cannot_find_out_who_may_reach_its_memory_fails(run_python):
+def test_a_resume_fails_if_peer_access_is_unknown(run_python):
     """A resume fails if peer access is unknown; otherwise, a peer could fault much later."""
     run_python(
         """

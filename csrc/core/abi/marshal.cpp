@@ -97,7 +97,7 @@ ms_status report(const Error& failure, ms_error* error) noexcept {
     const size_t room = sizeof(error->message) - std::strlen(failure.addition);
     copy_text(error->message, room, failure.message);
     if (error->message[0] == 0 && error->call[0] != 0) {  // no memory for the message
-      std::snprintf(error->message, room, "%s failed (%d), and no host memory is left to say more",
+      std::snprintf(error->message, room, "%s failed (%d), and there is no host memory for details",
                     failure.call, static_cast<int>(failure.cuda_error));
     }
     std::strcat(error->message, failure.addition);

@@ -131,7 +131,7 @@ void BackupStore::check(const Range& range, const char* bytes) const {
     }
     Error error(Status::kBackupFailed,
                 "the backup on disk is corrupt: " + format_bytes(each.piece.bytes) +
-                    " were read back that do not match their fingerprint");
+                    " read from it do not match their fingerprint");
     error.needed_bytes = each.piece.bytes;
     throw error;
   }

@@ -175,7 +175,7 @@ Fingerprinter::~Fingerprinter() {
       kept.idle.swap(exchange_);
     }
   } catch (...) {
-    // The context is gone, and the kernel with it.
+    // The context was destroyed, and the kernel with it.
   }
 }
 

@@ -31,7 +31,7 @@ class Buffers {
       DeviceScope scope(device_);
       made_.clear();
     } catch (...) {
-      // Without a context, the members' destructors release what they can.
+      // Without a context, the members' destructors release as much as possible.
     }
   }
   Buffers(const Buffers&) = delete;

@@ -35,9 +35,9 @@ void add(Deferred& figures, const Parts& parts) noexcept {
 }
 
 struct List {
-  std::mutex mutex;              // guards the next two
+  std::mutex mutex;              // guards the next two fields
   std::vector<Parts> parts;      // its capacity is at least `objects`
-  size_t objects = 0;            // deferred ones, and live ones whose release may be deferred
+  size_t objects = 0;            // deferred objects, and live ones whose release may be deferred
   std::atomic<size_t> count{0};  // the size of `parts`; written under the mutex
 };
 

@@ -14,7 +14,7 @@
 //
 // When the driver shuts down with the process, every object counts as released.
 //
-// Threads: any, but one thread at a time for one object. The list has its own mutex, which is
+// Any thread may use an object, but only one at a time. The list has its own mutex, which is
 // locked during retried calls that do not wait: when retry_releases() returns, no other thread is
 // in the middle of such a call.
 #pragma once

@@ -54,11 +54,11 @@ int Device::current() {
 }
 
 Device& Device::get(int ordinal) {
-  // Never destroyed: see the class.
+  // Never destroyed, because devices live as long as the process.
   static std::mutex* const mutex = new std::mutex;
   static auto* const devices = new std::map<int, std::unique_ptr<Device>>;
   std::lock_guard<std::mutex> lock(*mutex);
-  // The entry first, so that no created device is lost.
+  // Adds the entry before it creates the device, so that no device is lost.
   std::unique_ptr<Device>& device = (*devices)[ordinal];
   if (!device) device.reset(new Device(ordinal));
   return *device;
@@ -77,8 +77,8 @@ Device::Device(int ordinal) : ordinal_(ordinal) {
   if (!supported) {
     throw Error(Status::kNotLoaded,
                 "device " + std::to_string(ordinal) +
-                    " has no virtual memory management, which memsaver is built on: use a GPU "
-                    "and a driver that have it");
+                    " has no virtual memory management, which memsaver requires: use a GPU and a "
+                    "driver that support it");
   }
   const CUmemAllocationProp prop = pinned_on(ordinal);
   size_t granularity = 0;

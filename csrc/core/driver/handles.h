@@ -3,7 +3,7 @@
 // All are move-only; a default-constructed or moved-from object owns nothing. Factories make the
 // driver call and throw if it fails. Destructors destroy like DriverObject (deferred_release.h).
 // The driver's virtual-memory calls need no current context, and are legal during stream capture.
-// Any thread, but one thread at a time for one object.
+// Any thread may use an object, but only one thread at a time.
 #pragma once
 
 #include <cuda.h>
@@ -35,7 +35,7 @@ class PhysicalMemory {
       : object_(std::move(object)), mapped_(std::move(mapped)) {}
 
   DriverObject object_;
-  // The range where a Mapping maps the memory. It is stored here so that mapping needs no host
+  // The range at which a Mapping maps the memory. It is stored here so that mapping needs no host
   // memory, and after `object_` so that the range is unmapped before the memory is released.
   DriverObject mapped_;
 };

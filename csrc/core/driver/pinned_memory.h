@@ -15,8 +15,8 @@
 
 namespace memsaver {
 
-// Move-only; a default-constructed object owns nothing. One thread at a time. Unpinning waits for
-// the work of the device that pinned the pages.
+// Move-only; a default-constructed object owns nothing. One thread at a time may use an object.
+// Unpinning waits for the work of the device that pinned the pages.
 class PinnedMemory {
  public:
   PinnedMemory() = default;

@@ -19,7 +19,7 @@ void* view(const Range& range, State wanted, bool writable) {
                 "an empty range has no backup to view: pass at least one byte");
   Registry& registry = Registry::instance();
   Pool* const pool = Registry::owner(range.address);
-  if (!pool) throw Error(Status::kNotOurs, "the tensor's memory is in no region of memsaver");
+  if (!pool) throw Error(Status::kNotOurs, "memsaver did not allocate the tensor's memory");
   Hold hold(std::unique_lock<std::mutex>(registry.mutex), {&pool->tag});
   const std::string name = quoted(pool->tag.name);
   const auto refuse = [&](const std::string& why) {

@@ -148,7 +148,7 @@ void exit_region() {
 
 void limit_region(uint64_t devices) {
   if (stack.entries.empty()) {
-    throw Error(Status::kInvalidState, "this thread is in no region whose devices could be named");
+    throw Error(Status::kInvalidState, "this thread is in no region, so none can be limited");
   }
   stack.entries.back().devices = devices;
 }

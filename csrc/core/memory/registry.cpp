@@ -74,7 +74,7 @@ Tag& Registry::known(std::string_view name) const {
   for (const auto& tag : tags_) names.push_back(tag->name);
   throw Error(Status::kUnknownTag,
               "there is no tag " + quoted(std::string(name)) +
-                  ": no region ever named it; known tags: " + format_names(names))
+                  ": no region has ever named it; known tags: " + format_names(names))
       .with_tag(std::string(name));
 }
 

@@ -73,9 +73,9 @@ void refuse_a_circle(const Waiting& waiting) {
   if (!is_in_a_circle(waiting)) return;
   throw failed_wait(
       waiting, "the transition of ",
-      " that is in progress waits for this thread, which is in the middle of a transition itself "
-      "(in a callback, a signal handler or a finalizer?), so this call would wait for ever: do "
-      "this after the callback, handler or finalizer");
+      " that is in progress waits for this thread, which is itself in the middle of a transition "
+      "(in a callback, a signal handler or a finalizer?), so this call would wait for ever: make "
+      "the call after the callback, handler or finalizer");
 }
 
 void add(Waiting& waiting) noexcept {

@@ -188,7 +188,7 @@ void start(size_t capacity) {
   std::lock_guard<std::mutex> lock(registry.mutex);
   if (recording()) {
     throw Error(Status::kInvalidState,
-                "a timeline is being recorded already: a process has one at a time");
+                "a timeline is already being recorded: a process records one at a time");
   }
   for (const auto& tag : registry.tags()) {
     for (const auto& [ordinal, pool] : tag->pools) {

@@ -124,7 +124,7 @@ bool is_same_user(int client) {
   return getsockopt(client, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == geteuid();
 }
 
-// Stops if the client has closed the connection or the time is over.
+// Stops if the client has closed the connection or the time limit has passed.
 void send_all(int client, const std::string& text) {
   const Clock::time_point end = Clock::now() + kPatience;
   size_t sent = 0;
@@ -162,7 +162,7 @@ void* serve(void* listener) noexcept {
     try {
       if (is_same_user(server.client)) send_all(server.client, stats_json());
     } catch (...) {
-      // No memory for the answer: the client receives none.
+      // There is no memory for the answer: the client receives nothing.
     }
     hang_up();
   }

@@ -52,7 +52,7 @@ void consider_group(const Cgroup& group, Available& available) {
   };
   if (group.unified) {
     consider("memory.max");
-    consider("memory.high");  // above it the system kills nothing, but slows the process down
+    consider("memory.high");  // above it the system does not kill the process, but slows it down
   } else {
     consider("memory.limit_in_bytes");
   }

@@ -15,7 +15,7 @@ namespace {
 // From linux/mempolicy.h, which not every system has installed.
 constexpr int kPreferred = 1;
 
-constexpr int kMostNodes = 1024;  // CONFIG_NODES_SHIFT is 10 at most
+constexpr int kMostNodes = 1024;  // CONFIG_NODES_SHIFT is at most 10
 
 }  // namespace
 

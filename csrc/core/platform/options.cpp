@@ -55,7 +55,7 @@ std::string takes(const Entry& entry) {
     case OptionKind::kFlag:
       return "on, off, 1, 0, true or false";
     case OptionKind::kPath:
-      return "a directory that exists and can be written to, or nothing for the default";
+      return "an existing, writable directory, or an empty text for the default";
   }
   return "";
 }

@@ -21,8 +21,8 @@ class RuntimeFolder {
   RuntimeFolder& operator=(const RuntimeFolder&) = delete;
 
   bool is_open() const { return descriptor_ >= 0; }
-  // Descriptor of the checked folder, even if the path was replaced since. For calls on files in
-  // the folder (unlinkat and the like), not for reading.
+  // Descriptor of the checked folder, even if the path has been replaced since. For calls on files
+  // in the folder (such as unlinkat), not for reading.
   int descriptor() const { return descriptor_; }
   const std::string& path() const { return path_; }  // its last part is not a link
 

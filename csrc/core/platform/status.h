@@ -50,7 +50,7 @@ class Error : public std::exception {
   // The device has no memory for the requested pages, or option margin_bytes leaves none. Reported
   // as Registry::shortage, with the tags that use memory.
   bool no_physical_memory = false;
-  int32_t device = -1;  // the device whose memory was short
+  int32_t device = -1;  // the device that is out of memory
   uint64_t needed_bytes = 0;
   uint64_t free_bytes = 0;
 };

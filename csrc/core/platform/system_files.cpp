@@ -53,7 +53,7 @@ class OpenFile {
 
 // A mounted control group hierarchy.
 struct Mount {
-  std::string root;  // the group that the mount point shows, "/" for the hierarchy's or namespace's
+  std::string root;   // the group at the mount point; "/" for the root of a hierarchy or namespace
   std::string point;  // the mount point
   bool unified;
 };

@@ -85,8 +85,8 @@ class DeviceTransition {
   const Tag* at_ = nullptr;
 };
 
-// Runs call(work) for all works concurrently, each on its own thread, inside a DeviceScope. Errors
-// carry the tag that was being processed.
+// Runs call(work) for the work of all devices concurrently, each on its own thread, inside a
+// DeviceScope. Errors carry the tag that was being processed.
 void on_each_device(const std::vector<std::unique_ptr<DeviceTransition>>& works,
                     const std::function<void(DeviceTransition&)>& call);
 

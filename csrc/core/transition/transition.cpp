@@ -16,8 +16,8 @@ namespace memsaver {
 namespace {
 
 constexpr const char* kNotUndone =
-    "; and this could not be undone: the tags that were to be paused are paused, with all their "
-    "bytes in their backups or in pages that are kept; resume them";
+    "; the transition could not be undone: the tags that it was to pause are paused, with all "
+    "their contents in their backups or in retained pages; resume them";
 
 constexpr const char* kInTurn = "; pausing one tag and then resuming the other needs less memory";
 
@@ -181,8 +181,8 @@ void Transition::move_or_undo(bool allow_larger) {
   }
 }
 
-// If a restore failed on one device, nothing tells whether the tag's backups on other devices are
-// whole: the next pause must not use any of them.
+// If a restore failed on one device, it is unknown whether the tag's backups on other devices are
+// complete: the next pause must not use any of them.
 void Transition::distrust_backups() noexcept {
   for (const Arriving& failed : into_) {
     if (!failed.pool->backup || failed.pool->backup->is_sound()) continue;
@@ -327,7 +327,7 @@ void Transition::add_context(Error& error) const noexcept {
 }
 
 void Transition::require_not_run() const {
-  if (!hold_) throw Error(Status::kInvalidState, "the transition was run already");
+  if (!hold_) throw Error(Status::kInvalidState, "the transition has already run");
 }
 
 void Transition::set_caller(const std::string& caller) {

@@ -60,7 +60,7 @@ Leaving plan_leaving(Pool& pool, const TransitionRequest& request) {
 
 Arriving plan_arriving(Pool& pool) {
   Arriving arriving(pool);
-  // Pages that a pause left when it could not be undone.
+  // Retained unmapped pages, from a pause that failed and could not be undone.
   std::vector<Range> present;
   for (const UnmappedPage& page : pool.unmapped_pages) {
     present.push_back({page.address, page.memory.bytes()});

@@ -3,8 +3,8 @@
 //
 // A page is a piece of physical memory with its contents. The journal makes every move, and records
 // it in room that was reserved before the first one: undoing needs no host memory. It makes only
-// calls that need no context. One thread at a time. The caller drains the device before pages are
-// unmapped.
+// calls that need no context. One thread at a time may use a journal. The caller drains the device
+// before pages are unmapped.
 #pragma once
 
 #include <cuda.h>

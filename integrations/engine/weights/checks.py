@@ -82,9 +82,9 @@ class RankCheck:
         host: the name of its host.
         pid: its process id on that host.
         received: the number of compared tensors that arrived as sent.
-        held: the number of compared tensors whose contents the model has.
+        held: the number of compared tensors whose contents equal the model's.
         damaged: tensors that arrived with different contents; the bucket was not loaded.
-        differing: tensors for which the model has different contents.
+        differing: tensors whose contents differ from the model's.
         unused: tensors from which nothing was written to the model's memory: the model does not
             use the name, or no part of the tensor is on this rank.
         unverified: the reason why the model's contents could not be compared, or "".

@@ -4,7 +4,7 @@ Models fuse, shard, transpose and cast tensors when they load them, each in its 
 here depends on no layout: it runs the model's own loader again on the same tensors, and compares
 the data of each write into the model's memory, bit for bit, with the memory's contents, instead of
 writing. A comparison needs little memory: `_PIECE_BYTES` at a time, plus the loader's own
-temporaries. Only if contents seem to differ, the loader runs a last time, on copies of the storages
+temporaries. If contents seem to differ, the loader runs a last time, on copies of the storages
 with a difference, to decide.
 
 A loader's other writes, for example to attributes that are neither parameters nor buffers, are

@@ -116,7 +116,7 @@ class Writes:
 
 
 class Source:
-    """A loader's input tensors, which it reads one by one.
+    """A loader's input tensors, which the loader reads one by one.
 
     Attributes:
         used: the names of tensors from which something was written.

@@ -38,8 +38,8 @@ def common_tie(everyones: Iterable[str | None]) -> str | None:
         everyones: the tensor's `Spec.same` on each rank.
 
     Returns:
-        The name; "" if the ranks differ or the tensor shares no memory on a rank, so that it must
-        be sent; None if no rank has an element of it.
+        The name; "" if the tensor must be sent, because the ranks differ or because it shares no
+        earlier tensor's memory on some rank; None if no rank has an element of it.
     """
     names = {one for one in everyones if one is not None}
     if not names:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["ALIGNMENT", "Bucket", "Slot", "buckets_of"]
 
-ALIGNMENT = 512  # bytes: fits every type, and makes copies and collectives fastest
+ALIGNMENT = 512  # bytes: suits every type, and is the fastest for copies and collectives
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ class WeightGroup:
     def check(self) -> None:
         """Raise `InvalidStateError` if the group is unusable."""
         if not self.joined:
-            raise InvalidStateError("the group was left: make a new one")
+            raise InvalidStateError("this rank has left the group: create a new group")
         if self._broken:
             raise InvalidStateError(
                 f"the group failed while weights were sent: {self._broken}; leave it, and make a "

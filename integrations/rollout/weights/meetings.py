@@ -38,7 +38,7 @@ class Meetings:
         self._along = [Together(group, timeout, "rollout/weights") for group in groups]
 
     def close(self) -> None:
-        """Close the connections with the ranks of other engines. Idempotent; waits for no rank."""
+        """Close the connections to the ranks of other engines. Idempotent; waits for no rank."""
         if self._fence is not None:
             self._fence.close()
         for together in self._along:

@@ -12,7 +12,7 @@ class WeightUpdate:
     """The report of an `update`. Equal on all ranks, except for `seconds`.
 
     Attributes:
-        version: the new version of the engine's weights; None if the update named none.
+        version: the new version of the engine's weights; None if the update did not set one.
         seconds: the duration on this rank.
         bytes: the bytes that were sent to each rank of the engine.
         tensors: the number of tensors that were sent.
@@ -22,8 +22,8 @@ class WeightUpdate:
             to the model.
         verify: the requested verification: "off", "sampled" or "full".
         received: the number of tensors that arrived as sent, by their digests.
-        held: the number of tensors whose contents the engine's model has, in its own layout and
-            type.
+        held: the number of tensors whose contents equal those of the engine's model, in the model's
+            own layout and type.
         unverified: the reason why fewer tensors were verified than requested; "" if all were.
         checksums: for an engine without memsaver's plugin, the checksum of each rank's weights,
             equal for engines with equal weights; otherwise ().

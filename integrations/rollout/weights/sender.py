@@ -23,7 +23,7 @@ from memsaver.errors import ConfigError
 
 __all__ = ["END_SECONDS", "Aside", "Sender"]
 
-END_SECONDS = 10.0  # the longest wait for this side of an answered or abandoned call to end
+END_SECONDS = 10.0  # the longest wait until this side of an answered or abandoned call ends
 # NCCL's watchdog ends the process after this timeout, so `WeightGroup.broadcast` sets the limit.
 _NEVER = timedelta(days=365)
 
@@ -120,7 +120,7 @@ class Sender:
             options._timeout = _NEVER
             options.global_ranks_in_group, options.group_name = [], self._name
             made = dist.ProcessGroupNCCL(store, 0, self._size, options)
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # the engine's ranks wrap theirs, too
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # as the engine's ranks do
             made = c10d._create_process_group_wrapper(
                 wrapped_pg=made,
                 store_prefix=self._name,
@@ -157,7 +157,7 @@ class Sender:
         """Make broadcasts in progress fail; waits at most `END_SECONDS`.
 
         A broadcast that the backend cannot abort ends with its timeout. An abort may hang in NCCL,
-        and this returns after `END_SECONDS`.
+        and this method then returns after `END_SECONDS`.
         """
         Aside(lambda: self._group.abort()).wait(END_SECONDS)
 

@@ -140,7 +140,7 @@ def _pairs(state: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(state, Iterable) and not isinstance(state, str | torch.Tensor):
         return iter(state)
     raise ConfigError(
-        "state must be a module, a mapping of names to tensors, or pairs of them, not "
+        "state must be a module, a mapping of names to tensors, or (name, tensor) pairs, not "
         f"{type(state).__name__}"
     )
 

@@ -362,7 +362,7 @@ static int transition(const char* tag, bool is_pause) {
   const char* names[kBackups + 1];
   const bool all = !tag || !*tag;
   const size_t count = all ? 0 : names_of(tag, names);
-  if (!all && count == 0) return kSuccess;  // no region ever named it
+  if (!all && count == 0) return kSuccess;  // no region has ever named it
   const bool left = own.depth != 0 && leave_section();
   ms_error error;
   ms_change* rows = NULL;

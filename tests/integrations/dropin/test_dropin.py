@@ -130,7 +130,7 @@ def test_tags_are_paused_and_resumed_one_by_one(run_dropin):
     """)
 
 
-def test_regions_of_a_tag_keep_what_each_asked_for(run_dropin):
+def test_regions_of_a_tag_keep_their_own_policies(run_dropin):
     """In a tag with all four policies, each buffer keeps its own region's policy."""
     run_dropin("""
         import itertools
@@ -259,7 +259,7 @@ def test_a_pause_of_mixed_backups_is_all_or_nothing(run_dropin):
     """)
 
 
-def test_what_ends_the_process_elsewhere_does_nothing_here(run_dropin):
+def test_calls_that_end_a_process_with_the_original_have_no_effect(run_dropin):
     done = run_dropin("""
         with saver.region("a", enable_cpu_backup=True):
             first = block(1)
@@ -350,7 +350,7 @@ def test_options_that_contradict_each_other(run_dropin):
     """)
 
 
-def test_graphs_need_a_gpu_and_say_so(run_dropin):
+def test_graphs_without_a_gpu_are_an_error_with_advice(run_dropin):
     run_dropin("""
         context = saver.cuda_graph(cuda_graph=None, pool=None, stream=None, tag="cuda_graph",
                                    capture_error_mode="global", enable_cpu_backup=True)
@@ -403,7 +403,7 @@ def test_allocations_can_be_switched_off_underneath(run_dropin):
 # --- saved contents -------------------------------------------------------------------------------
 
 
-def test_get_cpu_backup(run_dropin):
+def test_get_cpu_backup_returns_saved_contents(run_dropin):
     pytest.importorskip("torch")
     run_dropin(
         """

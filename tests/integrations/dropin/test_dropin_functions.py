@@ -178,7 +178,7 @@ def test_a_failure_is_a_number_and_a_warning(preloaded):
     )
 
 
-def test_without_memsaver_the_functions_say_so(dropin_wheel, tmp_path):
+def test_without_memsaver_the_functions_report_errors(dropin_wheel, tmp_path):
     import zipfile
 
     with zipfile.ZipFile(dropin_wheel) as archive:

@@ -124,7 +124,7 @@ def test_the_backup_of_a_whole_process(preloaded, backup, env):
 
 
 @pytest.mark.parametrize("env", [{}, {"TMS_INIT_ENABLE": "0"}, {"TMS_INIT_ENABLE": "maybe"}])
-def test_a_preloaded_process_is_no_region_unless_told(preloaded, env):
+def test_a_preloaded_process_is_a_region_only_if_configured(preloaded, env):
     preloaded(
         """
         assert memsaver.is_preloaded()

@@ -27,7 +27,7 @@ def loaded(**model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("rank, size", [(0, 1), (1, 2)])
-def test_a_load_is_what_the_model_holds(rank, size, pool, dtype):
+def test_a_load_equals_the_models_contents(rank, size, pool, dtype):
     model = Model(rank, size, pool=pool)
     named = given(dtype=dtype)
     watched(model, named, model.load_weights)
@@ -35,7 +35,7 @@ def test_a_load_is_what_the_model_holds(rank, size, pool, dtype):
     assert differing(model, named, model.load_weights) == ()
 
 
-def test_watching_names_what_nothing_was_written_from():
+def test_watching_names_the_unused_tensors():
     model = Model()
     named = [*given(), ("layers.0.rotary", torch.ones(4))]
     assert watched(model, named, model.load_weights)[1] == ("lm_head.weight", "layers.0.rotary")
@@ -134,7 +134,7 @@ def test_a_write_to_some_places_does_not_hide_a_difference_in_others():
     assert "a" in differing(model, named, model.load_weights)
 
 
-def test_a_loader_that_reads_what_it_wrote_is_compared_with_what_it_makes_of_it():
+def test_a_loader_that_reads_its_own_writes_is_compared_with_its_result():
     class Scaled(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -158,14 +158,14 @@ def test_a_tensor_without_elements_is_not_missed():
     assert watched(model, named, model.load_weights)[1] == ("lm_head.weight",)
 
 
-def test_what_is_written_twice_counts_as_it_is_written_last():
+def test_the_last_of_two_writes_counts():
     model = loaded(clears=True)
     assert differing(model, given(), model.load_weights) == ()
     model.embed.data[15, 0] = 1  # written by the first of the two
     assert differing(model, given(), model.load_weights) == ("embed.weight",)
 
 
-def test_a_difference_is_not_forgotten_where_there_is_no_room_for_a_closer_look(monkeypatch):
+def test_a_difference_is_reported_without_room_for_a_second_comparison(monkeypatch):
     def no_room(*_):
         raise MemoryError("no room for a copy")
 
@@ -177,7 +177,7 @@ def test_a_difference_is_not_forgotten_where_there_is_no_room_for_a_closer_look(
         differing(model, given(), model.load_weights)
 
 
-def test_comparing_in_pieces(monkeypatch):
+def test_comparisons_in_pieces_find_the_difference(monkeypatch):
     monkeypatch.setattr(held_weights, "_PIECE_BYTES", 3 * HIDDEN * 2)
     model = loaded()
     assert differing(model, given(), model.load_weights) == ()
@@ -211,7 +211,7 @@ def test_a_loader_that_takes_all_first():
     assert "layers.0.q.weight" in found
 
 
-def test_what_writes_otherwise_than_by_a_copy():
+def test_writes_by_operations_other_than_copies_are_compared():
     class Odd(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -238,7 +238,7 @@ def test_what_writes_otherwise_than_by_a_copy():
     assert differing(model, named, model.load_weights) == ("a", "b", "c")
 
 
-def test_errors_pass_and_nothing_of_it_stays():
+def test_errors_propagate_and_leave_nothing_behind():
     model, submit = Model(), concurrent.futures.ThreadPoolExecutor.submit
     bad = [("embed.weight", torch.zeros(3, 3))]
     with pytest.raises(AssertionError, match="vocabulary of 3"):

@@ -81,7 +81,7 @@ def test_a_loop_as_lightrft_runs_it(make_strategy, sim):
     assert strategy.scheduler.model.seed == 12 and strategy.scheduler.model.is_intact()
 
 
-def test_the_engine_sleeps_only_if_lightrft_is_told_so(make_strategy):
+def test_the_engine_sleeps_only_if_lightrft_enables_it(make_strategy):
     strategy = make_strategy(args={"enable_engine_sleep": False})
     strategy.setup_inference_engine(strategy.rollout)
     assert states() == all_of("mapped")
@@ -195,7 +195,7 @@ def test_a_wake_up_without_room_can_be_repeated(make_strategy, sim):
     assert strategy.gather_and_generate("a") == "a!"
 
 
-def test_a_busy_engine_keeps_its_memory_and_can_go_on(make_strategy):
+def test_a_busy_engine_keeps_its_memory_and_continues(make_strategy):
     strategy = make_strategy(timeout=30)
     strategy.setup_inference_engine(strategy.rollout)
     strategy.wakeup_inference_engine()
@@ -285,7 +285,7 @@ def test_a_wrapper_with_master_weights(sim, tag):
     wrapper.step()
 
 
-def test_checkpoints_are_written_and_read_with_the_memory_there(sim, tag):
+def test_checkpoints_are_written_and_read_with_the_memory_mapped(sim, tag):
     strategy, name = Strategy(), tag("optimizer")
     adapt(strategy, tag=name)
     trainer = Trainer("adamw")
@@ -317,7 +317,7 @@ def test_checkpoints_are_written_and_read_with_the_memory_there(sim, tag):
 
 
 @pytest.mark.parametrize("flag, asked", [(False, None), (True, False)])
-def test_nothing_is_offloaded_unless_asked_for(sim, flag, asked):
+def test_nothing_is_offloaded_unless_requested(sim, flag, asked):
     strategy = Strategy(adam_offload=flag)
     adapt(strategy, offload_optimizer=asked)
     trainer = Trainer("adamw")
@@ -330,7 +330,7 @@ def test_nothing_is_offloaded_unless_asked_for(sim, flag, asked):
 # --- adapt ----------------------------------------------------------------------------------------
 
 
-def test_close_gives_the_strategy_its_own_methods_back(sim, tag):
+def test_close_restores_the_strategys_own_methods(sim, tag):
     strategy, name = Strategy(), tag("optimizer")
     memory = adapt(strategy, tag=name)
     trainer = Trainer("adamw")
@@ -345,7 +345,7 @@ def test_close_gives_the_strategy_its_own_methods_back(sim, tag):
     adapt(strategy, tag=name).close()
 
 
-def test_what_cannot_be_adapted_is_refused():
+def test_invalid_strategies_and_options_are_rejected():
     with pytest.raises(memsaver.ConfigError, match="maybe_sleep_inference_engine"):
         adapt(object())
     strategy = Strategy()

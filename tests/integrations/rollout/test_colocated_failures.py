@@ -13,7 +13,7 @@ from trainers import bytes_of  # noqa: E402
 
 
 @pytest.mark.parametrize("call", ["wake_up weights", "update_weights", "wake_up all", "sleep"])
-def test_a_rollout_whose_engine_fails_can_be_done_again(scene, call):
+def test_a_rollout_whose_engine_fails_can_be_repeated(scene, call):
     class Broken(memsaver.MemsaverError):
         pass
 
@@ -54,7 +54,7 @@ def test_after_a_failed_update_the_trainer_has_its_weights_and_may_train(scene):
         assert float(engine.generate(X)[0]) != 1
 
 
-def test_what_was_done_before_a_failure_is_not_done_again(scene, sim):
+def test_stages_before_a_failure_are_not_repeated(scene, sim):
     # There is no memory for the KV cache; the weights are mapped and updated, and the trainer's
     # copy is paused.
     with scene.session.training():

@@ -234,7 +234,7 @@ def test_arguments_of_a_session_that_differ_between_ranks_are_an_error_on_all(ru
     )
 
 
-def test_what_fails_on_a_rank_is_heard_by_all(run_ranks):
+def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_ranks):
     run_ranks(
         """
         training()
@@ -383,7 +383,7 @@ def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_at_once(run_ranks):
     )
 
 
-def test_an_exception_in_a_block_of_a_rank_is_told_to_the_others(run_ranks):
+def test_an_exception_in_a_block_of_a_rank_is_raised_on_the_others(run_ranks):
     run_ranks(
         """
         def fails(*_):

@@ -149,7 +149,7 @@ def test_a_closed_handle_is_refused(sim, tag):
 
 
 @pytest.mark.parametrize("missing", ["update_weights", "sleep", "wake_up"])
-def test_what_is_no_engine_is_refused(sim, missing):
+def test_an_object_without_an_engines_methods_is_rejected(sim, missing):
     methods = {name: print for name in ("update_weights", "sleep", "wake_up") if name != missing}
     trainer = Trainer()
     with pytest.raises(memsaver.ConfigError, match=rf"has no {missing}\(\)"):

@@ -16,7 +16,7 @@ from trainers import Trainer, bytes_of, lies_in, states_of  # noqa: E402
 GIB = 1 << 30
 
 
-def test_each_has_the_memory_that_the_other_gave(scene, sim):
+def test_each_side_has_the_memory_that_the_other_released(scene, sim):
     session, engine = scene.session, scene.engine
     for step in range(3):
         with session.rollout() as given:
@@ -53,7 +53,7 @@ def test_stages_come_in_their_order(scene):
         assert stages_of(session) == ENTERING  # the previous step's are removed
 
 
-def test_a_session_that_sleeps_computes_what_one_does_that_never_does(sim, tag):
+def test_a_session_computes_the_same_with_and_without_sleep(sim, tag):
     sleeping, plain = Scene(tag), Scene(tag, sleep=False)
     results = []
     for scene in (sleeping, plain):
@@ -82,7 +82,7 @@ def test_without_a_session_of_sleep_the_trainer_is_left_where_it_is(sim, tag):
     assert memsaver.explain(next(trainer.model.parameters())).tag is None
 
 
-def test_it_offloads_what_it_is_given(sim, tag, run_python):
+def test_offload_moves_the_given_targets(sim, tag, run_python):
     # In a separate process, because the default tags exist once in a process.
     run_python(
         """
@@ -204,7 +204,7 @@ def test_peaks_are_the_drivers(scene, sim, wait_until):
     assert generate.slowest.seconds >= 0.1 and generate.seconds >= generate.slowest.seconds
 
 
-def test_a_stage_tells_what_it_did(scene):
+def test_a_stage_reports_its_result(scene):
     with scene.session.training():
         pass
     with scene.session.rollout():

@@ -173,7 +173,7 @@ def test_a_tensor_that_the_engine_does_not_know_is_named(scene, backend):
         assert all(model.holds(weights) for model in backend.models)
 
 
-def test_it_wakes_what_is_asked_and_no_more(scene, backend):
+def test_only_the_requested_tags_are_woken(scene, backend):
     """The KV cache is resumed only after the trainer's copy is paused."""
     session = scene["session"]
     released, name = [], session.trainer_tags[0]

@@ -46,7 +46,7 @@ def rows(output):
 
 
 @pytest.mark.parametrize("kind", ["local", "server"])
-def test_what_a_rollout_gives(make_engine, kind):
+def test_the_output_of_a_rollout(make_engine, kind):
     engine, _ = make_engine(kind, pad_token_id=-7)
     params = [{"max_new_tokens": 3}, {"max_new_tokens": 1}, {"max_new_tokens": 0}]
     output = engine.generate([[10, 20], [4], [5]], params)
@@ -112,7 +112,7 @@ def test_prompts_of_any_kind(make_engine):
         (([[1]], 5), "sampling_params"),
     ],
 )
-def test_prompts_that_are_none(make_engine, arguments, match):
+def test_invalid_prompts_are_rejected(make_engine, arguments, match):
     engine, manager = make_engine()
     with pytest.raises(ConfigError, match=match):
         engine.generate(*arguments)
@@ -129,7 +129,7 @@ def test_prompts_that_are_none(make_engine, arguments, match):
 
 
 @pytest.mark.parametrize("kind", ["local", "server"])
-def test_sleep_and_wake_up(make_engine, kind):
+def test_sleep_and_wake_up_change_the_given_tags(make_engine, kind):
     engine, manager = make_engine(kind)
     released = manager.schedulers[0].weight_updater.offload_tags
     assert engine.status is Status.AWAKE and engine.released == frozenset()
@@ -207,7 +207,7 @@ def test_a_version_that_changes_among_samples_is_none(make_engine):
     assert output.weight_version is None and output.logprobs is None
 
 
-def test_an_engine_that_gives_other_samples_than_asked_for(make_engine, monkeypatch):
+def test_an_engine_that_returns_the_wrong_number_of_samples(make_engine, monkeypatch):
     engine, _ = make_engine()
     given = engine.backend.generate
     for change in (lambda samples: samples[1:], lambda samples: samples * 2):
@@ -216,7 +216,7 @@ def test_an_engine_that_gives_other_samples_than_asked_for(make_engine, monkeypa
             engine.generate([[1], [2]], TWO)
 
 
-def test_a_closed_engine(make_engine):
+def test_a_closed_engine_rejects_calls(make_engine):
     engine, manager = make_engine()
     with engine:
         assert "awake" in repr(engine) and "rank 0 of 1" in repr(engine)
@@ -229,7 +229,7 @@ def test_a_closed_engine(make_engine):
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), True, "soon"])
-def test_times_that_are_none(make_engine, timeout):
+def test_invalid_times_are_rejected(make_engine, timeout):
     engine, _ = make_engine()
     for call in (
         lambda: engine.generate([[1]], timeout=timeout),
@@ -242,7 +242,7 @@ def test_times_that_are_none(make_engine, timeout):
     assert engine.status is Status.AWAKE
 
 
-def test_what_cannot_be_connected_to(make_engine):
+def test_connecting_to_unreachable_or_mismatched_servers_fails(make_engine):
     with pytest.raises(ConfigError, match="DeviceMesh"):
         RolloutEngine.connect("http://127.0.0.1:9", mesh="dp")
     with pytest.raises(EngineError, match="cannot be reached"):
@@ -277,12 +277,12 @@ class Given:
         ([[1, 2]], "must return a list of samples"),
     ],
 )
-def test_samples_that_are_none(samples, text):
+def test_invalid_samples_are_rejected(samples, text):
     with RolloutEngine(Given(*samples)) as engine, pytest.raises(EngineError, match=text):
         engine.generate([[7]])
 
 
-def test_what_is_no_engine():
+def test_invalid_arguments_of_the_constructor_are_rejected():
     with pytest.raises(ConfigError, match=r"not a `Backend`.*RolloutEngine\.connect"):
         RolloutEngine("http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="pad_token_id must be an integer, not None"):
@@ -292,7 +292,7 @@ def test_what_is_no_engine():
 
 
 @pytest.mark.parametrize("mask", [[[1, 0, 1]], [[1, 2, 0]], [[0.5, 1, 1]]])
-def test_masks_that_are_none(mask):
+def test_invalid_masks_are_rejected(mask):
     with (
         RolloutEngine(Given()) as engine,
         pytest.raises(ConfigError, match="contiguous run of tokens"),

@@ -63,7 +63,7 @@ def test_a_fence_of_one_engine_leaves_its_error_alone():
     assert caught.value is own and str(own) == "busy" and own.__cause__ is None
 
 
-def test_what_an_interrupted_transition_came_to_is_unknown():
+def test_the_status_after_an_interrupted_transition_is_unknown():
     backend = Engine()
     engine = RolloutEngine(backend, timeout=5)
     backend.fail = KeyboardInterrupt()

@@ -261,7 +261,7 @@ def test_a_leader_that_dies_at_work(run_ranks):
 
 
 @pytest.mark.timeout(180)
-def test_two_groups_of_two(run_ranks):
+def test_two_groups_of_two_have_their_own_engines(run_ranks):
     run_ranks(
         """
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -192,7 +192,7 @@ assert isinstance(error.__cause__, Alarm if RANK == 2 else type(None))
 
 
 @pytest.mark.timeout(120)
-def test_three_ranks(tmp_path):
+def test_calls_of_three_ranks_do_not_mix(tmp_path):
     code = CODE + textwrap.dedent(
         """
         # Different calls at the same time, and calls of another protocol.

@@ -158,14 +158,14 @@ def test_bad_options_are_refused(group_of, options, said):
         group_of(**options)
 
 
-def test_what_is_no_engine_or_no_backend_is_refused(backend):
+def test_an_invalid_engine_or_backend_is_rejected(backend):
     with pytest.raises(ConfigError, match="not str"):
         WeightGroup("http://127.0.0.1:30000")
     with pytest.raises(ConfigError, match="nccl, gloo"):
         WeightGroup(RolloutEngine(backend, timeout=20), backend="mpi")
 
 
-def test_an_address_that_cannot_be_had(group_of):
+def test_an_unavailable_address_is_rejected(group_of):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -173,7 +173,7 @@ def test_an_address_that_cannot_be_had(group_of):
             group_of(port=taken.getsockname()[1], timeout=5)
 
 
-def test_what_failed_is_told_and_not_that_the_group_cannot_be_left(group_of):
+def test_the_first_failure_is_raised_instead_of_a_failed_leave(group_of):
     with pytest.raises(ZeroDivisionError), group_of():
         raise ZeroDivisionError
     with pytest.raises(EngineError, match="it is gone"), group_of():
@@ -302,7 +302,8 @@ else:
         assert "the group failed" in str(error) and "make a new one" in str(error), error
         if backend is not None:
             backend.refuses = False
-    assert "was left" in str(refused(InvalidStateError, update, engine, shards, group=group))
+    error = refused(InvalidStateError, update, engine, shards, group=group)
+    assert "has left the group" in str(error)
     if backend is not None:
         store.set(f"todo{backend.number + 1}", repr(("end",)))
 """,
@@ -312,7 +313,7 @@ else:
 
 
 @pytest.mark.parametrize(("value", "told"), [(None, "not set"), ("1", "is 1"), ("0", "")])
-def test_a_failure_of_nccl_says_what_both_sides_need(backend, group_of, monkeypatch, value, told):
+def test_the_error_of_nccl_names_the_required_setting(backend, group_of, monkeypatch, value, told):
     if value is None:
         monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     else:

@@ -103,7 +103,7 @@ def test_every_tensor_is_in_the_sample_of_some_update(engine, backend):
     assert sorted(seen) == list(range(13))
 
 
-def test_modules_pairs_and_names(engine, backend):
+def test_modules_pairs_and_renamed_tensors_can_be_sent(engine, backend):
     module = torch.nn.Module()
     for name, tensor in checkpoint(3).items():
         owner = module
@@ -177,9 +177,7 @@ def test_shards_in_the_engines_layout(engine, backend):
         ({"a": torch.ones(2)}, {"pause": "in_place", "flush_cache": True}, "paused in place"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_the_engine_is_asked(
-    engine, backend, state, options, text
-):
+def test_invalid_options_are_rejected_before_any_request(engine, backend, state, options, text):
     with pytest.raises(ConfigError, match=text):
         update(engine, state, **options)
     assert backend.calls == []
@@ -239,7 +237,7 @@ def test_after_a_failure_a_hanging_engine_is_waited_for_briefly(engine, backend,
 
 
 @pytest.mark.parametrize("kind", [EngineError, KeyboardInterrupt])
-def test_what_began_too_late_ends(engine, backend, monkeypatch, kind):
+def test_an_update_that_began_too_late_is_ended(engine, backend, monkeypatch, kind):
     def begins_late(timeout, begin=backend.begin_update):
         begin(timeout)
         raise kind("too late")

@@ -171,7 +171,7 @@ for step in range(2):
 
 
 @pytest.mark.timeout(200)
-def test_what_fails_on_two_ranks_fails_on_both(tmp_path):
+def test_a_failure_on_one_of_two_ranks_is_raised_on_both(tmp_path):
     run(
         """
 from memsaver.integrations.rollout.weights import updates

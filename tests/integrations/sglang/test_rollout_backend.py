@@ -86,13 +86,13 @@ def test_multimodal_prompts_pass_through(world):
         world.backend.generate([Request([1], FOUR, {"smell_data": 1})], 30)
 
 
-def test_a_server_takes_only_what_json_can_say(make_world):
+def test_a_server_accepts_only_json_arguments(make_world):
     _, url = make_world("server")
     with pytest.raises(ConfigError, match="base64"):
         backend_of(url).generate([Request([1], FOUR, {"image_data": object()})], 30)
 
 
-def test_what_the_engine_refuses_is_an_error_that_says_so(world):
+def test_a_request_that_the_engine_rejects_is_an_error_with_its_reason(world):
     bad = Request([1], {"max_new_tokens": 9000})
     with pytest.raises(EngineError, match="context length"):
         world.backend.generate([Request([1], FOUR), bad], 30)
@@ -129,7 +129,7 @@ def test_a_generation_and_a_sleep_keep_out_of_each_others_way(world):
 # --- a pause of the generation --------------------------------------------------------------------
 
 
-def test_a_pause_that_aborts_gives_what_there_is(world):
+def test_an_aborting_pause_returns_the_partial_output(world):
     world.manager.generate_seconds = 60
     generation = Task(world.backend.generate, [Request([1], FOUR)], 30)
     wait_for(lambda: world.manager.schedulers[0].running)
@@ -174,7 +174,7 @@ def test_tensors_are_loaded_with_a_version_that_samples_have(world):
     assert sample.weight_version == "step-7"
 
 
-def test_tensors_that_are_refused(world):
+def test_rejected_tensors_are_errors(world):
     with pytest.raises(EngineError, match="the model does not have"):
         load(world.backend, ["bad"])
     with pytest.raises(ConfigError, match="one for each"):
@@ -262,7 +262,7 @@ def test_ranks_that_would_get_no_weights(make_world, kind, given):
         backend_of(target).begin_update(30)
 
 
-def test_what_is_no_engine(make_world):
+def test_anything_but_an_engine_is_rejected(make_world):
     with pytest.raises(ConfigError, match="must be an sglang"):
         backend_of(object())
     with pytest.raises(EngineError, match="cannot be reached"):

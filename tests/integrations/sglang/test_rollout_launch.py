@@ -54,7 +54,7 @@ def test_an_engine_gets_the_gpus_of_its_ranks(ranks, base, step, visible):
     assert placement.visible == visible
 
 
-def test_places_that_there_are_not():
+def test_invalid_places_are_rejected():
     with pytest.raises(ConfigError, match="use the GPUs 0, 0"):
         place(gpus(0, 0), 0)
     with pytest.raises(ConfigError, match="use the GPUs 5, 5"):
@@ -158,7 +158,7 @@ def surroundings():
     assert left[1:] == before[1:]  # a test may have changed the environment
 
 
-def test_a_launch_leaves_this_process_as_it_was(sglang, surroundings, monkeypatch):
+def test_a_launch_leaves_this_process_unchanged(sglang, surroundings, monkeypatch):
     torchrun = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "4", "MASTER_PORT": "1234"}
     torchrun |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0"}
     for name, text in {**torchrun, "CUDA_VISIBLE_DEVICES": ALL_GPUS}.items():
@@ -268,7 +268,7 @@ def starts_another(file):
     child.wait()
 
 
-def test_without_sglang(monkeypatch):
+def test_without_sglang_a_launch_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(NotLoadedError, match="SGLang"):
         RolloutEngine.launch(model_path="m")

@@ -35,7 +35,7 @@ def scheduler(sglang, sim, tag, make_blocks):
     scheduler_calls.let_go(scheduler)
 
 
-def test_release_and_resume(scheduler, sim):
+def test_release_and_resume_move_the_memory_of_older_schedulers(scheduler, sim):
     before = sim.tag_bytes()
     answer = ask(scheduler, "release")
     assert answer.failure is None and answer.ranks[0].bytes == before and sim.tag_bytes() == 0
@@ -101,7 +101,7 @@ def test_a_failure_of_sglangs_own_part_is_undone(scheduler):
     ask(scheduler, "resume")
 
 
-def test_a_controller_is_told_the_state(scheduler, sglang):
+def test_a_controller_reads_the_state(scheduler, sglang):
     engine = stand_in.Engine(sglang.Tokenizer([scheduler]))
     try:
         controller = SleepController(engine, timeout=30)

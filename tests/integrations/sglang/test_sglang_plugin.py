@@ -31,7 +31,7 @@ STAND_IN = TESTS / "fixtures" / "sglang_plugins"
 # --- the package ----------------------------------------------------------------------------------
 
 
-def test_the_controller_is_imported_when_asked_for(run_python):
+def test_the_controller_is_imported_on_first_use(run_python):
     """SGLang's processes load only the plugin."""
     run_python(
         """
@@ -60,7 +60,7 @@ else:
 # --- the adapter ----------------------------------------------------------------------------------
 
 
-def test_contents_and_zeros(sim, tag):
+def test_backed_up_contents_return_and_others_are_zero(sim, tag):
     weights, kv = tag("weights"), tag("kv_cache")
     with MemsaverAdapter().region(weights, enable_cpu_backup=True):
         kept = [Block(sim, nbytes, seed) for seed, nbytes in enumerate((3 * MIB, 5000))]
@@ -170,7 +170,7 @@ def test_a_tag_of_the_process_s_own_is_paused_too(sim, tag, make_blocks):
     assert block.is_intact()
 
 
-def test_disable(sim, tag):
+def test_disable_keeps_memory_out_of_the_tag(sim, tag):
     saver, name = MemsaverAdapter(), tag()
     with saver.region(name):
         inside = Block(sim, MIB, 1)
@@ -181,7 +181,7 @@ def test_disable(sim, tag):
 
 
 @pytest.mark.parametrize("more", [{}, {"enable_cpu_backup": True}], ids=["0.5.16", "0.5.23"])
-def test_graphs(sim, tag, monkeypatch, more):
+def test_graphs_are_captured_in_the_given_tag(sim, tag, monkeypatch, more):
     """The fake capture receives all arguments, and allocates in the given tag."""
     name, pool, stream, graph = tag("cuda_graph"), (0, 7), object(), object()
     seen = []
@@ -208,14 +208,14 @@ def test_a_graph_on_the_simulator_is_a_clear_error(sim):
             pass
 
 
-def test_what_else_sglang_asks():
+def test_other_methods_of_sglangs_saver_interface():
     saver = MemsaverAdapter()
     assert saver.enabled is True
     assert saver.check_validity("release_memory_occupation") is None
 
 
 @pytest.mark.preloads
-def test_children_are_preloaded_only_if_asked(monkeypatch):
+def test_children_are_preloaded_only_if_requested(monkeypatch):
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     with MemsaverAdapter().configure_subprocess():
         assert "LD_PRELOAD" not in os.environ
@@ -272,7 +272,7 @@ def test_every_process_uses_memsaver(run_sglang, scenario):
 
 @pytest.mark.preloads
 @pytest.mark.parametrize("scenario", ["scheduler", "data-parallel"])
-def test_preload_mode_if_asked(run_sglang, scenario):
+def test_preload_mode_if_requested(run_sglang, scenario):
     seen, log = run_sglang(SCENARIOS[scenario], MEMSAVER_SGLANG_PRELOAD="1")
     assert seen["preloaded"] and seen["awake"] == [[True] * 3] * 4
     assert "preload mode" in log
@@ -284,7 +284,7 @@ def test_preload_mode_if_asked(run_sglang, scenario):
     [{"MEMSAVER_SGLANG": "0"}, {"MEMSAVER_SGLANG": "off"}, {"SGLANG_PLUGINS": "another"}],
     ids=["off", "off in words", "not in SGLANG_PLUGINS"],
 )
-def test_turned_off(run_sglang, scenario, env):
+def test_a_plugin_that_is_turned_off_does_nothing(run_sglang, scenario, env):
     seen, log = run_sglang(SCENARIOS[scenario], status=1, **env)
     assert seen is None
     assert "torch_memory_saver is not installed" in log  # SGLang's own answer
@@ -298,7 +298,7 @@ def test_named_in_sglang_plugins(run_sglang):
     assert seen["saver"] == "MemsaverAdapter"
 
 
-def test_a_flag_that_is_none(run_sglang):
+def test_an_invalid_flag(run_sglang):
     seen, log = run_sglang(SCENARIOS["scheduler"], status=1, MEMSAVER_SGLANG="perhaps")
     assert seen is None
     assert "MEMSAVER_SGLANG='perhaps' is not a flag" in log
@@ -373,7 +373,7 @@ assert type(engine.TorchMemorySaverAdapter.create(enable=True)).__name__ == "Mem
     assert log.count("memsaver cannot protect release and resume") == 4
 
 
-def test_without_a_driver(run_sglang):
+def test_without_a_driver_the_saver_is_an_error(run_sglang):
     _, log = run_sglang(
         """
 engine.load_plugins()
@@ -454,7 +454,7 @@ def test_poison_is_warned_of_once_in_each_process(run_sglang, value, warnings):
 @pytest.mark.parametrize(
     "version", ["0.5.12", "0.5.16", "0.5.23", "0.5.16.post1", "0.5.23+cu130", "v0.5.16"]
 )
-def test_known_versions(version):
+def test_tested_versions_cause_no_warning(version):
     assert versions.doubt(version) is None
 
 
@@ -465,7 +465,7 @@ def test_versions_it_was_not_tried_with(version):
 
 
 @pytest.mark.parametrize("version", ["0.4.9", "0.5.10", "0.5.10.post2"])
-def test_versions_without_plugins(version):
+def test_versions_without_plugins_get_advice(version):
     assert "torch_memory_saver instead" in versions.doubt(version)
 
 
@@ -486,7 +486,7 @@ def test_entry_points_are_declared(group):
 
 
 @pytest.mark.parametrize("value, on", [("", True), ("1", True), ("ON", True), ("no", False)])
-def test_flags(monkeypatch, value, on):
+def test_flags_are_parsed_or_rejected(monkeypatch, value, on):
     monkeypatch.setenv("MEMSAVER_SGLANG", value)
     assert settings.is_on() is on
     monkeypatch.setenv("MEMSAVER_SGLANG_PRELOAD", "maybe")

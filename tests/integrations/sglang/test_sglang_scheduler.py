@@ -41,7 +41,7 @@ def engine(sglang, sim, tag, make_blocks):
     scheduler_calls.let_go(scheduler)
 
 
-def test_release_and_resume_tell_bytes_of_each_tag(engine, sim):
+def test_release_and_resume_report_the_bytes_of_each_tag(engine, sim):
     before = sim.tag_bytes()
     answer = ask(engine, "release")
     assert answer.failure is None and set(answer.released) == set(stand_in.TAGS)
@@ -158,7 +158,7 @@ def test_a_failure_of_sglangs_own_part_of_a_resume_is_undone(engine, sim, where)
     assert ask(engine, "release").failure is None and ask(engine, "resume").failure is None
 
 
-def test_memory_that_a_failed_resume_leaves_mapped_is_given_back(engine, sim):
+def test_memory_that_a_failed_resume_leaves_mapped_is_released(engine, sim):
     ask(engine, "release")
     updater = engine.weight_updater
     updater.resume_errors["after kv_cache"] = RuntimeError("no queue")
@@ -203,7 +203,7 @@ def test_a_release_that_is_refused_keeps_contents_without_a_backup(engine):
     assert ask(engine, "release").failure is None and ask(engine, "resume").failure is None
 
 
-def test_an_sglang_without_what_the_hooks_need(sglang, monkeypatch, caplog):
+def test_an_sglang_without_the_functions_that_the_hooks_need(sglang, monkeypatch, caplog):
     """SGLang's own handlers run, and the internal state reports no guard."""
     monkeypatch.setattr(moves, "names_of", lambda tag: ())
     request = stand_in.ReleaseMemoryOccupationReqInput()
@@ -237,7 +237,7 @@ def test_answers_without_room_for_a_text_are_not_guarded(sglang, monkeypatch):
     assert output is not None and answers_of([output]) == [] and scheduler.death is None
 
 
-def test_model_buffers_come_back_without_a_backup(sglang, sim, tag, make_blocks):
+def test_model_buffers_are_restored_without_a_backup(sglang, sim, tag, make_blocks):
     tag.names.extend(stand_in.TAGS)
     scheduler = sglang.Scheduler(sglang.Updater)
     scheduler.model = make_blocks("weights", [MIB], backup="none")[0]
@@ -249,7 +249,7 @@ def test_model_buffers_come_back_without_a_backup(sglang, sim, tag, make_blocks)
     del scheduler.model
 
 
-def test_what_is_released_keeps_no_model_buffers_on_the_device(engine):
+def test_a_release_leaves_no_model_buffers_on_the_device(engine):
     (before,) = [tensor for _, tensor in engine.buffers()["buffers"]]
     ask(engine, "release", ["kv_cache", "weights"])
     stash = engine.weight_updater.stashed_model_static_state
@@ -286,7 +286,7 @@ def test_the_state_is_part_of_the_server_information(engine):
     assert ask(engine, "resume").number == 2
 
 
-def test_an_error_reaches_whoever_asked_the_engine(engine, sglang, sim):
+def test_an_error_reaches_the_caller_of_the_engine(engine, sglang, sim):
     local = stand_in.Engine(sglang.Tokenizer([engine]))
     request = stand_in.ResumeMemoryOccupationReqInput
 

@@ -79,7 +79,7 @@ def test_requests_go_and_checks_come(world, call):
 
 
 @pytest.mark.parametrize("call", [load, broadcast])
-def test_what_differs_is_an_answer_however_long(world, call):
+def test_differences_are_answered_at_any_length(world, call):
     names = tuple(f"model.layers.{number}.weight" for number in range(400))
     checks = [RankCheck(0, "h", 1, damaged=names), *GOOD[1:]]
     answering(world, False, text_of_checks(checks))
@@ -101,7 +101,7 @@ def test_a_failure_beside_good_answers_is_one(world, call):
 
 
 @pytest.mark.parametrize("call", [load, broadcast])
-def test_what_fails_is_the_ranks_own_error(world, call):
+def test_a_failed_load_raises_the_ranks_own_error(world, call):
     failed = RankCheck(1, "there", 1, failure=Failure("InvalidStateError", "asleep", "weights"))
     answering(world, False, text_of_checks([GOOD[0], failed]))
     with pytest.raises(InvalidStateError, match=r"rank 1 \(there\): asleep"):

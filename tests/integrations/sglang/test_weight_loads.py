@@ -86,7 +86,7 @@ def load(rank, named, wanted, load_format="flattened_bucket", **fields):
     return rank.update_weights_from_tensor(request)
 
 
-def test_what_was_sent_arrives_and_is_held(manager):
+def test_sent_tensors_arrive_and_are_in_the_model(manager):
     rank, named = manager(Model()), weights()
     output = load(rank, named, verification(named))
     (check,) = checks(output)
@@ -115,7 +115,7 @@ def test_an_update_without_verification_is_sglangs_own(manager):
         load(rank, {"embed.weight": torch.zeros(3, 3)}, None)
 
 
-def test_what_came_otherwise_is_named_and_not_loaded(manager):
+def test_a_tensor_that_differs_on_arrival_is_named_and_not_loaded(manager):
     rank, named = manager(Model()), weights()
     sent = {**named, "layers.1.k.weight": named["layers.1.k.weight"] + 1}
     output = load(rank, named, verification(named, sent=sent))
@@ -150,7 +150,7 @@ def test_a_model_that_holds_something_else_is_found(manager, monkeypatch):
     assert (check.held, check.differing) == (1, ())
 
 
-def test_names_that_the_model_does_not_know_are_told_in_any_case(manager):
+def test_unknown_names_are_always_reported(manager):
     rank, named = manager(Model()), {**weights(), "layer.0.q.weight": torch.ones(2)}
     output = load(rank, named, verification(named, ()))
     assert not output.success  # SGLang's manager would adopt the version after a success
@@ -166,7 +166,7 @@ def test_names_that_the_model_does_not_know_are_told_in_any_case(manager):
         ({"layers.7.q.weight": torch.zeros(8, 8)}, "qkv_7"),
     ],
 )
-def test_what_a_loader_raises_is_an_answer(manager, named, text):
+def test_an_exception_of_a_loader_is_answered(manager, named, text):
     rank = manager(Model())
     output = load(rank, named, verification(named))
     assert not output.success
@@ -229,7 +229,7 @@ def test_broadcasts_are_checked_alike(manager):
         checks(output)
 
 
-def test_a_model_that_keeps_what_it_is_given_is_refused(manager):
+def test_a_model_that_keeps_the_senders_memory_is_rejected(manager):
     class Keeper(Model):
         def load_weights(self, weights):
             for _, tensor in weights:
@@ -241,7 +241,7 @@ def test_a_model_that_keeps_what_it_is_given_is_refused(manager):
         checks(output)
 
 
-def test_a_loader_that_cannot_be_run_twice_says_why(manager):
+def test_a_loader_that_cannot_be_run_twice_reports_the_reason(manager):
     class Once(Model):
         def load_weights(self, weights):
             if hasattr(self, "done"):

@@ -35,7 +35,7 @@ def test_copies_of_a_model_and_an_optimizer_are_free(sim, tag):
             trainer.model(x)
 
 
-def test_what_is_offloaded_dies_with_its_trainer(sim, tag):
+def test_offloaded_memory_is_freed_with_its_trainer(sim, tag):
     trainer = Trainer()
     offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
     trainer.step()
@@ -98,7 +98,7 @@ def test_gradients_of_tensors_go_along_as_long_as_the_handle_lives(sim, tag):
         assert not lies_in(tensor.grad, tag.names[0])
 
 
-def test_what_a_pause_in_inference_mode_moves_can_be_trained(sim, tag):
+def test_memory_moved_by_a_pause_in_inference_mode_can_be_trained(sim, tag):
     trainer, expected = Trainer(), Trainer()
     offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
     for one in (trainer, expected):
@@ -111,7 +111,7 @@ def test_what_a_pause_in_inference_mode_moves_can_be_trained(sim, tag):
     assert_same_steps(trainer, expected, offloaded)
 
 
-def test_what_was_made_in_inference_mode_stays_so(sim, tag):
+def test_inference_tensors_stay_inference_tensors(sim, tag):
     with torch.inference_mode():
         tensor = torch.arange(64.0)
     offloaded = offload(tensor, tag=tag())

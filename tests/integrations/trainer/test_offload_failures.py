@@ -100,7 +100,7 @@ def test_an_offload_without_room_can_be_made_again(sim, tag, leave_free):
     assert trainer.contents() == expected.contents()
 
 
-def test_what_an_offload_without_room_has_moved_is_guarded(half_moved):
+def test_memory_moved_before_an_offload_ran_out_of_room_is_guarded(half_moved):
     trainer, name = half_moved()
     assert sum(lies_in(state, name) for state in states_of(trainer.optimizer)) > 0
     contents = trainer.contents()
@@ -163,7 +163,7 @@ def test_a_step_whose_states_find_no_room_is_done_and_warns(sim, tag, leave_free
     assert trainer.contents() == expected.contents()
 
 
-def test_states_without_room_warn_once_and_say_where(sim, tag, leave_free):
+def test_states_without_room_warn_once_at_the_programs_line(sim, tag, leave_free):
     trainer, loaded = Trainer(model=wide_model), Trainer(model=wide_model)
     loaded.step()
     offloaded = offload(trainer.optimizer, tag=tag())

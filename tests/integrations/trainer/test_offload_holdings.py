@@ -268,7 +268,7 @@ if sys.version_info >= (
 
 
 @pytest.mark.parametrize("kind", ALIASES)
-def test_an_alias_that_cannot_be_redirected_is_refused_until_it_is_gone(sim, tag, kind):
+def test_an_alias_that_cannot_be_redirected_is_rejected_until_it_is_deleted(sim, tag, kind):
     tensor = torch.arange(64.0)
     address = tensor.data_ptr()
     alias = ALIASES[kind](tensor)
@@ -295,7 +295,7 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_memory_of_a_buffer_is_refused_until_the_buffer_is_gone(sim, tag, kind):
+def test_memory_of_a_buffer_is_rejected_until_the_buffer_is_deleted(sim, tag, kind):
     buffer = BUFFERS[kind](bytes(64 * 64 * 4))
     tensor = torch.frombuffer(buffer, dtype=torch.float32, count=64 * 64).view(64, 64)
     model = torch.nn.Linear(64, 64, bias=False)
@@ -314,7 +314,7 @@ def test_memory_of_a_buffer_is_refused_until_the_buffer_is_gone(sim, tag, kind):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_quantised_and_conjugated_tensors_stay_what_they_are(sim, tag):
+def test_quantised_and_conjugated_tensors_keep_their_kind(sim, tag):
     quantised = torch.quantize_per_tensor(torch.arange(8.0), 0.5, 3, torch.quint8)
     conjugated = torch.tensor([1 + 2j, 3 - 4j]).conj()
     expected = quantised.dequantize().tolist(), conjugated.tolist()
@@ -339,7 +339,7 @@ def test_a_move_that_fails_half_way_leaves_all_aliases_together(sim, tag, monkey
         point(user, storage)
 
     monkeypatch.setattr(module, "_point", failing)
-    with pytest.raises(memsaver.InvalidStateError, match="stay where they are"):
+    with pytest.raises(memsaver.InvalidStateError, match="were not moved"):
         offload(tensor, tag=tag())
     storages = {one.untyped_storage().data_ptr() for one in (tensor, *views)}
     assert storages == {tensor.data_ptr()}

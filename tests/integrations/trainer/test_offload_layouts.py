@@ -66,7 +66,7 @@ class Odd(torch.nn.Module):
 
 @pytest.mark.parametrize("model", [Tied, Flat, Odd])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum"])
-def test_models_of_every_layout(sim, tag, model, optimizer):
+def test_models_of_every_layout_keep_their_parameters(sim, tag, model, optimizer):
     trainer, expected = Trainer(optimizer, model), Trainer(optimizer, model)
     shapes = [(p.shape, p.stride(), p.dtype) for p in trainer.model.parameters()]
     parameters = list(trainer.model.parameters())
@@ -86,7 +86,7 @@ def test_tied_parameters_count_once_and_stay_tied(sim, tag):
     assert model.second.weight is model.first.weight
 
 
-def test_buffers_go_along(sim, tag):
+def test_buffers_move_with_the_parameters(sim, tag):
     model = torch.nn.BatchNorm1d(32)
     model.register_buffer("mask", torch.ones(64), persistent=False)
     offloaded = offload(model, tag=tag())
@@ -96,7 +96,7 @@ def test_buffers_go_along(sim, tag):
     assert offloaded.bytes == sum(tensor.nbytes for tensor in held)
 
 
-def test_views_that_nobody_told_of_go_along(sim, tag):
+def test_unregistered_views_move_too(sim, tag):
     model = Flat()
     flat = model.flat[0]
     offloaded = offload(model, tag=tag())
@@ -186,7 +186,7 @@ def test_sparse_gradients_stay(sim, tag):
         assert bytes_of(trainer.model.table.weight) == bytes_of(expected.model.table.weight)
 
 
-def test_lazy_parameters_come_when_they_are_there(sim, tag):
+def test_lazy_parameters_move_when_they_exist(sim, tag):
     model = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.Linear(8, 8))
     offloaded = offload(model, tag=tag())
     model(torch.ones(2, 32))

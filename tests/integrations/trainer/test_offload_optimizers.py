@@ -52,7 +52,7 @@ class MasterWeights:
 
 
 @pytest.mark.parametrize("by", ["parameters", "tensors"])
-def test_master_weights(sim, tag, by):
+def test_master_weights_are_offloaded(sim, tag, by):
     trainer, expected = MasterWeights(), MasterWeights()
     if by == "parameters":
         offloaded = offload(trainer.optimizer, parameters=True, tag=tag())
@@ -138,7 +138,7 @@ def test_a_state_dict_that_shares_tensors_with_the_optimizer(sim, tag):
     assert_same_steps(trainer, expected, offloaded)
 
 
-def test_steps_inside_the_backward(sim, tag):
+def test_optimizers_that_step_inside_the_backward_are_offloaded(sim, tag):
     # Optimizers that step as soon as a gradient exists, on autograd's threads.
     def make():
         trainer = Trainer("sgd_momentum")
@@ -182,7 +182,7 @@ def test_a_module_that_is_converted_afterwards(sim, tag):
     assert lies_in(trainer.model[0].weight, offloaded.tag)
 
 
-def test_an_optimizer_inside_another(sim, tag):
+def test_an_optimizer_inside_another_is_offloaded(sim, tag):
     class Accelerated(torch.optim.Optimizer):
         def __init__(self, optimizer):
             self.optimizer = optimizer

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.each_python
 # --- while paused ---------------------------------------------------------------------------------
 
 
-def test_a_step_while_paused_says_what_to_do_and_touches_nothing(sim, tag):
+def test_a_step_while_paused_is_rejected_with_advice(sim, tag):
     trainer, expected = Trainer(), Trainer()
     offloaded = offload(trainer.optimizer, tag=tag())
     for one in (trainer, expected):
@@ -140,7 +140,7 @@ def test_a_step_waits_for_no_transition(sim, tag):
     trainer.step()
 
 
-def test_an_exception_resumes(sim, tag):
+def test_an_exception_in_the_block_resumes_the_tag(sim, tag):
     trainer, expected = Trainer(), Trainer()
     offloaded = offload(trainer.optimizer, tag=tag())
     trainer.step()
@@ -236,13 +236,13 @@ def test_closing_is_refused_while_paused(sim, tag):
         ((torch.ones(2),), {"tag": 3}),
     ],
 )
-def test_what_cannot_be_offloaded(sim, tag, targets, options):
+def test_invalid_targets_and_options_are_rejected(sim, tag, targets, options):
     with pytest.raises(memsaver.ConfigError):
         offload(*targets, **{"tag": tag(), **options})
     assert sim.tag_bytes() == 0
 
 
-def test_what_takes_no_hooks_is_refused_before_anything_moves(sim, tag):
+def test_targets_without_hooks_are_rejected_before_anything_moves(sim, tag):
     module = torch.jit.script(torch.nn.Linear(8, 8))
     name = tag()
     with pytest.raises(memsaver.ConfigError, match="accepts none"):
@@ -321,7 +321,7 @@ def test_gradients_in_another_tag_stay_there(sim, tag):
     assert trainer.contents() == expected.contents()
 
 
-def test_what_python_cannot_find_is_refused_by_the_simulator(sim, tag):
+def test_memory_with_untracked_users_is_rejected_on_the_simulator(sim, tag):
     model = torch.nn.Linear(8, 8)
     out = model(torch.ones(2, 8, requires_grad=True))  # its graph has a view of the weight
     address = model.weight.data_ptr()
@@ -333,7 +333,7 @@ def test_what_python_cannot_find_is_refused_by_the_simulator(sim, tag):
     assert offload(model, tag=name).bytes == model.weight.nbytes + model.bias.nbytes
 
 
-def test_the_simulator_says_when_the_collector_was_frozen(sim, tag):
+def test_the_simulator_reports_a_frozen_collector(sim, tag):
     model = torch.nn.Linear(8, 8)
     gc.collect()
     gc.freeze()

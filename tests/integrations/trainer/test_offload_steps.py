@@ -91,7 +91,7 @@ def test_states_are_in_the_tag_from_the_step_that_makes_them(sim, tag):
     assert addresses_of(trainer) == addresses
 
 
-def test_gradients_go_with_the_pause_and_come_back(sim, tag):
+def test_gradients_are_paused_and_restored(sim, tag):
     trainer = Trainer()
     offloaded = offload(trainer.optimizer, tag=tag())
     trainer.backward()

@@ -88,14 +88,16 @@ class Session {
 };
 
 bool Session::done(ms_status status) {
-  require(status >= MS_OK && status <= MS_INTERNAL, "a status is one of the list");
+  require(status >= MS_OK && status <= MS_INTERNAL, "a status is one of ms_status");
   if (status == MS_INTERNAL) std::fprintf(stderr, "%s\n", error_.message);
-  require(status != MS_INTERNAL, "nothing is a bug of ours");
+  require(status != MS_INTERNAL, "no call reports an internal error");
   if (status == MS_OK || error_.status == MS_OK) return status == MS_OK;
   require(std::memchr(error_.message, 0, sizeof(error_.message)) && error_.message[0],
-          "an error says something");
-  require(std::memchr(error_.tag, 0, sizeof(error_.tag)) != nullptr, "its tag ends");
-  require(std::memchr(error_.call, 0, sizeof(error_.call)) != nullptr, "its call ends");
+          "an error has a message");
+  require(std::memchr(error_.tag, 0, sizeof(error_.tag)) != nullptr,
+          "an error's tag is terminated");
+  require(std::memchr(error_.call, 0, sizeof(error_.call)) != nullptr,
+          "an error's call is terminated");
   require(error_.status == status, "an error has the status that was returned");
   error_ = ms_error{};
   return false;
@@ -157,7 +159,7 @@ void Session::allocate() {
     default:
       made = done(ms_malloc(bytes, device(), in_.below(8) ? &pointer : nullptr, error()));
   }
-  require(made || !pointer, "what failed gives no memory");
+  require(made || !pointer, "a failed allocation returns null");
   if (!pointer) return;
   if (ms_owns(pointer)) *static_cast<char*>(pointer) = 1;
   blocks_.push_back({static_cast<char*>(pointer), bytes});
@@ -231,7 +233,8 @@ void Session::transit() {
       begun = ms_swap_begin(out.data(), out.size(), into.data(), into.size(), backup(), dead.data(),
                             dead.size(), seen, &transition, error());
   }
-  require((begun == MS_OK) == (transition != nullptr), "what has not begun is no transition");
+  require((begun == MS_OK) == (transition != nullptr),
+          "a transition is returned only if it has begun");
   if (!done(begun)) return;
   for (size_t count = in_.below(4); count > 0; --count) beside(transition);
   for (size_t runs = in_.below(4) ? 1 : in_.below(3); runs > 0; --runs) {
@@ -433,7 +436,7 @@ void Session::clean() {
   ms_usage* rows = nullptr;
   size_t count = 0;
   require(ms_trim(nullptr, nullptr) == MS_OK && ms_stats(&rows, &count, nullptr) == MS_OK,
-          "figures can be had");
+          "the figures can be queried");
   for (size_t i = 0; i < count; ++i) {
     require(rows[i].state == MS_MAPPED && rows[i].allocations == 0 && rows[i].resident_bytes == 0 &&
                 rows[i].host_bytes == 0 && rows[i].disk_bytes == 0,
@@ -447,7 +450,7 @@ void Session::clean() {
   sim_counts(&totals);
   require(totals.handles == 0 && totals.mappings == 0 && totals.violations == 0 &&
               totals.illegal_accesses == 0,
-          "the driver has nothing left, and no rule of it was broken");
+          "no driver object is left, and no rule of the driver was violated");
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ void check_round_trip() {
   for (const std::string& name : memsaver::option_names()) {
     const std::string text = memsaver::option_text(name);
     memsaver::set_option(name, text);
-    fuzz::require(memsaver::option_text(name) == text, "an option's text means itself");
+    fuzz::require(memsaver::option_text(name) == text, "an option's text sets the same value");
   }
   for (const memsaver::Entry& entry : memsaver::table) {
     if (entry.kind == memsaver::OptionKind::kPath) continue;
@@ -51,13 +51,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t count) {
     check_round_trip();
   } catch (const memsaver::Error& error) {
     fuzz::require(error.status == memsaver::Status::kBadConfig && !error.message.empty(),
-                  "what cannot be understood is a bad configuration");
+                  "invalid text is a configuration error");
   }
   memsaver::sim::Settings settings;
   if (memsaver::sim::read_settings(&settings).empty()) {
     fuzz::require(settings.devices >= 0 && settings.devices <= SIM_MAX_DEVICES &&
                       settings.memory_bytes > 0 && settings.memory_bytes % (2 << 20) == 0,
-                  "the simulated machine makes sense");
+                  "the simulated machine is valid");
   }
   // By name: any name, any text.
   fuzz::Input again(bytes, count);
@@ -66,7 +66,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t count) {
     memsaver::set_option(name, again.text(40));
     memsaver::option_text(name);
   } catch (const memsaver::Error& error) {
-    fuzz::require(error.status == memsaver::Status::kBadConfig, "an unknown name says so");
+    fuzz::require(error.status == memsaver::Status::kBadConfig,
+                  "an unknown name is a configuration error");
   }
   return 0;
 }

@@ -75,7 +75,7 @@ bool Thread::allocate() {
     }
     if (!block.pointer) return false;
     if (!ms_wants() || !ms_region_tag() || ms_region_depth() != 1) {
-      world_.fail("the thread's region is not what it entered");
+      world_.fail("the thread's region is not the one that it entered");
     }
   }
   if (!ms_owns(block.pointer)) world_.fail("an allocation in a region is plain memory");

@@ -82,9 +82,9 @@ inline std::string fault_in(const Tag& tag, const Block& block, const void* at,
       pattern ? unlike_pattern(at, block.bytes, block.value) : unlike_byte(at, block.bytes, byte);
   if (offset >= block.bytes) return "";
   return "a block of " + tag.name + " on device " + std::to_string(block.device) + " with " +
-         std::to_string(block.bytes) + " bytes should hold " +
+         std::to_string(block.bytes) + " bytes should contain " +
          (pattern ? "its pattern" : "bytes " + std::to_string(byte)) +
-         (given_up ? " since it was given up" : "") + ", and at " + std::to_string(offset) +
+         (given_up ? " since it was discarded" : "") + ", and at " + std::to_string(offset) +
          " there is " + std::to_string(static_cast<const unsigned char*>(at)[offset]);
 }
 

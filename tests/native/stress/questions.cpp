@@ -52,7 +52,7 @@ bool Thread::watch() {
     for (const auto& tag : world_.tags) {
       knows_all = knows_all && answer.find("{\"tag\":\"" + tag->name + "\"") != answer.npos;
     }
-    if (!knows_all) world_.fail("the socket does not answer: '" + answer + "'");
+    if (!knows_all) world_.fail("the socket's answer is incomplete: '" + answer + "'");
   }
   ::close(client);
   return address.sun_path[0] != 0;
@@ -64,7 +64,7 @@ bool Thread::look() {
   ms_range* ranges = nullptr;
   size_t count = 0;
   if (fine(ms_stats(&rows, &count, &error), error, "ms_stats", {}) && count < world_.tags.size()) {
-    world_.fail("ms_stats leaves tags out");
+    world_.fail("ms_stats omits tags");
   }
   ms_list_free(rows);
   uint64_t first = 0, second = 0;
@@ -72,7 +72,7 @@ bool Thread::look() {
   fine(ms_deferred_releases(&first, &second, &second, &error), error, "ms_deferred_releases", {});
   fine(ms_device_memory(static_cast<int>(below(kDevices)), &first, &second, &error), error,
        "ms_device_memory", {});
-  if (first > second) world_.fail("a device has more free than it has");
+  if (first > second) world_.fail("a device has more free than total memory");
   char value[64];
   fine(ms_option("share_bytes", value, sizeof(value), &error), error, "ms_option", {});
   ms_changes();
@@ -162,7 +162,7 @@ bool Thread::record() {
   for (size_t i = 0; i < count; ++i) {
     const ms_event& row = rows[i];
     if (row.kind == MS_EVENT_MEMORY && row.free_bytes > row.total_bytes) {
-      world_.fail("a device had more free than it has");
+      world_.fail("a device had more free than total memory");
     }
     if (row.kind == MS_EVENT_BASELINE) continue;
     if (row.time_seconds < last) world_.fail("a timeline goes back in time");

@@ -88,7 +88,7 @@ void Thread::note(const Asked& asked) {
     for (size_t of : asked.out) {
       const Tag& tag = *world_.tags[of];
       if (tag.name == row.tag && row.device >= 0 && (row.changed != 0) == tag.paused) {
-        world_.fail(tag.name + ": a pause says that it changed what it did not, or did not");
+        world_.fail(tag.name + ": a pause's report does not match its effect");
       }
     }
   }

@@ -139,7 +139,7 @@ def test_no_failed_call_shows_the_key(serve):
     assert "tell" not in repr(engine) + repr(vars(engine)) + repr(vars(engine._client))
 
 
-def test_the_key_goes_to_the_server(serve):
+def test_the_key_is_sent_to_the_server(serve):
     server = serve(response({"internal_states": []}))
     ServedEngine(server.url + "/", KEY).states(30)
     head = server.requests[0].decode()
@@ -225,7 +225,7 @@ def test_an_address_may_have_a_path(serve, base):
     assert server.requests[0].startswith(f"GET {path} HTTP/1.1".encode())
 
 
-def test_without_httpx_the_error_says_what_to_install(run_python):
+def test_without_httpx_the_error_names_the_package(run_python):
     run_python(
         """
         import sys

@@ -36,7 +36,7 @@ def test_a_wake_without_room_fails_and_the_next_one_works(make_world, kind, capl
     assert "never retrieved" not in caplog.text  # the caller received the error
 
 
-def test_what_a_failed_wake_left_mapped_goes_with_the_next_sleep(make_world, kind):
+def test_memory_that_a_failed_wake_left_mapped_is_released_by_the_next_sleep(make_world, kind):
     world = make_world(kind)
     world.controller.sleep()
     updater = world.scheduler.weight_updater
@@ -84,7 +84,7 @@ def test_a_server_that_hides_an_error(make_world):
         server.shutdown()
 
 
-def test_a_server_that_cannot_tell_what_a_release_did(make_world):
+def test_a_server_that_cannot_report_the_effect_of_a_release(make_world):
     world = make_world("server")
     server = stand_in.Server(world.manager)
     try:
@@ -122,7 +122,7 @@ def test_a_sleep_that_fails_leaves_the_engine_awake(make_world, kind):
     world.check_alive()
 
 
-def test_an_engine_that_dies(make_world, kind):
+def test_a_dead_engine_is_unknown_and_fails_every_call(make_world, kind):
     world = make_world(kind, guarded=False)
     world.controller.sleep()
     with world.full(), pytest.raises(EngineTimeoutError):
@@ -196,7 +196,7 @@ def test_a_call_waits_for_another_ones_turn_no_longer_than_its_timeout(make_worl
     world.check_alive()
 
 
-def test_no_server(make_world):
+def test_a_server_that_cannot_be_reached_is_an_error(make_world):
     with pytest.raises(EngineError, match="cannot be reached"):
         SleepController("http://127.0.0.1:9", timeout=1)
     world = make_world("server")
@@ -218,7 +218,7 @@ def test_an_engine_that_was_shut_down(make_world):
         controller.sleep()
 
 
-def test_an_api_key(make_world):
+def test_an_api_key_is_sent_to_the_server(make_world):
     world = make_world("server")
     server = stand_in.Server(world.manager, api_key="secret")
     try:
@@ -231,7 +231,7 @@ def test_an_api_key(make_world):
         server.shutdown()
 
 
-def test_what_is_no_engine():
+def test_connecting_to_anything_but_an_engine_is_rejected():
     for engine in ("localhost:30000", object(), None):
         with pytest.raises(ConfigError):
             connect(engine)

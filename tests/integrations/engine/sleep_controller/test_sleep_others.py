@@ -39,7 +39,7 @@ def test_an_engine_that_sleeps_already(make_world):
     assert world.released == set()
 
 
-def test_inside_an_event_loop(make_world):
+def test_calls_inside_an_event_loop_are_rejected(make_world):
     world = make_world("local")
 
     async def main():
@@ -63,7 +63,7 @@ def test_an_engine_whose_loop_another_thread_runs(make_world, in_thread, wait_un
     assert world.released == set()
 
 
-def test_replicas_that_differ(make_world, kind):
+def test_differing_replicas_are_reported_and_repaired(make_world, kind):
     # One of two data-parallel schedulers has released its weights, as after a partial failure.
     world = make_world(kind, schedulers=2)
     first, second = world.manager.schedulers

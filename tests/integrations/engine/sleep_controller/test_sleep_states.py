@@ -19,7 +19,7 @@ from memsaver.integrations.engine.tags import RELEASE_ORDER, RESUME_ORDER
 # --- states ---------------------------------------------------------------------------------------
 
 
-def test_the_whole_cycle(world):
+def test_a_whole_cycle_of_sleep_and_wake_up(world):
     engine = world.controller
     assert engine.status is Status.AWAKE and engine.guarded == world.guarded
     assert engine.generate(prompt="a") == {"text": "a!", "aborted": False}
@@ -35,7 +35,7 @@ def test_the_whole_cycle(world):
     assert engine.generate(prompt="b")["text"] == "b!"
 
 
-def test_parts_of_an_engine(make_world):
+def test_released_tags_determine_the_status(make_world):
     world = make_world("local", guarded=False)
     for tags, status in [
         (["kv_cache"], Status.WEIGHTS_ONLY),
@@ -51,7 +51,7 @@ def test_parts_of_an_engine(make_world):
         assert world.controller.status is Status.AWAKE and world.released == set()
 
 
-def test_calls_are_idempotent_and_say_what_they_left_out(world):
+def test_calls_are_idempotent_and_report_skipped_tags(world):
     engine = world.controller
     assert engine.wake_up().steps == () and world.released == set()
     assert engine.sleep("weights").changed == ("weights",)
@@ -73,7 +73,7 @@ def test_bad_tags_never_reach_the_engine(world):
     assert world.released == set()
 
 
-def test_reports_tell_seconds_and_bytes(make_world, kind):
+def test_reports_contain_seconds_and_bytes(make_world, kind):
     world = make_world(kind)
     report = world.controller.sleep()
     (rank,) = report.steps[-1].ranks
@@ -87,7 +87,7 @@ def test_reports_tell_seconds_and_bytes(make_world, kind):
 # --- calls that would end the engine --------------------------------------------------------------
 
 
-def test_generating_needs_everything(world):
+def test_generating_needs_all_tags(world):
     for tag in ALL:
         world.controller.sleep(tag)
         for stream in (False, True):
@@ -129,7 +129,7 @@ def test_requests_of_others_are_seen(world, in_thread):
     assert sleeping.result().changed == RELEASE_ORDER
 
 
-def test_requests_are_aborted_where_asked_to(world, in_thread, wait_until):
+def test_requests_are_aborted_on_request(world, in_thread, wait_until):
     world.manager.generate_seconds = 20
     request = in_thread(world.controller.generate, prompt="a")
     wait_until(lambda: world.scheduler.running)
@@ -194,7 +194,7 @@ def test_flush_where_only_weights_go(make_world, kind):
 # --- context managers -----------------------------------------------------------------------------
 
 
-def test_staged_wake(world):
+def test_a_staged_wake_wakes_the_weights_first(world):
     world.controller.sleep()
     with world.controller.staged_wake() as reports:
         assert world.released == ALL - {"weights"} and len(reports) == 1
@@ -214,7 +214,7 @@ def test_a_staged_wake_whose_update_fails_can_be_repeated(world):
     assert world.released == set()
 
 
-def test_asleep_wakes_what_it_put_to_sleep(world):
+def test_asleep_wakes_only_the_tags_that_it_released(world):
     world.controller.sleep("cuda_graph")
     with pytest.raises(LookupError), world.controller.asleep(["kv_cache", "cuda_graph"]):
         assert world.released == {"kv_cache", "cuda_graph"}
