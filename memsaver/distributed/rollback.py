@@ -83,5 +83,6 @@ def _kept_in(rows: list[TagStats]) -> Backup:
     policy = rows[0].backup
     if policy != "none":
         return policy
-    on_disk = any(row.disk_bytes for row in rows)  # the call chose the backup, not the tag's policy
+    # The pause's own `backup` overrode the policy; memory on a disk shows which one it was.
+    on_disk = any(row.disk_bytes for row in rows)
     return "disk" if on_disk else "host"
