@@ -9,10 +9,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from . import scheduler, tokenizer, weight_loads
+from . import guard, scheduler, tokenizer, weight_loads
 from .updaters import of_scheduler
 
-__all__ = ["install", "install_in", "left_out_by", "modules"]
+__all__ = ["install", "install_in", "lacks_guard", "left_out_by", "modules"]
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _MIXIN = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
@@ -20,6 +20,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _INSTALLED = "_memsaver_hooks"  # an attribute of a class
+_missing: set[str] = set()  # methods that imported modules do not have
 
 
 def install() -> None:
@@ -42,7 +43,7 @@ def modules() -> tuple[str, ...]:
 
     No version of SGLang has all of them, because the handlers have moved.
     """
-    targets = (*_hooks(), *_hooks_of_updates())
+    targets = (*_hooks(), *_optional_hooks())
     return tuple(dict.fromkeys(target.rsplit(".", 2)[0] for target in targets))
 
 
@@ -56,18 +57,24 @@ def left_out_by(name: str) -> tuple[str, ...]:
     return tuple(handlers.rpartition(".")[0] for handlers in (_UPDATER, _MIXIN))
 
 
+def lacks_guard() -> bool:
+    """Return whether this version of SGLang has no place for the guard against requests."""
+    return f"{_SCHEDULER}.init_request_dispatcher" in _missing
+
+
 def install_in(module: ModuleType) -> None:
     """Install the hooks in one of `modules()`, which has been imported. Idempotent.
 
     Does not use SGLang's registry: some processes do not apply it, and it imports each module with
     a hook, for example the whole scheduler in a process that only detokenizes.
     """
-    updates = _hooks_of_updates()
-    for target, (kind, hook) in (_hooks() | updates).items():
+    optional = _optional_hooks()
+    for target, (kind, hook) in (_hooks() | optional).items():
         where, owner_name, name = target.rsplit(".", 2)
         if where != module.__name__:
             continue
-        if target in updates and not hasattr(getattr(module, owner_name, None), name):
+        if target in optional and not hasattr(getattr(module, owner_name, None), name):
+            _missing.add(target)
             continue
         owner = getattr(module, owner_name)
         done = vars(owner).get(_INSTALLED, frozenset())
@@ -93,8 +100,21 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
     }
 
 
+def _optional_hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
+    """Return the hooks of methods that a version of SGLang may lack."""
+    return {**_hooks_of_requests(), **_hooks_of_updates()}
+
+
+def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
+    """Return the hooks that protect a sleeping engine from requests."""
+    return {
+        f"{_SCHEDULER}.init_request_dispatcher": ("AFTER", guard.install),
+        f"{_SCHEDULER}.flush_cache": ("AROUND", guard.flush),
+    }
+
+
 def _hooks_of_updates() -> dict[str, tuple[str, Callable[..., Any]]]:
-    """Return the hooks of weight updates. A version of SGLang may lack some of the methods."""
+    """Return the hooks of weight updates."""
     return {
         f"{_UPDATER}.update_weights_from_tensor": ("AROUND", weight_loads.load_tensors),
         f"{_UPDATER}.update_weights_from_distributed": ("AROUND", weight_loads.load_broadcast),

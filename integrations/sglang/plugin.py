@@ -127,6 +127,11 @@ def _start() -> None:
     doubt = versions.doubt(_version())
     if doubt is not None:
         _logger.warning("%s", doubt)
+    if hooks.lacks_guard():
+        _logger.error(
+            "memsaver cannot protect a sleeping engine from requests in this version of SGLang: a "
+            "request that needs released memory ends the engine"
+        )
     if _C.option("poison") == "on":
         _logger.warning(
             "memsaver's option poison is on (MEMSAVER_POISON): SGLang relies on a zeroed KV cache "
