@@ -34,6 +34,7 @@ from ..engine import moves
 from ..engine.refusals import asleep_text
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS
 from . import settings
+from .idle_sleep import with_handler
 from .updaters import updater_of
 
 __all__ = ["Guard", "flush", "install"]
@@ -109,6 +110,7 @@ _PASSING = frozenset(
         "GetHiCacheL3LayoutReq",
         "GetInternalStateReq",
         "GetLoadsReqInput",
+        "IdleRelease",
         "InitWeightsSendGroupForRemoteInstanceReqInput",
         "InitWeightsUpdateGroupReqInput",
         "ListExternalCorporaReqInput",
@@ -134,7 +136,8 @@ def install(result: Any, scheduler: Any) -> Any:
     """
     try:
         if updater_of(scheduler).memory_saver_adapter.enabled:
-            setattr(scheduler, _DISPATCHER, Guard(scheduler, getattr(scheduler, _DISPATCHER)))
+            dispatch = with_handler(scheduler, getattr(scheduler, _DISPATCHER))
+            setattr(scheduler, _DISPATCHER, Guard(scheduler, dispatch))
     except Exception as error:
         _logger.error(
             "memsaver cannot protect a sleeping engine from requests in this version of SGLang: "

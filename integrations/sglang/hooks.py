@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from . import guard, scheduler, tokenizer, weight_loads
+from . import admissions, guard, idle_sleep, scheduler, tokenizer, weight_loads
 from .updaters import of_scheduler
 
 __all__ = ["install", "install_in", "lacks_guard", "left_out_by", "modules"]
@@ -17,8 +17,25 @@ __all__ = ["install", "install_in", "lacks_guard", "left_out_by", "modules"]
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _MIXIN = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_UPDATE = admissions.call("update its weights", reads=False)
+_LOAD_ADAPTER = admissions.call("load a LoRA adapter")
+_READ = admissions.call("read its weights")
+_CONTROL_CALLS: dict[str, Callable[..., Any]] = {
+    f"{_TOKENIZER}.begin_weight_update": _UPDATE,
+    f"{_TOKENIZER}.end_weight_update": _UPDATE,
+    f"{_TOKENIZER}.update_weights_from_distributed": _UPDATE,
+    f"{_TOKENIZER}.update_weights_from_ipc": _UPDATE,
+    f"{_TOKENIZER}.update_weights_from_tensor": _UPDATE,
+    f"{_MANAGER}.update_weights_from_disk": _UPDATE,
+    f"{_TOKENIZER}.load_lora_adapter": _LOAD_ADAPTER,
+    f"{_TOKENIZER}.load_lora_adapter_from_tensors": _LOAD_ADAPTER,
+    f"{_TOKENIZER}.check_weights": _READ,
+    f"{_TOKENIZER}.get_weights_by_name": _READ,
+    f"{_TOKENIZER}.send_weights_to_remote_instance": admissions.call("send its weights"),
+}
 _INSTALLED = "_memsaver_hooks"  # an attribute of a class
 _missing: set[str] = set()  # methods that imported modules do not have
 
@@ -110,6 +127,10 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
     return {
         f"{_SCHEDULER}.init_request_dispatcher": ("AFTER", guard.install),
         f"{_SCHEDULER}.flush_cache": ("AROUND", guard.flush),
+        f"{_SCHEDULER}.init_watch_dog_memory_saver_input_blocker": ("AFTER", idle_sleep.install),
+        f"{_MANAGER}.generate_request": ("AROUND", admissions.generate),
+        f"{_MANAGER}._handle_abort_finish_reason": ("AROUND", admissions.abort_reason),
+        **{target: ("AROUND", hook) for target, hook in _CONTROL_CALLS.items()},
     }
 
 
