@@ -194,6 +194,9 @@ async def _again(admission: Admission, refused: EngineAsleepError, deadline: flo
         or asyncio.get_running_loop().time() + _RETRY_SECONDS > deadline
     ):
         raise _refused(refused)
+    here = refusal_here.get()
+    if here is not None:
+        here.error = None
     await asyncio.sleep(_RETRY_SECONDS)
 
 

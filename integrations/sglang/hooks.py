@@ -136,14 +136,32 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
 
 def _hooks_of_updates() -> dict[str, tuple[str, Callable[..., Any]]]:
     """Return the hooks of weight updates."""
-    return {
-        f"{_UPDATER}.update_weights_from_tensor": ("AROUND", weight_loads.load_tensors),
-        f"{_UPDATER}.update_weights_from_distributed": ("AROUND", weight_loads.load_broadcast),
-        f"{_RUNNER}.update_weights_from_tensor": ("AROUND", weight_loads.load_given),
+    disk = weight_loads.plain("UpdateWeightFromDiskReqOutput", has_barrier=False)
+    ipc = weight_loads.plain("UpdateWeightsFromIPCReqOutput", has_barrier=True)
+    tensors = weight_loads.plain("UpdateWeightsFromTensorReqOutput", has_barrier=True)
+    broadcast = weight_loads.plain("UpdateWeightsFromDistributedReqOutput", has_barrier=False)
+    begin, end = (
+        weight_loads.plain(f"{kind}WeightUpdateReqOutput", has_barrier=True, ends_session=True)
+        for kind in ("Begin", "End")
+    )
+    hooks: dict[str, Callable[..., Any]] = {
+        f"{_UPDATER}.update_weights_from_disk": disk,
+        f"{_UPDATER}.update_weights_from_ipc": ipc,
+        f"{_UPDATER}.update_weights_from_tensor": weight_loads.load_tensors,
+        f"{_UPDATER}.update_weights_from_distributed": weight_loads.load_broadcast,
+        f"{_UPDATER}.begin_weight_update": begin,
+        f"{_UPDATER}.end_weight_update": end,
+        f"{_MIXIN}.update_weights_from_disk": of_scheduler(disk),
+        f"{_MIXIN}.update_weights_from_ipc": of_scheduler(ipc),
+        f"{_MIXIN}.update_weights_from_tensor": of_scheduler(tensors),
+        f"{_MIXIN}.update_weights_from_distributed": of_scheduler(broadcast),
+        f"{_RUNNER}.update_weights_from_ipc": weight_loads.load_through,
+        f"{_RUNNER}.update_weights_from_tensor": weight_loads.load_given,
         # 0.5.16 receives and loads in one method, 0.5.23 in two.
-        f"{_RUNNER}.update_weights_from_distributed": ("AROUND", weight_loads.load_through),
-        f"{_RUNNER}.load_weights_from_distributed": ("AROUND", weight_loads.load_through),
+        f"{_RUNNER}.update_weights_from_distributed": weight_loads.load_through,
+        f"{_RUNNER}.load_weights_from_distributed": weight_loads.load_through,
     }
+    return {target: ("AROUND", hook) for target, hook in hooks.items()}
 
 
 def _wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:

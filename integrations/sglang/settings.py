@@ -8,6 +8,8 @@ MEMSAVER_SGLANG_ASLEEP: what happens to requests that need released memory: `ref
 MEMSAVER_SGLANG_ASLEEP_WAIT: the longest time in seconds that a request is held. Default `60`.
 MEMSAVER_SGLANG_SLEEP_AFTER: with `wake`, the seconds without a request after which the engine
     releases its memory. Default `0`, which is never.
+MEMSAVER_SGLANG_CHECK_UPDATES: `0` accepts names that the model does not use in weight updates, as
+    SGLang does. Default `1`.
 
 SGLang's own variables apply as well: `SGLANG_PLUGINS`, its list of the plugins to load, must
 contain `memsaver` if it is set, and if `SGLANG_PLATFORM` selects another platform plugin, SGLang
@@ -24,7 +26,7 @@ from memsaver.errors import ConfigError
 
 from ..engine.policies import Policy, WhenAsleep
 
-__all__ = ["graphs_are_pausable", "is_on", "is_preloading", "policy"]
+__all__ = ["graphs_are_pausable", "is_on", "is_preloading", "policy", "updates_are_checked"]
 
 _ASLEEP, _WAIT, _AFTER = (
     "MEMSAVER_SGLANG_ASLEEP",
@@ -47,6 +49,11 @@ def is_on() -> bool:
 def is_preloading() -> bool:
     """Return whether scheduler processes start in preload mode. Raises like `is_on`."""
     return _flag("MEMSAVER_SGLANG_PRELOAD", False)
+
+
+def updates_are_checked() -> bool:
+    """Return whether names that the model does not use are errors. Raises like `is_on`."""
+    return _flag("MEMSAVER_SGLANG_CHECK_UPDATES", True)
 
 
 def policy() -> Policy:

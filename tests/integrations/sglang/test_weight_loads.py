@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,12 @@ from weight_engine import Model, Request, checkpoint  # noqa: E402
 from memsaver.errors import InvalidStateError  # noqa: E402
 from memsaver.integrations.engine.errors import EngineError  # noqa: E402
 from memsaver.integrations.engine.messages import Failure  # noqa: E402
-from memsaver.integrations.engine.weights import load_check  # noqa: E402
+from memsaver.integrations.engine.weights import load_check, plain_check  # noqa: E402
 from memsaver.integrations.engine.weights.checks import RankCheck, VerificationRequest  # noqa: E402
 from memsaver.integrations.engine.weights.digests import digest  # noqa: E402
 from memsaver.integrations.engine.weights.held import watched  # noqa: E402
 from memsaver.integrations.rollout.weights.payloads import flattened, listed  # noqa: E402
+from memsaver.integrations.sglang import weight_loads  # noqa: E402
 from memsaver.integrations.sglang.protocol import (  # noqa: E402
     text_of,
     text_of_checks,
@@ -111,8 +114,87 @@ def test_an_update_without_verification_is_sglangs_own(manager):
     assert (output.success, output.message) == (True, "Success")
     assert rank.runner.model.holds(checkpoint())
     assert checks(output) == []
-    with pytest.raises(AssertionError, match="vocabulary"):  # would end the engine
-        load(rank, {"embed.weight": torch.zeros(3, 3)}, None)
+
+
+@pytest.mark.parametrize(
+    "named, text",
+    [
+        ({"embed.weight": torch.zeros(3, 3)}, "a vocabulary of 3"),
+        ({"layers.7.q.weight": torch.zeros(8, 8)}, "qkv_7"),
+        ({"layer.0.q.weight": torch.zeros(8, 8)}, "does not use layer.0.q.weight"),
+        ({"layers.0.q.weight": torch.zeros(12, 8)}, "only a part of layers.0.q.weight"),
+    ],
+)
+@pytest.mark.parametrize("load_format", ["flattened_bucket", None])
+def test_a_plain_update_that_fails_is_an_answer(manager, named, text, load_format):
+    rank = manager(Model())
+    if load_format is None:
+        request = Request(tensors=list(named.items()), flush_cache=False)
+        output = rank.update_weights_from_distributed(request)
+    else:
+        output = load(rank, named, None)
+    assert output.success is False and text in output.message
+    named = weights()
+    assert load(rank, named, None).success and rank.runner.model.holds(checkpoint())
+
+
+def test_a_plain_update_accepts_names_that_the_model_ties_or_computes(manager):
+    class Tied(Model):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = torch.nn.Linear(1, 1, bias=False)
+            self.lm_head.weight = self.embed
+
+    rank = manager(Tied())
+    named = {**checkpoint(), "model.rotary_emb.inv_freq": torch.ones(4)}
+    assert load(rank, named, None).success
+    named["lm_head.bias"] = torch.ones(4)
+    output = load(rank, named, None)
+    assert not output.success and "lm_head.bias" in output.message
+
+
+def test_unknown_names_are_accepted_by_option(manager, monkeypatch):
+    monkeypatch.setenv("MEMSAVER_SGLANG_CHECK_UPDATES", "0")
+    rank, named = manager(Model()), {**weights(), "layer.0.q.weight": torch.ones(2)}
+    assert load(rank, named, None).success
+
+
+def test_a_stage_of_a_pipeline_accepts_names_of_the_others(manager):
+    rank, named = manager(Model()), {**weights(), "layers_of_another.weight": torch.ones(2)}
+    rank.scheduler.server_args = types.SimpleNamespace(pp_size=2)
+    assert load(rank, named, None).success
+
+
+def test_the_loader_is_watched_once_for_each_tensor(manager, monkeypatch):
+    rank, named = manager(Model()), weights()
+    watched_loads = []
+    run = plain_check._Coverage.run
+    monkeypatch.setattr(
+        plain_check._Coverage, "run", lambda *args: watched_loads.append(1) or run(*args)
+    )
+    for seed in range(3):
+        assert load(rank, named, None).success
+        named = {name: tensor + seed for name, tensor in named.items()}
+    assert len(watched_loads) == 1
+    assert not load(rank, {**named, "layers.0.q.weight": torch.zeros(12, 8)}, None).success
+    assert not load(rank, {**named, "layers.0.q.weight": torch.zeros(12, 8)}, None).success
+    assert len(watched_loads) == 3
+
+
+def test_a_failed_begin_of_an_update_can_be_repeated(manager):
+    """SGLang 0.5.23 has sessions of updates."""
+    updater = types.SimpleNamespace(tp_cpu_group=None, scheduler=types.SimpleNamespace())
+    updater._session = "open"
+    io_struct = sys.modules["sglang.srt.managers.io_struct"]
+    io_struct.BeginWeightUpdateReqOutput = weight_engine.Output
+    hook = weight_loads.plain("BeginWeightUpdateReqOutput", has_barrier=True, ends_session=True)
+
+    def begin(updater, request):
+        raise RuntimeError("no memory for the unpacked weights")
+
+    output = hook(begin, updater, Request())
+    assert not output.success and "no memory for the unpacked weights" in output.message
+    assert updater._session is None
 
 
 def test_what_came_otherwise_is_named_and_not_loaded(manager):
@@ -302,7 +384,8 @@ with pytest.MonkeyPatch.context() as patch, weight_engine.hooked(patch) as kind:
     updater = kind(Model(rank, 2), dist.group.WORLD)
     def load(named, wanted):
         text = t.payload(named)
-        request = t.Request(text_of(wanted), [text, text], load_format="flattened_bucket")
+        rid = text_of(wanted) if wanted else None
+        request = t.Request(rid, [text, text], load_format="flattened_bucket")
         return updater.update_weights_from_tensor(request)
     output = load(named, t.verification(named))
     found = t.checks(output)
@@ -325,8 +408,21 @@ with pytest.MonkeyPatch.context() as patch, weight_engine.hooked(patch) as kind:
     output = load(named, t.verification(named))
     with pytest.raises(EngineError, match="rank 0 .* ValueError: rank 0 has a bad day"):
         t.checks(output)
+    output = load(named, None)
+    assert not output.success and "rank 0 of 2: ValueError: rank 0 has a bad" in output.message
     type(updater.runner.model).load_weights = good
     assert load(named, t.verification(named)).success
+    # Without verification, the ranks find unknown names and wrong shapes together.
+    assert load(named, None).success and updater.runner.model.holds(checkpoint())
+    for bad in ("layers.0.o.weight", "layer.0.o.weight"):
+        output = load({**named, bad: torch.zeros(8, 12)}, None)
+        assert not output.success and bad in output.message, output
+    # Each rank uses only some of the names, as with experts.
+    def mine(self, weights):
+        good(self, [(n, t) for n, t in weights if n.startswith(f"layers.{rank}") or "emb" in n])
+    type(updater.runner.model).load_weights = mine
+    updater.scheduler._memsaver_known_weights.clear()
+    assert load(named, None).success
 dist.destroy_process_group()
 print("fine")
 """
