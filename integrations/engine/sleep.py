@@ -101,13 +101,16 @@ class EngineController:
             return self.status
 
     def check(self, operation: str) -> None:
-        """Raise `InvalidStateError` if the engine would not survive an operation.
+        """Raise `InvalidStateError` if the engine would not accept an operation.
+
+        An engine that holds requests while it sleeps, or wakes up for them, accepts all of them.
 
         Args:
             operation: "generate" or "update_weights".
         """
         closed = self._requests.closed
-        check_operation(operation, frozenset() if closed else self._knowledge.current())
+        accepts = closed or self._knowledge.admits
+        check_operation(operation, frozenset() if accepts else self._knowledge.current())
         if closed:
             raise InvalidStateError(f"the engine is about to sleep: it cannot {operation} now")
 
