@@ -114,9 +114,9 @@ class IdleSleep:
                 self._idle_since = now
             return False
         self._is_working = False
-        return now - self._idle_since >= self._seconds and not set(self._tags) <= set(
-            updater_of(scheduler).offload_tags
-        )
+        if set(self._tags) <= set(updater_of(scheduler).offload_tags):
+            self._idle_since = now  # it sleeps already
+        return now - self._idle_since >= self._seconds
 
 
 def with_handler(scheduler: Any, dispatcher: Any) -> Any:

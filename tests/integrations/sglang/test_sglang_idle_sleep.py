@@ -78,8 +78,8 @@ def test_monitoring_does_not_begin_the_time_again(clock):
 def test_a_long_generation_and_a_pause_are_not_idle(clock):
     scheduler = scheduler_of()
     idle = IdleSleep(scheduler, 5, clock=clock)
-    advance(clock, idle, 1, [GENERATION])
     scheduler.begin("a")
+    advance(clock, idle, 1, [GENERATION])
     assert advance(clock, idle, 30) == []
     scheduler.end("a")
     assert advance(clock, idle, 4.5) == []
