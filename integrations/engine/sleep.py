@@ -117,10 +117,12 @@ class EngineController:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the engine's own arguments and results, if the memory for it is mapped.
 
-        A stream counts as a request from its first item to its end.
+        A stream counts as a request from its first item to its end. An engine that holds requests
+        while it sleeps, or wakes up for them, receives them in any case.
 
         Raises:
-            InvalidStateError: memory that generation needs is released, or being released.
+            EngineAsleepError: memory that generation needs is released.
+            InvalidStateError: that memory is being released.
             EngineError: the engine failed.
         """
         if kwargs.get("stream"):
