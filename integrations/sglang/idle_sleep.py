@@ -10,6 +10,7 @@ one sleeps by itself.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,5 +147,7 @@ def _is_monitoring(request: Any) -> bool:
 
 def _stage_of(scheduler: Any) -> int:
     """Return a scheduler's pipeline stage."""
-    state = getattr(scheduler, "ps", None)
-    return int(getattr(scheduler if state is None else state, "pp_rank", 0) or 0)
+    module = sys.modules.get(type(scheduler).__module__)
+    parallel = getattr(module, "get_parallel", None)  # 0.5.23
+    state = getattr(scheduler, "ps", scheduler) if parallel is None else parallel()
+    return int(getattr(state, "pp_rank", 0) or 0)
