@@ -29,7 +29,7 @@ def engine_requests(session: Session) -> dict[str, Callable[[], Any]]:
     """Return calls of the engine that need released memory, by description."""
     engine, options = session.engine, {"sampling_params": greedy(4)}
     name, tensor = next(iter(session.weights[0].items()))
-    return {
+    calls = {
         "generation": lambda: engine.generate(input_ids=PROMPTS[0], **options),
         "batch": lambda: engine.generate(input_ids=list(PROMPTS), **options),
         "stream": lambda: list(engine.generate(input_ids=PROMPTS[0], stream=True, **options)),
@@ -38,6 +38,9 @@ def engine_requests(session: Session) -> dict[str, Callable[[], Any]]:
         "adapter": lambda: engine.load_lora_adapter("adapter", "/nowhere"),
         "parameter": lambda: engine.get_weights_by_name("model.norm.weight"),
     }
+    if len(session.replicas) > 1:  # SGLang does not send them tensors
+        del calls["update"], calls["adapter"]
+    return calls
 
 
 def requests_are_refused(session: Session) -> None:

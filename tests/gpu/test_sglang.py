@@ -75,7 +75,12 @@ WAKE = [
     "sglang_asleep.a_wake_without_memory",
     "sglang_asleep.an_idle_engine_sleeps",
 ]
-REPLICAS = [*CYCLES[:-1], "sglang_cycles.a_wake_that_does_not_fit_one_replica"]
+REPLICAS = [
+    *CYCLES[:-1],
+    "sglang_cycles.a_wake_that_does_not_fit_one_replica",
+    "sglang_asleep.requests_are_refused",
+    "sglang_asleep.the_scheduler_refuses_too",
+]
 
 
 def environment() -> dict[str, str]:
