@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -15,16 +13,14 @@ torch = pytest.importorskip("torch")
 import rank_processes  # noqa: E402
 import weight_engine  # noqa: E402
 from weight_engine import Model, Request, checkpoint  # noqa: E402
+from weight_requests import load, payload, verification, weights  # noqa: E402
 
 from memsaver.errors import InvalidStateError  # noqa: E402
 from memsaver.integrations.engine.errors import EngineError  # noqa: E402
 from memsaver.integrations.engine.messages import Failure  # noqa: E402
-from memsaver.integrations.engine.weights import load_check, plain_check  # noqa: E402
+from memsaver.integrations.engine.weights import load_check  # noqa: E402
 from memsaver.integrations.engine.weights.checks import RankCheck, VerificationRequest  # noqa: E402
-from memsaver.integrations.engine.weights.digests import digest  # noqa: E402
 from memsaver.integrations.engine.weights.held import watched  # noqa: E402
-from memsaver.integrations.rollout.weights.payloads import flattened, listed  # noqa: E402
-from memsaver.integrations.sglang import weight_loads  # noqa: E402
 from memsaver.integrations.sglang.protocol import (  # noqa: E402
     text_of,
     text_of_checks,
@@ -48,45 +44,9 @@ def manager(monkeypatch):
         yield kind
 
 
-def weights():
-    named = checkpoint()
-    del named["lm_head.weight"]
-    return named
-
-
-def payload(named, load_format="flattened_bucket"):
-    memory = torch.zeros(sum(512 + t.nbytes for t in named.values()), dtype=torch.uint8)
-    views, begin = [], 0
-    for name, tensor in named.items():
-        begin = -(-begin // 512) * 512
-        view = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        view.copy_(tensor)
-        views.append((name, begin, view))
-        begin += tensor.nbytes
-    payload.kept = memory  # must exist while it is opened
-    return listed(views) if load_format == "direct" else flattened(memory, views)
-
-
-def verification(named, places=None, sent=None):
-    names = tuple(named)
-    places = tuple(range(len(names))) if places is None else places
-    row = tuple(digest((sent or named)[names[at]]) for at in places)
-    return VerificationRequest(names, places, (row,))
-
-
 def checks(output):
     """Return the checks in a rank's output, as the sender receives them."""
     return checks_of(Reply(output.success, output.message))
-
-
-def load(rank, named, wanted, load_format="flattened_bucket", **fields):
-    request = Request(
-        text_of(wanted) if wanted else None,
-        [payload(named, load_format)],
-        load_format=load_format,
-        **fields,
-    )
-    return rank.update_weights_from_tensor(request)
 
 
 def test_what_was_sent_arrives_and_is_held(manager):
@@ -114,87 +74,6 @@ def test_an_update_without_verification_is_sglangs_own(manager):
     assert (output.success, output.message) == (True, "Success")
     assert rank.runner.model.holds(checkpoint())
     assert checks(output) == []
-
-
-@pytest.mark.parametrize(
-    "named, text",
-    [
-        ({"embed.weight": torch.zeros(3, 3)}, "a vocabulary of 3"),
-        ({"layers.7.q.weight": torch.zeros(8, 8)}, "qkv_7"),
-        ({"layer.0.q.weight": torch.zeros(8, 8)}, "does not use layer.0.q.weight"),
-        ({"layers.0.q.weight": torch.zeros(12, 8)}, "only a part of layers.0.q.weight"),
-    ],
-)
-@pytest.mark.parametrize("load_format", ["flattened_bucket", None])
-def test_a_plain_update_that_fails_is_an_answer(manager, named, text, load_format):
-    rank = manager(Model())
-    if load_format is None:
-        request = Request(tensors=list(named.items()), flush_cache=False)
-        output = rank.update_weights_from_distributed(request)
-    else:
-        output = load(rank, named, None)
-    assert output.success is False and text in output.message
-    named = weights()
-    assert load(rank, named, None).success and rank.runner.model.holds(checkpoint())
-
-
-def test_a_plain_update_accepts_names_that_the_model_ties_or_computes(manager):
-    class Tied(Model):
-        def __init__(self):
-            super().__init__()
-            self.lm_head = torch.nn.Linear(1, 1, bias=False)
-            self.lm_head.weight = self.embed
-
-    rank = manager(Tied())
-    named = {**checkpoint(), "model.rotary_emb.inv_freq": torch.ones(4)}
-    assert load(rank, named, None).success
-    named["lm_head.bias"] = torch.ones(4)
-    output = load(rank, named, None)
-    assert not output.success and "lm_head.bias" in output.message
-
-
-def test_unknown_names_are_accepted_by_option(manager, monkeypatch):
-    monkeypatch.setenv("MEMSAVER_SGLANG_CHECK_UPDATES", "0")
-    rank, named = manager(Model()), {**weights(), "layer.0.q.weight": torch.ones(2)}
-    assert load(rank, named, None).success
-
-
-def test_a_stage_of_a_pipeline_accepts_names_of_the_others(manager):
-    rank, named = manager(Model()), {**weights(), "layers_of_another.weight": torch.ones(2)}
-    rank.scheduler.server_args = types.SimpleNamespace(pp_size=2)
-    assert load(rank, named, None).success
-
-
-def test_the_loader_is_watched_once_for_each_tensor(manager, monkeypatch):
-    rank, named = manager(Model()), weights()
-    watched_loads = []
-    run = plain_check._Coverage.run
-    monkeypatch.setattr(
-        plain_check._Coverage, "run", lambda *args: watched_loads.append(1) or run(*args)
-    )
-    for seed in range(3):
-        assert load(rank, named, None).success
-        named = {name: tensor + seed for name, tensor in named.items()}
-    assert len(watched_loads) == 1
-    assert not load(rank, {**named, "layers.0.q.weight": torch.zeros(12, 8)}, None).success
-    assert not load(rank, {**named, "layers.0.q.weight": torch.zeros(12, 8)}, None).success
-    assert len(watched_loads) == 3
-
-
-def test_a_failed_begin_of_an_update_can_be_repeated(manager):
-    """SGLang 0.5.23 has sessions of updates."""
-    updater = types.SimpleNamespace(tp_cpu_group=None, scheduler=types.SimpleNamespace())
-    updater._session = "open"
-    io_struct = sys.modules["sglang.srt.managers.io_struct"]
-    io_struct.BeginWeightUpdateReqOutput = weight_engine.Output
-    hook = weight_loads.plain("BeginWeightUpdateReqOutput", has_barrier=True, ends_session=True)
-
-    def begin(updater, request):
-        raise RuntimeError("no memory for the unpacked weights")
-
-    output = hook(begin, updater, Request())
-    assert not output.success and "no memory for the unpacked weights" in output.message
-    assert updater._session is None
 
 
 def test_what_came_otherwise_is_named_and_not_loaded(manager):
