@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memsaver.errors import InvalidStateError, MemsaverError
 
-__all__ = ["EngineBusyError", "EngineError", "EngineTimeoutError"]
+__all__ = ["EngineAsleepError", "EngineBusyError", "EngineError", "EngineTimeoutError"]
 
 
 class EngineError(MemsaverError):
@@ -28,3 +28,14 @@ class EngineBusyError(InvalidStateError):
     """The engine has requests in flight, which need the memory."""
 
     _status = "ENGINE_BUSY"
+
+
+class EngineAsleepError(InvalidStateError):
+    """A request needs memory that the engine has released.
+
+    Attributes:
+        tags: the engine's released tags.
+    """
+
+    _status = "ENGINE_ASLEEP"
+    tags: tuple[str, ...] = ()

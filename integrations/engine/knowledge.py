@@ -29,6 +29,7 @@ class Knowledge:
         self._lost: frozenset[str] = frozenset()
         self._known = True
         self._guarded = False
+        self._admits = False
         self._numbers: dict[str, int] = {}  # each scheduler's latest known answer
 
     @property
@@ -40,6 +41,11 @@ class Knowledge:
     def guarded(self) -> bool:
         """Whether memsaver's plugin is in the engine."""
         return self._guarded
+
+    @property
+    def admits(self) -> bool:
+        """Whether the engine accepts requests while it sleeps, and holds them or wakes up."""
+        return self._admits
 
     @property
     def anywhere(self) -> frozenset[str]:
@@ -93,6 +99,7 @@ class Knowledge:
             self._anywhere = frozenset().union(*sets)
             self._everywhere = sets[0].intersection(*sets).difference(*(s.held for s in states))
             self._lost = frozenset(tag for s in states if s.last for tag in s.last.lost)
+            self._admits = all(s.when_asleep != "refuse" for s in states)
             self._numbers = {s.scheduler: s.last.number if s.last else 0 for s in states}
             self._guarded = self._known = True
 
@@ -113,7 +120,8 @@ class Knowledge:
     def note(self, operation: str, tags: Sequence[str], answers: Sequence[Answer]) -> None:
         """Record a successful release or resume, from its answers if there are any."""
         if answers:
-            self.learn([SchedulerState(a.scheduler, a.released, True, a) for a in answers])
+            when = "wait" if self._admits else "refuse"
+            self.learn([SchedulerState(a.scheduler, a.released, True, a, when) for a in answers])
             return
         changed = frozenset(tags)
         with self._lock:

@@ -14,7 +14,7 @@ from typing import Any
 from memsaver import errors
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
-from .errors import EngineBusyError, EngineError
+from .errors import EngineAsleepError, EngineBusyError, EngineError
 from .fields import Fields, is_whole
 from .tags import RELEASE_ORDER
 
@@ -27,6 +27,7 @@ _KINDS: dict[str, type[MemsaverError]] = {
         errors.BackupError,
         ConfigError,
         errors.DriverError,
+        EngineAsleepError,
         EngineBusyError,
         InvalidStateError,
         errors.OutOfDeviceMemoryError,
@@ -186,12 +187,14 @@ class SchedulerState:
         released: the tags whose memory is released.
         idle: whether no request is in flight, so that a release is possible.
         last: the last answer, or None.
+        when_asleep: the treatment of requests that need released memory; see `Policy`.
     """
 
     scheduler: str
     released: tuple[str, ...]
     idle: bool
     last: Answer | None = None
+    when_asleep: str = "refuse"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SchedulerState:
@@ -203,6 +206,7 @@ class SchedulerState:
             read.texts("released", RELEASE_ORDER),
             read.flag("idle"),
             None if last is None else Answer.from_fields(last),
+            read.text("when_asleep", "refuse"),
         )
 
     @property

@@ -101,23 +101,28 @@ class EngineController:
             return self.status
 
     def check(self, operation: str) -> None:
-        """Raise `InvalidStateError` if the engine would not survive an operation.
+        """Raise `InvalidStateError` if the engine would not accept an operation.
+
+        An engine that holds requests while it sleeps, or wakes up for them, accepts all of them.
 
         Args:
             operation: "generate" or "update_weights".
         """
         closed = self._requests.closed
-        check_operation(operation, frozenset() if closed else self._knowledge.current())
+        accepts = closed or self._knowledge.admits
+        check_operation(operation, frozenset() if accepts else self._knowledge.current())
         if closed:
             raise InvalidStateError(f"the engine is about to sleep: it cannot {operation} now")
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the engine's own arguments and results, if the memory for it is mapped.
 
-        A stream counts as a request from its first item to its end.
+        A stream counts as a request from its first item to its end. An engine that holds requests
+        while it sleeps, or wakes up for them, receives them in any case.
 
         Raises:
-            InvalidStateError: memory that generation needs is released, or being released.
+            EngineAsleepError: memory that generation needs is released.
+            InvalidStateError: that memory is being released.
             EngineError: the engine failed.
         """
         if kwargs.get("stream"):

@@ -6,7 +6,7 @@ from enum import Enum
 
 from memsaver.errors import ConfigError, InvalidStateError
 
-from .errors import EngineError
+from .errors import EngineAsleepError, EngineError
 from .tags import GRAPH, KV_CACHE, RELEASE_ORDER, RESUME_ORDER, WEIGHTS
 
 __all__ = ["Status", "check_operation", "status_of"]
@@ -68,7 +68,8 @@ def check_operation(operation: str, released: frozenset[str] | None) -> None:
 
     Raises:
         ConfigError: the operation is unknown.
-        InvalidStateError: a tag that the operation needs is released, or the tags are unknown.
+        EngineAsleepError: a tag that the operation needs is released.
+        InvalidStateError: the tags are unknown.
     """
     if not isinstance(operation, str) or operation not in _NEEDS:
         raise ConfigError(f"operation must be one of {', '.join(_NEEDS)}, not {operation!r}")
@@ -76,8 +77,10 @@ def check_operation(operation: str, released: frozenset[str] | None) -> None:
         raise InvalidStateError(f"the engine is in an unknown state: it cannot {operation} now")
     missing = [tag for tag in RESUME_ORDER if tag in released & _NEEDS[operation]]
     if missing:
-        raise InvalidStateError(
+        error = EngineAsleepError(
             f"the engine cannot {operation} while {', '.join(missing)} is released; wake it up "
             "first",
             tag=missing[0],
         )
+        error.tags = tuple(tag for tag in RELEASE_ORDER if tag in released)
+        raise error

@@ -19,12 +19,18 @@ from typing import TYPE_CHECKING
 from ..lazy import exports
 
 if TYPE_CHECKING:
-    from ..engine.errors import EngineBusyError, EngineError, EngineTimeoutError
+    from ..engine.errors import (
+        EngineAsleepError,
+        EngineBusyError,
+        EngineError,
+        EngineTimeoutError,
+    )
     from ..engine.reports import SleepReport, Step
     from ..engine.status import Status
     from .sleep import SleepController
 
 __all__ = [
+    "EngineAsleepError",
     "EngineBusyError",
     "EngineError",
     "EngineTimeoutError",
@@ -38,6 +44,7 @@ __all__ = [
 __getattr__, __dir__ = exports(
     __name__,
     {
+        "EngineAsleepError": "..engine.errors",
         "EngineBusyError": "..engine.errors",
         "EngineError": "..engine.errors",
         "EngineTimeoutError": "..engine.errors",

@@ -9,17 +9,35 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from . import scheduler, tokenizer, weight_loads
+from . import admissions, guard, idle_sleep, scheduler, tokenizer, weight_loads
 from .updaters import of_scheduler
 
-__all__ = ["install", "install_in", "left_out_by", "modules"]
+__all__ = ["install", "install_in", "lacks_guard", "left_out_by", "modules"]
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _MIXIN = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_UPDATE = admissions.call("update its weights", reads=False)
+_LOAD_ADAPTER = admissions.call("load a LoRA adapter")
+_READ = admissions.call("read its weights")
+_CONTROL_CALLS: dict[str, Callable[..., Any]] = {
+    f"{_TOKENIZER}.begin_weight_update": _UPDATE,
+    f"{_TOKENIZER}.end_weight_update": _UPDATE,
+    f"{_TOKENIZER}.update_weights_from_distributed": _UPDATE,
+    f"{_TOKENIZER}.update_weights_from_ipc": _UPDATE,
+    f"{_TOKENIZER}.update_weights_from_tensor": _UPDATE,
+    f"{_MANAGER}.update_weights_from_disk": _UPDATE,
+    f"{_TOKENIZER}.load_lora_adapter": _LOAD_ADAPTER,
+    f"{_TOKENIZER}.load_lora_adapter_from_tensors": _LOAD_ADAPTER,
+    f"{_TOKENIZER}.check_weights": _READ,
+    f"{_TOKENIZER}.get_weights_by_name": _READ,
+    f"{_TOKENIZER}.send_weights_to_remote_instance": admissions.call("send its weights"),
+}
 _INSTALLED = "_memsaver_hooks"  # an attribute of a class
+_missing: set[str] = set()  # methods that imported modules do not have
 
 
 def install() -> None:
@@ -42,7 +60,7 @@ def modules() -> tuple[str, ...]:
 
     No version of SGLang has all of them, because the handlers have moved.
     """
-    targets = (*_hooks(), *_hooks_of_updates())
+    targets = (*_hooks(), *_optional_hooks())
     return tuple(dict.fromkeys(target.rsplit(".", 2)[0] for target in targets))
 
 
@@ -56,18 +74,24 @@ def left_out_by(name: str) -> tuple[str, ...]:
     return tuple(handlers.rpartition(".")[0] for handlers in (_UPDATER, _MIXIN))
 
 
+def lacks_guard() -> bool:
+    """Return whether this version of SGLang has no place for the guard against requests."""
+    return f"{_SCHEDULER}.init_request_dispatcher" in _missing
+
+
 def install_in(module: ModuleType) -> None:
     """Install the hooks in one of `modules()`, which has been imported. Idempotent.
 
     Does not use SGLang's registry: some processes do not apply it, and it imports each module with
     a hook, for example the whole scheduler in a process that only detokenizes.
     """
-    updates = _hooks_of_updates()
-    for target, (kind, hook) in (_hooks() | updates).items():
+    optional = _optional_hooks()
+    for target, (kind, hook) in (_hooks() | optional).items():
         where, owner_name, name = target.rsplit(".", 2)
         if where != module.__name__:
             continue
-        if target in updates and not hasattr(getattr(module, owner_name, None), name):
+        if target in optional and not hasattr(getattr(module, owner_name, None), name):
+            _missing.add(target)
             continue
         owner = getattr(module, owner_name)
         done = vars(owner).get(_INSTALLED, frozenset())
@@ -93,16 +117,51 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
     }
 
 
-def _hooks_of_updates() -> dict[str, tuple[str, Callable[..., Any]]]:
-    """Return the hooks of weight updates. A version of SGLang may lack some of the methods."""
+def _optional_hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
+    """Return the hooks of methods that a version of SGLang may lack."""
+    return {**_hooks_of_requests(), **_hooks_of_updates()}
+
+
+def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
+    """Return the hooks that protect a sleeping engine from requests."""
     return {
-        f"{_UPDATER}.update_weights_from_tensor": ("AROUND", weight_loads.load_tensors),
-        f"{_UPDATER}.update_weights_from_distributed": ("AROUND", weight_loads.load_broadcast),
-        f"{_RUNNER}.update_weights_from_tensor": ("AROUND", weight_loads.load_given),
-        # 0.5.16 receives and loads in one method, 0.5.23 in two.
-        f"{_RUNNER}.update_weights_from_distributed": ("AROUND", weight_loads.load_through),
-        f"{_RUNNER}.load_weights_from_distributed": ("AROUND", weight_loads.load_through),
+        f"{_SCHEDULER}.init_request_dispatcher": ("AFTER", guard.install),
+        f"{_SCHEDULER}.flush_cache": ("AROUND", guard.flush),
+        f"{_SCHEDULER}.init_watch_dog_memory_saver_input_blocker": ("AFTER", idle_sleep.install),
+        f"{_MANAGER}.generate_request": ("AROUND", admissions.generate),
+        f"{_MANAGER}._handle_abort_finish_reason": ("AROUND", admissions.abort_reason),
+        **{target: ("AROUND", hook) for target, hook in _CONTROL_CALLS.items()},
     }
+
+
+def _hooks_of_updates() -> dict[str, tuple[str, Callable[..., Any]]]:
+    """Return the hooks of weight updates."""
+    disk = weight_loads.plain("UpdateWeightFromDiskReqOutput", has_barrier=False)
+    ipc = weight_loads.plain("UpdateWeightsFromIPCReqOutput", has_barrier=True)
+    tensors = weight_loads.plain("UpdateWeightsFromTensorReqOutput", has_barrier=True)
+    broadcast = weight_loads.plain("UpdateWeightsFromDistributedReqOutput", has_barrier=False)
+    begin, end = (
+        weight_loads.plain(f"{kind}WeightUpdateReqOutput", has_barrier=True, ends_session=True)
+        for kind in ("Begin", "End")
+    )
+    hooks: dict[str, Callable[..., Any]] = {
+        f"{_UPDATER}.update_weights_from_disk": disk,
+        f"{_UPDATER}.update_weights_from_ipc": ipc,
+        f"{_UPDATER}.update_weights_from_tensor": weight_loads.load_tensors,
+        f"{_UPDATER}.update_weights_from_distributed": weight_loads.load_broadcast,
+        f"{_UPDATER}.begin_weight_update": begin,
+        f"{_UPDATER}.end_weight_update": end,
+        f"{_MIXIN}.update_weights_from_disk": of_scheduler(disk),
+        f"{_MIXIN}.update_weights_from_ipc": of_scheduler(ipc),
+        f"{_MIXIN}.update_weights_from_tensor": of_scheduler(tensors),
+        f"{_MIXIN}.update_weights_from_distributed": of_scheduler(broadcast),
+        f"{_RUNNER}.update_weights_from_ipc": weight_loads.load_through,
+        f"{_RUNNER}.update_weights_from_tensor": weight_loads.load_given,
+        # 0.5.16 receives and loads in one method, 0.5.23 in two.
+        f"{_RUNNER}.update_weights_from_distributed": weight_loads.load_through,
+        f"{_RUNNER}.load_weights_from_distributed": weight_loads.load_through,
+    }
+    return {target: ("AROUND", hook) for target, hook in hooks.items()}
 
 
 def _wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:

@@ -33,7 +33,7 @@ from memsaver._memory.preload import is_preloaded
 from memsaver._runtime.native import _C
 from memsaver.errors import NotLoadedError
 
-from . import hooks, settings, versions
+from . import hooks, http_answers, settings, versions
 from .adapter import MemsaverAdapter
 from .imports import no_longer, when_imported
 
@@ -41,6 +41,7 @@ __all__ = ["create", "load_platform", "load_plugin"]
 
 _ADAPTERS = "sglang.srt.utils.torch_memory_saver_adapter"
 _CLASS = "TorchMemorySaverAdapter"
+_SERVER = "sglang.srt.entrypoints.http_server"
 _NCCL = "NCCL_GRAPH_REGISTER"
 _logger = logging.getLogger("memsaver.sglang")
 
@@ -53,6 +54,7 @@ def load_plugin() -> None:
     """
     if not settings.is_on():
         return
+    settings.policy()
     _hook_schedulers()
     if not _first("registered"):
         return
@@ -70,6 +72,7 @@ def load_platform() -> None:
         ConfigError: see `load_plugin`.
     """
     if settings.is_on():
+        settings.policy()
         when_imported(_ADAPTERS, _replace_factory)
         _hook_schedulers()
         # Now, because Ray actors create their groups before they request a saver.
@@ -127,6 +130,11 @@ def _start() -> None:
     doubt = versions.doubt(_version())
     if doubt is not None:
         _logger.warning("%s", doubt)
+    if hooks.lacks_guard():
+        _logger.error(
+            "memsaver cannot protect a sleeping engine from requests in this version of SGLang: a "
+            "request that needs released memory ends the engine"
+        )
     if _C.option("poison") == "on":
         _logger.warning(
             "memsaver's option poison is on (MEMSAVER_POISON): SGLang relies on a zeroed KV cache "
@@ -146,6 +154,7 @@ def _hook_schedulers() -> None:
     """Install the hooks in imported modules now, and in others at their import. Idempotent."""
     for name in hooks.modules():
         when_imported(name, _hook)
+    when_imported(_SERVER, _hook_server)
     for name in hooks.modules():
         if name in sys.modules and not _is_being_imported(sys.modules[name]):
             _await_no_more(name)
@@ -159,6 +168,19 @@ def _hook(module: ModuleType) -> None:
         # The saver works without the hooks, but fatal calls of SGLang's own handlers stay fatal.
         _logger.exception(
             "memsaver cannot protect release and resume in this version of SGLang: %s does not "
+            "have the expected interface",
+            module.__name__,
+        )
+
+
+def _hook_server(module: ModuleType) -> None:
+    if not _first("server"):
+        return
+    try:
+        http_answers.install(module)
+    except Exception:
+        _logger.exception(
+            "memsaver cannot answer for a sleeping server in this version of SGLang: %s does not "
             "have the expected interface",
             module.__name__,
         )

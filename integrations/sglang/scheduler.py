@@ -43,7 +43,7 @@ from ..engine.errors import EngineBusyError
 from ..engine.messages import Answer, Failure, RankReport, SchedulerState
 from ..engine.ranks import Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
-from . import handlers
+from . import handlers, settings
 from .protocol import text_of
 from .updaters import resume_of, updater_of
 
@@ -205,6 +205,7 @@ def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
                 tuple(sorted(updater.offload_tags)),
                 handlers.is_idle(updater),
                 getattr(scheduler, _LAST, None),
+                settings.policy().when_asleep,
             )
             result.internal_state["memsaver"] = asdict(state)
     except Exception as error:

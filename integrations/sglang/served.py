@@ -146,6 +146,8 @@ class ServedEngine:
         """
         path = f"/{_PATHS.get(name, name)}"
         status, text = self._client.ask(path, payload, timeout)
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self._client.check_awake(text)
         fields = _fields_in(text, required=status == HTTPStatus.OK)
         success = fields.get("success")
         if status != HTTPStatus.OK and not isinstance(success, bool):

@@ -3,6 +3,13 @@
 MEMSAVER_SGLANG: `0` turns the plugin off, so that SGLang does not use memsaver. Default `1`.
 MEMSAVER_SGLANG_PRELOAD: `1` starts scheduler processes in preload mode, which a plain installation
     does not need; see `memsaver.preload`. Default `0`.
+MEMSAVER_SGLANG_ASLEEP: what happens to requests that need released memory: `refuse`, `wait` or
+    `wake`; see `memsaver.integrations.engine.admission.Policy`. Default `refuse`.
+MEMSAVER_SGLANG_ASLEEP_WAIT: the longest time in seconds that a request is held. Default `60`.
+MEMSAVER_SGLANG_SLEEP_AFTER: with `wake`, the seconds without a request after which the engine
+    releases its memory. Default `0`, which is never.
+MEMSAVER_SGLANG_CHECK_UPDATES: `0` accepts names that the model does not use in weight updates, as
+    SGLang does. Default `1`.
 
 SGLang's own variables apply as well: `SGLANG_PLUGINS`, its list of the plugins to load, must
 contain `memsaver` if it is set, and if `SGLANG_PLATFORM` selects another platform plugin, SGLang
@@ -11,12 +18,22 @@ does not load this one.
 
 from __future__ import annotations
 
+import math
 import os
+from typing import cast, get_args
 
 from memsaver.errors import ConfigError
 
-__all__ = ["graphs_are_pausable", "is_on", "is_preloading"]
+from ..engine.policies import Policy, WhenAsleep
 
+__all__ = ["graphs_are_pausable", "is_on", "is_preloading", "policy", "updates_are_checked"]
+
+_ASLEEP, _WAIT, _AFTER = (
+    "MEMSAVER_SGLANG_ASLEEP",
+    "MEMSAVER_SGLANG_ASLEEP_WAIT",
+    "MEMSAVER_SGLANG_SLEEP_AFTER",
+)
+_MOST_SECONDS = 86400.0
 _VALUES = {
     "": None,
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -32,6 +49,43 @@ def is_on() -> bool:
 def is_preloading() -> bool:
     """Return whether scheduler processes start in preload mode. Raises like `is_on`."""
     return _flag("MEMSAVER_SGLANG_PRELOAD", False)
+
+
+def updates_are_checked() -> bool:
+    """Return whether names that the model does not use are errors. Raises like `is_on`."""
+    return _flag("MEMSAVER_SGLANG_CHECK_UPDATES", True)
+
+
+def policy() -> Policy:
+    """Return the treatment of requests that need released memory.
+
+    Raises:
+        ConfigError: a variable is invalid, or the engine would sleep and never wake up by itself.
+    """
+    text = os.environ.get(_ASLEEP, "").strip().lower() or "refuse"
+    if text not in get_args(WhenAsleep):
+        raise ConfigError(f"{_ASLEEP}={text!r} must be one of {', '.join(get_args(WhenAsleep))}")
+    when = cast(WhenAsleep, text)
+    found = Policy(when, _seconds(_WAIT, 60.0), _seconds(_AFTER, 0.0))
+    if found.sleep_after and when != "wake":
+        raise ConfigError(
+            f"{_AFTER} needs {_ASLEEP}=wake, because otherwise no request would wake the engine "
+            "after it has released its memory"
+        )
+    return found
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= _MOST_SECONDS:
+        raise ConfigError(f"{name}={text!r} is not a number of seconds, of at most a day")
+    return value
 
 
 def graphs_are_pausable() -> bool:

@@ -1,11 +1,14 @@
-"""Verified weight updates in SGLang's scheduler processes, whose failures do not end the engine.
+"""Weight updates in SGLang's scheduler processes, whose failures do not end the engine.
 
 SGLang only logs names that the model does not use, and an exception raised in a loader (for
-example, on a shape mismatch) ends the engine. For an update that carries a `VerificationRequest`,
-each rank runs the checks of `LoadCheck` around SGLang's own handlers, and then waits for its
-device: the sender may overwrite its memory as soon as it receives the answer. The answer contains
-the results of all ranks of the group, even if their load failed. Updates without a request use
-SGLang's handlers unchanged.
+example, on a shape mismatch) ends the engine. Here each rank runs SGLang's own handler, and the
+ranks of a group exchange the results before any of them answers: an update that failed on one rank
+has failed on all.
+
+For an update that carries a `VerificationRequest`, each rank runs the checks of `LoadCheck` around
+the handler, and then waits for its device: the sender may overwrite its memory as soon as it
+receives the answer. The answer contains the results of all ranks. Any other update has the checks
+of `PlainCheck`, and SGLang's own answer if it succeeds.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ from ..engine.messages import Failure
 from ..engine.ranks import Group
 from ..engine.weights.checks import RankCheck, is_good
 from ..engine.weights.load_check import LoadCheck
+from ..engine.weights.plain_check import Found, Known, PlainCheck, verdict
+from . import settings
 from .protocol import text_of_checks, verification_of
+from .updaters import SchedulerAsUpdater
 
-__all__ = ["load_broadcast", "load_given", "load_tensors", "load_through"]
+__all__ = ["load_broadcast", "load_given", "load_tensors", "load_through", "plain"]
 
 _DIRECT = "direct"
+_KNOWN = "_memsaver_known_weights"  # an attribute of a scheduler
 _logger = logging.getLogger("memsaver.sglang")
 
 
@@ -46,7 +53,7 @@ def load_given(
 ) -> Any:
     """Wrap `WeightUpdater.update_weights_from_tensor`."""
     check = _current[-1] if _current else None
-    if check is None or load_format != _DIRECT:
+    if not isinstance(check, LoadCheck) or load_format != _DIRECT:
         return load_through(original, runner, named_tensors, load_format)
     direct = sys.modules[type(runner).__module__]._model_load_weights_direct
     model = runner.get_model()
@@ -69,7 +76,9 @@ def load_through(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
         return original(runner, *args)
     with check.around_loader(runner.get_model()):
         result = original(runner, *args)
-    return (False, check.trouble) if check.trouble else result
+    if isinstance(check, LoadCheck) and check.trouble:
+        return False, check.trouble
+    return result
 
 
 def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barrier: bool) -> Any:
@@ -90,7 +99,7 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barri
     except EngineError as error:  # on all ranks, because they have the same text
         return _output_of(has_barrier)(success=False, message=str(error))
     if verification is None:
-        return original(updater, request)
+        return _load_plainly(original, updater, request, has_barrier, _output_of(has_barrier))
     check = LoadCheck(verification, group.rank)
     _current.append(check)
     done, message = False, ""
@@ -110,6 +119,79 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barri
     check.synchronize()
     checks = [RankCheck.from_fields(fields) for fields in group.gather(asdict(check.found()))]
     return _output_of(has_barrier)(success=is_good(checks), message=text_of_checks(checks))
+
+
+def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callable[..., Any]:
+    """Return a hook around a handler of the updater, without verification requests.
+
+    Args:
+        kind: the class of the handler's answer, in SGLang's messages.
+        has_barrier: see `_load`.
+        ends_session: whether the updater has no session after a failure, in SGLang 0.5.23.
+    """
+
+    def hook(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+        output = _load_plainly(original, updater, request, has_barrier, _message(kind))
+        if ends_session and not output.success:
+            updater._session = None
+        return output
+
+    return hook
+
+
+def _load_plainly(
+    original: Callable[..., Any], updater: Any, request: Any, has_barrier: bool, output_of: Any
+) -> Any:
+    """Run SGLang's handler, and return its answer, or a failure of any rank. Collective."""
+    group = Group(updater.tp_cpu_group)
+    known = _known_to(updater)
+    check = PlainCheck(known, watches=settings.updates_are_checked() and _is_whole(updater))
+    _current.append(check)
+    output, failure = None, None
+    try:
+        with _watched(updater, request, check):
+            output = original(updater, request)
+    except Exception as error:
+        _logger.exception("an update of the weights failed")
+        failure = Failure.of(error)
+        if has_barrier:
+            group.barrier()
+    finally:
+        _current.pop()
+    success = bool(getattr(output, "success", False))
+    message = str(getattr(output, "message", ""))
+    mine = Found(group.rank, success, message, failure, check.unused, check.partial)
+    trouble = verdict([Found.from_fields(row) for row in group.gather(asdict(mine))])
+    if output is not None and success and not trouble:
+        known |= check.seen
+        return output
+    if success:
+        _logger.error("an update of the weights failed: %s", trouble)
+    return output_of(success=False, message=trouble or message)
+
+
+def _watched(
+    updater: Any, request: Any, check: PlainCheck
+) -> contextlib.AbstractContextManager[None]:
+    """Watch the model's loader in older versions, whose runners have no hooks for it."""
+    if not isinstance(updater, SchedulerAsUpdater) or hasattr(request, "model_path"):
+        return contextlib.nullcontext()
+    return check.around_loader(updater.tp_worker.model_runner.model)
+
+
+def _known_to(updater: Any) -> Known:
+    """Return the names and shapes that a scheduler's updates have used."""
+    owner = updater.scheduler
+    if not hasattr(owner, _KNOWN):
+        setattr(owner, _KNOWN, set())
+    known: Known = getattr(owner, _KNOWN)
+    return known
+
+
+def _is_whole(updater: Any) -> bool:
+    """Return whether the group's ranks have all of the model, and not one stage of a pipeline."""
+    arguments = getattr(updater.scheduler, "server_args", None)
+    return int(getattr(arguments, "pp_size", 1) or 1) == 1
 
 
 @contextlib.contextmanager
@@ -142,11 +224,16 @@ def _flushing_past_waiting(updater: Any) -> Iterator[None]:
 
 
 def _output_of(tensors: bool) -> Any:
+    source = "Tensor" if tensors else "Distributed"
+    return _message(f"UpdateWeightsFrom{source}ReqOutput")
+
+
+def _message(kind: str) -> Any:
     from sglang.srt.managers import io_struct
 
-    if tensors:
-        return io_struct.UpdateWeightsFromTensorReqOutput
-    return io_struct.UpdateWeightsFromDistributedReqOutput
+    return getattr(io_struct, kind)
 
 
-_current: list[LoadCheck] = []  # of the update in progress; a scheduler runs one at a time
+_current: list[
+    LoadCheck | PlainCheck
+] = []  # of the update in progress; a scheduler runs one at a time

@@ -107,6 +107,10 @@ def test_versions_of_sglang(plain, version, level, tried):
         ({"SGLANG_PLUGINS": "other, memsaver"}, "good", "on"),
         ({"SGLANG_PLATFORM": "other"}, "warned", "SGLANG_PLATFORM=other"),
         ({"MEMSAVER_SGLANG_PRELOAD": "1"}, "good", "preload mode"),
+        ({"MEMSAVER_SGLANG_ASLEEP": "wait"}, "good", "requests to a sleeping engine: wait"),
+        ({"MEMSAVER_SGLANG_ASLEEP": "sleep"}, "bad", "must be one of refuse, wait, wake"),
+        ({"MEMSAVER_SGLANG_SLEEP_AFTER": "9"}, "bad", "needs MEMSAVER_SGLANG_ASLEEP=wake"),
+        ({"MEMSAVER_SGLANG_CHECK_UPDATES": "x"}, "bad", "MEMSAVER_SGLANG_CHECK_UPDATES"),
     ],
 )
 def test_sglangs_settings_decide_whether_it_loads_the_plugin(plain, env, level, says):

@@ -115,7 +115,7 @@ def http_calls(session: Session) -> None:
         status, text = request(url, release, {"tags": tags})
         assert status == 200, text
     assert controller.refresh() is Status.ASLEEP
-    assert request(url, "/health")[0] == 200
+    assert request(url, "/health")[0] == 503
     for path in (release, resume):
         status, text = request(url, path, {"tags": ["optimizer"]})
         assert status == 400 and "optimizer" in text, (status, text)

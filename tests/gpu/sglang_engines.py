@@ -53,9 +53,26 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "backup": KEPT,
     "no_backup": {},
     "server": KEPT,
+    "backup_wait": KEPT,
+    "backup_wake": KEPT,
+    "server_wait": KEPT,
+    "server_wake": KEPT,
     "backup_tp2": {**KEPT, "tp_size": 2},
     "no_backup_tp2": {"tp_size": 2},
     "backup_dp2": {**KEPT, "dp_size": 2},
+}
+
+_WAIT = {"MEMSAVER_SGLANG_ASLEEP": "wait", "MEMSAVER_SGLANG_ASLEEP_WAIT": "6"}
+_WAKE = {
+    "MEMSAVER_SGLANG_ASLEEP": "wake",
+    "MEMSAVER_SGLANG_ASLEEP_WAIT": "6",
+    "MEMSAVER_SGLANG_SLEEP_AFTER": "4",
+}
+ENVIRONMENTS = {
+    "backup_wait": _WAIT,
+    "backup_wake": _WAKE,
+    "server_wait": _WAIT,
+    "server_wake": {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"},  # releases disturb it
 }
 
 
@@ -162,7 +179,8 @@ def start(group: str, folder: Path) -> Session:
         **ARGUMENTS[group],
     }
     gpus = arguments.get("tp_size", 1) * arguments.get("dp_size", 1)
-    begin = _serve if group == "server" else _engine
+    os.environ.update(ENVIRONMENTS.get(group, {}))
+    begin = _serve if group.startswith("server") else _engine
     session = begin(arguments, folder / "log", parts)
     try:
         session.gpus = gpus
@@ -210,9 +228,8 @@ def _engine(arguments: dict[str, Any], log: Path, parts: list[dict[str, Any]]) -
 def _serve(arguments: dict[str, Any], log: Path, parts: list[dict[str, Any]]) -> Session:
     url = f"http://127.0.0.1:{arguments['port']}"
     command = [sys.executable, "-m", "sglang.launch_server", *_flags(arguments)]
-    # By default, /health generates a token, which crashes a sleeping engine.
-    env = {**os.environ, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-    env["NO_PROXY"] = env["no_proxy"] = "127.0.0.1"  # its warm-up would use the proxies
+    # The server's warm-up would use the proxies.
+    env = {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
 
     def close() -> None:

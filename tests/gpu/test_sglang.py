@@ -1,9 +1,9 @@
 """Test memsaver in a real SGLang engine: every release and resume keeps the greedy output.
 
 For each engine, a child process (sglang_child.py) starts the engine once and runs the scenarios of
-the modules sglang_cycles, sglang_calls and sglang_updates on it, one per test. After a failure, a
-new child is started. Each test function has its own engine, so test functions can run concurrently
-on different GPUs, selected by CUDA_VISIBLE_DEVICES.
+the modules sglang_cycles, sglang_calls, sglang_asleep and sglang_updates on it, one per test. After
+a failure, a new child is started. Each test function has its own engine, so test functions can run
+concurrently on different GPUs, selected by CUDA_VISIBLE_DEVICES.
 
     pytest -m "gpu and sglang"                     all tests, some of which need two GPUs
     pytest -m "gpu and sglang and not two_gpus"
@@ -60,8 +60,27 @@ UPDATES = [
     "sglang_updates.update_from_host_tensors",
     "sglang_updates.update_from_buckets",
 ]
-HTTP = ["sglang_calls.http_calls", "sglang_calls.http_resume_that_does_not_fit"]
-REPLICAS = [*CYCLES[:-1], "sglang_cycles.a_wake_that_does_not_fit_one_replica"]
+HTTP = [
+    "sglang_calls.http_calls",
+    "sglang_calls.http_resume_that_does_not_fit",
+    "sglang_asleep.http_requests_are_refused",
+]
+ASLEEP = [
+    "sglang_asleep.requests_are_refused",
+    "sglang_asleep.the_scheduler_refuses_too",
+    "sglang_asleep.plain_updates_that_fail",
+]
+WAKE = [
+    "sglang_asleep.requests_wake",
+    "sglang_asleep.a_wake_without_memory",
+    "sglang_asleep.an_idle_engine_sleeps",
+]
+REPLICAS = [
+    *CYCLES[:-1],
+    "sglang_cycles.a_wake_that_does_not_fit_one_replica",
+    "sglang_asleep.requests_are_refused",
+    "sglang_asleep.the_scheduler_refuses_too",
+]
 
 
 def environment() -> dict[str, str]:
@@ -198,8 +217,8 @@ def each(scenarios: list[str]) -> Any:
     return pytest.mark.parametrize("name", scenarios, ids=lambda name: name.partition(".")[2])
 
 
-@each(CYCLES + CALLS)
-def test_scenarios_with_a_backup(children: Children, name: str) -> None:
+@each(CYCLES + CALLS + ASLEEP)
+def test_with_a_backup(children: Children, name: str) -> None:
     children.run("backup", name)
 
 
@@ -213,8 +232,28 @@ def test_scenarios_on_a_server(children: Children, name: str) -> None:
     children.run("server", name)
 
 
+@each(["sglang_asleep.requests_wait"])
+def test_asleep_wait(children: Children, name: str) -> None:
+    children.run("backup_wait", name)
+
+
+@each(["sglang_asleep.requests_wait"])
+def test_asleep_wait_server(children: Children, name: str) -> None:
+    children.run("server_wait", name)
+
+
+@each(WAKE)
+def test_asleep_wake(children: Children, name: str) -> None:
+    children.run("backup_wake", name)
+
+
+@each([*WAKE, "sglang_asleep.wakes_and_releases_at_once"])
+def test_asleep_wake_server(children: Children, name: str) -> None:
+    children.run("server_wake", name)
+
+
 @pytest.mark.two_gpus
-@each(CYCLES + CALLS)
+@each(CYCLES + CALLS + ASLEEP)
 def test_tensor_parallel(children: Children, name: str) -> None:
     children.run("backup_tp2", name)
 

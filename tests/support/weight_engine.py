@@ -246,7 +246,7 @@ def hooked(patch):
     sys.modules["sglang.srt.managers"].io_struct = messages
     for target, (kind, hook) in hooks._hooks_of_updates().items():
         _, owner, name = target.rsplit(".", 2)
-        if hasattr(classes[owner], name):
+        if hasattr(classes.get(owner), name):
             original = getattr(classes[owner], name)
             setattr(classes[owner], name, hooks._wrapped(kind, original, hook))
     patch.setitem(globals(), "WeightUpdater", classes["WeightUpdater"])

@@ -20,6 +20,7 @@ from memsaver.errors import ConfigError, NotLoadedError
 
 from ..errors import EngineError, EngineTimeoutError
 from ..fields import encodable, parsed
+from ..refusals import asleep_in
 from .addresses import address_of, host_of, secret_of
 
 __all__ = ["ANSWER_BYTES", "HttpClient"]
@@ -76,6 +77,7 @@ class HttpClient:
         Raises:
             ConfigError: the timeout is not a positive number, or JSON cannot represent the payload.
             EngineTimeoutError: the answer was not complete in time.
+            EngineAsleepError: the server's engine is asleep, and refuses the request.
             EngineError: the server answered with another status (`http_status`), including
                 redirects; it cannot be reached, or its answer is too large or is not HTTP.
         """
@@ -98,6 +100,12 @@ class HttpClient:
         failed.http_status = status
         return failed
 
+    def check_awake(self, text: str) -> None:
+        """Raise `EngineAsleepError` if a server's text is the refusal of a sleeping engine."""
+        asleep = asleep_in(_reason(text))
+        if asleep is not None:
+            raise asleep
+
     def hidden_in(self, text: str) -> str:
         """Return a server's text in full, with the API key redacted, encodable as UTF-8."""
         return encodable(self._key.hidden_in(text))
@@ -109,6 +117,8 @@ class HttpClient:
     def _successful(self, path: str, answer: tuple[int, str]) -> str:
         status, text = answer
         if status != HTTPStatus.OK:
+            if status == HTTPStatus.SERVICE_UNAVAILABLE:
+                self.check_awake(text)
             raise self.error_for(path, status, text)
         return text
 

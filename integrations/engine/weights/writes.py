@@ -150,6 +150,10 @@ class Source:
         self.blurred |= not names
         return names
 
+    def views(self, tensor: Any) -> list[str]:
+        """Return the names of the tensors of which a tensor is a view."""
+        return self._at(_span(tensor))
+
     def _at(self, span: tuple[Any, int, int]) -> list[str]:
         """Return the tensors whose memory contains a span, so that it is a view of them."""
         device, begin, end = span

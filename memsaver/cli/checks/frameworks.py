@@ -156,8 +156,10 @@ def _plugin() -> list[Finding]:
     name = "SGLang plugin"
     try:
         on, preloading = settings.is_on(), settings.is_preloading()
+        when_asleep = settings.policy().when_asleep
+        settings.updates_are_checked()
     except ConfigError as error:
-        return [bad(name, str(error), "set it to 1 or 0")]
+        return [bad(name, str(error), "correct it, or unset it")]
     listed = os.environ.get("SGLANG_PLUGINS")
     platform = os.environ.get("SGLANG_PLATFORM")
     if not on:
@@ -169,7 +171,8 @@ def _plugin() -> list[Finding]:
         text = f"SGLANG_PLATFORM={platform} keeps SGLang from loading it"
         return [warned(name, text, "unset it to use memsaver")]
     mode = ", schedulers in preload mode" if preloading else ""
-    return [good(name, f"on{mode}, where an engine has enable_memory_saver")]
+    asleep = "" if when_asleep == "refuse" else f"; requests to a sleeping engine: {when_asleep}"
+    return [good(name, f"on{mode}, where an engine has enable_memory_saver{asleep}")]
 
 
 def _vllm() -> Finding:

@@ -24,7 +24,8 @@ import memsaver.distributed as md
 import sglang_stand_in as stand_in
 from memsaver.errors import *
 from memsaver.integrations.rollout import RolloutEngine
-from memsaver.integrations.sglang import EngineBusyError, EngineError, EngineTimeoutError, Status
+from memsaver.integrations.sglang import EngineAsleepError, EngineBusyError, EngineError
+from memsaver.integrations.sglang import EngineTimeoutError, Status
 from rank_calls import gathered, lost
 from tasks import Task
 
@@ -111,7 +112,7 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
         report = engine.sleep()
         assert set(report.changed) == engine.released == set(stand_in.TAGS)
         assert engine.status is Status.ASLEEP
-        error = refused(InvalidStateError, engine.generate, [[1]], TWO)
+        error = refused(EngineAsleepError, engine.generate, [[1]], TWO)
         assert error.tag == "cuda_graph" and "wake it up" in str(error)
         refused(ConfigError, engine.wake_up, "optimizer")
         assert engine.status is Status.ASLEEP

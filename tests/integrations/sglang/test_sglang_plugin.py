@@ -18,6 +18,7 @@ from simulated_driver import Block
 import memsaver
 from memsaver import ConfigError, InvalidStateError, NotLoadedError
 from memsaver._transitions import parts
+from memsaver.integrations.engine.policies import Policy
 from memsaver.integrations.sglang import settings, versions
 from memsaver.integrations.sglang.adapter import MemsaverAdapter
 from memsaver.integrations.sglang.imports import when_imported
@@ -404,12 +405,57 @@ engine.load_plugins()
 saver = engine.TorchMemorySaverAdapter.create(enable=True)
 assert type(saver).__name__ == "MemsaverAdapter"
 assert engine.TorchMemorySaverAdapter.create(enable=False).enabled is False
-from sglang.srt.managers import tokenizer_control_mixin
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers import tokenizer_manager
 from sglang.srt.model_executor.model_runner_components import weight_updater
+assert [kind.__name__ for kind in http_server.app.middlewares] == ["AsleepAnswers"]
 left = [finder for finder in sys.meta_path if "memsaver.integrations" in type(finder).__module__]
 assert not left, left
         """
     )
+
+
+def test_an_sglang_without_a_place_for_the_guard_is_logged(run_sglang):
+    _, log = run_sglang(SCENARIOS["scheduler"])
+    assert "cannot protect a sleeping engine from requests" in log
+
+
+def test_an_unexpected_server_is_logged(run_sglang):
+    _, log = run_sglang(
+        """
+engine.load_plugins()
+import sys, types
+from importlib.machinery import ModuleSpec
+from memsaver.integrations.sglang import plugin
+plugin._hook_server(types.ModuleType("sglang.srt.entrypoints.http_server"))
+        """
+    )
+    assert "cannot answer for a sleeping server" in log
+
+
+@pytest.mark.parametrize(
+    "values, text",
+    [
+        ({"MEMSAVER_SGLANG_ASLEEP": "sleep"}, "must be one of refuse, wait, wake"),
+        ({"MEMSAVER_SGLANG_ASLEEP_WAIT": "soon"}, "'soon' is not a number of seconds"),
+        ({"MEMSAVER_SGLANG_ASLEEP_WAIT": "-1"}, "is not a number of seconds"),
+        ({"MEMSAVER_SGLANG_ASLEEP_WAIT": "inf"}, "is not a number of seconds"),
+        ({"MEMSAVER_SGLANG_SLEEP_AFTER": "10"}, "needs MEMSAVER_SGLANG_ASLEEP=wake"),
+    ],
+)
+def test_invalid_policies_are_rejected(monkeypatch, values, text):
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=text):
+        settings.policy()
+
+
+def test_the_policy_is_read_from_the_environment(monkeypatch):
+    assert settings.policy() == Policy("refuse", 60.0, 0.0)
+    monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP", " Wake ")
+    monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP_WAIT", "2.5")
+    monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "600")
+    assert settings.policy() == Policy("wake", 2.5, 600.0)
 
 
 def test_an_sglang_without_the_factory(run_sglang):

@@ -90,3 +90,102 @@ class InitWeightsUpdateGroupReqInput:
 @dataclass
 class DestroyWeightsUpdateGroupReqInput:
     group_name: str = "weight_update_group"
+
+
+@dataclass
+class TokenizedGenerateReqInput:
+    rid: str
+    http_worker_ipc: str | None = None
+
+
+@dataclass
+class BatchTokenizedGenerateReqInput:
+    batch: list[TokenizedGenerateReqInput]
+
+    def __iter__(self):
+        return iter(self.batch)
+
+
+@dataclass
+class TokenizedEmbeddingReqInput:
+    rid: str
+
+
+@dataclass
+class AbortReq:
+    rid: str | None = None
+    finished_reason: dict | None = None
+
+
+@dataclass
+class UpdateWeightFromDiskReqInput:
+    model_path: str
+    recapture_cuda_graph: bool = False
+
+
+@dataclass
+class UpdateWeightFromDiskReqOutput:
+    success: bool
+    message: str
+    num_paused_requests: int | None = 0
+
+
+@dataclass
+class UpdateWeightsFromTensorReqOutput:
+    success: bool
+    message: str
+
+
+@dataclass
+class LoadLoRAAdapterReqInput:
+    lora_name: str
+
+
+@dataclass
+class LoRAUpdateOutput:
+    success: bool
+    error_message: str | None = None
+
+
+LoadLoRAAdapterReqOutput = LoRAUpdateOutput
+
+
+@dataclass
+class GetWeightsByNameReqInput:
+    name: str
+
+
+@dataclass
+class GetWeightsByNameReqOutput:
+    parameter: list | None
+
+
+@dataclass
+class RpcReqInput:
+    method: str
+
+
+@dataclass
+class RpcReqOutput:
+    success: bool
+    message: str
+
+
+@dataclass
+class FlushCacheReqInput:
+    timeout_s: float | None = None
+
+
+@dataclass
+class GetInternalStateReq:
+    pass
+
+
+@dataclass
+class SlowDownReqInput:
+    pass
+
+
+@dataclass
+class SlowDownReqOutput:
+    pass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass
 
+from sglang_stand_in import messages
 from sglang_stand_in.messages import (
     FlushCacheReqOutput,
     GetInternalStateReqOutput,
@@ -20,6 +22,8 @@ class Saver:
     def __init__(self) -> None:
         self.paused: set[str] = set()
         self.full = False
+
+    enabled = True
 
     def pause(self, tag: str) -> None:
         if tag in self.paused:
@@ -136,6 +140,16 @@ class Tensor:
         return Tensor(self.data, is_cuda=False)
 
 
+class Sent:
+    """A socket to the tokenizer manager."""
+
+    def __init__(self) -> None:
+        self.messages: list = []
+
+    def send_output(self, output, request=None) -> None:
+        self.messages.append(output)
+
+
 class Scheduler:
     """A scheduler process: it handles one message at a time, and dies with the first exception."""
 
@@ -146,6 +160,47 @@ class Scheduler:
         self.buffer: bytes | None = None  # the model's buffers
         self.model = None  # a simulated_driver.Block, whose first bytes are the buffer
         self._make_handlers(make_updater, saver or Saver(), group)
+        self.handled: list = []  # requests that reached their handlers
+        self._engine_paused = False
+        self.ipc_channels = types.SimpleNamespace(send_to_tokenizer=Sent())
+        self.init_request_dispatcher()
+
+    @property
+    def sent(self) -> list:
+        """The messages to the tokenizer manager."""
+        return self.ipc_channels.send_to_tokenizer.messages
+
+    def init_request_dispatcher(self) -> None:
+        self._request_dispatcher = self._dispatch
+
+    def process_input_requests(self, requests) -> None:
+        for request in requests:
+            output = self._request_dispatcher(request)
+            if output is not None:
+                self.ipc_channels.send_to_tokenizer.send_output(output, request)
+
+    def _dispatch(self, request):
+        """Handle a request: all but these need all memory."""
+        self.handled.append(request)
+        kind = type(request).__name__
+        if kind in ("ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput"):
+            release = kind.startswith("Release")
+            name = "release_memory_occupation" if release else "resume_memory_occupation"
+            return getattr(self.handlers, name)(request)
+        if kind == "FlushCacheReqInput":
+            return FlushCacheReqOutput(self.flush_cache())
+        if kind in ("PauseGenerationReqInput", "ContinueGenerationReqInput"):
+            self._engine_paused = kind.startswith("Pause")
+            return None
+        if kind in ("AbortReq", "GetInternalStateReq", "SlowDownReqInput"):
+            return None
+        needed = {"weights"} if kind.startswith("Update") else set(TAGS)
+        if self.handlers.offload_tags & needed:
+            self.death = RuntimeError("an illegal memory access was encountered")
+            raise self.death
+        if kind == "RpcReqInput":
+            return messages.RpcReqOutput(True, "")
+        return None
 
     def _make_handlers(self, make_updater, saver, group) -> None:
         self.weight_updater = self.handlers = make_updater(self, saver, group)

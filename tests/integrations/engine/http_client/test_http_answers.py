@@ -8,9 +8,15 @@ import pytest
 from http_servers import CHUNKED, KEY, OK_HEAD, response, scheduler_state, texts_of
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
+from memsaver.integrations.engine.errors import (
+    EngineAsleepError,
+    EngineError,
+    EngineTimeoutError,
+)
 from memsaver.integrations.engine.http.client import HttpClient
+from memsaver.integrations.engine.refusals import asleep_text
 from memsaver.integrations.sglang import SleepController
+from memsaver.integrations.sglang.served import ServedEngine
 
 pytestmark = pytest.mark.each_python
 
@@ -125,3 +131,17 @@ def test_a_payload_that_json_cannot_represent_is_refused(serve, payload):
     with pytest.raises(ConfigError, match="JSON"):
         HttpClient(server.url).post("/generate", circle, 30)
     assert server.requests == []
+
+
+def test_a_sleeping_servers_refusal_is_typed(serve):
+    text = asleep_text({"kv_cache", "weights"}, "generate")
+    server = serve(response({"error": {"message": text}}, "503 Service Unavailable"))
+    with pytest.raises(EngineAsleepError) as caught:
+        HttpClient(server.url).post("/generate", {}, 5)
+    assert caught.value.tags == ("kv_cache", "weights") and str(caught.value) == text
+    with pytest.raises(EngineAsleepError):
+        ServedEngine(server.url).ask("update_weights_from_tensor", {}, 5)
+    server = serve(response({"error": {"message": "overloaded"}}, "503 Service Unavailable"))
+    with pytest.raises(EngineError, match="overloaded") as caught:
+        HttpClient(server.url).post("/generate", {}, 5)
+    assert caught.value.http_status == 503

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 
 from memsaver.errors import InvalidStateError
-from memsaver.integrations.engine.errors import EngineBusyError, EngineTimeoutError
+from memsaver.integrations.engine.errors import (
+    EngineAsleepError,
+    EngineBusyError,
+    EngineTimeoutError,
+)
 from memsaver.integrations.engine.messages import Answer, SchedulerState
 from memsaver.integrations.engine.sleep import EngineController
 from memsaver.integrations.engine.status import Status
@@ -139,3 +144,39 @@ import memsaver.integrations.engine.sleep, memsaver.integrations.rollout.weights
 assert not [name for name in sys.modules if name.startswith("memsaver.integrations.sglang")]
         """
     )
+
+
+class AdmittingEngine(AnotherEngine):
+    """An engine that wakes up for requests."""
+
+    def __init__(self, when) -> None:
+        super().__init__()
+        self.when = when
+
+    def states(self, timeout):
+        return [replace(state, when_asleep=self.when) for state in super().states(timeout)]
+
+    def generate(self, prompt):
+        self.mapped |= {"kv_cache", "weights", "cuda_graph"}
+        return super().generate(prompt)
+
+
+@pytest.mark.parametrize("when", ["wait", "wake"])
+def test_requests_are_passed_on_to_an_engine_that_holds_them_or_wakes_up(when):
+    controller = EngineController(AdmittingEngine(when))
+    controller.sleep()
+    assert controller.status is Status.ASLEEP
+    controller.check("update_weights")
+    assert controller.generate("a") == "aa"
+    assert controller.refresh() is Status.AWAKE
+    assert set(controller.sleep().changed) == {"kv_cache", "weights", "cuda_graph"}
+    with controller.request():
+        pass
+
+
+def test_a_generation_without_memory_names_the_released_tags():
+    controller = EngineController(AdmittingEngine("refuse"))
+    controller.sleep("kv_cache")
+    with pytest.raises(EngineAsleepError) as caught:
+        controller.generate("a")
+    assert caught.value.tags == ("kv_cache",)

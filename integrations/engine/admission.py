@@ -1,0 +1,235 @@
+"""`Admission`: what happens to a request that reaches an engine whose memory is released.
+
+An engine's integration calls `admit` before it sends a request to the processes with the memory.
+Depending on the policy, the call raises, waits until the memory is mapped, or maps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from memsaver.errors import MemsaverError, OutOfDeviceMemoryError
+
+from .errors import EngineAsleepError
+from .policies import Policy
+from .refusals import asleep_in, asleep_text
+from .tags import RELEASE_ORDER, RESUME_ORDER
+
+__all__ = ["EVERYTHING", "Admission", "ClientGoneError", "Sleeper"]
+
+EVERYTHING = frozenset(RELEASE_ORDER)
+
+_POLL_SECONDS = 1.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
+
+
+class Sleeper(Protocol):
+    """The calls that `Admission` makes to an engine."""
+
+    async def released(self) -> frozenset[str] | None:
+        """Query the released tags; None if the engine does not report them."""
+
+    async def resume(self, tags: Collection[str]) -> frozenset[str]:
+        """Resume tags, and return the tags that are released afterwards. Raises if it fails."""
+
+
+class ClientGoneError(MemsaverError, ValueError):
+    """The client disconnected while its request was waiting."""
+
+    _status = "CLIENT_GONE"
+
+
+@dataclass(eq=False)
+class _Waiter:
+    needs: frozenset[str]
+    admitted: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class Admission:
+    """Admits requests to an engine. For one event loop, which makes all calls.
+
+    The known released tags may be out of date, because other processes may release and resume them
+    too: a request is refused only after a query, and requests that wait repeat the query.
+
+    Args:
+        policy: the treatment of requests that need released memory.
+        sleeper: the calls to the engine.
+        without_backup: tags whose contents a release discards. A wake-up for a request that reads
+            them would return nonsense, so the request is refused.
+    """
+
+    def __init__(
+        self, policy: Policy, sleeper: Sleeper, without_backup: Collection[str] = ()
+    ) -> None:
+        self.policy = policy
+        self._sleeper = sleeper
+        self._without_backup = frozenset(without_backup)
+        self._released: frozenset[str] = frozenset()
+        self._waiters: deque[_Waiter] = deque()
+        self._changing = asyncio.Lock()
+        self._waking: asyncio.Task[None] | None = None
+
+    @property
+    def released(self) -> frozenset[str]:
+        """The released tags, as far as they are known."""
+        return self._released
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait."""
+        return len(self._waiters)
+
+    def learn(self, released: Collection[str]) -> None:
+        """Record the released tags, and admit the requests that waited for the others, in order."""
+        self._released = frozenset(released)
+        for waiter in self._waiters:
+            if not waiter.needs & self._released and not waiter.admitted.done():
+                waiter.admitted.set_result(None)
+
+    async def refresh(self) -> frozenset[str]:
+        """Query the released tags, and return them."""
+        released = await self._sleeper.released()
+        if released is not None:
+            self.learn(released)
+        return self._released
+
+    @contextlib.asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """Serialise a block that releases or resumes tags with other such blocks and wake-ups."""
+        async with self._changing:
+            yield
+
+    def deadline(self) -> float:
+        """Return the time, of the event loop's clock, until which a request is held."""
+        return asyncio.get_running_loop().time() + self.policy.wait_seconds
+
+    async def admit(
+        self,
+        needs: frozenset[str],
+        what: str,
+        *,
+        deadline: float | None = None,
+        reads: bool = True,
+        is_gone: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
+        """Return when the tags that a request needs are mapped.
+
+        Args:
+            needs: the tags.
+            what: the request's operation, for the error.
+            deadline: see `deadline`; None begins the time now.
+            reads: whether the request reads the contents, and does not only replace them.
+            is_gone: returns whether the client has disconnected; called while the request waits.
+
+        Raises:
+            EngineAsleepError: a needed tag is released: at once, after the deadline, or after a
+                wake-up that failed, whose error is the cause.
+            ClientGoneError: the client has disconnected.
+        """
+        if not self._released & needs:
+            return
+        if self.policy.when_asleep == "refuse":
+            if await self.refresh() & needs:
+                raise self._error(what)
+            return
+        end = self.deadline() if deadline is None else deadline
+        if self.policy.when_asleep == "wait":
+            await self._wait(needs, what, end, is_gone)
+        else:
+            await self._wake(needs, what, end, reads, is_gone)
+
+    async def _wait(
+        self,
+        needs: frozenset[str],
+        what: str,
+        deadline: float,
+        is_gone: Callable[[], Awaitable[bool]] | None,
+    ) -> None:
+        now = asyncio.get_running_loop().time
+        waiter = _Waiter(needs)
+        self._waiters.append(waiter)
+        try:
+            while not waiter.admitted.done():
+                left = deadline - now()
+                if left <= 0:
+                    more = f"no caller woke it up within {self.policy.wait_seconds:g} s"
+                    raise self._error(what, more)
+                await asyncio.wait([waiter.admitted], timeout=min(left, _POLL_SECONDS))
+                if waiter.admitted.done():
+                    return
+                await _check_client(is_gone)
+                if waiter is self._waiters[0]:
+                    await self.refresh()
+        finally:
+            self._waiters.remove(waiter)
+
+    async def _wake(
+        self,
+        needs: frozenset[str],
+        what: str,
+        deadline: float,
+        reads: bool,
+        is_gone: Callable[[], Awaitable[bool]] | None,
+    ) -> None:
+        now = asyncio.get_running_loop().time
+        pause = _FIRST_PAUSE_SECONDS
+        while missing := self._released & needs:
+            if reads and (lost := missing & self._without_backup):
+                if await self.refresh() & lost:
+                    raise self._error(
+                        what,
+                        f"{', '.join(sorted(lost))} has no backup: wake it up, and load it again",
+                    )
+                continue
+            try:
+                await self._wake_once(missing)
+            except MemsaverError as error:
+                more = f"it could not be woken: {error}"
+                if not isinstance(error, OutOfDeviceMemoryError) or now() + pause > deadline:
+                    raise self._error(what, more) from error
+            if not self._released & needs:
+                return
+            if now() + pause > deadline:
+                raise self._error(what, "others release it again and again")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            await _check_client(is_gone)
+
+    async def _wake_once(self, tags: frozenset[str]) -> None:
+        """Resume tags, together with all requests that need it now.
+
+        A request that is cancelled leaves the wake-up in progress.
+        """
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.ensure_future(self._resume(tags))
+            self._waking.add_done_callback(_retrieve)
+        await asyncio.shield(self._waking)
+
+    async def _resume(self, tags: frozenset[str]) -> None:
+        async with self._changing:
+            missing = self._released & tags
+            if missing:
+                self.learn(await self._sleeper.resume([t for t in RESUME_ORDER if t in missing]))
+
+    def _error(self, what: str, more: str = "") -> EngineAsleepError:
+        error = asleep_in(asleep_text(self._released or EVERYTHING, what, more))
+        assert error is not None
+        return error
+
+
+async def _check_client(is_gone: Callable[[], Awaitable[bool]] | None) -> None:
+    if is_gone is not None and await is_gone():
+        raise ClientGoneError("the client disconnected while its request waited for the engine")
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Mark a task's exception as seen, even if every request that waited for it was cancelled."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,224 @@
+"""`PlainCheck`: checks of a weight load whose sender has requested no verification.
+
+An engine's loader skips names that the model does not use, and may load only a part of a tensor
+that is too large. Finding this out takes time, because each of the loader's operations is watched.
+So it is done once for each name and shape: later loads of the same tensors only look them up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..fields import Fields
+from ..messages import Failure
+from .writes import Load, Named, Operation, Source, Writes
+
+__all__ = ["Found", "Known", "PlainCheck", "verdict"]
+
+Known = set[tuple[str, tuple[int, ...]]]
+"""The names and shapes that earlier loads have found to be used, on all ranks together."""
+
+# Tensors of checkpoints that loaders skip, because the model computes them.
+_COMPUTED = re.compile(
+    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.(masked_)?bias$|position_ids$"
+)
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_SHOWN = 8  # names in a message
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a load on one rank.
+
+    Attributes:
+        rank: the rank in its tensor-parallel group.
+        success: whether the engine reports success; False if the load raised.
+        message: the engine's message.
+        failure: the exception of the load, or None.
+        unused: tensors from which nothing was written to the model, with their numbers of elements.
+        partial: tensors of which only some elements were written, with the numbers of these
+            elements and of all.
+    """
+
+    rank: int
+    success: bool = False
+    message: str = ""
+    failure: Failure | None = None
+    unused: Mapping[str, int] = field(default_factory=dict)
+    partial: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Found:
+        """Read a result from its `asdict`, whose tuples may have become lists.
+
+        Raises `EngineError` for anything else.
+        """
+        read = Fields(fields, "a rank's load")
+        pairs = Fields(read.optional("partial") or {}, "a rank's partial tensors")
+        names = tuple(read.optional("partial") or {})
+        return cls(
+            read.whole("rank"),
+            read.flag("success"),
+            read.text("message", ""),
+            Failure.from_fields(read.optional("failure")),
+            read.wholes("unused"),
+            {name: (int(pairs.each(name)[0]), int(pairs.each(name)[1])) for name in names},
+        )
+
+
+class PlainCheck:
+    """The checks of one load on this rank.
+
+    Attributes:
+        unused, partial: see `Found`.
+
+    Args:
+        known: see `Known`; the check only reads it.
+        watches: whether to look for unused tensors at all.
+    """
+
+    def __init__(self, known: Known, *, watches: bool = True) -> None:
+        self.unused: dict[str, int] = {}
+        self.partial: dict[str, tuple[int, int]] = {}
+        self._known = known
+        self._watches = watches
+        self._seen: Known = set()
+        self._used: set[str] = set()  # by one of several runners
+
+    @property
+    def seen(self) -> Known:
+        """The names and shapes that this load had for the first time."""
+        return self._seen
+
+    @contextlib.contextmanager
+    def around_loader(self, model: Any) -> Iterator[None]:
+        """Make the model's loader run the checks, for the block."""
+        if not self._watches:
+            yield
+            return
+        theirs = vars(model).get("load_weights")
+        load = model.load_weights
+
+        def checked(weights: Iterable[tuple[str, Any]], *args: Any, **named: Any) -> Any:
+            given = list(weights)
+            new = {(name, tuple(tensor.shape)) for name, tensor in given} - self._known
+            if not new:
+                return load(given, *args, **named)
+            self._seen |= new
+            return self._watched(model, given, lambda tensors: load(tensors, *args, **named))
+
+        model.load_weights = checked
+        try:
+            yield
+        finally:
+            if theirs is None:
+                del model.load_weights
+            else:
+                model.load_weights = theirs
+
+    def _watched(self, model: Any, given: Named, load: Load) -> Any:
+        coverage = _Coverage(model, Source(given))
+        result = coverage.run(load)
+        source = coverage.source
+        self._used |= source.used
+        for name, tensor in given:
+            count = int(tensor.numel())
+            if not count or source.blurred:
+                continue
+            if name not in source.used:
+                if name not in self._used and not _is_skipped(model, name):
+                    self.unused[name] = count
+            elif name not in coverage.converted and coverage.copied.get(name, 0) < count:
+                self.partial[name] = (coverage.copied[name], count)
+        for name in self._used:
+            self.unused.pop(name, None)
+        return result
+
+
+class _Coverage(Writes):
+    """Counts the elements that are copied from each tensor.
+
+    Attributes:
+        copied: the numbers of elements, by name.
+        converted: names of tensors from which anything else was written than a copy of a view.
+    """
+
+    def __init__(self, model: Any, source: Source) -> None:
+        super().__init__(model, source)
+        self.copied: dict[str, int] = {}
+        self.converted: set[str] = set()
+
+    def write(self, operation: Operation, written: list[Any], names: list[str]) -> Any:
+        """See `Writes`."""
+        view = operation.args[1] if operation.is_copy else None
+        if len(names) == 1 and view is not None and self.source.views(view) == names:
+            self.copied[names[0]] = self.copied.get(names[0], 0) + int(view.numel())
+        else:
+            self.converted.update(names)
+        return operation.run()
+
+
+def _is_skipped(model: Any, name: str) -> bool:
+    """Return whether a model knows a tensor, and its loader has a reason not to load it."""
+    if _COMPUTED.search(name):
+        return True
+    for tensors in (model.named_parameters, model.named_buffers):
+        if any(known == name for known, _ in tensors(remove_duplicate=False)):
+            return True  # tied to another one
+    config = getattr(model, "config", None)
+    if name.endswith("lm_head.weight") and getattr(config, "tie_word_embeddings", False):
+        return True
+    layer = _LAYER.search(name)
+    layers = getattr(config, "num_hidden_layers", None)
+    predicts = getattr(config, "num_nextn_predict_layers", 0)  # which a draft model loads
+    return bool(layer and predicts and isinstance(layers, int) and int(layer[1]) >= layers)
+
+
+def verdict(ranks: Sequence[Found]) -> str:
+    """Return the reason why a load counts as failed; "" if it succeeded on all ranks."""
+    count = len(ranks)
+    for found in ranks:
+        if found.failure is not None:
+            return (
+                f"the update failed on rank {found.rank} of {count}: {found.failure.kind}: "
+                f"{found.failure.message}; some of its tensors may have been loaded: send all "
+                "weights again"
+            )
+    for found in ranks:
+        if not found.success:
+            return found.message
+    unknown = set.intersection(*(set(found.unused) for found in ranks))
+    if unknown:
+        return (
+            f"the model does not use {_listed(unknown)}; the update's other tensors were loaded: "
+            "send the names of the checkpoint"
+        )
+    cut = sorted(name for name in _partial_names(ranks) if _is_cut(name, ranks))
+    if cut:
+        return (
+            f"only a part of {_listed(cut)} was loaded, so the shape is wrong; the update's other "
+            "tensors were loaded: send all weights again"
+        )
+    return ""
+
+
+def _partial_names(ranks: Sequence[Found]) -> set[str]:
+    return {name for found in ranks for name in found.partial}
+
+
+def _is_cut(name: str, ranks: Sequence[Found]) -> bool:
+    """Return whether the parts that all ranks loaded are smaller than the tensor."""
+    if any(name not in found.partial and name not in found.unused for found in ranks):
+        return False  # a rank loaded all of it, or converted it
+    parts = [found.partial[name] for found in ranks if name in found.partial]
+    return sum(read for read, _ in parts) < parts[0][1]
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = sorted(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more

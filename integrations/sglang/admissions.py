@@ -1,0 +1,304 @@
+"""Requests to a sleeping engine in SGLang's tokenizer manager: refused, held, or the engine wakes.
+
+The hooks here act before a request is sent to the schedulers, according to the policy of
+`settings.policy`. The scheduler's own guard (`guard`) is the last one: a request that it refuses,
+because a release came in between, is sent again, or raises the same error.
+
+| policy | a request that needs released memory |
+|---|---|
+| refuse | raises `EngineAsleepError`; the server answers with status 503 |
+| wait | is held, in order, until the memory is resumed; raises after a time |
+| wake | resumes the memory that it needs; without enough memory, tries again, and raises |
+
+A health check neither waits nor wakes. Without `enable_memory_saver`, nothing is changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextvars import ContextVar
+from typing import Any
+
+from memsaver.errors import MemsaverError
+
+from ..engine.admission import EVERYTHING, Admission
+from ..engine.errors import EngineAsleepError, EngineError
+from ..engine.messages import Answer, error_of
+from ..engine.refusals import asleep_in
+from ..engine.tags import GRAPH, WEIGHTS
+from . import settings
+from .protocol import answers_of, states_of
+
+__all__ = ["Refusal", "abort_reason", "admission_of", "call", "change", "generate", "refusal_here"]
+
+QUERY_SECONDS = 5.0
+_ATTRIBUTE = "_memsaver_admission"  # of a tokenizer manager
+_HEALTH = "HEALTH_CHECK"
+_WEIGHTS = frozenset({WEIGHTS})
+_RETRY_SECONDS = 0.05
+_logger = logging.getLogger("memsaver.sglang")
+
+
+class Refusal:
+    """A place for the error of the request that is being served.
+
+    Attributes:
+        error: the error; None if the request was not refused.
+    """
+
+    def __init__(self) -> None:
+        self.error: EngineAsleepError | None = None
+
+
+# Set by the server's middleware: SGLang's endpoints answer in several formats, without the tags.
+refusal_here: ContextVar[Refusal | None] = ContextVar("memsaver_refusal", default=None)
+
+
+def admission_of(manager: Any) -> Admission | None:
+    """Return the admission of a tokenizer manager's requests; None without a memory saver."""
+    found = vars(manager).get(_ATTRIBUTE, False)
+    if found is False:
+        found = _made(manager)
+        setattr(manager, _ATTRIBUTE, found)
+    return found  # type: ignore[no-any-return]
+
+
+def _made(manager: Any) -> Admission | None:
+    arguments = manager.server_args
+    if not getattr(arguments, "enable_memory_saver", False):
+        return None
+    kept = getattr(arguments, "enable_weights_cpu_backup", False)
+    return Admission(settings.policy(), _Schedulers(manager), () if kept else _WEIGHTS)
+
+
+class _Schedulers:
+    """See `Sleeper`."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    async def released(self) -> frozenset[str] | None:
+        try:
+            states = states_of(
+                await asyncio.wait_for(self._manager.get_internal_state(), QUERY_SECONDS)
+            )
+        except (TimeoutError, asyncio.TimeoutError, EngineError) as error:
+            _logger.warning("the schedulers did not report their memory: %r", error)
+            return None
+        return _asleep(tag for state in states for tag in state.released) if states else None
+
+    async def resume(self, tags: Collection[str]) -> frozenset[str]:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        _logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
+        request = ResumeMemoryOccupationReqInput(tags=list(tags))
+        communicator = self._manager.resume_memory_occupation_communicator
+        answers, error = await _sent(self._manager, communicator, request)
+        if error is not None:
+            raise error
+        if not answers:  # not memsaver's handlers, which have done all of it
+            admission = admission_of(self._manager)
+            return admission.released.difference(tags) if admission is not None else frozenset()
+        return _asleep(tag for answer in answers for tag in answer.released)
+
+
+def _asleep(released: Any) -> frozenset[str]:
+    """Return the released tags that have memory: without pausable graphs, GRAPH has none."""
+    tags = frozenset(released)
+    return tags if settings.graphs_are_pausable() else tags - {GRAPH}
+
+
+async def _sent(
+    manager: Any, communicator: Any, obj: Any
+) -> tuple[list[Answer], MemsaverError | None]:
+    manager.auto_create_handle_loop()
+    answers = answers_of(await communicator(obj))
+    return answers, error_of(answers)
+
+
+# --- releases and resumes -------------------------------------------------------------------------
+
+
+async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> list[Answer]:
+    """Send a release or a resume, and return the schedulers' answers, or raise their error."""
+    admission = admission_of(manager)
+    if admission is None:
+        answers, error = await _sent(manager, communicator, obj)
+    else:
+        async with admission.changing():
+            answers, error = await _sent(manager, communicator, obj)
+            if answers:
+                admission.learn(_asleep(tag for answer in answers for tag in answer.released))
+            else:
+                tags = _asleep(getattr(obj, "tags", None) or EVERYTHING)
+                before = admission.released
+                admission.learn(before | tags if operation == "release" else before - tags)
+    if error is not None:
+        raise error
+    return answers
+
+
+# --- control requests -----------------------------------------------------------------------------
+
+
+def call(what: str, *, reads: bool = True) -> Callable[..., Awaitable[Any]]:
+    """Return a hook around a control request that needs the weights.
+
+    Args:
+        what: the request's operation, for errors.
+        reads: whether the request reads the weights, and does not only replace them.
+    """
+
+    async def hook(original: Callable[..., Awaitable[Any]], manager: Any, *args: Any) -> Any:
+        admission = admission_of(manager)
+        if admission is None:
+            return await original(manager, *args)
+        request = args[1] if len(args) > 1 else None
+        deadline = admission.deadline()
+        while True:
+            needs = EVERYTHING if _captures(args) else _WEIGHTS
+            try:
+                await admission.admit(
+                    needs, what, deadline=deadline, reads=reads, is_gone=_is_gone(request)
+                )
+            except EngineAsleepError as error:
+                raise _refused(error) from error.__cause__
+            result = await original(manager, *args)
+            refused = asleep_in(_text_of(result))
+            if refused is None:
+                return result
+            await _again(admission, refused, deadline)
+
+    return hook
+
+
+def _captures(args: Any) -> bool:
+    return bool(args) and bool(getattr(args[0], "recapture_cuda_graph", False))
+
+
+def _text_of(result: Any) -> Any:
+    """Return the message in a control method's result."""
+    if isinstance(result, tuple) and len(result) > 1 and result[0] is False:
+        return result[1]
+    return getattr(result, "error_message", None)
+
+
+async def _again(admission: Admission, refused: EngineAsleepError, deadline: float) -> None:
+    """Record a refusal by a scheduler, and return if the request may be sent again."""
+    admission.learn(refused.tags)
+    if (
+        admission.policy.when_asleep == "refuse"
+        or asyncio.get_running_loop().time() + _RETRY_SECONDS > deadline
+    ):
+        raise _refused(refused)
+    here = refusal_here.get()
+    if here is not None:
+        here.error = None
+    await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _refused(error: EngineAsleepError) -> EngineAsleepError:
+    from .asleep_error import AsleepError
+
+    made = AsleepError.of(error)
+    here = refusal_here.get()
+    if here is not None:
+        here.error = made
+    return made
+
+
+def _is_gone(request: Any) -> Callable[[], Awaitable[bool]] | None:
+    return getattr(request, "is_disconnected", None)
+
+
+# --- generations and embeddings -------------------------------------------------------------------
+
+
+def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
+    """Wrap `TokenizerManager.generate_request`, which returns an asynchronous iterator."""
+    admission = admission_of(manager)
+    if admission is None or _is_health_check(obj):
+        return original(manager, obj, request)
+    if admission.policy.when_asleep == "refuse" and not admission.released:
+        return original(manager, obj, request)
+    return _admitted(original, manager, admission, obj, request)
+
+
+def _is_health_check(obj: Any) -> bool:
+    rid = getattr(obj, "rid", None)
+    return isinstance(rid, str) and rid.startswith(_HEALTH)
+
+
+async def _admitted(
+    original: Callable[..., Any], manager: Any, admission: Admission, obj: Any, request: Any
+) -> AsyncIterator[Any]:
+    what = "compute embeddings" if type(obj).__name__ == "EmbeddingReqInput" else "generate"
+    deadline = admission.deadline()
+    while True:
+        try:
+            await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=_is_gone(request))
+        except EngineAsleepError as error:
+            raise _refused(error) from error.__cause__
+        unsent = copy.copy(obj)  # SGLang changes it
+        refused, begun = None, False
+        outputs = original(manager, obj, request)
+        try:
+            async for output in outputs:
+                refused = None if begun else _refusal_in(output)
+                if refused is not None:
+                    break
+                begun = True
+                yield output
+        except EngineAsleepError as error:  # raised by `abort_reason`
+            if begun:
+                raise
+            refused = error
+        finally:
+            await outputs.aclose()
+        if refused is None:
+            return
+        _discard(manager, obj)
+        if getattr(obj, "is_single", False):
+            unsent.rid = obj.rid  # the server aborts it by this name
+        obj = unsent
+        await _again(admission, refused, deadline)
+
+
+def _refusal_in(output: Any) -> EngineAsleepError | None:
+    """Return the refusal in the first output of a stream; None if it is another output."""
+    try:
+        reason = output["meta_info"]["finish_reason"]
+        return asleep_in(reason["message"]) if reason["type"] == "abort" else None
+    except (KeyError, TypeError):
+        return None
+
+
+def _discard(manager: Any, obj: Any) -> None:
+    """Forget a refused request, and abort its parts that a scheduler has accepted."""
+    rids = [obj.rid] if isinstance(obj.rid, str) else list(obj.rid or ())
+    for rid in rids:
+        if rid in manager.rid_to_state:
+            manager.abort_request(rid)
+            manager.rid_to_state.pop(rid, None)
+
+
+async def abort_reason(
+    original: Callable[..., Awaitable[Any]], manager: Any, output: Any, *args: Any
+) -> Any:
+    """Wrap `TokenizerManager._handle_abort_finish_reason`, which raises SGLang's own error."""
+    refused = _refusal_in(output)
+    if refused is None:
+        return await original(manager, output, *args)
+    admission = admission_of(manager)
+    if admission is not None:
+        admission.learn(refused.tags)
+    try:
+        result = await original(manager, output, *args)
+    except Exception as error:
+        raise _refused(refused) from error
+    if result is not None:
+        _refused(refused)  # the first output of a stream
+    return result

@@ -1,0 +1,301 @@
+"""Refuses requests that need released memory, in SGLang's scheduler processes.
+
+Without it, such a request is an illegal memory access, which ends the engine. The guard stands
+between SGLang's broadcast of received requests and their handlers, so all ranks of a
+tensor-parallel group decide about the same requests in the same order, from the same state: the
+tags that their release handlers have recorded. It uses no clock. While nothing is released, it adds
+one check to each request, and nothing to a decoding step.
+
+| request | while memory is released |
+|---|---|
+| generation, embedding, also of a health check | aborted as SGLang does, with status 503 |
+| weight update, LoRA load, read or check of the weights | refused if the weights are released |
+| flush of the cache | succeeds: the release has flushed the cache (`flush`) |
+| continuation of a paused generation | postponed until everything is resumed |
+| release, resume, pause, abort, query, session, process group, profile | as usual |
+| remote call, other known request | refused, if it needs a released tag |
+| unknown request | refused; without a known reply, only logged |
+
+No request can be in SGLang's queues while memory is released, because a release requires an idle
+engine; the exception is a paused generation, whose requests wait for the continuation.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import Any
+
+from ..engine import moves
+from ..engine.refusals import asleep_text
+from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS
+from . import settings
+from .idle_sleep import with_handler
+from .updaters import updater_of
+
+__all__ = ["Guard", "flush", "install"]
+
+_ALL = frozenset(RELEASE_ORDER)
+_UPDATE = (frozenset({WEIGHTS}), "update its weights")
+
+# The tags that each kind of request needs, and a description of its operation.
+_NEEDS: dict[str, tuple[frozenset[str], str]] = {
+    **dict.fromkeys(
+        ("TokenizedGenerateReqInput", "BatchTokenizedGenerateReqInput"), (_ALL, "generate")
+    ),
+    **dict.fromkeys(
+        ("TokenizedEmbeddingReqInput", "BatchTokenizedEmbeddingReqInput"),
+        (_ALL, "compute embeddings"),
+    ),
+    **dict.fromkeys(
+        (
+            "BeginWeightUpdateReqInput",
+            "EndWeightUpdateReqInput",
+            "UpdateWeightFromDiskReqInput",
+            "UpdateWeightsFromDistributedReqInput",
+            "UpdateWeightsFromIPCReqInput",
+            "UpdateWeightsFromTensorReqInput",
+        ),
+        _UPDATE,
+    ),
+    **dict.fromkeys(
+        ("CheckWeightsReqInput", "GetWeightsByNameReqInput"), (_UPDATE[0], "read its weights")
+    ),
+    "SendWeightsToRemoteInstanceReqInput": (_UPDATE[0], "send its weights"),
+    **dict.fromkeys(
+        ("LoadLoRAAdapterReqInput", "LoadLoRAAdapterFromTensorsReqInput"),
+        (_UPDATE[0], "load a LoRA adapter"),
+    ),
+    **dict.fromkeys(
+        (
+            "AttachHiCacheStorageReqInput",
+            "ClearHiCacheReqInput",
+            "DetachHiCacheStorageReqInput",
+        ),
+        (frozenset({KV_CACHE}), "change its cache's storage"),
+    ),
+    "ScaleElasticEPReqInput": (_ALL, "change its number of ranks"),
+    "PdRoleSwitchReqInput": (_ALL, "change its role"),
+}
+
+_SAVES = (_UPDATE[0], "save its weights")
+_SAVING_CALLS = ("save_remote_model", "save_sharded_model")
+
+_RESUME, _CONTINUE, _PAUSE = (
+    "ResumeMemoryOccupationReqInput",
+    "ContinueGenerationReqInput",
+    "PauseGenerationReqInput",
+)
+_PASSING = frozenset(
+    {
+        _PAUSE,
+        _RESUME,
+        "AbortReq",
+        "ActiveRanksOutput",
+        "AddExternalCorpusReqInput",
+        "BlockReqInput",
+        "CloseSessionReqInput",
+        "ConfigureLoggingReq",
+        "DestroyWeightsUpdateGroupReqInput",
+        "DumperControlReqInput",
+        "ElasticScaleUpdateReq",
+        "EncoderDispatchErrorReq",
+        "ExpertDistributionReq",
+        "FlushCacheReqInput",
+        "FreezeGCReq",
+        "GetHiCacheL3LayoutReq",
+        "GetInternalStateReq",
+        "GetLoadsReqInput",
+        "IdleRelease",
+        "InitWeightsSendGroupForRemoteInstanceReqInput",
+        "InitWeightsUpdateGroupReqInput",
+        "ListExternalCorporaReqInput",
+        "OpenSessionReqInput",
+        "ProfileReq",
+        "ReleaseMemoryOccupationReqInput",
+        "RemoveExternalCorpusReqInput",
+        "SetInternalStateReq",
+        "ShutdownReq",
+        "SlowDownReqInput",
+        "UnloadLoRAAdapterReqInput",
+        "UpdateWeightVersionReqInput",
+    }
+)
+_DISPATCHER = "_request_dispatcher"  # an attribute of a scheduler
+_logger = logging.getLogger("memsaver.sglang")
+
+
+def install(result: Any, scheduler: Any) -> Any:
+    """Put a guard before a scheduler's handlers, after `Scheduler.init_request_dispatcher`.
+
+    Does nothing if the scheduler has no memory saver, or is not as expected, which it logs.
+    """
+    try:
+        if updater_of(scheduler).memory_saver_adapter.enabled:
+            dispatch = with_handler(scheduler, getattr(scheduler, _DISPATCHER))
+            setattr(scheduler, _DISPATCHER, Guard(scheduler, dispatch))
+    except Exception as error:
+        _logger.error(
+            "memsaver cannot protect a sleeping engine from requests in this version of SGLang: "
+            "%s: %s. A request that needs released memory ends the engine",
+            type(error).__name__,
+            error,
+        )
+    return result
+
+
+def flush(original: Callable[..., bool], scheduler: Any, *args: Any) -> bool:
+    """Wrap `Scheduler.flush_cache`: succeed without a flush while the KV cache is released.
+
+    The release has flushed the cache, and trainers flush it again between a resume of the weights
+    and a resume of the cache. Some caches write to device memory in a flush.
+    """
+    if moves.are_memsavers([KV_CACHE]) and not moves.is_mapped([KV_CACHE]):
+        _logger.debug("nothing to flush: the KV cache was flushed by its release")
+        return True
+    return original(scheduler, *args)
+
+
+class Guard:
+    """A scheduler's request dispatcher that refuses requests without memory.
+
+    Args:
+        scheduler: the scheduler.
+        dispatch: its own dispatcher, which calls the handler for a request and returns its reply.
+
+    Raises:
+        AttributeError, ImportError: the scheduler is not as expected.
+    """
+
+    def __init__(self, scheduler: Any, dispatch: Any) -> None:
+        self._updater = updater_of(scheduler)
+        self._released()
+        self._dispatch = dispatch
+        self._tokenizer = getattr(scheduler, "ipc_channels", scheduler).send_to_tokenizer
+        self._messages = importlib.import_module("sglang.srt.managers.io_struct")
+        self._scheduler = scheduler
+        self._continuation: Any = None  # postponed
+        self._logged: set[str] = set()  # kinds of requests, since the last resume
+        self._aborted("")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dispatch, name)
+
+    def __call__(self, request: Any) -> Any:
+        """Dispatch a request, or refuse it; return the reply for the tokenizer manager, or None."""
+        if not self._updater.offload_tags:
+            return self._dispatch(request)
+        kind = type(request).__name__
+        if kind == _CONTINUE and getattr(self._scheduler, "_engine_paused", False):
+            return self._postpone(request)
+        if kind == _CONTINUE or kind in _PASSING:
+            return self._pass(kind, request)
+        needs, what = self._needs(kind, request)
+        missing = needs & self._released()
+        if not missing:
+            return self._dispatch(request)
+        return self._refuse(kind, request, asleep_text(self._released(), what))
+
+    def _released(self) -> frozenset[str]:
+        """Return the released tags that have memory: without pausable graphs, GRAPH has none."""
+        return frozenset(tag for tag in self._updater.offload_tags if _has_memory(tag))
+
+    def _needs(self, kind: str, request: Any) -> tuple[frozenset[str], str]:
+        if kind == "RpcReqInput":
+            known = getattr(request, "method", "") in _SAVING_CALLS
+            return _SAVES if known else (_ALL, f"run {getattr(request, 'method', kind)}")
+        needs, what = _NEEDS.get(kind, (_ALL, f"process {kind}"))
+        if getattr(request, "recapture_cuda_graph", False):
+            return _ALL, what
+        return needs, what
+
+    def _pass(self, kind: str, request: Any) -> Any:
+        if kind == _PAUSE:
+            self._continuation = None
+        output = self._dispatch(request)
+        if kind == _RESUME:
+            self._logged.clear()
+            if self._continuation is not None and not self._updater.offload_tags:
+                request, self._continuation = self._continuation, None
+                self._dispatch(request)
+        return output
+
+    def _postpone(self, request: Any) -> None:
+        self._continuation = request
+        _logger.warning(
+            "generation continues after a resume of %s, which are released",
+            ", ".join(sorted(self._released())),
+        )
+
+    def _refuse(self, kind: str, request: Any, text: str) -> Any:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _logger.warning("%s is refused, as are others until a resume: %s", kind, text)
+        requests = _generations_in(kind, request)
+        if requests is None:
+            return self._reply(kind, text)
+        for one in requests:
+            self._tokenizer.send_output(self._aborted(text, getattr(one, "rid", None)), one)
+        return None
+
+    def _aborted(self, text: str, rid: str | None = None) -> Any:
+        """Return SGLang's message about a request that the scheduler does not accept."""
+        reason = {
+            "type": "abort",
+            "status_code": int(HTTPStatus.SERVICE_UNAVAILABLE),
+            "message": text,
+        }
+        return self._messages.AbortReq(rid=rid, finished_reason=reason)
+
+    def _reply(self, kind: str, text: str) -> Any:
+        """Return the reply to a control request that failed; None if there is no known reply."""
+        try:
+            return _failed(self._messages, kind, text)
+        except (AttributeError, TypeError, ValueError) as error:
+            _logger.error(
+                "%s was not processed, and its sender receives no reply: %s (%s)", kind, text, error
+            )
+            return None
+
+
+def _has_memory(tag: str) -> bool:
+    if moves.are_memsavers(RELEASE_ORDER):
+        return moves.are_memsavers([tag])
+    return tag != GRAPH or settings.graphs_are_pausable()
+
+
+def _generations_in(kind: str, request: Any) -> Iterable[Any] | None:
+    """Return the generations or embeddings in a request; None if it is another request."""
+    if not kind.startswith(("Tokenized", "BatchTokenized")):
+        return None
+    return list(request) if kind.startswith("Batch") else [request]
+
+
+def _failed(messages: Any, kind: str, text: str) -> Any:
+    """Return SGLang's reply to a request of this kind, with a failure."""
+    reply = getattr(messages, _name_of_reply(kind))
+    fields = _fields_of(reply)
+    values: dict[str, Any] = {
+        name: value
+        for name, value in (("success", False), ("message", text), ("error_message", text))
+        if name in fields
+    }
+    if not values:  # such as a reply with a value only, whose absence is an error to the caller
+        values = {name: None for name, needed in fields.items() if needed}
+    return reply(**values)
+
+
+def _name_of_reply(kind: str) -> str:
+    stem = kind.removesuffix("Input").removesuffix("Req")
+    return f"{stem}ReqOutput"
+
+
+@functools.cache
+def _fields_of(reply: type) -> dict[str, bool]:
+    """Return the arguments of a reply's class, and whether each is required."""
+    parameters = inspect.signature(reply).parameters.values()
+    return {p.name: p.default is inspect.Parameter.empty for p in parameters}

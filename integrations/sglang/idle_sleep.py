@@ -1,0 +1,153 @@
+"""Releases an idle engine's memory after a time, in SGLang's scheduler processes.
+
+The time is measured only on the rank that receives requests from the tokenizer manager: it adds a
+message of its own to those that it received, before SGLang broadcasts them, so that all ranks
+release memory at the same place in their requests. SGLang has a place for this, the input blocker,
+which it calls between the reception and the broadcast. With several data-parallel schedulers, each
+one sleeps by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
+from . import settings
+from .protocol import answers_of
+from .updaters import updater_of
+
+__all__ = ["IdleRelease", "IdleSleep", "install", "with_handler"]
+
+# Requests that do not postpone a release: monitoring sends them all the time.
+_QUERIES = ("GetInternalStateReq", "GetLoadsReqInput")
+_HEALTH = "HEALTH_CHECK"  # the beginning of a health check's rid
+_LOOK_SECONDS = 0.1
+_BLOCKER = "input_blocker"  # an attribute of a scheduler
+_logger = logging.getLogger("memsaver.sglang")
+
+
+@dataclass(frozen=True)
+class IdleRelease:
+    """A request that an idle scheduler sends to itself and its other ranks.
+
+    Attributes:
+        tags: the tags to release.
+    """
+
+    tags: tuple[str, ...]
+
+
+def install(result: Any, scheduler: Any) -> Any:
+    """Make an idle scheduler release its memory, if the settings request it.
+
+    Called after `Scheduler.init_watch_dog_memory_saver_input_blocker`.
+    """
+    try:
+        seconds = settings.policy().sleep_after
+        if seconds and scheduler.memory_saver_adapter.enabled:
+            blocker = getattr(scheduler, _BLOCKER)
+            setattr(scheduler, _BLOCKER, IdleSleep(scheduler, seconds, blocker))
+    except Exception as error:
+        _logger.error(
+            "memsaver cannot release the memory of an idle engine in this version of SGLang: %s: "
+            "%s",
+            type(error).__name__,
+            error,
+        )
+    return result
+
+
+class IdleSleep:
+    """Adds an `IdleRelease` to the received requests after a time without requests.
+
+    Args:
+        scheduler: the scheduler.
+        seconds: the time.
+        inner: SGLang's own input blocker, or None.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        seconds: float,
+        inner: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._seconds = seconds
+        self._inner = inner
+        self._clock = clock
+        self._look_at = 0.0
+        self._idle_since = clock()
+        self._is_working = False  # on other requests than health checks
+        arguments = scheduler.server_args
+        kept = getattr(arguments, "enable_weights_cpu_backup", False)
+        graphs = settings.graphs_are_pausable()
+        self._tags = (KV_CACHE, *([WEIGHTS] if kept else []), *([GRAPH] if graphs else []))
+        self._is_first_stage = _stage_of(scheduler) == 0
+
+    def handle(self, requests: list[Any] | None) -> list[Any] | None:
+        """Return the requests to broadcast. `requests` is None on ranks that receive none."""
+        if self._inner is not None:
+            requests = self._inner.handle(requests)
+        if requests is None or not self._is_first_stage:
+            return requests
+        now = self._clock()
+        if any(not _is_monitoring(request) for request in requests):
+            self._idle_since, self._is_working = now, True
+        elif now >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
+            if self._is_due(now):
+                self._idle_since = now  # if it fails, it is tried again after the same time
+                return [*requests, IdleRelease(self._tags)]
+        return requests
+
+    def _is_due(self, now: float) -> bool:
+        scheduler = self._scheduler
+        if getattr(scheduler, "_engine_paused", False) or not scheduler.is_fully_idle():
+            if self._is_working:
+                self._idle_since = now
+            return False
+        self._is_working = False
+        if set(self._tags) <= set(updater_of(scheduler).offload_tags):
+            self._idle_since = now  # it sleeps already
+        return now - self._idle_since >= self._seconds
+
+
+def with_handler(scheduler: Any, dispatcher: Any) -> Any:
+    """Return a scheduler's dispatcher, with a handler for `IdleRelease` that sends no reply."""
+    if not isinstance(getattr(scheduler, _BLOCKER, None), IdleSleep):
+        return dispatcher
+
+    def handle(request: IdleRelease) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        _logger.info("the engine is idle: releasing %s", ", ".join(request.tags))
+        release = ReleaseMemoryOccupationReqInput(tags=list(request.tags))
+        output = updater_of(scheduler).release_memory_occupation(release)
+        for answer in answers_of([output]):
+            if answer.failure is not None:
+                _logger.warning("the idle engine keeps its memory: %s", answer.failure.message)
+
+    dispatcher += type(dispatcher)([(IdleRelease, handle)])
+    return dispatcher
+
+
+def _is_monitoring(request: Any) -> bool:
+    rid = getattr(request, "rid", None)
+    is_check = isinstance(rid, str) and rid.startswith(_HEALTH)
+    return is_check or type(request).__name__ in _QUERIES
+
+
+def _stage_of(scheduler: Any) -> int:
+    """Return a scheduler's pipeline stage."""
+    module = sys.modules.get(type(scheduler).__module__)
+    parallel = getattr(module, "get_parallel", None)  # 0.5.23
+    state = getattr(scheduler, "ps", scheduler) if parallel is None else parallel()
+    return int(getattr(state, "pp_rank", 0) or 0)

@@ -1,0 +1,269 @@
+"""Scenarios with requests that reach a sleeping engine: refused, held, or the engine wakes up.
+
+A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from expected_errors import raises
+from sglang_checks import ROOM, check_output, sleep
+from sglang_engines import GIB, PROMPTS, Session, Trainer, greedy, request
+
+from memsaver.errors import OutOfDeviceMemoryError
+from memsaver.integrations.engine.errors import EngineAsleepError
+from memsaver.integrations.engine.status import Status
+from memsaver.integrations.sglang.admissions import admission_of
+
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+MOST_SECONDS = 30
+PROJECTION = "model.layers.0.self_attn.q_proj.weight"
+
+
+def engine_requests(session: Session) -> dict[str, Callable[[], Any]]:
+    """Return calls of the engine that need released memory, by description."""
+    engine, options = session.engine, {"sampling_params": greedy(4)}
+    name, tensor = next(iter(session.weights[0].items()))
+    calls = {
+        "generation": lambda: engine.generate(input_ids=PROMPTS[0], **options),
+        "batch": lambda: engine.generate(input_ids=list(PROMPTS), **options),
+        "stream": lambda: list(engine.generate(input_ids=PROMPTS[0], stream=True, **options)),
+        "update": lambda: engine.update_weights_from_tensor([(name, tensor.clone())]),
+        "disk": lambda: engine.update_weights_from_disk(str(session.log.parent / "model")),
+        "adapter": lambda: engine.load_lora_adapter("adapter", "/nowhere"),
+        "parameter": lambda: engine.get_weights_by_name("model.norm.weight"),
+    }
+    if len(session.replicas) > 1:  # SGLang does not send them tensors
+        del calls["update"], calls["adapter"]
+    return calls
+
+
+def requests_are_refused(session: Session) -> None:
+    """Each request that needs released memory raises a typed error; a flush succeeds."""
+    for tags in (["weights"], None):
+        sleep(session, tags)
+        released = session.controller.released
+        for what, call in engine_requests(session).items():
+            with raises(EngineAsleepError) as caught:
+                call()
+            assert set(caught[0].tags) == released, (what, caught[0].tags)
+        with raises(EngineAsleepError):
+            session.controller.generate(input_ids=PROMPTS[0], sampling_params=greedy(1))
+        assert session.flush()
+        assert session.controller.refresh() is not Status.AWAKE
+        session.controller.wake_up()
+        check_output(session)
+        session.settle()
+
+
+def the_scheduler_refuses_too(session: Session) -> None:
+    """A request that reaches the scheduler, because a release overtook it, is refused there."""
+    admission = admission_of(session.engine.tokenizer_manager)
+    assert admission is not None
+    for tags in (["kv_cache"], ["weights"], ["cuda_graph"], None):
+        sleep(session, tags)
+        for what, call in engine_requests(session).items():
+            if what in ("parameter", "adapter") or (tags and what in ("update", "disk")):
+                continue  # the first two have no text in their answers, or are not enabled
+            admission.learn(())  # as if this process did not know it
+            if what == "stream":  # it has SGLang's own format, as it may have begun
+                (output,) = call()
+                reason = output["meta_info"]["finish_reason"]
+                assert reason["status_code"] == 503 and "asleep" in reason["message"], reason
+                continue
+            with raises(EngineAsleepError) as caught:
+                call()
+            assert set(caught[0].tags) == session.controller.released, (what, caught[0])
+        session.controller.wake_up()
+        check_output(session)
+        session.settle()
+
+
+def http_requests_are_refused(session: Session) -> None:
+    """The server answers with status 503 and the tags, and reports its health."""
+    url, prompt = session.url, {"input_ids": PROMPTS[0], "sampling_params": greedy(4)}
+    session.settle()
+    assert request(url, "/health")[0] == 200
+    session.settle()
+    paths = {
+        "/generate": prompt,
+        "/generate?stream": {**prompt, "stream": True},
+        "/update_weights_from_disk": {"model_path": str(session.log.parent / "model")},
+        "/load_lora_adapter": {"lora_name": "adapter", "lora_path": "/nowhere"},
+        "/get_weights_by_name": {"name": "model.norm.weight"},
+        "/v1/completions": {"model": "model", "prompt": PROMPTS[0], "max_tokens": 4},
+    }
+    for tags in (["weights"], ["kv_cache", "weights", "cuda_graph"]):
+        status, text = request(url, RELEASE, {"tags": tags})
+        assert status == 200, text
+        for path, payload in paths.items():
+            status, text = request(url, path.partition("?")[0], payload)
+            assert status == 503, (path, status, text)
+            error = json.loads(text)["error"]
+            assert set(error["tags"]) == set(tags) and error["type"] == "engine_asleep", error
+        for path in ("/health", "/health_generate"):
+            status, text = request(url, path)
+            found = json.loads(text)
+            assert status == 503 and found["status"] == "asleep", (status, text)
+            assert set(found["tags"]) == set(tags), found
+        assert request(url, "/flush_cache", {})[0] == 200
+        status, text = request(url, RESUME, {})
+        assert status == 200, text
+        assert session.controller.refresh() is Status.AWAKE
+        check_output(session)
+        session.settle()
+    assert request(url, "/health_generate")[0] == 200
+
+
+def requests_wait(session: Session) -> None:
+    """Requests are held until the engine is awake, and then answered."""
+    controller = session.controller
+    sleep(session)
+    results: list[Any] = []
+
+    def generate() -> None:
+        results.append(session.outputs())
+
+    thread = threading.Thread(target=generate, daemon=True)
+    thread.start()
+    time.sleep(1)
+    assert not results and thread.is_alive()
+    controller.wake_up("weights")
+    time.sleep(0.5)
+    assert not results
+    controller.wake_up()
+    thread.join(MOST_SECONDS)
+    assert results == [session.expected], results
+    session.settle()
+    sleep(session)
+    with raises(EngineAsleepError) as caught:
+        controller.generate(input_ids=PROMPTS[0], sampling_params=greedy(1))
+    assert "no caller woke it up" in str(caught[0]), str(caught[0])
+    if session.url:
+        status, text = request(session.url, "/health")
+        assert (status, json.loads(text)["status"]) == (200, "asleep"), (status, text)
+        prompt = {"input_ids": PROMPTS[0], "sampling_params": greedy(4)}
+        assert request(session.url, "/generate", prompt, seconds=1)[0] == 0  # it disconnects
+    controller.wake_up()
+    check_output(session)
+
+
+def requests_wake(session: Session) -> None:
+    """A request wakes the engine up, with the same output as before; an update, the weights."""
+    controller = session.controller
+    for _ in range(2):
+        sleep(session)
+        check_output(session)
+        session.settle()
+        assert controller.refresh() is Status.AWAKE
+    sleep(session)
+    if session.engine is not None:
+        name, tensor = next(iter(session.weights[0].items()))
+        done, message = session.engine.update_weights_from_tensor([(name, tensor.clone())])
+    else:
+        model = {"model_path": str(session.log.parent / "model")}
+        status, message = request(session.url, "/update_weights_from_disk", model)
+        done = status == 200
+    assert done, message
+    assert controller.refresh() is Status.WEIGHTS_ONLY
+    check_output(session)
+
+
+def a_wake_without_memory(session: Session) -> None:
+    """If a trainer occupies the memory, the request raises, and the engine sleeps on."""
+    sleep(session)
+    trainer = Trainer(session.gpus - 1, ROOM, pattern=5)
+    with raises(EngineAsleepError) as caught:
+        session.controller.generate(input_ids=PROMPTS[0], sampling_params=greedy(1))
+    assert "out of memory" in str(caught[0]), str(caught[0])
+    if session.engine is not None:
+        assert isinstance(caught[0].__cause__, OutOfDeviceMemoryError), caught[0].__cause__
+    assert session.controller.refresh() is Status.ASLEEP and trainer.is_intact()
+    trainer.free()
+    check_output(session)
+
+
+def an_idle_engine_sleeps(session: Session) -> None:
+    """The engine releases its memory after a time without requests, and a request wakes it."""
+    check_output(session)
+    awake = session.free()
+    deadline = time.monotonic() + MOST_SECONDS
+    while session.controller.refresh() is not Status.ASLEEP:
+        assert time.monotonic() < deadline, session.controller.status
+        time.sleep(0.2)
+    gained = [now - then for now, then in zip(session.free(), awake, strict=True)]
+    assert min(gained) > GIB, gained
+    if session.url:
+        status, text = request(session.url, "/health")
+        assert (status, json.loads(text)["status"]) == (200, "asleep"), (status, text)
+    check_output(session)
+
+
+def wakes_and_releases_at_once(session: Session) -> None:
+    """Clients that generate and clients that release memory do not disturb one another."""
+    prompt = {"input_ids": PROMPTS[1], "sampling_params": greedy(8)}
+    expected = session.expected[1][:8]
+    end = time.monotonic() + 8
+    answers: list[tuple[int, str]] = []
+    releases: list[int] = []
+
+    def generate() -> None:
+        while time.monotonic() < end:
+            answers.append(request(session.url, "/generate", prompt))
+
+    def release() -> None:
+        while time.monotonic() < end:
+            releases.append(request(session.url, RELEASE, {})[0])
+            time.sleep(0.01)
+
+    threads = [threading.Thread(target=work) for work in (generate, generate, release, release)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(MOST_SECONDS + 30)
+    assert {status for status, _ in answers} == {200}, [a for a in answers if a[0] != 200][:1]
+    assert all(json.loads(text)["output_ids"] == expected for _, text in answers)
+    assert set(releases) <= {200, 400} and 200 in releases, set(releases)
+    check_output(session)
+
+
+def plain_updates_that_fail(session: Session) -> None:
+    """An update with a bad name, a bad shape or a failing loader is an error; the engine lives."""
+    import torch
+
+    engine, like = session.engine, session.weights[0][PROJECTION]
+    half = (like.shape[0], like.shape[1] // 2)
+    tall = (2 * like.shape[0], like.shape[1])
+    for name, shape, text in (
+        ("model.layers.9.nothing.weight", like.shape, "does not use model.layers.9.nothing"),
+        (PROJECTION.replace("q_proj", "qq_proj"), like.shape, "the update failed on rank 0"),
+        (PROJECTION, half, "the update failed on rank 0"),
+        (PROJECTION, tall, "only a part of"),
+        ("model.norm.weight", (3,), "the update failed on rank 0"),
+    ):
+        for to in ("cpu", "cuda"):
+            tensor = torch.zeros(shape, dtype=like.dtype, device=to)
+            done, message = engine.update_weights_from_tensor([(name, tensor)], flush_cache=False)
+            assert not done and text in message, (name, shape, done, message)
+    done, message = engine.update_weights_from_tensor([], load_format="a_loader.that_is_missing")
+    assert not done and "the update failed" in message, message
+    done, message, *_ = engine.update_weights_from_disk("/nowhere/at/all")
+    assert not done, message
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for number, part in enumerate(session.weights):
+            done, message = engine.update_weights_from_tensor(
+                [(name, tensor.cuda()) for name, tensor in part.items()],
+                flush_cache=number == len(session.weights) - 1,
+            )
+            assert done, message
+        seconds.append(round(time.perf_counter() - started, 3))
+    print(f"updates took {seconds} s; only the first one watches the loader", flush=True)
+    session.settle()
+    check_output(session)

@@ -1,0 +1,337 @@
+"""Test what happens to requests that reach a sleeping engine, by policy, with a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from memsaver.errors import ConfigError, OutOfDeviceMemoryError
+from memsaver.integrations.engine import admission
+from memsaver.integrations.engine.admission import EVERYTHING, Admission, ClientGoneError
+from memsaver.integrations.engine.errors import EngineAsleepError
+from memsaver.integrations.engine.policies import Policy
+from memsaver.integrations.engine.tags import GRAPH, KV_CACHE, WEIGHTS
+
+WEIGHTS_ONLY = frozenset({WEIGHTS})
+
+
+@pytest.fixture(autouse=True)
+def quick_polls(monkeypatch):
+    monkeypatch.setattr(admission, "_POLL_SECONDS", 0.02)
+
+
+class Engine:
+    """A fake engine. A resume takes a moment, and fails while `full`."""
+
+    def __init__(self, released=EVERYTHING) -> None:
+        self.tags = set(released)
+        self.full = False
+        self.error: Exception | None = None
+        self.reports = True
+        self.resumes: list[tuple[str, ...]] = []
+        self.queries = 0
+
+    async def released(self):
+        self.queries += 1
+        await asyncio.sleep(0)
+        return frozenset(self.tags) if self.reports else None
+
+    async def resume(self, tags):
+        self.resumes.append(tuple(tags))
+        await asyncio.sleep(0.001)
+        if self.full:
+            raise OutOfDeviceMemoryError("out of memory: 8 MiB are needed")
+        if self.error is not None:
+            raise self.error
+        self.tags -= set(tags)
+        return frozenset(self.tags)
+
+
+def made(when, engine, seconds=5.0, **options) -> Admission:
+    found = Admission(Policy(when, seconds), engine, **options)
+    found.learn(engine.tags)
+    return found
+
+
+def run(test):
+    """Run a test's coroutine, with a bound."""
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+@pytest.mark.parametrize("when", ["refuse", "wait", "wake"])
+def test_an_awake_engine_admits_without_a_query(when):
+    async def test():
+        engine = Engine(released=())
+        await made(when, engine).admit(EVERYTHING, "generate")
+        assert engine.queries == 0 and engine.resumes == []
+
+    run(test)
+
+
+@pytest.mark.parametrize("when", ["refuse", "wait", "wake"])
+def test_a_request_that_needs_only_mapped_tags_is_admitted(when):
+    async def test():
+        engine = Engine(released={KV_CACHE})
+        await made(when, engine).admit(WEIGHTS_ONLY, "update its weights")
+        assert engine.tags == {KV_CACHE} and engine.resumes == []
+
+    run(test)
+
+
+def test_a_refusal_names_the_released_tags():
+    async def test():
+        with pytest.raises(EngineAsleepError, match="cannot generate") as caught:
+            await made("refuse", Engine({KV_CACHE, WEIGHTS})).admit(EVERYTHING, "generate")
+        assert caught.value.tags == (KV_CACHE, WEIGHTS)
+
+    run(test)
+
+
+def test_a_refusal_is_checked_with_the_engine():
+    """Another process may have resumed the memory."""
+
+    async def test():
+        engine = Engine()
+        found = made("refuse", engine)
+        engine.tags.clear()
+        await found.admit(EVERYTHING, "generate")
+        assert found.released == frozenset()
+        found.learn(EVERYTHING)
+        engine.reports = False
+        with pytest.raises(EngineAsleepError):
+            await found.admit(EVERYTHING, "generate")
+
+    run(test)
+
+
+def test_requests_wait_in_order_until_the_engine_is_awake():
+    async def test():
+        engine, order = Engine(), []
+        found = made("wait", engine)
+
+        async def request(number):
+            await found.admit(EVERYTHING, "generate")
+            order.append(number)
+
+        tasks = [asyncio.ensure_future(request(number)) for number in range(5)]
+        await asyncio.sleep(0.05)
+        assert order == [] and found.waiting == 5
+        found.learn({KV_CACHE})
+        await asyncio.sleep(0.01)
+        assert order == []
+        engine.tags.clear()
+        found.learn(())
+        await asyncio.gather(*tasks)
+        assert order == [0, 1, 2, 3, 4] and found.waiting == 0 and engine.resumes == []
+
+    run(test)
+
+
+def test_requests_wait_only_for_the_tags_that_they_need():
+    async def test():
+        engine = Engine({WEIGHTS, KV_CACHE})
+        found = made("wait", engine)
+        generation = asyncio.ensure_future(found.admit(EVERYTHING, "generate"))
+        update = asyncio.ensure_future(found.admit(WEIGHTS_ONLY, "update its weights"))
+        await asyncio.sleep(0.01)
+        engine.tags.discard(WEIGHTS)
+        found.learn(engine.tags)
+        await update
+        assert not generation.done()
+        engine.tags.clear()
+        found.learn(())
+        await generation
+
+    run(test)
+
+
+def test_a_waiting_request_notices_a_resume_by_another_process():
+    async def test():
+        engine = Engine()
+        found = made("wait", engine)
+        waiting = [asyncio.ensure_future(found.admit(EVERYTHING, "generate")) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        queries = engine.queries
+        engine.tags.clear()
+        await asyncio.gather(*waiting)
+        assert engine.queries <= queries + 2  # only the first in the queue asks
+
+    run(test)
+
+
+def test_a_wait_ends_at_its_bound():
+    async def test():
+        found = made("wait", Engine(), seconds=0.05)
+        with pytest.raises(EngineAsleepError, match=r"no caller woke it up within 0\.05 s"):
+            await found.admit(EVERYTHING, "generate")
+        assert found.waiting == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("when", ["wait", "wake"])
+def test_a_client_that_disconnects_leaves_the_queue(when):
+    async def test():
+        engine = Engine()
+        engine.full = True
+        found = made(when, engine)
+
+        async def is_gone():
+            return True
+
+        with pytest.raises(ClientGoneError):
+            await found.admit(EVERYTHING, "generate", is_gone=is_gone)
+        task = asyncio.ensure_future(found.admit(EVERYTHING, "generate"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert found.waiting == 0
+
+    run(test)
+
+
+def test_a_wake_up_resumes_once_for_all_requests_and_in_the_engines_order():
+    async def test():
+        engine = Engine()
+        found = made("wake", engine)
+        await asyncio.gather(*(found.admit(EVERYTHING, "generate") for _ in range(10)))
+        assert engine.resumes == [(GRAPH, WEIGHTS, KV_CACHE)] and found.released == frozenset()
+
+    run(test)
+
+
+def test_a_wake_up_resumes_only_what_the_request_needs():
+    async def test():
+        engine = Engine()
+        found = made("wake", engine)
+        await found.admit(WEIGHTS_ONLY, "update its weights")
+        assert engine.resumes == [(WEIGHTS,)] and found.released == {KV_CACHE, GRAPH}
+        await found.admit(EVERYTHING, "generate")
+        assert engine.tags == set()
+
+    run(test)
+
+
+def test_a_wake_up_without_memory_is_repeated_until_its_bound():
+    async def test():
+        engine = Engine()
+        engine.full = True
+        found = made("wake", engine, seconds=0.2)
+        with pytest.raises(EngineAsleepError, match="8 MiB are needed") as caught:
+            await found.admit(EVERYTHING, "generate")
+        assert isinstance(caught.value.__cause__, OutOfDeviceMemoryError)
+        assert len(engine.resumes) > 1 and engine.tags == EVERYTHING
+        engine.full = False
+        await found.admit(EVERYTHING, "generate")
+
+    run(test)
+
+
+def test_a_wake_up_finds_memory_that_another_engine_releases():
+    async def test():
+        engine = Engine()
+        engine.full = True
+        found = made("wake", engine)
+        task = asyncio.ensure_future(found.admit(EVERYTHING, "generate"))
+        await asyncio.sleep(0.02)
+        engine.full = False
+        await task
+        assert engine.tags == set()
+
+    run(test)
+
+
+def test_another_failure_of_a_wake_up_is_not_repeated():
+    async def test():
+        engine = Engine()
+        engine.error = ConfigError("no such tag")
+        with pytest.raises(EngineAsleepError, match="could not be woken: no such tag"):
+            await made("wake", engine).admit(EVERYTHING, "generate")
+        assert len(engine.resumes) == 1
+
+    run(test)
+
+
+def test_a_wake_up_does_not_read_contents_that_were_discarded():
+    async def test():
+        engine = Engine({WEIGHTS, KV_CACHE})
+        found = made("wake", engine, without_backup={WEIGHTS})
+        with pytest.raises(EngineAsleepError, match="weights has no backup"):
+            await found.admit(EVERYTHING, "generate")
+        assert engine.resumes == []
+        await found.admit(WEIGHTS_ONLY, "update its weights", reads=False)
+        await found.admit(EVERYTHING, "generate")
+        assert engine.tags == set()
+
+    run(test)
+
+
+def test_a_cancelled_request_leaves_the_wake_up_in_progress():
+    async def test():
+        engine = Engine()
+        found = made("wake", engine)
+        task = asyncio.ensure_future(found.admit(EVERYTHING, "generate"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        await found.admit(EVERYTHING, "generate")
+        assert len(engine.resumes) == 1 and engine.tags == set()
+
+    run(test)
+
+
+@pytest.mark.parametrize("when", ["wait", "wake"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_storm_of_releases_and_requests(when, seed):
+    """No request runs without memory, none is lost, and the queue is empty at the end."""
+    chance = random.Random(seed)
+
+    async def test():
+        engine = Engine(released=())
+        found = made(when, engine, seconds=20)
+        running, served, retried = 0, 0, 0
+
+        async def change(operation):
+            async with found.changing():
+                await asyncio.sleep(0.001 * chance.random())
+                if operation == "resume":
+                    engine.tags.clear()
+                elif not running:  # a release needs an idle engine
+                    engine.tags |= {WEIGHTS, KV_CACHE}
+                found.learn(engine.tags)
+
+        async def request():
+            nonlocal running, served, retried
+            await asyncio.sleep(0.2 * chance.random())
+            while True:
+                await found.admit(EVERYTHING, "generate")
+                await asyncio.sleep(0.002 * chance.random())  # it is tokenised
+                if not engine.tags:
+                    break
+                retried += 1  # the scheduler refuses it
+                found.learn(engine.tags)
+            running += 1
+            await asyncio.sleep(0.001 * chance.random())
+            assert not engine.tags
+            running -= 1
+            served += 1
+
+        async def trainer():
+            for _ in range(60):
+                await asyncio.sleep(0.004 * chance.random())
+                await change(chance.choice(["release", "resume"]))
+            await change("resume")
+
+        requests = [asyncio.ensure_future(request()) for _ in range(100)]
+        leaving = [asyncio.ensure_future(request()) for _ in range(20)]
+        asyncio.get_running_loop().call_later(0.1, lambda: [one.cancel() for one in leaving])
+        await asyncio.gather(trainer(), trainer(), *requests)
+        await asyncio.wait(leaving)
+        assert found.waiting == 0 and served >= 100
+        assert when == "wake" or engine.resumes == []
+
+    run(test)

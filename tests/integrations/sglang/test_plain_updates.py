@@ -1,0 +1,112 @@
+"""Test weight updates without verification: their failures are answered, and no rank ends."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import weight_engine  # noqa: E402
+from weight_engine import Model, Request, checkpoint  # noqa: E402
+from weight_requests import load, weights  # noqa: E402
+
+from memsaver.integrations.engine.weights import plain_check  # noqa: E402
+from memsaver.integrations.sglang import weight_loads  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def shared_files():
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    with weight_engine.hooked(monkeypatch) as kind:
+        yield kind
+
+
+@pytest.mark.parametrize(
+    "named, text",
+    [
+        ({"embed.weight": torch.zeros(3, 3)}, "a vocabulary of 3"),
+        ({"layers.7.q.weight": torch.zeros(8, 8)}, "qkv_7"),
+        ({"layer.0.q.weight": torch.zeros(8, 8)}, "does not use layer.0.q.weight"),
+        ({"layers.0.q.weight": torch.zeros(12, 8)}, "only a part of layers.0.q.weight"),
+    ],
+)
+@pytest.mark.parametrize("load_format", ["flattened_bucket", None])
+def test_a_plain_update_that_fails_is_an_answer(manager, named, text, load_format):
+    rank = manager(Model())
+    if load_format is None:
+        request = Request(tensors=list(named.items()), flush_cache=False)
+        output = rank.update_weights_from_distributed(request)
+    else:
+        output = load(rank, named, None)
+    assert output.success is False and text in output.message
+    named = weights()
+    assert load(rank, named, None).success and rank.runner.model.holds(checkpoint())
+
+
+def test_a_plain_update_accepts_names_that_the_model_ties_or_computes(manager):
+    class Tied(Model):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = torch.nn.Linear(1, 1, bias=False)
+            self.lm_head.weight = self.embed
+
+    rank = manager(Tied())
+    named = {**checkpoint(), "model.rotary_emb.inv_freq": torch.ones(4)}
+    assert load(rank, named, None).success
+    named["lm_head.bias"] = torch.ones(4)
+    output = load(rank, named, None)
+    assert not output.success and "lm_head.bias" in output.message
+
+
+def test_unknown_names_are_accepted_by_option(manager, monkeypatch):
+    monkeypatch.setenv("MEMSAVER_SGLANG_CHECK_UPDATES", "0")
+    rank, named = manager(Model()), {**weights(), "layer.0.q.weight": torch.ones(2)}
+    assert load(rank, named, None).success
+
+
+def test_a_stage_of_a_pipeline_accepts_names_of_the_others(manager):
+    rank, named = manager(Model()), {**weights(), "layers_of_another.weight": torch.ones(2)}
+    rank.scheduler.server_args = types.SimpleNamespace(pp_size=2)
+    assert load(rank, named, None).success
+
+
+def test_the_loader_is_watched_once_for_each_tensor(manager, monkeypatch):
+    rank, named = manager(Model()), weights()
+    watched_loads = []
+    run = plain_check._Coverage.run
+    monkeypatch.setattr(
+        plain_check._Coverage, "run", lambda *args: watched_loads.append(1) or run(*args)
+    )
+    for seed in range(3):
+        assert load(rank, named, None).success
+        named = {name: tensor + seed for name, tensor in named.items()}
+    assert len(watched_loads) == 1
+    assert not load(rank, {**named, "layers.0.q.weight": torch.zeros(12, 8)}, None).success
+    assert not load(rank, {**named, "layers.0.q.weight": torch.zeros(12, 8)}, None).success
+    assert len(watched_loads) == 3
+
+
+def test_a_failed_begin_of_an_update_can_be_repeated(manager):
+    """SGLang 0.5.23 has sessions of updates."""
+    updater = types.SimpleNamespace(tp_cpu_group=None, scheduler=types.SimpleNamespace())
+    updater._session = "open"
+    io_struct = sys.modules["sglang.srt.managers.io_struct"]
+    io_struct.BeginWeightUpdateReqOutput = weight_engine.Output
+    hook = weight_loads.plain("BeginWeightUpdateReqOutput", has_barrier=True, ends_session=True)
+
+    def begin(updater, request):
+        raise RuntimeError("no memory for the unpacked weights")
+
+    output = hook(begin, updater, Request())
+    assert not output.success and "no memory for the unpacked weights" in output.message
+    assert updater._session is None

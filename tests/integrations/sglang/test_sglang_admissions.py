@@ -1,0 +1,225 @@
+"""Test requests to a sleeping engine in the tokenizer manager, with a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import pickle
+
+import pytest
+import sleeping_manager
+from sleeping_manager import (
+    BOTH,
+    EmbeddingReqInput,
+    GenerateReqInput,
+    Manager,
+    change,
+    outputs,
+    run,
+    update,
+)
+
+import memsaver
+from memsaver.integrations.engine.errors import EngineAsleepError
+from memsaver.integrations.engine.messages import Failure
+from memsaver.integrations.sglang import admissions
+
+
+@pytest.fixture(autouse=True)
+def modules():
+    with sleeping_manager.modules():
+        yield
+
+
+@pytest.fixture
+def policy(monkeypatch):
+    return functools.partial(sleeping_manager.choose, monkeypatch)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", [GenerateReqInput, EmbeddingReqInput])
+def test_a_refused_request_raises_before_it_is_sent(kind, stream):
+    async def test():
+        manager = Manager()
+        await change(manager, "release")
+        with pytest.raises(EngineAsleepError) as caught:
+            await outputs(manager, kind("a", stream))
+        assert caught.value.tags == BOTH and caught.value.status_code == 503
+        assert ("embeddings" in str(caught.value)) == (kind is EmbeddingReqInput)
+        assert caught.value.detail == str(caught.value) and manager.sent == []
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (type(again), again.tags, str(again)) == (
+            type(caught.value),
+            BOTH,
+            str(caught.value),
+        )
+        await change(manager, "resume")
+        assert len(await outputs(manager, kind("b", stream))) == (3 if stream else 1)
+
+    run(test())
+
+
+def test_a_refusal_by_the_scheduler_raises_the_same_error():
+    async def test():
+        manager = Manager()
+        manager.tags = {"kv_cache"}  # released by another process
+        with pytest.raises(EngineAsleepError) as caught:
+            await outputs(manager, GenerateReqInput("a"))
+        assert caught.value.tags == ("kv_cache",)
+        # A stream has SGLang's own format, because it may have begun.
+        manager = Manager()
+        manager.tags = {"kv_cache"}
+        (output,) = await outputs(manager, GenerateReqInput("a", stream=True))
+        assert output["meta_info"]["finish_reason"]["status_code"] == 503
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["wait", "wake"])
+def test_a_request_that_a_release_overtakes_is_sent_again(policy, when, stream):
+    policy(when)
+
+    async def test():
+        manager = Manager()
+        await change(manager, "release")
+        if when == "wait":
+            await change(manager, "resume")
+        overtaken = []
+
+        def between():
+            if not overtaken:
+                overtaken.append(1)
+                manager.tags = {"kv_cache"}
+                if when == "wait":
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(0.05, lambda: loop.create_task(change(manager, "resume")))
+
+        manager.between = between
+        found = await outputs(manager, GenerateReqInput("a", stream))
+        assert [output["text"] for output in found] == (["0", "1", "2"] if stream else ["0"])
+        assert len(manager.sent) == 2 and overtaken
+
+    run(test())
+
+
+def test_a_request_is_held_until_a_resume(policy):
+    policy("wait")
+
+    async def test():
+        manager = Manager()
+        await change(manager, "release")
+        tasks = [
+            asyncio.ensure_future(outputs(manager, GenerateReqInput(str(number))))
+            for number in range(4)
+        ]
+        updating = asyncio.ensure_future(update(manager))
+        await asyncio.sleep(0.05)
+        assert manager.sent == []
+        await change(manager, "resume", ["weights"])
+        assert (await updating)[0] is True and manager.sent == ["weights"]
+        await change(manager, "resume")
+        await asyncio.gather(*tasks)
+        assert [obj.rid for obj in manager.sent[1:]] == ["0'", "1'", "2'", "3'"]
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_waited_too_long_is_refused(policy, stream):
+    policy("wait", 0.05)
+
+    async def test():
+        manager = Manager()
+        await change(manager, "release")
+        with pytest.raises(EngineAsleepError, match="no caller woke it up"):
+            await outputs(manager, GenerateReqInput("a", stream))
+        with pytest.raises(EngineAsleepError, match="no caller woke it up"):
+            await update(manager)
+
+    run(test())
+
+
+def test_a_request_wakes_the_engine(policy):
+    policy("wake")
+
+    async def test():
+        manager = Manager()
+        await change(manager, "release")
+        assert await update(manager) == (True, "Success")
+        assert manager.tags == {"kv_cache"}
+        assert await outputs(manager, GenerateReqInput("a"))
+        assert manager.tags == set()
+
+    run(test())
+
+
+def test_a_wake_up_without_memory_is_the_requests_error(policy):
+    policy("wake", 0.1)
+
+    async def test():
+        manager = Manager()
+        await change(manager, "release")
+        manager.failure = Failure("OutOfDeviceMemoryError", "8 MiB are needed", "kv_cache", 8, 1)
+        with pytest.raises(EngineAsleepError, match="8 MiB are needed") as caught:
+            await outputs(manager, GenerateReqInput("a"))
+        assert isinstance(caught.value.__cause__, memsaver.OutOfDeviceMemoryError)
+        assert manager.tags == set(BOTH)
+        manager.failure = None
+        assert await outputs(manager, GenerateReqInput("b"))
+
+    run(test())
+
+
+def test_weights_without_a_backup_are_not_woken_for_a_generation(policy):
+    policy("wake")
+
+    async def test():
+        manager = Manager(enable_weights_cpu_backup=False)
+        await change(manager, "release")
+        with pytest.raises(EngineAsleepError, match="weights has no backup"):
+            await outputs(manager, GenerateReqInput("a"))
+        assert (await update(manager))[0] is True
+
+    run(test())
+
+
+@pytest.mark.parametrize("when", ["wait", "wake"])
+def test_a_health_check_neither_waits_nor_wakes(policy, when):
+    policy(when)
+
+    async def test():
+        manager = Manager()
+        await change(manager, "release")
+        with pytest.raises(EngineAsleepError):
+            await outputs(manager, GenerateReqInput("HEALTH_CHECK_1"))
+        assert manager.tags == set(BOTH)
+
+    run(test())
+
+
+def test_nothing_is_refused_without_a_memory_saver():
+    async def test():
+        manager = Manager(enable_memory_saver=False)
+        await change(manager, "release")
+        manager.tags.clear()  # such a release has no effect
+        assert await outputs(manager, GenerateReqInput("a"))
+        assert (await update(manager))[0] is True
+
+    run(test())
+
+
+def test_an_update_that_fails_otherwise_is_returned():
+    async def test():
+        manager = Manager()
+
+        async def failing(manager, obj):
+            return False, "the model does not use a.weight"
+
+        hook = admissions.call("update its weights", reads=False)
+        assert await hook(failing, manager, "x") == (False, "the model does not use a.weight")
+        manager.tags = {"weights"}
+        with pytest.raises(EngineAsleepError, match="cannot update its weights"):
+            await update(manager)
+
+    run(test())

@@ -1,0 +1,277 @@
+"""Test requests that reach a scheduler with released memory: refused, and the scheduler lives."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+import scheduler_calls
+import sglang_stand_in as stand_in
+from scheduler_calls import ask
+from sglang_stand_in import messages
+
+import memsaver
+from memsaver.integrations.engine import moves
+from memsaver.integrations.engine.errors import EngineAsleepError
+from memsaver.integrations.engine.refusals import asleep_in, asleep_text
+from memsaver.integrations.sglang import hooks
+
+
+@pytest.fixture(params=[False, True], ids=["updater", "mixin"])
+def sglang(request, monkeypatch):
+    with stand_in.modules(monkeypatch, older=request.param) as classes:
+        hooks.install()
+        yield classes
+
+
+@pytest.fixture
+def engine(sglang, sim, tag, make_blocks):
+    """Yield a scheduler whose weights (with a backup), KV cache and graphs are in tags."""
+    tag.names.extend(stand_in.TAGS)
+    scheduler = sglang.Scheduler(sglang.Updater)
+    scheduler_calls.hold(scheduler, make_blocks)
+    yield scheduler
+    scheduler_calls.let_go(scheduler)
+
+
+def send(engine, *requests):
+    """Send requests in one batch; return the scheduler's messages, and check that it lives."""
+    before = len(engine.sent)
+    engine.process_input_requests(requests)
+    assert engine.death is None
+    return engine.sent[before:]
+
+
+def refusal_in(message):
+    """Return the error that a message carries."""
+    text = {
+        "AbortReq": lambda: message.finished_reason["message"],
+        "LoRAUpdateOutput": lambda: message.error_message,
+    }.get(type(message).__name__, lambda: message.message)()
+    error = asleep_in(text)
+    assert error is not None, message
+    return error
+
+
+GENERATIONS = [
+    messages.TokenizedGenerateReqInput("a"),
+    messages.TokenizedEmbeddingReqInput("a"),
+    messages.TokenizedGenerateReqInput("HEALTH_CHECK_1"),
+]
+UPDATES = [
+    messages.UpdateWeightsFromTensorReqInput([]),
+    messages.UpdateWeightFromDiskReqInput("path"),
+    messages.LoadLoRAAdapterReqInput("adapter"),
+]
+
+
+@pytest.mark.parametrize("request_", GENERATIONS, ids=lambda r: f"{type(r).__name__}-{r.rid}")
+@pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], ["cuda_graph"], None])
+def test_a_generation_without_memory_is_refused_with_status_503(engine, request_, tags):
+    ask(engine, "release", tags)
+    (answer,) = send(engine, request_)
+    assert (answer.rid, answer.finished_reason["type"]) == (request_.rid, "abort")
+    assert answer.finished_reason["status_code"] == 503
+    error = refusal_in(answer)
+    assert set(error.tags) == set(tags or stand_in.TAGS) and isinstance(error, EngineAsleepError)
+    assert isinstance(error, memsaver.InvalidStateError) and error.status == "ENGINE_ASLEEP"
+    ask(engine, "resume")
+    assert send(engine, request_) == [] and engine.handled[-1] is request_
+
+
+def test_each_generation_of_a_batch_is_refused(engine):
+    ask(engine, "release")
+    batch = messages.BatchTokenizedGenerateReqInput(
+        [messages.TokenizedGenerateReqInput(rid) for rid in "abc"]
+    )
+    answers = send(engine, batch)
+    assert [answer.rid for answer in answers] == ["a", "b", "c"]
+    assert all(refusal_in(answer) for answer in answers)
+
+
+def test_a_release_and_a_generation_that_arrive_together_are_handled_in_order(engine):
+    release = messages.ReleaseMemoryOccupationReqInput()
+    resume = messages.ResumeMemoryOccupationReqInput()
+    generations = [messages.TokenizedGenerateReqInput(rid) for rid in "ab"]
+    answers = send(engine, release, generations[0], resume, generations[1])
+    assert [type(one).__name__ for one in answers] == [
+        "ReleaseMemoryOccupationReqOutput",
+        "AbortReq",
+        "ResumeMemoryOccupationReqOutput",
+    ]
+    assert generations[0] not in engine.handled and generations[1] in engine.handled
+
+
+@pytest.mark.parametrize("request_", UPDATES, ids=lambda r: type(r).__name__)
+def test_an_update_needs_the_weights_alone(engine, request_):
+    ask(engine, "release", ["weights"])
+    (answer,) = send(engine, request_)
+    assert answer.success is False and refusal_in(answer).tags == ("weights",)
+    ask(engine, "release", ["kv_cache"])
+    ask(engine, "resume", ["weights"])
+    if not isinstance(request_, messages.LoadLoRAAdapterReqInput):
+        send(engine, request_)
+        assert engine.handled[-1] is request_
+    ask(engine, "resume")
+
+
+def test_an_update_that_captures_graphs_again_needs_all_memory(engine):
+    ask(engine, "release", ["kv_cache"])
+    request = messages.UpdateWeightFromDiskReqInput("path", recapture_cuda_graph=True)
+    (answer,) = send(engine, request)
+    assert answer.success is False and refusal_in(answer).tags == ("kv_cache",)
+    ask(engine, "resume")
+
+
+def test_a_weight_that_cannot_be_read_is_none(engine):
+    ask(engine, "release")
+    (answer,) = send(engine, messages.GetWeightsByNameReqInput("model.norm.weight"))
+    assert answer == messages.GetWeightsByNameReqOutput(None)
+    ask(engine, "resume")
+
+
+def test_remote_calls_are_refused(engine):
+    ask(engine, "release", ["kv_cache"])
+    (answer,) = send(engine, messages.RpcReqInput("anything"))
+    assert answer.success is False and "run anything" in answer.message
+    ask(engine, "resume")
+    (answer,) = send(engine, messages.RpcReqInput("anything"))
+    assert answer.success is True
+
+
+def test_requests_without_device_memory_pass(engine):
+    ask(engine, "release")
+    passing = [
+        messages.AbortReq("a"),
+        messages.GetInternalStateReq(),
+        messages.SlowDownReqInput(),
+        messages.PauseGenerationReqInput("retract"),
+    ]
+    send(engine, *passing)
+    assert engine.handled[-len(passing) :] == passing
+    ask(engine, "resume")
+
+
+@dataclasses.dataclass
+class DrainReqInput:
+    """A request that no known version of SGLang has."""
+
+
+@dataclasses.dataclass
+class DrainReqOutput:
+    success: bool
+    message: str
+
+
+def test_an_unknown_request_passes_only_while_nothing_is_released(engine, monkeypatch, caplog):
+    send(engine, DrainReqInput())
+    assert engine.handled == [DrainReqInput()]
+    ask(engine, "release")
+    before = len(engine.handled)
+    with caplog.at_level(logging.ERROR, "memsaver.sglang"):
+        assert send(engine, DrainReqInput()) == []  # it has no known reply
+    assert "DrainReqInput was not processed" in caplog.text
+    io_struct = __import__("sglang.srt.managers.io_struct", fromlist=["_"])
+    monkeypatch.setattr(io_struct, "DrainReqOutput", DrainReqOutput, raising=False)
+    (answer,) = send(engine, DrainReqInput())
+    assert answer.success is False and refusal_in(answer)
+    assert len(engine.handled) == before
+    ask(engine, "resume")
+
+
+def test_a_flush_succeeds_without_the_cache(engine):
+    (answer,) = send(engine, messages.FlushCacheReqInput())
+    assert answer.success and engine.flushed == 1
+    ask(engine, "release", ["kv_cache"])
+    assert engine.flushed == 2  # by the release
+    (answer,) = send(engine, messages.FlushCacheReqInput())
+    assert answer.success and engine.flushed == 2
+    ask(engine, "resume")
+    (answer,) = send(engine, messages.FlushCacheReqInput())
+    assert answer.success and engine.flushed == 3
+
+
+def test_a_paused_generation_continues_after_the_last_resume(engine):
+    send(engine, messages.PauseGenerationReqInput("retract"))
+    ask(engine, "release")
+    send(engine, messages.ContinueGenerationReqInput())
+    assert engine._engine_paused
+    send(engine, messages.ResumeMemoryOccupationReqInput(["weights"]))
+    assert engine._engine_paused
+    send(engine, messages.ResumeMemoryOccupationReqInput())
+    assert not engine._engine_paused
+
+
+def test_a_pause_replaces_a_postponed_continuation(engine):
+    send(engine, messages.PauseGenerationReqInput("retract"))
+    ask(engine, "release")
+    send(engine, messages.ContinueGenerationReqInput(), messages.PauseGenerationReqInput("retract"))
+    send(engine, messages.ResumeMemoryOccupationReqInput())
+    assert engine._engine_paused
+    send(engine, messages.ContinueGenerationReqInput())
+    assert not engine._engine_paused
+
+
+def test_a_failed_resume_leaves_requests_refused(engine, sim):
+    ask(engine, "release")
+    sim.occupy(memsaver.device_memory(0)[0])
+    ask(engine, "resume")
+    (answer,) = send(engine, messages.TokenizedGenerateReqInput("a"))
+    assert set(refusal_in(answer).tags) == set(stand_in.TAGS)
+    sim.occupy(0)
+    ask(engine, "resume")
+    assert send(engine, messages.TokenizedGenerateReqInput("a")) == []
+
+
+def test_a_refusal_is_logged_once_per_kind_and_release(engine, caplog):
+    with caplog.at_level(logging.WARNING, "memsaver.sglang"):
+        for _ in range(2):
+            ask(engine, "release")
+            for rid in "abc":
+                send(engine, messages.TokenizedGenerateReqInput(rid))
+            send(engine, messages.ResumeMemoryOccupationReqInput())
+    assert caplog.text.count("TokenizedGenerateReqInput is refused") == 2
+
+
+def test_graphs_without_memory_do_not_hold_back_requests(engine, monkeypatch):
+    """A release of all tags names the graphs even if none was captured with memsaver."""
+    monkeypatch.setattr(moves, "are_memsavers", lambda tags: list(tags) != ["cuda_graph"])
+    ask(engine, "release")
+    ask(engine, "resume", ["weights", "kv_cache"])
+    request = messages.TokenizedGenerateReqInput("a")
+    with pytest.raises(RuntimeError, match="illegal"):  # the fake's handler needs every tag
+        engine.process_input_requests([request])
+    assert engine.handled[-1] is request
+    engine.death = None
+    monkeypatch.undo()
+    ask(engine, "resume")
+
+
+def test_a_scheduler_without_a_memory_saver_has_no_guard(sglang):
+    class Disabled(stand_in.Saver):
+        enabled = False
+
+    scheduler = sglang.Scheduler(sglang.Updater, saver=Disabled())
+    assert scheduler._request_dispatcher == scheduler._dispatch
+
+
+def test_an_unexpected_scheduler_is_logged_and_starts(sglang, monkeypatch, caplog):
+    io_struct = __import__("sglang.srt.managers.io_struct", fromlist=["_"])
+    monkeypatch.delattr(io_struct, "AbortReq")
+    with caplog.at_level(logging.ERROR, "memsaver.sglang"):
+        scheduler = sglang.Scheduler(sglang.Updater)
+    assert "cannot protect a sleeping engine from requests" in caplog.text
+    assert scheduler._request_dispatcher == scheduler._dispatch
+
+
+@pytest.mark.parametrize("text", [None, "", "the engine is busy", "the engine is asleep"])
+def test_other_texts_are_no_refusals(text):
+    assert asleep_in(text) is None
+
+
+def test_a_refusal_is_found_in_a_longer_text():
+    text = asleep_text({"weights", "kv_cache"}, "generate", "or wait")
+    error = asleep_in(f"Error: {text}\nmore")
+    assert error.tags == ("kv_cache", "weights") and error.tag == "kv_cache"
+    assert str(error) == text

@@ -1,0 +1,150 @@
+"""Test the HTTP answers of a server whose engine sleeps, with fake endpoints."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import sleeping_manager
+from sleeping_manager import BOTH, GenerateReqInput, Manager, change, outputs, run
+
+from memsaver.integrations.sglang import admissions, http_answers
+
+
+@pytest.fixture(autouse=True)
+def modules():
+    with sleeping_manager.modules():
+        yield
+
+
+@pytest.fixture
+def policy(monkeypatch):
+    return functools.partial(sleeping_manager.choose, monkeypatch)
+
+
+class Server:
+    """An application with endpoints in several formats, behind the middleware."""
+
+    def __init__(self, manager) -> None:
+        self.manager = manager
+        self.app = http_answers.AsleepAnswers(self._serve, lambda: self.manager)
+
+    async def _serve(self, scope, receive, send):
+        path = scope["path"]
+        if path == "/raises":
+            await outputs(self.manager, GenerateReqInput("a"))
+        elif path == "/catches":
+            try:
+                await outputs(self.manager, GenerateReqInput("a"))
+            except Exception:
+                await self._answer(send, 500, [b"an error without tags"])
+                return
+        elif path == "/stream":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            async for output in admissions.generate(
+                Manager.generate_request, self.manager, GenerateReqInput("a", stream=True)
+            ):
+                body = json.dumps(output).encode()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        elif path == "/fails":
+            raise KeyError("a bug")
+        await self._answer(send, 200, [b"fi", b"ne"])
+
+    async def _answer(self, send, status, parts):
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def get(self, path):
+        messages = []
+
+        async def send(message):
+            messages.append(message)
+
+        await self.app({"type": "http", "path": path}, None, send)
+        starts = [m for m in messages if m["type"] == "http.response.start"]
+        assert len(starts) == 1 and messages[0] is starts[0]
+        return starts[0]["status"], b"".join(m.get("body", b"") for m in messages[1:])
+
+
+@pytest.mark.parametrize("path", ["/raises", "/catches", "/stream"])
+def test_a_refusal_is_status_503_with_the_tags_in_every_endpoint(path):
+    async def test():
+        server = Server(Manager())
+        status, body = await server.get(path)
+        assert status == 200
+        await change(server.manager, "release")
+        status, body = await server.get(path)
+        answer = json.loads(body)
+        assert status == 503 and answer["error"]["tags"] == list(BOTH)
+        assert answer["error"]["type"] == "engine_asleep" and answer["error"]["code"] == 503
+        assert answer["success"] is False and "asleep" in answer["message"]
+        await change(server.manager, "resume")
+        assert (await server.get(path))[0] == 200
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/raises", "/stream"])
+def test_a_request_that_is_sent_again_is_answered_as_usual(policy, path):
+    policy("wake")
+
+    async def test():
+        server = Server(Manager())
+        await change(server.manager, "release")
+        overtaken = []
+
+        def between():
+            if not overtaken:
+                overtaken.append(1)
+                server.manager.tags = {"kv_cache"}
+
+        server.manager.between = between
+        status, body = await server.get(path)
+        assert status == 200 and b"asleep" not in body and overtaken
+
+    run(test())
+
+
+def test_other_requests_and_errors_pass_while_asleep():
+    async def test():
+        server = Server(Manager())
+        await change(server.manager, "release")
+        assert await server.get("/model_info") == (200, b"fine")
+        with pytest.raises(KeyError):
+            await server.get("/fails")
+        server.manager = None  # before it exists
+        assert await server.get("/model_info") == (200, b"fine")
+
+    run(test())
+
+
+@pytest.mark.parametrize("when, status", [("refuse", 503), ("wait", 200), ("wake", 200)])
+@pytest.mark.parametrize("path", ["/health", "/health_generate"])
+def test_health_reports_a_sleeping_engine_without_generating(policy, when, status, path):
+    policy(when)
+
+    async def test():
+        server = Server(Manager())
+        assert await server.get(path) == (200, b"fine")
+        await change(server.manager, "release")
+        found, body = await server.get(path)
+        assert found == status and json.loads(body) == {"status": "asleep", "tags": list(BOTH)}
+        assert server.manager.tags == set(BOTH) and server.manager.sent == []
+        await change(server.manager, "resume")
+        assert await server.get(path) == (200, b"fine")
+
+    run(test())
+
+
+def test_health_asks_the_schedulers_if_other_processes_release_memory():
+    async def test():
+        server = Server(Manager(tokenizer_worker_num=2))
+        server.manager.tags = {"kv_cache"}
+        assert (await server.get("/health"))[0] == 503
+
+    run(test())

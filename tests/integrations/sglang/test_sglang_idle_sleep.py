@@ -1,0 +1,158 @@
+"""Test that an idle scheduler releases its memory after a time, with a fake clock."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import scheduler_calls
+import sglang_stand_in as stand_in
+from scheduler_calls import ask, states
+from sglang_stand_in import messages
+
+from memsaver.integrations.sglang import hooks
+from memsaver.integrations.sglang.idle_sleep import IdleRelease, IdleSleep, with_handler
+
+GENERATION = messages.TokenizedGenerateReqInput("a")
+HEALTH = messages.TokenizedGenerateReqInput("HEALTH_CHECK_1")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def scheduler_of(**arguments):
+    found = stand_in.Scheduler()
+    found.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True, **arguments)
+    return found
+
+
+def advance(clock, idle, seconds, received=()):
+    """Let time pass in steps, with the given requests in the first one; return the releases."""
+    found = []
+    for number in range(round(seconds / 0.25)):
+        clock.now += 0.25
+        handled = idle.handle(list(received) if number == 0 else [])
+        found += [one for one in handled if isinstance(one, IdleRelease)]
+    return found
+
+
+def test_an_idle_scheduler_releases_memory_after_the_time(clock):
+    scheduler = scheduler_of()
+    idle = IdleSleep(scheduler, 5, clock=clock)
+    assert advance(clock, idle, 4.5) == []
+    assert advance(clock, idle, 1) == [IdleRelease(("kv_cache", "weights"))]
+    scheduler.weight_updater.offload_tags = {"kv_cache", "weights"}
+    assert advance(clock, idle, 20) == []
+    scheduler.weight_updater.offload_tags = set()  # woken
+    assert len(advance(clock, idle, 6)) == 1
+
+
+def test_a_request_begins_the_time_again(clock):
+    idle = IdleSleep(scheduler_of(), 5, clock=clock)
+    for _ in range(5):
+        assert advance(clock, idle, 4, [GENERATION]) == []
+    assert len(advance(clock, idle, 5)) == 1
+
+
+def test_monitoring_does_not_begin_the_time_again(clock):
+    scheduler = scheduler_of()
+    idle = IdleSleep(scheduler, 5, clock=clock)
+    found = []
+    for _ in range(4):
+        scheduler.begin("HEALTH_CHECK_1")  # it generates its token
+        found += advance(clock, idle, 1, [HEALTH, messages.GetInternalStateReq()])
+        scheduler.end("HEALTH_CHECK_1")
+        found += advance(clock, idle, 1)
+    assert len(found) == 1
+
+
+def test_a_long_generation_and_a_pause_are_not_idle(clock):
+    scheduler = scheduler_of()
+    idle = IdleSleep(scheduler, 5, clock=clock)
+    scheduler.begin("a")
+    advance(clock, idle, 1, [GENERATION])
+    assert advance(clock, idle, 30) == []
+    scheduler.end("a")
+    assert advance(clock, idle, 4.5) == []
+    scheduler._engine_paused = True
+    assert advance(clock, idle, 30) == []
+
+
+def test_weights_without_a_backup_stay(clock):
+    scheduler = scheduler_of()
+    scheduler.server_args.enable_weights_cpu_backup = False
+    idle = IdleSleep(scheduler, 5, clock=clock)
+    assert advance(clock, idle, 6) == [IdleRelease(("kv_cache",))]
+
+
+def test_graphs_are_released_if_they_can_be(clock, monkeypatch):
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
+    idle = IdleSleep(scheduler_of(), 5, clock=clock)
+    assert advance(clock, idle, 6) == [IdleRelease(("kv_cache", "weights", "cuda_graph"))]
+
+
+def test_only_the_rank_that_receives_requests_has_a_clock(clock):
+    idle = IdleSleep(scheduler_of(), 5, clock=clock)
+    clock.now += 100
+    assert idle.handle(None) is None
+    scheduler = scheduler_of()
+    scheduler.ps = types.SimpleNamespace(pp_rank=1)
+    idle = IdleSleep(scheduler, 5, clock=clock)
+    clock.now += 100
+    assert idle.handle([]) == []
+
+
+def test_sglangs_own_input_blocker_comes_first(clock):
+    inner = types.SimpleNamespace(handle=lambda requests: [*requests, "unblocked"])
+    idle = IdleSleep(scheduler_of(), 5, inner, clock)
+    assert idle.handle(["a"]) == ["a", "unblocked"]
+
+
+class Dispatcher:
+    """SGLang's dispatcher by type."""
+
+    def __init__(self, pairs) -> None:
+        self.handlers = dict(pairs)
+
+    def __iadd__(self, other):
+        self.handlers.update(other.handlers)
+        return self
+
+    def __call__(self, request):
+        return self.handlers[type(request)](request)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_an_idle_release_releases_memory_and_sends_no_reply(
+    monkeypatch, sim, tag, make_blocks, older
+):
+    monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP", "wake")
+    monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
+    tag.names.extend(stand_in.TAGS)
+    with stand_in.modules(monkeypatch, older=older) as classes:
+        hooks.install()
+        scheduler = classes.Scheduler(classes.Updater)
+        scheduler.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True)
+        scheduler_calls.hold(scheduler, make_blocks)
+        dispatcher = Dispatcher([])
+        assert with_handler(scheduler, dispatcher) is dispatcher and not dispatcher.handlers
+        scheduler.input_blocker = IdleSleep(scheduler, 5)
+        with_handler(scheduler, dispatcher)
+        scheduler.begin("a")
+        assert dispatcher(IdleRelease(("kv_cache", "weights"))) is None  # busy, which is logged
+        assert set(states().values()) == {"mapped"}
+        scheduler.end("a")
+        assert dispatcher(IdleRelease(("kv_cache", "weights"))) is None
+        assert states()["weights"] == states()["kv_cache"] == "paused" and scheduler.sent == []
+        ask(scheduler, "resume")
+        assert scheduler.model.is_intact()
+        scheduler_calls.let_go(scheduler)
