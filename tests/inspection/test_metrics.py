@@ -1,5 +1,7 @@
 """Test metrics as Prometheus parses them, by comparison with the statistics."""
 
+from typing import get_args
+
 import prometheus_client
 import pytest
 
@@ -72,7 +74,9 @@ def test_metrics_are_the_statistics(sim, tag, make_blocks, scrape):
     }.items():
         assert value(found, f"memsaver_{metric}", **alone) == want, metric
     assert row.unchanged_bytes == 4 * MIB == row.saved_bytes  # not zero
-    states = {s.value: value(found, "memsaver_state", tag=name, state=s) for s in memsaver.State}
+    states = {
+        s: value(found, "memsaver_state", tag=name, state=s) for s in get_args(memsaver.State)
+    }
     assert states == {"mapped": 0, "saving": 0, "paused": 1, "restoring": 0}
     free, total = memsaver.device_memory(0)
     assert value(found, "memsaver_device_free_bytes", device="0") == free
