@@ -13,10 +13,10 @@ from pathlib import Path
 
 
 def is_foreign(target: Path) -> bool:
-    """Return whether something is lost if the environment replaces this folder.
+    """Return whether replacing this folder would destroy files that this program did not create.
 
-    Nothing is lost in an environment of this program's, complete or not: only pip is in it before
-    `test-extra`.
+    An environment that this program creates contains only pip until it is complete, and then the
+    file `test-extra`.
     """
     if (target / "test-extra").exists() or not target.exists():
         return False
@@ -27,7 +27,7 @@ def is_foreign(target: Path) -> bool:
 
 
 def main() -> None:
-    """Create the environment, replacing an earlier one of this program's."""
+    """Create the environment; replace one that this program created earlier."""
     target = Path(sys.argv[1])
     if is_foreign(target):
         sys.exit(

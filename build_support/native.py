@@ -101,7 +101,7 @@ class Variant:
 
     `cxxflags` and `ldflags` follow all others. With `shared_runtime` all artefacts use the
     process's C++ runtime, which a sanitizer must observe. With `by_folder` the sources of a folder
-    are compiled as one, which takes a third of the time for a whole build, but recompiles the
+    are compiled together, which takes a third of the time for a whole build, but recompiles the
     folder after each change. `sources` adds sources to an artefact, by its name.
     """
 
@@ -145,7 +145,7 @@ class Compilation:
         return [self.artefact.embeds[s] for s in self.sources if s in self.artefact.embeds]
 
     def source(self, root: Path, build_dir: Path) -> Path:
-        """Return the file to compile; write it if it is a generated one that has changed."""
+        """Return the file to compile; if it is generated and has changed, write it."""
         if len(self.sources) == 1:
             return root / self.sources[0]
         generated = build_dir / self.artefact.name / self.name
@@ -254,7 +254,7 @@ def compiler() -> str:
 def ninja_file(
     root: Path, artefacts: list[Artefact], version: str, variant: Variant = ORDINARY
 ) -> str:
-    """Return the text of build.ninja, and write the sources that are generated.
+    """Return the text of build.ninja, and write the generated sources.
 
     Paths of outputs are relative to the build folder.
     """

@@ -66,7 +66,7 @@ def resolve(path: str) -> Any:
 def rows_of(name: str, found: Any) -> Iterator[tuple[str, str]]:
     """Yield the call and the summary of a function, or of a class and its public members.
 
-    A type of literals has their list as its summary.
+    The summary of a literal type lists its values.
     """
     if literals := get_args(found):
         yield name, "One of " + ", ".join(f'`"{literal}"`' for literal in literals)
@@ -94,8 +94,9 @@ def rows_of(name: str, found: Any) -> Iterator[tuple[str, str]]:
 
 
 def is_created(found: type) -> bool:
-    """Return whether programs create objects of a class: its parameters are documented, or its name
-    is that of a function.
+    """Return whether programs create objects of a class.
+
+    They do if its parameters are documented, or if its name is in lower case, like a function's.
     """
     text = f"{inspect.getdoc(found)}{found.__init__.__doc__}"
     return found.__name__.islower() or "\nArgs:\n" in inspect.cleandoc(text)
@@ -152,7 +153,7 @@ def signature(found: Any, skip: int = 0) -> str:
 
 
 def summary(found: Any) -> str:
-    """Return the first sentence of a docstring, and whether the name is experimental."""
+    """Return the first sentence of a docstring, with a mark if the name is experimental."""
     first, *rest = (inspect.getdoc(found) or "").split("\n\n")
     mark = " (*experimental*)" if any(part.startswith(EXPERIMENTAL) for part in rest) else ""
     return first_sentence(first.replace("\n", " ")) + mark
@@ -165,8 +166,9 @@ def first_sentence(paragraph: str) -> str:
 
 
 def table(page: str) -> str:
-    """Return the table of a page's names as Markdown, followed by one of the results of its calls,
-    if the page has both.
+    """Return the table of a page's names as Markdown.
+
+    If calls of the page return documented objects, these are in a second table.
     """
     calls, results = [], []
     for name, found in names_of(page):

@@ -1,6 +1,7 @@
-"""A hook of mkdocs: show on the site what the pages contain in comments that begin with `site`.
+"""A hook for mkdocs that uncomments the parts of pages in HTML comments that begin with `site`.
 
-Directives and included files, which only the site expands, are not shown in the repository.
+These parts contain directives and included files. Only the site can expand them, so the comments
+hide them from readers of the repository.
 """
 
 from __future__ import annotations
@@ -11,5 +12,5 @@ _COMMENT = re.compile(r"^<!-- site\n(.*?)^-->\n", re.M | re.S)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Return the page's text without the marks of these comments."""
+    """Return the page's text without the delimiters of these comments."""
     return _COMMENT.sub(r"\1", markdown)

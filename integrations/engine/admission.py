@@ -1,7 +1,7 @@
-"""`Admission`: what happens to a request that reaches an engine whose memory is released.
+"""`Admission`: the policy for requests that reach an engine whose memory is released.
 
-An engine's integration calls `admit` before it sends a request to the processes with the memory.
-Depending on the policy, the call raises, waits until the memory is mapped, or maps it.
+An engine's integration calls `admit` before it sends a request to the processes that own
+the memory. Depending on the policy, the call raises, waits until the memory is mapped, or maps it.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class _Waiter:
 
 
 class Admission:
-    """Admits requests to an engine. For one event loop, which makes all calls.
+    """Admits requests to an engine. All calls must be made on one event loop.
 
-    The known released tags may be out of date, because other processes may release and resume them
-    too: a request is refused only after a query, and requests that wait repeat the query.
+    The recorded tags may be out of date, because other processes may also release and resume
+    memory: a request is refused only after a query, and waiting requests repeat the query.
 
     Args:
-        policy: the treatment of requests that need released memory.
-        sleeper: the calls to the engine.
-        without_backup: tags whose contents a release discards. A wake-up for a request that reads
-            them would return nonsense, so the request is refused.
+        policy: the policy for requests that need released memory.
+        sleeper: makes the calls to the engine.
+        without_backup: tags whose contents a release discards. After a wake-up, a request that
+            reads them would return nonsense, so the request is refused.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class Admission:
 
     @property
     def released(self) -> frozenset[str]:
-        """The released tags, as far as they are known."""
+        """The last known released tags."""
         return self._released
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait."""
+        """The number of waiting requests."""
         return len(self._waiters)
 
     def learn(self, released: Collection[str]) -> None:
-        """Record the released tags, and admit the requests that waited for the others, in order."""
+        """Record the released tags, and admit waiting requests that need none of them, in order."""
         self._released = frozenset(released)
         for waiter in self._waiters:
             if not waiter.needs & self._released and not waiter.admitted.done():
@@ -102,12 +102,12 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """Serialise a block that releases or resumes tags with other such blocks and wake-ups."""
+        """Exclude wake-ups and other such blocks from a block that releases or resumes tags."""
         async with self._changing:
             yield
 
     def deadline(self) -> float:
-        """Return the time, of the event loop's clock, until which a request is held."""
+        """Return the event loop's time until which a request that arrives now may wait."""
         return asyncio.get_running_loop().time() + self.policy.wait_seconds
 
     async def admit(
@@ -123,14 +123,14 @@ class Admission:
 
         Args:
             needs: the tags.
-            what: the request's operation, for the error.
-            deadline: see `deadline`; None begins the time now.
-            reads: whether the request reads the contents, and does not only replace them.
+            what: the request's operation, for the error message.
+            deadline: an earlier result of `deadline()`; None computes it now.
+            reads: whether the request reads the contents; False if it only replaces them.
             is_gone: returns whether the client has disconnected; called while the request waits.
 
         Raises:
-            EngineAsleepError: a needed tag is released: at once, after the deadline, or after a
-                wake-up that failed, whose error is the cause.
+            EngineAsleepError: a needed tag is released. Raised at once, after the deadline, or
+                after a failed wake-up, whose error is the cause.
             ClientGoneError: the client has disconnected.
         """
         if not self._released & needs:
@@ -185,7 +185,7 @@ class Admission:
                 if await self.refresh() & lost:
                     raise self._error(
                         what,
-                        f"{', '.join(sorted(lost))} has no backup: wake it up, and load it again",
+                        f"{', '.join(sorted(lost))} has no backup: resume it, and load it again",
                     )
                 continue
             try:
@@ -197,15 +197,15 @@ class Admission:
             if not self._released & needs:
                 return
             if now() + pause > deadline:
-                raise self._error(what, "others release it again and again")
+                raise self._error(what, "other callers released its memory after each wake-up")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             await _check_client(is_gone)
 
     async def _wake_once(self, tags: frozenset[str]) -> None:
-        """Resume tags, together with all requests that need it now.
+        """Resume tags in one task, which all requests that need a wake-up now share.
 
-        A request that is cancelled leaves the wake-up in progress.
+        If a request is cancelled, the wake-up continues.
         """
         if self._waking is None or self._waking.done():
             self._waking = asyncio.ensure_future(self._resume(tags))

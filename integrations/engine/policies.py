@@ -1,4 +1,4 @@
-"""`Policy`: the treatment of requests that reach an engine whose memory is released."""
+"""`Policy`: how an engine handles requests while its memory is released."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ WhenAsleep = Literal["refuse", "wait", "wake"]
 
 @dataclass(frozen=True)
 class Policy:
-    """The treatment of requests that need released memory.
+    """The policy for requests that need released memory.
 
     Attributes:
         when_asleep: "refuse" raises; "wait" holds a request until another caller has resumed the
             memory; "wake" resumes the memory for the request.
-        wait_seconds: the longest time that a request is held, or that a wake-up without enough
-            memory is repeated.
+        wait_seconds: the longest time for which a request is held, or a wake-up without enough
+            memory is retried.
         sleep_after: seconds without a request after which the engine releases its memory itself; 0
-            never does.
+            disables this.
     """
 
     when_asleep: WhenAsleep = "refuse"

@@ -1,7 +1,7 @@
-"""The texts with which an engine refuses requests that need released memory.
+"""Messages of an engine that refuses requests for released memory.
 
-An engine's processes exchange errors as texts in the engine's own messages, so the text itself
-names the released tags, and `asleep_in` reads them again.
+An engine's processes exchange errors as text in the engine's own messages. The text therefore
+contains the released tags, and `asleep_in` parses it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def asleep_text(released: Collection[str], what: str, more: str = "") -> str:
 
     Args:
         released: the engine's released tags; at least one.
-        what: the operation that is refused, such as "generate".
-        more: a further sentence, or "".
+        what: the refused operation, such as "generate".
+        more: a further clause, or "".
     """
     tags = ", ".join(tag for tag in RELEASE_ORDER if tag in released)
     text = f"the engine is asleep (released: {tags}) and cannot {what}: wake it up first"
@@ -32,7 +32,7 @@ def asleep_text(released: Collection[str], what: str, more: str = "") -> str:
 
 
 def asleep_in(text: object) -> EngineAsleepError | None:
-    """Return the refusal in a text, such as the message of an engine's answer; None without one."""
+    """Return the refusal in a text, such as an engine's error message; None if it contains none."""
     found = _TEXT.search(text) if isinstance(text, str) else None
     if found is None:
         return None

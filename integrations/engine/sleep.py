@@ -103,7 +103,7 @@ class EngineController:
     def check(self, operation: str) -> None:
         """Raise `InvalidStateError` if the engine would not accept an operation.
 
-        An engine that holds requests while it sleeps, or wakes up for them, accepts all of them.
+        An engine that holds requests while it sleeps, or wakes up for them, accepts them all.
 
         Args:
             operation: "generate" or "update_weights".
@@ -118,7 +118,7 @@ class EngineController:
         """Generate with the engine's own arguments and results, if the memory for it is mapped.
 
         A stream counts as a request from its first item to its end. An engine that holds requests
-        while it sleeps, or wakes up for them, receives them in any case.
+        while it sleeps, or wakes up for them, receives every request.
 
         Raises:
             EngineAsleepError: memory that generation needs is released.

@@ -1,16 +1,17 @@
-"""Requests to a sleeping engine in SGLang's tokenizer manager: refused, held, or the engine wakes.
+"""Hooks in SGLang's tokenizer manager for requests to a sleeping engine.
 
-The hooks here act before a request is sent to the schedulers, according to the policy of
-`settings.policy`. The scheduler's own guard (`guard`) is the last one: a request that it refuses,
-because a release came in between, is sent again, or raises the same error.
+The hooks apply the policy of `settings.policy` before a request is sent to the schedulers. The
+scheduler's own guard (`guard`) checks the request last: if it refuses the request, because a
+release arrived first, the request is sent again, or raises the same error.
 
 | policy | a request that needs released memory |
 |---|---|
 | refuse | raises `EngineAsleepError`; the server answers with status 503 |
-| wait | is held, in order, until the memory is resumed; raises after a time |
-| wake | resumes the memory that it needs; without enough memory, tries again, and raises |
+| wait | is held, in order, until the memory is resumed; raises after a timeout |
+| wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
 
-A health check neither waits nor wakes. Without `enable_memory_saver`, nothing is changed.
+A health check neither waits nor wakes the engine. Without `enable_memory_saver`, the hooks do
+nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 class Refusal:
-    """A place for the error of the request that is being served.
+    """Passes the error of a refused request to the server's middleware.
 
     Attributes:
         error: the error; None if the request was not refused.
@@ -58,7 +59,7 @@ refusal_here: ContextVar[Refusal | None] = ContextVar("memsaver_refusal", defaul
 
 
 def admission_of(manager: Any) -> Admission | None:
-    """Return the admission of a tokenizer manager's requests; None without a memory saver."""
+    """Return a tokenizer manager's `Admission`; None if the engine has no memory saver."""
     found = vars(manager).get(_ATTRIBUTE, False)
     if found is False:
         found = _made(manager)
@@ -86,7 +87,7 @@ class _Schedulers:
                 await asyncio.wait_for(self._manager.get_internal_state(), QUERY_SECONDS)
             )
         except (TimeoutError, asyncio.TimeoutError, EngineError) as error:
-            _logger.warning("the schedulers did not report their memory: %r", error)
+            _logger.warning("the schedulers did not report their released tags: %r", error)
             return None
         return _asleep(tag for state in states for tag in state.released) if states else None
 
@@ -99,7 +100,7 @@ class _Schedulers:
         answers, error = await _sent(self._manager, communicator, request)
         if error is not None:
             raise error
-        if not answers:  # not memsaver's handlers, which have done all of it
+        if not answers:  # SGLang's own handlers, which have resumed all of the tags
             admission = admission_of(self._manager)
             return admission.released.difference(tags) if admission is not None else frozenset()
         return _asleep(tag for answer in answers for tag in answer.released)
@@ -149,7 +150,7 @@ def call(what: str, *, reads: bool = True) -> Callable[..., Awaitable[Any]]:
 
     Args:
         what: the request's operation, for errors.
-        reads: whether the request reads the weights, and does not only replace them.
+        reads: whether the request reads the weights; False if it only replaces them.
     """
 
     async def hook(original: Callable[..., Awaitable[Any]], manager: Any, *args: Any) -> Any:
@@ -187,7 +188,7 @@ def _text_of(result: Any) -> Any:
 
 
 async def _again(admission: Admission, refused: EngineAsleepError, deadline: float) -> None:
-    """Record a refusal by a scheduler, and return if the request may be sent again."""
+    """Record a scheduler's refusal. Wait if the request may be sent again, otherwise raise."""
     admission.learn(refused.tags)
     if (
         admission.policy.when_asleep == "refuse"
@@ -242,7 +243,7 @@ async def _admitted(
             await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=_is_gone(request))
         except EngineAsleepError as error:
             raise _refused(error) from error.__cause__
-        unsent = copy.copy(obj)  # SGLang changes it
+        unsent = copy.copy(obj)  # SGLang changes the original
         refused, begun = None, False
         outputs = original(manager, obj, request)
         try:
@@ -262,13 +263,13 @@ async def _admitted(
             return
         _discard(manager, obj)
         if getattr(obj, "is_single", False):
-            unsent.rid = obj.rid  # the server aborts it by this name
+            unsent.rid = obj.rid  # with which the server aborts the request
         obj = unsent
         await _again(admission, refused, deadline)
 
 
 def _refusal_in(output: Any) -> EngineAsleepError | None:
-    """Return the refusal in the first output of a stream; None if it is another output."""
+    """Return the refusal in the first output of a stream; None for any other output."""
     try:
         reason = output["meta_info"]["finish_reason"]
         return asleep_in(reason["message"]) if reason["type"] == "abort" else None
@@ -277,7 +278,7 @@ def _refusal_in(output: Any) -> EngineAsleepError | None:
 
 
 def _discard(manager: Any, obj: Any) -> None:
-    """Forget a refused request, and abort its parts that a scheduler has accepted."""
+    """Forget a refused request, and abort those of its parts that a scheduler has accepted."""
     rids = [obj.rid] if isinstance(obj.rid, str) else list(obj.rid or ())
     for rid in rids:
         if rid in manager.rid_to_state:
@@ -300,5 +301,5 @@ async def abort_reason(
     except Exception as error:
         raise _refused(refused) from error
     if result is not None:
-        _refused(refused)  # the first output of a stream
+        _refused(refused)  # a stream yields the refusal as its first output
     return result

@@ -1,4 +1,4 @@
-"""The error of requests that a sleeping engine refuses, which SGLang's server answers with 503."""
+"""`AsleepError`: the error of a refused request; SGLang's server responds with status 503."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AsleepError(EngineAsleepError, fastapi.HTTPException):  # type: ignore[mis
 
     @classmethod
     def of(cls, error: EngineAsleepError) -> AsleepError:
-        """Return the same error for SGLang's server."""
+        """Return the error as an `AsleepError`, with the same tags and cause."""
         made = cls(error.message)
         made.tag, made.tags, made.__cause__ = error.tag, error.tags, error.__cause__
         return made

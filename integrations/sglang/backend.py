@@ -23,7 +23,7 @@ from .weight_calls import WeightCalls
 
 __all__ = ["SGLangBackend", "backend_of"]
 
-_ABORT_SECONDS = 5.0  # to abort a generation that took too long, in addition to its own time
+_ABORT_SECONDS = 5.0  # to abort a generation, after the generation's own timeout
 _PAUSE_MODES = ("abort", "retract", "in_place")
 
 
@@ -53,7 +53,7 @@ class SGLangBackend(WeightCalls):
     Args:
         link: the connection with the engine.
         timeout: seconds for the query of the engine's arguments and state.
-        end: ends the engine; called once. None if the engine's owner ends it.
+        end: ends the engine; called once. None if the engine's owner ends the engine.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SGLangBackend(WeightCalls):
         arguments = link.arguments(timeout)
         if isinstance(link, LocalEngine) and not arguments["skip_tokenizer_init"]:
             raise ConfigError(
-                "the engine would turn each token into text, for nothing: start it with "
+                "the engine would detokenize outputs, but rollouts need no text: start it with "
                 "skip_tokenizer_init=True"
             )
         self.tp_size = _ranks(arguments, "tp_size")

@@ -1,20 +1,20 @@
 """Refuses requests that need released memory, in SGLang's scheduler processes.
 
-Without it, such a request is an illegal memory access, which ends the engine. The guard stands
-between SGLang's broadcast of received requests and their handlers, so all ranks of a
+Without the guard, such a request causes an illegal memory access, which ends the engine. The guard
+runs between SGLang's broadcast of received requests and their handlers, so all ranks of a
 tensor-parallel group decide about the same requests in the same order, from the same state: the
-tags that their release handlers have recorded. It uses no clock. While nothing is released, it adds
-one check to each request, and nothing to a decoding step.
+tags that their release handlers have recorded. The guard uses no clock. While nothing is released,
+it adds one check to each request, and nothing to a decoding step.
 
 | request | while memory is released |
 |---|---|
-| generation, embedding, also of a health check | aborted as SGLang does, with status 503 |
+| generation, embedding, including health checks | aborted with SGLang's message and status 503 |
 | weight update, LoRA load, read or check of the weights | refused if the weights are released |
 | flush of the cache | succeeds: the release has flushed the cache (`flush`) |
 | continuation of a paused generation | postponed until everything is resumed |
 | release, resume, pause, abort, query, session, process group, profile | as usual |
-| remote call, other known request | refused, if it needs a released tag |
-| unknown request | refused; without a known reply, only logged |
+| remote call, other known request | refused if it needs a released tag |
+| unknown request | refused; only logged if its reply is unknown |
 
 No request can be in SGLang's queues while memory is released, because a release requires an idle
 engine; the exception is a paused generation, whose requests wait for the continuation.
@@ -130,9 +130,10 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 def install(result: Any, scheduler: Any) -> Any:
-    """Put a guard before a scheduler's handlers, after `Scheduler.init_request_dispatcher`.
+    """Install a guard before a scheduler's handlers.
 
-    Does nothing if the scheduler has no memory saver, or is not as expected, which it logs.
+    Called after `Scheduler.init_request_dispatcher`. Does nothing if the scheduler has no memory
+    saver. Logs an error if the scheduler does not have the expected interface.
     """
     try:
         if updater_of(scheduler).memory_saver_adapter.enabled:
@@ -155,20 +156,21 @@ def flush(original: Callable[..., bool], scheduler: Any, *args: Any) -> bool:
     and a resume of the cache. Some caches write to device memory in a flush.
     """
     if moves.are_memsavers([KV_CACHE]) and not moves.is_mapped([KV_CACHE]):
-        _logger.debug("nothing to flush: the KV cache was flushed by its release")
+        _logger.debug("nothing to flush: the release has flushed the KV cache")
         return True
     return original(scheduler, *args)
 
 
 class Guard:
-    """A scheduler's request dispatcher that refuses requests without memory.
+    """A scheduler's request dispatcher that refuses requests for released memory.
 
     Args:
         scheduler: the scheduler.
-        dispatch: its own dispatcher, which calls the handler for a request and returns its reply.
+        dispatch: the scheduler's own dispatcher, which calls a request's handler and returns the
+            reply.
 
     Raises:
-        AttributeError, ImportError: the scheduler is not as expected.
+        AttributeError, ImportError: the scheduler does not have the expected interface.
     """
 
     def __init__(self, scheduler: Any, dispatch: Any) -> None:
@@ -178,8 +180,8 @@ class Guard:
         self._tokenizer = getattr(scheduler, "ipc_channels", scheduler).send_to_tokenizer
         self._messages = importlib.import_module("sglang.srt.managers.io_struct")
         self._scheduler = scheduler
-        self._continuation: Any = None  # postponed
-        self._logged: set[str] = set()  # kinds of requests, since the last resume
+        self._continuation: Any = None  # a postponed request
+        self._logged: set[str] = set()  # kinds of requests refused since the last resume
         self._aborted("")
 
     def __getattr__(self, name: str) -> Any:
@@ -227,14 +229,16 @@ class Guard:
     def _postpone(self, request: Any) -> None:
         self._continuation = request
         _logger.warning(
-            "generation continues after a resume of %s, which are released",
+            "the paused generation continues only after a resume of %s",
             ", ".join(sorted(self._released())),
         )
 
     def _refuse(self, kind: str, request: Any, text: str) -> Any:
         if kind not in self._logged:
             self._logged.add(kind)
-            _logger.warning("%s is refused, as are others until a resume: %s", kind, text)
+            _logger.warning(
+                "%s is refused: %s; later refusals are not logged until a resume", kind, text
+            )
         requests = _generations_in(kind, request)
         if requests is None:
             return self._reply(kind, text)
@@ -243,7 +247,7 @@ class Guard:
         return None
 
     def _aborted(self, text: str, rid: str | None = None) -> Any:
-        """Return SGLang's message about a request that the scheduler does not accept."""
+        """Return SGLang's message for a request that the scheduler rejects."""
         reason = {
             "type": "abort",
             "status_code": int(HTTPStatus.SERVICE_UNAVAILABLE),
@@ -252,7 +256,7 @@ class Guard:
         return self._messages.AbortReq(rid=rid, finished_reason=reason)
 
     def _reply(self, kind: str, text: str) -> Any:
-        """Return the reply to a control request that failed; None if there is no known reply."""
+        """Return the reply to a control request that failed; None if the reply is unknown."""
         try:
             return _failed(self._messages, kind, text)
         except (AttributeError, TypeError, ValueError) as error:
@@ -276,7 +280,7 @@ def _generations_in(kind: str, request: Any) -> Iterable[Any] | None:
 
 
 def _failed(messages: Any, kind: str, text: str) -> Any:
-    """Return SGLang's reply to a request of this kind, with a failure."""
+    """Return SGLang's reply to a failed request of this kind."""
     reply = getattr(messages, _name_of_reply(kind))
     fields = _fields_of(reply)
     values: dict[str, Any] = {
@@ -284,7 +288,7 @@ def _failed(messages: Any, kind: str, text: str) -> Any:
         for name, value in (("success", False), ("message", text), ("error_message", text))
         if name in fields
     }
-    if not values:  # such as a reply with a value only, whose absence is an error to the caller
+    if not values:  # the reply is only a value, and None means failure
         values = {name: None for name, needed in fields.items() if needed}
     return reply(**values)
 

@@ -37,7 +37,7 @@ _CONTROL_CALLS: dict[str, Callable[..., Any]] = {
     f"{_TOKENIZER}.send_weights_to_remote_instance": admissions.call("send its weights"),
 }
 _INSTALLED = "_memsaver_hooks"  # an attribute of a class
-_missing: set[str] = set()  # methods that imported modules do not have
+_missing: set[str] = set()  # methods that imported modules lack
 
 
 def install() -> None:
@@ -75,7 +75,7 @@ def left_out_by(name: str) -> tuple[str, ...]:
 
 
 def lacks_guard() -> bool:
-    """Return whether this version of SGLang has no place for the guard against requests."""
+    """Return whether this version of SGLang lacks the method that installs the guard."""
     return f"{_SCHEDULER}.init_request_dispatcher" in _missing
 
 

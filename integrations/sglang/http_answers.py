@@ -1,13 +1,13 @@
-"""The HTTP answers of a sleeping SGLang server: status 503 with the released tags, and its health.
+"""HTTP responses of a sleeping SGLang server: status 503 with the released tags, and its health.
 
-A middleware of SGLang's server, which does nothing while all memory is mapped. SGLang's endpoints
-report errors in several formats, some of them inside a stream that begins with status 200. So while
-memory is released, the middleware holds back the beginning of each response until its first part,
-and replaces the response if the request was refused.
+`AsleepAnswers` is a middleware of SGLang's server that does nothing while all memory is mapped.
+SGLang's endpoints report errors in several formats, some of them inside a stream that begins with
+status 200. While memory is released, the middleware therefore delays the start of each response
+until the first part of its body, and replaces the response if the request was refused.
 
-`/health` and `/health_generate` normally generate a token. While memory is released they report it
-instead, with the status that a load balancer expects: 503 if requests are refused, and 200 if they
-wait or wake the engine.
+`/health` and `/health_generate` normally generate a token. While memory is released they report the
+released tags instead, with the status that a load balancer expects: 503 if requests are refused,
+and 200 if they wait or wake the engine.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def install(module: ModuleType) -> None:
-    """Add the middleware to SGLang's server, whose module has been imported and has not started.
+    """Add the middleware to SGLang's server module, before the server starts.
 
     Raises:
-        AttributeError: the module is not as expected.
+        AttributeError: the module does not have the expected interface.
     """
     module._global_state  # noqa: B018
     module.app.add_middleware(AsleepAnswers, manager=lambda: _manager_of(module))
@@ -56,7 +56,7 @@ def _manager_of(module: ModuleType) -> Any:
 
 
 class AsleepAnswers:
-    """See the module.
+    """The middleware; see the description of this module.
 
     Args:
         app: the application that serves the requests.
@@ -87,13 +87,13 @@ class AsleepAnswers:
         return None if manager is None else admission_of(manager)
 
     async def _is_asleep(self, admission: Admission) -> bool:
-        """Query whether memory is released, if this process may not know it."""
+        """Return whether memory is released; query this if other processes may have changed it."""
         if admission.released or admission.policy.sleep_after or self._has_siblings():
             await admission.refresh()
         return bool(admission.released)
 
     def _has_siblings(self) -> bool:
-        """Return whether other processes of the server release and resume memory as well."""
+        """Return whether other processes of the server also release and resume memory."""
         workers = getattr(self._manager().server_args, "tokenizer_worker_num", 1)
         return isinstance(workers, int) and workers > 1
 
@@ -112,10 +112,10 @@ class AsleepAnswers:
 
 
 class _Response:
-    """A response whose beginning is held back until its first part.
+    """A response whose start is delayed until the first part of its body.
 
     Attributes:
-        has_begun: whether the beginning was sent.
+        has_begun: whether the start was sent.
     """
 
     def __init__(self, send: Send, refusal: Refusal) -> None:
@@ -130,7 +130,7 @@ class _Response:
         if message["type"] == "http.response.start":
             self._start = message
             return None
-        if self._refusal.error is not None:  # replaced at the end
+        if self._refusal.error is not None:  # `end` replaces the response
             return None
         self.has_begun = True
         if self._start is not None:

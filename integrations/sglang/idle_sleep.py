@@ -1,10 +1,10 @@
-"""Releases an idle engine's memory after a time, in SGLang's scheduler processes.
+"""Release an idle engine's memory after some time, in SGLang's scheduler processes.
 
-The time is measured only on the rank that receives requests from the tokenizer manager: it adds a
-message of its own to those that it received, before SGLang broadcasts them, so that all ranks
-release memory at the same place in their requests. SGLang has a place for this, the input blocker,
-which it calls between the reception and the broadcast. With several data-parallel schedulers, each
-one sleeps by itself.
+Only the rank that receives requests from the tokenizer manager measures the time. This rank adds a
+message of its own to the received requests before SGLang broadcasts them, so that all ranks release
+memory at the same position in the sequence of requests. The message is added in SGLang's input
+blocker, which runs between the reception and the broadcast. Several data-parallel schedulers sleep
+independently of one another.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def install(result: Any, scheduler: Any) -> Any:
 
 
 class IdleSleep:
-    """Adds an `IdleRelease` to the received requests after a time without requests.
+    """Adds an `IdleRelease` to the received requests after a period without requests.
 
     Args:
         scheduler: the scheduler.
-        seconds: the time.
+        seconds: the length of the period.
         inner: SGLang's own input blocker, or None.
         clock: returns the time in seconds.
     """
@@ -85,7 +85,7 @@ class IdleSleep:
         self._clock = clock
         self._look_at = 0.0
         self._idle_since = clock()
-        self._is_working = False  # on other requests than health checks
+        self._is_working = False  # on requests other than health checks
         arguments = scheduler.server_args
         kept = getattr(arguments, "enable_weights_cpu_backup", False)
         graphs = settings.graphs_are_pausable()
@@ -93,7 +93,7 @@ class IdleSleep:
         self._is_first_stage = _stage_of(scheduler) == 0
 
     def handle(self, requests: list[Any] | None) -> list[Any] | None:
-        """Return the requests to broadcast. `requests` is None on ranks that receive none."""
+        """Return the requests to broadcast. `requests` is None on ranks that do not receive."""
         if self._inner is not None:
             requests = self._inner.handle(requests)
         if requests is None or not self._is_first_stage:
@@ -104,7 +104,7 @@ class IdleSleep:
         elif now >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
             if self._is_due(now):
-                self._idle_since = now  # if it fails, it is tried again after the same time
+                self._idle_since = now  # a failed release is retried after the same time
                 return [*requests, IdleRelease(self._tags)]
         return requests
 
@@ -116,7 +116,7 @@ class IdleSleep:
             return False
         self._is_working = False
         if set(self._tags) <= set(updater_of(scheduler).offload_tags):
-            self._idle_since = now  # it sleeps already
+            self._idle_since = now  # the memory is already released
         return now - self._idle_since >= self._seconds
 
 

@@ -180,8 +180,8 @@ def _hook_server(module: ModuleType) -> None:
         http_answers.install(module)
     except Exception:
         _logger.exception(
-            "memsaver cannot answer for a sleeping server in this version of SGLang: %s does not "
-            "have the expected interface",
+            "memsaver cannot write a sleeping server's responses in this version of SGLang: %s "
+            "does not have the expected interface",
             module.__name__,
         )
 

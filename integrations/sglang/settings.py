@@ -3,11 +3,11 @@
 MEMSAVER_SGLANG: `0` turns the plugin off, so that SGLang does not use memsaver. Default `1`.
 MEMSAVER_SGLANG_PRELOAD: `1` starts scheduler processes in preload mode, which a plain installation
     does not need; see `memsaver.preload`. Default `0`.
-MEMSAVER_SGLANG_ASLEEP: what happens to requests that need released memory: `refuse`, `wait` or
-    `wake`; see `memsaver.integrations.engine.admission.Policy`. Default `refuse`.
+MEMSAVER_SGLANG_ASLEEP: the policy for requests that need released memory: `refuse`, `wait` or
+    `wake`; see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
 MEMSAVER_SGLANG_ASLEEP_WAIT: the longest time in seconds that a request is held. Default `60`.
 MEMSAVER_SGLANG_SLEEP_AFTER: with `wake`, the seconds without a request after which the engine
-    releases its memory. Default `0`, which is never.
+    releases its memory. Default `0`: never.
 MEMSAVER_SGLANG_CHECK_UPDATES: `0` accepts names that the model does not use in weight updates, as
     SGLang does. Default `1`.
 
@@ -57,10 +57,10 @@ def updates_are_checked() -> bool:
 
 
 def policy() -> Policy:
-    """Return the treatment of requests that need released memory.
+    """Return the policy for requests that need released memory.
 
     Raises:
-        ConfigError: a variable is invalid, or the engine would sleep and never wake up by itself.
+        ConfigError: a variable is invalid, or no request would wake an engine that fell asleep.
     """
     text = os.environ.get(_ASLEEP, "").strip().lower() or "refuse"
     if text not in get_args(WhenAsleep):
@@ -84,7 +84,7 @@ def _seconds(name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= _MOST_SECONDS:
-        raise ConfigError(f"{name}={text!r} is not a number of seconds, of at most a day")
+        raise ConfigError(f"{name}={text!r} is not a number of seconds between 0 and one day")
     return value
 
 

@@ -37,9 +37,9 @@ class SleepController(EngineController):
     Threads: any. `sleep` and `wake_up` run one after the other; generations run concurrently. Do
     not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`. `sleep` detects
     requests that did not come through the controller when it begins. Without the plugin, a request
-    that arrives just after this check is fatal, as is a request while the engine sleeps, and
-    SGLang's `/health` sends one. With the plugin such requests are refused, or wait, or wake the
-    engine: see `memsaver.integrations.sglang.settings`.
+    that arrives just after this check ends the engine, as does any request while the engine sleeps,
+    including those that SGLang's `/health` sends. With the plugin, such requests are refused, wait,
+    or wake the engine: see `memsaver.integrations.sglang.settings`.
 
     Args:
         engine: an `sglang.Engine` of this process, a server's URL, or a result of

@@ -1,14 +1,14 @@
-"""Weight updates in SGLang's scheduler processes, whose failures do not end the engine.
+"""Run weight updates in SGLang's scheduler processes so that failures do not end the engine.
 
 SGLang only logs names that the model does not use, and an exception raised in a loader (for
-example, on a shape mismatch) ends the engine. Here each rank runs SGLang's own handler, and the
-ranks of a group exchange the results before any of them answers: an update that failed on one rank
-has failed on all.
+example, on a shape mismatch) ends the engine. With these hooks, each rank runs SGLang's own
+handler, and the ranks of a group exchange their results before any of them replies: an update that
+fails on one rank fails on all.
 
 For an update that carries a `VerificationRequest`, each rank runs the checks of `LoadCheck` around
 the handler, and then waits for its device: the sender may overwrite its memory as soon as it
-receives the answer. The answer contains the results of all ranks. Any other update has the checks
-of `PlainCheck`, and SGLang's own answer if it succeeds.
+receives the reply. The reply contains the results of all ranks. For any other update, each rank
+runs the checks of `PlainCheck`; if they succeed, the reply is SGLang's own.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barri
 
     Args:
         original: the handler.
-        updater: the object that has the handler.
+        updater: the handler's object.
         request: SGLang's request, which may carry a verification request.
         has_barrier: whether the handler ends with a barrier of the group, at which the
             other ranks wait for a rank that failed.
@@ -96,7 +96,7 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barri
         verification = verification_of(getattr(request, "rid", None))
         if verification is not None:
             verification.check_ranks(group.size)
-    except EngineError as error:  # on all ranks, because they have the same text
+    except EngineError as error:  # on all ranks, because their requests are equal
         return _output_of(has_barrier)(success=False, message=str(error))
     if verification is None:
         return _load_plainly(original, updater, request, has_barrier, _output_of(has_barrier))
@@ -108,7 +108,7 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barri
             output = original(updater, request)
         done, message = output.success, output.message
     except Exception as error:
-        _logger.exception("an update of the weights failed")
+        _logger.exception("a weight update failed")
         check.fail(error)
         if has_barrier:
             group.barrier()
@@ -122,12 +122,12 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barri
 
 
 def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callable[..., Any]:
-    """Return a hook around a handler of the updater, without verification requests.
+    """Return a hook around an updater's handler, which ignores verification requests.
 
     Args:
-        kind: the class of the handler's answer, in SGLang's messages.
+        kind: the name of the class of the handler's reply, among SGLang's messages.
         has_barrier: see `_load`.
-        ends_session: whether the updater has no session after a failure, in SGLang 0.5.23.
+        ends_session: whether a failure ends the updater's session (SGLang 0.5.23).
     """
 
     def hook(original: Callable[..., Any], updater: Any, request: Any) -> Any:
@@ -142,7 +142,7 @@ def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callab
 def _load_plainly(
     original: Callable[..., Any], updater: Any, request: Any, has_barrier: bool, output_of: Any
 ) -> Any:
-    """Run SGLang's handler, and return its answer, or a failure of any rank. Collective."""
+    """Run SGLang's handler; return its reply, or any rank's failure. Collective over the group."""
     group = Group(updater.tp_cpu_group)
     known = _known_to(updater)
     check = PlainCheck(known, watches=settings.updates_are_checked() and _is_whole(updater))
@@ -152,7 +152,7 @@ def _load_plainly(
         with _watched(updater, request, check):
             output = original(updater, request)
     except Exception as error:
-        _logger.exception("an update of the weights failed")
+        _logger.exception("a weight update failed")
         failure = Failure.of(error)
         if has_barrier:
             group.barrier()
@@ -166,21 +166,21 @@ def _load_plainly(
         known |= check.seen
         return output
     if success:
-        _logger.error("an update of the weights failed: %s", trouble)
+        _logger.error("a weight update failed: %s", trouble)
     return output_of(success=False, message=trouble or message)
 
 
 def _watched(
     updater: Any, request: Any, check: PlainCheck
 ) -> contextlib.AbstractContextManager[None]:
-    """Watch the model's loader in older versions, whose runners have no hooks for it."""
+    """Watch the model's loader in older versions of SGLang, whose runners have no hooks."""
     if not isinstance(updater, SchedulerAsUpdater) or hasattr(request, "model_path"):
         return contextlib.nullcontext()
     return check.around_loader(updater.tp_worker.model_runner.model)
 
 
 def _known_to(updater: Any) -> Known:
-    """Return the names and shapes that a scheduler's updates have used."""
+    """Return the names and shapes of a scheduler's successful updates."""
     owner = updater.scheduler
     if not hasattr(owner, _KNOWN):
         setattr(owner, _KNOWN, set())
@@ -189,7 +189,7 @@ def _known_to(updater: Any) -> Known:
 
 
 def _is_whole(updater: Any) -> bool:
-    """Return whether the group's ranks have all of the model, and not one stage of a pipeline."""
+    """Return whether the group's ranks contain the whole model, not one stage of a pipeline."""
     arguments = getattr(updater.scheduler, "server_args", None)
     return int(getattr(arguments, "pp_size", 1) or 1) == 1
 
@@ -236,4 +236,4 @@ def _message(kind: str) -> Any:
 
 _current: list[
     LoadCheck | PlainCheck
-] = []  # of the update in progress; a scheduler runs one at a time
+] = []  # the checks of the update in progress; a scheduler runs one update at a time

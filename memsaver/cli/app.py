@@ -17,8 +17,8 @@ from memsaver.errors import MemsaverError
 
 __all__ = ["app", "run_words"]
 
-# The base class of all errors in arguments, which typer exports under no name: it is click's, or a
-# later typer's own.
+# The base class of all errors in arguments, which typer does not export: it is defined in click, or
+# in typer itself in later versions.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
 app = typer.Typer(
@@ -67,7 +67,7 @@ def run_words(words: list[str]) -> int:
 
     Every error is one line on stderr: wrong arguments (status 2), output that cannot be written
     (status 1). If the reader of the output has closed the pipe, nothing is printed (status 1).
-    Writes characters that the output's encoding lacks as escapes.
+    Characters that the output's encoding lacks are written as escapes.
 
     Raises:
         KeyboardInterrupt: the user interrupted the command.
@@ -92,15 +92,15 @@ def run_words(words: list[str]) -> int:
 def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # stderr does so by default
-    elif sys.stdout is None and words[:1] != ["run"]:  # whose command may do without it
+    elif sys.stdout is None and words[:1] != ["run"]:  # `run`'s command may not need stdout
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     try:
-        # An interrupt is the status 130 here, and the demo's own SystemExit.
+        # For an interrupt, typer returns status 130, and the demo raises SystemExit itself.
         status = app(args=words or ["--help"], prog_name="memsaver", standalone_mode=False)
         if status == INTERRUPTED:
             raise KeyboardInterrupt
         if not words:
-            complain("memsaver", "a command is missing: choose one of those above")
+            complain("memsaver", "a command is missing: choose one of the commands above")
             return USAGE
         return int(status or 0)
     finally:

@@ -47,7 +47,7 @@ TAGS = ("weights", "kv_cache", "cuda_graph")
 _NAMES = {"weights": "weights", "kv_cache": "kv_cache", "cuda_graph": "graph"}
 _WIDE: Groups = (("step",), ("ms",), *((name,) for name in _NAMES.values()), ("free",))
 _NARROW: Groups = (("step",), ("ms", "free"), tuple(_NAMES.values()))
-_WIDTH, _FIGURE = 80, 8  # columns: at most, and for each figure
+_WIDTH, _FIGURE = 80, 8  # columns: of the table at most, and of each figure
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -227,10 +227,10 @@ class Show:
         console.print(self._table(header=True))
 
     def step(self, name: str, action: Callable[[], object], check: Callable[[], str]) -> None:
-        """Run a step, time it, and add a row with the memory after it.
+        """Run a step, time it, and add a row with the memory use after it.
 
-        Waits for a transition that the action returns. If the user interrupts the step, prints what
-        the process waits for, and exits with status 130.
+        Waits for a transition that the action returns. If the user interrupts the step, prints
+        whether the process waits for the transition, and exits with status 130.
         """
         result = None
         try:

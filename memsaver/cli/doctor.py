@@ -37,8 +37,9 @@ def command(
     Checks the driver and devices, NVML, torch, SGLang, preloading, NCCL, host memory, disk and
     options.
 
-    A finding is good (a tick), absent but optional (-), warned (!): memsaver works, but not as well
-    or as expected, or bad (a cross): it does not work, or contents may be lost.
+    A finding is good (a tick), absent but optional (-), warned (!: memsaver works, but not
+    optimally or not as expected), or bad (a cross: memsaver does not work, or contents may be
+    lost).
 
     Starts no CUDA context and changes nothing. The exit status is 1 if a finding is bad.
     """

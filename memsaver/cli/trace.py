@@ -71,7 +71,7 @@ def command(
 ) -> None:
     """Summarize a saved timeline by tag: peak, pauses, resumes, bytes and rates.
 
-    To record one: `with memsaver.timeline() as t: ...`, then t.save("trace.json").
+    To record a timeline: `with memsaver.timeline() as t: ...`, then t.save("trace.json").
 
     ui.perfetto.dev and chrome://tracing can open the same file.
     """

@@ -256,7 +256,7 @@ def _process_of(pid: int, command: str, answer: bytes) -> Process:
         if told["format"] != FORMAT:
             version, spoken = (plain_text(str(told.get(n)))[:40] for n in ("memsaver", "format"))
             raise _NoAnswer(
-                f"its memsaver {version} answers in format {spoken}, and this one reads {FORMAT}"
+                f"its memsaver {version} uses format {spoken}, and this version reads only {FORMAT}"
             )
         now, driver = _number(told["time_seconds"]), told["driver"]
         return Process(
@@ -307,7 +307,7 @@ def _one_of(names: Sequence[Name], value: Any) -> Name:
     for name in names:
         if value == name:
             return name
-    raise ValueError(f"{value!r} is none of {', '.join(map(str, names))}")
+    raise ValueError(f"{value!r} is not one of {', '.join(map(str, names))}")
 
 
 def _whole(value: Any) -> int:

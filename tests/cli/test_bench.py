@@ -180,7 +180,7 @@ def test_an_output_of_plain_ascii(draw):
     ("arguments", "status", "says"),
     [
         (["--size", "3x"], 2, "'3x' is not a size"),
-        (["--size", "1MiB"], 2, "32 MiB at least"),
+        (["--size", "1MiB"], 2, "at least 32 MiB"),
         (["--size", "100GiB"], 1, "device 0 has 80 GiB free"),
         (["--device", "3"], 2, "no device 3: the driver offers 1"),
         (["--rounds", "0"], 2, "--rounds"),

@@ -64,7 +64,7 @@ CASES = [
     ("bench --size ''", 2, "'' is not a size"),
     ("bench --size 16GB", 2, "'16GB' is not a size"),
     ("bench --size -1", 2, "'-1' is not a size"),
-    ("bench --size 0", 2, "too small: 32 MiB at least"),
+    ("bench --size 0", 2, "too small: use at least 32 MiB"),
     ("bench --size 1MiB", 2, "a size of 1 MiB is too small"),
     ("bench --size 99999999999TiB", 1, "choose a smaller size"),
     ("bench --device x", 2, "'--device'"),

@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
         type=Path,
         default=ROOT,
         metavar="FOLDER",
-        help="the folder with the package memsaver, if not this repository",
+        help="the folder that contains the package memsaver (default: this repository)",
     )
     parser.add_argument("--write", action="store_true", help="figures into reliability.json")
     return parser.parse_args()

@@ -59,7 +59,7 @@ class Workplace:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
         self.environment = {
             **kept,
-            # Behind the caller's libraries: a sanitizer's must be the first.
+            # After the caller's libraries, because a sanitizer's library must be the first.
             "LD_PRELOAD": ":".join(filter(None, [kept.get("LD_PRELOAD"), str(self.interposer)])),
             "PYTHONPATH": IMPORT_PATH,
             "MEMSAVER_DRIVER": "sim",

@@ -1,4 +1,4 @@
-"""Scenarios with requests that reach a sleeping engine: refused, held, or the engine wakes up.
+"""Scenarios with requests to a sleeping engine, which refuses them, holds them or wakes up.
 
 A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
 """
@@ -38,7 +38,7 @@ def engine_requests(session: Session) -> dict[str, Callable[[], Any]]:
         "adapter": lambda: engine.load_lora_adapter("adapter", "/nowhere"),
         "parameter": lambda: engine.get_weights_by_name("model.norm.weight"),
     }
-    if len(session.replicas) > 1:  # SGLang does not send them tensors
+    if len(session.replicas) > 1:  # SGLang does not send tensors to replicas
         del calls["update"], calls["adapter"]
     return calls
 
@@ -69,9 +69,9 @@ def the_scheduler_refuses_too(session: Session) -> None:
         sleep(session, tags)
         for what, call in engine_requests(session).items():
             if what in ("parameter", "adapter") or (tags and what in ("update", "disk")):
-                continue  # the first two have no text in their answers, or are not enabled
-            admission.learn(())  # as if this process did not know it
-            if what == "stream":  # it has SGLang's own format, as it may have begun
+                continue  # the first has no text in its reply; adapters are not enabled
+            admission.learn(())  # as if this process did not know of the release
+            if what == "stream":  # in SGLang's own format, as the stream may have begun
                 (output,) = call()
                 reason = output["meta_info"]["finish_reason"]
                 assert reason["status_code"] == 503 and "asleep" in reason["message"], reason
@@ -148,13 +148,13 @@ def requests_wait(session: Session) -> None:
         status, text = request(session.url, "/health")
         assert (status, json.loads(text)["status"]) == (200, "asleep"), (status, text)
         prompt = {"input_ids": PROMPTS[0], "sampling_params": greedy(4)}
-        assert request(session.url, "/generate", prompt, seconds=1)[0] == 0  # it disconnects
+        assert request(session.url, "/generate", prompt, seconds=1)[0] == 0  # disconnects
     controller.wake_up()
     check_output(session)
 
 
 def requests_wake(session: Session) -> None:
-    """A request wakes the engine up, with the same output as before; an update, the weights."""
+    """A request wakes the engine and returns the same output as before; an update wakes weights."""
     controller = session.controller
     for _ in range(2):
         sleep(session)
@@ -175,7 +175,7 @@ def requests_wake(session: Session) -> None:
 
 
 def a_wake_without_memory(session: Session) -> None:
-    """If a trainer occupies the memory, the request raises, and the engine sleeps on."""
+    """If a trainer occupies the memory, the request raises, and the engine stays asleep."""
     sleep(session)
     trainer = Trainer(session.gpus - 1, ROOM, pattern=5)
     with raises(EngineAsleepError) as caught:
@@ -233,7 +233,7 @@ def wakes_and_releases_at_once(session: Session) -> None:
 
 
 def plain_updates_that_fail(session: Session) -> None:
-    """An update with a bad name, a bad shape or a failing loader is an error; the engine lives."""
+    """An update with a bad name, shape or loader returns an error, and the engine survives."""
     import torch
 
     engine, like = session.engine, session.weights[0][PROJECTION]

@@ -72,7 +72,7 @@ ENVIRONMENTS = {
     "backup_wait": _WAIT,
     "backup_wake": _WAKE,
     "server_wait": _WAIT,
-    "server_wake": {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"},  # releases disturb it
+    "server_wake": {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"},  # releases delay it
 }
 
 

@@ -56,7 +56,7 @@ ANSWERS = {
     "no JSON": (b"hello\n", "its answer is invalid"),
     "a truncated answer": (b'{"format": 1, "memsaver": "0.1.0", "pid": 1', "its answer is invalid"),
     "another shape": (b'["format"]', "its answer is invalid"),
-    "another format": (b'{"format": 99, "memsaver": "9.0.0"}', "9.0.0 answers in format 99"),
+    "another format": (b'{"format": 99, "memsaver": "9.0.0"}', "9.0.0 uses format 99"),
     "no number": (
         b'{"format": 1, "memsaver": "1", "pid": 1, "command": "c", "time_seconds": NaN, '
         b'"driver": null, "devices": [], "tags": [], "host_bytes": 0, "host_available_bytes": 0}',
@@ -83,7 +83,7 @@ ANSWERS = {
     ),
     "a terminal's commands": (
         b'{"format": "\\u001b[2J\\ud800", "memsaver": "\\u001b]0;x\\u0007"}',
-        "memsaver ]0;x answers in format [2J, and this",
+        "memsaver ]0;x uses format [2J, and this",
     ),
     "a format of any length": (b'{"format": "' + b"9" * 100_000 + b'"}', "this one"),
 }

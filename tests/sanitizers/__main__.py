@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first-seed", type=int, default=1, metavar="N")
     parser.add_argument("--operations", type=int, default=400, metavar="N", help="of each thread")
     parser.add_argument(
-        "--only", choices=["stress", "units", "suite", "faults"], help="a part of what runs"
+        "--only", choices=["stress", "units", "suite", "faults"], help="run only these checks"
     )
     parser.add_argument("--write", action="store_true", help="figures into reliability.json")
     return parser.parse_args()

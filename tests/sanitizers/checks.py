@@ -50,7 +50,7 @@ SUITE = [
     "backup/test_backup_failures.py",
     "inspection/test_timeline.py",
 ]
-# The scenarios of `make faults` for the other part: what is undone and released after a failure.
+# Scenarios of `make faults` that cover the rollback and the releases after a failure.
 FAULTS = ["pause_host", "resume_host", "resume_disk", "swap_host_none", "free", "allocate_huge"]
 # These tests compile programs of tests/native with the compiler that CXX names.
 UNITS = ["leaf_units", "backup/test_fingerprint.py::test_the_unit"]

@@ -1,8 +1,8 @@
-"""`PlainCheck`: checks of a weight load whose sender has requested no verification.
+"""`PlainCheck`: checks of a weight load without a verification request.
 
 An engine's loader skips names that the model does not use, and may load only a part of a tensor
-that is too large. Finding this out takes time, because each of the loader's operations is watched.
-So it is done once for each name and shape: later loads of the same tensors only look them up.
+that is too large. Detecting this takes time, because each of the loader's operations is watched.
+It is therefore done once for each name and shape; later loads only look up the result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .writes import Load, Named, Operation, Source, Writes
 __all__ = ["Found", "Known", "PlainCheck", "verdict"]
 
 Known = set[tuple[str, tuple[int, ...]]]
-"""The names and shapes that earlier loads have found to be used, on all ranks together."""
+"""Names and shapes in earlier loads that succeeded on all ranks."""
 
 # Tensors of checkpoints that loaders skip, because the model computes them.
 _COMPUTED = re.compile(
@@ -38,9 +38,9 @@ class Found:
         rank: the rank in its tensor-parallel group.
         success: whether the engine reports success; False if the load raised.
         message: the engine's message.
-        failure: the exception of the load, or None.
-        unused: tensors from which nothing was written to the model, with their numbers of elements.
-        partial: tensors of which only some elements were written, with the numbers of these
+        failure: the exception that the load raised, or None.
+        unused: the number of elements of each tensor from which nothing was written to the model.
+        partial: for each tensor of which only some elements were written, the number of these
             elements and of all.
     """
 
@@ -55,7 +55,7 @@ class Found:
     def from_fields(cls, fields: Mapping[str, Any]) -> Found:
         """Read a result from its `asdict`, whose tuples may have become lists.
 
-        Raises `EngineError` for anything else.
+        Raises `EngineError` if the fields are invalid.
         """
         read = Fields(fields, "a rank's load")
         pairs = Fields(read.optional("partial") or {}, "a rank's partial tensors")
@@ -78,7 +78,7 @@ class PlainCheck:
 
     Args:
         known: see `Known`; the check only reads it.
-        watches: whether to look for unused tensors at all.
+        watches: whether to search for unused and partial tensors.
     """
 
     def __init__(self, known: Known, *, watches: bool = True) -> None:
@@ -87,16 +87,16 @@ class PlainCheck:
         self._known = known
         self._watches = watches
         self._seen: Known = set()
-        self._used: set[str] = set()  # by one of several runners
+        self._used: set[str] = set()  # by any of several runners
 
     @property
     def seen(self) -> Known:
-        """The names and shapes that this load had for the first time."""
+        """The names and shapes in this load that were not known."""
         return self._seen
 
     @contextlib.contextmanager
     def around_loader(self, model: Any) -> Iterator[None]:
-        """Make the model's loader run the checks, for the block."""
+        """Make the model's loader run the checks during the block."""
         if not self._watches:
             yield
             return
@@ -144,7 +144,7 @@ class _Coverage(Writes):
 
     Attributes:
         copied: the numbers of elements, by name.
-        converted: names of tensors from which anything else was written than a copy of a view.
+        converted: names of tensors whose data were written in another way than by copying a view.
     """
 
     def __init__(self, model: Any, source: Source) -> None:
@@ -163,18 +163,18 @@ class _Coverage(Writes):
 
 
 def _is_skipped(model: Any, name: str) -> bool:
-    """Return whether a model knows a tensor, and its loader has a reason not to load it."""
+    """Return whether a model's loader has a known reason to skip a tensor."""
     if _COMPUTED.search(name):
         return True
     for tensors in (model.named_parameters, model.named_buffers):
         if any(known == name for known, _ in tensors(remove_duplicate=False)):
-            return True  # tied to another one
+            return True  # tied to another tensor
     config = getattr(model, "config", None)
     if name.endswith("lm_head.weight") and getattr(config, "tie_word_embeddings", False):
         return True
     layer = _LAYER.search(name)
     layers = getattr(config, "num_hidden_layers", None)
-    predicts = getattr(config, "num_nextn_predict_layers", 0)  # which a draft model loads
+    predicts = getattr(config, "num_nextn_predict_layers", 0)  # a draft model loads them
     return bool(layer and predicts and isinstance(layers, int) and int(layer[1]) >= layers)
 
 
@@ -195,7 +195,7 @@ def verdict(ranks: Sequence[Found]) -> str:
     if unknown:
         return (
             f"the model does not use {_listed(unknown)}; the update's other tensors were loaded: "
-            "send the names of the checkpoint"
+            "use the names of the checkpoint"
         )
     cut = sorted(name for name in _partial_names(ranks) if _is_cut(name, ranks))
     if cut:
@@ -211,7 +211,7 @@ def _partial_names(ranks: Sequence[Found]) -> set[str]:
 
 
 def _is_cut(name: str, ranks: Sequence[Found]) -> bool:
-    """Return whether the parts that all ranks loaded are smaller than the tensor."""
+    """Return whether the ranks together loaded less than the whole tensor."""
     if any(name not in found.partial and name not in found.unused for found in ranks):
         return False  # a rank loaded all of it, or converted it
     parts = [found.partial[name] for found in ranks if name in found.partial]

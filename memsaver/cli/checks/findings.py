@@ -26,10 +26,11 @@ class Finding:
 
     Attributes:
         name: identifies the check in every version and on every machine: "torch version".
-        level: good; absent: optional, and not installed, not set or not supported; warned: memsaver
-            works, but not as well or as expected; bad: it does not work, or contents may be lost.
+        level: "good": no action is needed; "absent": something optional is not installed, not set
+            or not supported; "warned": memsaver works, but not optimally or not as expected;
+            "bad": memsaver does not work, or contents may be lost.
         text: the facts.
-        advice: what to do about them, or "". Not empty if the level is warned or bad.
+        advice: the recommended action, or "". Required if the level is "warned" or "bad".
         data: the values behind the text, for JSON; sizes are in bytes.
     """
 
@@ -51,7 +52,7 @@ def absent(name: str, text: str, advice: str = "", /, **data: Any) -> Finding:
 
 
 def warned(name: str, text: str, advice: str, /, **data: Any) -> Finding:
-    """Return a finding that memsaver works, but not as well or as expected."""
+    """Return a finding that memsaver works, but not optimally or not as expected."""
     return Finding(name, Level.WARNED, text, advice, data)
 
 

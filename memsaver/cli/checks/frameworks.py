@@ -172,7 +172,7 @@ def _plugin() -> list[Finding]:
         return [warned(name, text, "unset it to use memsaver")]
     mode = ", schedulers in preload mode" if preloading else ""
     asleep = "" if when_asleep == "refuse" else f"; requests to a sleeping engine: {when_asleep}"
-    return [good(name, f"on{mode}, where an engine has enable_memory_saver{asleep}")]
+    return [good(name, f"on{mode}, for engines with enable_memory_saver{asleep}")]
 
 
 def _vllm() -> Finding:

@@ -133,11 +133,13 @@ def _size(asked: int | None, device: int, simulated: bool) -> int:
     most = min(MOST, SIMULATED if simulated else MOST, int(free * _FREE_PART))
     size = (most if asked is None else asked) // GRAIN * GRAIN
     if size == 0 and asked is not None:
-        raise ConfigError(f"a size of {size_text(asked)} is too small: {size_text(GRAIN)} at least")
+        raise ConfigError(
+            f"a size of {size_text(asked)} is too small: use at least {size_text(GRAIN)}"
+        )
     if size == 0 or size + GRANULARITY > free:
         error = OutOfDeviceMemoryError(
             f"device {device} has {size_text(free)} free, and the benchmark needs "
-            f"{size_text(max(size, GRAIN))}: end what uses the GPU, or choose a smaller size"
+            f"{size_text(max(size, GRAIN))}: end programs on the GPU, or choose a smaller size"
         )
         error.needed, error.free = max(size, GRAIN), free
         raise error

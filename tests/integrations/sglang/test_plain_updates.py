@@ -1,4 +1,4 @@
-"""Test weight updates without verification: their failures are answered, and no rank ends."""
+"""Test that failed weight updates without verification return errors, and no rank ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def manager(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("load_format", ["flattened_bucket", None])
-def test_a_plain_update_that_fails_is_an_answer(manager, named, text, load_format):
+def test_a_failed_plain_update_returns_an_error(manager, named, text, load_format):
     rank = manager(Model())
     if load_format is None:
         request = Request(tensors=list(named.items()), flush_cache=False)
@@ -68,13 +68,13 @@ def test_a_plain_update_accepts_names_that_the_model_ties_or_computes(manager):
     assert not output.success and "lm_head.bias" in output.message
 
 
-def test_unknown_names_are_accepted_by_option(manager, monkeypatch):
+def test_an_option_accepts_unknown_names(manager, monkeypatch):
     monkeypatch.setenv("MEMSAVER_SGLANG_CHECK_UPDATES", "0")
     rank, named = manager(Model()), {**weights(), "layer.0.q.weight": torch.ones(2)}
     assert load(rank, named, None).success
 
 
-def test_a_stage_of_a_pipeline_accepts_names_of_the_others(manager):
+def test_a_pipeline_stage_accepts_names_of_other_stages(manager):
     rank, named = manager(Model()), {**weights(), "layers_of_another.weight": torch.ones(2)}
     rank.scheduler.server_args = types.SimpleNamespace(pp_size=2)
     assert load(rank, named, None).success
@@ -96,8 +96,8 @@ def test_the_loader_is_watched_once_for_each_tensor(manager, monkeypatch):
     assert len(watched_loads) == 3
 
 
-def test_a_failed_begin_of_an_update_can_be_repeated(manager):
-    """SGLang 0.5.23 has sessions of updates."""
+def test_a_failed_start_of_an_update_can_be_repeated(manager):
+    """SGLang 0.5.23 updates weights in sessions."""
     updater = types.SimpleNamespace(tp_cpu_group=None, scheduler=types.SimpleNamespace())
     updater._session = "open"
     io_struct = sys.modules["sglang.srt.managers.io_struct"]

@@ -1,4 +1,4 @@
-"""Test requests to a sleeping engine in the tokenizer manager, with a fake."""
+"""Test requests to a sleeping engine in the tokenizer manager, with a fake manager."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_refusal_by_the_scheduler_raises_the_same_error():
         with pytest.raises(EngineAsleepError) as caught:
             await outputs(manager, GenerateReqInput("a"))
         assert caught.value.tags == ("kv_cache",)
-        # A stream has SGLang's own format, because it may have begun.
+        # A stream yields the refusal in SGLang's own format, because it may have begun.
         manager = Manager()
         manager.tags = {"kv_cache"}
         (output,) = await outputs(manager, GenerateReqInput("a", stream=True))
@@ -154,7 +154,7 @@ def test_a_request_wakes_the_engine(policy):
     run(test())
 
 
-def test_a_wake_up_without_memory_is_the_requests_error(policy):
+def test_a_request_raises_if_its_wake_up_lacks_memory(policy):
     policy("wake", 0.1)
 
     async def test():
@@ -185,7 +185,7 @@ def test_weights_without_a_backup_are_not_woken_for_a_generation(policy):
 
 
 @pytest.mark.parametrize("when", ["wait", "wake"])
-def test_a_health_check_neither_waits_nor_wakes(policy, when):
+def test_a_health_check_neither_waits_nor_wakes_the_engine(policy, when):
     policy(when)
 
     async def test():
@@ -209,7 +209,7 @@ def test_nothing_is_refused_without_a_memory_saver():
     run(test())
 
 
-def test_an_update_that_fails_otherwise_is_returned():
+def test_other_failures_of_an_update_are_returned():
     async def test():
         manager = Manager()
 

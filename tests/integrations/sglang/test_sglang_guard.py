@@ -1,4 +1,4 @@
-"""Test requests that reach a scheduler with released memory: refused, and the scheduler lives."""
+"""Test that a scheduler with released memory refuses requests and survives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def engine(sglang, sim, tag, make_blocks):
 
 
 def send(engine, *requests):
-    """Send requests in one batch; return the scheduler's messages, and check that it lives."""
+    """Send requests in one batch; return the scheduler's messages, and check that it survives."""
     before = len(engine.sent)
     engine.process_input_requests(requests)
     assert engine.death is None
@@ -104,7 +104,7 @@ def test_a_release_and_a_generation_that_arrive_together_are_handled_in_order(en
 
 
 @pytest.mark.parametrize("request_", UPDATES, ids=lambda r: type(r).__name__)
-def test_an_update_needs_the_weights_alone(engine, request_):
+def test_an_update_needs_only_the_weights(engine, request_):
     ask(engine, "release", ["weights"])
     (answer,) = send(engine, request_)
     assert answer.success is False and refusal_in(answer).tags == ("weights",)
@@ -124,7 +124,7 @@ def test_an_update_that_captures_graphs_again_needs_all_memory(engine):
     ask(engine, "resume")
 
 
-def test_a_weight_that_cannot_be_read_is_none(engine):
+def test_a_refused_read_of_a_weight_returns_none(engine):
     ask(engine, "release")
     (answer,) = send(engine, messages.GetWeightsByNameReqInput("model.norm.weight"))
     assert answer == messages.GetWeightsByNameReqOutput(None)
@@ -140,7 +140,7 @@ def test_remote_calls_are_refused(engine):
     assert answer.success is True
 
 
-def test_requests_without_device_memory_pass(engine):
+def test_requests_that_need_no_device_memory_pass(engine):
     ask(engine, "release")
     passing = [
         messages.AbortReq("a"),
@@ -213,7 +213,7 @@ def test_a_pause_replaces_a_postponed_continuation(engine):
     assert not engine._engine_paused
 
 
-def test_a_failed_resume_leaves_requests_refused(engine, sim):
+def test_requests_are_refused_after_a_failed_resume(engine, sim):
     ask(engine, "release")
     sim.occupy(memsaver.device_memory(0)[0])
     ask(engine, "resume")
@@ -234,7 +234,7 @@ def test_a_refusal_is_logged_once_per_kind_and_release(engine, caplog):
     assert caplog.text.count("TokenizedGenerateReqInput is refused") == 2
 
 
-def test_graphs_without_memory_do_not_hold_back_requests(engine, monkeypatch):
+def test_graphs_without_memory_do_not_block_requests(engine, monkeypatch):
     """A release of all tags names the graphs even if none was captured with memsaver."""
     monkeypatch.setattr(moves, "are_memsavers", lambda tags: list(tags) != ["cuda_graph"])
     ask(engine, "release")
@@ -266,7 +266,7 @@ def test_an_unexpected_scheduler_is_logged_and_starts(sglang, monkeypatch, caplo
 
 
 @pytest.mark.parametrize("text", [None, "", "the engine is busy", "the engine is asleep"])
-def test_other_texts_are_no_refusals(text):
+def test_other_texts_are_not_refusals(text):
     assert asleep_in(text) is None
 
 

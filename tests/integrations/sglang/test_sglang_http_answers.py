@@ -1,4 +1,4 @@
-"""Test the HTTP answers of a server whose engine sleeps, with fake endpoints."""
+"""Test the HTTP responses of a server whose engine sleeps, with fake endpoints."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Server:
 
 
 @pytest.mark.parametrize("path", ["/raises", "/catches", "/stream"])
-def test_a_refusal_is_status_503_with_the_tags_in_every_endpoint(path):
+def test_every_endpoint_refuses_with_status_503_and_the_tags(path):
     async def test():
         server = Server(Manager())
         status, body = await server.get(path)
@@ -117,7 +117,7 @@ def test_other_requests_and_errors_pass_while_asleep():
         assert await server.get("/model_info") == (200, b"fine")
         with pytest.raises(KeyError):
             await server.get("/fails")
-        server.manager = None  # before it exists
+        server.manager = None  # before the manager exists
         assert await server.get("/model_info") == (200, b"fine")
 
     run(test())
@@ -141,7 +141,7 @@ def test_health_reports_a_sleeping_engine_without_generating(policy, when, statu
     run(test())
 
 
-def test_health_asks_the_schedulers_if_other_processes_release_memory():
+def test_health_queries_the_schedulers_if_other_processes_release_memory():
     async def test():
         server = Server(Manager(tokenizer_worker_num=2))
         server.manager.tags = {"kv_cache"}

@@ -1,4 +1,4 @@
-"""Test that an idle scheduler releases its memory after a time, with a fake clock."""
+"""Test that an idle scheduler releases its memory after some time, with a fake clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scheduler_of(**arguments):
 
 
 def advance(clock, idle, seconds, received=()):
-    """Let time pass in steps, with the given requests in the first one; return the releases."""
+    """Advance the clock in steps; the first step receives the requests. Return the releases."""
     found = []
     for number in range(round(seconds / 0.25)):
         clock.now += 0.25
@@ -56,26 +56,26 @@ def test_an_idle_scheduler_releases_memory_after_the_time(clock):
     assert len(advance(clock, idle, 6)) == 1
 
 
-def test_a_request_begins_the_time_again(clock):
+def test_a_request_restarts_the_idle_time(clock):
     idle = IdleSleep(scheduler_of(), 5, clock=clock)
     for _ in range(5):
         assert advance(clock, idle, 4, [GENERATION]) == []
     assert len(advance(clock, idle, 5)) == 1
 
 
-def test_monitoring_does_not_begin_the_time_again(clock):
+def test_monitoring_does_not_restart_the_idle_time(clock):
     scheduler = scheduler_of()
     idle = IdleSleep(scheduler, 5, clock=clock)
     found = []
     for _ in range(4):
-        scheduler.begin("HEALTH_CHECK_1")  # it generates its token
+        scheduler.begin("HEALTH_CHECK_1")  # the check generates its token
         found += advance(clock, idle, 1, [HEALTH, messages.GetInternalStateReq()])
         scheduler.end("HEALTH_CHECK_1")
         found += advance(clock, idle, 1)
     assert len(found) == 1
 
 
-def test_a_long_generation_and_a_pause_are_not_idle(clock):
+def test_a_long_generation_and_a_pause_do_not_count_as_idle(clock):
     scheduler = scheduler_of()
     idle = IdleSleep(scheduler, 5, clock=clock)
     scheduler.begin("a")
@@ -87,20 +87,20 @@ def test_a_long_generation_and_a_pause_are_not_idle(clock):
     assert advance(clock, idle, 30) == []
 
 
-def test_weights_without_a_backup_stay(clock):
+def test_weights_without_a_backup_stay_mapped(clock):
     scheduler = scheduler_of()
     scheduler.server_args.enable_weights_cpu_backup = False
     idle = IdleSleep(scheduler, 5, clock=clock)
     assert advance(clock, idle, 6) == [IdleRelease(("kv_cache",))]
 
 
-def test_graphs_are_released_if_they_can_be(clock, monkeypatch):
+def test_pausable_graphs_are_released(clock, monkeypatch):
     monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
     idle = IdleSleep(scheduler_of(), 5, clock=clock)
     assert advance(clock, idle, 6) == [IdleRelease(("kv_cache", "weights", "cuda_graph"))]
 
 
-def test_only_the_rank_that_receives_requests_has_a_clock(clock):
+def test_only_the_rank_that_receives_requests_measures_the_time(clock):
     idle = IdleSleep(scheduler_of(), 5, clock=clock)
     clock.now += 100
     assert idle.handle(None) is None
@@ -111,14 +111,14 @@ def test_only_the_rank_that_receives_requests_has_a_clock(clock):
     assert idle.handle([]) == []
 
 
-def test_sglangs_own_input_blocker_comes_first(clock):
+def test_sglangs_own_input_blocker_runs_first(clock):
     inner = types.SimpleNamespace(handle=lambda requests: [*requests, "unblocked"])
     idle = IdleSleep(scheduler_of(), 5, inner, clock)
     assert idle.handle(["a"]) == ["a", "unblocked"]
 
 
 class Dispatcher:
-    """SGLang's dispatcher by type."""
+    """A fake of SGLang's dispatcher, which chooses handlers by a request's type."""
 
     def __init__(self, pairs) -> None:
         self.handlers = dict(pairs)
@@ -148,7 +148,7 @@ def test_an_idle_release_releases_memory_and_sends_no_reply(
         scheduler.input_blocker = IdleSleep(scheduler, 5)
         with_handler(scheduler, dispatcher)
         scheduler.begin("a")
-        assert dispatcher(IdleRelease(("kv_cache", "weights"))) is None  # busy, which is logged
+        assert dispatcher(IdleRelease(("kv_cache", "weights"))) is None  # it is busy, and logs that
         assert set(states().values()) == {"mapped"}
         scheduler.end("a")
         assert dispatcher(IdleRelease(("kv_cache", "weights"))) is None

@@ -415,7 +415,7 @@ assert not left, left
     )
 
 
-def test_an_sglang_without_a_place_for_the_guard_is_logged(run_sglang):
+def test_an_sglang_without_the_method_for_the_guard_is_logged(run_sglang):
     _, log = run_sglang(SCENARIOS["scheduler"])
     assert "cannot protect a sleeping engine from requests" in log
 
@@ -430,7 +430,7 @@ from memsaver.integrations.sglang import plugin
 plugin._hook_server(types.ModuleType("sglang.srt.entrypoints.http_server"))
         """
     )
-    assert "cannot answer for a sleeping server" in log
+    assert "cannot write a sleeping server's responses" in log
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_requests_go_and_checks_come(world, call):
 
 
 @pytest.mark.parametrize("call", [load, broadcast])
-def test_differences_are_answered_at_any_length(world, call):
+def test_differences_are_reported_at_any_length(world, call):
     names = tuple(f"model.layers.{number}.weight" for number in range(400))
     checks = [RankCheck(0, "h", 1, damaged=names), *GOOD[1:]]
     answering(world, False, text_of_checks(checks))

@@ -127,7 +127,7 @@ def test_unknown_names_are_always_reported(manager):
         ({"layers.7.q.weight": torch.zeros(8, 8)}, "qkv_7"),
     ],
 )
-def test_an_exception_of_a_loader_is_answered(manager, named, text):
+def test_an_exception_in_a_loader_is_reported(manager, named, text):
     rank = manager(Model())
     output = load(rank, named, verification(named))
     assert not output.success
