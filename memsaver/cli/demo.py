@@ -62,7 +62,7 @@ def command() -> None:
     try:
         raise typer.Exit(run(output_console()))
     except MemsaverError as error:
-        status = USAGE if isinstance(error, ConfigError) else FAILURE  # a variable's value
+        status = USAGE if isinstance(error, ConfigError) else FAILURE  # an invalid variable
         fail("memsaver demo", str(error), status)
 
 

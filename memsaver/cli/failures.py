@@ -36,7 +36,7 @@ def drop_output(descriptor: int) -> None:
 
 def fail(who: str, message: str, status: int) -> NoReturn:
     """Print one line on stderr, and end the command with an exit status."""
-    import typer  # takes long to import
+    import typer  # slow to import
 
     complain(who, message)
     raise typer.Exit(status)

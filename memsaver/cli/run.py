@@ -62,7 +62,7 @@ def command(
     if tag is not None and tag.startswith("-"):
         _fail(f"--tag takes a name, and {tag!r} looks like an option: no tag begins with '-' here")
     try:
-        added = preload_env(tag, cast("Backup | None", backup))  # which it checks
+        added = preload_env(tag, cast("Backup | None", backup))  # it checks the value
     except (ConfigError, NotLoadedError) as error:
         _fail(str(error))
     _execute(words, {**os.environ, **added})

@@ -85,7 +85,7 @@ ANSWERS = {
         b'{"format": "\\u001b[2J\\ud800", "memsaver": "\\u001b]0;x\\u0007"}',
         "memsaver ]0;x uses format [2J, and this",
     ),
-    "a format of any length": (b'{"format": "' + b"9" * 100_000 + b'"}', "this one"),
+    "a format of any length": (b'{"format": "' + b"9" * 100_000 + b'"}', "this version"),
 }
 
 
