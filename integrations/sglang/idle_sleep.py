@@ -4,7 +4,7 @@ The time is measured only on the rank that receives requests from the tokenizer 
 message of its own to those that it received, before SGLang broadcasts them, so that all ranks
 release memory at the same place in their requests. SGLang has a place for this, the input blocker,
 which it calls between the reception and the broadcast. With several data-parallel schedulers, each
-one sleeps by itself.
+one sleeps by itself; with data-parallel attention, the first one decides for all of them.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ def install(result: Any, scheduler: Any) -> Any:
     try:
         seconds = settings.policy().sleep_after
         if seconds and scheduler.memory_saver_adapter.enabled:
+            if _is_broadcast_local(scheduler.server_args):
+                _logger.error(
+                    "memsaver does not release the memory of an idle engine with SGLang's option "
+                    "enable_dp_attention_local_control_broadcast: turn the option off"
+                )
+                return result
             blocker = getattr(scheduler, _BLOCKER)
             setattr(scheduler, _BLOCKER, IdleSleep(scheduler, seconds, blocker))
     except Exception as error:
@@ -137,6 +143,14 @@ def with_handler(scheduler: Any, dispatcher: Any) -> Any:
 
     dispatcher += type(dispatcher)([(IdleRelease, handle)])
     return dispatcher
+
+
+def _is_broadcast_local(arguments: Any) -> bool:
+    """Return whether an added request reaches only some of the ranks that release together."""
+    return all(
+        getattr(arguments, name, False)
+        for name in ("enable_dp_attention", "enable_dp_attention_local_control_broadcast")
+    )
 
 
 def _is_monitoring(request: Any) -> bool:

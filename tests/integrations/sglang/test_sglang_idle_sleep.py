@@ -11,7 +11,7 @@ from scheduler_calls import ask, states
 from sglang_stand_in import messages
 
 from memsaver.integrations.sglang import hooks
-from memsaver.integrations.sglang.idle_sleep import IdleRelease, IdleSleep, with_handler
+from memsaver.integrations.sglang.idle_sleep import IdleRelease, IdleSleep, install, with_handler
 
 GENERATION = messages.TokenizedGenerateReqInput("a")
 HEALTH = messages.TokenizedGenerateReqInput("HEALTH_CHECK_1")
@@ -109,6 +109,23 @@ def test_only_the_rank_that_receives_requests_has_a_clock(clock):
     idle = IdleSleep(scheduler, 5, clock=clock)
     clock.now += 100
     assert idle.handle([]) == []
+
+
+@pytest.mark.parametrize("is_local, kind", [(False, IdleSleep), (True, type(None))])
+def test_ranks_that_receive_control_requests_by_themselves_do_not_sleep(
+    monkeypatch, caplog, is_local, kind
+):
+    """All data-parallel ranks release together, and the others would not take part."""
+    monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP", "wake")
+    monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
+    scheduler = scheduler_of(
+        enable_dp_attention=True, enable_dp_attention_local_control_broadcast=is_local
+    )
+    scheduler.memory_saver_adapter = types.SimpleNamespace(enabled=True)
+    scheduler.input_blocker = None
+    install(None, scheduler)
+    assert type(scheduler.input_blocker) is kind
+    assert ("local_control_broadcast" in caplog.text) == is_local
 
 
 def test_sglangs_own_input_blocker_comes_first(clock):
