@@ -24,7 +24,7 @@ from typing import Any
 
 from memsaver.errors import MemsaverError
 
-from ..engine.admission import EVERYTHING, Admission
+from ..engine.admission import EVERYTHING, Admission, retrieve
 from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.messages import Answer, error_of
 from ..engine.refusals import asleep_in
@@ -79,13 +79,22 @@ class _Schedulers:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+        self._query: asyncio.Future[Any] | None = None  # the last one
 
     async def released(self) -> frozenset[str] | None:
+        # All requests wait for the same query, and none cancels it: after a cancelled query, SGLang
+        # 0.5.12 waits without end in all later ones.
+        if self._query is None or self._query.done():
+            self._query = asyncio.ensure_future(self._manager.get_internal_state())
+            self._query.add_done_callback(retrieve)
+        query = self._query
+        await asyncio.wait([query], timeout=QUERY_SECONDS)
+        if not query.done():
+            _logger.warning("the schedulers did not report their memory in %g s", QUERY_SECONDS)
+            return None
         try:
-            states = states_of(
-                await asyncio.wait_for(self._manager.get_internal_state(), QUERY_SECONDS)
-            )
-        except (TimeoutError, asyncio.TimeoutError, EngineError) as error:
+            states = states_of(query.result())
+        except EngineError as error:
             _logger.warning("the schedulers did not report their memory: %r", error)
             return None
         return _asleep(tag for state in states for tag in state.released) if states else None
@@ -194,16 +203,18 @@ async def _again(admission: Admission, refused: EngineAsleepError, deadline: flo
         or asyncio.get_running_loop().time() + _RETRY_SECONDS > deadline
     ):
         raise _refused(refused)
-    here = refusal_here.get()
-    if here is not None:
-        here.error = None
     await asyncio.sleep(_RETRY_SECONDS)
 
 
-def _refused(error: EngineAsleepError) -> EngineAsleepError:
+def _error_of(error: EngineAsleepError) -> EngineAsleepError:
     from .asleep_error import AsleepError
 
-    made = AsleepError.of(error)
+    return AsleepError.of(error)
+
+
+def _refused(error: EngineAsleepError) -> EngineAsleepError:
+    """Return the error of a request that is not sent again, and record it for the middleware."""
+    made = _error_of(error)
     here = refusal_here.get()
     if here is not None:
         here.error = made
@@ -237,9 +248,11 @@ async def _admitted(
 ) -> AsyncIterator[Any]:
     what = "compute embeddings" if type(obj).__name__ == "EmbeddingReqInput" else "generate"
     deadline = admission.deadline()
+    # The client of a background request may disconnect.
+    is_gone = None if getattr(obj, "background", False) else _is_gone(request)
     while True:
         try:
-            await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=_is_gone(request))
+            await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=is_gone)
         except EngineAsleepError as error:
             raise _refused(error) from error.__cause__
         unsent = copy.copy(obj)  # SGLang changes it
@@ -295,10 +308,12 @@ async def abort_reason(
     admission = admission_of(manager)
     if admission is not None:
         admission.learn(refused.tags)
+    # With the other policies, `generate` decides whether the request is sent again.
+    is_final = admission is None or admission.policy.when_asleep == "refuse"
     try:
         result = await original(manager, output, *args)
     except Exception as error:
-        raise _refused(refused) from error
-    if result is not None:
+        raise (_refused if is_final else _error_of)(refused) from error
+    if result is not None and is_final:
         _refused(refused)  # the first output of a stream
     return result

@@ -20,6 +20,7 @@ from sleeping_manager import (
 )
 
 import memsaver
+from memsaver.integrations.engine import admission
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.messages import Failure
 from memsaver.integrations.sglang import admissions
@@ -121,6 +122,66 @@ def test_a_request_is_held_until_a_resume(policy):
         await change(manager, "resume")
         await asyncio.gather(*tasks)
         assert [obj.rid for obj in manager.sent[1:]] == ["0'", "1'", "2'", "3'"]
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_background, count", [(False, 0), (True, 1)])
+def test_a_disconnected_client_ends_only_a_foreground_request(
+    policy, monkeypatch, is_background, count
+):
+    policy("wait")
+    monkeypatch.setattr(admission, "_POLL_SECONDS", 0.01)
+
+    class Gone:
+        async def is_disconnected(self):
+            return True
+
+    async def test():
+        manager = Manager()
+        await change(manager, "release")
+        obj = GenerateReqInput("a")
+        obj.background = is_background
+        task = asyncio.ensure_future(outputs(manager, obj, Gone()))
+        await asyncio.sleep(0.05)
+        await change(manager, "resume")
+        await asyncio.wait([task])
+        assert len(manager.sent) == count
+        assert isinstance(task.exception(), type(None) if count else admission.ClientGoneError)
+
+    run(test())
+
+
+def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
+    """SGLang 0.5.12 would wait forever for the answer in each later query."""
+    monkeypatch.setattr(admissions, "QUERY_SECONDS", 0.01)
+
+    async def test():
+        manager = Manager()
+        await change(manager, "release")
+        query, answer = manager.get_internal_state, asyncio.Event()
+        queries, completed = 0, 0
+
+        async def slow():
+            nonlocal queries, completed
+            queries += 1
+            await answer.wait()
+            completed += 1
+            return await query()
+
+        manager.get_internal_state = slow
+        for rid in "ab":
+            with pytest.raises(EngineAsleepError):
+                await outputs(manager, GenerateReqInput(rid))
+        cancelled = asyncio.ensure_future(outputs(manager, GenerateReqInput("c")))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        manager.tags.clear()  # resumed by another process
+        answer.set()
+        await asyncio.sleep(0.05)
+        assert queries == completed == 1
+        assert await outputs(manager, GenerateReqInput("d"))
 
     run(test())
 
