@@ -167,6 +167,10 @@ def call(what: str, *, reads: bool = True) -> Callable[..., Awaitable[Any]]:
             return await original(manager, *args)
         request = args[1] if len(args) > 1 else None
         deadline = admission.deadline()
+        if admission.policy.sleep_after:
+            # The schedulers may have released memory by themselves, and their reply to a refused
+            # `get_weights_by_name` is None, without a reason.
+            await admission.refresh()
         while True:
             needs = EVERYTHING if _captures(args) else _WEIGHTS
             try:

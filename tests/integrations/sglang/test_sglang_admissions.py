@@ -215,6 +215,24 @@ def test_a_request_wakes_the_engine(policy):
     run(test())
 
 
+def test_weights_are_read_after_a_wake_up_from_a_release_by_the_engine_itself(policy, monkeypatch):
+    """The scheduler's reply to a refused read is None, without a reason."""
+    policy("wake")
+    monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
+
+    async def test():
+        manager = Manager()
+        manager.tags = {"weights"}
+
+        async def get_weights_by_name(manager, obj):
+            return None if manager.tags else [0.5]
+
+        hook = admissions.call("read its weights")
+        assert await hook(get_weights_by_name, manager, "a.weight") == [0.5]
+
+    run(test())
+
+
 def test_a_wake_up_without_memory_is_the_requests_error(policy):
     policy("wake", 0.1)
 
