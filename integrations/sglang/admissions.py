@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextvars import ContextVar
 from typing import Any
@@ -32,7 +33,16 @@ from ..engine.tags import GRAPH, WEIGHTS
 from . import settings
 from .protocol import answers_of, states_of
 
-__all__ = ["Refusal", "abort_reason", "admission_of", "call", "change", "generate", "refusal_here"]
+__all__ = [
+    "Refusal",
+    "abort_reason",
+    "admission_of",
+    "call",
+    "change",
+    "discard_pending",
+    "generate",
+    "refusal_here",
+]
 
 QUERY_SECONDS = 5.0
 _ATTRIBUTE = "_memsaver_admission"  # of a tokenizer manager
@@ -199,13 +209,15 @@ def _text_of(result: Any) -> Any:
     return getattr(result, "error_message", None)
 
 
+def _repeats(admission: Admission | None) -> bool:
+    """Return whether requests that a scheduler refuses are sent again."""
+    return admission is not None and admission.policy.when_asleep != "refuse"
+
+
 async def _again(admission: Admission, refused: EngineAsleepError, deadline: float) -> None:
     """Record a refusal by a scheduler, and return if the request may be sent again."""
     admission.learn(refused.tags)
-    if (
-        admission.policy.when_asleep == "refuse"
-        or asyncio.get_running_loop().time() + _RETRY_SECONDS > deadline
-    ):
+    if not _repeats(admission) or asyncio.get_running_loop().time() + _RETRY_SECONDS > deadline:
         raise _refused(refused)
     await asyncio.sleep(_RETRY_SECONDS)
 
@@ -277,7 +289,7 @@ async def _admitted(
             await outputs.aclose()
         if refused is None:
             return
-        _discard(manager, obj)
+        await _discard(manager, obj, deadline)
         if getattr(obj, "is_single", False):
             unsent.rid = obj.rid  # the server aborts it by this name
         obj = unsent
@@ -293,13 +305,32 @@ def _refusal_in(output: Any) -> EngineAsleepError | None:
         return None
 
 
-def _discard(manager: Any, obj: Any) -> None:
-    """Forget a refused request, and abort its parts that a scheduler has accepted."""
+async def _discard(manager: Any, obj: Any, deadline: float) -> None:
+    """Abort the parts of a refused request that a scheduler has accepted, and wait for their ends.
+
+    The schedulers' answers end the parts and remove their states. SGLang 0.5.12 exits if it
+    receives an answer for a part without a state.
+    """
     rids = [obj.rid] if isinstance(obj.rid, str) else list(obj.rid or ())
     for rid in rids:
-        if rid in manager.rid_to_state:
+        if getattr(obj, "parallel_sample_num", 1) > 1:
+            manager.rid_to_state.pop(rid, None)  # not sent: the samples have names of their own
+        elif rid in manager.rid_to_state:
             manager.abort_request(rid)
-            manager.rid_to_state.pop(rid, None)
+    now = asyncio.get_running_loop().time
+    while not manager.rid_to_state.keys().isdisjoint(rids) and now() < deadline:
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+def discard_pending(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
+    """Wrap `TokenizerManager._discard_pending_req_states`, which forgets parts that were sent.
+
+    `_discard` aborts them if the request is sent again.
+    """
+    is_refused = isinstance(sys.exc_info()[1], EngineAsleepError)
+    if is_refused and _repeats(admission_of(manager)):
+        return None
+    return original(manager, obj)
 
 
 async def abort_reason(
@@ -312,8 +343,7 @@ async def abort_reason(
     admission = admission_of(manager)
     if admission is not None:
         admission.learn(refused.tags)
-    # With the other policies, `generate` decides whether the request is sent again.
-    is_final = admission is None or admission.policy.when_asleep == "refuse"
+    is_final = not _repeats(admission)
     try:
         result = await original(manager, output, *args)
     except Exception as error:

@@ -23,6 +23,7 @@ import memsaver
 from memsaver.integrations.engine import admission
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.messages import Failure
+from memsaver.integrations.engine.refusals import asleep_text
 from memsaver.integrations.sglang import admissions
 
 
@@ -100,6 +101,85 @@ def test_a_request_that_a_release_overtakes_is_sent_again(policy, when, stream):
         found = await outputs(manager, GenerateReqInput("a", stream))
         assert [output["text"] for output in found] == (["0", "1", "2"] if stream else ["0"])
         assert len(manager.sent) == 2 and overtaken
+
+    run(test())
+
+
+class Batches(Manager):
+    """A manager of two schedulers, of which one sleeps and refuses a part of the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[str] = []
+        self.waiting: list[asyncio.Future] = []  # the parts' own tasks
+
+    async def generate_request(self, obj, request=None):
+        assert not set(obj.rid) & set(self.rid_to_state), "Duplicate request ID detected"
+        self.rid_to_state |= {rid: asyncio.Event() for rid in obj.rid}
+        self.sent.append(obj)
+        try:
+            async for output in self._parts(obj):
+                yield output
+        except Exception:
+            admissions.discard_pending(Batches._discard, self, obj)
+            raise
+
+    async def _parts(self, obj):
+        refused, accepted = obj.rid
+        if not self.tags:
+            yield [{"text": rid} for rid in obj.rid]
+        elif getattr(obj, "parallel_sample_num", 1) == 1:
+            self.waiting.append(asyncio.ensure_future(self.rid_to_state[accepted].wait()))
+        del self.rid_to_state[refused]
+        if self.tags:
+            text = asleep_text(self.tags, "generate")
+            output = {"meta_info": {"finish_reason": {"type": "abort", "message": text}}}
+            own = sleeping_manager.own_abort_reason
+            yield await admissions.abort_reason(own, self, output, obj.stream)
+        del self.rid_to_state[accepted]
+
+    def _discard(self, obj):
+        for rid in obj.rid:
+            self.rid_to_state.pop(rid, None)
+
+    def abort_request(self, rid):
+        super().abort_request(rid)
+        asyncio.get_running_loop().call_later(0.1, self._answer_abort, rid)
+
+    def _answer_abort(self, rid):
+        self.rid_to_state.pop(rid).set()  # a KeyError here ends the server in SGLang 0.5.12
+        self.ended.append(rid)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_accepted_parts_of_a_refused_batch_end_before_it_is_sent_again(policy, stream):
+    policy("wake")
+
+    async def test():
+        manager = Batches()
+        manager.tags = {"kv_cache"}
+        obj = GenerateReqInput(["a", "b"], stream, is_single=False)
+        found = admissions.generate(Batches.generate_request, manager, obj)
+        assert [output async for output in found] == [[{"text": "a"}, {"text": "b"}]]
+        assert manager.ended == ["b"] and len(manager.sent) == 2 and not manager.rid_to_state
+        assert all(part.done() for part in manager.waiting)
+
+    run(test())
+
+
+def test_names_that_were_not_sent_are_forgotten(policy):
+    """Samples have other names than their prompts."""
+    policy("wake")
+
+    async def test():
+        manager = Batches()
+        manager.tags = {"kv_cache"}
+        obj = GenerateReqInput(["a", "b"], is_single=False)
+        obj.parallel_sample_num = 2
+        assert [
+            output async for output in admissions.generate(Batches.generate_request, manager, obj)
+        ] and not manager.rid_to_state
+        assert manager.aborted == []
 
     run(test())
 
