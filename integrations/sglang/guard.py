@@ -34,7 +34,7 @@ from ..engine import moves
 from ..engine.refusals import asleep_text
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS
 from . import settings
-from .idle_sleep import with_handler
+from .idle_sleep import remove, with_handler
 from .updaters import updater_of
 
 __all__ = ["Guard", "flush", "install"]
@@ -139,6 +139,7 @@ def install(result: Any, scheduler: Any) -> Any:
             dispatch = with_handler(scheduler, getattr(scheduler, _DISPATCHER))
             setattr(scheduler, _DISPATCHER, Guard(scheduler, dispatch))
     except Exception as error:
+        remove(scheduler)
         _logger.error(
             "memsaver cannot protect a sleeping engine from requests in this version of SGLang: "
             "%s: %s. A request that needs released memory ends the engine",

@@ -21,7 +21,7 @@ from . import settings
 from .protocol import answers_of
 from .updaters import updater_of
 
-__all__ = ["IdleRelease", "IdleSleep", "install", "with_handler"]
+__all__ = ["IdleRelease", "IdleSleep", "install", "remove", "with_handler"]
 
 # Requests that do not postpone a release: monitoring sends them all the time.
 _QUERIES = ("GetInternalStateReq", "GetLoadsReqInput")
@@ -68,8 +68,18 @@ def install(result: Any, scheduler: Any) -> Any:
     return result
 
 
+def remove(scheduler: Any) -> None:
+    """Undo `install`. Without a guard, the first request after a release would end the engine."""
+    blocker = getattr(scheduler, _BLOCKER, None)
+    if isinstance(blocker, IdleSleep):
+        setattr(scheduler, _BLOCKER, blocker.inner)
+
+
 class IdleSleep:
     """Adds an `IdleRelease` to the received requests after a time without requests.
+
+    Attributes:
+        inner: SGLang's own input blocker, or None.
 
     Args:
         scheduler: the scheduler.
@@ -87,7 +97,7 @@ class IdleSleep:
     ) -> None:
         self._scheduler = scheduler
         self._seconds = seconds
-        self._inner = inner
+        self.inner = inner
         self._clock = clock
         self._look_at = 0.0
         self._idle_since = clock()
@@ -100,8 +110,8 @@ class IdleSleep:
 
     def handle(self, requests: list[Any] | None) -> list[Any] | None:
         """Return the requests to broadcast. `requests` is None on ranks that receive none."""
-        if self._inner is not None:
-            requests = self._inner.handle(requests)
+        if self.inner is not None:
+            requests = self.inner.handle(requests)
         if requests is None or not self._is_first_stage:
             return requests
         now = self._clock()

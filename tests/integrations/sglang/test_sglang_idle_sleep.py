@@ -134,6 +134,22 @@ def test_sglangs_own_input_blocker_comes_first(clock):
     assert idle.handle(["a"]) == ["a", "unblocked"]
 
 
+def test_an_engine_without_a_guard_does_not_sleep(monkeypatch, clock):
+    """The first request after the release would end it."""
+    with stand_in.modules(monkeypatch) as classes:
+        hooks.install()
+        scheduler = classes.Scheduler(classes.Updater)
+        scheduler.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True)
+        inner = types.SimpleNamespace(handle=lambda requests: requests)
+        scheduler.input_blocker = IdleSleep(scheduler, 5, inner, clock)
+        io_struct = __import__("sglang.srt.managers.io_struct", fromlist=["_"])
+        monkeypatch.delattr(io_struct, "AbortReq")
+        scheduler._dispatch = Dispatcher([])
+        scheduler.init_request_dispatcher()
+        assert isinstance(scheduler._request_dispatcher, Dispatcher)
+        assert advance(clock, scheduler.input_blocker, 20) == []
+
+
 class Dispatcher:
     """SGLang's dispatcher by type."""
 
