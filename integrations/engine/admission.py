@@ -11,7 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from memsaver.errors import MemsaverError, OutOfDeviceMemoryError
 
@@ -20,7 +20,7 @@ from .policies import Policy
 from .refusals import asleep_in, asleep_text
 from .tags import RELEASE_ORDER, RESUME_ORDER
 
-__all__ = ["EVERYTHING", "Admission", "ClientGoneError", "Sleeper"]
+__all__ = ["EVERYTHING", "Admission", "ClientGoneError", "Sleeper", "retrieve"]
 
 EVERYTHING = frozenset(RELEASE_ORDER)
 
@@ -209,7 +209,7 @@ class Admission:
         """
         if self._waking is None or self._waking.done():
             self._waking = asyncio.ensure_future(self._resume(tags))
-            self._waking.add_done_callback(_retrieve)
+            self._waking.add_done_callback(retrieve)
         await asyncio.shield(self._waking)
 
     async def _resume(self, tags: frozenset[str]) -> None:
@@ -229,7 +229,7 @@ async def _check_client(is_gone: Callable[[], Awaitable[bool]] | None) -> None:
         raise ClientGoneError("the client disconnected while its request waited for the engine")
 
 
-def _retrieve(task: asyncio.Task[None]) -> None:
+def retrieve(task: asyncio.Future[Any]) -> None:
     """Mark a task's exception as seen, even if every request that waited for it was cancelled."""
     if not task.cancelled():
         task.exception()

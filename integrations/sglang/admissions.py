@@ -19,13 +19,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextvars import ContextVar
 from typing import Any
 
 from memsaver.errors import MemsaverError
 
-from ..engine.admission import EVERYTHING, Admission
+from ..engine.admission import EVERYTHING, Admission, retrieve
 from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.messages import Answer, error_of
 from ..engine.refusals import asleep_in
@@ -33,7 +34,16 @@ from ..engine.tags import GRAPH, WEIGHTS
 from . import settings
 from .protocol import answers_of, states_of
 
-__all__ = ["Refusal", "abort_reason", "admission_of", "call", "change", "generate", "refusal_here"]
+__all__ = [
+    "Refusal",
+    "abort_reason",
+    "admission_of",
+    "call",
+    "change",
+    "discard_pending",
+    "generate",
+    "refusal_here",
+]
 
 QUERY_SECONDS = 5.0
 _ATTRIBUTE = "_memsaver_admission"  # of a tokenizer manager
@@ -80,14 +90,23 @@ class _Schedulers:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+        self._query: asyncio.Future[Any] | None = None  # the last one
 
     async def released(self) -> frozenset[str] | None:
+        # All requests wait for the same query, and none cancels it: after a cancelled query, SGLang
+        # 0.5.12 waits without end in all later ones.
+        if self._query is None or self._query.done():
+            self._query = asyncio.ensure_future(self._manager.get_internal_state())
+            self._query.add_done_callback(retrieve)
+        query = self._query
+        await asyncio.wait([query], timeout=QUERY_SECONDS)
+        if not query.done():
+            _logger.warning("the schedulers did not report their memory in %g s", QUERY_SECONDS)
+            return None
         try:
-            states = states_of(
-                await asyncio.wait_for(self._manager.get_internal_state(), QUERY_SECONDS)
-            )
-        except (TimeoutError, asyncio.TimeoutError, EngineError) as error:
-            _logger.warning("the schedulers did not report their released tags: %r", error)
+            states = states_of(query.result())
+        except EngineError as error:
+            _logger.warning("the schedulers did not report their memory: %r", error)
             return None
         return _asleep(tag for state in states for tag in state.released) if states else None
 
@@ -159,6 +178,10 @@ def call(what: str, *, reads: bool = True) -> Callable[..., Awaitable[Any]]:
             return await original(manager, *args)
         request = args[1] if len(args) > 1 else None
         deadline = admission.deadline()
+        if admission.policy.sleep_after:
+            # The schedulers may have released memory by themselves, and their reply to a refused
+            # `get_weights_by_name` is None, without a reason.
+            await admission.refresh()
         while True:
             needs = EVERYTHING if _captures(args) else _WEIGHTS
             try:
@@ -187,24 +210,28 @@ def _text_of(result: Any) -> Any:
     return getattr(result, "error_message", None)
 
 
+def _repeats(admission: Admission | None) -> bool:
+    """Return whether requests that a scheduler refuses are sent again."""
+    return admission is not None and admission.policy.when_asleep != "refuse"
+
+
 async def _again(admission: Admission, refused: EngineAsleepError, deadline: float) -> None:
     """Record a scheduler's refusal. Wait if the request may be sent again, otherwise raise."""
     admission.learn(refused.tags)
-    if (
-        admission.policy.when_asleep == "refuse"
-        or asyncio.get_running_loop().time() + _RETRY_SECONDS > deadline
-    ):
+    if not _repeats(admission) or asyncio.get_running_loop().time() + _RETRY_SECONDS > deadline:
         raise _refused(refused)
-    here = refusal_here.get()
-    if here is not None:
-        here.error = None
     await asyncio.sleep(_RETRY_SECONDS)
 
 
-def _refused(error: EngineAsleepError) -> EngineAsleepError:
+def _error_of(error: EngineAsleepError) -> EngineAsleepError:
     from .asleep_error import AsleepError
 
-    made = AsleepError.of(error)
+    return AsleepError.of(error)
+
+
+def _refused(error: EngineAsleepError) -> EngineAsleepError:
+    """Return the error of a request that is not sent again, and record it for the middleware."""
+    made = _error_of(error)
     here = refusal_here.get()
     if here is not None:
         here.error = made
@@ -238,9 +265,11 @@ async def _admitted(
 ) -> AsyncIterator[Any]:
     what = "compute embeddings" if type(obj).__name__ == "EmbeddingReqInput" else "generate"
     deadline = admission.deadline()
+    # The client of a background request may disconnect.
+    is_gone = None if getattr(obj, "background", False) else _is_gone(request)
     while True:
         try:
-            await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=_is_gone(request))
+            await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=is_gone)
         except EngineAsleepError as error:
             raise _refused(error) from error.__cause__
         unsent = copy.copy(obj)  # SGLang changes the original
@@ -261,7 +290,7 @@ async def _admitted(
             await outputs.aclose()
         if refused is None:
             return
-        _discard(manager, obj)
+        await _discard(manager, obj, deadline)
         if getattr(obj, "is_single", False):
             unsent.rid = obj.rid  # with which the server aborts the request
         obj = unsent
@@ -277,13 +306,32 @@ def _refusal_in(output: Any) -> EngineAsleepError | None:
         return None
 
 
-def _discard(manager: Any, obj: Any) -> None:
-    """Forget a refused request, and abort those of its parts that a scheduler has accepted."""
+async def _discard(manager: Any, obj: Any, deadline: float) -> None:
+    """Abort the parts of a refused request that a scheduler has accepted, and wait for their ends.
+
+    The schedulers' answers end the parts and remove their states. SGLang 0.5.12 exits if it
+    receives an answer for a part without a state.
+    """
     rids = [obj.rid] if isinstance(obj.rid, str) else list(obj.rid or ())
     for rid in rids:
-        if rid in manager.rid_to_state:
+        if getattr(obj, "parallel_sample_num", 1) > 1:
+            manager.rid_to_state.pop(rid, None)  # not sent: the samples have names of their own
+        elif rid in manager.rid_to_state:
             manager.abort_request(rid)
-            manager.rid_to_state.pop(rid, None)
+    now = asyncio.get_running_loop().time
+    while not manager.rid_to_state.keys().isdisjoint(rids) and now() < deadline:
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+def discard_pending(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
+    """Wrap `TokenizerManager._discard_pending_req_states`, which forgets parts that were sent.
+
+    `_discard` aborts them if the request is sent again.
+    """
+    is_refused = isinstance(sys.exc_info()[1], EngineAsleepError)
+    if is_refused and _repeats(admission_of(manager)):
+        return None
+    return original(manager, obj)
 
 
 async def abort_reason(
@@ -296,10 +344,11 @@ async def abort_reason(
     admission = admission_of(manager)
     if admission is not None:
         admission.learn(refused.tags)
+    is_final = not _repeats(admission)
     try:
         result = await original(manager, output, *args)
     except Exception as error:
-        raise _refused(refused) from error
-    if result is not None:
-        _refused(refused)  # a stream yields the refusal as its first output
+        raise (_refused if is_final else _error_of)(refused) from error
+    if result is not None and is_final:
+        _refused(refused)  # the first output of a stream
     return result

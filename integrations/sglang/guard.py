@@ -34,7 +34,7 @@ from ..engine import moves
 from ..engine.refusals import asleep_text
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS
 from . import settings
-from .idle_sleep import with_handler
+from .idle_sleep import remove, with_handler
 from .updaters import updater_of
 
 __all__ = ["Guard", "flush", "install"]
@@ -140,6 +140,7 @@ def install(result: Any, scheduler: Any) -> Any:
             dispatch = with_handler(scheduler, getattr(scheduler, _DISPATCHER))
             setattr(scheduler, _DISPATCHER, Guard(scheduler, dispatch))
     except Exception as error:
+        remove(scheduler)
         _logger.error(
             "memsaver cannot protect a sleeping engine from requests in this version of SGLang: "
             "%s: %s. A request that needs released memory ends the engine",
@@ -192,15 +193,15 @@ class Guard:
         if not self._updater.offload_tags:
             return self._dispatch(request)
         kind = type(request).__name__
-        if kind == _CONTINUE and getattr(self._scheduler, "_engine_paused", False):
-            return self._postpone(request)
+        released = self._released()
+        if kind == _CONTINUE and released and getattr(self._scheduler, "_engine_paused", False):
+            return self._postpone(request, released)
         if kind == _CONTINUE or kind in _PASSING:
             return self._pass(kind, request)
         needs, what = self._needs(kind, request)
-        missing = needs & self._released()
-        if not missing:
+        if not needs & released:
             return self._dispatch(request)
-        return self._refuse(kind, request, asleep_text(self._released(), what))
+        return self._refuse(kind, request, asleep_text(released, what))
 
     def _released(self) -> frozenset[str]:
         """Return the released tags that have memory: without pausable graphs, GRAPH has none."""
@@ -221,16 +222,16 @@ class Guard:
         output = self._dispatch(request)
         if kind == _RESUME:
             self._logged.clear()
-            if self._continuation is not None and not self._updater.offload_tags:
+            if self._continuation is not None and not self._released():
                 request, self._continuation = self._continuation, None
                 self._dispatch(request)
         return output
 
-    def _postpone(self, request: Any) -> None:
+    def _postpone(self, request: Any, released: frozenset[str]) -> None:
         self._continuation = request
         _logger.warning(
-            "the paused generation continues only after a resume of %s",
-            ", ".join(sorted(self._released())),
+            "generation continues after a resume of %s, which are released",
+            ", ".join(sorted(released)),
         )
 
     def _refuse(self, kind: str, request: Any, text: str) -> Any:

@@ -1,10 +1,10 @@
 """Release an idle engine's memory after some time, in SGLang's scheduler processes.
 
-Only the rank that receives requests from the tokenizer manager measures the time. This rank adds a
-message of its own to the received requests before SGLang broadcasts them, so that all ranks release
-memory at the same position in the sequence of requests. The message is added in SGLang's input
-blocker, which runs between the reception and the broadcast. Several data-parallel schedulers sleep
-independently of one another.
+The time is measured only on the rank that receives requests from the tokenizer manager: it adds a
+message of its own to those that it received, before SGLang broadcasts them, so that all ranks
+release memory at the same place in their requests. SGLang has a place for this, the input blocker,
+which it calls between the reception and the broadcast. With several data-parallel schedulers, each
+one sleeps by itself; with data-parallel attention, the first one decides for all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import settings
 from .protocol import answers_of
 from .updaters import updater_of
 
-__all__ = ["IdleRelease", "IdleSleep", "install", "with_handler"]
+__all__ = ["IdleRelease", "IdleSleep", "install", "remove", "with_handler"]
 
 # Requests that do not postpone a release: monitoring sends them all the time.
 _QUERIES = ("GetInternalStateReq", "GetLoadsReqInput")
@@ -50,6 +50,12 @@ def install(result: Any, scheduler: Any) -> Any:
     try:
         seconds = settings.policy().sleep_after
         if seconds and scheduler.memory_saver_adapter.enabled:
+            if _is_broadcast_local(scheduler.server_args):
+                _logger.error(
+                    "memsaver does not release the memory of an idle engine with SGLang's option "
+                    "enable_dp_attention_local_control_broadcast: turn the option off"
+                )
+                return result
             blocker = getattr(scheduler, _BLOCKER)
             setattr(scheduler, _BLOCKER, IdleSleep(scheduler, seconds, blocker))
     except Exception as error:
@@ -62,8 +68,18 @@ def install(result: Any, scheduler: Any) -> Any:
     return result
 
 
+def remove(scheduler: Any) -> None:
+    """Undo `install`. Without a guard, the first request after a release would end the engine."""
+    blocker = getattr(scheduler, _BLOCKER, None)
+    if isinstance(blocker, IdleSleep):
+        setattr(scheduler, _BLOCKER, blocker.inner)
+
+
 class IdleSleep:
     """Adds an `IdleRelease` to the received requests after a period without requests.
+
+    Attributes:
+        inner: SGLang's own input blocker, or None.
 
     Args:
         scheduler: the scheduler.
@@ -81,7 +97,7 @@ class IdleSleep:
     ) -> None:
         self._scheduler = scheduler
         self._seconds = seconds
-        self._inner = inner
+        self.inner = inner
         self._clock = clock
         self._look_at = 0.0
         self._idle_since = clock()
@@ -93,9 +109,9 @@ class IdleSleep:
         self._is_first_stage = _stage_of(scheduler) == 0
 
     def handle(self, requests: list[Any] | None) -> list[Any] | None:
-        """Return the requests to broadcast. `requests` is None on ranks that do not receive."""
-        if self._inner is not None:
-            requests = self._inner.handle(requests)
+        """Return the requests to broadcast. `requests` is None on ranks that receive none."""
+        if self.inner is not None:
+            requests = self.inner.handle(requests)
         if requests is None or not self._is_first_stage:
             return requests
         now = self._clock()
@@ -137,6 +153,14 @@ def with_handler(scheduler: Any, dispatcher: Any) -> Any:
 
     dispatcher += type(dispatcher)([(IdleRelease, handle)])
     return dispatcher
+
+
+def _is_broadcast_local(arguments: Any) -> bool:
+    """Return whether an added request reaches only some of the ranks that release together."""
+    return all(
+        getattr(arguments, name, False)
+        for name in ("enable_dp_attention", "enable_dp_attention_local_control_broadcast")
+    )
 
 
 def _is_monitoring(request: Any) -> bool:

@@ -9,8 +9,8 @@ order:
 - The factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, returns memsaver's saver
   if an enabled one is requested.
 - SGLang's release, resume and weight updates have the hooks of
-  `memsaver.integrations.sglang.hooks`. An update is unchanged unless memsaver's own sender requests
-  verification (`weight_loads`).
+  `memsaver.integrations.sglang.hooks`. Failed updates do not end the engine (`weight_loads`), and
+  neither do requests that need released memory (`guard`).
 
 The effects begin when SGLang imports the modules concerned. Before the first request for a saver no
 driver is opened and torch is not imported. With `enable_memory_saver=False`, SGLang works as it

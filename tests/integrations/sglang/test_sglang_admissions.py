@@ -20,8 +20,10 @@ from sleeping_manager import (
 )
 
 import memsaver
+from memsaver.integrations.engine import admission
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.messages import Failure
+from memsaver.integrations.engine.refusals import asleep_text
 from memsaver.integrations.sglang import admissions
 
 
@@ -103,6 +105,85 @@ def test_a_request_that_a_release_overtakes_is_sent_again(policy, when, stream):
     run(test())
 
 
+class Batches(Manager):
+    """A manager of two schedulers, of which one sleeps and refuses a part of the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[str] = []
+        self.waiting: list[asyncio.Future] = []  # the parts' own tasks
+
+    async def generate_request(self, obj, request=None):
+        assert not set(obj.rid) & set(self.rid_to_state), "Duplicate request ID detected"
+        self.rid_to_state |= {rid: asyncio.Event() for rid in obj.rid}
+        self.sent.append(obj)
+        try:
+            async for output in self._parts(obj):
+                yield output
+        except Exception:
+            admissions.discard_pending(Batches._discard, self, obj)
+            raise
+
+    async def _parts(self, obj):
+        refused, accepted = obj.rid
+        if not self.tags:
+            yield [{"text": rid} for rid in obj.rid]
+        elif getattr(obj, "parallel_sample_num", 1) == 1:
+            self.waiting.append(asyncio.ensure_future(self.rid_to_state[accepted].wait()))
+        del self.rid_to_state[refused]
+        if self.tags:
+            text = asleep_text(self.tags, "generate")
+            output = {"meta_info": {"finish_reason": {"type": "abort", "message": text}}}
+            own = sleeping_manager.own_abort_reason
+            yield await admissions.abort_reason(own, self, output, obj.stream)
+        del self.rid_to_state[accepted]
+
+    def _discard(self, obj):
+        for rid in obj.rid:
+            self.rid_to_state.pop(rid, None)
+
+    def abort_request(self, rid):
+        super().abort_request(rid)
+        asyncio.get_running_loop().call_later(0.1, self._answer_abort, rid)
+
+    def _answer_abort(self, rid):
+        self.rid_to_state.pop(rid).set()  # a KeyError here ends the server in SGLang 0.5.12
+        self.ended.append(rid)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_accepted_parts_of_a_refused_batch_end_before_it_is_sent_again(policy, stream):
+    policy("wake")
+
+    async def test():
+        manager = Batches()
+        manager.tags = {"kv_cache"}
+        obj = GenerateReqInput(["a", "b"], stream, is_single=False)
+        found = admissions.generate(Batches.generate_request, manager, obj)
+        assert [output async for output in found] == [[{"text": "a"}, {"text": "b"}]]
+        assert manager.ended == ["b"] and len(manager.sent) == 2 and not manager.rid_to_state
+        assert all(part.done() for part in manager.waiting)
+
+    run(test())
+
+
+def test_names_that_were_not_sent_are_forgotten(policy):
+    """Samples have other names than their prompts."""
+    policy("wake")
+
+    async def test():
+        manager = Batches()
+        manager.tags = {"kv_cache"}
+        obj = GenerateReqInput(["a", "b"], is_single=False)
+        obj.parallel_sample_num = 2
+        assert [
+            output async for output in admissions.generate(Batches.generate_request, manager, obj)
+        ] and not manager.rid_to_state
+        assert manager.aborted == []
+
+    run(test())
+
+
 def test_a_request_is_held_until_a_resume(policy):
     policy("wait")
 
@@ -121,6 +202,66 @@ def test_a_request_is_held_until_a_resume(policy):
         await change(manager, "resume")
         await asyncio.gather(*tasks)
         assert [obj.rid for obj in manager.sent[1:]] == ["0'", "1'", "2'", "3'"]
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_background, count", [(False, 0), (True, 1)])
+def test_a_disconnected_client_ends_only_a_foreground_request(
+    policy, monkeypatch, is_background, count
+):
+    policy("wait")
+    monkeypatch.setattr(admission, "_POLL_SECONDS", 0.01)
+
+    class Gone:
+        async def is_disconnected(self):
+            return True
+
+    async def test():
+        manager = Manager()
+        await change(manager, "release")
+        obj = GenerateReqInput("a")
+        obj.background = is_background
+        task = asyncio.ensure_future(outputs(manager, obj, Gone()))
+        await asyncio.sleep(0.05)
+        await change(manager, "resume")
+        await asyncio.wait([task])
+        assert len(manager.sent) == count
+        assert isinstance(task.exception(), type(None) if count else admission.ClientGoneError)
+
+    run(test())
+
+
+def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
+    """SGLang 0.5.12 would wait forever for the answer in each later query."""
+    monkeypatch.setattr(admissions, "QUERY_SECONDS", 0.01)
+
+    async def test():
+        manager = Manager()
+        await change(manager, "release")
+        query, answer = manager.get_internal_state, asyncio.Event()
+        queries, completed = 0, 0
+
+        async def slow():
+            nonlocal queries, completed
+            queries += 1
+            await answer.wait()
+            completed += 1
+            return await query()
+
+        manager.get_internal_state = slow
+        for rid in "ab":
+            with pytest.raises(EngineAsleepError):
+                await outputs(manager, GenerateReqInput(rid))
+        cancelled = asyncio.ensure_future(outputs(manager, GenerateReqInput("c")))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        manager.tags.clear()  # resumed by another process
+        answer.set()
+        await asyncio.sleep(0.05)
+        assert queries == completed == 1
+        assert await outputs(manager, GenerateReqInput("d"))
 
     run(test())
 
@@ -154,7 +295,25 @@ def test_a_request_wakes_the_engine(policy):
     run(test())
 
 
-def test_a_request_raises_if_its_wake_up_lacks_memory(policy):
+def test_weights_are_read_after_a_wake_up_from_a_release_by_the_engine_itself(policy, monkeypatch):
+    """The scheduler's reply to a refused read is None, without a reason."""
+    policy("wake")
+    monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
+
+    async def test():
+        manager = Manager()
+        manager.tags = {"weights"}
+
+        async def get_weights_by_name(manager, obj):
+            return None if manager.tags else [0.5]
+
+        hook = admissions.call("read its weights")
+        assert await hook(get_weights_by_name, manager, "a.weight") == [0.5]
+
+    run(test())
+
+
+def test_a_wake_up_without_memory_is_the_requests_error(policy):
     policy("wake", 0.1)
 
     async def test():

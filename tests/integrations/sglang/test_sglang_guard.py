@@ -248,6 +248,22 @@ def test_graphs_without_memory_do_not_block_requests(engine, monkeypatch):
     ask(engine, "resume")
 
 
+def test_graphs_without_memory_do_not_postpone_a_continuation(engine, monkeypatch):
+    monkeypatch.setattr(moves, "are_memsavers", lambda tags: list(tags) != ["cuda_graph"])
+    for number in range(2):
+        send(engine, messages.PauseGenerationReqInput("retract"))
+        ask(engine, "release")
+        if number:  # before the resume, and postponed until it
+            send(engine, messages.ContinueGenerationReqInput())
+            assert engine._engine_paused
+        send(engine, messages.ResumeMemoryOccupationReqInput(["weights", "kv_cache"]))
+        if not number:
+            send(engine, messages.ContinueGenerationReqInput())
+        assert not engine._engine_paused
+    monkeypatch.undo()
+    ask(engine, "resume")
+
+
 def test_a_scheduler_without_a_memory_saver_has_no_guard(sglang):
     class Disabled(stand_in.Saver):
         enabled = False

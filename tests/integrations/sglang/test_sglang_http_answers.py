@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import json
 
@@ -9,6 +11,8 @@ import pytest
 import sleeping_manager
 from sleeping_manager import BOTH, GenerateReqInput, Manager, change, outputs, run
 
+from memsaver.integrations.engine.errors import EngineAsleepError
+from memsaver.integrations.engine.refusals import asleep_text
 from memsaver.integrations.sglang import admissions, http_answers
 
 
@@ -106,6 +110,37 @@ def test_a_request_that_is_sent_again_is_answered_as_usual(policy, path):
         server.manager.between = between
         status, body = await server.get(path)
         assert status == 200 and b"asleep" not in body and overtaken
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_refusal_of_another_part_of_a_batch_leaves_the_repeated_request(policy, stream):
+    """The parts of a batch are refused one by one, some after the request was sent again."""
+    policy("wake")
+
+    async def test():
+        server = Server(Manager())
+        await change(server.manager, "release")
+        parts = []
+
+        async def refuse_another():
+            text = asleep_text(["kv_cache"], "generate")
+            reason = {"type": "abort", "status_code": 503, "message": text}
+            output = {"meta_info": {"finish_reason": reason}}
+            with contextlib.suppress(EngineAsleepError):
+                await admissions.abort_reason(
+                    sleeping_manager.own_abort_reason, server.manager, output, stream
+                )
+
+        def between():
+            if not parts:
+                server.manager.tags = {"kv_cache"}
+                parts.append(asyncio.ensure_future(refuse_another()))
+
+        server.manager.between = between
+        status, body = await server.get("/stream" if stream else "/raises")
+        assert status == 200 and b"asleep" not in body and parts[0].done()
 
     run(test())
 

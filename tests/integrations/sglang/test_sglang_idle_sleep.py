@@ -11,7 +11,7 @@ from scheduler_calls import ask, states
 from sglang_stand_in import messages
 
 from memsaver.integrations.sglang import hooks
-from memsaver.integrations.sglang.idle_sleep import IdleRelease, IdleSleep, with_handler
+from memsaver.integrations.sglang.idle_sleep import IdleRelease, IdleSleep, install, with_handler
 
 GENERATION = messages.TokenizedGenerateReqInput("a")
 HEALTH = messages.TokenizedGenerateReqInput("HEALTH_CHECK_1")
@@ -111,10 +111,43 @@ def test_only_the_rank_that_receives_requests_measures_the_time(clock):
     assert idle.handle([]) == []
 
 
-def test_sglangs_own_input_blocker_runs_first(clock):
+@pytest.mark.parametrize("is_local, kind", [(False, IdleSleep), (True, type(None))])
+def test_ranks_that_receive_control_requests_by_themselves_do_not_sleep(
+    monkeypatch, caplog, is_local, kind
+):
+    """All data-parallel ranks release together, and the others would not take part."""
+    monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP", "wake")
+    monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
+    scheduler = scheduler_of(
+        enable_dp_attention=True, enable_dp_attention_local_control_broadcast=is_local
+    )
+    scheduler.memory_saver_adapter = types.SimpleNamespace(enabled=True)
+    scheduler.input_blocker = None
+    install(None, scheduler)
+    assert type(scheduler.input_blocker) is kind
+    assert ("local_control_broadcast" in caplog.text) == is_local
+
+
+def test_sglangs_own_input_blocker_comes_first(clock):
     inner = types.SimpleNamespace(handle=lambda requests: [*requests, "unblocked"])
     idle = IdleSleep(scheduler_of(), 5, inner, clock)
     assert idle.handle(["a"]) == ["a", "unblocked"]
+
+
+def test_an_engine_without_a_guard_does_not_sleep(monkeypatch, clock):
+    """The first request after the release would end it."""
+    with stand_in.modules(monkeypatch) as classes:
+        hooks.install()
+        scheduler = classes.Scheduler(classes.Updater)
+        scheduler.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True)
+        inner = types.SimpleNamespace(handle=lambda requests: requests)
+        scheduler.input_blocker = IdleSleep(scheduler, 5, inner, clock)
+        io_struct = __import__("sglang.srt.managers.io_struct", fromlist=["_"])
+        monkeypatch.delattr(io_struct, "AbortReq")
+        scheduler._dispatch = Dispatcher([])
+        scheduler.init_request_dispatcher()
+        assert isinstance(scheduler._request_dispatcher, Dispatcher)
+        assert advance(clock, scheduler.input_blocker, 20) == []
 
 
 class Dispatcher:
