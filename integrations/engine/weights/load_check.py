@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..messages import Failure
 from .checks import RankCheck, VerificationRequest
 from .digests import digest
 from .held import Load, Named, differing, watched
+from .model_loader import replaced_loader
 
 __all__ = ["LoadCheck"]
 
@@ -75,28 +75,9 @@ class LoadCheck:
             self.failure,
         )
 
-    @contextlib.contextmanager
-    def around_loader(self, model: Any) -> Iterator[None]:
+    def around_loader(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Make the model's loader run the checks around its work, for the block."""
-        theirs = vars(model).get("load_weights")
-        load = model.load_weights
-
-        def checked(weights: Iterable[tuple[str, Any]], *args: Any, **named: Any) -> Any:
-            given = list(weights)
-
-            def again(tensors: Iterable[tuple[str, Any]]) -> Any:
-                return load(tensors, *args, **named)
-
-            return self.run(model, given, again, again)
-
-        model.load_weights = checked
-        try:
-            yield
-        finally:
-            if theirs is None:
-                del model.load_weights
-            else:
-                model.load_weights = theirs
+        return replaced_loader(model, lambda given, load: self.run(model, given, load, load))
 
     def run(self, model: Any, tensors: Named, load: Load, again: Load) -> Any:
         """Load tensors with the checks, and return the result of `load`; None if one is damaged.

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..fields import Fields
 from ..messages import Failure
+from .model_loader import replaced_loader
 from .writes import Load, Named, Operation, Source, Writes
 
 __all__ = ["Found", "Known", "PlainCheck", "verdict"]
@@ -94,31 +95,18 @@ class PlainCheck:
         """The names and shapes in this load that were not known."""
         return self._seen
 
-    @contextlib.contextmanager
-    def around_loader(self, model: Any) -> Iterator[None]:
+    def around_loader(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Make the model's loader run the checks during the block."""
         if not self._watches:
-            yield
-            return
-        theirs = vars(model).get("load_weights")
-        load = model.load_weights
+            return contextlib.nullcontext()
+        return replaced_loader(model, lambda given, load: self._checked(model, given, load))
 
-        def checked(weights: Iterable[tuple[str, Any]], *args: Any, **named: Any) -> Any:
-            given = list(weights)
-            new = {(name, tuple(tensor.shape)) for name, tensor in given} - self._known
-            if not new:
-                return load(given, *args, **named)
-            self._seen |= new
-            return self._watched(model, given, lambda tensors: load(tensors, *args, **named))
-
-        model.load_weights = checked
-        try:
-            yield
-        finally:
-            if theirs is None:
-                del model.load_weights
-            else:
-                model.load_weights = theirs
+    def _checked(self, model: Any, given: Named, load: Load) -> Any:
+        new = {(name, tuple(tensor.shape)) for name, tensor in given} - self._known
+        if not new:
+            return load(given)
+        self._seen |= new
+        return self._watched(model, given, load)
 
     def _watched(self, model: Any, given: Named, load: Load) -> Any:
         coverage = _Coverage(model, Source(given))

@@ -1,0 +1,36 @@
+"""A model's `load_weights` method, replaced for a block."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from .writes import Load, Named
+
+__all__ = ["replaced_loader"]
+
+
+@contextlib.contextmanager
+def replaced_loader(model: Any, run: Callable[[Named, Load], Any]) -> Iterator[None]:
+    """Replace `model.load_weights` for the block.
+
+    Args:
+        model: the model.
+        run: called with the tensors of a load, and with a function that loads tensors as the model
+            does; returns the result of the load. The function may be called several times.
+    """
+    theirs = vars(model).get("load_weights")
+    load = model.load_weights
+
+    def replaced(weights: Iterable[tuple[str, Any]], *args: Any, **named: Any) -> Any:
+        return run(list(weights), lambda tensors: load(tensors, *args, **named))
+
+    model.load_weights = replaced
+    try:
+        yield
+    finally:
+        if theirs is None:
+            del model.load_weights
+        else:
+            model.load_weights = theirs
