@@ -1,17 +1,25 @@
-"""Compiles the tests' C and C++ sources into build/tests, once for each state of the sources."""
+"""Compiles the tests' C and C++ sources into build/tests, once for each state of the sources.
+
+Uses a folder for temporary files if LD_PRELOAD cannot express the repository's path.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from repository import ROOT
 
 CC = (sysconfig.get_config_var("CC") or "cc").split()
+BUILT = ROOT / "build" / "tests"
+if any(separator in str(BUILT) for separator in " :"):
+    BUILT = Path(tempfile.gettempdir()) / f"memsaver-tests-{os.getuid()}"
 LIBRARY = ("-O1", "-Wall", "-fPIC", "-shared")
 
 
@@ -33,7 +41,7 @@ def built(
     digest = hashlib.sha256(repr((command, libraries)).encode())
     for path in (*sources, *headers):
         digest.update(path.read_bytes())
-    folder = ROOT / "build" / "tests" / digest.hexdigest()[:16]
+    folder = BUILT / digest.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / name
     with (folder / "lock").open("w") as lock:
