@@ -20,7 +20,14 @@ from .policies import Policy
 from .refusals import asleep_in, asleep_text
 from .tags import RELEASE_ORDER, RESUME_ORDER
 
-__all__ = ["EVERYTHING", "Admission", "ClientGoneError", "Sleeper", "retrieve"]
+__all__ = [
+    "EVERYTHING",
+    "Admission",
+    "ClientGoneError",
+    "RequestAbortedError",
+    "Sleeper",
+    "retrieve",
+]
 
 EVERYTHING = frozenset(RELEASE_ORDER)
 
@@ -42,6 +49,12 @@ class ClientGoneError(MemsaverError, ValueError):
     """The client disconnected while its request was waiting."""
 
     _status = "CLIENT_GONE"
+
+
+class RequestAbortedError(MemsaverError, ValueError):
+    """A caller aborted the request while it was waiting."""
+
+    _status = "REQUEST_ABORTED"
 
 
 @dataclass(eq=False)
@@ -75,6 +88,7 @@ class Admission:
         self._waiters: deque[_Waiter] = deque()
         self._changing = asyncio.Lock()
         self._waking: asyncio.Task[None] | None = None
+        self._waking_tags: frozenset[str] = frozenset()
 
     @property
     def released(self) -> frozenset[str]:
@@ -126,12 +140,14 @@ class Admission:
             what: the request's operation, for the error message.
             deadline: an earlier result of `deadline()`; None computes it now.
             reads: whether the request reads the contents; False if it only replaces them.
-            is_gone: returns whether the client has disconnected; called while the request waits.
+            is_gone: returns whether the client has disconnected, or raises `RequestAbortedError`;
+                called while the request waits.
 
         Raises:
             EngineAsleepError: a needed tag is released. Raised at once, after the deadline, or
                 after a failed wake-up, whose error is the cause.
             ClientGoneError: the client has disconnected.
+            RequestAbortedError: `is_gone` raised it.
         """
         if not self._released & needs:
             return
@@ -189,7 +205,8 @@ class Admission:
                     )
                 continue
             try:
-                await self._wake_once(missing)
+                if not await self._wake_once(missing):
+                    continue
             except MemsaverError as error:
                 more = f"it could not be woken: {error}"
                 if not isinstance(error, OutOfDeviceMemoryError) or now() + pause > deadline:
@@ -202,15 +219,19 @@ class Admission:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             await _check_client(is_gone)
 
-    async def _wake_once(self, tags: frozenset[str]) -> None:
+    async def _wake_once(self, tags: frozenset[str]) -> bool:
         """Resume tags in one task, which all requests that need a wake-up now share.
 
-        If a request is cancelled, the wake-up continues.
+        If a request is cancelled, the wake-up continues. Returns False if the task in progress was
+        another request's, and resumed only a part of the tags.
         """
         if self._waking is None or self._waking.done():
+            self._waking_tags = tags
             self._waking = asyncio.ensure_future(self._resume(tags))
             self._waking.add_done_callback(retrieve)
+        has_all = tags <= self._waking_tags
         await asyncio.shield(self._waking)
+        return has_all
 
     async def _resume(self, tags: frozenset[str]) -> None:
         async with self._changing:

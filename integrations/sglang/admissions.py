@@ -10,8 +10,9 @@ release arrived first, the request is sent again, or raises the same error.
 | wait | is held, in order, until the memory is resumed; raises after a timeout |
 | wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
 
-A health check neither waits nor wakes the engine. Without `enable_memory_saver`, the hooks do
-nothing.
+A health check neither waits nor wakes the engine. An abort ends a held request with
+`RequestAbortedError`, for which the server answers with status 400. Without
+`enable_memory_saver`, the hooks do nothing.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from typing import Any
 
 from memsaver.errors import MemsaverError
 
-from ..engine.admission import EVERYTHING, Admission, retrieve
+from ..engine.admission import EVERYTHING, Admission, RequestAbortedError, retrieve
 from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.messages import Answer, error_of
 from ..engine.refusals import asleep_in
 from ..engine.tags import GRAPH, WEIGHTS
 from . import settings
-from .protocol import answers_of, states_of
+from .protocol import answers_of, is_health_check, states_of
 
 __all__ = [
     "Refusal",
+    "abort",
     "abort_reason",
     "admission_of",
     "call",
@@ -47,7 +49,7 @@ __all__ = [
 
 QUERY_SECONDS = 5.0
 _ATTRIBUTE = "_memsaver_admission"  # of a tokenizer manager
-_HEALTH = "HEALTH_CHECK"
+_HELD = "_memsaver_held"  # of a tokenizer manager: a list of `_Held`
 _WEIGHTS = frozenset({WEIGHTS})
 _RETRY_SECONDS = 0.05
 _logger = logging.getLogger("memsaver.sglang")
@@ -248,16 +250,44 @@ def _is_gone(request: Any) -> Callable[[], Awaitable[bool]] | None:
 def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
     """Wrap `TokenizerManager.generate_request`, which returns an asynchronous iterator."""
     admission = admission_of(manager)
-    if admission is None or _is_health_check(obj):
+    if admission is None or is_health_check(obj):
         return original(manager, obj, request)
     if admission.policy.when_asleep == "refuse" and not admission.released:
         return original(manager, obj, request)
     return _admitted(original, manager, admission, obj, request)
 
 
-def _is_health_check(obj: Any) -> bool:
-    rid = getattr(obj, "rid", None)
-    return isinstance(rid, str) and rid.startswith(_HEALTH)
+class _Held:
+    """A generation or embedding that waits for memory, which a caller may abort.
+
+    Args:
+        obj: SGLang's request.
+        request: the server's request; None if there is none, or if its client may disconnect.
+    """
+
+    def __init__(self, obj: Any, request: Any) -> None:
+        self._obj = obj
+        self._is_gone = _is_gone(request)
+        self._is_aborted = False
+
+    def abort(self, rid: str, abort_all: bool) -> None:
+        rids = getattr(self._obj, "rid", None)
+        if abort_all or rid in ([rids] if isinstance(rids, str) else rids or ()):
+            self._is_aborted = True
+
+    async def is_gone(self) -> bool:
+        if self._is_aborted:
+            raise RequestAbortedError("the request was aborted while it waited for the engine")
+        return self._is_gone is not None and await self._is_gone()
+
+
+def abort(
+    original: Callable[..., Any], manager: Any, rid: str = "", abort_all: bool = False
+) -> Any:
+    """Wrap `TokenizerManager.abort_request`, which aborts only requests that were sent."""
+    for held in vars(manager).get(_HELD, ()):
+        held.abort(rid, abort_all)
+    return original(manager, rid, abort_all)
 
 
 async def _admitted(
@@ -266,12 +296,17 @@ async def _admitted(
     what = "compute embeddings" if type(obj).__name__ == "EmbeddingReqInput" else "generate"
     deadline = admission.deadline()
     # The client of a background request may disconnect.
-    is_gone = None if getattr(obj, "background", False) else _is_gone(request)
+    client = None if getattr(obj, "background", False) else request
+    all_held = vars(manager).setdefault(_HELD, [])
     while True:
+        held = _Held(obj, client)
+        all_held.append(held)
         try:
-            await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=is_gone)
+            await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=held.is_gone)
         except EngineAsleepError as error:
             raise _refused(error) from error.__cause__
+        finally:
+            all_held.remove(held)
         unsent = copy.copy(obj)  # SGLang changes the original
         refused, begun = None, False
         outputs = original(manager, obj, request)

@@ -129,6 +129,7 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{_SCHEDULER}.flush_cache": ("AROUND", guard.flush),
         f"{_SCHEDULER}.init_watch_dog_memory_saver_input_blocker": ("AFTER", idle_sleep.install),
         f"{_MANAGER}.generate_request": ("AROUND", admissions.generate),
+        f"{_MANAGER}.abort_request": ("AROUND", admissions.abort),
         f"{_MANAGER}._handle_abort_finish_reason": ("AROUND", admissions.abort_reason),
         f"{_MANAGER}._discard_pending_req_states": ("AROUND", admissions.discard_pending),
         **{target: ("AROUND", hook) for target, hook in _CONTROL_CALLS.items()},

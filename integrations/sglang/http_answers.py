@@ -44,11 +44,16 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 def install(module: ModuleType) -> None:
     """Add the middleware to SGLang's server module, before the server starts.
 
+    It is the innermost one, so its responses get the headers of the server's own (CORS), and a
+    request without a valid key gets none of them.
+
     Raises:
         AttributeError: the module does not have the expected interface.
     """
     module._global_state  # noqa: B018
+    all_middleware = module.app.user_middleware  # the outermost first
     module.app.add_middleware(AsleepAnswers, manager=lambda: _manager_of(module))
+    all_middleware.append(all_middleware.pop(0))
 
 
 def _manager_of(module: ModuleType) -> Any:

@@ -18,14 +18,13 @@ from typing import Any
 
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
 from . import settings
-from .protocol import answers_of
+from .protocol import answers_of, is_health_check
 from .updaters import updater_of
 
 __all__ = ["IdleRelease", "IdleSleep", "install", "remove", "with_handler"]
 
 # Requests that do not postpone a release: monitoring sends them all the time.
 _QUERIES = ("GetInternalStateReq", "GetLoadsReqInput")
-_HEALTH = "HEALTH_CHECK"  # the beginning of a health check's rid
 _LOOK_SECONDS = 0.1
 _BLOCKER = "input_blocker"  # an attribute of a scheduler
 _logger = logging.getLogger("memsaver.sglang")
@@ -164,9 +163,7 @@ def _is_broadcast_local(arguments: Any) -> bool:
 
 
 def _is_monitoring(request: Any) -> bool:
-    rid = getattr(request, "rid", None)
-    is_check = isinstance(rid, str) and rid.startswith(_HEALTH)
-    return is_check or type(request).__name__ in _QUERIES
+    return is_health_check(request) or type(request).__name__ in _QUERIES
 
 
 def _stage_of(scheduler: Any) -> int:

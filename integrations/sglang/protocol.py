@@ -21,6 +21,7 @@ from ..engine.weights.checks import RankCheck, VerificationRequest
 __all__ = [
     "answers_of",
     "checks_in",
+    "is_health_check",
     "states_of",
     "text_of",
     "text_of_checks",
@@ -28,6 +29,13 @@ __all__ = [
 ]
 
 _PREFIX = "memsaver:"
+_HEALTH = "HEALTH_CHECK"  # the beginning of a health check's rid
+
+
+def is_health_check(request: Any) -> bool:
+    """Return whether one of SGLang's requests is a health check of its own server."""
+    rid = getattr(request, "rid", None)
+    return isinstance(rid, str) and rid.startswith(_HEALTH)
 
 
 def text_of(message: Answer | VerificationRequest) -> str:

@@ -102,7 +102,7 @@ class Manager:
     async def resume_memory_occupation_communicator(self, obj):
         return await self._change("resume", obj)
 
-    def abort_request(self, rid):
+    def abort_request(self, rid="", abort_all=False):
         self.aborted.append(rid)
 
     async def generate_request(self, obj, request=None):

@@ -215,6 +215,18 @@ def test_a_wake_up_resumes_only_what_the_request_needs():
     run(test)
 
 
+def test_a_wake_up_of_a_part_does_not_use_up_the_time_of_a_request_that_needs_more():
+    async def test():
+        engine = Engine()
+        found = made("wake", engine, seconds=0.0)
+        await asyncio.gather(
+            found.admit(WEIGHTS_ONLY, "update its weights"), found.admit(EVERYTHING, "generate")
+        )
+        assert engine.resumes == [(WEIGHTS,), (GRAPH, KV_CACHE)] and engine.tags == set()
+
+    run(test)
+
+
 def test_a_wake_up_without_memory_is_repeated_until_its_bound():
     async def test():
         engine = Engine()

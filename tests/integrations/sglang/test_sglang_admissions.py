@@ -232,6 +232,33 @@ def test_a_disconnected_client_ends_only_a_foreground_request(
     run(test())
 
 
+@pytest.mark.parametrize("when", ["wait", "wake"])
+@pytest.mark.parametrize("rid, abort_all", [("a", False), ("", True), ("other", False)])
+def test_an_abort_ends_a_request_that_is_held(policy, monkeypatch, when, rid, abort_all):
+    policy(when)
+    monkeypatch.setattr(admission, "_POLL_SECONDS", 0.01)
+
+    async def test():
+        manager = Manager()
+        await change(manager, "release")
+        if when == "wake":
+            manager.failure = Failure("OutOfDeviceMemoryError", "no memory", "")
+        task = asyncio.ensure_future(outputs(manager, GenerateReqInput("a")))
+        await asyncio.sleep(0.02)
+        admissions.abort(Manager.abort_request, manager, rid, abort_all)
+        manager.failure = None
+        if rid != "other":
+            with pytest.raises(admission.RequestAbortedError):
+                await task
+            assert manager.sent == []
+        elif when == "wait":
+            await change(manager, "resume")
+        if rid == "other":
+            assert len(await task) == 1
+
+    run(test())
+
+
 def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
     """SGLang 0.5.12 would wait forever for the answer in each later query."""
     monkeypatch.setattr(admissions, "QUERY_SECONDS", 0.01)

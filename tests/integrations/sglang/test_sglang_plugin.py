@@ -408,7 +408,8 @@ assert engine.TorchMemorySaverAdapter.create(enable=False).enabled is False
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers import tokenizer_manager
 from sglang.srt.model_executor.model_runner_components import weight_updater
-assert [kind.__name__ for kind in http_server.app.middlewares] == ["AsleepAnswers"]
+names = [kind.__name__ for kind in http_server.app.user_middleware]
+assert names == ["CORSMiddleware", "AsleepAnswers"], names
 left = [finder for finder in sys.meta_path if "memsaver.integrations" in type(finder).__module__]
 assert not left, left
         """
