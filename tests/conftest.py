@@ -426,3 +426,14 @@ def _modules_of(monkeypatch, folder, *others):
         file = str(getattr(sys.modules[name], "__file__", ""))
         if file.startswith((str(folder), *map(str, others))):
             del sys.modules[name]
+
+
+@pytest.fixture
+def tensors_in_files():
+    """Let torch send tensors through named files, which more than one rank can open."""
+    from torch import multiprocessing
+
+    before = multiprocessing.get_sharing_strategy()
+    multiprocessing.set_sharing_strategy("file_system")
+    yield
+    multiprocessing.set_sharing_strategy(before)

@@ -56,14 +56,11 @@ class Control(weight_engine.Control):
 
 
 @pytest.fixture
-def backend(monkeypatch):
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
+def backend(monkeypatch, tensors_in_files):
     with weight_engine.hooked(monkeypatch) as kind:
         made = Backend(kind)
         made.control = Control(made.models)
         yield made
-    torch.multiprocessing.set_sharing_strategy(before)
 
 
 class Trainer(torch.nn.Module):

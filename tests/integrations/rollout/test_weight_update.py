@@ -22,13 +22,7 @@ from memsaver.integrations.rollout.weights.buckets import ALIGNMENT, buckets_of 
 from memsaver.integrations.rollout.weights.sources import sources_of  # noqa: E402
 from memsaver.integrations.sglang.protocol import verification_of  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def shared_files():
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    yield
-    torch.multiprocessing.set_sharing_strategy(before)
+pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
 
 @pytest.fixture

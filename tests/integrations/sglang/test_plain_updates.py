@@ -16,13 +16,7 @@ from weight_requests import load, weights  # noqa: E402
 from memsaver.integrations.engine.weights import plain_check  # noqa: E402
 from memsaver.integrations.sglang import weight_loads  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def shared_files():
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    yield
-    torch.multiprocessing.set_sharing_strategy(before)
+pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
 
 @pytest.fixture

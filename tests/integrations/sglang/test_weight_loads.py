@@ -29,13 +29,7 @@ from memsaver.integrations.sglang.protocol import (  # noqa: E402
 from memsaver.integrations.sglang.replies import Reply  # noqa: E402
 from memsaver.integrations.sglang.weight_calls import checks_of  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def shared_files():
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    yield
-    torch.multiprocessing.set_sharing_strategy(before)
+pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
 
 @pytest.fixture
