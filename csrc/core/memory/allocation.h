@@ -46,8 +46,8 @@ class Hold {
 };
 
 // Allocates device memory of a tag and returns its address, which is aligned to kBlockBytes, or to
-// the granularity if `bytes` reaches it. Contents are undefined. Waits for a transition of the tag
-// in progress. Legal inside a stream capture.
+// the granularity if `bytes` reaches it. Contents are undefined. Waits while a transition of the
+// tag is in progress. Legal inside a stream capture.
 // Errors: kInvalidState if the tag is paused or the wait would deadlock; kOutOfDeviceMemory;
 // kDriverFailed. Allocates nothing if it fails.
 uint64_t allocate(Tag& tag, Device& device, uint64_t bytes);
