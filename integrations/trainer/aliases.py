@@ -55,7 +55,7 @@ class Aliases:
     def obstacle(self, at: int) -> str | None:
         """Return why the storage of the tensor at index `at` cannot be moved; None if it can.
 
-        The caller must not refer to the storage object, because such a reference is an obstacle.
+        The caller must not refer to the storage object, because such a reference prevents the move.
         """
         import torch
 

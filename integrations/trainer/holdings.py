@@ -114,7 +114,7 @@ def gradients_of(target: Any) -> Iterator[Holding]:
 
 
 def storages_of(holdings: Iterable[Holding]) -> dict[int, tuple[Any, Holding]]:
-    """Return each nonempty storage, with its first holding, by an id of the storage."""
+    """Return each nonempty storage, with the first tensor found in it, by the storage's id."""
     found: dict[int, tuple[Any, Holding]] = {}
     for holding in holdings:
         storage = holding.tensor.untyped_storage()

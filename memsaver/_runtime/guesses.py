@@ -59,7 +59,7 @@ def missing(name: str, public: list[str]) -> AttributeError | ImportError:
 
 
 def _advice(name: str, public: list[str]) -> str:
-    """Return the end of the message, or ""."""
+    """Return a suggestion to append to the error message, or ""."""
     if name.lower() == "vllm":
         return f": {_VLLM}"
     if name in _MODULES:

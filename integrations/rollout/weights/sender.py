@@ -162,7 +162,7 @@ class Sender:
         Aside(lambda: self._group.abort()).wait(END_SECONDS)
 
     def close(self) -> None:
-        """End the group and the store. Idempotent; waits at most `END_SECONDS`.
+        """Close the group and the store. Idempotent; waits at most `END_SECONDS`.
 
         A `connect` in progress fails. If a broadcast hangs, the group ends when the broadcast does.
         """

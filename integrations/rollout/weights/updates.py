@@ -86,7 +86,8 @@ def update(
             True, except with `pause="in_place"`, whose requests continue with the cache.
         timeout: seconds for each of the engine's calls, and to wait for other ranks; None means
             the engine's timeout.
-        unknown: must be empty. Accepted here so that all ranks can raise the error.
+        unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same
+        error.
 
     Raises:
         WeightMismatchError: the engine's contents differ from those sent, the model has no such
