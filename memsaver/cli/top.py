@@ -102,8 +102,8 @@ def command(
 ) -> None:
     """Show the processes on this machine that use memsaver, and the memory of their tags, live.
 
-    Shows for each tag and device: the state, the resident and the paused memory,
-    the backup, and the duration of the last transition.
+    For each tag and device, shows the state, the resident and the paused memory, the backup, and
+    the duration of the last transition.
 
     Shows only processes of this user, and does not attach to them.
     Press Ctrl-C to quit.
@@ -220,7 +220,7 @@ def _fitted(whole: RenderableType, console: Console) -> RenderableType:
 
 
 def _name(process: Process | Silent, console: Console) -> Text:
-    """Return the process's number and its command, cut to the width; JSON has the whole command."""
+    """Return the process's id and command, truncated to the width; JSON has the whole command."""
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
