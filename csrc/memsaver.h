@@ -311,10 +311,10 @@ typedef void* (*ms_torch_malloc_function)(ptrdiff_t bytes, int device, void* str
 MS_API ms_status ms_torch_malloc_of(const char* tag, int backup, ms_torch_malloc_function* function,
                                     ms_error* error);
 
-/* Memory is mapped for the devices that are in use when it is mapped. This call also gives access
- * to devices that came into use later, if the hardware allows it. Unlike cudaMalloc's memory it is
- * not affected by cudaDeviceEnablePeerAccess. Allocations and resumes also do this. Waits for
- * transitions in progress.
+/* Allows devices that came into use after memory was mapped to access that memory, if the hardware
+ * permits it. Memory is mapped for the devices in use when the mapping is made; unlike cudaMalloc's
+ * memory it is not affected by cudaDeviceEnablePeerAccess. Allocations and resumes also do this.
+ * Waits for transitions in progress.
  * Errors: MS_DRIVER_FAILED if the driver does not report which devices are in use. */
 MS_API ms_status ms_refresh_peers(ms_error* error);
 
@@ -483,7 +483,7 @@ MS_API ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error);
 /* Starts recording the memory events of this process's tags in a ring of `capacity` events of about
  * 140 bytes each. New events replace the oldest. A process records one timeline at a time.
  *
- * Cost: a load and a branch per allocation while nothing is recorded, otherwise some tens of
+ * Cost: a load and a branch per allocation while nothing is recorded, otherwise tens of
  * nanoseconds. While a timeline is recorded, transitions query the driver's free memory at their
  * start and end.
  * Errors: MS_INVALID_ARGUMENT if `capacity` is 0 or above 2^24; MS_INVALID_STATE if a timeline is

@@ -4,7 +4,7 @@
 // not end the process through the system's OOM killer. The budget is per process: of other
 // processes' memory, only the part that they have already allocated counts.
 //
-// Any thread. A claim reads files (some hundred microseconds), so it must not be made under the
+// Any thread. A claim reads files (a few hundred microseconds), so it must not be made under the
 // registry's lock.
 #pragma once
 
