@@ -124,7 +124,7 @@ def storages_of(holdings: Iterable[Holding]) -> dict[int, tuple[Any, Holding]]:
 
 
 def reshard(target: Any) -> None:
-    """Reshard a module's FSDP2 parts, which is their state before each forward."""
+    """Reshard a module's FSDP2 parts, as they are before each forward pass."""
     import torch
 
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -18,7 +18,7 @@ __all__ = ["Trim", "backup_view", "trim"]
 
 
 def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> torch.Tensor:
-    """Return a CPU tensor over the saved contents of a tensor whose tag is paused, without a copy.
+    """Return the saved contents of a tensor whose tag is paused, as a CPU tensor, without a copy.
 
     The view has the tensor's shape, strides and dtype. It is valid until the tag's next change: a
     resume, a pause, the deletion of its tensors; with `retained`, also a trim.

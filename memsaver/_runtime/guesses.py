@@ -1,4 +1,4 @@
-"""Errors about names that `memsaver` does not have, with their actual place or name."""
+"""Errors about names that `memsaver` does not have, with their actual location or name."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class WeightGroup:
         engine: a `RolloutEngine`.
         address: an address of this machine that the engine's ranks can reach. The group's store
             listens only at this address. So does gloo, unless GLOO_SOCKET_IFNAME names an
-            interface. NCCL's sockets are on the interfaces that NCCL_SOCKET_IFNAME names. Only the
+            interface. NCCL's sockets use the interfaces that NCCL_SOCKET_IFNAME names. Only the
             leader's address and port are used.
         port: a free port of this address; 0 chooses one.
         backend: the backend of torch.distributed; "gloo" if either side has no GPU. With "nccl" on
