@@ -119,7 +119,7 @@ class Simulator:
         self.opened.sim_copy_rate(bytes_per_second)
 
     def hold_streams(self, held: bool) -> None:
-        """Hold or release all streams; a held stream starts no operation."""
+        """Stop all streams from starting operations, or let them continue."""
         self.opened.sim_hold_streams(int(held))
 
     def deinitialize(self, gone: bool) -> None:
@@ -151,7 +151,7 @@ class Simulator:
         return self.physical(device) - self.idle[device]
 
     def start(self, device: int = 0) -> int:
-        """Make the library start a device in a child, to exclude the library's own memory there."""
+        """Start a device in a child, so that the library's own memory on it can be excluded."""
         import memsaver
 
         memsaver.device_memory(device)
