@@ -93,7 +93,7 @@ def _move(tensor: Any, users: list[Any], tag: str) -> None:
 
 
 def _point(tensor: Any, storage: list[Any]) -> None:
-    """Make a tensor use the storage in the list, with the same version, class and graph."""
+    """Make a tensor use the storage in the list; keep its version, class and autograd graph."""
     import torch
 
     is_inference = tensor.is_inference()

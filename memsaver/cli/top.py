@@ -49,10 +49,10 @@ SCHEMA = 1  # incremented when a key of the JSON changes its meaning or is remov
 
 NOBODY = "No process of this user that can be seen here uses memsaver."
 HOW_TO_BE_SEEN = (
-    "A process is seen from its first tag on (memsaver.region; with `memsaver run --tag`, once it "
-    "allocates device memory or asks memsaver for tags), by the same user on the same machine, "
-    "unless MEMSAVER_TOP=0 is set there. In a container, run this inside of it. `memsaver doctor` "
-    "says whether memsaver works here."
+    "A process is listed once it has a tag (after its first memsaver.region; with `memsaver run "
+    "--tag`, once it allocates device memory or queries memsaver's tags), to the same user on the "
+    "same machine, unless its environment has MEMSAVER_TOP=0. In a container, run this command "
+    "inside the container. `memsaver doctor` reports whether memsaver works here."
 )
 
 _STATES = {

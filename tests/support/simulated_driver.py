@@ -87,7 +87,7 @@ class Simulator:
     # Its behaviour.
 
     def fail(self, call: str, code: int, nth: int = 1, times: int = 1) -> None:
-        """Make the nth next call of that name fail, and times - 1 after it; with times 0, all."""
+        """Make the nth call of that name from now on fail, and `times` in total; 0 means all."""
         assert self.opened.sim_fail(call.encode(), nth, code, times) == 0, f"no call {call}"
 
     def clear_faults(self) -> None:

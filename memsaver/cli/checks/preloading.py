@@ -70,7 +70,7 @@ def _entry(entry: str, kind: str) -> list[Finding]:
     name = f"preloaded {os.path.basename(entry)}"
     has_folder = "/" in entry
     if has_folder and not os.path.exists(entry):
-        text = f"{entry} does not exist: the linker goes on without it"
+        text = f"{entry} does not exist: the linker continues without it"
         return [warned(name, text, "correct LD_PRELOAD")]
     if kind == ANOTHER:
         return [
