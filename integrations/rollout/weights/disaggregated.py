@@ -126,7 +126,7 @@ class WeightGroup:
     def broadcast(
         self, tensors: Sequence[Any], load: Callable[[], Result], timeout: float
     ) -> Result:
-        """Broadcast tensors while the engine loads them. On the leader only.
+        """Broadcast tensors while the engine loads them. Call it only on the leader.
 
         Args:
             tensors: contiguous tensors on `device`. Work that writes them must be complete: the

@@ -315,7 +315,7 @@ class _Update:
         sent: Sequence[tuple[str, ...]],
         last: bool,
     ) -> list[RankCheck]:
-        """Make the engine load a bucket. On the leader only."""
+        """Make the engine load a bucket. Call it only on the leader."""
         backend, options = self._engine.backend, self._options
         assert backend is not None
         tensors = [view for _, _, view in views]
