@@ -37,7 +37,7 @@ class Ended(Failed):
 
 @contextlib.contextmanager
 def attempt(failures: list[str]) -> Iterator[None]:
-    """Record an error of the block in `failures`, and continue."""
+    """Record an error that the block raises in `failures`, and continue."""
     try:
         yield
     except Failed as error:

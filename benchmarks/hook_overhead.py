@@ -126,7 +126,7 @@ class Process:
         )
 
     def pair_ns(self, size: int, pairs: int, direct: bool) -> float:
-        """Return the mean nanoseconds of `pairs` pairs, through the hooks or past them."""
+        """Return the mean nanoseconds of `pairs` pairs, through the hooks or bypassing them."""
         assert self._child.stdin and self._child.stdout
         try:
             self._child.stdin.write(f"{size} {pairs} {int(direct)}\n")

@@ -52,7 +52,7 @@ def in_use() -> dict[str, int]:
 def growth(before: dict[str, int], after: dict[str, int]) -> tuple[int, int]:
     """Return the bytes allocated between two readings of `in_use`: by the process and the machine.
 
-    The process's bytes are those of the figure that grew most. The machine's include other
+    The process's bytes are those of the figure that grew most. The machine's bytes include other
     processes.
     """
     grown = {key: after[key] - before[key] for key in before if key in after}

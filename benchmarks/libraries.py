@@ -31,7 +31,7 @@ class Library(Protocol):
         """Pause one tag and resume another."""
 
     def trim(self) -> None:
-        """Release host memory without a backup, if the library can."""
+        """Release host memory that no paused tag needs, if the library can."""
 
     def use_disk(self, directory: str) -> None:
         """Set the directory of backups on disk."""

@@ -22,7 +22,7 @@ paused, so that each finds the device in the same state. With a backup, the limi
 the same number of bytes between the device and 1 GiB of pinned memory. All values count: none is
 excluded as a warm-up or an outlier.
 
-Without a backup, a wait of --gap seconds between a pause and any later resume stands for work, so
+Without a backup, a wait of --gap seconds between a pause and any later resume represents work, so
 that the driver's clearing of released memory is not measured. The metrics that end in
 _at_once_ms have no wait: each resume follows its pause immediately. Swaps of tags without a backup
 follow each other immediately; those in _spaced_ms follow a wait of --gap seconds.

@@ -109,7 +109,7 @@ def unanswered(
 def percentage(
     metric: str, memsaver_ms: Sequence[float], peer: str, peer_ms: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the row of memsaver's rate in percent of the peer's rate for the same bytes."""
+    """Return the row of memsaver's rate as a percentage of the peer's rate for the same bytes."""
     percent = round(100 * statistics.median(peer_ms) / statistics.median(memsaver_ms), 2)
     return {
         "bench": "pause_resume",

@@ -1,8 +1,8 @@
 """A trainer beside an engine: weights and optimizer states in two tags of a memory saver.
 
 Both tags have a backup in host memory. With memsaver, `offload` moves them there; with
-torch_memory_saver, they are created in regions, as is usual for it. Gradients exist for one step.
-Importing this module imports torch.
+torch_memory_saver, they are created in regions, as is usual for that library. Gradients exist for
+one step. Importing this module imports torch.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Trainer:
         self._let_gradients_go()
 
     def sleep_optimizer(self) -> None:
-        """Release the optimizer's memory, and torch's cache of the gradients'."""
+        """Release the optimizer's memory, and the memory of gradients in torch's cache."""
         if self._device == "cuda":
             torch.cuda.empty_cache()
         self._saver.pause(OPTIMIZER)

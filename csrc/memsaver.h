@@ -158,7 +158,7 @@ typedef enum ms_outcome {
 
 /* One event of a timeline. Fields that do not apply to the event's kind are 0, "" or NULL. */
 typedef struct ms_event {
-  double time_seconds; /* by CLOCK_MONOTONIC */
+  double time_seconds; /* on CLOCK_MONOTONIC */
   int32_t kind;        /* an ms_event_kind */
   int32_t device;      /* -1 for a tag without memory */
   const char* tag;     /* NULL for MS_EVENT_MEMORY */
@@ -311,8 +311,8 @@ typedef void* (*ms_torch_malloc_function)(ptrdiff_t bytes, int device, void* str
 MS_API ms_status ms_torch_malloc_of(const char* tag, int backup, ms_torch_malloc_function* function,
                                     ms_error* error);
 
-/* Grants devices that came into use after memory was mapped access to that memory, if the hardware
- * allows it. Memory is mapped for the devices in use when the mapping is made; unlike cudaMalloc's
+/* Allows devices that came into use after memory was mapped to access that memory, if the hardware
+ * permits it. Memory is mapped for the devices in use when the mapping is made; unlike cudaMalloc's
  * memory it is not affected by cudaDeviceEnablePeerAccess. Allocations and resumes also do this.
  * Waits for transitions in progress.
  * Errors: MS_DRIVER_FAILED if the driver does not report which devices are in use. */
@@ -363,7 +363,7 @@ MS_API ms_status ms_reservation_take_over(ms_reservation* reservation, ms_error*
 /* Releases the reservation. Further calls do nothing. Any thread. */
 MS_API ms_status ms_reservation_release(ms_reservation* reservation, ms_error* error);
 
-/* Waits at most `seconds` (below zero: without a bound) for the release of the reservation. Sets
+/* Waits at most `seconds` (negative: without a limit) for the release of the reservation. Sets
  * `is_over` to 1 if it was released, otherwise to 0. Any thread. Errors: MS_INVALID_STATE if this
  * thread owns the reservation, or its owner waits for this thread. */
 MS_API ms_status ms_reservation_wait(ms_reservation* reservation, double seconds, int* is_over,
@@ -483,7 +483,7 @@ MS_API ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error);
 /* Starts recording the memory events of this process's tags in a ring of `capacity` events of about
  * 140 bytes each. New events replace the oldest. A process records one timeline at a time.
  *
- * Cost: a load and a branch per allocation while nothing is recorded, otherwise some tens of
+ * Cost: a load and a branch per allocation while nothing is recorded, otherwise tens of
  * nanoseconds. While a timeline is recorded, transitions query the driver's free memory at their
  * start and end.
  * Errors: MS_INVALID_ARGUMENT if `capacity` is 0 or above 2^24; MS_INVALID_STATE if a timeline is

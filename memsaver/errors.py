@@ -1,6 +1,6 @@
 """The exceptions and warnings of memsaver.
 
-Every error reports what happened, with which tag and how many bytes, and what to do. After an error
+Every error reports what happened, to which tag, how many bytes, and what to do. After an error
 no contents are lost and nothing is left incomplete: a failed pause leaves its tags mapped, and a
 failed resume leaves them paused with their backups.
 """

@@ -2,7 +2,7 @@
 
 Simulated device memory is host memory at the simulated addresses, so CPU code can read and write it
 directly; accesses to paused memory fault, as on a GPU. torch cannot allocate simulated memory by
-itself: `empty` creates a CPU tensor over memory of the open region. Without a device argument,
+itself: `empty` creates a CPU tensor in memory of the open region. Without a device argument,
 `empty` and `buffer` use the region's device if it has one, otherwise the first device. Not
 simulated: kernels other than memsaver's own, torch's allocator, and speed.
 """
@@ -126,9 +126,9 @@ def buffer(nbytes: int, device: Device = None) -> Buffer:
 
 
 def empty(shape: Sequence[int] | int, dtype: Any = None, device: Device = None) -> torch.Tensor:
-    """Create a CPU torch tensor over simulated memory of the open region, uninitialised.
+    """Create an uninitialised CPU torch tensor in simulated memory of the open region.
 
-    The memory is freed with the last tensor over it. A `dtype` of None is torch's default.
+    The memory is freed with the last tensor that uses it. A `dtype` of None is torch's default.
 
     Raises:
         ConfigError: the shape, the dtype or the device is invalid.

@@ -67,7 +67,7 @@ class Bandwidth(Worker):
 
 
 def rows(found: dict[str, dict[str, list[float]]]) -> Iterator[dict[str, Any]]:
-    """Yield the bandwidth on region memory in percent of plain memory; GB/s are in the detail."""
+    """Yield region memory's bandwidth as a percentage of plain memory's; the detail has GB/s."""
     for when, speeds in found.items():
         plain = statistics.median(speeds["plain"])
         percent = round(100 * statistics.median(speeds["region"]) / plain, 2)

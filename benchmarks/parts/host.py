@@ -45,7 +45,7 @@ class Host(Worker):
         return {"bytes": self._saved.bytes}
 
     def cycle(self) -> dict[str, Any]:
-        """Return the additional MiB since `setup`, while paused and after a release of all."""
+        """Return the additional MiB since `setup`: while paused, and after all is released."""
         self._saved.change()
         self._saved.pause()
         paused = host_memory.in_use()

@@ -77,7 +77,7 @@ def probe(ways: Sequence[Way], options: argparse.Namespace) -> None:
 
 
 def try_one(way: Way, tokens: int, options: argparse.Namespace) -> None:
-    """Try an engine with room for `tokens` tokens. The engine's end counts as a refusal.
+    """Try an engine with room for `tokens` tokens. If it does not start, the cache does not fit.
 
     Raises Failed for failures other than a lack of memory.
     """

@@ -1,9 +1,9 @@
 """Measure steps of RL in which an engine and a trainer share a GPU: time and memory of each stage.
 
-rl_engine.py describes a step. One library after the other has the GPU, with an engine and a trainer
-whose weights and optimizer states are backed up. The first step of each library creates the
-trainer, and does not count; in the other steps, all backups exist already. Stages follow each other
-immediately, as in a real trainer, except for a rest before the engine sleeps.
+rl_engine.py describes a step. The libraries use the GPU one after the other, each with an engine
+and a trainer whose weights and optimizer states are backed up. The first step of each library
+creates the trainer, and does not count; in the other steps, all backups exist already. Stages
+follow each other immediately, as in a real trainer, except for a rest before the engine sleeps.
 
 Contents are compared: all of the trainer's after each wake-up, and the engine's weights with its
 own checksum. Because the seeds are the same, the engine's weights after each update are also

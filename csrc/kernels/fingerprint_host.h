@@ -12,7 +12,7 @@
 namespace memsaver {
 
 // Returns the fingerprint of at most kFingerprintBytes bytes. Any thread. Allocates a table of 1
-// MiB at the first use.
+// MiB on first use.
 inline Digest fingerprint_of(const void* bytes, uint64_t size) {
   using namespace fingerprint;
   static const std::vector<uint32_t>* const table = [] {

@@ -81,7 +81,7 @@ class SignalsDeferred {
   // a pending handler raised.
   static bool set_handler(int number, const py::object& handler, const struct sigaction& action,
                           Raised& raised, bool insist);
-  // Returns whether a signal waits now, or would if the main thread waited for a tag.
+  // Returns whether a signal is deferred now, or would be if the main thread waited for a tag.
   static bool defers(int number, bool in_wait);
   // Adds a signal to `came_`, unless it is in the list.
   static void keep_waiting(Signal signal);

@@ -1,4 +1,4 @@
-// transition: a begun pause, resume or swap, as a Python object.
+// transition: a pause, resume or swap that has begun, as a Python object.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,8 +23,8 @@ inline py::list list_of_changes(ms_change* rows, size_t count) {
   });
 }
 
-// A begun transition. The run releases its tags; the transition is then freed. Any thread may use
-// it; needs the GIL.
+// A transition that has begun. The run releases its tags; the transition is then freed. Any thread
+// may use it; needs the GIL.
 class Transition {
  public:
   Transition() = default;
@@ -41,7 +41,7 @@ class Transition {
     }
   }
 
-  // Takes ownership of a begun transition.
+  // Takes ownership of a transition that has begun.
   void adopt(ms_transition* begun) { transition_.reset(begun, &ms_transition_free); }
 
   // Runs the transition. Can be called once.

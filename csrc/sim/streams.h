@@ -27,7 +27,7 @@ struct Context;
 // The completion of one operation.
 struct Ticket {
   bool done = false;
-  double milliseconds = 0;  // time of completion, by the monotonic clock
+  double milliseconds = 0;  // time of completion on the monotonic clock
 };
 using TicketPtr = std::shared_ptr<Ticket>;
 

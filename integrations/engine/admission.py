@@ -75,7 +75,7 @@ class Admission:
         policy: the policy for requests that need released memory.
         sleeper: makes the calls to the engine.
         without_backup: tags whose contents a release discards. After a wake-up, a request that
-            reads them would return nonsense, so the request is refused.
+        reads them would return wrong results, so the request is refused.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """Exclude wake-ups and other such blocks from a block that releases or resumes tags."""
+        """Prevent wake-ups and other such blocks during a block that releases or resumes tags."""
         async with self._changing:
             yield
 
@@ -251,6 +251,6 @@ async def _check_client(is_gone: Callable[[], Awaitable[bool]] | None) -> None:
 
 
 def retrieve(task: asyncio.Future[Any]) -> None:
-    """Mark a task's exception as seen, even if every request that waited for it was cancelled."""
+    """Retrieve a task's exception, even if every request that waited for it was cancelled."""
     if not task.cancelled():
         task.exception()

@@ -153,7 +153,7 @@ class JoinRequest:
         address: the address of the group's store.
         port: the port of the group's store.
         backend: the backend of torch.distributed, "nccl" or "gloo".
-        world_size: the number of the group's ranks.
+        world_size: the number of ranks in the group.
         rank_offset: the rank in the group of the engine's first rank.
     """
 

@@ -137,14 +137,14 @@ class Answer:
     Attributes:
         scheduler: its unique name.
         operation: "release" or "resume".
-        tags: the tags of the operation, even if it failed, except tags that already were in the
-            requested state.
+        tags: the tags of the operation, even if it failed, except tags that were already in the
+        requested state.
         released: the tags whose memory is released now.
         held: the released tags whose memory is still allocated on some rank, because the rank could
             not release it after a failure; the next release retries.
         ranks: the reports of the ranks of the scheduler's tensor-parallel group.
         failure: the operation's failure, or None.
-        number: the number of the answer, from 1 for each scheduler.
+        number: the answer's sequence number, which starts at 1 for each scheduler.
         lost: tags that a failed release mapped again, and whose contents without a backup are lost.
     """
 

@@ -40,7 +40,7 @@ class SleepReport:
 
     Attributes:
         steps: the requests to the engine, in order.
-        skipped: tags that already were in the requested state.
+        skipped: tags that were already in the requested state.
     """
 
     steps: tuple[Step, ...]

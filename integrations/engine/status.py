@@ -43,7 +43,8 @@ _NEEDS = {
 
 
 def status_of(released: frozenset[str] | None) -> Status:
-    """Return the status of an engine that has released these tags; None means unknown tags.
+    """Return the status of an engine that has released these tags; None means that the tags are
+    unknown.
 
     Raises:
         EngineError: the engine reports an unknown tag.

@@ -1,4 +1,4 @@
-"""Memory management for LightRFT's strategies: the engine sleeps in stages, the optimizer pauses.
+"""Memory management for LightRFT: the engine sleeps in stages, and the optimizer is paused.
 
     from memsaver.integrations.lightrft import adapt
 
@@ -17,7 +17,7 @@ order, so that LightRFT's trainers need no change:
 | `maybe_load_optimizer` | maps the optimizer's memory again |
 | `save_ckpt`, `load_ckpt` | LightRFT's, with the optimizer's memory mapped |
 
-A failure on one rank raises an error on all ranks. Importing this imports neither torch nor
+A failure on one rank raises an error on all ranks. Importing this package imports neither torch nor
 LightRFT.
 """
 

@@ -1,6 +1,6 @@
 """Rollouts for reinforcement learning: an engine for the ranks of a trainer that shares its GPUs.
 
-Importing this imports neither torch nor an engine.
+Importing this package imports neither torch nor an engine.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class RolloutOutput:
         logprobs: float32 [n, longest]: the log-probability with which each token was sampled; 0 for
             padding. None if the engine reports none.
         lengths: int64 [n]: the number of tokens of each sample.
-        prompt_index: int64 [n]: the number of each sample's prompt among this rank's, from 0.
+        prompt_index: int64 [n]: the index of each sample's prompt among this rank's prompts.
         finish_reasons: for each sample: "stop", "length", or "abort" if it was ended early.
         weight_version: the version of the weights at the end of the samples; None if the engine
             reports none, or if it differs among these samples.
@@ -84,7 +84,7 @@ class RolloutOutput:
 
         Args:
             samples: the samples, row by row.
-            prompt_index: the number of each sample's prompt.
+            prompt_index: the index of each sample's prompt.
             pad_token_id: the token that fills the padding.
         """
         import torch

@@ -17,7 +17,7 @@ __all__ = ["PICKLES", "pack", "unpack"]
 
 
 def pack(value: Any) -> bytes:
-    """Pickle a value for `unpack` on another rank. Exceptions of pickling propagate."""
+    """Pickle a value for `unpack` on another rank. Exceptions that pickling raises propagate."""
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 

@@ -20,7 +20,7 @@ class Prompts:
 
     Attributes:
         requests: one for each sample; those of a prompt are adjacent, in the order of the prompts.
-        index: the number of each request's prompt, from 0.
+        index: the index of each request's prompt.
     """
 
     requests: list[Request]

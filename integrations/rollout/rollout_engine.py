@@ -52,14 +52,14 @@ class RolloutEngine(SharedSleep):
     `GroupError` after `timeout`.
 
     Threads: one thread may call `generate` while another one makes all other calls, for example
-    `pause_generation` to end a generation; the same two threads on each rank. Do not use an engine
-    inside an event loop.
+    `pause_generation` to end a generation. Each rank divides its calls between the two threads in
+    the same way. Do not use an engine inside an event loop.
 
     Attributes:
         layout: the place of this rank.
         backend: the engine, on the leader; None on all other ranks.
         together: the connection through which the ranks make all calls except `generate`.
-        tp_size: the number of the engine's ranks. A server's may differ from the layout's.
+        tp_size: the number of ranks in the engine. A server's may differ from the layout's.
         timeout: the default timeout of calls, in seconds.
         pad_token_id: the token that fills the padding in the output of `generate`.
 

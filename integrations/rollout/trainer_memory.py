@@ -144,7 +144,7 @@ class TrainerMemory:
                 handle.close()
 
     def close(self) -> None:
-        """Remove the hooks of all handles; after an error, of none.
+        """Remove the hooks of all handles, or of none if it raises.
 
         Raises:
             InvalidStateError: a tag is paused.

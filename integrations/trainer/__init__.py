@@ -21,9 +21,9 @@ Supports torch's optimizers and modules, including those of FSDP2. The approach,
 - **Gradients** that exist when the tag is paused must be restored by the resume, so the pause
   moves them into the tag. After `zero_grad()` there are none, and the pause is shorter.
 - **A step while the tag is paused** raises an error before anything accesses the memory. So does
-  the forward of a module and of each of its parts.
+  the forward pass of a module and of each of its parts.
 
-Importing this does not import torch.
+Importing this package does not import torch.
 """
 
 from .offloading import Offloaded, offload

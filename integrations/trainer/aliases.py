@@ -1,7 +1,8 @@
 """References to the memory of CPU tensors, and whether the simulator can redirect them.
 
-Every Python tensor over a storage can be found and pointed to other memory. Objects that hold the
-memory's address (a numpy array, a DLPack consumer) or the storage object cannot be redirected.
+Every Python tensor that uses a storage can be found and redirected to other memory. Objects that
+hold the memory's address (a numpy array, a DLPack consumer) or the storage object cannot be
+redirected.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _UNSEEN = 1 if sys.version_info < (3, 11) else 0
 
 
 class Aliases:
-    """The Python tensors over the storages of some tensors, and other references to their memory.
+    """The Python tensors that use the given tensors' storages, and other references to the memory.
 
     Covers the objects that the garbage collector tracked when this was created, and the local
     variables of all threads. The constructor takes about 0.1 s in a process with a million objects.
@@ -49,13 +50,13 @@ class Aliases:
         self._buffers: list[tuple[range, str]] | None = None
 
     def of(self, at: int) -> list[Any]:
-        """Return the Python tensors over the storage of the tensor at index `at`."""
+        """Return the Python tensors that use the storage of the tensor at index `at`."""
         return self._users[_storage_id(self._tensors[at])]
 
     def obstacle(self, at: int) -> str | None:
         """Return why the storage of the tensor at index `at` cannot be moved; None if it can.
 
-        The caller must not refer to the storage object, because such a reference is an obstacle.
+        The caller must not refer to the storage object, because such a reference prevents the move.
         """
         import torch
 

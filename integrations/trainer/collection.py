@@ -269,7 +269,7 @@ class Collection:
         return [pair for pair in found if tag_of(pair[0]) != self.tag]
 
     def _storages(self, targets: list[Any], *, gradients: bool) -> list[tuple[Any, Holding]]:
-        """Return each storage of the targets on the device, with the first holding of it.
+        """Return each storage of the targets on the device, with the first tensor found in it.
 
         Without `parameters`, leaves out an optimizer's states that share a storage with a
         parameter: they stay with the parameter. For states that are not in the tag yet, the
@@ -328,7 +328,7 @@ def _without(holdings: list[Holding], storages: set[int]) -> list[Holding]:
 
 
 def _touched_by_step(optimizer: Any) -> Iterator[Holding]:
-    """Yield the holdings that a step may read or write: parameters, their gradients, states."""
+    """Yield the tensors that a step may read or write: parameters, their gradients, states."""
     yield from holdings_of(optimizer, parameters=True)
     yield from gradients_of(optimizer)
 

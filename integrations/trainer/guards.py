@@ -56,7 +56,7 @@ def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
 
 
 class Guard:
-    """A module hook that calls `check` before the module continues.
+    """A module hook that calls `check` before the module runs.
 
     A shallow copy of a module has the same memory and the same hooks. Deep copies and pickles have
     their own memory and copies of the hooks: a copied or unpickled `Guard` does nothing.
@@ -125,7 +125,7 @@ def guard_steps(before_step: Hook) -> contextlib.ExitStack:
 
 
 def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
-    """Call `check` before each forward and `load_state_dict` of a module. See `guard_parts`.
+    """Call `check` before each forward pass and `load_state_dict` of a module. See `guard_parts`.
 
     Returns:
         A stack that removes the hooks when it is closed.
@@ -142,8 +142,8 @@ def guard_parts(module: Any, check: Check) -> contextlib.ExitStack:
     """Guard a module's submodules as `guard_module` does, and the compiled calls of all modules.
 
     Scripted modules accept no hooks and are guarded only by the modules around them. Keep the hooks
-    for a short time: each costs some microseconds per forward, and torch has fast paths for modules
-    without hooks.
+    for a short time: each costs a few microseconds per forward pass, and torch has fast paths for
+    modules without hooks.
     """
     import torch
 

@@ -114,7 +114,7 @@ def gradients_of(target: Any) -> Iterator[Holding]:
 
 
 def storages_of(holdings: Iterable[Holding]) -> dict[int, tuple[Any, Holding]]:
-    """Return each nonempty storage, with its first holding, by an id of the storage."""
+    """Return each nonempty storage, with the first tensor found in it, by the storage's id."""
     found: dict[int, tuple[Any, Holding]] = {}
     for holding in holdings:
         storage = holding.tensor.untyped_storage()
@@ -124,7 +124,7 @@ def storages_of(holdings: Iterable[Holding]) -> dict[int, tuple[Any, Holding]]:
 
 
 def reshard(target: Any) -> None:
-    """Reshard a module's FSDP2 parts, which is their state before each forward."""
+    """Reshard a module's FSDP2 parts, as they are before each forward pass."""
     import torch
 
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -57,9 +57,9 @@ class Offloaded:
     def bytes(self) -> int:
         """Bytes of the targets' tensors in the tag; other memory in the tag does not count.
 
-        For FSDP2 modules with gathered parameters (from a forward to the backward, without
-        `reshard_after_forward`), the gathered parameters count as elsewhere, and the shards do not
-        count.
+        For FSDP2 modules with gathered parameters (from a forward pass to the backward pass,
+        without `reshard_after_forward`), the gathered parameters count as elsewhere, and the shards
+        do not count.
         """
         return int(self._collection.bytes()[0])
 
@@ -194,14 +194,14 @@ def offload(
     Moving gradients or states needs free memory for a batch of them (at most 512 MiB, or a single
     larger one) and empties torch's cache.
 
-    While the tag is paused, the optimizers' `step` and `load_state_dict`, and the forward and
+    While the tag is paused, the optimizers' `step` and `load_state_dict`, and the forward pass and
     `load_state_dict` of the modules and their parts, raise InvalidStateError. So does a step whose
     parameters, gradients or states are in another tag that is paused. Other uses of the memory are
     not detected: backward, clipping, `zero_grad(set_to_none=False)`, a gradient scaler's `unscale_`
-    and `step`, replays of CUDA graphs, the forward of a model that is not a target, and the forward
-    of a compiled model, unless the target is the result of `torch.compile`, or it was compiled in
-    place (`Module.compile`) before the pause. Users of the memory's address (DLPack consumers, CUDA
-    array interfaces) must be created after the call.
+    and `step`, replays of CUDA graphs, the forward pass of a model that is not a target, and the
+    forward pass of a compiled model, unless the target is the result of `torch.compile`, or it was
+    compiled in place (`Module.compile`) before the pause. Users of the memory's address (DLPack
+    consumers, CUDA array interfaces) must be created after the call.
 
     Before you capture CUDA graphs that use the memory, call this and run a first step; if
     gradients live across the capture and `gradients` is on, run a first pause with gradients too.

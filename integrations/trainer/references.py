@@ -45,7 +45,7 @@ def references_to(objects: list[Any]) -> Counter[int]:
     """Count the references to each object from containers (except `objects`) and local variables.
 
     Returns:
-        The counts, by the objects' ids.
+        The number of references, by the object's id.
     """
     ids = set(map(id, objects))
     found = Counter(id(value) for value in _local_values() if id(value) in ids)
@@ -94,7 +94,7 @@ def _is_array(buffer: Any) -> bool:
 
 
 def _addresses(buffer: Any) -> range:
-    """Return the addresses of an array or a buffer; an empty range if there are none to write."""
+    """Return an array's or a buffer's addresses; an empty range if it is empty or read-only."""
     if _is_array(buffer):
         return _addresses_of_array(buffer)
     try:

@@ -1,7 +1,7 @@
 """Moves the storages of CPU tensors, which represent CUDA tensors on the simulated driver.
 
 A CPU storage cannot be resized into memory of the simulator, so every tensor that shares a storage
-is found and pointed to a new one. If a tensor cannot be found, nothing is moved.
+is found and redirected to a new one. If a tensor cannot be found, nothing is moved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SimulatedStorages:
     def move(self, tensors: list[Any], tag: str) -> None:
         """Move the storages of tensors, with their contents, into memory of the tag.
 
-        All tensors over these storages refer to the new memory afterwards.
+        All tensors that use these storages refer to the new memory afterwards.
 
         Raises:
             InvalidStateError: something other than a Python tensor uses a storage, and nothing was
@@ -93,7 +93,7 @@ def _move(tensor: Any, users: list[Any], tag: str) -> None:
 
 
 def _point(tensor: Any, storage: list[Any]) -> None:
-    """Point a tensor to the storage in the list; its version, class and autograd graph stay."""
+    """Make a tensor use the storage in the list; keep its version, class and autograd graph."""
     import torch
 
     is_inference = tensor.is_inference()

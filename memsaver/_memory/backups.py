@@ -18,7 +18,7 @@ __all__ = ["Trim", "backup_view", "trim"]
 
 
 def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> torch.Tensor:
-    """Return a CPU tensor over the saved contents of a tensor whose tag is paused, without a copy.
+    """Return the saved contents of a tensor whose tag is paused, as a CPU tensor, without a copy.
 
     The view has the tensor's shape, strides and dtype. It is valid until the tag's next change: a
     resume, a pause, the deletion of its tensors; with `retained`, also a trim.
@@ -82,9 +82,9 @@ def trim(*, wait: Literal[True], tags: str | Sequence[str] = ()) -> int: ...
 def trim(*, wait: bool = False, tags: str | Sequence[str] = ()) -> Trim | int:
     """Release the host memory and file space of backups, except those of paused tags.
 
-    memsaver keeps this memory for the next pause. Releasing it takes a while, because unpinning
-    waits for the devices' work, and runs in the background. It uses one tag at a time; a call that
-    needs this tag waits.
+    memsaver keeps this memory for the next pause. The release takes a while, because unpinning
+    waits for the devices' work, so it runs in the background. It owns one tag at a time; a call
+    that needs this tag waits.
 
     Args:
         wait: True waits and returns the released bytes; False returns a handle whose `wait()` does.

@@ -74,7 +74,7 @@ def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None
 
 
 def check_chosen(tags: Iterable[str], backup: Backup | None) -> None:
-    """Check that a pause discards no large contents without a choice of a backup.
+    """Check that a pause discards no large contents for which no backup was chosen.
 
     Args:
         tags: the tags to pause.

@@ -112,7 +112,7 @@ def _in_use(pool: Any, device: int) -> bool:
 
 
 def _class_for(pools: TorchPools) -> Any:
-    """Return a subclass of torch's pools that closes unreferenced pools, never destroying them."""
+    """Return a subclass of torch's pools that closes, but never destroys, unreferenced pools."""
     global _class
     if _class is None:
         base = pools.torch.cuda.MemPool

@@ -102,7 +102,7 @@ class TorchPools:
         _closed_pools[_pool_id(pool)] = pool
 
     def release_closed_pools(self) -> None:
-        """Release the memory of closed pools that no tensor uses to the driver.
+        """Release to the driver the memory of closed pools that no tensor uses.
 
         torch can empty a single pool only in a destructor, which may end the process (see
         `new_pool`). While a pool is in use, torch's `empty_cache()` keeps torch's default

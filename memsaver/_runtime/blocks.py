@@ -26,7 +26,7 @@ Arguments = ParamSpec("Arguments")
 class Block(Generic[Value]):
     """A context manager for a block of code, and a decorator for each call of a function.
 
-    May be entered again after it was left. As a decorator it may be used by several threads at
+    May be entered again after it has been left. As a decorator it may be used by several threads at
     once.
     """
 

@@ -15,7 +15,7 @@ _BETWEEN = {"memsaver", "torch_memory_saver", "contextlib"}
 def caller() -> str:
     """Return the innermost frame of this thread's stack outside memsaver, and the thread's name.
 
-    An example is "/home/me/train.py:120 in sleep, thread 'MainThread'". Takes some microseconds.
+    An example is "/home/me/train.py:120 in sleep, thread 'MainThread'". Takes a few microseconds.
     """
     frame = sys._getframe()
     while frame.f_back is not None:

@@ -1,4 +1,4 @@
-"""Errors about names that `memsaver` does not have, with their actual place or name."""
+"""Errors about names that `memsaver` does not have, with their actual location or name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def missing(name: str, public: list[str]) -> AttributeError | ImportError:
 
 
 def _advice(name: str, public: list[str]) -> str:
-    """Return the end of the message, or ""."""
+    """Return a suggestion to append to the error message, or ""."""
     if name.lower() == "vllm":
         return f": {_VLLM}"
     if name in _MODULES:

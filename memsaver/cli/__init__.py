@@ -1,7 +1,8 @@
 """The command line, `memsaver`: one module for each command.
 
-`app` combines the commands. `checks` has the checks of `memsaver doctor`, `measurements` the
-measurements of `memsaver bench`, and `watched` the processes that `memsaver top` shows. Importing
+`app` combines the commands. `checks` contains the checks of `memsaver doctor`, `measurements` the
+measurements of `memsaver bench`, and `watched` finds the processes that `memsaver top` shows.
+Importing
 this package does not import typer: `main` does, and reports an interrupt during that import like a
 later one. rich is imported only for output.
 """

@@ -60,7 +60,7 @@ def command(
             "`memsaver run --tag trainer -- python train.py`"
         )
     if tag is not None and tag.startswith("-"):
-        _fail(f"--tag takes a name, and {tag!r} looks like an option: no tag begins with '-' here")
+        _fail(f"--tag takes a name, and {tag!r} looks like an option: a tag cannot begin with '-'")
     try:
         added = preload_env(tag, cast("Backup | None", backup))  # it checks the value
     except (ConfigError, NotLoadedError) as error:

@@ -1,4 +1,4 @@
-"""Tables that fold on a narrow terminal: figures below one another, so that none is cut."""
+"""Tables that fold on a narrow terminal: figures move below one another; none is truncated."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def groups_for(console: Console, narrow: Groups) -> Groups:
 
 
 def add_columns(table: Table, groups: Groups, least: int, left: tuple[str, ...] = ()) -> None:
-    """Add a column for each group of names. The first one folds; the others are never cut.
+    """Add a column for each group of names. The first one folds; the others are never truncated.
 
     Args:
         table: the table, without columns.

@@ -49,10 +49,10 @@ SCHEMA = 1  # incremented when a key of the JSON changes its meaning or is remov
 
 NOBODY = "No process of this user that can be seen here uses memsaver."
 HOW_TO_BE_SEEN = (
-    "A process is seen from its first tag on (memsaver.region; with `memsaver run --tag`, once it "
-    "allocates device memory or asks memsaver for tags), by the same user on the same machine, "
-    "unless MEMSAVER_TOP=0 is set there. In a container, run this inside of it. `memsaver doctor` "
-    "says whether memsaver works here."
+    "A process is listed once it has a tag (after its first memsaver.region; with `memsaver run "
+    "--tag`, once it allocates device memory or queries memsaver's tags), to the same user on the "
+    "same machine, unless its environment has MEMSAVER_TOP=0. In a container, run this command "
+    "inside the container. `memsaver doctor` reports whether memsaver works here."
 )
 
 _STATES = {
@@ -102,8 +102,8 @@ def command(
 ) -> None:
     """Show the processes on this machine that use memsaver, and the memory of their tags, live.
 
-    Shows for each tag and device: the state, the resident and the paused memory,
-    the backup, and the duration of the last transition.
+    For each tag and device, shows the state, the resident and the paused memory, the backup, and
+    the duration of the last transition.
 
     Shows only processes of this user, and does not attach to them.
     Press Ctrl-C to quit.
@@ -220,7 +220,7 @@ def _fitted(whole: RenderableType, console: Console) -> RenderableType:
 
 
 def _name(process: Process | Silent, console: Console) -> Text:
-    """Return the process's number and its command, cut to the width; JSON has the whole command."""
+    """Return the process's id and command, truncated to the width; JSON has the whole command."""
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 

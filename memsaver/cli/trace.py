@@ -81,7 +81,7 @@ def command(
         _fail(f"--html writes a page, and {html.name!r} does not end in .html", USAGE)
     if picture is not None and picture.suffix.lower() not in PICTURES:
         _fail(
-            f"--picture draws {', '.join(PICTURES)}, and {picture.name!r} ends in none of them",
+            f"--picture draws {', '.join(PICTURES)}, and {picture.name!r} has another ending",
             USAGE,
         )
     with _failing(file):

@@ -356,13 +356,13 @@ def _being_made() -> InvalidStateError:
 
 
 def _behind(store: Any, ranks: list[int], collectives: int) -> tuple[int, ...]:
-    """Return the ranks that reached fewer collectives."""
+    """Return the ranks that have reached fewer than `collectives` collectives."""
     arrivals = _arrivals(store, ranks, gone=True)
     return tuple(rank for rank in ranks if arrivals.get(rank, 0) < collectives)
 
 
 def _arrivals(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]:
-    """Return each rank's number of collectives; omit ranks that gave up, unless `gone`."""
+    """Return each rank's number of collectives; omit ranks that stopped waiting, unless `gone`."""
     keys = [str(rank) for rank in ranks]
     # Two requests for all ranks, if each rank arrived at least once.
     known = keys if store.check(keys) else [key for key in keys if store.check([key])]
@@ -377,7 +377,7 @@ def _arrivals(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int
 
 
 def _done_in_time(look: Callable[[], None]) -> bool:
-    """Return whether `look` finished within the time for a diagnosis."""
+    """Return whether `look` finished within the time limit for a diagnosis."""
     done = Latch()
 
     def run() -> None:

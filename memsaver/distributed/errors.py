@@ -58,8 +58,8 @@ class GroupError(MemsaverError):
     """The ranks cannot reach each other: a rank died, hangs, or never made the call.
 
     This rank has undone its changes, unless the message says otherwise. The other surviving ranks
-    have too, except that a rank that had received all outcomes before the loss may have returned.
-    `__cause__` is torch's error.
+    have done so too, except that a rank that had received all outcomes before the loss may have
+    returned. `__cause__` is torch's error.
 
     Attributes:
         missing: the ranks that are known not to have arrived.

@@ -141,7 +141,7 @@ class Account:
         return cls(**json.loads(data[_LENGTH.size : end])), data[end:]
 
     def failure(self, rank: int) -> RankFailure:
-        """Return the rank's failure, for an error's attribute."""
+        """Return the rank's failure, as an element of an error's `failures`."""
         return RankFailure(rank, self.host, self.kind, self.status, self.tag, self.message)
 
     def call(self, rank: int) -> RankFailure:

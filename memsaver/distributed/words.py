@@ -8,7 +8,7 @@ __all__ = ["listed", "side"]
 
 
 def listed(tags: Iterable[object]) -> str:
-    """Format tags, independently of their order."""
+    """Format tags; the result does not depend on their order."""
     return ", ".join(_texts(tags))
 
 

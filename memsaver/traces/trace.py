@@ -103,7 +103,7 @@ class Trace:
         started: when the recording began, in seconds since 1970.
         seconds: the length of the recording.
         process: the process's id.
-        dropped: the number of oldest events that newer events replaced.
+        dropped: the number of old events that newer events replaced.
         begin: the time from which the recording is complete, in seconds since it began: 0, or the
             time of the oldest remaining event.
         samples: the memory of tags, in chronological order.

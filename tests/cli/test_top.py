@@ -92,7 +92,7 @@ def test_nothing_is_found(runtime):
     done = run_top(runtime, COLUMNS="80")
     assert (done.exit_code, done.stderr) == (0, "")
     text = " ".join(done.stdout.split())
-    assert text.startswith(top.NOBODY) and "from its first tag on" in text
+    assert text.startswith(top.NOBODY) and "once it has a tag" in text
     assert "MEMSAVER_TOP" in text and max(map(len, done.stdout.splitlines())) <= 80
     assert json.loads(run_top(runtime, "--json").stdout)["processes"] == []
 

@@ -97,6 +97,6 @@ def test_the_support_table_names_the_versions_that_were_run():
 
 
 def test_every_error_the_readme_names_exists():
-    rows = README.split("## If an error comes")[1]
+    rows = README.split("## If an error occurs")[1]
     names = set(re.findall(r"`(\w+Error)`", rows))
     assert len(names) >= 3 and names <= set(dir(memsaver))

@@ -1,7 +1,7 @@
 """Groups of processes on simulated devices, for tests of `memsaver.distributed`.
 
-A set of processes runs many scenes. Each scene begins and ends with everything mapped, and every
-rank checks its own state.
+One set of processes runs many scenarios. Each scenario begins and ends with everything mapped, and
+every rank checks its own state.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ DRIVER_CALLS = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver/driver.h").
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Makes the nth next call of that name fail, and `times` calls in total; 0 means all."""
+    """Makes the nth call of that name from now on fail, and `times` calls in total; 0 means all."""
 
     call: str
     nth: int

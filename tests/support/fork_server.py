@@ -90,7 +90,7 @@ def become(process: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 def leave() -> None:
     """End the process, without freeing all of torch's modules, which takes a quarter of a second.
 
-    What programs leave to their last moments is tested in new interpreters.
+    Code that runs at interpreter exit is tested in new interpreters.
     """
     sys.stdout.flush()
     sys.stderr.flush()

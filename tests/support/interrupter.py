@@ -71,7 +71,7 @@ class Interrupter:
             yield place
 
     def start(self, place: int) -> None:
-        """Interrupt at that place, counted from now. The interrupted call may call this itself."""
+        """Interrupt at the `place`-th place after this call, which interrupted code may make."""
         self._seen.value, self._at.value = 0, place
 
     def interrupted(

@@ -43,5 +43,5 @@ def enter(name):
 
 
 def code(body: str) -> str:
-    """Return code for a child, after the common code."""
+    """Return a child's code: the common code, followed by `body`."""
     return PRELUDE + textwrap.dedent(body)

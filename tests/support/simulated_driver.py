@@ -87,7 +87,7 @@ class Simulator:
     # Its behaviour.
 
     def fail(self, call: str, code: int, nth: int = 1, times: int = 1) -> None:
-        """Make the nth next call of that name fail, and times - 1 after it; with times 0, all."""
+        """Make the nth call of that name from now on fail, and `times` in total; 0 means all."""
         assert self.opened.sim_fail(call.encode(), nth, code, times) == 0, f"no call {call}"
 
     def clear_faults(self) -> None:
@@ -119,7 +119,7 @@ class Simulator:
         self.opened.sim_copy_rate(bytes_per_second)
 
     def hold_streams(self, held: bool) -> None:
-        """Hold or release all streams; a held stream starts no operation."""
+        """Stop all streams from starting operations, or let them continue."""
         self.opened.sim_hold_streams(int(held))
 
     def deinitialize(self, gone: bool) -> None:
@@ -151,7 +151,7 @@ class Simulator:
         return self.physical(device) - self.idle[device]
 
     def start(self, device: int = 0) -> int:
-        """Make the library start a device in a child, to exclude the library's own memory there."""
+        """Start a device in a child, so that the library's own memory on it can be excluded."""
         import memsaver
 
         memsaver.device_memory(device)

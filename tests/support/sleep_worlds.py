@@ -34,7 +34,7 @@ class World:
 
     @contextlib.contextmanager
     def full(self):
-        """Leave no memory for a resume in the block."""
+        """Make a resume in the block run out of memory."""
         if self.guarded:
             self.sim.occupy((80 << 30) - self.sim.physical())
             try:

@@ -1,4 +1,4 @@
-"""A fake of SGLang's tokenizer manager whose scheduler refuses requests without memory."""
+"""A fake of SGLang's tokenizer manager; its scheduler refuses requests while tags are released."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def modules():
 
 
 def choose(monkeypatch, when, seconds=5):
-    """Choose a policy."""
+    """Set the policy for requests to a sleeping engine."""
     monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP", when)
     monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP_WAIT", str(seconds))
 
 
 class Manager:
-    """A tokenizer manager with one scheduler, which refuses requests without memory."""
+    """A tokenizer manager with one scheduler, which refuses requests while tags are released."""
 
     def __init__(self, **arguments) -> None:
         self.server_args = types.SimpleNamespace(
@@ -106,8 +106,8 @@ class Manager:
         self.aborted.append(rid)
 
     async def generate_request(self, obj, request=None):
-        """SGLang's own method, whose scheduler has the guard."""
-        obj.rid = f"{obj.rid}'"  # it changes the request
+        """SGLang's own method, with a scheduler that has the guard."""
+        obj.rid = f"{obj.rid}'"  # SGLang changes the request's id
         self.rid_to_state[obj.rid] = object()
         await asyncio.sleep(0)
         self.between()

@@ -42,9 +42,9 @@ void require_list(const void* list, size_t count, const char* what);
 
 ms_event event_row(const Record& record);
 
-// Copies text into a fixed field, truncated at a UTF-8 boundary.
+// Copies text into a fixed-size field, truncated at a UTF-8 boundary.
 void copy_text(char* field, size_t capacity, const std::string& text);
-// Copies the end of a text into a fixed field, truncated at a UTF-8 boundary.
+// Copies the end of a text into a fixed-size field, truncated at a UTF-8 boundary.
 void copy_end_of_text(char* field, size_t capacity, const std::string& text);
 
 // Writes the failure to `error`, unless it is null, and returns its status.

@@ -2,7 +2,7 @@
 // states or fingerprints.
 //
 // A backing store mirrors a heap's spans: every device address has one place in it, at the same
-// distance from the start of its span. Nothing is stored at a place until a chunk around it is
+// offset from the start of its span. Nothing is stored at a place until a chunk around it is
 // attached. A chunk is a range of device addresses on boundaries of chunk_unit() bytes.
 #pragma once
 

@@ -49,7 +49,7 @@ class BackupStore {
       : kind_(kind), backing_(std::move(backing)) {}
 
   Backup kind() const { return kind_; }
-  // Returns whether the next save may use the store, see above. Any thread.
+  // Returns whether the next save may use the store (see above). Any thread.
   bool is_sound() const { return sound_; }
   // Makes the store unsound. Any thread.
   void distrust() { sound_ = false; }
@@ -91,7 +91,7 @@ class BackupStore {
   };
   // Returns the entries of pieces that begin in a range, in address order.
   std::vector<Kept> kept(const Range& range) const;
-  // Replaces the entries of an attached chunk by `kept` (in address order).
+  // Replaces the entries of an attached chunk with `kept` (in address order).
   void remember(const Range& chunk, std::vector<Kept> kept);
   // Discards the fingerprints in a range that is about to be written to.
   void forget(const Range& range) noexcept;

@@ -36,7 +36,7 @@ struct ObjectKind {
   const char* call;    // the driver call that destroys an object
   const char* memory;  // the memory that stays allocated, for the warning; null: not deferred
   Memory counts_as;    // in the statistics of deferred releases
-  Scope scope;         // in which the call must be made
+  Scope scope;         // the scope in which the call must be made
   bool waits;          // the call waits for work on the device
   CUresult (*destroy)(uint64_t object, uint64_t bytes);
 };

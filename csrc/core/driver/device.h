@@ -18,7 +18,7 @@ namespace memsaver {
 // be freed at any time. Any thread.
 class Device : public Context {
  public:
-  // Returns the device with an ordinal, and starts its primary context at the first use. Throws
+  // Returns the device with an ordinal, and starts its primary context on first use. Throws
   // kInvalidArgument for an ordinal that does not exist, kNotLoaded for a device without virtual
   // memory management, kDriverFailed.
   static Device& get(int ordinal);

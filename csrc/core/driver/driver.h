@@ -75,8 +75,8 @@ struct DriverTable {
   int version;  // 13000 for 13.0
 };
 
-// Returns the table, opened and initialised (cuInit) at the first use. Creates no context. Any
-// thread. Throws kNotLoaded at every call until there is a usable driver.
+// Returns the table, opened and initialised (cuInit) on first use. Creates no context. Any thread.
+// Throws kNotLoaded at every call until there is a usable driver.
 const DriverTable& driver();
 
 // Returns the table if it is open, otherwise null. Any thread.

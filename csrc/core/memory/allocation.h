@@ -46,13 +46,13 @@ class Hold {
 };
 
 // Allocates device memory of a tag and returns its address, which is aligned to kBlockBytes, or to
-// the granularity if `bytes` reaches it. Contents are undefined. Waits for a transition of the tag
-// in progress. Legal inside a stream capture.
+// the granularity if `bytes` reaches it. Contents are undefined. Waits while a transition of the
+// tag is in progress. Legal inside a stream capture.
 // Errors: kInvalidState if the tag is paused or the wait would deadlock; kOutOfDeviceMemory;
 // kDriverFailed. Allocates nothing if it fails.
 uint64_t allocate(Tag& tag, Device& device, uint64_t bytes);
 
-// Grants devices that came into use since the last call access to memory that is already mapped.
+// Allows devices that came into use since the last call to access memory that is already mapped.
 // Waits for tags in use, but skips a tag if the wait would deadlock; the next call tries it again.
 // Returns quickly if nothing changed. Warns if a device cannot access the memory.
 // Errors: kDriverFailed if the driver does not report which devices are in use.

@@ -41,8 +41,8 @@ Tag* find_current_tag() noexcept;
 
 // Returns the tag of this thread's next allocation: its innermost region's tag; otherwise the
 // process's tag, if it is mapped; otherwise null. Takes no lock, never throws, and costs a load if
-// no thread is in a region, because hooks call it for every allocation. An invalid environment
-// means no process tag, and one warning.
+// no thread is in a region, because hooks call it for every allocation. If the environment is
+// invalid, there is no process tag, and one warning is added.
 inline Tag* current_tag() noexcept {
   return regions::open_anywhere.load(std::memory_order_relaxed) == 0 ? nullptr
                                                                      : regions::find_current_tag();

@@ -67,7 +67,7 @@ struct Pool {
   std::unique_ptr<BackupStore> backup;
   std::vector<Range> saved;  // the ranges of a paused heap that are in the backup, sorted
   // For a mapped heap: the sorted ranges whose last saved copy is still in the backup. A new
-  // allocation is cut out of them; a save and a trim clear them.
+  // allocation is removed from them; a save and a trim clear them.
   std::vector<Range> retained;
   // Retained unmapped pages: pages that a failed transition had unmapped and could not map again.
   // They contain the bytes that are not in `saved`. The tag is paused, and its resume maps them.

@@ -1,9 +1,9 @@
 // reservation: rights to change tags, the threads that own them, and the threads that wait.
 //
 // There are two rights to a tag. One Hold (allocation.h) at a time owns the tag's memory, for as
-// long as an allocation, a free or a begun transition needs it. One thread at a time may begin the
-// tag's transitions: a Reservation spans a transition and its callbacks, during which other threads
-// may still allocate in the tag.
+// long as an allocation, a free or a transition that has begun needs it. One thread at a time may
+// begin the tag's transitions: a Reservation spans a transition and its callbacks, during which
+// other threads may still allocate in the tag.
 //
 // Each right records its owner. A thread that starts to wait can therefore determine whether the
 // owners wait for it in turn; if they do, the wait fails (kInvalidState), because it would never
@@ -96,8 +96,8 @@ class Reservation {
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
 
-  // Gives up the calling thread's ownership of the reservation and of transitions of its tags that
-  // this thread has begun. No thread owns them until another one calls take_over. Does nothing if
+  // Ends the calling thread's ownership of the reservation and of transitions of its tags that this
+  // thread has begun. No thread owns them until another one calls take_over. Does nothing if
   // another thread has already done so.
   void hand_over();
   // Makes the calling thread the owner of the reservation and of these transitions.

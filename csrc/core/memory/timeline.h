@@ -32,7 +32,7 @@ struct Record {
     kMemory = 5,  // the driver's free and total memory of a device
   };
 
-  int64_t time_ns = 0;  // by the steady clock (CLOCK_MONOTONIC)
+  int64_t time_ns = 0;  // on the steady clock (CLOCK_MONOTONIC)
   Kind kind = Kind::kBaseline;
   const Tag* tag = nullptr;  // null for kMemory
   int32_t device = -1;       // -1 for a tag without memory

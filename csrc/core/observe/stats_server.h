@@ -21,8 +21,8 @@ namespace stats_server {
 extern std::atomic<bool> settled;  // the server was started, or never will be
 void settle() noexcept;
 
-// Starts the server, once per process. Called after a tag was created, without a lock. Later calls
-// cost a load.
+// Starts the server, once per process. Called after a tag has been created, without a lock. Later
+// calls cost a load.
 inline void start() noexcept {
   if (!settled.load(std::memory_order_acquire)) settle();
 }

@@ -4,7 +4,7 @@
 // not end the process through the system's OOM killer. The budget is per process: of other
 // processes' memory, only the part that they have already allocated counts.
 //
-// Any thread. A claim reads files (some hundred microseconds), so it must not be made under the
+// Any thread. A claim reads files (a few hundred microseconds), so it must not be made under the
 // registry's lock.
 #pragma once
 
@@ -47,19 +47,20 @@ class HostClaim {
   void grow(uint64_t bytes, const std::string& what);
 
   // Records that `bytes` of the claim are now allocated memory of this process, so the system's
-  // available memory no longer includes them. Call it after touching them. At most the untouched
-  // bytes.
+  // available memory no longer includes them. Call it after touching them. `bytes` must not
+  // exceed the untouched bytes.
   void touched(uint64_t bytes) noexcept;
 
   // Returns `bytes` to the budget, touched bytes first; their memory must already be released to
-  // the system. At most the claimed bytes.
+  // the system. `bytes` must not exceed the claimed bytes.
   void shrink(uint64_t bytes) noexcept;
 
-  // Returns `bytes` that were claimed and never touched. At most the untouched bytes.
+  // Returns `bytes` that were claimed and never touched. `bytes` must not exceed the
+  // untouched bytes.
   void shrink_untouched(uint64_t bytes) noexcept;
 
-  // Moves `bytes` bytes, touched ones first, from this claim to the returned one. At most the
-  // claimed bytes.
+  // Moves `bytes` bytes, touched ones first, from this claim to the returned one. `bytes` must
+  // not exceed the claimed bytes.
   HostClaim split(uint64_t bytes) noexcept;
 
   uint64_t bytes() const { return bytes_; }

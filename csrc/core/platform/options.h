@@ -1,7 +1,7 @@
 // options: all settings in one table: name, kind, environment variable, default, bounds, meaning.
 //
-// To add an option, add a line to MS_OPTIONS. Values come from the environment at the first use,
-// and from configure(). Any thread, at any time; no function takes a lock.
+// To add an option, add a line to MS_OPTIONS. Values come from the environment on first use, and
+// from configure(). Any thread, at any time; no function takes a lock.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace memsaver {
 // The kind of an option's value.
 enum class OptionKind {
   kSize,  // a number of bytes with an optional suffix KiB, MiB or GiB
-  kFlag,  // on, off, 1, 0, true or false, in either case
+  kFlag,  // on, off, 1, 0, true or false, in upper or lower case
   kPath,  // an existing directory that can be written to, kept as its absolute path; "": the
           // default
 };

@@ -1,4 +1,4 @@
-// profile: reports long work as ranges to a profiler (Nsight Systems), through NVTX.
+// profile: reports long operations as ranges to a profiler (Nsight Systems), through NVTX.
 //
 // The first range determines the profiler of the process: NVTX loads the library in
 // NVTX_INJECTION64_PATH, which profilers set for programs that they start. Without a profiler a
@@ -16,9 +16,9 @@ namespace memsaver {
 // bytes)"); the payload is only the number of bytes.
 //
 // Any thread, but each range is created and destroyed by one thread, innermost first. Must not
-// exist under the registry's lock, because a profiler's library runs inside, nor before the driver
-// is open, because a child forked during the creation of the first range could wait indefinitely.
-// Never throws: without memory for the message there is no range.
+// exist under the registry's lock, because creating and destroying it runs the profiler's library,
+// nor before the driver is open, because a child forked during the creation of the first range
+// could wait indefinitely. Never throws: without memory for the message there is no range.
 class ProfileRange {
  public:
   // `what` is a verb. `make_names` returns the tags as a std::vector<std::string>; it is called

@@ -28,7 +28,7 @@ void append_within(const std::vector<Range>& ranges, const Range& window,
 // Returns `ranges` (sorted, disjoint) with every start and end moved outwards to a multiple of
 // `unit`.
 std::vector<Range> widened(const std::vector<Range>& ranges, uint64_t unit);
-// Returns `ranges` cut at the multiples of `unit`; adjacent parts are not merged.
+// Returns `ranges` split at the multiples of `unit`; adjacent parts are not merged.
 std::vector<Range> cut(const std::vector<Range>& ranges, uint64_t unit);
 
 // Removes `hole` from `ranges` (sorted, disjoint). Takes logarithmic time, plus a move of the

@@ -26,7 +26,7 @@ enum class Status : int32_t {
   kInternal = 11,
 };
 
-// The message states what went wrong, with which tag and how many bytes, and what to do. Copyable.
+// The message states what went wrong, to which tag, how many bytes, and what to do. Copyable.
 // Immutable once thrown, except that callers may add details (the tag, sizes, a longer message).
 class Error : public std::exception {
  public:

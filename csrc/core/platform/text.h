@@ -11,7 +11,7 @@ namespace memsaver {
 // sizes that differ by a page of device memory.
 std::string format_bytes(uint64_t bytes);
 
-// Returns "'a', 'b'"; "none" if empty; at most twenty names, then the number of the rest.
+// Returns "'a', 'b'"; "none" if empty; at most twenty names, then the number of further names.
 std::string format_names(const std::vector<std::string>& names);
 
 // Returns whether the text is valid UTF-8, as tags must be.

@@ -20,7 +20,7 @@ namespace memsaver {
 // Returns the number of threads that keep this process's CPUs busy: the number of CPUs in its
 // affinity mask, limited by the quota of its control groups, rounded up; from 1 to 16. (16 threads
 // saturate the memory: they touch pages at 65 GB/s, 4 threads at 32, on an H200's host.) Reads
-// system files: some tens of microseconds.
+// system files: tens of microseconds.
 unsigned worker_count();
 
 // Runs job(0) to job(count - 1) in the background. Each thread takes the next index, so jobs start

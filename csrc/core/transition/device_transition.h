@@ -36,10 +36,10 @@ class DeviceTransition {
   // Returns the bytes of new memory in the last plan.
   uint64_t new_bytes() const;
 
-  // Plans which pages are transferred (see plan_page_transfers), and reserves the room for undoing.
-  // Throws kDriverFailed.
+  // Plans which pages are transferred (see plan_page_transfers), and reserves the memory for
+  // undoing. Throws kDriverFailed.
   void plan(bool allow_larger);
-  // Removes the pages that exchange() moves from the pools. Under the registry's lock.
+  // Removes from the pools the pages that exchange() moves. Under the registry's lock.
   void take_pages() noexcept;
   // Copies, transfers pages, and maps the rest. Returns when all bytes have arrived. Calls `queued`
   // when all memory is mapped and all copies are queued, before waiting for the last copies. Throws

@@ -25,7 +25,7 @@ struct PageTransferPlan {
   std::map<const Arriving*, std::vector<Range>> memory;  // the rest, to be mapped with new memory
 };
 
-// Assigns the extents of `out` to the tiles of `into`. A page is never cut: if none is small
+// Assigns the extents of `out` to the tiles of `into`. A page is never split: if none is small
 // enough, new memory is planned; or, with `allow_larger`, a larger page that extends beyond the
 // tiles into unused addresses of the same span.
 PageTransferPlan plan_page_transfers(const std::vector<Leaving*>& out,

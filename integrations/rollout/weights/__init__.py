@@ -12,7 +12,7 @@
   bounded. The trainer's weights are only read. After a failed update an engine has both old and new
   weights; repeating the call updates all of them.
 
-Importing this imports neither torch nor an engine.
+Importing this package imports neither torch nor an engine.
 """
 
 from .disaggregated import WeightGroup

@@ -47,7 +47,7 @@ class WeightGroup:
         engine: a `RolloutEngine`.
         address: an address of this machine that the engine's ranks can reach. The group's store
             listens only at this address. So does gloo, unless GLOO_SOCKET_IFNAME names an
-            interface. NCCL's sockets are on the interfaces that NCCL_SOCKET_IFNAME names. Only the
+            interface. NCCL's sockets use the interfaces that NCCL_SOCKET_IFNAME names. Only the
             leader's address and port are used.
         port: a free port of this address; 0 chooses one.
         backend: the backend of torch.distributed; "gloo" if either side has no GPU. With "nccl" on
@@ -126,7 +126,7 @@ class WeightGroup:
     def broadcast(
         self, tensors: Sequence[Any], load: Callable[[], Result], timeout: float
     ) -> Result:
-        """Broadcast tensors while the engine loads them. On the leader only.
+        """Broadcast tensors while the engine loads them. Call it only on the leader.
 
         Args:
             tensors: contiguous tensors on `device`. Work that writes them must be complete: the

@@ -1,4 +1,4 @@
-"""Serialises tensors as text from which another process opens their memory.
+"""Serialises tensors as text with which another process can open their memory.
 
 The memory is shared through CUDA IPC or as shared host memory.
 """

@@ -2,8 +2,8 @@
 
 SGLang's side is `init_custom_process_group`, which makes torch build the group over a store with
 the group's name as a prefix. This side builds the same group over the same prefixes, but does not
-enter it in torch's table of groups. So nothing else in the trainer sees the group, and `close` ends
-it.
+register it in torch's table of groups. So nothing else in the trainer sees the group, and `close`
+ends it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sender:
     Args:
         name: the group's name, which no other group of the engine has used.
         backend: "nccl" or "gloo".
-        size: the number of the group's ranks, including this one.
+        size: the number of ranks in the group, including this one.
         timeout: seconds to wait for the other ranks.
     """
 
@@ -162,7 +162,7 @@ class Sender:
         Aside(lambda: self._group.abort()).wait(END_SECONDS)
 
     def close(self) -> None:
-        """End the group and the store. Idempotent; waits at most `END_SECONDS`.
+        """Close the group and the store. Idempotent; waits at most `END_SECONDS`.
 
         A `connect` in progress fails. If a broadcast hangs, the group ends when the broadcast does.
         """

@@ -86,7 +86,8 @@ def update(
             True, except with `pause="in_place"`, whose requests continue with the cache.
         timeout: seconds for each of the engine's calls, and to wait for other ranks; None means
             the engine's timeout.
-        unknown: must be empty. Accepted here so that all ranks can raise the error.
+        unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same
+        error.
 
     Raises:
         WeightMismatchError: the engine's contents differ from those sent, the model has no such
@@ -314,7 +315,7 @@ class _Update:
         sent: Sequence[tuple[str, ...]],
         last: bool,
     ) -> list[RankCheck]:
-        """Make the engine load a bucket. On the leader only."""
+        """Make the engine load a bucket. Call it only on the leader."""
         backend, options = self._engine.backend, self._options
         assert backend is not None
         tensors = [view for _, _, view in views]

@@ -41,7 +41,7 @@ def verified_places(bucket: Bucket, verify: str, number: int) -> tuple[int, ...]
     Args:
         bucket: the bucket.
         verify: "off": none; "full": all; "sampled": one in eight, and at least one in each bucket.
-        number: the number of the update; each update samples different tensors.
+        number: the update's sequence number; each update samples different tensors.
     """
     if verify == "off":
         return ()

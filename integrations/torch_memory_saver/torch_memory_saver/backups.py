@@ -67,7 +67,7 @@ class Backups:
             memsaver.trim(wait=True, tags=released)
 
     def view(self, tensor: Any, writable: bool) -> Any:
-        """Return a CPU tensor over the backup of a tensor, or None if there is no backup.
+        """Return the backup of a tensor as a CPU tensor, or None if there is no backup.
 
         Raises:
             InvalidStateError: the tensor's tag is paused without a backup or with one on disk.

@@ -27,7 +27,7 @@ class ThreadState:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """At the end of the block, switch a region on again that the block has switched off."""
+        """At the end of the block, re-enable a region that the block has disabled."""
         around, self._local.off = self._local.off, None
         try:
             yield
@@ -40,7 +40,7 @@ class ThreadState:
         return _C.region_tag() is not None
 
     def tms_set_interesting_region(self, interesting: bool) -> None:
-        """Switch the thread's innermost region off, or on again. Does nothing outside a region."""
+        """Disable the thread's innermost region, or enable it. Does nothing outside a region."""
         if interesting:
             off, self._local.off = self._local.off, None
             if off is not None:

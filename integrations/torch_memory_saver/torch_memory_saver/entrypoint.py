@@ -23,9 +23,9 @@ __all__ = ["TorchMemorySaver"]
 class TorchMemorySaver:
     """Pauses and resumes tensors tag by tag; all objects of a process share the same tags.
 
-    Raises memsaver's errors; after an error, nothing is lost and nothing is half-done. Pausing a
-    paused tag, resuming a mapped tag, and tags that no region has named have no effect. Any thread;
-    a region applies to the thread that entered it.
+    Raises memsaver's errors; after an error, nothing is lost and no operation is half finished.
+    Pausing a paused tag, resuming a mapped tag, and tags that no region has named have no effect.
+    Any thread; a region applies to the thread that entered it.
     """
 
     def __init__(self) -> None:
@@ -213,8 +213,8 @@ class TorchMemorySaver:
 
         Args:
             x: a tensor.
-            zero_copy: False returns a copy of the backup. True returns a tensor over the backup
-                itself, valid until the tag's next change. The resume of a paused tag restores the
+            zero_copy: False returns a copy of the backup. True returns the backup itself as a
+                tensor, valid until the tag's next change. The resume of a paused tag restores the
                 contents of this tensor.
 
         Raises:

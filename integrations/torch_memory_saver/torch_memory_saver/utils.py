@@ -1,4 +1,4 @@
-"""The path of the preloaded library, and changes of the environment."""
+"""The path of the preloaded library, and changes to the environment."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def check_driver() -> list[Finding]:
         return [
             warned(
                 "driver",
-                f"the simulated one, as MEMSAVER_DRIVER=sim asks; it says CUDA {cuda}",
+                f"the simulated driver, because of MEMSAVER_DRIVER=sim; it reports CUDA {cuda}",
                 "unset MEMSAVER_DRIVER to use a GPU",
                 version=None,
                 **data,

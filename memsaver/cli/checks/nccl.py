@@ -27,8 +27,8 @@ def check_nccl() -> list[Finding]:
         found.append(
             warned(
                 REGISTER_HOOK,
-                "on: NCCL registers torch's memory, that of regions too, and goes on using the "
-                "pages that a pause releases",
+                "on: NCCL registers torch's memory, including that of regions, and continues to "
+                "use the pages that a pause releases",
                 "unset it, or deregister in memsaver.on_pause",
                 value=os.environ.get(REGISTER_HOOK),
             )

@@ -51,7 +51,7 @@ def _kind(entry: str) -> str:
 
 
 def _order(kinds: list[tuple[str, str]]) -> Finding:
-    """Check the order of the libraries: the first one that has a function serves it."""
+    """Check the order of the libraries: a function comes from the first one that defines it."""
     shown = [entry if kind == OTHER else f"{entry} ({kind})" for entry, kind in kinds]
     text = ", then ".join(shown)
     libraries = [{"path": entry, "kind": kind} for entry, kind in kinds]
@@ -70,7 +70,7 @@ def _entry(entry: str, kind: str) -> list[Finding]:
     name = f"preloaded {os.path.basename(entry)}"
     has_folder = "/" in entry
     if has_folder and not os.path.exists(entry):
-        text = f"{entry} does not exist: the linker goes on without it"
+        text = f"{entry} does not exist: the linker continues without it"
         return [warned(name, text, "correct LD_PRELOAD")]
     if kind == ANOTHER:
         return [

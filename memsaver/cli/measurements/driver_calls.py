@@ -15,7 +15,7 @@ UNMAP, RELEASE = "driver, unmap", "driver, release"
 
 _TITLES = {
     CREATE: "create",
-    MAP: "map and give access",
+    MAP: "map and set access",
     UNMAP: "unmap",
     RELEASE: "release",
 }

@@ -44,7 +44,7 @@ class Figure:
 
     @property
     def of_limit_percent(self) -> float | None:
-        """The rate in percent of the limit's rate; None without a limit."""
+        """The rate as a percentage of the limit's rate; None if there is no limit."""
         if self.limit_seconds is None:
             return None
         return 100 * self.limit_seconds / max(self.median_seconds, 1e-9)

@@ -66,7 +66,7 @@ def measure_machine(
 ) -> Measured:
     """Measure the bus, the driver's calls, and memsaver's pauses and resumes.
 
-    Creates the device's context. For some seconds it allocates `size` bytes of device memory, and
+    Creates the device's context. For a few seconds it allocates `size` bytes of device memory, and
     pinned host memory for the copies and for the backup. Releases all of it.
 
     Args:

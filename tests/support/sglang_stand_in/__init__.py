@@ -2,7 +2,7 @@
 
 The parts have the names, fields and message types of SGLang 0.5.16 and 0.5.23 that memsaver's
 integration uses (and of 0.5.12, on request): a scheduler with its weight updater, a tokenizer
-manager that asks the schedulers and waits for all of them, an `Engine` with an event loop, and a
+manager that queries the schedulers and waits for all of them, an `Engine` with an event loop, and a
 server. A dead scheduler sends no answers, so a caller that waits for one waits forever.
 """
 

@@ -80,7 +80,7 @@ class TokenizerManager:
         self.aborted_rids |= {rid} - {""}
 
     async def generate_request(self, obj: GenerateReqInput, request=None):
-        """Generate for a batch of token ids, as SGLang; a prompt's output depends on it alone."""
+        """Generate for a batch of token ids, like SGLang. An output depends only on its prompt."""
         lists = (obj.rid, obj.input_ids, obj.sampling_params)
         images = obj.image_data or [[]] * len(obj.rid)
         assert len(set(obj.rid)) == len(obj.rid) and {len(one) for one in lists} == {len(images)}

@@ -17,7 +17,7 @@ TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 class Saver:
-    """A saver other than memsaver's. A resume fails if the tag is not paused, or without memory."""
+    """A saver other than memsaver's. A resume fails without memory, or if the tag is not paused."""
 
     def __init__(self) -> None:
         self.paused: set[str] = set()
@@ -180,7 +180,7 @@ class Scheduler:
                 self.ipc_channels.send_to_tokenizer.send_output(output, request)
 
     def _dispatch(self, request):
-        """Handle a request: all but these need all memory."""
+        """Handle a request. Requests without a case here need all tags mapped."""
         self.handled.append(request)
         kind = type(request).__name__
         if kind in ("ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput"):
