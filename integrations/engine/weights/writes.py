@@ -95,7 +95,9 @@ class Writes:
         """Run one of the loader's operations."""
         written = [t for t in _written(operation) if storage_of(t) in self._storages]
         if not written:
-            return self.read(operation)
+            result = self.read(operation)
+            self.source.follow(operation, result)
+            return result
         marks = {id(tensor) for tensor in written}
         sources = [tensor for tensor in operation.tensors() if id(tensor) not in marks]
         return self.write(operation, written, self.source.writes(sources))
@@ -118,6 +120,9 @@ class Writes:
 class Source:
     """A loader's input tensors, which the loader reads one by one.
 
+    Tensors that operations compute from them are followed, because some loaders keep several inputs
+    and later write one tensor that is made of all of them.
+
     Attributes:
         used: the names of tensors from which something was written.
         blurred: whether there was a write whose source is unknown.
@@ -132,6 +137,7 @@ class Source:
             self._places.setdefault(device, []).append((begin, end, name))
         for places in self._places.values():
             places.sort()
+        self._computed: dict[Storage, frozenset[str]] = {}
         self.used: set[str] = set()
         self.blurred = False
 
@@ -143,12 +149,29 @@ class Source:
 
     def writes(self, tensors: Iterable[Any]) -> list[str]:
         """Return the names of the source tensors of a write, and add them to `used`."""
-        names = [name for tensor in tensors for name in self._at(_span(tensor))]
-        if self._name is not None and (not names or self._name in names):
+        names = list(dict.fromkeys(name for tensor in tensors for name in self._names_of(tensor)))
+        if not names and self._name is not None:
             names = [self._name]
         self.used.update(names)
         self.blurred |= not names
         return names
+
+    def follow(self, operation: Operation, result: Any) -> None:
+        """Record of which input tensors an operation's result was computed."""
+        given = list(operation.tensors())
+        names = frozenset(name for tensor in given for name in self._names_of(tensor))
+        before = {storage_of(tensor) for tensor in given}
+        for tensor in _tensors_in(result):
+            storage = storage_of(tensor)
+            # Another storage is new, possibly at the address of one that was freed.
+            earlier = self._computed.get(storage) if storage in before else None
+            self._computed[storage] = names | (earlier or frozenset())
+
+    def _names_of(self, tensor: Any) -> Iterable[str]:
+        names = self._at(_span(tensor))
+        if self._name is not None and self._name in names:
+            return [self._name]
+        return names or sorted(self._computed.get(storage_of(tensor), ()))
 
     def views(self, tensor: Any) -> list[str]:
         """Return the names of the tensors of which a tensor is a view."""

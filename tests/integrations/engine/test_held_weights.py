@@ -202,13 +202,41 @@ class Eager(Model):
 def test_a_loader_that_takes_all_first():
     model, named = Eager(), given()
     _, unused = watched(model, named, model.load_weights)
-    assert unused == ()  # unknown, because it casts before
+    assert unused == ()  # unknown, because its padding has no origin
     assert differing(model, named, model.load_weights) == ()
     model.qkv_0.data[0, 0] += 1
     assert differing(model, named, model.load_weights) == ("layers.0.q.weight",)
-    model.o_t_0.data[0, 0] += 1  # a cast tensor, whose origin is unknown
+    model.o_t_0.data[0, 0] += 1  # is cast before it is written
     found = differing(model, named, model.load_weights)
-    assert "layers.0.q.weight" in found
+    assert found == ("layers.0.o.weight", "layers.0.q.weight")
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_loader_that_writes_one_tensor_made_of_two(copies):
+    """As loaders of DeepSeek models do: they keep one until the other has come."""
+
+    class Fusing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fused = torch.nn.Parameter(torch.zeros(5, 3), requires_grad=False)
+
+        def load_weights(self, weights):
+            kept = {}
+            for name, tensor in weights:
+                if name == "other":
+                    continue
+                kept[name] = tensor.clone() if copies else tensor
+                if len(kept) == 2:
+                    self.fused.data.copy_(torch.cat([kept["q_a"], kept["kv_a"]]))
+
+    named = [("kv_a", torch.randn(2, 3)), ("other", torch.ones(1)), ("q_a", torch.randn(3, 3))]
+    model = Fusing()
+    assert watched(model, named, model.load_weights)[1] == ("other",)
+    assert torch.equal(model.fused, torch.cat([named[2][1], named[0][1]]))
+    assert differing(model, named, model.load_weights) == ()
+    model.fused.data[4, 0] += 1
+    assert differing(model, named, model.load_weights) == ("kv_a", "q_a")
+    assert watched(model, named[:1], model.load_weights)[1] == ("kv_a",)
 
 
 def test_writes_by_operations_other_than_copies_are_compared():
