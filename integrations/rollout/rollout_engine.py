@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memsaver._runtime.interrupts import signals_deferred
-from memsaver.errors import ConfigError, InvalidStateError
+from memsaver._runtime.timeouts import is_timeout
+from memsaver.errors import ConfigError
 
-from ..engine.fields import is_whole
 from ..engine.interface import Backend, PauseMode, Sample
-from .fence import Fence, connections_of
 from .output import RolloutOutput, check_samples
 from .prompts import Prompts, prompts_of
-from .ranks import ALONE, Layout, NotInMeshError, layout_of
-from .shared_sleep import SharedSleep, known_released
-from .together import Together, refuse
+from .ranks import ALONE, Layout, layout_of
+from .restarts import Restarts
+from .start import EngineStart
 
 __all__ = ["RolloutEngine"]
 
-_LANE = "rollout"
 
-
-class RolloutEngine(SharedSleep):
+class RolloutEngine(EngineStart):
     """An inference engine for the ranks of a trainer, one for each tensor-parallel group.
 
     The engine runs in the process of each group's first rank, the leader, and in processes that the
@@ -89,76 +85,6 @@ class RolloutEngine(SharedSleep):
             lambda *_: backend,
         )
 
-    @signals_deferred()  # no handler may run between the collectives
-    def _begin(
-        self,
-        find: Callable[[], Layout],
-        timeout: float,
-        pad_token_id: int,
-        make: Callable[[Layout, list[Any]], Backend | None],
-        prepare: Callable[[], Any] = lambda: None,
-    ) -> None:
-        """Create the backend on the leader, or fail on all ranks.
-
-        Args:
-            find: returns the place of this rank.
-            timeout: see `launch`.
-            pad_token_id: see `launch`.
-            make: creates the backend, on the leader, from the results of `prepare` on all ranks.
-            prepare: called on each rank of the group.
-        """
-        self.timeout, self.pad_token_id = timeout, pad_token_id
-        self.backend: Backend | None = None
-        self._closed = False
-        self._connections = contextlib.ExitStack()  # ended by `close`, with those of updates
-        try:
-            layout = find()
-        except NotInMeshError:
-            raise
-        except Exception as error:
-            refuse(error, timeout, (_LANE, Fence.LANE))
-        self.layout = layout
-
-        def check() -> Any:
-            if not is_whole(pad_token_id):
-                raise ConfigError(f"pad_token_id must be an integer, not {pad_token_id!r}")
-            return prepare()
-
-        def begin(prepared: list[Any]) -> tuple[int, frozenset[str] | None]:
-            made = make(layout, prepared)
-            if made is None:
-                raise ConfigError("the leader of the group has no engine")
-            if not all(hasattr(made, name) for name in ("tp_size", "control", "close")):
-                raise ConfigError(
-                    f"a {type(made).__name__} is not a `Backend`: pass a server's URL or an "
-                    "sglang.Engine to RolloutEngine.connect"
-                )
-            self.backend = made
-            return made.tp_size, known_released(made)
-
-        try:
-            self._connect()
-            self.tp_size, self._released = self.together.gathered(
-                "the start of the engine", check, begin, timeout
-            )
-        except BaseException:
-            self.close()
-            raise
-
-    def _connect(self) -> None:
-        """Connect this rank with the ranks of its engine and of all other engines. A collective."""
-        layout, timeout, refused = self.layout, self.timeout, None
-        try:
-            following = connections_of(layout)
-            self.together = Together(layout.tp_group, timeout, _LANE, following=following)
-            self._connections.callback(self.together.close)
-            self._generating = Together(layout.tp_group, timeout, "rollout/generate")
-            self._connections.callback(self._generating.close)
-        except BaseException as error:  # the ranks of other engines wait
-            refused = error
-        self._fence = Fence(layout, timeout, refused)
-        self._connections.callback(self._fence.close)
-
     @classmethod
     def launch(
         cls,
@@ -168,6 +94,7 @@ class RolloutEngine(SharedSleep):
         dp: str | Sequence[str] = "dp",
         timeout: float = 600.0,
         pad_token_id: int = 0,
+        restarts: Restarts | None = None,
         **server_args: Any,
     ) -> RolloutEngine:
         """Start an `sglang.Engine` for each tensor-parallel group, on the GPUs of its ranks.
@@ -183,6 +110,9 @@ class RolloutEngine(SharedSleep):
             timeout: seconds for the start of the engine's processes; also the default for all
                 calls. Download the model first: a download has no timeout.
             pad_token_id: the token that fills the padding in the output of `generate`.
+            restarts: the limits for restarts of an engine whose processes die during `generate`;
+                None means that the death is an error. With this option, `generate` is a collective
+                of the whole mesh. The same on all ranks.
             server_args: arguments of `sglang.Engine`, such as `model_path`.
 
         Raises:
@@ -198,7 +128,12 @@ class RolloutEngine(SharedSleep):
 
         engine = cls.__new__(cls)
         engine._begin(
-            lambda: layout_of(mesh, tp=tp, dp=dp), timeout, pad_token_id, make, gpu_of_this_process
+            lambda: layout_of(mesh, tp=tp, dp=dp),
+            timeout,
+            pad_token_id,
+            make,
+            gpu_of_this_process,
+            restarts,
         )
         return engine
 
@@ -265,19 +200,22 @@ class RolloutEngine(SharedSleep):
         A collective; a rank may have no prompts (`[]`). Tokens are not decoded.
 
         Args:
-            input_ids: a list of prompts, each a list of tokens or a 1-D tensor; or a 2-D tensor.
+            input_ids: a list of prompts, each a list of tokens or a 1-D tensor; or a 2-D tensor; or
+                a list of texts, for an engine with `skip_tokenizer_init=False`.
             sampling_params: the engine's parameters, one mapping for all prompts or one for each.
                 "n" is the number of samples for a prompt, which are adjacent in the output; the
                 k-th one has the "sampling_seed" plus k, if there is one.
             attention_mask: for a padded tensor: 0 for the padding, on either side.
             multimodal: for each prompt None, or a mapping with "image_data", "video_data" or
-                "audio_data" in SGLang's format.
+                "audio_data" in SGLang's format: one value, or a list. A prompt has a placeholder
+                for each of them, as the model's processor writes it.
             timeout: seconds for the generation, after which unfinished requests are aborted.
 
         Raises:
             ConfigError: a rank's arguments are invalid; the engine received no request.
             InvalidStateError: memory that generation needs is released.
             EngineError, EngineTimeoutError: the engine failed, or did not finish in time.
+            EngineDiedError, RestartLimitError: the engine died; no restart is left.
             RankError: ranks failed in different ways, or made different calls.
             GroupError: a rank died, or was late.
         """
@@ -287,7 +225,7 @@ class RolloutEngine(SharedSleep):
         def prepare() -> Prompts:
             self._check_call(limit)
             prompts = prompts_of(input_ids, sampling_params, attention_mask, multimodal)
-            mine.append(prompts)
+            mine[:] = [prompts]
             return prompts
 
         def work(everyones: list[Prompts]) -> list[list[Sample]]:
@@ -295,9 +233,32 @@ class RolloutEngine(SharedSleep):
             each = iter(check_samples(self._engine.generate(requests, limit), len(requests)))
             return [[next(each) for _ in prompts.requests] for prompts in everyones]
 
-        samples = self._generating.gathered("generate", prepare, work, limit)
+        def attempt() -> list[list[Sample]]:
+            return self._generating.gathered("generate", prepare, work, limit)
+
+        if self._restarter is None:
+            samples = attempt()
+        else:
+            seconds = limit if is_timeout(limit) else self.timeout
+            with signals_deferred():  # no handler may run between the collectives
+                samples = self._restarter.answered("generate", attempt, seconds)
         place = self.layout.tp_rank
         return RolloutOutput.of(samples[place], mine[0].index, self.pad_token_id)
+
+    @signals_deferred()  # no handler may run between the collectives
+    def restart(self) -> None:
+        """Start engines that died again, and send the weights, as `generate` does by itself.
+
+        A collective of the whole mesh, after an `EngineDiedError` of another call. Engines that are
+        alive keep running, but receive the weights too. The new engine is awake.
+
+        Raises:
+            ConfigError: the engine was not launched with `restarts`.
+            RestartLimitError: no restart is left.
+        """
+        if self._restarter is None:
+            raise ConfigError("the engine was not launched with the option `restarts`")
+        self._restarter.restart()
 
     def pause_generation(self, mode: PauseMode = "abort", timeout: float | None = None) -> None:
         """Stop generating until `continue_generation`. New requests wait.
@@ -354,16 +315,3 @@ class RolloutEngine(SharedSleep):
         place = f"rank {self.layout.tp_rank} of {self.layout.tp_size}"
         state = "closed" if self._closed else self.status.value
         return f"<memsaver RolloutEngine: {state}, {place}, engine {self.layout.dp_rank}>"
-
-    # --- on all ranks -----------------------------------------------------------------------------
-
-    @property
-    def _engine(self) -> Backend:
-        """The leader's engine, for work that the leader does for all ranks."""
-        self._check_open()
-        assert self.backend is not None
-        return self.backend
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidStateError("the rollout engine is closed")

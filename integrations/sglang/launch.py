@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import contextlib
 import functools
-import glob
 import itertools
 import multiprocessing
 import os
@@ -27,11 +26,11 @@ from memsaver.errors import ConfigError, NotLoadedError
 from ..engine.errors import EngineError, EngineTimeoutError
 from .backend import SGLangBackend
 from .engines import LocalEngine
+from .processes import Descendant, descendants_of, kill
 
 __all__ = ["Gpu", "Placement", "gpu_of_this_process", "launch", "place"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_KILL_SECONDS = 15.0
 _TAKEN = (signal.SIGQUIT, signal.SIGTERM)
 _FIRST_PORT, _PORTS_EACH, _SLOTS = 30000, 64, 32
 
@@ -184,7 +183,7 @@ def launch(
         except BaseException:
             signals.restore()
             raise
-        end = functools.partial(_end, engine, signals)
+        end = functools.partial(_end, engine, signals, _started_by(engine))
         try:
             signals.take(engine, _left(deadline))
             return SGLangBackend(LocalEngine(engine), _left(deadline), end)
@@ -204,7 +203,7 @@ def _started(start: Callable[[], Any], deadline: float) -> Any:
     done = Latch()
 
     def end_new() -> None:
-        _kill([child for child in multiprocessing.active_children() if child not in before])
+        kill([child for child in multiprocessing.active_children() if child not in before])
 
     def watch() -> None:
         if not done.wait(timeout):
@@ -233,19 +232,31 @@ def _started(start: Callable[[], Any], deadline: float) -> Any:
         done.open()
 
 
+def _started_by(engine: Any) -> list[Descendant]:
+    """Return the processes that an engine's processes have started."""
+    watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
+    return [one for own in getattr(watchdog, "_processes", ()) for one in descendants_of(own.pid)]
+
+
 def _left(deadline: float) -> float:
     return max(1.0, deadline - time.monotonic())
 
 
-def _end(engine: Any, signals: _Signals) -> None:
-    """End an engine's processes: `shutdown` would end all children of this process."""
+def _end(engine: Any, signals: _Signals, started: Sequence[Descendant]) -> None:
+    """End an engine's processes: `shutdown` would end all children of this process.
+
+    Args:
+        engine: the `sglang.Engine`.
+        signals: this process's handlers, which are restored.
+        started: the processes that the engine's processes have started.
+    """
     watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
     if watchdog is None:
         engine.shutdown()
     else:
         atexit.unregister(engine.shutdown)
         watchdog.stop()
-        _kill(list(watchdog._processes))
+        kill(list(watchdog._processes), started)
         rpc = getattr(engine, "send_to_rpc", None)
         if rpc is not None:
             rpc.close(linger=0)
@@ -257,29 +268,6 @@ def _end(engine: Any, signals: _Signals) -> None:
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
     signals.restore()
-
-
-def _kill(processes: Sequence[Any]) -> None:
-    """End processes of multiprocessing with all their descendants, and wait for them."""
-    pids = [pid for process in processes for pid in _descendants(process.pid)]
-    for process in processes:
-        process.kill()
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + _KILL_SECONDS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the descendants of a process."""
-    found: list[int] = []
-    for path in glob.glob(f"/proc/{pid}/task/*/children"):
-        with contextlib.suppress(OSError), open(path) as file:
-            for child in map(int, file.read().split()):
-                found += [child, *_descendants(child)]
-    return found
 
 
 class _Signals:

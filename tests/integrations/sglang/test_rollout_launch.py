@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import types
-from pathlib import Path
 
 import pytest
-import sglang_stand_in as stand_in
+from launchable_engine import launchable
 
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.rollout import RolloutEngine
 from memsaver.integrations.sglang import launch as launching
+from memsaver.integrations.sglang import processes
 from memsaver.integrations.sglang.launch import Gpu, launch, place
 
 ALL_GPUS = "0,1,2,3"
@@ -78,65 +76,10 @@ def test_engines_of_a_host_have_ports_apart():
 # --- effects on this process ----------------------------------------------------------------------
 
 
-def sleeps(seconds):
-    time.sleep(seconds)
-
-
-class SGLang:
-    """A fake of `sglang.Engine`'s start: processes, signals, environment, a loop."""
-
-    def __init__(self, classes) -> None:
-        self.classes = classes
-        self.seen: list[types.SimpleNamespace] = []
-        self.start_seconds = 0.0
-        self.error: Exception | None = None
-
-    def __call__(self, **arguments):
-        multiprocessing.set_start_method("spawn", force=True)
-        signal.signal(signal.SIGQUIT, arguments["custom_sigquit_handler"])
-        os.environ["NCCL_CUMEM_ENABLE"], os.environ["SGLANG_RUN_ID"] = "0", "sglang-run-1"
-        processes = [multiprocessing.Process(target=sleeps, args=(600,)) for _ in range(2)]
-        for process in processes:
-            process.start()
-        self.seen.append(
-            types.SimpleNamespace(
-                arguments=arguments, environment=dict(os.environ), processes=processes
-            )
-        )
-        end = time.monotonic() + self.start_seconds
-        while time.monotonic() < end:
-            if not all(process.is_alive() for process in processes):
-                raise RuntimeError("Rank 0 scheduler died during initialization")
-            time.sleep(0.02)
-        if self.error is not None:
-            raise self.error
-        manager = self.classes.Tokenizer([self.classes.Scheduler(self.classes.Updater)])
-        manager.server_args.tp_size = arguments.get("tp_size", 1)
-        engine = stand_in.Engine(manager)
-        manager.auto_create_handle_loop = lambda: self.handle_signals(manager)
-        manager._subprocess_watchdog = types.SimpleNamespace(
-            _processes=processes, stop=lambda: None
-        )
-        return engine
-
-    @staticmethod
-    def handle_signals(manager) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handler = manager.signal_handler_class(manager)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, handler.sigterm_handler)
-        loop.add_signal_handler(signal.SIGQUIT, handler.running_phase_sigquit_handler)
-
-
 @pytest.fixture
 def sglang(monkeypatch):
-    with stand_in.modules(monkeypatch) as classes:
-        made = SGLang(classes)
-        monkeypatch.setattr(sys.modules["sglang"], "Engine", made, raising=False)
+    with launchable(monkeypatch) as made:
         yield made
-        for seen in made.seen:
-            assert not any(process.is_alive() for process in seen.processes)
 
 
 @pytest.fixture
@@ -218,17 +161,13 @@ def test_an_engine_that_does_not_start_in_time(sglang, surroundings):
     assert time.monotonic() - start < 30 and surroundings() == before
 
 
-def test_an_engine_that_makes_text_is_ended(sglang, surroundings):
+def test_an_engine_whose_version_is_not_supported_is_ended(sglang, surroundings, monkeypatch):
     before = surroundings()
-    original = sglang.classes.Tokenizer.__init__
-
-    def init(manager, schedulers):
-        original(manager, schedulers)
-        manager.server_args.skip_tokenizer_init = False
-
-    sglang.classes.Tokenizer.__init__ = init
-    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
-        launch(place([None], 0), None, {"skip_tokenizer_init": False}, 30)
+    version = types.ModuleType("sglang.version")
+    version.__version__ = "0.5.9"
+    monkeypatch.setitem(sys.modules, "sglang.version", version)
+    with pytest.raises(ConfigError, match=r"0\.5\.9"):
+        launch(place([None], 0), None, {}, 30)
     assert surroundings() == before
 
 
@@ -244,8 +183,9 @@ def test_a_rollout_engine_that_starts_its_own(sglang, surroundings):
     assert surroundings() == before
 
 
-def test_the_descendants_of_an_engines_processes_are_ended(tmp_path):
-    """Processes that SGLang's schedulers start are ended too."""
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_the_descendants_of_an_engines_processes_are_ended(tmp_path, is_dead):
+    """Processes that SGLang's schedulers start are ended too, even after a scheduler was killed."""
     context = multiprocessing.get_context("spawn")
     file = tmp_path / "pid"
     process = context.Process(target=starts_another, args=(file,))
@@ -254,12 +194,13 @@ def test_the_descendants_of_an_engines_processes_are_ended(tmp_path):
     while not file.exists() or not file.read_text():
         assert time.monotonic() < end
         time.sleep(0.02)
-    launching._kill([process])
-    assert not process.is_alive()
-    grandchild = Path("/proc", file.read_text(), "stat")
-    while grandchild.exists() and grandchild.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    started = processes.descendants_of(process.pid)
+    assert [one.pid for one in started] == [int(file.read_text())] and started[0].runs
+    if is_dead:
+        process.kill()
+        process.join()
+    processes.kill([process], started if is_dead else ())
+    assert not process.is_alive() and not started[0].runs
 
 
 def starts_another(file):

@@ -1,0 +1,153 @@
+"""`EngineStart`: the start of an engine by the leader of a group, and its restart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver.errors import ConfigError, InvalidStateError
+
+from ..engine.errors import EngineDiedError
+from ..engine.fields import is_whole
+from ..engine.interface import Backend
+from .fence import Fence, connections_of
+from .ranks import Layout, NotInMeshError
+from .restarts import Restarter, Restarts
+from .shared_sleep import SharedSleep, known_released
+from .together import Together, refuse
+
+__all__ = ["EngineStart"]
+
+_LANE = "rollout"
+
+
+class EngineStart(SharedSleep):
+    """The start of an engine by the leader of a group. The base class of `RolloutEngine`.
+
+    Attributes:
+        layout: the place of this rank.
+        backend: the engine, on the leader; None on all other ranks.
+        tp_size: the number of the engine's ranks.
+        pad_token_id: see `RolloutEngine`.
+    """
+
+    layout: Layout
+    backend: Backend | None
+    tp_size: int
+    pad_token_id: int
+
+    @signals_deferred()  # no handler may run between the collectives
+    def _begin(
+        self,
+        find: Callable[[], Layout],
+        timeout: float,
+        pad_token_id: int,
+        make: Callable[[Layout, list[Any]], Backend | None],
+        prepare: Callable[[], Any] = lambda: None,
+        restarts: Restarts | None = None,
+    ) -> None:
+        """Create the backend on the leader, or fail on all ranks.
+
+        Args:
+            find: returns the place of this rank.
+            timeout: see `launch`.
+            pad_token_id: see `launch`.
+            make: creates the backend, on the leader, from the results of `prepare` on all ranks.
+            prepare: called on each rank of the group.
+            restarts: see `launch`.
+        """
+        self.timeout, self.pad_token_id = timeout, pad_token_id
+        self.backend: Backend | None = None
+        self._restarter: Restarter | None = None
+        self._closed = False
+        self._connections = contextlib.ExitStack()  # ended by `close`, with those of updates
+        try:
+            layout = find()
+        except NotInMeshError:
+            raise
+        except Exception as error:
+            refuse(error, timeout, (_LANE, Fence.LANE))
+        self.layout = layout
+
+        def check() -> Any:
+            if not is_whole(pad_token_id):
+                raise ConfigError(f"pad_token_id must be an integer, not {pad_token_id!r}")
+            if restarts is not None:
+                restarts.check()
+            return prepare()
+
+        def begin(prepared: list[Any]) -> tuple[int, frozenset[str] | None]:
+            self._make = lambda: make(layout, prepared)
+            return self._made()
+
+        try:
+            self._connect()
+            self.tp_size, self._released = self.together.gathered(
+                "the start of the engine", check, begin, timeout
+            )
+            if restarts is not None:
+                self._restarter = Restarter(self, restarts)
+                self._connections.callback(self._restarter.close)
+        except BaseException:
+            self.close()
+            raise
+
+    def _made(self) -> tuple[int, frozenset[str] | None]:
+        """Create the backend; return the number of the engine's ranks and its released tags."""
+        made = self._make()
+        if made is None:
+            raise ConfigError("the leader of the group has no engine")
+        if not all(hasattr(made, name) for name in ("tp_size", "control", "close")):
+            raise ConfigError(
+                f"a {type(made).__name__} is not a `Backend`: pass a server's URL or an "
+                "sglang.Engine to RolloutEngine.connect"
+            )
+        self.backend = made
+        return made.tp_size, known_released(made)
+
+    def _start_again(self) -> None:
+        """End what is left of the engine if it died, and start it. A collective of its group."""
+
+        def work() -> tuple[int, frozenset[str] | None]:
+            backend = self.backend
+            if backend is not None and not backend.death():
+                return backend.tp_size, known_released(backend)
+            self.backend = None
+            if backend is not None:
+                backend.close()
+            return self._made()
+
+        self.tp_size, self._released = self._generating.gathered(
+            "the restart of the engine",
+            lambda: self._check_call(self.timeout),
+            lambda _: work(),
+            self.timeout,
+        )
+
+    def _connect(self) -> None:
+        """Connect this rank with the ranks of its engine and of all other engines. A collective."""
+        layout, timeout, refused = self.layout, self.timeout, None
+        try:
+            following = connections_of(layout)
+            self.together = Together(layout.tp_group, timeout, _LANE, following=following)
+            self._connections.callback(self.together.close)
+            self._generating = Together(layout.tp_group, timeout, "rollout/generate")
+            self._connections.callback(self._generating.close)
+        except BaseException as error:  # the ranks of other engines wait
+            refused = error
+        self._fence = Fence(layout, timeout, refused)
+        self._connections.callback(self._fence.close)
+
+    @property
+    def _engine(self) -> Backend:
+        """The leader's engine, for work that the leader does for all ranks."""
+        self._check_open()
+        if self.backend is None:
+            raise EngineDiedError("the engine died, and its restart failed")
+        return self.backend
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidStateError("the rollout engine is closed")
