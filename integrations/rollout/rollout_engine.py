@@ -9,6 +9,7 @@ from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.timeouts import is_timeout
 from memsaver.errors import ConfigError
 
+from ..engine.fields import is_whole
 from ..engine.interface import Backend, PauseMode, Sample
 from .output import RolloutOutput, check_samples
 from .prompts import Prompts, prompts_of
@@ -113,7 +114,8 @@ class RolloutEngine(EngineStart):
             restarts: the limits for restarts of an engine whose processes die during `generate`;
                 None means that the death is an error. With this option, `generate` is a collective
                 of the whole mesh. The same on all ranks.
-            server_args: arguments of `sglang.Engine`, such as `model_path`.
+            server_args: arguments of `sglang.Engine`, such as `model_path`. With a mesh, `tp_size`
+                may be smaller than the group: the engine uses the GPUs of its first ranks.
 
         Raises:
             NotLoadedError: SGLang is not installed.
@@ -123,8 +125,13 @@ class RolloutEngine(EngineStart):
         from ..sglang.launch import gpu_of_this_process, launch, place
 
         def make(layout: Layout, gpus: list[Any]) -> Backend:
-            tp_size = None if mesh is None else layout.tp_size
-            return launch(place(gpus, layout.dp_rank), tp_size, server_args, timeout)
+            size = None if mesh is None else server_args.get("tp_size", layout.tp_size)
+            if size is not None and not (is_whole(size) and 1 <= size <= layout.tp_size):
+                raise ConfigError(
+                    f"tp_size={size!r}, but the mesh's tensor-parallel groups have "
+                    f"{layout.tp_size} ranks"
+                )
+            return launch(place(gpus[:size], layout.dp_rank), size, server_args, timeout)
 
         engine = cls.__new__(cls)
         engine._begin(

@@ -36,8 +36,8 @@ def payload_of(requests: Sequence[Request]) -> dict[str, Any]:
         payload["text"] = texts
     else:
         raise ConfigError(
-            "some ranks pass texts as prompts, and others token ids: SGLang accepts only one kind in "
-            "a call"
+            "some ranks pass texts as prompts, and others token ids: SGLang accepts only one kind "
+            "in a call"
         )
     named = {key for request in requests for key in request.multimodal or ()}
     if unknown := sorted(named.difference(_MULTIMODAL), key=repr):
