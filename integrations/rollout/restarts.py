@@ -40,6 +40,11 @@ class Restarts:
     seconds: float = 3600.0
     send: Callable[[RolloutEngine], object] | None = None
 
+    @property
+    def limits(self) -> str:
+        """The values that must be equal on all ranks, formatted for a message."""
+        return f"most={self.most}, seconds={self.seconds:g}, send={self.send is not None}"
+
     def check(self) -> None:
         """Raise `ConfigError` if a value is invalid."""
         if not is_whole(self.most) or self.most < 0:

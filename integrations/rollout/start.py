@@ -12,6 +12,7 @@ from memsaver.errors import ConfigError, InvalidStateError
 from ..engine.errors import EngineDiedError
 from ..engine.fields import is_whole
 from ..engine.interface import Backend
+from .arguments import check_equal
 from .fence import Fence, connections_of
 from .ranks import Layout, NotInMeshError
 from .restarts import Restarter, Restarts
@@ -76,9 +77,11 @@ class EngineStart(SharedSleep):
                 raise ConfigError(f"pad_token_id must be an integer, not {pad_token_id!r}")
             if restarts is not None:
                 restarts.check()
-            return prepare()
+            return {"restarts": "None" if restarts is None else restarts.limits}, prepare()
 
-        def begin(prepared: list[Any]) -> tuple[int, frozenset[str] | None]:
+        def begin(everyones: list[Any]) -> tuple[int, frozenset[str] | None]:
+            check_equal(layout.tp_ranks, [given for given, _ in everyones])
+            prepared = [prepared for _, prepared in everyones]
             self._make = lambda: make(layout, prepared)
             return self._made()
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from launchable_engine import launchable
+from weight_ranks import run
 
 from memsaver.errors import ConfigError
 from memsaver.integrations.engine.errors import EngineDiedError, EngineError
@@ -143,3 +144,86 @@ def test_invalid_limits_are_rejected_before_the_start(sglang, given):
     with pytest.raises(ConfigError, match="restarts"):
         launched(Restarts(**given))
     assert not sglang.seen
+
+
+@pytest.mark.timeout(200)
+def test_all_ranks_of_a_mesh_restart_together(tmp_path):
+    pytest.importorskip("torch")
+    run(
+        """
+from memsaver.integrations.engine.errors import EngineDiedError
+from memsaver.integrations.engine.interface import Sample
+from memsaver.integrations.rollout import RestartLimitError, Restarts
+from memsaver.integrations.sglang import launch as launching
+
+class Mortal(Backend):
+    made = []
+
+    def __init__(self, size):
+        super().__init__(Manager, size)
+        self.why, self.closed, self.answered = "", False, 0
+        Mortal.made.append(self)
+
+    def death(self):
+        return self.why
+
+    def generate(self, requests, timeout):
+        if self.why:
+            raise EngineDiedError(f"the engine is dead: {self.why}")
+        self.answered += 1
+        return [Sample([one.input_ids[0] + 1], None, "stop", None) for one in requests]
+
+    def close(self):
+        self.closed = True
+
+def launch(placement, size, arguments, timeout):
+    if failures:
+        failures.pop()
+        raise EngineError("no memory")
+    return Mortal(size)
+
+failures = []
+launching.launch, launching.gpu_of_this_process = launch, lambda: None
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+sent = []
+
+def send(engine):
+    sent.append(update(engine, checkpoint(3), verify="full").held)
+
+engine = RolloutEngine.launch(mesh, timeout=20, restarts=Restarts(most=2, send=send))
+leader = engine.layout.is_leader
+
+def answers(number):
+    output = engine.generate([[10 * RANK + number]])
+    return output.token_ids.tolist() == [[10 * RANK + number + 1]]
+
+assert answers(1) and not sent
+if RANK == 2:  # the leader of the second engine
+    engine.backend.why = "killed"
+assert answers(2) and sent == [13]
+assert len(Mortal.made) == {0: 1, 2: 2}.get(RANK, 0)
+if leader:
+    assert engine.backend is Mortal.made[-1] and holds(engine.backend, checkpoint(3))
+    assert not engine.backend.closed and all(one.closed for one in Mortal.made[:-1])
+    assert [one.answered for one in Mortal.made] == ([2] if RANK == 0 else [1, 1])
+# Both engines die, and the restart of one fails once.
+if leader:
+    engine.backend.why = "killed"
+if RANK == 0:
+    failures.append(1)
+error = refused(RestartLimitError, lambda e: e.generate([[1]]), engine)
+assert "2 restarts" in str(error) and "no memory" in str(error), error
+refused(RestartLimitError, lambda e: e.restart(), engine)
+engine.close()
+# Limits that differ are an error on all ranks.
+error = refused(
+    ConfigError,
+    lambda _: RolloutEngine.launch(mesh, timeout=20, restarts=Restarts(most=RANK)),
+    engine,
+    alone=True,
+)
+assert "restarts" in str(error), error
+""",
+        4,
+        tmp_path,
+    )
