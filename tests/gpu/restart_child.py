@@ -174,6 +174,7 @@ def session(folder: Path) -> None:
             first = outputs(engine)
             began = time.monotonic()
             os.kill(scheduler(engine), signal.SIGKILL)
+            assert rows(engine.generate([PROMPTS[0]], greedy())) == first[:1]
             assert outputs(engine) == first
             told("a rollout with a restart", began)
         with made.training(), torch.no_grad():
