@@ -97,7 +97,7 @@ def _are_for(several: list[Any], count: int, kinds: Any) -> bool:
     return len(several) == count and all(isinstance(one, kinds) for one in several)
 
 
-def _prompts(input_ids: Any, attention_mask: Any) -> list[list[int]] | list[str]:
+def _prompts(input_ids: Any, attention_mask: Any) -> Sequence[list[int] | str]:
     if isinstance(input_ids, str):
         raise ConfigError("input_ids must be a list of prompts: put a single text into a list")
     texts = isinstance(input_ids, list | tuple) and [one for one in input_ids if type(one) is str]

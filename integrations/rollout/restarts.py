@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from memsaver._runtime.timeouts import check_timeout
 from memsaver.errors import ConfigError
@@ -17,6 +17,7 @@ from .fence import Fence
 
 if TYPE_CHECKING:
     from .rollout_engine import RolloutEngine
+    from .start import EngineStart
 
 __all__ = ["Restarter", "Restarts"]
 
@@ -62,7 +63,7 @@ class Restarter:
         restarts: the option; equal limits on all ranks.
     """
 
-    def __init__(self, engine: RolloutEngine, restarts: Restarts) -> None:
+    def __init__(self, engine: EngineStart, restarts: Restarts) -> None:
         self._engine, self._restarts = engine, restarts
         self._times: list[float] = []
         self._lacks_weights = False  # since a restart after which sending failed
@@ -152,7 +153,7 @@ class Restarter:
 
     def _send(self) -> None:
         if self._restarts.send is not None:
-            self._restarts.send(self._engine)
+            self._restarts.send(cast("RolloutEngine", self._engine))
         self._lacks_weights = False
 
     def _all(self, what: str, action: Callable[[], Any]) -> None:

@@ -286,7 +286,7 @@ class RolloutEngine(EngineStart):
         limit = self._limit(timeout)
         self._do("continue_generation", lambda: self._engine.continue_generation(limit), limit)
 
-    # --- weights, and the end ---------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     @signals_deferred()  # no handler may run between the collectives
     def update_weights(self, state: Any, **options: Any) -> Any:
@@ -297,20 +297,6 @@ class RolloutEngine(EngineStart):
         from . import weights
 
         return weights.update(self, state, **options)
-
-    def close(self) -> None:
-        """End the engine if this object started it. Idempotent; waits for no other rank.
-
-        Also closes the connections with other ranks and drops the process groups of `layout`, so
-        that torch.distributed can be shut down and initialised again. No other call may follow.
-        """
-        self._closed = True
-        try:
-            if self.backend is not None:
-                self.backend.close()
-        finally:
-            self._connections.close()
-            self.layout = self.layout.without_groups()
 
     def __enter__(self) -> RolloutEngine:
         return self

@@ -38,6 +38,7 @@ class EngineStart(SharedSleep):
     backend: Backend | None
     tp_size: int
     pad_token_id: int
+    _make: Callable[[], Backend | None]  # on the leader
 
     @signals_deferred()  # no handler may run between the collectives
     def _begin(
@@ -142,6 +143,20 @@ class EngineStart(SharedSleep):
             refused = error
         self._fence = Fence(layout, timeout, refused)
         self._connections.callback(self._fence.close)
+
+    def close(self) -> None:
+        """End the engine if this object started it. Idempotent; waits for no other rank.
+
+        Also closes the connections with other ranks and drops the process groups of `layout`, so
+        that torch.distributed can be shut down and initialised again. No other call may follow.
+        """
+        self._closed = True
+        try:
+            if self.backend is not None:
+                self.backend.close()
+        finally:
+            self._connections.close()
+            self.layout = self.layout.without_groups()
 
     @property
     def _engine(self) -> Backend:
