@@ -157,6 +157,7 @@ class EngineStart(SharedSleep):
         finally:
             self._connections.close()
             self.layout = self.layout.without_groups()
+            self._make = lambda: None  # the original may keep a mesh
 
     @property
     def _engine(self) -> Backend:
