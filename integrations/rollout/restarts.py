@@ -98,17 +98,19 @@ class Restarter:
             try:
                 self._fence.wait(what, failure, limit)
             except EngineDiedError as died:
-                self.restart(died)
+                why = str(died)  # the error's frames may keep a bucket of weights
             else:
                 return results[0]
+            failure = None
+            self.restart(why)
 
-    def restart(self, cause: EngineError | None = None) -> None:
+    def restart(self, why: str = "") -> None:
         """Start the dead engines of the mesh again, and send the weights to all engines.
 
         A restart that fails, or an engine that dies again, is repeated within the limit.
 
         Args:
-            cause: the error that reported the death, if any.
+            why: the reason, for an error.
 
         Raises:
             RestartLimitError: no restart is left.
@@ -116,31 +118,31 @@ class Restarter:
                 generation or restart sends them again.
         """
         while True:
-            self._count(cause)
+            self._count(why)
             try:
                 self._start()
             except EngineError as error:
-                cause = error
+                why = str(error)
                 continue
             try:
                 self._send()
             except EngineDiedError as error:
-                cause = error
+                why = str(error)
                 continue
             return
 
-    def _count(self, cause: EngineError | None) -> None:
+    def _count(self, why: str) -> None:
         """Count a restart, or raise `RestartLimitError` on all ranks."""
         restarts, now = self._restarts, time.monotonic()
         recent = [at for at in self._times if at > now - restarts.seconds]
 
         def check() -> None:
             if len(recent) >= restarts.most:
-                why = f": {cause}" if cause is not None else ""
+                self._engine._end_dead()
                 raise RestartLimitError(
                     f"an engine is dead and is not restarted: {len(recent)} restarts in the last "
-                    f"{restarts.seconds:g} s, and {restarts.most} are allowed{why}"
-                ) from cause
+                    f"{restarts.seconds:g} s, and {restarts.most} are allowed{why and f': {why}'}"
+                )
 
         what = "the number of restarts"
         self._all(what, lambda: self._engine._generating.on_leader(what, check))

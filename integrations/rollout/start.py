@@ -115,12 +115,9 @@ class EngineStart(SharedSleep):
         """End what is left of the engine if it died, and start it. A collective of its group."""
 
         def work() -> tuple[int, frozenset[str] | None]:
-            backend = self.backend
-            if backend is not None and not backend.death():
-                return backend.tp_size, known_released(backend)
-            self.backend = None
-            if backend is not None:
-                backend.close()
+            self._end_dead()
+            if self.backend is not None:
+                return self.backend.tp_size, known_released(self.backend)
             return self._made()
 
         self.tp_size, self._released = self._generating.gathered(
@@ -129,6 +126,13 @@ class EngineStart(SharedSleep):
             lambda _: work(),
             self.timeout,
         )
+
+    def _end_dead(self) -> None:
+        """End what is left of the engine if it died. On the leader only."""
+        backend = self.backend
+        if backend is not None and backend.death():
+            self.backend = None
+            backend.close()
 
     def _connect(self) -> None:
         """Connect this rank with the ranks of its engine and of all other engines. A collective."""
@@ -164,7 +168,7 @@ class EngineStart(SharedSleep):
         """The leader's engine, for work that the leader does for all ranks."""
         self._check_open()
         if self.backend is None:
-            raise EngineDiedError("the engine died, and its restart failed")
+            raise EngineDiedError("the engine died, and was not started again")
         return self.backend
 
     def _check_open(self) -> None:

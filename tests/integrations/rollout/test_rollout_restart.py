@@ -78,6 +78,9 @@ def test_the_number_of_restarts_is_limited(sglang):
         kill(sglang)
         with pytest.raises(RestartLimitError, match="0 are allowed"):
             engine.generate([[1]], TWO)
+        assert not any(process.is_alive() for process in sglang.seen[-1].processes)
+        with pytest.raises(EngineDiedError, match="not started again"):
+            engine.sleep()
 
 
 def test_restarts_that_are_long_ago_do_not_count(sglang):
