@@ -109,6 +109,9 @@ class EngineStart(SharedSleep):
                 "sglang.Engine to RolloutEngine.connect"
             )
         self.backend = made
+        if self._closed:  # by another thread, during a restart
+            made.close()
+        self._check_open()
         return made.tp_size, known_released(made)
 
     def _start_again(self) -> None:

@@ -20,6 +20,7 @@ from weight_sync_child import outputs, refused, state
 
 MIB = 1 << 20
 LONG = 1500  # tokens
+RESTART_SECONDS = 120
 SLACK = 96 * MIB  # driver's own memory, and torch's cached segments
 
 
@@ -118,7 +119,7 @@ def deaths(folder: Path) -> None:
             time.sleep(0.005)
         began = time.monotonic()
         os.kill(scheduler(engine), signal.SIGKILL)
-        work.join(120)
+        work.join(RESTART_SECONDS)
         (output,) = results
         assert output.lengths.tolist() == [LONG] and output.finish_reasons == ("length",)
         check("killed in a generation", began)
