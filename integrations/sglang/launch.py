@@ -32,6 +32,7 @@ __all__ = ["Gpu", "Placement", "gpu_of_this_process", "launch", "place"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _TAKEN = (signal.SIGQUIT, signal.SIGTERM)
+_TASK_SECONDS = 2.0  # for cancelled tasks to end
 _FIRST_PORT, _PORTS_EACH, _SLOTS = 30000, 64, 32
 
 # The variables of the ranks' own group, which an engine's processes would mistake for their own.
@@ -263,9 +264,11 @@ def _end(engine: Any, signals: _Signals, started: Sequence[Descendant]) -> None:
             engine.send_to_rpc = None
     loop = engine.loop
     if not (loop.is_closed() or loop.is_running()):
-        for task in asyncio.all_tasks(loop):
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
+        if tasks:  # those of a request that was in flight end after several rounds
+            loop.run_until_complete(asyncio.wait(tasks, timeout=_TASK_SECONDS))
         loop.close()
     signals.restore()
 
