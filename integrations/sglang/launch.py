@@ -26,7 +26,7 @@ from memsaver.errors import ConfigError, NotLoadedError
 from ..engine.errors import EngineError, EngineTimeoutError
 from .backend import SGLangBackend
 from .engines import LocalEngine
-from .processes import Descendant, descendants_of, kill
+from .processes import Descendant, Parent, descendants_of, kill
 
 __all__ = ["Gpu", "Placement", "gpu_of_this_process", "launch", "place"]
 
@@ -177,14 +177,14 @@ def launch(
     with contextlib.ExitStack() as undo:
         undo.enter_context(_environment(placement.visible))
         undo.enter_context(_start_method())
-        signals = _Signals()
+        signals, parent = _Signals(), Parent()
         deadline = time.monotonic() + timeout
         try:
-            engine = _started(lambda: sglang.Engine(**full), deadline)
+            engine = parent.run(lambda: _started(lambda: sglang.Engine(**full), deadline))
         except BaseException:
             signals.restore()
             raise
-        end = functools.partial(_end, engine, signals, _started_by(engine))
+        end = functools.partial(_end, engine, signals, parent, _started_by(engine))
         try:
             signals.take(engine, _left(deadline))
             return SGLangBackend(LocalEngine(engine), _left(deadline), end)
@@ -243,12 +243,13 @@ def _left(deadline: float) -> float:
     return max(1.0, deadline - time.monotonic())
 
 
-def _end(engine: Any, signals: _Signals, started: Sequence[Descendant]) -> None:
+def _end(engine: Any, signals: _Signals, parent: Parent, started: Sequence[Descendant]) -> None:
     """End an engine's processes: `shutdown` would end all children of this process.
 
     Args:
         engine: the `sglang.Engine`.
         signals: this process's handlers, which are restored.
+        parent: the thread that started the processes.
         started: the processes that the engine's processes have started.
     """
     watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
@@ -271,6 +272,7 @@ def _end(engine: Any, signals: _Signals, started: Sequence[Descendant]) -> None:
             loop.run_until_complete(asyncio.wait(tasks, timeout=_TASK_SECONDS))
         loop.close()
     signals.restore()
+    parent.end()
 
 
 class _Signals:

@@ -6,12 +6,18 @@ import contextlib
 import glob
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Descendant", "descendants_of", "kill"]
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.latches import Latch
+
+__all__ = ["Descendant", "Parent", "descendants_of", "kill"]
+
+Result = TypeVar("Result")
 
 _SECONDS = 15.0
 _POLL_SECONDS = 0.01
@@ -34,6 +40,53 @@ class Descendant:
         """Whether the process has not ended. A process that ended has released its GPU memory."""
         state, born = _state_of(self.pid)
         return born == self.born and state not in ("Z", "X", "")
+
+
+class Parent:
+    """A thread that starts processes, and lives until `end`.
+
+    SGLang's processes ask Linux to kill them when their parent dies, and Linux regards the thread
+    that started a process as its parent. The main thread lives as long as the process.
+    """
+
+    def __init__(self) -> None:
+        self._ended = Latch()
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Return the result of `work`, which runs on the main thread if that calls, or on this one.
+
+        Called once. Exceptions propagate.
+        """
+        if threading.current_thread() is threading.main_thread():
+            return work()
+        results: list[Result] = []
+        errors: list[BaseException] = []
+        done = Latch()
+
+        def live() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                done.open()
+            if results:
+                self._ended.wait(None)
+
+        with signals_deferred():
+            self._thread = threading.Thread(target=live, name="memsaver-engine-parent", daemon=True)
+            self._thread.start()
+        done.wait(None)
+        if errors:
+            raise errors.pop()
+        return results[0]
+
+    def end(self) -> None:
+        """End the thread; with it, Linux ends the processes that are left."""
+        self._ended.open()
+        if self._thread is not None:
+            self._thread.join(_SECONDS)
 
 
 def descendants_of(pid: int) -> list[Descendant]:

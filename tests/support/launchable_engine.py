@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -14,8 +15,13 @@ import types
 
 import sglang_stand_in as stand_in
 
+PR_SET_PDEATHSIG = 1
 
-def sleeps(seconds):
+
+def sleeps(seconds, begun):
+    """Sleep as a process of SGLang, which ends with the thread that started it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    begun.set()
     time.sleep(seconds)
 
 
@@ -31,9 +37,11 @@ class SGLang:
 
     def __call__(self, **arguments):
         multiprocessing.set_start_method("spawn", force=True)
-        signal.signal(signal.SIGQUIT, arguments["custom_sigquit_handler"])
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGQUIT, arguments["custom_sigquit_handler"])
         os.environ["NCCL_CUMEM_ENABLE"], os.environ["SGLANG_RUN_ID"] = "0", "sglang-run-1"
-        processes = [multiprocessing.Process(target=sleeps, args=(600,)) for _ in range(2)]
+        begun = [multiprocessing.Event() for _ in range(2)]
+        processes = [multiprocessing.Process(target=sleeps, args=(600, one)) for one in begun]
         for process in processes:
             process.start()
         self.seen.append(
@@ -46,6 +54,9 @@ class SGLang:
             if not all(process.is_alive() for process in processes):
                 raise RuntimeError("Rank 0 scheduler died during initialization")
             time.sleep(0.02)
+        for process, one in zip(processes, begun, strict=True):
+            while process.is_alive() and not one.wait(0.02):
+                pass
         if self.error is not None:
             raise self.error
         if self.failures:

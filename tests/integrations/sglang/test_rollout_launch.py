@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -207,6 +208,22 @@ def starts_another(file):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     file.write_text(str(child.pid))
     child.wait()
+
+
+def test_an_engine_survives_the_thread_that_started_it(sglang, surroundings):
+    threads = {thread for thread in threading.enumerate() if thread.name.startswith("memsaver")}
+    backends = []
+    thread = threading.Thread(target=lambda: backends.append(launch(place([None], 0), 1, {}, 60)))
+    thread.start()
+    thread.join()
+    (seen,) = sglang.seen
+    seen.processes[0].join(0.5)
+    assert all(process.is_alive() for process in seen.processes)
+    assert backends[0].control.sleep().changed
+    backends[0].close()
+    assert not any(process.is_alive() for process in seen.processes)
+    kept = {thread for thread in threading.enumerate() if thread.name.startswith("memsaver")}
+    assert kept <= threads
 
 
 def test_without_sglang_a_launch_is_an_error(monkeypatch):
