@@ -15,7 +15,7 @@ from .output import RolloutOutput, check_samples
 from .prompts import Prompts, prompts_of
 from .ranks import ALONE, Layout, layout_of
 from .restarts import Restarts
-from .start import EngineStart
+from .start import EngineStart, Nodes
 
 __all__ = ["RolloutEngine"]
 
@@ -116,22 +116,36 @@ class RolloutEngine(EngineStart):
                 of the whole mesh. The same on all ranks.
             server_args: arguments of `sglang.Engine`, such as `model_path`. With a mesh, `tp_size`
                 may be smaller than the group: the engine uses the GPUs of its first ranks.
+                `dist_init_addr` is the address of the first host, if there are several; the default
+                is its name and a free port.
 
         Raises:
             NotLoadedError: SGLang is not installed.
             ConfigError: the mesh, the GPUs or the arguments do not match each other.
             EngineError, EngineTimeoutError: the engine did not start, or did not start in time.
         """
-        from ..sglang.launch import gpu_of_this_process, launch, place
+        from ..sglang.launch import launch, launch_node
+        from ..sglang.placement import gpu_of_this_process, place
 
-        def make(layout: Layout, gpus: list[Any]) -> Backend:
+        def make(layout: Layout, gpus: list[Any]) -> Backend | Nodes:
             size = None if mesh is None else server_args.get("tp_size", layout.tp_size)
             if size is not None and not (is_whole(size) and 1 <= size <= layout.tp_size):
                 raise ConfigError(
                     f"tp_size={size!r}, but the mesh's tensor-parallel groups have "
                     f"{layout.tp_size} ranks"
                 )
-            return launch(place(gpus[:size], layout.dp_rank), size, server_args, timeout)
+            placement = place(gpus[:size], layout.dp_rank)
+            if not placement.nodes:
+                return launch(placement, size, server_args, timeout)
+
+            def first() -> Backend:
+                return launch(placement, size, server_args, timeout)
+
+            return Nodes(size or 1, first, tuple((node, size) for node in placement.nodes))
+
+        def join(node: Any) -> Any:
+            placement, size = node
+            return launch_node(placement, size, server_args, timeout)
 
         engine = cls.__new__(cls)
         engine._begin(
@@ -141,6 +155,7 @@ class RolloutEngine(EngineStart):
             make,
             gpu_of_this_process,
             restarts,
+            join,
         )
         return engine
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from memsaver._runtime.interrupts import signals_deferred
 from memsaver.errors import ConfigError, InvalidStateError
@@ -17,11 +18,26 @@ from .fence import Fence, connections_of
 from .ranks import Layout, NotInMeshError
 from .restarts import Restarter, Restarts
 from .shared_sleep import SharedSleep, known_released
-from .together import Together, refuse
+from .together import GRACE_SECONDS, Together, refuse
 
-__all__ = ["EngineStart"]
+__all__ = ["EngineStart", "Nodes"]
 
 _LANE = "rollout"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The parts of an engine on several hosts, each with equally many of the engine's ranks.
+
+    Attributes:
+        size: the number of the engine's ranks.
+        first: starts the first part, on the leader, while the others start; returns the backend.
+        others: for each other host, what its first rank needs to start the host's part.
+    """
+
+    size: int
+    first: Callable[[], Backend]
+    others: tuple[Any, ...]
 
 
 class EngineStart(SharedSleep):
@@ -38,7 +54,7 @@ class EngineStart(SharedSleep):
     backend: Backend | None
     tp_size: int
     pad_token_id: int
-    _make: Callable[[], Backend | None]  # on the leader
+    _make: Callable[[], Any]  # creates the backend, on the leader
 
     @signals_deferred()  # no handler may run between the collectives
     def _begin(
@@ -46,9 +62,10 @@ class EngineStart(SharedSleep):
         find: Callable[[], Layout],
         timeout: float,
         pad_token_id: int,
-        make: Callable[[Layout, list[Any]], Backend | None],
+        make: Callable[[Layout, list[Any]], Backend | Nodes | None],
         prepare: Callable[[], Any] = lambda: None,
         restarts: Restarts | None = None,
+        join: Callable[[Any], Callable[[], None]] | None = None,
     ) -> None:
         """Create the backend on the leader, or fail on all ranks.
 
@@ -59,10 +76,13 @@ class EngineStart(SharedSleep):
             make: creates the backend, on the leader, from the results of `prepare` on all ranks.
             prepare: called on each rank of the group.
             restarts: see `launch`.
+            join: starts the part of an engine on another host, from an item of `Nodes.others`, and
+                returns a function that ends it.
         """
         self.timeout, self.pad_token_id = timeout, pad_token_id
         self.backend: Backend | None = None
         self._restarter: Restarter | None = None
+        self._end_node: Callable[[], None] = lambda: None
         self._closed = False
         self._connections = contextlib.ExitStack()  # ended by `close`, with those of updates
         try:
@@ -80,17 +100,23 @@ class EngineStart(SharedSleep):
                 restarts.check()
             return {"restarts": "None" if restarts is None else restarts.limits}, prepare()
 
-        def begin(everyones: list[Any]) -> tuple[int, frozenset[str] | None]:
+        def begin(everyones: list[Any]) -> tuple[int, frozenset[str] | None] | tuple[Any, ...]:
             check_equal(layout.tp_ranks, [given for given, _ in everyones])
             prepared = [prepared for _, prepared in everyones]
-            self._make = lambda: make(layout, prepared)
-            return self._made()
+            made = make(layout, prepared)
+            if not isinstance(made, Nodes):
+                self._make = lambda: make(layout, prepared)
+                return self._adopt(made)
+            if restarts is not None:
+                raise ConfigError("an engine on several hosts cannot be restarted: see `restarts`")
+            self._make = made.first
+            return made.size, made.others
 
         try:
             self._connect()
-            self.tp_size, self._released = self.together.gathered(
-                "the start of the engine", check, begin, timeout
-            )
+            what = "the start of the engine"
+            self.tp_size, rest = self.together.gathered(what, check, begin, timeout)
+            self._released = rest if not isinstance(rest, tuple) else self._start_nodes(rest, join)
             if restarts is not None:
                 self._restarter = Restarter(self, restarts)
                 self._connections.callback(self._restarter.close)
@@ -98,9 +124,26 @@ class EngineStart(SharedSleep):
             self.close()
             raise
 
-    def _made(self) -> tuple[int, frozenset[str] | None]:
-        """Create the backend; return the number of the engine's ranks and its released tags."""
-        made = self._make()
+    def _start_nodes(
+        self, others: tuple[Any, ...], join: Callable[[Any], Callable[[], None]] | None
+    ) -> frozenset[str] | None:
+        """Start the parts of an engine on all of its hosts; return the engine's released tags."""
+        each = self.tp_size // (1 + len(others))  # ranks on a host
+        rank = self.layout.tp_rank
+
+        def work() -> frozenset[str] | None:
+            if self.layout.is_leader:
+                return self._adopt(self._make())[1]
+            if rank < self.tp_size and rank % each == 0:
+                assert join is not None
+                self._end_node = join(others[rank // each - 1])
+            return None
+
+        what = "the start of the engine on all hosts"
+        return self.together.gather(what, work, self.timeout + GRACE_SECONDS)[0]
+
+    def _adopt(self, made: Any) -> tuple[int, frozenset[str] | None]:
+        """Use a backend; return the number of the engine's ranks and its released tags."""
         if made is None:
             raise ConfigError("the leader of the group has no engine")
         if not all(hasattr(made, name) for name in ("tp_size", "control", "close")):
@@ -108,11 +151,11 @@ class EngineStart(SharedSleep):
                 f"a {type(made).__name__} is not a `Backend`: pass a server's URL or an "
                 "sglang.Engine to RolloutEngine.connect"
             )
-        self.backend = made
+        self.backend = backend = cast("Backend", made)
         if self._closed:  # by another thread, during a restart
-            made.close()
+            backend.close()
         self._check_open()
-        return made.tp_size, known_released(made)
+        return backend.tp_size, known_released(backend)
 
     def _start_again(self) -> None:
         """End what is left of the engine if it died, and start it. A collective of its group."""
@@ -121,7 +164,7 @@ class EngineStart(SharedSleep):
             self._end_dead()
             if self.backend is not None:
                 return self.backend.tp_size, known_released(self.backend)
-            return self._made()
+            return self._adopt(self._make())
 
         self.tp_size, self._released = self._generating.gathered(
             "the restart of the engine",
@@ -161,6 +204,8 @@ class EngineStart(SharedSleep):
         try:
             if self.backend is not None:
                 self.backend.close()
+            end, self._end_node = self._end_node, lambda: None
+            end()
         finally:
             self._connections.close()
             self.layout = self.layout.without_groups()

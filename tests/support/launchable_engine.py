@@ -62,6 +62,8 @@ class SGLang:
         if self.failures:
             self.failures -= 1
             raise RuntimeError("out of memory")
+        if arguments.get("node_rank"):
+            return types.SimpleNamespace(tokenizer_manager=None, shutdown=lambda: None)
         manager = self.classes.Tokenizer([self.classes.Scheduler(self.classes.Updater)])
         manager.server_args.tp_size = arguments.get("tp_size", 1)
         engine = stand_in.Engine(manager)

@@ -157,7 +157,7 @@ def test_all_ranks_of_a_mesh_restart_together(tmp_path):
 from memsaver.integrations.engine.errors import EngineDiedError
 from memsaver.integrations.engine.interface import Sample
 from memsaver.integrations.rollout import RestartLimitError, Restarts
-from memsaver.integrations.sglang import launch as launching
+from memsaver.integrations.sglang import launch as launching, placement
 
 class Mortal(Backend):
     made = []
@@ -186,7 +186,7 @@ def launch(placement, size, arguments, timeout):
     return Mortal(size)
 
 failures = []
-launching.launch, launching.gpu_of_this_process = launch, lambda: None
+launching.launch, placement.gpu_of_this_process = launch, lambda: None
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 sent = []
 

@@ -18,9 +18,10 @@ from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.rollout import RolloutEngine
-from memsaver.integrations.sglang import launch as launching
+from memsaver.integrations.sglang import placement as placing
 from memsaver.integrations.sglang import processes
-from memsaver.integrations.sglang.launch import Gpu, launch, place
+from memsaver.integrations.sglang.launch import launch, launch_node
+from memsaver.integrations.sglang.placement import Gpu, place
 
 ALL_GPUS = "0,1,2,3"
 
@@ -58,10 +59,25 @@ def test_invalid_places_are_rejected():
         place(gpus(0, 0), 0)
     with pytest.raises(ConfigError, match="use the GPUs 5, 5"):
         place([Gpu("a", "4,5", 1), Gpu("a", "5", 0)], 0)
-    with pytest.raises(ConfigError, match="not on a, b"):
-        place(gpus(0) + gpus(1, host="b"), 0)
+    for wrong in (["a", "b", "a"], ["a", "a", "b"]):
+        with pytest.raises(ConfigError, match=f"not on {', '.join(wrong)}"):
+            place([Gpu(host, None, at) for at, host in enumerate(wrong)], 0)
+    with pytest.raises(ConfigError, match="use the GPUs 0, 0"):
+        place(gpus(0, 1) + gpus(0, 0, host="b"), 0)
     with pytest.raises(ConfigError, match="only some ranks"):
         place([None, Gpu("a", None, 0)], 0)
+
+
+def test_an_engine_on_two_hosts_has_a_node_on_each():
+    placement = place(gpus(2, 3) + gpus(0, 1, host="b", visible=ALL_GPUS), 0)
+    (node,) = placement.nodes
+    first, second = placement.arguments, node.arguments
+    assert (first["nnodes"], first["node_rank"]) == (2, 0)
+    assert (second["nnodes"], second["node_rank"]) == (2, 1)
+    assert first["dist_init_addr"] == second["dist_init_addr"]
+    assert first["dist_init_addr"].startswith("a:") and "nccl_port" not in first
+    assert (first["base_gpu_id"], second["base_gpu_id"]) == (2, 0)
+    assert "port" in first and "port" not in second
 
 
 def test_engines_of_a_host_have_ports_apart():
@@ -69,7 +85,7 @@ def test_engines_of_a_host_have_ports_apart():
     ports = [set(one.arguments[name] for name in ("port", "nccl_port")) for one in places]
     assert all(len(pair) == 2 for pair in ports)
     assert not ports[0] & ports[1] and not ports[2] & ports[3]
-    with launching.socket.socket() as taken:
+    with placing.socket.socket() as taken:
         taken.bind(("", min(ports[0])))
         assert min(ports[0]) not in place(gpus(0, 1), 0).arguments.values()
 
@@ -224,6 +240,26 @@ def test_an_engine_survives_the_thread_that_started_it(sglang, surroundings):
     assert not any(process.is_alive() for process in seen.processes)
     kept = {thread for thread in threading.enumerate() if thread.name.startswith("memsaver")}
     assert kept <= threads
+
+
+def test_a_node_is_started_and_ended_with_its_processes(sglang, surroundings):
+    before = surroundings()
+    (node,) = place(gpus(0) + gpus(0, host="b"), 0).nodes
+    end = launch_node(node, 2, {"model_path": "m"}, 30)
+    (seen,) = sglang.seen
+    assert seen.arguments["node_rank"] == 1 and seen.arguments["tp_size"] == 2
+    assert seen.arguments["model_path"] == "m" and seen.arguments["skip_tokenizer_init"]
+    assert seen.environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] == "0"
+    assert "SGLANG_BLOCK_NONZERO_RANK_CHILDREN" not in os.environ
+    assert all(process.is_alive() for process in seen.processes)
+    os.kill(os.getpid(), signal.SIGQUIT)  # as a scheduler that fails
+    end()
+    assert surroundings() == before
+    assert not any(process.is_alive() for process in seen.processes)
+    sglang.error = RuntimeError("no memory")
+    with pytest.raises(EngineError, match="no memory"):
+        launch_node(node, 2, {"model_path": "m"}, 30)
+    assert surroundings() == before
 
 
 def test_without_sglang_a_launch_is_an_error(monkeypatch):
