@@ -54,7 +54,7 @@ class Parent:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`, which runs on the main thread if that calls, or on this one.
+        """Return the result of `work`, which runs on this thread, or on a calling main thread.
 
         Called once. Exceptions propagate.
         """
