@@ -137,7 +137,8 @@ class _Update:
                 bucket = BucketMemory(largest, self._device(), self._has_parts)
                 memory.append(held.enter_context(bucket))
 
-            self._meetings.gather(f"{_WHAT}: room for a bucket", room, self._options.timeout)
+            timeout = self._options.timeout
+            self._meetings.gather(f"{_WHAT}: room for a bucket", room, timeout)
             if self._has_parts:
                 self._open(memory[0])
             with self._paused(), self._session():
@@ -146,8 +147,7 @@ class _Update:
                         bucket, memory[0], f"{at + 1} of {len(buckets)}", bucket is buckets[-1]
                     )
             if self._has_parts:  # before the memory is freed, which waits for its users
-                what = f"{_WHAT}: its end on all ranks"
-                self._meetings.gather(what, memory[0].close_others, self._options.timeout)
+                self._meetings.gather(f"{_WHAT}: its last step", memory[0].close_others, timeout)
         checksums = self._checksums()
         return {
             "version": self._options.version,
@@ -169,9 +169,8 @@ class _Update:
     def _open(self, memory: BucketMemory) -> None:
         """Open the buckets of the other ranks of this engine."""
         what, timeout = f"{_WHAT}: the buckets of all ranks", self._options.timeout
-        texts = self._meetings.gather(what, memory.shared, timeout)
-        mine = self._engine.layout.tp_rank
-        others = [text for rank, text in enumerate(texts) if rank != mine]
+        others = self._meetings.gather(what, memory.shared, timeout)
+        del others[self._engine.layout.tp_rank]
         self._meetings.gather(f"{what}, opened", lambda: memory.open(others), timeout)
 
     # --- what is sent -----------------------------------------------------------------------------
