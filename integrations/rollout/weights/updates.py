@@ -221,10 +221,7 @@ class _Update:
                     "pass this rank's shard (`to_local()`)"
                 )
             if source.part is not None and self._options.layout == "engine":
-                raise ConfigError(
-                    f"{source.spec.name} is a `Part` of a whole tensor, which is sent with "
-                    "layout='whole'"
-                )
+                raise ConfigError(f"{source.spec.name} is a `Part`: pass layout='whole'")
         self._sources = {source.spec.name: source for source in sources}
         return self._options.compared(), [source.spec for source in sources]
 
