@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from memsaver.errors import InvalidStateError, MemsaverError
 
-__all__ = ["EngineAsleepError", "EngineBusyError", "EngineError", "EngineTimeoutError"]
+__all__ = [
+    "EngineAsleepError",
+    "EngineBusyError",
+    "EngineDiedError",
+    "EngineError",
+    "EngineTimeoutError",
+]
 
 
 class EngineError(MemsaverError):
@@ -16,6 +22,12 @@ class EngineError(MemsaverError):
 
     _status = "ENGINE_FAILED"
     http_status: int = 0
+
+
+class EngineDiedError(EngineError):
+    """One of the engine's processes ended, so that the engine answers no request any more."""
+
+    _status = "ENGINE_DIED"
 
 
 class EngineTimeoutError(EngineError, TimeoutError):

@@ -65,15 +65,17 @@ class Request:
     """A prompt for which one sample is requested.
 
     Attributes:
-        input_ids: the prompt's tokens.
+        input_ids: the prompt's tokens; [] if the prompt is a text.
         sampling_params: the engine's sampling parameters, without "n".
         multimodal: the prompt's parts other than tokens, such as "image_data", under the engine's
             names; or None.
+        text: the prompt's text, which the engine tokenizes; None if it consists of tokens.
     """
 
     input_ids: list[int]
     sampling_params: Mapping[str, Any]
     multimodal: Mapping[str, Any] | None = None
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,9 @@ class Backend(Protocol):
     Threads: any; calls may wait for each other. Every `timeout` is in seconds, for the whole call.
 
     Errors: `EngineTimeoutError` if there is no answer in time (the engine may still complete the
-    call); `EngineError` if the engine died or rejects the call; `InvalidStateError` if memory that
-    the call needs is released (the engine did not receive the call).
+    call); `EngineDiedError` if the engine died; `EngineError` if it rejects the call;
+    `InvalidStateError` if memory that the call needs is released (the engine did not receive the
+    call).
     """
 
     @property
@@ -228,6 +231,9 @@ class Backend(Protocol):
 
     def leave_group(self, name: str, timeout: float) -> None:
         """Make the engine's ranks leave a process group that they joined."""
+
+    def death(self) -> str:
+        """Describe the end of one of the engine's processes; "" if none is known to have ended."""
 
     def close(self) -> None:
         """End the engine if the backend started it; other engines keep running. Idempotent."""

@@ -11,8 +11,9 @@ from ..lazy import exports
 
 if TYPE_CHECKING:
     from ..engine.interface import Backend, Request, Sample
-    from .errors import WeightMismatchError
+    from .errors import RestartLimitError, WeightMismatchError
     from .output import RolloutOutput
+    from .restarts import Restarts
     from .rollout_engine import RolloutEngine
     from .session import ColocatedSession, Phase
     from .stages import RankStage, Stage, StageReport
@@ -24,6 +25,8 @@ __all__ = [
     "Phase",
     "RankStage",
     "Request",
+    "RestartLimitError",
+    "Restarts",
     "RolloutEngine",
     "RolloutOutput",
     "Sample",
@@ -43,6 +46,8 @@ __getattr__, __dir__ = exports(
         "Phase": ".session",
         "RankStage": ".stages",
         "Request": "..engine.interface",
+        "RestartLimitError": ".errors",
+        "Restarts": ".restarts",
         "RolloutEngine": ".rollout_engine",
         "RolloutOutput": ".output",
         "Sample": "..engine.interface",

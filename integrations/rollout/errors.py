@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from memsaver.errors import MemsaverError
 
-__all__ = ["WeightMismatchError"]
+from ..engine.errors import EngineError
+
+__all__ = ["RestartLimitError", "WeightMismatchError"]
 
 
 class WeightMismatchError(MemsaverError):
@@ -18,3 +20,9 @@ class WeightMismatchError(MemsaverError):
 
     _status = "WEIGHTS_DIFFER"
     tensors: tuple[str, ...] = ()
+
+
+class RestartLimitError(EngineError):
+    """An engine died, and no restart is left: see `Restarts`. The trainer's memory is unchanged."""
+
+    _status = "ENGINE_RESTARTS_USED_UP"

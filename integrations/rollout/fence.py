@@ -18,6 +18,7 @@ class Fence:
         layout: this rank's place in the mesh.
         timeout: seconds to wait for the other ranks.
         refused: an earlier failure of this rank, to be raised on all ranks; or None.
+        lane: see `Together`.
 
     Raises:
         GroupError: not all ranks reached the barrier in time.
@@ -27,7 +28,12 @@ class Fence:
     LANE = "rollout/fence"
 
     def __init__(
-        self, layout: Layout, timeout: float, refused: BaseException | None = None
+        self,
+        layout: Layout,
+        timeout: float,
+        refused: BaseException | None = None,
+        *,
+        lane: str = LANE,
     ) -> None:
         self._layout, self._timeout = layout, timeout
         self._along: list[Together] = []
@@ -35,7 +41,7 @@ class Fence:
         for group in layout.dp_groups:
             left -= group.size() > 1
             try:
-                together = Together(group, timeout, self.LANE, refused=refused, following=left)
+                together = Together(group, timeout, lane, refused=refused, following=left)
                 self._along.append(together)
             except BaseException as error:  # the ranks along the other dimensions wait
                 refused = error

@@ -8,7 +8,7 @@ from typing import Any
 
 from memsaver.errors import ConfigError
 
-from ..engine.fields import is_whole
+from ..engine.fields import is_encodable, is_whole
 from ..engine.interface import Request
 
 __all__ = ["Prompts", "prompts_of"]
@@ -36,7 +36,8 @@ def prompts_of(
     """Return the requests for prompts.
 
     Args:
-        input_ids: a list of lists of tokens, a list of 1-D tensors, or a 2-D tensor.
+        input_ids: a list of lists of tokens, a list of 1-D tensors, a 2-D tensor, or a list of
+            texts.
         sampling_params: one mapping for all prompts, or one for each. "n" is the number of samples
             per prompt (default 1). With a "sampling_seed", sample k uses that seed plus k, because
             equal seeds would give equal samples.
@@ -44,10 +45,10 @@ def prompts_of(
         multimodal: for each prompt, its parts other than tokens, or None.
 
     Raises:
-        ConfigError: a prompt is empty or contains something other than non-negative integers, a
-            list has the wrong length, or another argument is invalid.
+        ConfigError: a prompt is empty or contains something other than non-negative integers, only
+            some prompts are texts, a list has the wrong length, or another argument is invalid.
     """
-    prompts = _token_lists(input_ids, attention_mask)
+    prompts = _prompts(input_ids, attention_mask)
     each_params = _for_each({} if sampling_params is None else sampling_params, len(prompts))
     extras = _extras(multimodal, len(prompts))
     requests: list[Request] = []
@@ -64,7 +65,8 @@ def prompts_of(
             raise ConfigError(f"sampling_params: sampling_seed must be an integer, not {seed!r}")
         for sample in range(count):
             own = named if seed is None or not sample else {**named, "sampling_seed": seed + sample}
-            requests.append(Request(tokens, own, extra))
+            text = tokens if isinstance(tokens, str) else None
+            requests.append(Request([] if isinstance(tokens, str) else tokens, own, extra, text))
             index.append(number)
     return Prompts(requests, index)
 
@@ -93,6 +95,24 @@ def _extras(multimodal: Any, count: int) -> list[Mapping[str, Any] | None]:
 
 def _are_for(several: list[Any], count: int, kinds: Any) -> bool:
     return len(several) == count and all(isinstance(one, kinds) for one in several)
+
+
+def _prompts(input_ids: Any, attention_mask: Any) -> Sequence[list[int] | str]:
+    if isinstance(input_ids, str):
+        raise ConfigError("input_ids must be a list of prompts: put a single text into a list")
+    texts = isinstance(input_ids, list | tuple) and [one for one in input_ids if type(one) is str]
+    if not texts:
+        return _token_lists(input_ids, attention_mask)
+    if len(texts) < len(input_ids):
+        raise ConfigError("either all prompts of a call are texts, or none")
+    if attention_mask is not None:
+        raise ConfigError("an attention_mask needs input_ids that are a padded tensor, not texts")
+    for number, text in enumerate(texts):
+        if not text or not is_encodable(text):
+            raise ConfigError(
+                f"prompt {number} must be a text that UTF-8 can encode, and not empty"
+            )
+    return texts
 
 
 def _token_lists(input_ids: Any, attention_mask: Any) -> list[list[int]]:

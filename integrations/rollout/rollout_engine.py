@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memsaver._runtime.interrupts import signals_deferred
-from memsaver.errors import ConfigError, InvalidStateError
+from memsaver._runtime.timeouts import is_timeout
+from memsaver.errors import ConfigError
 
 from ..engine.fields import is_whole
 from ..engine.interface import Backend, PauseMode, Sample
-from .fence import Fence, connections_of
 from .output import RolloutOutput, check_samples
 from .prompts import Prompts, prompts_of
-from .ranks import ALONE, Layout, NotInMeshError, layout_of
-from .shared_sleep import SharedSleep, known_released
-from .together import Together, refuse
+from .ranks import ALONE, Layout, layout_of
+from .restarts import Restarts
+from .start import EngineStart, Nodes
 
 __all__ = ["RolloutEngine"]
 
-_LANE = "rollout"
 
-
-class RolloutEngine(SharedSleep):
+class RolloutEngine(EngineStart):
     """An inference engine for the ranks of a trainer, one for each tensor-parallel group.
 
     The engine runs in the process of each group's first rank, the leader, and in processes that the
@@ -89,76 +86,6 @@ class RolloutEngine(SharedSleep):
             lambda *_: backend,
         )
 
-    @signals_deferred()  # no handler may run between the collectives
-    def _begin(
-        self,
-        find: Callable[[], Layout],
-        timeout: float,
-        pad_token_id: int,
-        make: Callable[[Layout, list[Any]], Backend | None],
-        prepare: Callable[[], Any] = lambda: None,
-    ) -> None:
-        """Create the backend on the leader, or fail on all ranks.
-
-        Args:
-            find: returns the place of this rank.
-            timeout: see `launch`.
-            pad_token_id: see `launch`.
-            make: creates the backend, on the leader, from the results of `prepare` on all ranks.
-            prepare: called on each rank of the group.
-        """
-        self.timeout, self.pad_token_id = timeout, pad_token_id
-        self.backend: Backend | None = None
-        self._closed = False
-        self._connections = contextlib.ExitStack()  # ended by `close`, with those of updates
-        try:
-            layout = find()
-        except NotInMeshError:
-            raise
-        except Exception as error:
-            refuse(error, timeout, (_LANE, Fence.LANE))
-        self.layout = layout
-
-        def check() -> Any:
-            if not is_whole(pad_token_id):
-                raise ConfigError(f"pad_token_id must be an integer, not {pad_token_id!r}")
-            return prepare()
-
-        def begin(prepared: list[Any]) -> tuple[int, frozenset[str] | None]:
-            made = make(layout, prepared)
-            if made is None:
-                raise ConfigError("the leader of the group has no engine")
-            if not all(hasattr(made, name) for name in ("tp_size", "control", "close")):
-                raise ConfigError(
-                    f"a {type(made).__name__} is not a `Backend`: pass a server's URL or an "
-                    "sglang.Engine to RolloutEngine.connect"
-                )
-            self.backend = made
-            return made.tp_size, known_released(made)
-
-        try:
-            self._connect()
-            self.tp_size, self._released = self.together.gathered(
-                "the start of the engine", check, begin, timeout
-            )
-        except BaseException:
-            self.close()
-            raise
-
-    def _connect(self) -> None:
-        """Connect this rank with the ranks of its engine and of all other engines. A collective."""
-        layout, timeout, refused = self.layout, self.timeout, None
-        try:
-            following = connections_of(layout)
-            self.together = Together(layout.tp_group, timeout, _LANE, following=following)
-            self._connections.callback(self.together.close)
-            self._generating = Together(layout.tp_group, timeout, "rollout/generate")
-            self._connections.callback(self._generating.close)
-        except BaseException as error:  # the ranks of other engines wait
-            refused = error
-        self._fence = Fence(layout, timeout, refused)
-        self._connections.callback(self._fence.close)
-
     @classmethod
     def launch(
         cls,
@@ -168,6 +95,7 @@ class RolloutEngine(SharedSleep):
         dp: str | Sequence[str] = "dp",
         timeout: float = 600.0,
         pad_token_id: int = 0,
+        restarts: Restarts | None = None,
         **server_args: Any,
     ) -> RolloutEngine:
         """Start an `sglang.Engine` for each tensor-parallel group, on the GPUs of its ranks.
@@ -183,22 +111,51 @@ class RolloutEngine(SharedSleep):
             timeout: seconds for the start of the engine's processes; also the default for all
                 calls. Download the model first: a download has no timeout.
             pad_token_id: the token that fills the padding in the output of `generate`.
-            server_args: arguments of `sglang.Engine`, such as `model_path`.
+            restarts: the limits for restarts of an engine whose processes die during `generate`;
+                None means that the death is an error. With this option, `generate` is a collective
+                of the whole mesh. The same on all ranks.
+            server_args: arguments of `sglang.Engine`, such as `model_path`. With a mesh, `tp_size`
+                may be smaller than the group: the engine uses the GPUs of its first ranks.
+                `dist_init_addr` is the address of the first host, if there are several; the default
+                is its name and a free port.
 
         Raises:
             NotLoadedError: SGLang is not installed.
             ConfigError: the mesh, the GPUs or the arguments do not match each other.
             EngineError, EngineTimeoutError: the engine did not start, or did not start in time.
         """
-        from ..sglang.launch import gpu_of_this_process, launch, place
+        from ..sglang.launch import launch, launch_node
+        from ..sglang.placement import gpu_of_this_process, place
 
-        def make(layout: Layout, gpus: list[Any]) -> Backend:
-            tp_size = None if mesh is None else layout.tp_size
-            return launch(place(gpus, layout.dp_rank), tp_size, server_args, timeout)
+        def make(layout: Layout, gpus: list[Any]) -> Backend | Nodes:
+            size = None if mesh is None else server_args.get("tp_size", layout.tp_size)
+            if size is not None and not (is_whole(size) and 1 <= size <= layout.tp_size):
+                raise ConfigError(
+                    f"tp_size={size!r}, but the mesh's tensor-parallel groups have "
+                    f"{layout.tp_size} ranks"
+                )
+            placement = place(gpus[:size], layout.dp_rank)
+            if not placement.nodes:
+                return launch(placement, size, server_args, timeout)
+
+            def first() -> Backend:
+                return launch(placement, size, server_args, timeout)
+
+            return Nodes(size or 1, first, tuple((node, size) for node in placement.nodes))
+
+        def join(node: Any) -> Any:
+            placement, size = node
+            return launch_node(placement, size, server_args, timeout)
 
         engine = cls.__new__(cls)
         engine._begin(
-            lambda: layout_of(mesh, tp=tp, dp=dp), timeout, pad_token_id, make, gpu_of_this_process
+            lambda: layout_of(mesh, tp=tp, dp=dp),
+            timeout,
+            pad_token_id,
+            make,
+            gpu_of_this_process,
+            restarts,
+            join,
         )
         return engine
 
@@ -265,19 +222,22 @@ class RolloutEngine(SharedSleep):
         A collective; a rank may have no prompts (`[]`). Tokens are not decoded.
 
         Args:
-            input_ids: a list of prompts, each a list of tokens or a 1-D tensor; or a 2-D tensor.
+            input_ids: a list of prompts, each a list of tokens or a 1-D tensor; or a 2-D tensor; or
+                a list of texts, for an engine with `skip_tokenizer_init=False`.
             sampling_params: the engine's parameters, one mapping for all prompts or one for each.
                 "n" is the number of samples for a prompt, which are adjacent in the output; the
                 k-th one has the "sampling_seed" plus k, if there is one.
             attention_mask: for a padded tensor: 0 for the padding, on either side.
             multimodal: for each prompt None, or a mapping with "image_data", "video_data" or
-                "audio_data" in SGLang's format.
+                "audio_data" in SGLang's format: one value, or a list. A prompt has a placeholder
+                for each of them, as the model's processor writes it.
             timeout: seconds for the generation, after which unfinished requests are aborted.
 
         Raises:
             ConfigError: a rank's arguments are invalid; the engine received no request.
             InvalidStateError: memory that generation needs is released.
             EngineError, EngineTimeoutError: the engine failed, or did not finish in time.
+            EngineDiedError, RestartLimitError: the engine died; no restart is left.
             RankError: ranks failed in different ways, or made different calls.
             GroupError: a rank died, or was late.
         """
@@ -287,7 +247,7 @@ class RolloutEngine(SharedSleep):
         def prepare() -> Prompts:
             self._check_call(limit)
             prompts = prompts_of(input_ids, sampling_params, attention_mask, multimodal)
-            mine.append(prompts)
+            mine[:] = [prompts]
             return prompts
 
         def work(everyones: list[Prompts]) -> list[list[Sample]]:
@@ -295,9 +255,32 @@ class RolloutEngine(SharedSleep):
             each = iter(check_samples(self._engine.generate(requests, limit), len(requests)))
             return [[next(each) for _ in prompts.requests] for prompts in everyones]
 
-        samples = self._generating.gathered("generate", prepare, work, limit)
+        def attempt() -> list[list[Sample]]:
+            return self._generating.gathered("generate", prepare, work, limit)
+
+        if self._restarter is None:
+            samples = attempt()
+        else:
+            seconds = limit if is_timeout(limit) else self.timeout
+            with signals_deferred():  # no handler may run between the collectives
+                samples = self._restarter.answered("generate", attempt, seconds)
         place = self.layout.tp_rank
         return RolloutOutput.of(samples[place], mine[0].index, self.pad_token_id)
+
+    @signals_deferred()  # no handler may run between the collectives
+    def restart(self) -> None:
+        """Start engines that died again, and send the weights, as `generate` does by itself.
+
+        A collective of the whole mesh, after an `EngineDiedError` of another call. Engines that are
+        alive keep running, but receive the weights too. The new engine is awake.
+
+        Raises:
+            ConfigError: the engine was not launched with `restarts`.
+            RestartLimitError: no restart is left.
+        """
+        if self._restarter is None:
+            raise ConfigError("the engine was not launched with the option `restarts`")
+        self._restarter.restart()
 
     def pause_generation(self, mode: PauseMode = "abort", timeout: float | None = None) -> None:
         """Stop generating until `continue_generation`. New requests wait.
@@ -318,7 +301,7 @@ class RolloutEngine(SharedSleep):
         limit = self._limit(timeout)
         self._do("continue_generation", lambda: self._engine.continue_generation(limit), limit)
 
-    # --- weights, and the end ---------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     @signals_deferred()  # no handler may run between the collectives
     def update_weights(self, state: Any, **options: Any) -> Any:
@@ -330,20 +313,6 @@ class RolloutEngine(SharedSleep):
 
         return weights.update(self, state, **options)
 
-    def close(self) -> None:
-        """End the engine if this object started it. Idempotent; waits for no other rank.
-
-        Also closes the connections with other ranks and drops the process groups of `layout`, so
-        that torch.distributed can be shut down and initialised again. No other call may follow.
-        """
-        self._closed = True
-        try:
-            if self.backend is not None:
-                self.backend.close()
-        finally:
-            self._connections.close()
-            self.layout = self.layout.without_groups()
-
     def __enter__(self) -> RolloutEngine:
         return self
 
@@ -354,16 +323,3 @@ class RolloutEngine(SharedSleep):
         place = f"rank {self.layout.tp_rank} of {self.layout.tp_size}"
         state = "closed" if self._closed else self.status.value
         return f"<memsaver RolloutEngine: {state}, {place}, engine {self.layout.dp_rank}>"
-
-    # --- on all ranks -----------------------------------------------------------------------------
-
-    @property
-    def _engine(self) -> Backend:
-        """The leader's engine, for work that the leader does for all ranks."""
-        self._check_open()
-        assert self.backend is not None
-        return self.backend
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidStateError("the rollout engine is closed")

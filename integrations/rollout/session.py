@@ -10,7 +10,11 @@ from enum import Enum
 from typing import Any
 
 from memsaver._inspection.statistics import stats
-from memsaver._runtime.interrupts import collective_block, interrupts_deferred
+from memsaver._runtime.interrupts import (
+    collective_block,
+    interrupts_deferred,
+    signals_deferred,
+)
 from memsaver._runtime.native import Backup
 from memsaver._runtime.timeouts import check_timeout
 from memsaver.distributed.words import listed
@@ -201,6 +205,22 @@ class ColocatedSession:
     def engine_is_current(self) -> bool:
         """Whether the engine has the trainer's weights, as far as the session knows."""
         return self._is_current
+
+    @signals_deferred()  # no handler may run between the collectives
+    def send_weights(self) -> None:
+        """Send the trainer's weights again, in a rollout whose engine has lost them. A collective.
+
+        For `Restarts.send`. The engine sleeps while the trainer's model is in memory.
+
+        Raises: see `rollout`; `InvalidStateError` outside of a rollout.
+        """
+        if self._phase is not Phase.ROLLOUT:
+            raise InvalidStateError(
+                f"weights are sent again in a rollout, not in {self._phase.value}"
+            )
+        self._is_current = False
+        self._sleep()
+        self._enter_rollout()
 
     def weights_changed(self) -> None:
         """Report a change of the trainer's weights outside of `training()`, on all ranks."""

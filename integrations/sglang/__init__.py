@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..engine.errors import (
         EngineAsleepError,
         EngineBusyError,
+        EngineDiedError,
         EngineError,
         EngineTimeoutError,
     )
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EngineAsleepError",
     "EngineBusyError",
+    "EngineDiedError",
     "EngineError",
     "EngineTimeoutError",
     "SleepController",
@@ -46,6 +48,7 @@ __getattr__, __dir__ = exports(
     {
         "EngineAsleepError": "..engine.errors",
         "EngineBusyError": "..engine.errors",
+        "EngineDiedError": "..engine.errors",
         "EngineError": "..engine.errors",
         "EngineTimeoutError": "..engine.errors",
         "SleepController": ".sleep",

@@ -31,14 +31,13 @@ def backend_of(engine: Any, *, api_key: str | None = None, timeout: float = 60.0
     """Return the backend for an engine.
 
     Args:
-        engine: an `sglang.Engine` of this process, which has `skip_tokenizer_init=True`, or a
-            server's URL.
+        engine: an `sglang.Engine` of this process, or a server's URL.
         api_key: the server's API key (its admin key, if it has one).
         timeout: seconds for the query of the engine's arguments and state.
 
     Raises:
-        ConfigError: `engine` is neither an `sglang.Engine` nor a URL, the engine detokenises, its
-            version is not supported, or the address, the key or the timeout is invalid. No message
+        ConfigError: `engine` is neither an `sglang.Engine` nor a URL, its version is not
+            supported, or the address, the key or the timeout is invalid. No message
             contains the key.
         NotLoadedError: `engine` is a URL, and httpx is not installed
             (`pip install "memsaver[http]"`).
@@ -65,11 +64,7 @@ class SGLangBackend(WeightCalls):
         check_timeout(timeout)
         self.link, self._end = link, end
         arguments = link.arguments(timeout)
-        if isinstance(link, LocalEngine) and not arguments["skip_tokenizer_init"]:
-            raise ConfigError(
-                "the engine would detokenize outputs, but rollouts need no text: start it with "
-                "skip_tokenizer_init=True"
-            )
+        self._has_tokenizer = not arguments.get("skip_tokenizer_init")
         self.tp_size = _ranks(arguments, "tp_size")
         self.other_ranks = _other_ranks(arguments)
         _check_version(arguments.get("version"))
@@ -80,6 +75,11 @@ class SGLangBackend(WeightCalls):
         if not requests:
             return []
         payload = payload_of(requests)
+        if "text" in payload and not self._has_tokenizer:
+            raise ConfigError(
+                "the engine has no tokenizer for texts: pass token ids, or start the engine with "
+                "skip_tokenizer_init=False"
+            )
         with self.control.request():
             try:
                 outputs = self.link.generated(payload, timeout)
@@ -98,6 +98,10 @@ class SGLangBackend(WeightCalls):
     def continue_generation(self, timeout: float) -> None:
         """See `Backend`."""
         self._do("continue_generation", {}, timeout)
+
+    def death(self) -> str:
+        """See `Backend`."""
+        return self.link.death() if isinstance(self.link, LocalEngine) else ""
 
     def close(self) -> None:
         """See `Backend`."""

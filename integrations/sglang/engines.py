@@ -15,7 +15,7 @@ from typing import Any
 from memsaver._runtime.timeouts import check_timeout
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
-from ..engine.errors import EngineError, EngineTimeoutError
+from ..engine.errors import EngineDiedError, EngineError, EngineTimeoutError
 from ..engine.messages import Answer, SchedulerState
 from .protocol import states_of
 from .replies import Reply, UnknownRequestError
@@ -198,8 +198,8 @@ class LocalEngine:
         Raises:
             ConfigError: the timeout is not a positive number.
             EngineTimeoutError: the coroutine did not return in time.
-            EngineError: the engine's processes ended, or the coroutine raised. memsaver's own
-                errors are raised unchanged.
+            EngineDiedError: one of the engine's processes ended.
+            EngineError: the coroutine raised. memsaver's own errors are raised unchanged.
             InvalidStateError: the calling thread runs an event loop.
         """
         check_timeout(timeout)
@@ -211,14 +211,14 @@ class LocalEngine:
             )
         if loop.is_closed():
             raise EngineError("the engine was shut down")
-        if ended := self._ended():
-            raise EngineError(f"the engine is dead: {ended}")
+        if ended := self.death():
+            raise EngineDiedError(f"the engine is dead: {ended}")
         future = asyncio.run_coroutine_threadsafe(work(), loop)
         self._drive(loop, future, time.monotonic() + timeout)
         if not future.done():
             future.cancel()
-            if ended := self._ended():
-                raise EngineError(f"the engine died before it answered {what}: {ended}")
+            if ended := self.death():
+                raise EngineDiedError(f"the engine died before it answered {what}: {ended}")
             raise EngineTimeoutError(
                 f"the engine did not answer {what} within {timeout:.3g} s; it may be dead or busy"
             )
@@ -227,7 +227,8 @@ class LocalEngine:
         except MemsaverError:
             raise
         except Exception as error:
-            raise EngineError(
+            kind = EngineDiedError if self.death() else EngineError
+            raise kind(
                 f"the engine failed during {what}: {type(error).__name__}: {error}"
             ) from error
 
@@ -245,13 +246,13 @@ class LocalEngine:
 
         async def watch() -> None:
             answer = asyncio.wrap_future(future)
-            while not (answer.done() or self._ended()) and time.monotonic() < deadline:
+            while not (answer.done() or self.death()) and time.monotonic() < deadline:
                 await asyncio.wait([answer], timeout=min(_POLL_SECONDS, _left(deadline)))
             if answer.done() and not answer.cancelled():
                 answer.exception()  # otherwise asyncio logs that it was never retrieved
 
         while not (future.done() or loop.is_closed()) and time.monotonic() < deadline:
-            if self._ended():
+            if self.death():
                 return
             if loop.is_running() or not self._driving.acquire(blocking=False):
                 concurrent.futures.wait([future], min(_POLL_SECONDS, _left(deadline)))
@@ -265,7 +266,7 @@ class LocalEngine:
             finally:
                 self._driving.release()
 
-    def _ended(self) -> str:
+    def death(self) -> str:
         """Describe an engine process that has ended; "" if none is known to have ended."""
         watchdog = getattr(self._engine.tokenizer_manager, "_subprocess_watchdog", None)
         for process in getattr(watchdog, "_processes", ()):

@@ -33,7 +33,7 @@ from typing import Any
 from ..engine import moves
 from ..engine.refusals import asleep_text
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS
-from . import settings
+from . import image_cache, settings
 from .idle_sleep import remove, with_handler
 from .updaters import updater_of
 
@@ -154,8 +154,10 @@ def flush(original: Callable[..., bool], scheduler: Any, *args: Any) -> bool:
     """Wrap `Scheduler.flush_cache`: succeed without a flush while the KV cache is released.
 
     The release has flushed the cache, and trainers flush it again between a resume of the weights
-    and a resume of the cache. Some caches write to device memory in a flush.
+    and a resume of the cache. Some caches write to device memory in a flush. A flush also empties
+    the cache of image embeddings.
     """
+    image_cache.clear()
     if moves.are_memsavers([KV_CACHE]) and not moves.is_mapped([KV_CACHE]):
         _logger.debug("nothing to flush: the release has flushed the KV cache")
         return True

@@ -6,16 +6,12 @@ import asyncio
 import atexit
 import contextlib
 import functools
-import glob
-import itertools
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -27,13 +23,13 @@ from memsaver.errors import ConfigError, NotLoadedError
 from ..engine.errors import EngineError, EngineTimeoutError
 from .backend import SGLangBackend
 from .engines import LocalEngine
+from .placement import VISIBLE, Placement
+from .processes import Descendant, Parent, descendants_of, kill
 
-__all__ = ["Gpu", "Placement", "gpu_of_this_process", "launch", "place"]
+__all__ = ["launch", "launch_node"]
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-_KILL_SECONDS = 15.0
 _TAKEN = (signal.SIGQUIT, signal.SIGTERM)
-_FIRST_PORT, _PORTS_EACH, _SLOTS = 30000, 64, 32
+_TASK_SECONDS = 2.0  # for cancelled tasks to end
 
 # The variables of the ranks' own group, which an engine's processes would mistake for their own.
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -44,95 +40,10 @@ _DEFAULT_ENVIRONMENT = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 # SGLang reads these variables again later in this process, so they stay.
 _KEPT_PREFIXES = ("SGLANG_", "PROMETHEUS_")
 
+# Makes the start of a node return when its schedulers are ready, instead of at their end.
+_NODE = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
+
 _DEFAULT_ARGUMENTS = {"skip_tokenizer_init": True, "enable_memory_saver": True}
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """The GPU that a rank uses.
-
-    Attributes:
-        host: the machine's name.
-        visible: the rank's CUDA_VISIBLE_DEVICES; None if it is not set.
-        index: the GPU's number among the visible ones.
-    """
-
-    host: str
-    visible: str | None
-    index: int
-
-    @property
-    def name(self) -> str:
-        """The GPU's name in CUDA_VISIBLE_DEVICES."""
-        if self.visible is None:
-            return str(self.index)
-        names = [name.strip() for name in self.visible.split(",")]
-        return names[self.index] if self.index < len(names) else str(self.index)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The GPUs and the ports of an engine.
-
-    Attributes:
-        arguments: arguments of the engine.
-        visible: CUDA_VISIBLE_DEVICES for its processes; None leaves it unchanged.
-    """
-
-    arguments: Mapping[str, int]
-    visible: str | None = None
-
-
-def gpu_of_this_process() -> Gpu | None:
-    """Return torch's current GPU, or None without GPUs. Starts CUDA in this process.
-
-    CUDA must start before an engine does; otherwise the environment for the engine's processes
-    would apply to this process as well.
-    """
-    try:
-        import torch
-    except ImportError:
-        return None
-    if not torch.cuda.is_available():
-        return None
-    return Gpu(socket.gethostname(), os.environ.get(_VISIBLE), int(torch.cuda.current_device()))
-
-
-def place(gpus: Sequence[Gpu | None], dp_rank: int) -> Placement:
-    """Return the placement of an engine.
-
-    Args:
-        gpus: the GPUs of the group's ranks, in the engine's order.
-        dp_rank: the engine's number.
-
-    Raises:
-        ConfigError: two ranks use the same GPU, only some ranks have a GPU, or they are on several
-            hosts.
-    """
-    known = [gpu for gpu in gpus if gpu is not None]
-    if len(known) != len(gpus):
-        if known:
-            raise ConfigError("only some ranks of the tensor-parallel group have a GPU")
-        return Placement(_ports(dp_rank))
-    if len({gpu.host for gpu in known}) > 1:
-        hosts = ", ".join(sorted({gpu.host for gpu in known}))
-        raise ConfigError(
-            f"an engine's ranks must be on one host, not on {hosts}: choose a smaller tp"
-        )
-    names = [gpu.name for gpu in known]
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"the ranks of the tensor-parallel group use the GPUs {', '.join(names)}: each rank "
-            "needs its own GPU (call torch.cuda.set_device(local_rank) first)"
-        )
-    first = names[0]
-    ports = _ports(int(first) if first.isdigit() else dp_rank)
-    steps = {later.index - gpu.index for gpu, later in itertools.pairwise(known)} or {1}
-    if len({gpu.visible for gpu in known}) == 1 and len(steps) == 1 and min(steps) > 0:
-        # Uses the ranks' numbering, so that a GPU has the same number in the engine.
-        where = {"base_gpu_id": known[0].index, "gpu_id_step": steps.pop()}
-        return Placement({**ports, **where})
-    return Placement({**ports, "base_gpu_id": 0, "gpu_id_step": 1}, ",".join(names))
 
 
 def launch(
@@ -160,12 +71,66 @@ def launch(
             invalid.
         EngineError, EngineTimeoutError: the engine did not start in time. Its processes are ended.
     """
-    check_timeout(timeout)
     if tp_size is not None and arguments.get("tp_size", tp_size) != tp_size:
         raise ConfigError(
             f"tp_size={arguments['tp_size']}, but the mesh's tensor-parallel groups have "
             f"{tp_size} ranks"
         )
+    with _starting(placement, tp_size, arguments, timeout) as (engine, signals, parent, deadline):
+        end = functools.partial(_end, engine, signals, parent, _started_by(engine))
+        try:
+            signals.take(engine, _left(deadline))
+            return SGLangBackend(LocalEngine(engine), _left(deadline), end)
+        except BaseException:
+            end()
+            raise
+
+
+def launch_node(
+    placement: Placement, tp_size: int, arguments: Mapping[str, Any], timeout: float
+) -> Callable[[], None]:
+    """Start the part of an engine on another host than the first, which receives all requests.
+
+    Args:
+        placement: the part's GPUs, and the address of the first host.
+        tp_size: the number of the engine's ranks on all hosts.
+        arguments: see `launch`.
+        timeout: seconds until the whole engine must be ready.
+
+    Returns:
+        A function that ends the part's processes; it is called once.
+
+    Raises:
+        NotLoadedError, ConfigError, EngineError, EngineTimeoutError: see `launch`.
+    """
+    before = set(multiprocessing.active_children())
+    with _starting(placement, tp_size, arguments, timeout, _NODE) as (engine, signals, parent, _):
+        atexit.unregister(engine.shutdown)
+        signals.ignore()
+        own = [child for child in multiprocessing.active_children() if child not in before]
+
+        def end() -> None:
+            kill(own)
+            signals.restore()
+            parent.end()
+
+        return end
+
+
+@contextlib.contextmanager
+def _starting(
+    placement: Placement,
+    tp_size: int | None,
+    arguments: Mapping[str, Any],
+    timeout: float,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[tuple[Any, _Signals, Parent, float]]:
+    """Start an engine for the block, in which the environment is that of its processes.
+
+    Yields the engine, the handlers to restore, the thread that started its processes, and the
+    deadline. Args and errors are those of `launch`.
+    """
+    check_timeout(timeout)
     try:
         import sglang
     except ImportError as error:
@@ -174,23 +139,15 @@ def launch(
     if tp_size is not None:
         full["tp_size"] = tp_size
     full.setdefault("custom_sigquit_handler", engine_failed)
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(_environment(placement.visible))
-        undo.enter_context(_start_method())
-        signals = _Signals()
+    with _environment(placement.visible, variables or {}), _start_method():
+        signals, parent = _Signals(), Parent()
         deadline = time.monotonic() + timeout
         try:
-            engine = _started(lambda: sglang.Engine(**full), deadline)
+            engine = parent.run(lambda: _started(lambda: sglang.Engine(**full), deadline))
         except BaseException:
             signals.restore()
             raise
-        end = functools.partial(_end, engine, signals)
-        try:
-            signals.take(engine, _left(deadline))
-            return SGLangBackend(LocalEngine(engine), _left(deadline), end)
-        except BaseException:
-            end()
-            raise
+        yield engine, signals, parent, deadline
 
 
 def engine_failed(number: int, frame: FrameType | None) -> None:
@@ -204,7 +161,7 @@ def _started(start: Callable[[], Any], deadline: float) -> Any:
     done = Latch()
 
     def end_new() -> None:
-        _kill([child for child in multiprocessing.active_children() if child not in before])
+        kill([child for child in multiprocessing.active_children() if child not in before])
 
     def watch() -> None:
         if not done.wait(timeout):
@@ -233,53 +190,46 @@ def _started(start: Callable[[], Any], deadline: float) -> Any:
         done.open()
 
 
+def _started_by(engine: Any) -> list[Descendant]:
+    """Return the processes that an engine's processes have started."""
+    watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
+    return [one for own in getattr(watchdog, "_processes", ()) for one in descendants_of(own.pid)]
+
+
 def _left(deadline: float) -> float:
     return max(1.0, deadline - time.monotonic())
 
 
-def _end(engine: Any, signals: _Signals) -> None:
-    """End an engine's processes: `shutdown` would end all children of this process."""
+def _end(engine: Any, signals: _Signals, parent: Parent, started: Sequence[Descendant]) -> None:
+    """End an engine's processes: `shutdown` would end all children of this process.
+
+    Args:
+        engine: the `sglang.Engine`.
+        signals: this process's handlers, which are restored.
+        parent: the thread that started the processes.
+        started: the processes that the engine's processes have started.
+    """
     watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
     if watchdog is None:
         engine.shutdown()
     else:
         atexit.unregister(engine.shutdown)
         watchdog.stop()
-        _kill(list(watchdog._processes))
+        kill(list(watchdog._processes), started)
         rpc = getattr(engine, "send_to_rpc", None)
         if rpc is not None:
             rpc.close(linger=0)
             engine.send_to_rpc = None
     loop = engine.loop
     if not (loop.is_closed() or loop.is_running()):
-        for task in asyncio.all_tasks(loop):
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
+        if tasks:  # those of a request that was in flight end after several rounds
+            loop.run_until_complete(asyncio.wait(tasks, timeout=_TASK_SECONDS))
         loop.close()
     signals.restore()
-
-
-def _kill(processes: Sequence[Any]) -> None:
-    """End processes of multiprocessing with all their descendants, and wait for them."""
-    pids = [pid for process in processes for pid in _descendants(process.pid)]
-    for process in processes:
-        process.kill()
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + _KILL_SECONDS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the descendants of a process."""
-    found: list[int] = []
-    for path in glob.glob(f"/proc/{pid}/task/*/children"):
-        with contextlib.suppress(OSError), open(path) as file:
-            for child in map(int, file.read().split()):
-                found += [child, *_descendants(child)]
-    return found
+    parent.end()
 
 
 class _Signals:
@@ -305,6 +255,11 @@ class _Signals:
             for number in _TAKEN:
                 with contextlib.suppress(NotImplementedError, RuntimeError):
                     engine.loop.remove_signal_handler(number)
+            self.ignore()
+
+    def ignore(self) -> None:
+        """Restore the earlier handlers, but ignore SIGQUIT."""
+        if self._mine:
             self.restore()
             signal.signal(signal.SIGQUIT, engine_failed)
 
@@ -329,15 +284,16 @@ class _Deaf:
 
 
 @contextlib.contextmanager
-def _environment(visible: str | None) -> Iterator[None]:
+def _environment(visible: str | None, variables: Mapping[str, str]) -> Iterator[None]:
     """Set the environment for an engine's processes in the block, and restore it afterwards."""
     before = dict(os.environ)
     for name in before:
         if name in _TORCHRUN or name.startswith(_TORCHRUN_PREFIXES):
             del os.environ[name]
     ours = {name: text for name, text in _DEFAULT_ENVIRONMENT.items() if name not in before}
+    ours.update(variables)
     if visible is not None:
-        ours[_VISIBLE] = visible
+        ours[VISIBLE] = visible
     os.environ.update(ours)
     try:
         yield
@@ -359,19 +315,3 @@ def _start_method() -> Iterator[None]:
         yield
     finally:
         multiprocessing.set_start_method(before, force=True)
-
-
-def _ports(slot: int) -> dict[str, int]:
-    """Return free ports for an engine; engines on one host have different slots."""
-    first = _FIRST_PORT + _PORTS_EACH * (slot % _SLOTS)
-    free = [port for port in range(first, first + _PORTS_EACH) if _is_free(port)]
-    return dict(zip(("port", "nccl_port"), free, strict=False))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as listener:
-        try:
-            listener.bind(("", port))
-        except OSError:
-            return False
-    return True

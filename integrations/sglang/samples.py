@@ -26,10 +26,19 @@ def payload_of(requests: Sequence[Request]) -> dict[str, Any]:
     name = f"memsaver-{uuid.uuid4().hex}"
     payload: dict[str, Any] = {
         "rid": [f"{name}-{number}" for number in range(len(requests))],
-        "input_ids": [list(request.input_ids) for request in requests],
         "sampling_params": [dict(request.sampling_params) for request in requests],
         "return_logprob": True,
     }
+    texts = [request.text for request in requests if request.text is not None]
+    if not texts:
+        payload["input_ids"] = [list(request.input_ids) for request in requests]
+    elif len(texts) == len(requests):
+        payload["text"] = texts
+    else:
+        raise ConfigError(
+            "some ranks pass texts as prompts, and others token ids: SGLang accepts only one kind "
+            "in a call"
+        )
     named = {key for request in requests for key in request.multimodal or ()}
     if unknown := sorted(named.difference(_MULTIMODAL), key=repr):
         raise ConfigError(

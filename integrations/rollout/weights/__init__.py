@@ -16,7 +16,9 @@ Importing this package imports neither torch nor an engine.
 """
 
 from .disaggregated import WeightGroup
+from .megatron import megatron_parts
+from .parts import Part
 from .report import WeightUpdate
 from .updates import update
 
-__all__ = ["WeightGroup", "WeightUpdate", "update"]
+__all__ = ["Part", "WeightGroup", "WeightUpdate", "megatron_parts", "update"]

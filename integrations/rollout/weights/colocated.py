@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import memsaver
 from memsaver.errors import OutOfDeviceMemoryError
 
+from ...engine.errors import EngineDiedError
 from ...engine.interface import Layout
 from .buckets import Bucket
-from .payloads import flattened, listed
+from .payloads import Receivers, flattened, listed, opened, shared
 from .sources import Source
 
 __all__ = ["BucketMemory"]
@@ -26,18 +28,24 @@ class BucketMemory:
     Args:
         nbytes: the bytes of the largest bucket.
         device: a CUDA device; or the host, for shared memory of this machine.
+        is_common: whether the trainer's ranks write into each other's memory.
 
     Raises:
         OutOfDeviceMemoryError: there is too little free memory.
     """
 
-    def __init__(self, nbytes: int, device: Any) -> None:
+    def __init__(self, nbytes: int, device: Any, is_common: bool = False) -> None:
         import torch
 
         self._device = torch.device(device)
+        self._is_common = is_common
+        self._receivers = Receivers()  # the engine's ranks
+        self._others: list[Any] = []  # the buckets of other ranks
         nbytes = max(nbytes, 1)  # an empty allocation cannot be shared
         if self._device.type != "cuda":
-            self._memory: Any = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+            self._memory: Any = torch.empty(nbytes, dtype=torch.uint8)
+            with self._file_names():
+                self._memory.share_memory_()
             return
         try:
             with memsaver.disabled():
@@ -59,7 +67,9 @@ class BucketMemory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._memory = None
+        if isinstance(error, EngineDiedError):
+            self._receivers.release()
+        self._memory, self._others = None, []
         # After an error the device may hang in a collective, and freeing would wait for it.
         if self._device.type == "cuda" and error is None:
             import torch
@@ -81,15 +91,32 @@ class BucketMemory:
                 source = sources[slot.name]
                 view = source.view_of(self._memory[slot.begin :])
                 source.write(view)
+                if source.part is not None:
+                    for other in self._others:
+                        source.write(source.view_of(other[slot.begin :]))
                 views.append((slot.name, slot.begin, view))
         return views
+
+    def shared(self) -> str:
+        """Return text with which `open` of another rank opens the memory."""
+        with self._file_names():
+            return shared(self._memory)
+
+    def open(self, texts: Sequence[str]) -> None:
+        """Open the buckets of other ranks, into which this rank writes its parts of tensors."""
+        self._others = [opened(text) for text in texts]
+
+    def close_others(self) -> None:
+        """Close the buckets of other ranks."""
+        self._others = []
 
     def settle(self) -> None:
         """Wait for the queued work."""
         if self._device.type == "cuda":
             import torch
 
-            torch.cuda.synchronize(self._device)
+            for device in {self._device, *(other.device for other in self._others)}:
+                torch.cuda.synchronize(device)
 
     def payload(self, views: list[tuple[str, int, Any]], layout: Layout) -> str:
         """Return the tensors' serialised handles, as text, for the engine's rank on this device.
@@ -98,8 +125,25 @@ class BucketMemory:
             views: see `write`.
             layout: see `SharedTensors`.
         """
-        if layout == "engine":
-            return listed(views)
-        _, begin, last = views[-1]
-        end = begin + last.numel() * last.element_size()
-        return flattened(self._memory[:end], views)
+        with self._file_names():
+            if layout == "engine":
+                return listed(views, self._receivers)
+            _, begin, last = views[-1]
+            end = begin + last.numel() * last.element_size()
+            return flattened(self._memory[:end], views, self._receivers)
+
+    @contextlib.contextmanager
+    def _file_names(self) -> Iterator[None]:
+        """Share host memory by file names in the block.
+
+        Ranks that do not descend from one process cannot exchange descriptors.
+        """
+        import torch.multiprocessing as mp
+
+        before = mp.get_sharing_strategy()
+        if self._device.type == "cpu" and self._is_common:
+            mp.set_sharing_strategy("file_system")
+        try:
+            yield
+        finally:
+            mp.set_sharing_strategy(before)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..fence import Fence
 from ..ranks import Layout
 from ..together import Together
 
-__all__ = ["Meetings"]
+__all__ = ["Meetings", "meetings_of"]
+
+if TYPE_CHECKING:
+    from ..rollout_engine import RolloutEngine
 
 Result = TypeVar("Result")
 
@@ -85,3 +89,15 @@ class Meetings:
             rows = together.gather(what, known.copy, timeout)
             known = [one for row in rows for one in row]
         return known if self._along else []
+
+
+def meetings_of(engine: RolloutEngine) -> Meetings:
+    """Return the engine's `Meetings`, which all of its updates use and its `close` closes."""
+    if engine not in _meetings:
+        made = Meetings(engine.together, engine.layout, engine.timeout)
+        engine._connections.callback(made.close)
+        _meetings[engine] = made
+    return _meetings[engine]
+
+
+_meetings: weakref.WeakKeyDictionary[Any, Meetings] = weakref.WeakKeyDictionary()

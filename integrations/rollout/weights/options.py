@@ -75,11 +75,16 @@ class Options:
                     "shards in the engine's layout differ from rank to rank, and a broadcast sends "
                     "the same tensors to all ranks: with a group, send whole tensors"
                 )
-        elif engine.tp_size != engine.layout.tp_size:
+        elif engine.tp_size > engine.layout.tp_size:
             raise ConfigError(
                 f"the engine has {engine.tp_size} ranks, and the trainer's group "
-                f"{engine.layout.tp_size}: on the same GPUs the numbers must be equal; an engine "
+                f"{engine.layout.tp_size}: on the same GPUs the engine cannot have more; an engine "
                 "on other GPUs needs a WeightGroup (`group`)"
+            )
+        elif self.layout == "engine" and engine.tp_size < engine.layout.tp_size:
+            raise ConfigError(
+                f"the engine has {engine.tp_size} ranks, and the trainer's group "
+                f"{engine.layout.tp_size}: shards in the engine's layout need equal numbers"
             )
 
     def compared(self) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import memsaver
@@ -11,6 +12,7 @@ from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 
 from ...engine.fields import is_encodable
+from .parts import Box, Part
 
 __all__ = ["Rename", "Source", "Spec", "sources_of"]
 
@@ -28,6 +30,7 @@ class Spec:
         nbytes: its size in bytes, without gaps between elements.
         same: the name of an earlier tensor with the same memory, or "". None if this rank has no
             element of the tensor, so that only other ranks can compare it.
+        box: the part of the tensor that this rank has, if it is a `Part`.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Spec:
     shape: tuple[int, ...]
     nbytes: int
     same: str | None = ""
+    box: Box | None = None
 
 
 class Source:
@@ -44,10 +48,12 @@ class Source:
         spec: its description.
         device: the device of this rank's part.
         distributed: whether it is a DTensor, so that each rank has a part.
+        part: the `Part`, which is written into the buckets of all ranks; or None.
     """
 
-    def __init__(self, spec: Spec, tensor: Any) -> None:
+    def __init__(self, spec: Spec, tensor: Any, part: Part | None = None) -> None:
         self.spec = spec
+        self.part = part
         self._tensor = tensor
         self.device = _local(tensor).device
         self.distributed = _is_distributed(tensor)
@@ -67,7 +73,9 @@ class Source:
         Args:
             out: see `view_of`.
         """
-        if not self.distributed:
+        if self.part is not None:
+            self.part.write(out)
+        elif not self.distributed:
             out.copy_(self._tensor, non_blocking=out.is_cuda)
         elif not _gather_in_place(self._tensor, out):
             out.copy_(self._tensor.full_tensor(), non_blocking=out.is_cuda)
@@ -89,7 +97,8 @@ def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
     If a tensor shares the memory of an earlier one (tied weights), its spec names the earlier one.
 
     Args:
-        state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs.
+        state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs; a tensor
+            may be a `Part`.
         rename: returns the engine's name for a tensor's name, or None to leave it out.
 
     Raises:
@@ -107,6 +116,8 @@ def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
             continue
         if not is_encodable(called):
             raise ConfigError(f"a tensor's name must be text that UTF-8 can encode, not {called!r}")
+        part = tensor if isinstance(tensor, Part) else None
+        tensor = part.tensor if part is not None else tensor
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{called} must be a tensor, not {type(tensor).__name__}")
         if called in names:
@@ -114,17 +125,25 @@ def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
         names.add(called)
         tensor = tensor.detach()
         _check_layout(called, tensor)
-        memory = _memory_of(tensor)
+        memory, shape, box = _memory_of(tensor), tuple(tensor.shape), None
+        if part is not None:
+            part.check(called)
+            if _is_distributed(tensor):
+                raise ConfigError(f"{called}: the part of a tensor must not be a DTensor")
+            part = replace(part, tensor=tensor)
+            shape, box = tuple(part.shape), part.box
+            memory = memory and (memory, shape, box)
         spec = Spec(
             called,
             str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            tensor.numel() * tensor.element_size(),
+            shape,
+            math.prod(shape) * tensor.element_size(),
             first.get(memory, "") if memory is not None else None,
+            box,
         )
         if memory is not None:
             first.setdefault(memory, called)
-        sources.append(Source(spec, tensor))
+        sources.append(Source(spec, tensor, part))
     return sources
 
 

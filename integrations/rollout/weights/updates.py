@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,9 @@ from .agreement import check_same, common_tie, names_digest
 from .buckets import Bucket, buckets_of
 from .colocated import BucketMemory
 from .disaggregated import WeightGroup
-from .meetings import Meetings
+from .meetings import meetings_of
 from .options import Options
+from .parts import check_cover
 from .report import WeightUpdate
 from .sources import Rename, Source, Spec, sources_of
 from .verification import Tally, Verify, digests_of, raise_unlike, verification_for, verified_places
@@ -60,13 +60,14 @@ def update(
 
     The engine's weights must be awake; its KV cache need not be. Without `group` the engine is on
     the same GPUs: each of its ranks shares a GPU with the trainer's rank of the same index in the
-    tensor-parallel group.
+    tensor-parallel group, which may have more ranks than the engine.
 
     Args:
         engine: a `RolloutEngine`.
         state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs: whole
-            tensors, or DTensors such as FSDP2's, which are gathered a bucket at a time. Tensors
-            that share the same memory on every rank are sent once, under the first of their names.
+            tensors, or DTensors such as FSDP2's, which are gathered a bucket at a time; or `Part`s,
+            which each rank writes into the buckets of its group's ranks, on one host. Tensors that
+            share the same memory on every rank are sent once, under the first of their names.
         version: the engine's name for the new weights.
         layout: "whole": tensors as in a checkpoint, which the engine's loader splits and fuses.
             "engine": this rank's shards in the engine's layout, under the engine's parameter names,
@@ -116,7 +117,7 @@ class _Update:
         self._engine = engine
         self._state = state
         self._options = options
-        self._meetings = _meetings_of(engine)
+        self._meetings = meetings_of(engine)
         self._meetings.number += 1
         self._number = self._meetings.number
         self._sources: dict[str, Source] = {}
@@ -134,14 +135,20 @@ class _Update:
             memory: list[BucketMemory] = []
 
             def room() -> None:
-                memory.append(held.enter_context(BucketMemory(largest, self._device())))
+                bucket = BucketMemory(largest, self._device(), self._has_parts)
+                memory.append(held.enter_context(bucket))
 
-            self._meetings.gather(f"{_WHAT}: room for a bucket", room, self._options.timeout)
+            timeout = self._options.timeout
+            self._meetings.gather(f"{_WHAT}: room for a bucket", room, timeout)
+            if self._has_parts:
+                self._open(memory[0])
             with self._paused(), self._session():
                 for at, bucket in enumerate(buckets):
                     self._send(
                         bucket, memory[0], f"{at + 1} of {len(buckets)}", bucket is buckets[-1]
                     )
+            if self._has_parts:  # before the memory is freed, which waits for its users
+                self._meetings.gather(f"{_WHAT}: its last step", memory[0].close_others, timeout)
         checksums = self._checksums()
         return {
             "version": self._options.version,
@@ -154,6 +161,18 @@ class _Update:
             "checksums": checksums,
             **self._verified(),
         }
+
+    @property
+    def _has_parts(self) -> bool:
+        """Whether tensors are parts; equal on all ranks after `_agree`."""
+        return any(source.part is not None for source in self._sources.values())
+
+    def _open(self, memory: BucketMemory) -> None:
+        """Open the buckets of the other ranks of this engine."""
+        what, timeout = f"{_WHAT}: the buckets of all ranks", self._options.timeout
+        others = self._meetings.gather(what, memory.shared, timeout)
+        del others[self._engine.layout.tp_rank]
+        self._meetings.gather(f"{what}, opened", lambda: memory.open(others), timeout)
 
     # --- what is sent -----------------------------------------------------------------------------
 
@@ -170,6 +189,8 @@ class _Update:
             check_same(ranks, everyones, self._options.layout == "whole")
             if not everyones[0]:
                 raise ConfigError("there are no tensors to send")
+            for same in zip(*everyones, strict=True):
+                check_cover(same[0].name, same[0].shape, [spec.box for spec in same])
         # Shards need not have the same size on all ranks.
         specs = [max(same, key=lambda spec: spec.nbytes) for same in zip(*everyones, strict=True)]
         ties = [common_tie(spec.same for spec in same) for same in zip(*everyones, strict=True)]
@@ -200,6 +221,8 @@ class _Update:
                     f"{source.spec.name} is a DTensor, which is sent whole: in the engine's layout "
                     "pass this rank's shard (`to_local()`)"
                 )
+            if source.part is not None and self._options.layout == "engine":
+                raise ConfigError(f"{source.spec.name} is a `Part`: pass layout='whole'")
         self._sources = {source.spec.name: source for source in sources}
         return self._options.compared(), [source.spec for source in sources]
 
@@ -279,6 +302,8 @@ class _Update:
             lambda: views.extend(memory.write(bucket, self._sources)),
             self._options.timeout,
         )
+        if self._has_parts:  # which other ranks wrote into this rank's memory
+            self._meetings.gather(f"{what}, written", memory.settle, self._options.timeout)
 
         def payload() -> tuple[str, tuple[str, ...]]:
             memory.settle()
@@ -321,6 +346,8 @@ class _Update:
         tensors = [view for _, _, view in views]
         coming: SharedTensors | Broadcast
         if options.group is None:
+            # The engine may have fewer ranks than the trainer.
+            payloads, sent = payloads[: backend.tp_size], sent[: backend.tp_size]
             coming = SharedTensors(tuple(payloads), options.layout)
         else:
             dtypes = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
@@ -370,15 +397,3 @@ class _Update:
             "held": tally.held,
             "unverified": why if self._options.verify != "off" else "",
         }
-
-
-def _meetings_of(engine: RolloutEngine) -> Meetings:
-    """Return the engine's `Meetings`, which all of its updates use and its `close` closes."""
-    if engine not in _meetings:
-        made = Meetings(engine.together, engine.layout, engine.timeout)
-        engine._connections.callback(made.close)
-        _meetings[engine] = made
-    return _meetings[engine]
-
-
-_meetings: weakref.WeakKeyDictionary[Any, Meetings] = weakref.WeakKeyDictionary()

@@ -5,6 +5,7 @@ import time
 import pytest
 
 import memsaver
+from memsaver.errors import InvalidStateError
 from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
 
 torch = pytest.importorskip("torch")
@@ -38,6 +39,27 @@ def test_each_side_has_the_memory_that_the_other_released(scene, sim):
             changed = [bytes_of(t) for t in scene.trainer.model.state_dict().values()]
             assert changed != expected, step
         assert session.phase is Phase.IDLE
+
+
+def test_the_weights_are_sent_again_to_an_engine_that_lost_them(scene):
+    session, engine = scene.session, scene.engine
+    with pytest.raises(InvalidStateError, match="in a rollout, not in idle"):
+        session.send_weights()
+    with session.rollout():
+        first = bytes_of(engine.generate(X))
+        for tensor in engine._state.values():
+            tensor.zero_()
+        session.send_weights()
+        assert session.phase is Phase.ROLLOUT and paused(scene) == {"model", "optimizer"}
+        assert bytes_of(engine.generate(X)) == first
+    assert stages_of(session)[len(ENTERING) :] == [
+        Stage.SLEEP,
+        *ENTERING,
+        Stage.GENERATE,
+        Stage.SLEEP,
+    ]
+    with session.training():
+        scene.train()
 
 
 def test_stages_come_in_their_order(scene):

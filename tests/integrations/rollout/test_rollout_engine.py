@@ -87,6 +87,19 @@ def test_prompts_of_any_kind(make_engine):
     assert rows(engine.generate(lists, TWO, multimodal=images))[0][0] == 106
 
 
+def test_texts_are_passed_to_the_engines_tokenizer(make_engine):
+    engine, manager = make_engine()
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        engine.generate(["ab"], TWO)
+    manager.server_args.skip_tokenizer_init = False
+    engine = RolloutEngine.connect(engine.backend.link)
+    output = engine.generate(["ab", "c"], {**TWO, "n": 2}, multimodal=[None, {"image_data": "c"}])
+    assert rows(output) == [[195, 196]] * 2 + [[199, 200]] * 2
+    for prompts, match in (("ab", "a list"), (["ab", [1]], "or none"), ([""], "prompt 0")):
+        with pytest.raises(ConfigError, match=match):
+            engine.generate(prompts, TWO)
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

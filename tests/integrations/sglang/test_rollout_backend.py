@@ -237,11 +237,18 @@ def test_a_link_is_used_as_it_is(make_world, kind):
     assert backend_of(connect(target)).tp_size == 1
 
 
-def test_an_engine_that_makes_text(make_world):
+def test_texts_are_prompts_for_an_engine_with_a_tokenizer(make_world):
     manager, engine = make_world("local")
+    texts = [Request([], FOUR, {"image_data": "a.png"}, "hi"), Request([], FOUR, None, "ho")]
+    with pytest.raises(ConfigError, match="skip_tokenizer_init=False"):
+        backend_of(engine).generate(texts, 30)
     manager.server_args.skip_tokenizer_init = False
-    with pytest.raises(ConfigError, match="skip_tokenizer_init=True"):
-        backend_of(engine)
+    backend = backend_of(engine)
+    found = backend.generate(texts, 30)
+    assert found == [expected(b"hi", FOUR, ["a.png"]), expected(b"ho", FOUR)]
+    assert backend.generate([Request([1], FOUR)], 30) == [expected([1], FOUR)]
+    with pytest.raises(ConfigError, match="only one kind"):
+        backend.generate([*texts, Request([1], FOUR)], 30)
 
 
 @pytest.mark.parametrize("given", ["dp_size=2", "pp_size=4"])

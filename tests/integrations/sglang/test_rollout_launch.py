@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import signal
@@ -11,17 +10,18 @@ import sys
 import threading
 import time
 import types
-from pathlib import Path
 
 import pytest
-import sglang_stand_in as stand_in
+from launchable_engine import launchable
 
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.rollout import RolloutEngine
-from memsaver.integrations.sglang import launch as launching
-from memsaver.integrations.sglang.launch import Gpu, launch, place
+from memsaver.integrations.sglang import placement as placing
+from memsaver.integrations.sglang import processes
+from memsaver.integrations.sglang.launch import launch, launch_node
+from memsaver.integrations.sglang.placement import Gpu, place
 
 ALL_GPUS = "0,1,2,3"
 
@@ -59,10 +59,25 @@ def test_invalid_places_are_rejected():
         place(gpus(0, 0), 0)
     with pytest.raises(ConfigError, match="use the GPUs 5, 5"):
         place([Gpu("a", "4,5", 1), Gpu("a", "5", 0)], 0)
-    with pytest.raises(ConfigError, match="not on a, b"):
-        place(gpus(0) + gpus(1, host="b"), 0)
+    for wrong in (["a", "b", "a"], ["a", "a", "b"]):
+        with pytest.raises(ConfigError, match=f"not on {', '.join(wrong)}"):
+            place([Gpu(host, None, at) for at, host in enumerate(wrong)], 0)
+    with pytest.raises(ConfigError, match="use the GPUs 0, 0"):
+        place(gpus(0, 1) + gpus(0, 0, host="b"), 0)
     with pytest.raises(ConfigError, match="only some ranks"):
         place([None, Gpu("a", None, 0)], 0)
+
+
+def test_an_engine_on_two_hosts_has_a_node_on_each():
+    placement = place(gpus(2, 3) + gpus(0, 1, host="b", visible=ALL_GPUS), 0)
+    (node,) = placement.nodes
+    first, second = placement.arguments, node.arguments
+    assert (first["nnodes"], first["node_rank"]) == (2, 0)
+    assert (second["nnodes"], second["node_rank"]) == (2, 1)
+    assert first["dist_init_addr"] == second["dist_init_addr"]
+    assert first["dist_init_addr"].startswith("a:") and "nccl_port" not in first
+    assert (first["base_gpu_id"], second["base_gpu_id"]) == (2, 0)
+    assert "port" in first and "port" not in second
 
 
 def test_engines_of_a_host_have_ports_apart():
@@ -70,7 +85,7 @@ def test_engines_of_a_host_have_ports_apart():
     ports = [set(one.arguments[name] for name in ("port", "nccl_port")) for one in places]
     assert all(len(pair) == 2 for pair in ports)
     assert not ports[0] & ports[1] and not ports[2] & ports[3]
-    with launching.socket.socket() as taken:
+    with placing.socket.socket() as taken:
         taken.bind(("", min(ports[0])))
         assert min(ports[0]) not in place(gpus(0, 1), 0).arguments.values()
 
@@ -78,65 +93,10 @@ def test_engines_of_a_host_have_ports_apart():
 # --- effects on this process ----------------------------------------------------------------------
 
 
-def sleeps(seconds):
-    time.sleep(seconds)
-
-
-class SGLang:
-    """A fake of `sglang.Engine`'s start: processes, signals, environment, a loop."""
-
-    def __init__(self, classes) -> None:
-        self.classes = classes
-        self.seen: list[types.SimpleNamespace] = []
-        self.start_seconds = 0.0
-        self.error: Exception | None = None
-
-    def __call__(self, **arguments):
-        multiprocessing.set_start_method("spawn", force=True)
-        signal.signal(signal.SIGQUIT, arguments["custom_sigquit_handler"])
-        os.environ["NCCL_CUMEM_ENABLE"], os.environ["SGLANG_RUN_ID"] = "0", "sglang-run-1"
-        processes = [multiprocessing.Process(target=sleeps, args=(600,)) for _ in range(2)]
-        for process in processes:
-            process.start()
-        self.seen.append(
-            types.SimpleNamespace(
-                arguments=arguments, environment=dict(os.environ), processes=processes
-            )
-        )
-        end = time.monotonic() + self.start_seconds
-        while time.monotonic() < end:
-            if not all(process.is_alive() for process in processes):
-                raise RuntimeError("Rank 0 scheduler died during initialization")
-            time.sleep(0.02)
-        if self.error is not None:
-            raise self.error
-        manager = self.classes.Tokenizer([self.classes.Scheduler(self.classes.Updater)])
-        manager.server_args.tp_size = arguments.get("tp_size", 1)
-        engine = stand_in.Engine(manager)
-        manager.auto_create_handle_loop = lambda: self.handle_signals(manager)
-        manager._subprocess_watchdog = types.SimpleNamespace(
-            _processes=processes, stop=lambda: None
-        )
-        return engine
-
-    @staticmethod
-    def handle_signals(manager) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handler = manager.signal_handler_class(manager)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, handler.sigterm_handler)
-        loop.add_signal_handler(signal.SIGQUIT, handler.running_phase_sigquit_handler)
-
-
 @pytest.fixture
 def sglang(monkeypatch):
-    with stand_in.modules(monkeypatch) as classes:
-        made = SGLang(classes)
-        monkeypatch.setattr(sys.modules["sglang"], "Engine", made, raising=False)
+    with launchable(monkeypatch) as made:
         yield made
-        for seen in made.seen:
-            assert not any(process.is_alive() for process in seen.processes)
 
 
 @pytest.fixture
@@ -218,17 +178,13 @@ def test_an_engine_that_does_not_start_in_time(sglang, surroundings):
     assert time.monotonic() - start < 30 and surroundings() == before
 
 
-def test_an_engine_that_makes_text_is_ended(sglang, surroundings):
+def test_an_engine_whose_version_is_not_supported_is_ended(sglang, surroundings, monkeypatch):
     before = surroundings()
-    original = sglang.classes.Tokenizer.__init__
-
-    def init(manager, schedulers):
-        original(manager, schedulers)
-        manager.server_args.skip_tokenizer_init = False
-
-    sglang.classes.Tokenizer.__init__ = init
-    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
-        launch(place([None], 0), None, {"skip_tokenizer_init": False}, 30)
+    version = types.ModuleType("sglang.version")
+    version.__version__ = "0.5.9"
+    monkeypatch.setitem(sys.modules, "sglang.version", version)
+    with pytest.raises(ConfigError, match=r"0\.5\.9"):
+        launch(place([None], 0), None, {}, 30)
     assert surroundings() == before
 
 
@@ -244,8 +200,9 @@ def test_a_rollout_engine_that_starts_its_own(sglang, surroundings):
     assert surroundings() == before
 
 
-def test_the_descendants_of_an_engines_processes_are_ended(tmp_path):
-    """Processes that SGLang's schedulers start are ended too."""
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_the_descendants_of_an_engines_processes_are_ended(tmp_path, is_dead):
+    """Processes that SGLang's schedulers start are ended too, even after a scheduler was killed."""
     context = multiprocessing.get_context("spawn")
     file = tmp_path / "pid"
     process = context.Process(target=starts_another, args=(file,))
@@ -254,18 +211,55 @@ def test_the_descendants_of_an_engines_processes_are_ended(tmp_path):
     while not file.exists() or not file.read_text():
         assert time.monotonic() < end
         time.sleep(0.02)
-    launching._kill([process])
-    assert not process.is_alive()
-    grandchild = Path("/proc", file.read_text(), "stat")
-    while grandchild.exists() and grandchild.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    started = processes.descendants_of(process.pid)
+    assert [one.pid for one in started] == [int(file.read_text())] and started[0].runs
+    if is_dead:
+        process.kill()
+        process.join()
+    processes.kill([process], started if is_dead else ())
+    assert not process.is_alive() and not started[0].runs
 
 
 def starts_another(file):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     file.write_text(str(child.pid))
     child.wait()
+
+
+def test_an_engine_survives_the_thread_that_started_it(sglang, surroundings):
+    threads = {thread for thread in threading.enumerate() if thread.name.startswith("memsaver")}
+    backends = []
+    thread = threading.Thread(target=lambda: backends.append(launch(place([None], 0), 1, {}, 60)))
+    thread.start()
+    thread.join()
+    (seen,) = sglang.seen
+    seen.processes[0].join(0.5)
+    assert all(process.is_alive() for process in seen.processes)
+    assert backends[0].control.sleep().changed
+    backends[0].close()
+    assert not any(process.is_alive() for process in seen.processes)
+    kept = {thread for thread in threading.enumerate() if thread.name.startswith("memsaver")}
+    assert kept <= threads
+
+
+def test_a_node_is_started_and_ended_with_its_processes(sglang, surroundings):
+    before = surroundings()
+    (node,) = place(gpus(0) + gpus(0, host="b"), 0).nodes
+    end = launch_node(node, 2, {"model_path": "m"}, 30)
+    (seen,) = sglang.seen
+    assert seen.arguments["node_rank"] == 1 and seen.arguments["tp_size"] == 2
+    assert seen.arguments["model_path"] == "m" and seen.arguments["skip_tokenizer_init"]
+    assert seen.environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] == "0"
+    assert "SGLANG_BLOCK_NONZERO_RANK_CHILDREN" not in os.environ
+    assert all(process.is_alive() for process in seen.processes)
+    os.kill(os.getpid(), signal.SIGQUIT)  # as a scheduler that fails
+    end()
+    assert surroundings() == before
+    assert not any(process.is_alive() for process in seen.processes)
+    sglang.error = RuntimeError("no memory")
+    with pytest.raises(EngineError, match="no memory"):
+        launch_node(node, 2, {"model_path": "m"}, 30)
+    assert surroundings() == before
 
 
 def test_without_sglang_a_launch_is_an_error(monkeypatch):

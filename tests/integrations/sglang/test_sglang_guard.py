@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
+import types
 
 import pytest
 import scheduler_calls
@@ -190,6 +192,22 @@ def test_a_flush_succeeds_without_the_cache(engine):
     ask(engine, "resume")
     (answer,) = send(engine, messages.FlushCacheReqInput())
     assert answer.success and engine.flushed == 3
+
+
+@pytest.mark.parametrize("module", ["mm_schedule", "mm_utils"])
+def test_a_flush_empties_the_cache_of_image_embeddings(engine, monkeypatch, module):
+    cache = {"an image": "its embedding"}
+    name = f"sglang.srt.managers.{module}"
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(embedding_cache=cache))
+    (answer,) = send(engine, messages.FlushCacheReqInput())
+    assert answer.success and engine.flushed == 1 and not cache
+    cache["another"] = "its embedding"
+    ask(engine, "release", ["kv_cache"])
+    assert not cache
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(embedding_cache=None))
+    ask(engine, "resume")  # a model without images
+    (answer,) = send(engine, messages.FlushCacheReqInput())
+    assert answer.success
 
 
 def test_a_paused_generation_continues_after_the_last_resume(engine):

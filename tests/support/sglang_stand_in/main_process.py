@@ -81,7 +81,9 @@ class TokenizerManager:
 
     async def generate_request(self, obj: GenerateReqInput, request=None):
         """Generate for a batch of token ids, like SGLang. An output depends only on its prompt."""
-        lists = (obj.rid, obj.input_ids, obj.sampling_params)
+        assert obj.text is None or not self.server_args.skip_tokenizer_init
+        tokens = obj.input_ids or [list(text.encode()) for text in obj.text]
+        lists = (obj.rid, tokens, obj.sampling_params)
         images = obj.image_data or [[]] * len(obj.rid)
         assert len(set(obj.rid)) == len(obj.rid) and {len(one) for one in lists} == {len(images)}
         assert all(isinstance(one, list) for one in images)

@@ -39,6 +39,7 @@ class FlushCacheReqOutput:
 class GenerateReqInput:
     rid: list[str] | None = None
     input_ids: list[list[int]] | None = None
+    text: list[str] | None = None
     sampling_params: list[dict] | None = None
     return_logprob: bool = False
     image_data: list | None = None

@@ -111,7 +111,7 @@ class Server:
         if path == "/abort_request":
             manager.abort_request(**body)
             return 200, ""
-        if path == "/generate" and "input_ids" in body:
+        if path == "/generate" and ("input_ids" in body or isinstance(body.get("text"), list)):
             try:
                 return 200, json.dumps(
                     await manager.generate_request(GenerateReqInput(**body)).__anext__()

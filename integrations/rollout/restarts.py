@@ -1,0 +1,168 @@
+"""Restarts of engines that died, with a limit on their number."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from memsaver._runtime.timeouts import check_timeout
+from memsaver.errors import ConfigError
+
+from ..engine.errors import EngineDiedError, EngineError
+from ..engine.fields import is_whole
+from .errors import RestartLimitError
+from .fence import Fence
+
+if TYPE_CHECKING:
+    from .rollout_engine import RolloutEngine
+    from .start import EngineStart
+
+__all__ = ["Restarter", "Restarts"]
+
+Result = TypeVar("Result")
+
+_LANE = "rollout/restart"
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """The option that restarts an engine whose processes died, for `RolloutEngine.launch`.
+
+    Attributes:
+        most: the number of restarts that are allowed within `seconds`. Failed ones count.
+        seconds: the period. Each restart itself takes at most the engine's `timeout`.
+        send: called with the engine on all ranks of the mesh after a restart, to send the weights:
+            a new engine has those of its `model_path`. None sends nothing.
+    """
+
+    most: int = 2
+    seconds: float = 3600.0
+    send: Callable[[RolloutEngine], object] | None = None
+
+    @property
+    def limits(self) -> str:
+        """The values that must be equal on all ranks, formatted for a message."""
+        return f"most={self.most}, seconds={self.seconds:g}, send={self.send is not None}"
+
+    def check(self) -> None:
+        """Raise `ConfigError` if a value is invalid."""
+        if not is_whole(self.most) or self.most < 0:
+            raise ConfigError(f"restarts: most must be 0 or a larger integer, not {self.most!r}")
+        check_timeout(self.seconds, "restarts: seconds")
+        if self.send is not None and not callable(self.send):
+            raise ConfigError(f"restarts: send must be a function of the engine, not {self.send!r}")
+
+
+class Restarter:
+    """Restarts a mesh's engines. Its calls are collectives of all ranks of the mesh.
+
+    Args:
+        engine: the engine of this rank's group.
+        restarts: the option; equal limits on all ranks.
+    """
+
+    def __init__(self, engine: EngineStart, restarts: Restarts) -> None:
+        self._engine, self._restarts = engine, restarts
+        self._times: list[float] = []
+        self._lacks_weights = False  # since a restart after which sending failed
+        self._fence = Fence(engine.layout, engine.timeout, lane=_LANE)
+
+    def close(self) -> None:
+        """Close the connections to the ranks of other engines. Idempotent; waits for no rank."""
+        self._fence.close()
+
+    def answered(self, what: str, attempt: Callable[[], Result], limit: float) -> Result:
+        """Return the result of `attempt`; repeat it after a restart if the engine died.
+
+        Args:
+            what: a description of the call, the same on all ranks.
+            attempt: a collective of the engine's ranks.
+            limit: seconds that one attempt may take.
+
+        Raises:
+            RestartLimitError: the engine died, and no restart is left.
+            MemsaverError: the errors of `attempt` and `restart`.
+        """
+        if self._lacks_weights:
+            self._send()
+        results: list[Result] = []
+        while True:
+            failure: BaseException | None = None
+            if not results:  # otherwise only other engines died
+                try:
+                    results.append(attempt())
+                except BaseException as error:
+                    failure = error
+            try:
+                self._fence.wait(what, failure, limit)
+            except EngineDiedError as died:
+                why = str(died)  # the error's frames may keep a bucket of weights
+            else:
+                return results[0]
+            failure = None
+            self.restart(why)
+
+    def restart(self, why: str = "") -> None:
+        """Start the dead engines of the mesh again, and send the weights to all engines.
+
+        A restart that fails, or an engine that dies again, is repeated within the limit.
+
+        Args:
+            why: the reason, for an error.
+
+        Raises:
+            RestartLimitError: no restart is left.
+            MemsaverError: the weights could not be sent to engines that are alive. The next
+                generation or restart sends them again.
+        """
+        while True:
+            self._count(why)
+            try:
+                self._start()
+            except EngineError as error:
+                why = str(error)
+                continue
+            try:
+                self._send()
+            except EngineDiedError as error:
+                why = str(error)
+                continue
+            return
+
+    def _count(self, why: str) -> None:
+        """Count a restart, or raise `RestartLimitError` on all ranks."""
+        restarts, now = self._restarts, time.monotonic()
+        recent = [at for at in self._times if at > now - restarts.seconds]
+
+        def check() -> None:
+            if len(recent) >= restarts.most:
+                self._engine._end_dead()
+                raise RestartLimitError(
+                    f"an engine is dead and is not restarted: {len(recent)} restarts in the last "
+                    f"{restarts.seconds:g} s, and {restarts.most} are allowed{why and f': {why}'}"
+                )
+
+        what = "the number of restarts"
+        self._all(what, lambda: self._engine._generating.on_leader(what, check))
+        self._times = [*recent, now]
+
+    def _start(self) -> None:
+        """Start this rank's engine again if it died."""
+        self._lacks_weights = True
+        self._all("the restart of an engine", self._engine._start_again)
+
+    def _send(self) -> None:
+        if self._restarts.send is not None:
+            self._restarts.send(cast("RolloutEngine", self._engine))
+        self._lacks_weights = False
+
+    def _all(self, what: str, action: Callable[[], Any]) -> None:
+        """Run a collective of the engine's ranks; a failure is raised on all ranks of the mesh."""
+        failure: BaseException | None = None
+        try:
+            action()
+        except BaseException as error:
+            failure = error
+        self._fence.wait(what, failure, self._engine.timeout)

@@ -1,0 +1,207 @@
+"""Run a scene of an engine that dies and is started again; exit with status 0 on success.
+
+usage: restart_child.py SCENE FOLDER
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rollout_child import PROMPTS, STUCK_SECONDS, arguments, greedy, in_background, rows
+from weight_sync_child import outputs, refused, state
+
+MIB = 1 << 20
+LONG = 1500  # tokens
+RESTART_SECONDS = 120
+SLACK = 96 * MIB  # driver's own memory, and torch's cached segments
+
+
+def options(folder: Path) -> dict[str, Any]:
+    """Return the engine's arguments, with which its memory does not depend on free memory."""
+    given = {**arguments(folder), "max_total_tokens": 16384, "disable_cuda_graph": True}
+    given.pop("cuda_graph_bs_decode")
+    return given
+
+
+def processes(engine: Any) -> list[Any]:
+    return list(engine.backend.link.engine.tokenizer_manager._subprocess_watchdog._processes)
+
+
+def scheduler(engine: Any) -> int:
+    """Return the id of the process that has the model."""
+    return int(processes(engine)[0].pid)
+
+
+def free() -> int:
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def settled_free(at_least: int) -> int:
+    """Return the free memory, once it is at least `at_least`, or after some seconds."""
+    deadline = time.monotonic() + 10
+    while free() < at_least and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return free()
+
+
+def told(what: str, began: float) -> None:
+    print(f"{what}: {time.monotonic() - began:.1f} s", flush=True)
+
+
+def deaths(folder: Path) -> None:
+    """Kill the engine and make it fail in several ways; each time the lost batch is answered."""
+    import torch
+
+    from memsaver.integrations.rollout import RestartLimitError, Restarts, RolloutEngine
+    from memsaver.integrations.sglang import EngineDiedError
+
+    torch.cuda.set_device(0)
+    weights = state(2)  # the model's path has other weights
+    trainer = {name: tensor.clone() for name, tensor in weights.items()}
+    gone: list[int] = []
+
+    def send(engine: Any) -> None:
+        report = engine.update_weights(weights, verify="full", version="trainer")
+        assert report.held == report.tensors, report
+
+    flag = Path(os.environ["MEMSAVER_TEST_FAILS"])
+    torch.cuda.empty_cache()
+    empty = free()  # beside the trainer's tensors
+    began = time.monotonic()
+    restarts = Restarts(most=5, seconds=3600, send=send)
+    engine = RolloutEngine.launch(**options(folder), timeout=120, restarts=restarts)
+    with engine:
+        told("start", began)
+        loaded = outputs(engine)
+        send(engine)
+        first = outputs(engine)
+        assert first != loaded
+        torch.cuda.empty_cache()
+        before, held = free(), torch.cuda.memory_allocated()
+
+        def check(what: str, began: float) -> None:
+            told(what, began)
+            assert outputs(engine) == first, what
+            output = engine.generate([PROMPTS[0]], greedy())
+            assert output.weight_version == "trainer", output.weight_version
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_allocated() == held, what
+            now = settled_free(before - SLACK)
+            print(f"{what}: {(before - now) / MIB:.0f} MiB less are free", flush=True)
+            assert abs(now - before) < SLACK, (what, now, before)
+            assert all(torch.equal(weights[name], trainer[name]) for name in trainer), what
+
+        def note() -> None:
+            gone[:] = [process.pid for process in processes(engine)]
+
+        note()
+        os.kill(scheduler(engine), signal.SIGKILL)
+        began = time.monotonic()
+        assert rows(engine.generate([PROMPTS[0]], greedy())) == [first[0]]
+        check("killed between generations", began)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in gone)
+
+        work, results = in_background(engine, LONG)
+        deadline = time.monotonic() + 30
+        requests = engine.backend.link.engine.tokenizer_manager.rid_to_state
+        while not any(one.output_ids for one in list(requests.values())):
+            assert time.monotonic() < deadline and work.is_alive()
+            time.sleep(0.005)
+        began = time.monotonic()
+        os.kill(scheduler(engine), signal.SIGKILL)
+        work.join(RESTART_SECONDS)
+        (output,) = results
+        assert output.lengths.tolist() == [LONG] and output.finish_reasons == ("length",)
+        check("killed in a generation", began)
+
+        for kind in ("exception", "cuda"):
+            flag.write_text(kind)
+            began = time.monotonic()
+            assert rows(engine.generate([PROMPTS[0]], greedy())) == [first[0]]
+            assert not flag.exists()
+            check(f"a scheduler with the failure {kind!r}", began)
+
+        # A scheduler that ends while it loads weights has not closed the trainer's bucket.
+        pid = scheduler(engine)
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+        began = time.monotonic()
+        refused(EngineDiedError, engine.update_weights, weights)
+        torch.cuda.ipc_collect()
+        assert torch.cuda.memory_allocated() == held, "the bucket was not freed"
+        engine.restart()
+        check("killed in an update", began)
+
+        note()
+        os.kill(scheduler(engine), signal.SIGKILL)
+        began = time.monotonic()
+        refused(RestartLimitError, engine.generate, [PROMPTS[0]], greedy())
+        assert time.monotonic() - began < 30
+        assert not any(Path(f"/proc/{pid}").exists() for pid in gone)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in gone)
+    torch.cuda.empty_cache()
+    now = settled_free(empty - SLACK)
+    print(f"after the end: {(empty - now) / MIB:.0f} MiB less are free", flush=True)
+    assert now > empty - SLACK, (now, empty)
+    assert all(torch.equal(weights[name], trainer[name]) for name in trainer)
+
+
+def session(folder: Path) -> None:
+    """Kill the engine in a rollout of a session: it gets the trainer's weights back."""
+    import torch
+
+    from memsaver.integrations.rollout import ColocatedSession, Restarts, RolloutEngine
+
+    torch.cuda.set_device(0)
+    model = torch.nn.ParameterList([torch.nn.Parameter(t) for t in state(2).values()])
+    names = list(state(2, device="cpu"))
+    sessions: list[Any] = []
+    restarts = Restarts(most=1, send=lambda engine: sessions[0].send_weights())
+    with RolloutEngine.launch(**options(folder), timeout=120, restarts=restarts) as engine:
+        made = ColocatedSession(
+            engine, model, state=lambda: dict(zip(names, (p.data for p in model), strict=True))
+        )
+        sessions.append(made)
+        with made.rollout():
+            first = outputs(engine)
+            began = time.monotonic()
+            os.kill(scheduler(engine), signal.SIGKILL)
+            assert rows(engine.generate([PROMPTS[0]], greedy())) == first[:1]
+            assert outputs(engine) == first
+            told("a rollout with a restart", began)
+        with made.training(), torch.no_grad():
+            for parameter, tensor in zip(model, state(2).values(), strict=True):
+                assert torch.equal(parameter, tensor)
+        with made.rollout():
+            assert outputs(engine) == first
+        with made.training():
+            pass
+        made.close()
+
+
+SCENES = {"deaths": deaths, "session": session}
+
+
+if __name__ == "__main__":
+    from sglang_child import check_installation
+
+    check_installation()
+    here = str(Path(__file__).with_name("failing"))
+    paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["MEMSAVER_TEST_FAILS"] = str(Path(sys.argv[2]) / "fails")
+    faulthandler.dump_traceback_later(STUCK_SECONDS)
+    with contextlib.suppress(FileNotFoundError):
+        Path(os.environ["MEMSAVER_TEST_FAILS"]).unlink()
+    SCENES[sys.argv[1]](Path(sys.argv[2]))
+    print("held", flush=True)

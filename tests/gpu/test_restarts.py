@@ -1,0 +1,26 @@
+"""Test that a real SGLang engine that died is started again, and leaves no GPU memory behind.
+
+    pytest -m "gpu and sglang" tests/gpu/test_restarts.py
+
+The tests use the memsaver that is installed for this Python, with its entry points.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_rollout import SECONDS, go_through
+
+CHILD = Path(__file__).with_name("restart_child.py")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sglang,
+    pytest.mark.timeout(SECONDS + 60),
+]
+
+
+@pytest.mark.parametrize("scene", ["deaths", "session"])
+def test_an_engine_that_died_is_started_again(scene: str, tmp_path: Path) -> None:
+    go_through(scene, 1, tmp_path, CHILD)

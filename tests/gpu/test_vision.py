@@ -1,0 +1,26 @@
+"""Test prompts with images on a real SGLang engine with a small vision model.
+
+    pytest -m "gpu and sglang" tests/gpu/test_vision.py
+
+The tests need torchvision and Pillow, as SGLang's image processors do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_rollout import SECONDS, go_through
+
+CHILD = Path(__file__).with_name("vision_child.py")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sglang,
+    pytest.mark.timeout(SECONDS + 60),
+]
+
+
+@pytest.mark.parametrize("scene", ["tokens", "texts"])
+def test_prompts_with_images(scene: str, tmp_path: Path) -> None:
+    go_through(scene, 1, tmp_path, CHILD)

@@ -1,0 +1,198 @@
+"""Test updates from parts of tensors, and from the shards of a Megatron trainer."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron_shards import shards_of  # noqa: E402
+from weight_ranks import run  # noqa: E402
+
+from memsaver.errors import ConfigError  # noqa: E402
+from memsaver.integrations.rollout.weights import Part, megatron_parts  # noqa: E402
+from memsaver.integrations.rollout.weights.parts import check_cover  # noqa: E402
+
+
+def checkpoint(heads, groups, vocabulary, hidden=8, head=4, mlp=12, biases=False):
+    torch.manual_seed(1)
+
+    def made(*shape):
+        return torch.randn(shape)
+
+    weights = {"model.embed_tokens.weight": made(vocabulary, hidden)}
+    for layer in range(2):
+        name = f"model.layers.{layer}"
+        for part, count in (("q", heads), ("k", groups), ("v", groups)):
+            weights[f"{name}.self_attn.{part}_proj.weight"] = made(count * head, hidden)
+            if biases:
+                weights[f"{name}.self_attn.{part}_proj.bias"] = made(count * head)
+        weights[f"{name}.self_attn.o_proj.weight"] = made(hidden, heads * head)
+        weights[f"{name}.self_attn.q_norm.weight"] = made(head)
+        weights[f"{name}.mlp.gate_proj.weight"] = made(mlp, hidden)
+        weights[f"{name}.mlp.up_proj.weight"] = made(mlp, hidden)
+        weights[f"{name}.mlp.down_proj.weight"] = made(hidden, mlp)
+        weights[f"{name}.input_layernorm.weight"] = made(hidden)
+        weights[f"{name}.post_attention_layernorm.weight"] = made(hidden)
+    return {
+        **weights,
+        "model.norm.weight": made(hidden),
+        "lm_head.weight": made(vocabulary, hidden),
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "groups", "vocabulary", "multiple"),
+    [(1, 4, 2, 10, 8), (2, 4, 2, 14, 8), (2, 8, 8, 13, 4), (4, 8, 4, 9, 4)],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_megatrons_shards_are_the_tensors_of_a_checkpoint(
+    size, heads, groups, vocabulary, multiple, fused
+):
+    whole = checkpoint(heads, groups, vocabulary, biases=fused)
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in whole.items()}
+    boxes = {}
+    for rank in range(size):
+        shards = shards_of(
+            whole, rank, size, heads=heads, groups=groups, multiple=multiple, fused_norms=fused
+        )
+        shards["decoder.layers.0.mlp._extra_state"] = None
+        named = megatron_parts(
+            {f"module.{name}": tensor for name, tensor in shards.items()},
+            tp_rank=rank,
+            tp_size=size,
+            heads=heads,
+            query_groups=groups,
+            vocabulary=vocabulary,
+        )
+        for name, tensor in named:
+            if isinstance(tensor, Part):
+                tensor.check(name)
+                tensor.write(found[name])
+                boxes.setdefault(name, []).append(tensor.box)
+            else:
+                found[name].copy_(tensor)
+    for name, tensor in whole.items():
+        assert torch.equal(found[name], tensor), name
+        check_cover(name, tuple(tensor.shape), boxes.get(name, [None]))
+
+
+def test_invalid_shards_of_megatron_are_rejected():
+    sizes = {"tp_rank": 0, "tp_size": 2, "heads": 4, "query_groups": 2, "vocabulary": 10}
+
+    def parts(state, **others):
+        return list(megatron_parts(state, **{**sizes, **others}))
+
+    with pytest.raises(ConfigError, match=r"experts\.linear_fc1"):
+        parts({"decoder.layers.0.mlp.experts.linear_fc1.weight": torch.ones(2, 2)})
+    with pytest.raises(ConfigError, match="cannot be divided among 4 ranks"):
+        parts({}, tp_size=4)
+    with pytest.raises(ConfigError, match="8 rows on all ranks, fewer than 10"):
+        parts({"embedding.word_embeddings.weight": torch.ones(4, 2)})
+    with pytest.raises(ConfigError, match="9 rows"):
+        parts({"decoder.layers.0.self_attention.linear_qkv.weight": torch.ones(9, 2)})
+
+
+def test_parts_must_be_boxes_that_cover_the_tensor():
+    with pytest.raises(ConfigError, match="not a box"):
+        Part(torch.ones(2, 3), (4, 3), (3,)).check("w")
+    with pytest.raises(ConfigError, match="not a box"):
+        Part(torch.ones(2), (4, 3)).check("w")
+    with pytest.raises(ConfigError, match="not a box"):
+        Part(torch.ones(2, 3), (4, 3), (), (4, 3)).check("w")
+    with pytest.raises(ConfigError, match="whole rows"):
+        Part(torch.ones(4), (4, 4), (), (2, 2)).check("w")
+    halves = [((0, 2), (0, 3)), ((2, 4), (0, 3))]
+    check_cover("w", (4, 3), halves)
+    check_cover("w", (4, 3), [*halves, *halves, ((4, 4), (0, 3))])
+    with pytest.raises(ConfigError, match="6 of its 12"):
+        check_cover("w", (4, 3), halves[:1])
+    with pytest.raises(ConfigError, match="overlap"):
+        check_cover("w", (4, 3), [halves[0], ((1, 4), (0, 3))])
+    with pytest.raises(ConfigError, match="on some ranks only"):
+        check_cover("w", (4, 3), [halves[0], None])
+
+
+@pytest.mark.timeout(200)
+def test_two_ranks_send_their_shards_to_an_engine_of_one_rank_or_two(tmp_path):
+    run(
+        """
+from megatron_shards import shards_of
+from memsaver.integrations.rollout.weights import Part, megatron_parts
+from memsaver.integrations.engine.errors import EngineError
+
+NAMES = {"model.embed_tokens": "embed", "self_attn.": "", "_proj": "", "input_layernorm": "norm",
+         "model.": "", "lm_head": "lm_head"}
+
+def renamed(name):
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+def as_hf(weights):
+    hf = {}
+    for name, tensor in weights.items():
+        if "scale" in name:
+            continue
+        layer, _, part = name.removesuffix(".weight").rpartition(".")
+        if layer.startswith("layers."):
+            inner = "input_layernorm" if part == "norm" else f"self_attn.{part}_proj"
+            hf[f"model.{layer}.{inner}.weight"] = tensor
+        else:
+            hf[{"embed": "model.embed_tokens"}.get(layer or part, part) + ".weight"] = tensor
+    return hf
+
+def megatron(weights, tied):
+    whole = as_hf(weights)
+    shards = shards_of(whole, RANK, 2, heads=4, groups=4, multiple=4)
+    if tied:
+        shards["output_layer.weight"] = shards["embedding.word_embeddings.weight"]
+    else:
+        del shards["output_layer.weight"]
+    named = megatron_parts(shards, tp_rank=RANK, tp_size=2, heads=4, query_groups=4, vocabulary=14)
+    scales = [(name, tensor) for name, tensor in weights.items() if "scale" in name]
+    return [*((renamed(name), part) for name, part in named), *scales]
+
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+for size in (1, 2):
+    backend = Backend(Manager, size) if RANK == 0 else None
+    engine = RolloutEngine(backend, layout_of(mesh), timeout=20)
+    kinds = {"verify": "full", "bucket_bytes": 700}, {}, {"verify": "off"}
+    for seed, options in enumerate(kinds):
+        weights = checkpoint(seed)
+        state = megatron(weights, tied=seed != 1)
+        kept = [part.tensor.clone() for _, part in state if isinstance(part, Part)]
+        report = update(engine, state, **options)
+        assert holds(backend, weights), (size, seed)
+        assert report.tied == (("lm_head.weight",) if seed != 1 else ()), report
+        if seed == 0:
+            assert report.buckets > 2 and report.held == report.tensors == report.received, report
+        parts = [part.tensor for _, part in state if isinstance(part, Part)]
+        assert all(map(torch.equal, parts, kept))
+    # Whole tensors reach an engine with fewer ranks, too.
+    update(engine, checkpoint(9), verify="full")
+    assert holds(backend, checkpoint(9))
+    # A part that is missing, an overlap, and replicas that differ.
+    state = dict(megatron(checkpoint(1), tied=True))
+    name = "layers.0.o.weight"
+    if RANK == 1:
+        state[name] = Part(state[name].tensor[:, :0], (8, 8))
+    error = refused(ConfigError, update, engine, state)
+    assert f"{name} have 32 of its 64" in str(error), error
+    state = dict(megatron(checkpoint(1), tied=True))
+    if RANK == 1:
+        state["layers.0.norm.weight"] = state["layers.0.norm.weight"] + 1
+    error = refused(WeightMismatchError, update, engine, state, verify="full")
+    assert error.tensors == ("layers.0.norm.weight",), error
+    if size == 1:
+        error = refused(ConfigError, update, engine, weight_engine.Model(), layout="engine")
+        assert "need equal numbers" in str(error)
+    error = refused(ConfigError, update, engine, megatron(weights, True), layout="engine")
+    update(engine, megatron(checkpoint(4), True), verify="full")
+    assert holds(backend, checkpoint(4))
+    engine.close()
+
+""",
+        2,
+        tmp_path,
+    )
