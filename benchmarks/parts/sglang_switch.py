@@ -1,0 +1,162 @@
+"""Measure how two SGLang engines take turns on one GPU.
+
+Each engine's memory fills most of the GPU, so that only one can be awake. A switch begins with a
+request for the sleeping engine: the other one releases all of its memory, and the sleeping engine
+wakes up and generates. It ends with the first token. The weights have backups in host memory.
+
+memsaver's engines wake up by themselves (MEMSAVER_SGLANG_ASLEEP=wake). torch_memory_saver's are
+resumed through SGLang. The first switch to each engine, in which memory for the backups is
+allocated, does not count. "A new engine" is the time in which an engine with the same model starts,
+with compiled kernels and without reading weights, and generates its first token; the start of its
+process and its imports do not count. A greedy generation after each switch must be as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import comparison
+import host_memory
+import results
+from children import Child, attempt
+from libraries import DEFAULT, OURS, PEERS
+from sglang_engine import (
+    BENCH,
+    EngineWorker,
+    begin,
+    engine_process,
+    say,
+    used_mib,
+    wait_until_free,
+)
+
+METRIC = "sglang_switch_ms"
+NEW = "a new engine"
+FRACTION = 0.75
+TOKENS = 16
+WAKE = {"MEMSAVER_SGLANG_ASLEEP": "wake"}
+SWITCHES = {OURS: 10, DEFAULT: 4}  # a switch of the latter takes seconds
+
+Found = dict[str, list[float]]
+
+
+class Switching(EngineWorker):
+    """Releases all memory of its engine, and generates."""
+
+    def start(self) -> dict[str, Any]:
+        """Start the engine, and record its output; return also the time to a first token in ms."""
+        found = super().start()
+        self.engine.flush_cache()
+        self._first_token()  # may compile a kernel
+        self.engine.flush_cache()
+        milliseconds, self._expected = self._first_token()
+        return found | {"first_token": milliseconds}
+
+    def release(self) -> dict[str, Any]:
+        """Release all memory."""
+        self.engine.release_memory_occupation()
+        return {}
+
+    def generate_first(self, resume: bool) -> dict[str, Any]:
+        """Generate; return the milliseconds to the first token.
+
+        Args:
+            resume: whether to resume all memory first; otherwise the engine wakes up by itself.
+        """
+        begin = time.perf_counter()
+        if resume:
+            self.engine.resume_memory_occupation()
+        resumed = time.perf_counter() - begin
+        milliseconds, output = self._first_token()
+        if output != self._expected:
+            raise RuntimeError(f"generated {output}, but {self._expected} before")
+        return {"first_token": round(resumed * 1e3 + milliseconds, 3)}
+
+    def _first_token(self) -> tuple[float, list[int]]:
+        """Return the milliseconds to the first token, and all tokens."""
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        prompt = list(range(100, 164))
+        begin = time.perf_counter()
+        chunks = iter(self.engine.generate(input_ids=prompt, sampling_params=sampling, stream=True))
+        tokens = list(next(chunks)["output_ids"])
+        milliseconds = round((time.perf_counter() - begin) * 1e3, 3)
+        for chunk in chunks:
+            tokens = list(chunk["output_ids"])  # each chunk repeats the earlier tokens
+        return milliseconds, tokens
+
+
+def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> Found:
+    """Measure one memory saver, up to a failure."""
+    found: Found = {"switch": [], "new": [], "asleep_MiB": []}
+    wait_until_free(options.idle_mib)
+    variables = WAKE if name == OURS else {}
+    settings: dict[str, Any] = {"fraction": FRACTION, "backup": True, "variables": variables}
+    worker = f"{__name__}:Switching"
+    with (
+        attempt(failures),
+        engine_process(worker, name, options, **settings) as first,
+        engine_process(worker, name, options, **settings) as second,
+    ):
+        for child in (first, second):
+            started = begin(child, options)
+            found["new"].append(round(started["seconds"] * 1e3 + started["first_token"], 3))
+            if child is first:
+                time.sleep(options.wait)
+                child.ask("release")
+                time.sleep(options.wait)
+                found["asleep_MiB"].append(used_mib())
+        awake, asleep = second, first
+        for number in range(2 + SWITCHES[name]):
+            time.sleep(options.wait)
+            total, generation = switch(name, awake, asleep)
+            counts = "" if number >= 2 else ", not counted"
+            say(f"{name}: switch {number}: {total:.0f} ms, woken in {generation:.0f} ms{counts}")
+            if not counts:
+                found["switch"].append(total)
+            awake, asleep = asleep, awake
+    return found
+
+
+def switch(name: str, awake: Child, asleep: Child) -> tuple[float, float]:
+    """Put one engine to sleep and generate with the other.
+
+    Returns the milliseconds to the first token of both steps together, and of the second step.
+    """
+    begin = time.perf_counter()
+    awake.ask("release")
+    released = (time.perf_counter() - begin) * 1e3
+    generation = asleep.ask("generate_first", resume=name != OURS)["first_token"]
+    return round(released + generation, 3), generation
+
+
+def rows(found: dict[str, Found]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each peer."""
+    ours = found[OURS]
+    theirs = found.get(DEFAULT, {})
+    if not ours["switch"]:
+        return
+    row = results.measurement(METRIC, ours["switch"], NEW, ours["new"], bench=BENCH)
+    row["detail"]["memsaver_asleep_MiB"] = ours["asleep_MiB"]
+    yield row
+    if theirs.get("switch"):
+        row = results.measurement(
+            METRIC, ours["switch"], PEERS[DEFAULT], theirs["switch"], bench=BENCH
+        )
+        row["detail"]["memsaver_asleep_MiB"] = ours["asleep_MiB"]
+        row["detail"]["peer_asleep_MiB"] = theirs["asleep_MiB"]
+        yield row
+    else:
+        comparison.show(METRIC, ours["switch"])
+
+
+def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of METRIC."""
+    if options.touch_gib:
+        say(host_memory.touch_elsewhere(int(2 * options.touch_gib * host_memory.GIB)))
+    found: dict[str, Found] = {}
+    for name in (OURS, *([DEFAULT] if options.peer else ())):
+        found[name] = measure_one(name, options, failures)
+    yield from rows(found)
