@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import comparison
 import host_memory
 import results
 from children import Child, attempt
@@ -38,7 +37,7 @@ NEW = "a new engine"
 FRACTION = 0.75
 TOKENS = 16
 WAKE = {"MEMSAVER_SGLANG_ASLEEP": "wake"}
-SWITCHES = {OURS: 10, DEFAULT: 4}  # a switch of the latter takes seconds
+SWITCHES = {OURS: 10, DEFAULT: 3}  # a switch of the latter takes seconds
 
 Found = dict[str, list[float]]
 
@@ -132,31 +131,25 @@ def switch(name: str, awake: Child, asleep: Child) -> tuple[float, float]:
     return round(released + generation, 3), generation
 
 
-def rows(found: dict[str, Found]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each peer."""
-    ours = found[OURS]
-    theirs = found.get(DEFAULT, {})
-    if not ours["switch"]:
-        return
-    row = results.measurement(METRIC, ours["switch"], NEW, ours["new"], bench=BENCH)
-    row["detail"]["memsaver_asleep_MiB"] = ours["asleep_MiB"]
-    yield row
-    if theirs.get("switch"):
-        row = results.measurement(
-            METRIC, ours["switch"], PEERS[DEFAULT], theirs["switch"], bench=BENCH
-        )
-        row["detail"]["memsaver_asleep_MiB"] = ours["asleep_MiB"]
-        row["detail"]["peer_asleep_MiB"] = theirs["asleep_MiB"]
-        yield row
-    else:
-        comparison.show(METRIC, ours["switch"])
+def row(ours: Found, peer: str, theirs: Found, values: str) -> dict[str, Any]:
+    """Return the row of METRIC against a peer's values of that name."""
+    made = results.measurement(METRIC, ours["switch"], peer, theirs[values], bench=BENCH)
+    made["detail"]["memsaver_asleep_MiB"] = ours["asleep_MiB"]
+    if theirs is not ours:
+        made["detail"]["peer_asleep_MiB"] = theirs["asleep_MiB"]
+    return made
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of METRIC."""
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(2 * options.touch_gib * host_memory.GIB)))
-    found: dict[str, Found] = {}
-    for name in (OURS, *([DEFAULT] if options.peer else ())):
-        found[name] = measure_one(name, options, failures)
-    yield from rows(found)
+    ours = measure_one(OURS, options, failures)
+    if not ours["switch"]:
+        return
+    yield row(ours, NEW, ours, "new")
+    if not options.peer:
+        return
+    theirs = measure_one(DEFAULT, options, failures)
+    if theirs["switch"]:
+        yield row(ours, PEERS[DEFAULT], theirs, "switch")
