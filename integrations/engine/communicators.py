@@ -8,15 +8,15 @@ because a rank that fails would leave the others waiting.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import memsaver
 from memsaver._runtime.text import size_text
 from memsaver.errors import OutOfDeviceMemoryError
 
-from .errors import EngineError
+from .errors import EngineError, EngineTimeoutError
 from .messages import RankReport
 from .nccl import Communicator, Nccl, loaded
 from .ranks import Group, first_failure
@@ -24,7 +24,6 @@ from .ranks import Group, first_failure
 __all__ = ["Suspender", "of_torch"]
 
 _SPARE = 64 << 20  # bytes that other allocations may take between the check and the resume
-_logger = logging.getLogger("memsaver.engine")
 
 
 class Suspender:
@@ -39,11 +38,13 @@ class Suspender:
         self._find = find
         self._device = device
         self._suspended: list[Communicator] = []
+        self._lost = ""  # the error of a call in which another rank did not take part
 
     def suspend(self, group: Group) -> list[RankReport]:
         """Suspend the communicators whose ranks all belong to `group`, and that have memory.
 
-        After a failure, `resume` resumes those that all of their ranks have suspended.
+        After a failure, `resume` resumes those that all of their ranks have suspended. If a rank
+        has failed in NCCL's call, the others wait in theirs, and no `resume` succeeds any more.
         """
         found: list[Communicator] = []
 
@@ -65,9 +66,10 @@ class Suspender:
         return group.attempt(lambda: self._suspend(chosen)) if chosen else ranks
 
     def _suspend(self, chosen: Sequence[Communicator]) -> None:
-        for one in chosen:
-            one.library.suspend(one.handle)
-            self._suspended.append(one)
+        with self._noting_loss():
+            for one in chosen:
+                one.library.suspend(one.handle)
+                self._suspended.append(one)
 
     def resume(self, group: Group) -> list[RankReport]:
         """Resume all suspended communicators. If memory is short on a rank, none is resumed."""
@@ -78,6 +80,8 @@ class Suspender:
         return group.attempt(lambda: self._resume(chosen))
 
     def _check(self, chosen: Iterable[Communicator], lacking: Sequence[Communicator]) -> None:
+        if self._lost:
+            raise EngineError(self._lost)
         if lacking:
             raise EngineError(
                 f"the NCCL communicator {lacking[0].name!r} is suspended on only some of its "
@@ -94,9 +98,19 @@ class Suspender:
             raise error
 
     def _resume(self, chosen: Iterable[Communicator]) -> None:
-        for one in chosen:
-            one.library.resume(one.handle)
-            self._suspended.remove(one)
+        with self._noting_loss():
+            for one in chosen:
+                one.library.resume(one.handle)
+                self._suspended.remove(one)
+
+    @contextlib.contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Keep the error of a call that still waits for other ranks, which NCCL cannot cancel."""
+        try:
+            yield
+        except EngineTimeoutError as error:
+            self._lost = str(error)
+            raise
 
     @property
     def released_bytes(self) -> int:

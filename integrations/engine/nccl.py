@@ -2,8 +2,8 @@
 
 NCCL has them since version 2.29.7. A suspended communicator keeps its connections and its
 addresses, so CUDA graphs that contain its kernels stay valid; until it is resumed, each use of it
-is an illegal memory access. Both functions wait for the communicator's other ranks. They concern only
-memory that NCCL allocates through the driver's virtual memory functions, that is, with
+is an illegal memory access. Both functions wait for the communicator's other ranks. They concern
+only memory that NCCL allocates through the driver's virtual memory functions, that is, with
 NCCL_CUMEM_ENABLE=1.
 """
 

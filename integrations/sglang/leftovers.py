@@ -87,7 +87,7 @@ def _communicates_when_idle(arguments: Any) -> bool:
 
 def _device(scheduler: Any) -> int:
     """Return the device of a scheduler's model."""
-    for owner in (scheduler, getattr(scheduler, "ps", None)):  # 0.5.23 has the rank in `ps`
+    for owner in (scheduler, getattr(scheduler, "ps", None)):  # since 0.5.16 in `ps`
         device = getattr(owner, "gpu_id", None)
         if isinstance(device, int):
             return device
