@@ -216,8 +216,11 @@ def nap(
     catch_up: Callable[[], None],
     naps: int,
     requests: int,
-) -> None:
+    seconds: float,
+) -> int:
     """Put the server to sleep and wake it up `naps` times; send the requests meanwhile.
+
+    Returns the number of cycles, which is smaller if they take more than `seconds`.
 
     Args:
         url: the server's URL.
@@ -229,7 +232,10 @@ def nap(
     from memsaver.integrations.sglang import EngineBusyError, SleepController
 
     controller = SleepController(url)
+    end = time.monotonic() + seconds
     for number in range(naps):
+        if time.monotonic() > end:
+            return number
         share = requests * (number + 1) // naps - requests * number // naps
         catch_up()
         send(share - share // 2)
@@ -242,6 +248,7 @@ def nap(
         send(share // 2)
         time.sleep(ASLEEP_SECONDS)
         controller.wake_up()
+    return naps
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
@@ -256,7 +263,7 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
         storm = Storm(server, model)
         storm.learn()
         begin = time.monotonic()
-        outcomes = run(storm, server.url, options.naps, options.requests)
+        cycles, outcomes = run(storm, server.url, options)
         seconds = round(time.monotonic() - begin, 1)
         storm.check_end()
     count = Counter(outcome.partition(":")[0] for _, outcome in outcomes)
@@ -271,16 +278,21 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
         "lost": count["lost"],
         "wrong": count["wrong"],
         "disconnected": count["disconnected"],
-        "cycles": options.naps,
+        "cycles": cycles,
         "seconds": seconds,
         "kinds": dict(sorted(Counter(kind for kind, _ in outcomes).items())),
     }
     yield row
 
 
-def run(storm: Storm, url: str, naps: int, requests: int) -> list[tuple[str, Outcome]]:
-    """Send all requests during the cycles; return the kind and the outcome of each."""
-    plan = storm.plan(requests)
+def run(
+    storm: Storm, url: str, options: argparse.Namespace
+) -> tuple[int, list[tuple[str, Outcome]]]:
+    """Send all requests during the cycles.
+
+    Returns the number of cycles, and the kind and the outcome of each request.
+    """
+    plan = storm.plan(options.requests)
     sent: list[tuple[str, Future[Outcome]]] = []
     with ThreadPoolExecutor(CLIENTS) as clients:
 
@@ -293,5 +305,5 @@ def run(storm: Storm, url: str, naps: int, requests: int) -> list[tuple[str, Out
                 number = len(sent)
                 sent.append((plan[number], clients.submit(storm.send, plan[number], number)))
 
-        nap(url, send, catch_up, naps, requests)
-        return [(kind, future.result()) for kind, future in sent]
+        cycles = nap(url, send, catch_up, options.naps, options.requests, options.storm_seconds)
+        return cycles, [(kind, future.result()) for kind, future in sent]

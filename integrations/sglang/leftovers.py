@@ -57,7 +57,7 @@ def communicators(device: int) -> list[Communicator]:
     groups = getattr(sys.modules.get(_PARALLEL), "_groups", {})
     for name, reference in list(groups.items()):
         owner = reference()
-        own = getattr(owner, "pynccl_comm", None)
+        own: Any = getattr(owner, "pynccl_comm", None)
         handle = getattr(getattr(own, "comm", None), "value", None)
         if handle:
             library = Nccl(own.nccl.lib)
