@@ -298,7 +298,7 @@ class EngineWorker(Worker):
         theirs = mapped(PEER_LIBRARY)
         if (ours, theirs) != (self._name == OURS, self._name not in (OURS, PLAIN)):
             raise RuntimeError(
-                f"this engine's saver should be {self._name}; memsaver's hooks are "
+                f"this engine should have the saver of {self._name}; memsaver's hooks are "
                 f"{'there' if ours else 'not there'}, torch_memory_saver's library is "
                 f"{'loaded' if theirs else 'not loaded'}"
             )
