@@ -9,6 +9,7 @@ because a rank that fails would leave the others waiting.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -140,11 +141,12 @@ def _complete(
 
 def of_torch(device: int) -> list[Communicator]:
     """Return the communicators of torch's process groups on a device, without unused ones."""
-    import torch
-    from torch import distributed
-
+    torch: Any = sys.modules.get("torch")  # a process without torch has none of its communicators
     library = loaded()
-    if library is None or not (distributed.is_available() and distributed.is_initialized()):
+    if library is None or torch is None:
+        return []
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
         return []
     found = []
     for group, ranks in list(distributed.distributed_c10d._world.pg_group_ranks.items()):

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -82,7 +83,5 @@ def _segments(device: int) -> list[Mapping[str, Any]]:
 
 def _initialized() -> Any:
     """Return torch if it has CUDA contexts in this process; None otherwise."""
-    import sys
-
     torch: Any = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None

@@ -70,18 +70,24 @@ def _suspender(scheduler: Any) -> Suspender | None:
     """Return the scheduler's suspender; None if its communicators must stay as they are."""
     found = vars(scheduler).get(_ATTRIBUTE, False)
     if found is False:
-        allowed = settings.suspends_nccl() and not _communicates_when_idle(scheduler.server_args)
+        allowed = settings.suspends_nccl() and _is_silent_when_idle(scheduler)
         device = _device(scheduler)
         found = Suspender(lambda: communicators(device), device) if allowed else None
         setattr(scheduler, _ATTRIBUTE, found)
     return found  # type: ignore[no-any-return]
 
 
-def _communicates_when_idle(arguments: Any) -> bool:
+def _is_silent_when_idle(scheduler: Any) -> bool:
+    """Return whether an idle engine does not use its communicators; False if that is unknown."""
+    arguments = getattr(scheduler, "server_args", None)
+    if arguments is None:
+        return False
+    stages = int(getattr(arguments, "pp_size", 1) or 1)
+    disaggregation = getattr(arguments, "disaggregation_mode", None) or "null"
     return (
-        bool(getattr(arguments, "enable_dp_attention", False))
-        or int(getattr(arguments, "pp_size", 1) or 1) > 1
-        or getattr(arguments, "disaggregation_mode", "null") not in (None, "null")
+        not getattr(arguments, "enable_dp_attention", False)
+        and stages == 1
+        and disaggregation == "null"
     )
 
 

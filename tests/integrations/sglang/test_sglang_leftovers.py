@@ -118,6 +118,13 @@ def test_an_idle_engine_that_communicates_keeps_its_communicators(engine, world,
     assert ask(engine, "resume").failure is None
 
 
+def test_an_engine_with_unknown_settings_keeps_its_communicators(engine, world):
+    del engine.server_args
+    assert ask(engine, "release").failure is None
+    assert world()
+    assert ask(engine, "resume").failure is None
+
+
 def test_communicators_stay_unless_the_setting_is_on(engine, world, monkeypatch):
     monkeypatch.delenv("MEMSAVER_SGLANG_SUSPEND_NCCL")
     assert ask(engine, "release").failure is None
