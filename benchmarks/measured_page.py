@@ -81,6 +81,7 @@ WORDS = {
     "sglang_resume_kv_ms": "resume the KV cache, ms",
     "sglang_decode_tokens_per_s": "decoding of 8 sequences, tokens/s",
     "sglang_switch_ms": "switch from one model to another on the same GPU, to the first token, ms",
+    "sglang_tp2_resident_MiB": "memory in use on one of two GPUs, all tags released, MiB",
     "sglang_storm_answered_requests": "correct answers while the engine sleeps and wakes 100 times",
     "sglang_resident_MiB": "memory in use, all tags released, MiB",
     "sglang_max_mem_fraction": "largest mem_fraction_static beside a trainer",

@@ -73,6 +73,7 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("sglang_*_kv_ms", Goal(1.0)),
     ("sglang_decode_tokens_per_s", Goal(0.99)),
     ("sglang_resident_MiB", Goal(at_most=1126)),
+    ("sglang_tp2_resident_MiB", Goal(at_most=1433)),
     ("sglang_switch_ms", Goal(4.0, peer=PEERS[DEFAULT])),
     ("sglang_storm_answered_requests", Goal(1.0)),
     ("sglang_max_mem_fraction", Goal(alone=0.9)),

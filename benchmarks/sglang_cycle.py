@@ -16,6 +16,8 @@ Measurements
                 its first token
     storm       requests of all kinds to a server of a small model that sleeps and wakes up
                 meanwhile: each must be answered, and with the tokens of an awake server
+    tp2         memory in use while an engine on two GPUs sleeps, with suspended communicators
+                and without; nothing on a machine with one GPU
 
 Each engine runs in a process of its own. Except for plain and switch, it has the GPU for itself,
 memsaver's and the peer's one after the other. The first engine of a run compiles kernels, and its
@@ -37,7 +39,14 @@ import sys
 
 import runs
 import sglang_benchmark
-from parts import sglang_fraction, sglang_plain, sglang_storm, sglang_switch, sglang_tags
+from parts import (
+    sglang_fraction,
+    sglang_plain,
+    sglang_storm,
+    sglang_switch,
+    sglang_tags,
+    sglang_tp2,
+)
 
 # The order of measuring: the second part needs compiled kernels.
 PARTS: dict[str, runs.Measure] = {
@@ -46,6 +55,7 @@ PARTS: dict[str, runs.Measure] = {
     "plain": sglang_plain.measure,
     "switch": sglang_switch.measure,
     "storm": sglang_storm.measure,
+    "tp2": sglang_tp2.measure,
 }
 
 

@@ -192,6 +192,7 @@ class EngineWorker(Worker):
         trainer_bytes: the trainer's memory, if that is more than the weights.
         device: the trainer's torch device.
         tokens: the KV cache's maximum number of tokens; 0: as many as the fraction allows.
+        gpus: the number of GPUs, for tensor parallelism.
     """
 
     imports: ClassVar[tuple[str, ...]] = ("torch", "sglang")
@@ -207,9 +208,12 @@ class EngineWorker(Worker):
         device: str,
         trainer_bytes: int = 0,
         tokens: int = 0,
+        gpus: int = 1,
     ) -> None:
         self._name = name
         self._limits = {"max_total_tokens": tokens} if tokens else {}
+        if gpus > 1:
+            self._limits["tp_size"] = gpus
         self._model, self._fraction, self._backup = model, fraction, backup
         self._wait = wait
         self.trainer = Trainer(SMALL if small else BIG, trainer_bytes, device)

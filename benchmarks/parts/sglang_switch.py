@@ -55,9 +55,9 @@ class Switching(EngineWorker):
         return found | {"first_token": milliseconds}
 
     def release(self) -> dict[str, Any]:
-        """Release all memory."""
-        self.engine.release_memory_occupation()
-        return {}
+        """Release all memory; return what each rank still holds, if the saver reports it."""
+        answers = self.engine.release_memory_occupation()
+        return {"held": [dict(rank.held) for answer in answers or () for rank in answer.ranks]}
 
     def generate_first(self, resume: bool) -> dict[str, Any]:
         """Generate; return the milliseconds to the first token.

@@ -130,6 +130,14 @@ def test_engines_that_share_the_gpu(run):
 
 
 @pytest.mark.long
+def test_an_engine_on_two_gpus(run):
+    status, rows, engines = run("--only=tp2")
+    assert status == 0 and [kind for _, kind, _ in engines] == ["ours"] * 2
+    row = rows["sglang_tp2_resident_MiB"]
+    assert row["detail"]["memsaver"] == row["detail"]["peer"] == [1000.0] * 2
+
+
+@pytest.mark.long
 def test_a_switch_that_changes_the_output_gets_no_row(run, capsys):
     status, rows, _ = run("--only=switch", "--no-peer", fault="loses")
     assert (status, rows) == (1, {})
