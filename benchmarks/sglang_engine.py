@@ -300,7 +300,8 @@ class EngineWorker(Worker):
         states = self.states()
         ours = bool(states) and all("memsaver" in state for state in states)
         theirs = mapped(PEER_LIBRARY)
-        if (ours, theirs) != (self._name == OURS, self._name not in (OURS, PLAIN)):
+        expected = (self._name == OURS, self._name not in (OURS, PLAIN))
+        if (ours, theirs and self._name != PLAIN) != expected:
             raise RuntimeError(
                 f"this engine should have the saver of {self._name}; memsaver's hooks are "
                 f"{'there' if ours else 'not there'}, torch_memory_saver's library is "

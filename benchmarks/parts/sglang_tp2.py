@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import results
-from children import attempt
+from children import Failed, attempt
 from libraries import OURS
 from raw_driver import count_gpus
 from sglang_engine import BENCH, begin, engine_process, say, used_mib, wait_until_free
@@ -44,7 +44,9 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
                 held[suspends] += child.ask("release")["held"]
                 time.sleep(options.wait)
                 used[suspends].append(used_mib())
-                child.ask("generate_first", resume=True)
+                lost = child.ask("generate_first", resume=True)["lost"]
+                if lost:
+                    raise Failed(f"{METRIC}, suspended={suspends}: {lost}")
     if all(used.values()):
         row = results.measurement(METRIC, used["1"], PEER, used["0"], bench=BENCH)
         row["detail"] |= {"memsaver_held": held["1"], "peer_held": held["0"]}

@@ -110,12 +110,18 @@ def test_a_server_with_similar_outputs_cannot_be_measured(benchmark_module, serv
 
 def test_the_rows_of_a_switch(benchmark_module):
     switch, report = benchmark_module("parts.sglang_switch"), benchmark_module("report")
-    ours = {"switch": [400.0, 500.0, 450.0], "new": [24000.0, 25000.0], "asleep_MiB": [996.0]}
-    theirs = {"switch": [7000.0], "new": [24000.0], "asleep_MiB": [1016.0]}
+    ours = {
+        "switch": [400.0, 500.0, 450.0],
+        "new": [24000.0, 25000.0],
+        "asleep_MiB": [996.0],
+        "lost": [],
+    }
+    theirs = {"switch": [7000.0], "new": [24000.0], "asleep_MiB": [1016.0], "lost": [3]}
     new = switch.row(ours, switch.NEW, ours, "new")
     peer = switch.row(ours, "torch_memory_saver", theirs, "switch")
     assert (new["memsaver"], new["peer_value"]) == (450.0, 24500.0)
     assert peer["detail"]["memsaver"] == ours["switch"] and peer["ratio"] == pytest.approx(15.5556)
+    assert peer["detail"]["peer_changed_outputs"] == [3]
     assert (report.verdict(new, []), report.verdict(peer, [])) == ("", "yes")
     slow = switch.row(ours, "torch_memory_saver", {**theirs, "switch": [1700.0]}, "switch")
     assert report.verdict(slow, []) == "not met"

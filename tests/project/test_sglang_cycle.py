@@ -141,7 +141,7 @@ def test_an_engine_on_two_gpus(run):
 def test_a_switch_that_changes_the_output_gets_no_row(run, capsys):
     status, rows, _ = run("--only=switch", "--no-peer", fault="loses")
     assert (status, rows) == (1, {})
-    assert "before" in capsys.readouterr().err
+    assert "instead of" in capsys.readouterr().err
 
 
 @pytest.mark.long
