@@ -42,7 +42,7 @@ TOKENS = 16
 WAKE = {"MEMSAVER_SGLANG_ASLEEP": "wake"}
 SWITCHES = {OURS: 10, DEFAULT: 3}  # a switch of the latter takes seconds
 
-Found = dict[str, list[float]]
+Found = dict[str, list[Any]]
 
 
 class Switching(EngineWorker):
@@ -91,7 +91,7 @@ class Switching(EngineWorker):
 
 def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> Found:
     """Measure one memory saver, up to a failure."""
-    found: Found = {"switch": [], "new": [], "asleep_MiB": [], "lost": []}
+    found: Found = {"switch": [], "new": [], "asleep_MiB": [], "held": [], "lost": []}
     wait_until_free(options.idle_mib)
     variables = WAKE if name == OURS else {}
     settings: dict[str, Any] = {"fraction": FRACTION, "backup": True, "variables": variables}
@@ -106,7 +106,7 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> 
             found["new"].append(round(started["seconds"] * 1e3 + started["first_token"], 3))
             if child is first:
                 time.sleep(options.wait)
-                child.ask("release")
+                found["held"] = child.ask("release")["held"]
                 time.sleep(options.wait)
                 found["asleep_MiB"].append(used_mib())
         awake, asleep = second, first
@@ -142,6 +142,7 @@ def row(ours: Found, peer: str, theirs: Found, values: str) -> dict[str, Any]:
     """Return the row of METRIC against a peer's values of that name."""
     made = results.measurement(METRIC, ours["switch"], peer, theirs[values], bench=BENCH)
     made["detail"]["memsaver_asleep_MiB"] = ours["asleep_MiB"]
+    made["detail"]["memsaver_held"] = ours["held"]
     if theirs is not ours:
         made["detail"]["peer_asleep_MiB"] = theirs["asleep_MiB"]
         made["detail"]["peer_changed_outputs"] = theirs["lost"]  # numbers of switches

@@ -63,13 +63,14 @@ def release_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def clear_workspaces() -> None:
+def clear_workspaces(device: int) -> None:
     """Release cuBLAS's workspaces, which torch allocates again when they are needed.
 
-    Not after a capture of CUDA graphs, which contain the workspaces' addresses.
+    Does nothing if torch has a private pool outside tags, which CUDA graphs have: graphs contain
+    the workspaces' addresses. The caller knows of graphs in tags.
     """
     torch = _initialized()
-    if torch is not None:
+    if torch is not None and not of_segments(_segments(device))["graphs"]:
         with contextlib.suppress(AttributeError):  # a torch without this private function
             torch._C._cuda_clearCublasWorkspaces()
 

@@ -1,9 +1,10 @@
-"""What a scheduler process still holds after a release of all memory: releases and reports it.
+"""Reduces and reports the memory that a scheduler process holds after a release of all tags.
 
 Torch's cache goes to the driver in any case, and cuBLAS's workspaces if the engine captures no CUDA
 graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set, and if no code
-uses them while memory is released: data-parallel attention, pipeline stages and disaggregation
-communicate even if the engine is idle. They are resumed before the first memory is mapped.
+uses them while memory is released: the guard refuses requests, and the engine has none of the
+settings with which it communicates even if it is idle. They are resumed before the first memory is
+mapped.
 """
 
 from __future__ import annotations
@@ -19,12 +20,23 @@ from ..engine.communicators import Suspender, of_torch
 from ..engine.messages import RankReport
 from ..engine.nccl import Communicator, Nccl
 from ..engine.ranks import Figures, Group, first_failure
-from ..engine.tags import RELEASE_ORDER
+from ..engine.tags import GRAPH, RELEASE_ORDER
 from . import settings
+from .guard import Guard
 
 __all__ = ["after_release", "before_resume", "communicators"]
 
 _ATTRIBUTE = "_memsaver_suspender"  # of a scheduler
+_DISPATCHER = "_request_dispatcher"  # of a scheduler
+# Settings with which an idle engine communicates, or registers memory with its communicators,
+# unless they have these values. The recorder of experts adds its counts in a query.
+_SILENT = {
+    "disaggregation_mode": "null",
+    "enable_dp_attention": False,
+    "enable_symm_mem": False,
+    "expert_distribution_recorder_mode": None,
+    "pp_size": 1,
+}
 _PARALLEL = "sglang.srt.distributed.parallel_state"
 _logger = logging.getLogger("memsaver.sglang")
 
@@ -70,25 +82,19 @@ def _suspender(scheduler: Any) -> Suspender | None:
     """Return the scheduler's suspender; None if its communicators must stay as they are."""
     found = vars(scheduler).get(_ATTRIBUTE, False)
     if found is False:
-        allowed = settings.suspends_nccl() and _is_silent_when_idle(scheduler)
+        allowed = settings.suspends_nccl() and _is_silent_asleep(scheduler)
         device = _device(scheduler)
         found = Suspender(lambda: communicators(device), device) if allowed else None
         setattr(scheduler, _ATTRIBUTE, found)
     return found  # type: ignore[no-any-return]
 
 
-def _is_silent_when_idle(scheduler: Any) -> bool:
-    """Return whether an idle engine does not use its communicators; False if that is unknown."""
+def _is_silent_asleep(scheduler: Any) -> bool:
+    """Return whether a sleeping engine does not use its communicators; False if that is unknown."""
     arguments = getattr(scheduler, "server_args", None)
-    if arguments is None:
+    if arguments is None or not isinstance(getattr(scheduler, _DISPATCHER, None), Guard):
         return False
-    stages = int(getattr(arguments, "pp_size", 1) or 1)
-    disaggregation = getattr(arguments, "disaggregation_mode", None) or "null"
-    return (
-        not getattr(arguments, "enable_dp_attention", False)
-        and stages == 1
-        and disaggregation == "null"
-    )
+    return all(getattr(arguments, name, usual) in (usual, None) for name, usual in _SILENT.items())
 
 
 def _device(scheduler: Any) -> int:
@@ -101,10 +107,11 @@ def _device(scheduler: Any) -> int:
 
 
 def _release(scheduler: Any) -> dict[str, int]:
-    if getattr(getattr(scheduler, "server_args", None), "disable_cuda_graph", False):
-        held.clear_workspaces()
-    held.release_cache()
     device = _device(scheduler)
+    without_graphs = getattr(getattr(scheduler, "server_args", None), "disable_cuda_graph", False)
+    if without_graphs and not moves.are_memsavers([GRAPH]):
+        held.clear_workspaces(device)
+    held.release_cache()
     return held.measure(device, communicators(device))
 
 

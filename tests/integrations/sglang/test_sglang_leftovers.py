@@ -15,6 +15,7 @@ from memsaver.integrations.engine.reports import SleepReport, Step
 from memsaver.integrations.sglang import hooks, leftovers
 
 MIB = 1 << 20
+GRAPH = ["cuda_graph"]
 WORLD = {"pp_size": 1, "enable_dp_attention": False, "disaggregation_mode": "null"}
 
 
@@ -73,6 +74,56 @@ def test_torchs_memory_is_divided_by_owner(engine):
     ) == {"graphs": 2 * MIB, "tensors": 12 * MIB, "cache": 15 * MIB}
 
 
+class FakeTorch:
+    """Torch with segments outside tags, which records what is released."""
+
+    def __init__(self, *pools):
+        self.released = []
+        self._segments = [
+            {
+                "device": 0,
+                "address": 1 << 20,
+                "total_size": 20 * MIB,
+                "allocated_size": 5 * MIB,
+                "segment_pool_id": pool,
+            }
+            for pool in pools
+        ]
+        self.cuda = types.SimpleNamespace(
+            memory_snapshot=lambda: self._segments,
+            empty_cache=lambda: self.released.append("cache"),
+        )
+        self._C = types.SimpleNamespace(
+            _cuda_clearCublasWorkspaces=lambda: self.released.append("workspaces")
+        )
+
+
+@pytest.mark.parametrize(
+    ("pools", "settings", "has_graphs", "released"),
+    [
+        ([(0, 0)], {"disable_cuda_graph": True}, False, ["workspaces", "cache"]),
+        ([(0, 0)], {"disable_cuda_graph": True}, True, ["cache"]),  # in a tag
+        ([(0, 0), (0, 4)], {"disable_cuda_graph": True}, False, ["cache"]),
+        ([(0, 0)], {"disable_cuda_graph": False}, False, ["cache"]),
+        ([(0, 0)], {}, False, ["cache"]),
+    ],
+)
+def test_workspaces_whose_addresses_graphs_contain_are_kept(
+    engine, monkeypatch, pools, settings, has_graphs, released
+):
+    torch = FakeTorch(*pools)
+    monkeypatch.setattr(held, "_initialized", lambda: torch)
+    vars(engine.server_args).update(settings)
+    known = leftovers.moves.are_memsavers
+    monkeypatch.setattr(
+        leftovers.moves, "are_memsavers", lambda tags: known(tags) and (has_graphs or tags != GRAPH)
+    )
+    answer = ask(engine, "release")
+    assert answer.failure is None and torch.released == released
+    assert answer.ranks[0].held["cache"] == 15 * MIB
+    assert ask(engine, "resume").failure is None
+
+
 def test_communicators_are_suspended_while_no_memory_is_mapped(engine, world):
     usable = []
     handle = memsaver.on_resume(lambda tag: usable.append(world()), "weights")
@@ -109,7 +160,13 @@ def test_a_resume_that_fails_suspends_them_again(engine, world):
 
 @pytest.mark.parametrize(
     "setting",
-    [{"enable_dp_attention": True}, {"pp_size": 2}, {"disaggregation_mode": "decode"}],
+    [
+        {"enable_dp_attention": True},
+        {"pp_size": 2},
+        {"disaggregation_mode": "decode"},
+        {"enable_symm_mem": True},
+        {"expert_distribution_recorder_mode": "stat"},
+    ],
 )
 def test_an_idle_engine_that_communicates_keeps_its_communicators(engine, world, setting):
     vars(engine.server_args).update(setting)
@@ -120,6 +177,14 @@ def test_an_idle_engine_that_communicates_keeps_its_communicators(engine, world,
 
 def test_an_engine_with_unknown_settings_keeps_its_communicators(engine, world):
     del engine.server_args
+    assert ask(engine, "release").failure is None
+    assert world()
+    assert ask(engine, "resume").failure is None
+
+
+def test_an_engine_without_the_guard_keeps_its_communicators(engine, world):
+    engine.init_request_dispatcher = None
+    engine._request_dispatcher = engine._dispatch
     assert ask(engine, "release").failure is None
     assert world()
     assert ask(engine, "resume").failure is None
