@@ -114,6 +114,7 @@ def test_the_rows_of_a_switch(benchmark_module):
         "switch": [400.0, 500.0, 450.0],
         "new": [24000.0, 25000.0],
         "asleep_MiB": [996.0],
+        "held": [{"rest": 1}],
         "lost": [],
     }
     theirs = {"switch": [7000.0], "new": [24000.0], "asleep_MiB": [1016.0], "lost": [3]}
