@@ -113,11 +113,6 @@ class Suspender:
             self._lost = str(error)
             raise
 
-    @property
-    def released_bytes(self) -> int:
-        """The bytes that this process's suspended communicators have released. Not collective."""
-        return sum(one.library.suspendable_bytes(one.handle) for one in self._suspended)
-
 
 def _complete(
     group: Group, mine: Sequence[Communicator]

@@ -60,7 +60,6 @@ if library.can_suspend:
         before = free()
         assert not first_failure(suspender.suspend(group))
         dist.barrier(group._group)
-        assert suspender.released_bytes == expected
         gained = free() - before
         assert gained >= 0.98 * expected - 8 * MIB, (gained, expected)
         assert not first_failure(suspender.resume(group))
