@@ -79,7 +79,10 @@ WORDS = {
     "sglang_resume_weights_ms": "resume the weights, ms",
     "sglang_release_kv_ms": "release the KV cache, ms",
     "sglang_resume_kv_ms": "resume the KV cache, ms",
-    "sglang_decode_tokens_per_s": "decoding before and after a cycle, tokens/s",
+    "sglang_decode_tokens_per_s": "decoding of 8 sequences, tokens/s",
+    "sglang_switch_ms": "switch from one model to another on the same GPU, to the first token, ms",
+    "sglang_tp2_resident_MiB": "memory in use on one of two GPUs, all tags released, MiB",
+    "sglang_storm_answered_requests": "correct answers while the engine sleeps and wakes 100 times",
     "sglang_resident_MiB": "memory in use, all tags released, MiB",
     "sglang_max_mem_fraction": "largest mem_fraction_static beside a trainer",
     "rl_transition_seconds": "all transitions of engine and trainer, s",
@@ -119,12 +122,13 @@ This page contains all measurements of `benchmarks/results/h200.json`, on {gpu},
 `make bench` repeats them on your machine.
 
 In each row, memsaver and the peer alternated in one run, on the same tensors (SGLang engines ran
-one after the other). Values are medians, with the minimum and maximum of the cycles in parentheses;
-`ended` means that the peer ended before the measurement. `limit` is the time of the driver's bare
-calls, of a plain pinned copy, or of direct I/O of the same bytes, in the same run. `ratio` is the
-factor by which memsaver is better; for this ratio, memory below 1 MiB counts as 1 MiB. Absolute
-times apply to one machine only. Without a backup, each resume starts half a second after its pause,
-when the driver has cleared the freed memory; rows with "right after" omit this wait.
+one after the other, except for decoding against an engine without a memory saver). Values are
+medians, with the minimum and maximum of the cycles in parentheses; `ended` means that the peer
+ended before the measurement. `limit` is the time of the driver's bare calls, of a plain pinned
+copy, or of direct I/O of the same bytes, in the same run. `ratio` is the factor by which memsaver
+is better; for this ratio, memory below 1 MiB counts as 1 MiB. Absolute times apply to one machine
+only. Without a backup, each resume starts half a second after its pause, when the driver has
+cleared the freed memory; rows with "right after" omit this wait.
 
 `retained backup` is torch_memory_saver's setting `retain_cpu_backup=True`, which keeps a backup's
 pinned host memory for the next pause; by default, each resume releases it. Notes on some rows:
@@ -159,20 +163,21 @@ def table(rows: list[Mapping[str, Any]]) -> list[str]:
         "| what | memsaver | peer | its value | limit | ratio |",
         "|---|--:|---|--:|--:|--:|",
     ]
-    last = ""
+    last: tuple[str, float | None] = ("", None)
     for row in rows:
         detail = row.get("detail") or {}
+        cycles = detail.get("memsaver")
         words = WORDS.get(row["metric"], f"`{row['metric']}`")
         cells = [
-            words if words != last else "",
-            median(row["memsaver"], detail.get("memsaver")) if words != last else "",
+            words if words != last[0] else "",
+            "" if (words, row["memsaver"]) == last else median(row["memsaver"], cycles),
             row["peer"],
             "ended" if row["peer_value"] is None else median(row["peer_value"], detail.get("peer")),
             "" if row["limit"] is None else f"{row['limit']:,.1f}",
             "" if row["ratio"] is None else f"{row['ratio']:.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-        last = words
+        last = words, row["memsaver"]
     return lines
 
 

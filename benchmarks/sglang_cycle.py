@@ -11,11 +11,18 @@ Measurements
     cycle       release and resume of each tag, with weights backed up in host memory: as loaded,
                 without changes, and after a weight update; decoding before and after; memory in
                 use while all is released; the start of the engine
+    plain       decoding, against an engine without a memory saver, in turns
+    switch      two engines that take turns on the GPU: from a request for the one that sleeps to
+                its first token
+    storm       requests of all kinds to a server of a small model that sleeps and wakes up
+                meanwhile: each must be answered, and with the tokens of an awake server
+    tp2         memory in use while an engine on two GPUs sleeps, with suspended communicators
+                and without; nothing on a machine with one GPU
 
-Each engine runs in a process of its own with the GPU for itself, memsaver's and the peer's one
-after the other. The first engine of a run compiles kernels, and its start does not count. Before
-each step is a wait of --wait seconds, so that the driver's clearing of released memory is not
-measured. Times are those of the engine's caller. All values count.
+Each engine runs in a process of its own. Except for plain and switch, it has the GPU for itself,
+memsaver's and the peer's one after the other. The first engine of a run compiles kernels, and its
+start does not count. Before each step is a wait of --wait seconds, so that the driver's clearing of
+released memory is not measured. Times are those of the engine's caller. All values count.
 
 New weights come from tensors of a trainer in the process of the engine's caller, which are freed
 before the release. The engine's checksums of its weights before each release and after the resume
@@ -32,18 +39,34 @@ import sys
 
 import runs
 import sglang_benchmark
-from parts import sglang_fraction, sglang_tags
+from parts import (
+    sglang_fraction,
+    sglang_plain,
+    sglang_storm,
+    sglang_switch,
+    sglang_tags,
+    sglang_tp2,
+)
 
 # The order of measuring: the second part needs compiled kernels.
 PARTS: dict[str, runs.Measure] = {
     "fraction": sglang_fraction.measure,
     "cycle": sglang_tags.measure,
+    "plain": sglang_plain.measure,
+    "switch": sglang_switch.measure,
+    "storm": sglang_storm.measure,
+    "tp2": sglang_tp2.measure,
 }
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the selected measurements, and return an exit status."""
-    return sglang_benchmark.run(PARTS, options, options.peer and "cycle" in options.only)
+    return sglang_benchmark.run(PARTS, options, needs_peer(options))
+
+
+def needs_peer(options: argparse.Namespace) -> bool:
+    """Return whether a selected measurement needs torch_memory_saver."""
+    return options.peer and not {"cycle", "switch"}.isdisjoint(options.only)
 
 
 def fractions_of(text: str) -> list[float]:
@@ -69,6 +92,10 @@ def parser() -> argparse.ArgumentParser:
         default="0.86,0.90,0.94",
         help="mem_fraction_static values that fraction tries",
     )
+    add("--turns", type=int, default=8, help="plain: turns of each engine, of 2 batches each")
+    add("--requests", type=int, default=1000, help="storm: requests")
+    add("--naps", type=int, default=100, help="storm: times that the server sleeps and wakes up")
+    add("--storm-seconds", type=float, default=600, help="storm: ends earlier after this time")
     add("--trainer-gb", type=float, default=16.4, help="least size of its trainer in GB")
     return made
 

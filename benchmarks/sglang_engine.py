@@ -26,6 +26,7 @@ from serve import Worker
 from sglang_model import BIG, SMALL, Trainer
 
 BENCH = "sglang_cycle"
+PLAIN = "plain"  # an engine without a memory saver
 KV_CACHE, WEIGHTS, GRAPH = "kv_cache", "weights", "cuda_graph"
 TAGS = (KV_CACHE, WEIGHTS, GRAPH)
 
@@ -86,7 +87,7 @@ def why_no_peer() -> str:
 
 
 def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of an engine with the named saver, for every process of it."""
+    """Return the variables of an engine with the named saver, or PLAIN, for all its processes."""
     found = {key: value for key, value in inherited.items() if not key.startswith(DROPPED)}
     places = [place for place in found.get("PYTHONPATH", "").split(os.pathsep) if place]
     if places:
@@ -94,7 +95,8 @@ def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[st
     found["MEMSAVER_SGLANG"] = "1" if name == OURS else "0"
     if name == RETAINED:
         found["TMS_RETAIN_CPU_BACKUP"] = "1"
-    found["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
+    if name != PLAIN:
+        found["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     found.setdefault("NCCL_GRAPH_REGISTER", "0")
     found.setdefault("SGLANG_IS_FLASHINFER_AVAILABLE", "false")  # its kernels are not needed
     if os.path.isdir("/usr/local/cuda"):
@@ -108,14 +110,35 @@ def running(
 ) -> Iterator[tuple[Child, dict[str, Any]]]:
     """Start an engine for the block; yield it and the result of `start`. Frees its memory."""
     wait_until_free(options.idle_mib)
-    say(f"{name}: starting an engine")
-    variables = environment(name)
+    with engine_process(worker, name, options, **settings) as child:
+        yield child, begin(child, options)
+        with contextlib.suppress(Failed):  # the process is killed in any case
+            child.ask("stop")
+
+
+def engine_process(
+    worker: str,
+    name: str,
+    options: argparse.Namespace,
+    variables: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Child:
+    """Start a process that imports SGLang; `begin` starts its engine.
+
+    Args:
+        worker: the process's worker; see `Child`.
+        name: the engine's memory saver, or PLAIN.
+        options: the benchmark's options.
+        variables: further environment variables of the engine.
+        settings: further arguments of the worker.
+    """
+    environ = environment(name) | dict(variables or {})
     if options.device == "cpu":  # a fake engine and a fake trainer
-        variables["MEMSAVER_DRIVER"] = "sim"
-    with Child(
+        environ["MEMSAVER_DRIVER"] = "sim"
+    return Child(
         worker,
         name,
-        environment=variables,
+        environment=environ,
         cwd=str(options.model),
         tree=True,
         model=str(options.model),
@@ -123,14 +146,17 @@ def running(
         wait=options.wait,
         device=options.device,
         **settings,
-    ) as child:
-        child.ready()
-        started = child.ask("start", within=START_SECONDS)
-        options.compiled = True
-        say(f"{name}: up after {started['seconds']:.1f} s, {started['used']:.0f} MiB in use")
-        yield child, started
-        with contextlib.suppress(Failed):  # the process is killed in any case
-            child.ask("stop")
+    )
+
+
+def begin(child: Child, options: argparse.Namespace) -> dict[str, Any]:
+    """Start the engine of an `engine_process`, and return the result of `start`."""
+    say(f"{child.name}: starting an engine")
+    child.ready()
+    started = child.ask("start", within=START_SECONDS)
+    options.compiled = True
+    say(f"{child.name}: up after {started['seconds']:.1f} s, {started['used']:.0f} MiB in use")
+    return started
 
 
 def wait_until_free(idle_mib: float) -> None:
@@ -157,7 +183,7 @@ class EngineWorker(Worker):
     """Starts the engine, and calls it for all measurements.
 
     Args:
-        name: the name of the memory saver.
+        name: the name of the memory saver, or PLAIN.
         model: the model's directory.
         small: whether the model is the small one.
         fraction: mem_fraction_static.
@@ -166,6 +192,7 @@ class EngineWorker(Worker):
         trainer_bytes: the trainer's memory, if that is more than the weights.
         device: the trainer's torch device.
         tokens: the KV cache's maximum number of tokens; 0: as many as the fraction allows.
+        gpus: the number of GPUs, for tensor parallelism.
     """
 
     imports: ClassVar[tuple[str, ...]] = ("torch", "sglang")
@@ -181,9 +208,12 @@ class EngineWorker(Worker):
         device: str,
         trainer_bytes: int = 0,
         tokens: int = 0,
+        gpus: int = 1,
     ) -> None:
         self._name = name
         self._limits = {"max_total_tokens": tokens} if tokens else {}
+        if gpus > 1:
+            self._limits["tp_size"] = gpus
         self._model, self._fraction, self._backup = model, fraction, backup
         self._wait = wait
         self.trainer = Trainer(SMALL if small else BIG, trainer_bytes, device)
@@ -200,7 +230,7 @@ class EngineWorker(Worker):
             attention_backend="triton",
             sampling_backend="pytorch",
             mem_fraction_static=self._fraction,
-            enable_memory_saver=True,
+            enable_memory_saver=self._name != PLAIN,
             enable_weights_cpu_backup=self._backup,
             cuda_graph_bs_decode=[1, 2, 4, 8],
             disable_prefill_cuda_graph=True,
@@ -270,7 +300,8 @@ class EngineWorker(Worker):
         states = self.states()
         ours = bool(states) and all("memsaver" in state for state in states)
         theirs = mapped(PEER_LIBRARY)
-        if (ours, theirs) != ((True, False) if self._name == OURS else (False, True)):
+        expected = (self._name == OURS, self._name not in (OURS, PLAIN))
+        if (ours, theirs and self._name != PLAIN) != expected:
             raise RuntimeError(
                 f"this engine should have the saver of {self._name}; memsaver's hooks are "
                 f"{'there' if ours else 'not there'}, torch_memory_saver's library is "

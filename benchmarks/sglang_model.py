@@ -82,6 +82,26 @@ def checkpoint(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (shape.vocab, hidden)
 
 
+def save_checkpoint(shape: Shape, directory: Path, seed: int) -> None:
+    """Write a checkpoint with random weights, on which the generated tokens depend.
+
+    They are larger than SGLang's dummy weights, with which all prompts have similar outputs.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, size in checkpoint(shape):
+        values = torch.randn(size, generator=random)
+        if len(size) == 1:
+            values = 1 + values / 10
+        elif "embed" not in name:
+            values /= size[1] ** 0.5
+        weights[name] = values.to(torch.bfloat16)
+    save_file(weights, str(directory / "model.safetensors"))
+
+
 class Trainer:
     """A copy of the weights on the GPU, in its own memory, which can be sent to engines.
 

@@ -100,6 +100,8 @@ class RankReport:
         device_bytes: device memory released or mapped, by tag.
         copied_bytes: bytes copied to or from the backup, by tag.
         failure: the rank's failure, or None.
+        held: the bytes in use on the rank's device after a release of all memory, by their owner
+            (see `held`); empty after any other operation.
     """
 
     rank: int
@@ -109,6 +111,7 @@ class RankReport:
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     copied_bytes: Mapping[str, int] = field(default_factory=dict)
     failure: Failure | None = None
+    held: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -127,6 +130,7 @@ class RankReport:
             read.wholes("device_bytes"),
             read.wholes("copied_bytes"),
             Failure.from_fields(read.optional("failure")),
+            read.wholes("held"),
         )
 
 

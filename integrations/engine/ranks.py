@@ -24,6 +24,7 @@ class Figures:
     seconds: float = 0.0
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     copied_bytes: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
 
 
 class Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -55,6 +56,18 @@ class SleepReport:
     def bytes(self) -> int:
         """Device memory released or mapped, on all ranks."""
         return sum(step.bytes for step in self.steps)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Device memory still in use after a release of all memory, by its owner, on all ranks.
+
+        The keys are those of `RankReport.held`. Empty after any other operation.
+        """
+        totals: Counter[str] = Counter()
+        for step in self.steps:
+            for rank in step.ranks:
+                totals.update(rank.held)
+        return dict(totals)
 
     @property
     def changed(self) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ def load_plugin() -> None:
         return
     settings.policy()
     _hook_schedulers()
+    _let_nccl_suspend()
     if not _first("registered"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -77,6 +78,7 @@ def load_platform() -> None:
         _hook_schedulers()
         # Now, because Ray actors create their groups before they request a saver.
         _keep_nccl_from_registering()
+        _let_nccl_suspend()
 
 
 def create(original: Callable[..., Any], enable: bool) -> Any:
@@ -204,6 +206,15 @@ def _keep_nccl_from_registering() -> None:
     """
     if settings.graphs_are_pausable():
         os.environ.setdefault(_NCCL, "0")
+
+
+def _let_nccl_suspend() -> None:
+    """Make NCCL allocate memory that it can release, in this process and its children.
+
+    Before SGLang turns NCCL's use of the virtual memory functions off.
+    """
+    if settings.suspends_nccl():
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")
 
 
 def _version() -> str:

@@ -43,7 +43,7 @@ from ..engine.errors import EngineBusyError
 from ..engine.messages import Answer, Failure, RankReport, SchedulerState
 from ..engine.ranks import Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
-from . import handlers, settings
+from . import handlers, leftovers, settings
 from .protocol import text_of
 from .updaters import resume_of, updater_of
 
@@ -108,6 +108,7 @@ def _release(
         ranks = moves.pause(group, asked)
     if not first_failure(ranks):
         changed = [tag for tag in asked if tag in tags or _is_moved(tag, ranks)]
+        ranks = leftovers.after_release(updater, group, ranks)
         return answer.done(changed, ranks, held=answer.held - set(asked))
     if not tags:
         return answer.failed(
@@ -170,6 +171,9 @@ def _resume(
         original(updater, handlers.request_for(request, tags))
         return answer.done(tags, group.attempt(lambda: None))
 
+    failed = leftovers.before_resume(updater, group)
+    if first_failure(failed):
+        return answer.failed(tags, failed)
     stash = handlers.stash_of(updater)
     ranks = moves.resume(group, tags)
     failed = ranks
@@ -188,6 +192,7 @@ def _resume(
             f"{_troubles(again)}; release or resume them again"
         )
         return answer.failed(tags, failed, then, held=answer.held | set(tags))
+    leftovers.after_release(updater, group, again)
     then = "on every rank they are released as before; free memory and resume them again"
     return answer.failed(tags, failed, then, held=answer.held - set(tags))
 

@@ -8,6 +8,8 @@ MEMSAVER_SGLANG_ASLEEP: what happens to requests that need released memory: `ref
 MEMSAVER_SGLANG_ASLEEP_WAIT: the longest time in seconds that a request is held. Default `60`.
 MEMSAVER_SGLANG_SLEEP_AFTER: with `wake`, the seconds without a request after which the engine
     releases its memory. Default `0`: never.
+MEMSAVER_SGLANG_SUSPEND_NCCL: `1` suspends NCCL's communicators while all memory is released. Needs
+    NCCL 2.29.7. Default `0`.
 MEMSAVER_SGLANG_CHECK_UPDATES: `0` accepts names that the model does not use in weight updates, as
     SGLang does. Default `1`.
 
@@ -26,7 +28,14 @@ from memsaver.errors import ConfigError
 
 from ..engine.policies import Policy, WhenAsleep
 
-__all__ = ["graphs_are_pausable", "is_on", "is_preloading", "policy", "updates_are_checked"]
+__all__ = [
+    "graphs_are_pausable",
+    "is_on",
+    "is_preloading",
+    "policy",
+    "suspends_nccl",
+    "updates_are_checked",
+]
 
 _ASLEEP, _WAIT, _AFTER = (
     "MEMSAVER_SGLANG_ASLEEP",
@@ -49,6 +58,11 @@ def is_on() -> bool:
 def is_preloading() -> bool:
     """Return whether scheduler processes start in preload mode. Raises like `is_on`."""
     return _flag("MEMSAVER_SGLANG_PRELOAD", False)
+
+
+def suspends_nccl() -> bool:
+    """Return whether communicators are suspended with all memory. Raises like `is_on`."""
+    return _flag("MEMSAVER_SGLANG_SUSPEND_NCCL", False)
 
 
 def updates_are_checked() -> bool:

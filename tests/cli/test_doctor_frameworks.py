@@ -110,6 +110,7 @@ def test_versions_of_sglang(plain, version, level, tried):
         ({"MEMSAVER_SGLANG_ASLEEP": "wait"}, "good", "requests to a sleeping engine: wait"),
         ({"MEMSAVER_SGLANG_ASLEEP": "sleep"}, "bad", "must be one of refuse, wait, wake"),
         ({"MEMSAVER_SGLANG_SLEEP_AFTER": "9"}, "bad", "needs MEMSAVER_SGLANG_ASLEEP=wake"),
+        ({"MEMSAVER_SGLANG_SUSPEND_NCCL": "x"}, "bad", "MEMSAVER_SGLANG_SUSPEND_NCCL"),
         ({"MEMSAVER_SGLANG_CHECK_UPDATES": "x"}, "bad", "MEMSAVER_SGLANG_CHECK_UPDATES"),
     ],
 )

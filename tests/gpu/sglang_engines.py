@@ -71,6 +71,7 @@ _WAKE = {
 ENVIRONMENTS = {
     "backup_wait": _WAIT,
     "backup_wake": _WAKE,
+    "backup_tp2": {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1"},  # without effect before NCCL 2.29.7
     "server_wait": _WAIT,
     "server_wake": {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"},  # releases delay it
 }

@@ -45,6 +45,7 @@ CYCLES = [
     "sglang_cycles.two_stages",
     "sglang_cycles.weights_alone",
     "sglang_cycles.graphs_too",
+    "sglang_cycles.little_stays",
     "sglang_cycles.five_cycles_with_a_trainer",
     "sglang_cycles.a_wake_that_does_not_fit",
 ]

@@ -76,7 +76,7 @@ def is_running(pid):
 
 @pytest.mark.long
 def test_the_rows_of_a_whole_run(run, capsys):
-    status, rows, engines = run("--fractions=0.80,0.90")
+    status, rows, engines = run("--only=fraction,cycle", "--fractions=0.80,0.90")
     fraction = rows.pop("sglang_max_mem_fraction")
     assert (fraction["memsaver"], fraction["peer_value"]) == (0.9, 0.8)
     assert fraction["peer"] == "memsaver, waking all at once"
@@ -112,6 +112,36 @@ def test_the_rows_of_a_whole_run(run, capsys):
     assert not any(Path(where).is_relative_to(ROOT) for _, _, where in engines)
     assert status == 0  # a lack of memory is an expected result
     assert "0.9, at_once: no room" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_engines_that_share_the_gpu(run):
+    status, rows, engines = run("--only=plain,switch", "--turns=2")
+    assert status == 0
+    assert [kind for _, kind, _ in engines] == ["ours", "plain", *["ours"] * 2, *["theirs"] * 2]
+    assert not are_running(pid for pid, _, _ in engines)
+    decode = rows["sglang_decode_tokens_per_s"]
+    assert decode["peer"] == "SGLang without a memory saver"
+    assert len(decode["detail"]["memsaver"]) == len(decode["detail"]["peer"]) == 4
+    switch = rows["sglang_switch_ms"]  # the last row of this metric
+    assert switch["peer"] == "torch_memory_saver"
+    assert (len(switch["detail"]["memsaver"]), len(switch["detail"]["peer"])) == (10, 3)
+    assert switch["detail"]["peer_asleep_MiB"] == [1000.0]
+
+
+@pytest.mark.long
+def test_an_engine_on_two_gpus(run):
+    status, rows, engines = run("--only=tp2")
+    assert status == 0 and [kind for _, kind, _ in engines] == ["ours"] * 2
+    row = rows["sglang_tp2_resident_MiB"]
+    assert row["detail"]["memsaver"] == row["detail"]["peer"] == [1000.0] * 2
+
+
+@pytest.mark.long
+def test_a_switch_that_changes_the_output_gets_no_row(run, capsys):
+    status, rows, _ = run("--only=switch", "--no-peer", fault="loses")
+    assert (status, rows) == (1, {})
+    assert "instead of" in capsys.readouterr().err
 
 
 @pytest.mark.long

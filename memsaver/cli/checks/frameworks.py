@@ -157,7 +157,7 @@ def _plugin() -> list[Finding]:
     try:
         on, preloading = settings.is_on(), settings.is_preloading()
         when_asleep = settings.policy().when_asleep
-        settings.updates_are_checked()
+        settings.updates_are_checked(), settings.suspends_nccl()
     except ConfigError as error:
         return [bad(name, str(error), "correct it, or unset it")]
     listed = os.environ.get("SGLANG_PLUGINS")

@@ -243,7 +243,9 @@ def run_sglang(run_python, tmp_path):
     def run(lines: str, status: int = 0, **env):
         env.setdefault("PYTHONPATH", os.pathsep.join([str(STAND_IN), IMPORT_PATH]))
         code = f"PATH = {str(path)!r}\nimport sys\nfrom sglang.srt import engine\n{lines}\n"
-        for name in ("SGLANG_PLUGINS", "SGLANG_MEMORY_SAVER_CUDA_GRAPH", "NCCL_GRAPH_REGISTER"):
+        for name in ("SGLANG_PLUGINS", "SGLANG_MEMORY_SAVER_CUDA_GRAPH"):
+            env.setdefault(name, None)
+        for name in ("NCCL_GRAPH_REGISTER", "NCCL_CUMEM_ENABLE"):
             env.setdefault(name, None)
         done = run_python(code, status=status, **env)
         return (json.loads(path.read_text()) if path.exists() else None), done.stderr
@@ -262,6 +264,7 @@ def test_every_process_uses_memsaver(run_sglang, scenario):
         "awake": [[True] * 3] * 4,
         "simulated": True,
         "preloaded": False,
+        "vmm": None if scenario == "actor" else "0",
         "nccl": None,
         "torch": False,
     }
@@ -485,6 +488,14 @@ def test_nccl_registers_no_graph_memory(run_sglang, scenario, env, value, warned
     seen, log = run_sglang(SCENARIOS[scenario], **env)
     assert seen["nccl"] == value
     assert ("unset it, or set it to 0" in log) is warned
+
+
+@pytest.mark.parametrize("given, value", [(None, "1"), ("0", "0")])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_nccl_allocates_memory_that_it_can_release(run_sglang, scenario, given, value):
+    env = {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1", "NCCL_CUMEM_ENABLE": given}
+    seen, _ = run_sglang(SCENARIOS[scenario], **env)
+    assert seen["vmm"] == value
 
 
 @pytest.mark.parametrize("value, warnings", [("1", 2), ("0", 0), (None, 0)])

@@ -1,0 +1,309 @@
+"""Send requests of all kinds to a server that sleeps and wakes up meanwhile.
+
+The server holds requests while its memory is released (MEMSAVER_SGLANG_ASLEEP=wait). A part of the
+requests of each cycle arrives before and during the release, the others while the memory is
+released. Each must be answered as by an awake server: generations with the same tokens, invalid
+requests with their errors.
+
+The server runs one generation at a time, because batching changes the arithmetic, and with it the
+tokens. The clients' requests overlap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import results
+from children import Failed
+from sglang_engine import BENCH, say, wait_until_free
+from sglang_model import SMALL, save_checkpoint, write_config
+from sglang_server import Server, serving
+
+METRIC = "sglang_storm_answered_requests"
+PEER = "requests sent"
+ARGUMENTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "mem_fraction_static": 0.3,
+    "enable_memory_saver": True,
+    "enable_weights_cpu_backup": True,
+    "cuda_graph_bs_decode": [1, 2],
+    "disable_prefill_cuda_graph": True,
+    "disable_radix_cache": True,  # a cached prefix changes the arithmetic, too
+    "max_running_requests": 1,
+    "random_seed": 1,
+    "log_level": "info",
+}
+HELD_SECONDS = 60  # longer than any sleep here
+WAIT = {"MEMSAVER_SGLANG_ASLEEP": "wait", "MEMSAVER_SGLANG_ASLEEP_WAIT": str(HELD_SECONDS)}
+PROMPTS = ([5, 6, 7, 8, 901, 44], [9, 10, 11], list(range(3000, 3100)), [77] * 9)
+TOKENS = 8
+CLIENTS = 24
+UPDATE_ATTEMPTS = 10
+MOST_WAITING = 16  # requests without an answer when a cycle begins
+ASLEEP_SECONDS = 0.05
+
+Outcome = str  # "answered", "disconnected", "lost: ..." or "wrong: ..."
+
+
+class Storm:
+    """Sends requests to a server, and judges the answers.
+
+    Args:
+        server: the server, which is awake.
+        model: its model's directory, for weight updates.
+    """
+
+    def __init__(self, server: Server, model: Path) -> None:
+        self._server, self._model = server, model
+        self._random = random.Random(1)
+        self.expected: list[list[int]] = []
+        # The kinds of requests, and how often each is sent in relation to the others.
+        self.kinds: dict[str, tuple[int, Callable[[int], Outcome]]] = {
+            "generation": (24, self._generate),
+            "batch": (8, self._batch),
+            "stream": (12, self._stream),
+            "completion": (6, self._complete),
+            "embedding": (4, self._embed),
+            "health": (8, self._health),
+            "flush": (6, self._flush),
+            "update": (3, self._update),
+            "adapter": (3, self._adapter),
+            "unknown": (3, self._unknown),
+            "disconnect": (6, self._disconnect),
+        }
+
+    def learn(self) -> None:
+        """Record the tokens of the awake server. Raises Failed if they are not deterministic."""
+        self._tokens()
+        self.expected = self._tokens()
+        again = self._tokens()
+        if again != self.expected or len({tuple(tokens) for tokens in again}) < len(PROMPTS):
+            raise Failed(f"the server's tokens are not usable: {self.expected}, then {again}")
+
+    def plan(self, count: int) -> list[str]:
+        """Return the kinds of `count` requests: each kind at least once, if there are enough."""
+        weights = [weight for weight, _ in self.kinds.values()]
+        drawn = self._random.choices([*self.kinds], weights, k=max(0, count - len(self.kinds)))
+        found = [*self.kinds, *drawn][:count]
+        self._random.shuffle(found)
+        return found
+
+    def send(self, kind: str, number: int) -> Outcome:
+        """Send a request, and judge the answer."""
+        try:
+            return self.kinds[kind][1](number)
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            return f"wrong: {type(error).__name__}: {error}"
+
+    def check_end(self) -> None:
+        """Raise Failed if the server does not generate as before."""
+        if not self._server.is_alive():
+            raise Failed("the server ended")
+        if (tokens := self._tokens()) != self.expected:
+            raise Failed(f"after the storm, the server generates {tokens}, not {self.expected}")
+
+    def _tokens(self) -> list[list[int]]:
+        replies = [self._server.request("/generate", _prompt(ids)) for ids in PROMPTS]
+        for status, text in replies:
+            if status != 200:
+                raise Failed(f"the server's response to a generation was {status}: {text[:300]}")
+        return [json.loads(text)["output_ids"] for _, text in replies]
+
+    def _send(self, path: str, payload: Any = None) -> tuple[int, str]:
+        return self._server.request(path, payload, within=HELD_SECONDS + 60)
+
+    def _generate(self, number: int) -> Outcome:
+        which = number % len(PROMPTS)
+        status, text = self._send("/generate", _prompt(PROMPTS[which]))
+        if status != 200:
+            return _judged(status, (), text)
+        return _same(json.loads(text)["output_ids"], self.expected[which])
+
+    def _batch(self, _: int) -> Outcome:
+        status, text = self._send("/generate", _prompt(list(PROMPTS)))
+        if status != 200:
+            return _judged(status, (), text)
+        return _same([reply["output_ids"] for reply in json.loads(text)], self.expected)
+
+    def _stream(self, number: int) -> Outcome:
+        which = number % len(PROMPTS)
+        status, text = self._send("/generate", {**_prompt(PROMPTS[which]), "stream": True})
+        if status != 200:
+            return _judged(status, (), text)
+        chunks = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        if not chunks or chunks[-1] != "[DONE]":
+            return f"lost: the stream ended early: {text[-200:]}"
+        last = json.loads(chunks[-2])
+        if "output_ids" not in last:
+            return f"lost: {chunks[-2][:300]}"
+        return _same(last["output_ids"], self.expected[which])
+
+    def _complete(self, _: int) -> Outcome:
+        # Without a tokenizer, the server cannot answer in text.
+        body = {"model": "model", "prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0}
+        return _judged(*self._accepted("/v1/completions", body, (200, 400, 500)))
+
+    def _embed(self, _: int) -> Outcome:
+        # The model has no embeddings.
+        return _judged(*self._accepted("/encode", {"input_ids": PROMPTS[0]}, (200, 400)))
+
+    def _health(self, number: int) -> Outcome:
+        path = ("/health", "/health_generate", "/ping")[number % 3]
+        return _judged(*self._accepted(path, None, (200,)))
+
+    def _flush(self, _: int) -> Outcome:
+        return _judged(*self._accepted("/flush_cache", {}, (200, 400)))  # 400: it is busy
+
+    def _update(self, _: int) -> Outcome:
+        body = {"model_path": str(self._model)}
+        for _ in range(UPDATE_ATTEMPTS):
+            status, text = self._send("/update_weights_from_disk", body)
+            # SGLang cannot flush its cache while it aborts the request of a disconnected client.
+            if not (status == 400 and "Cache flush failed" in text):
+                break
+        return _judged(status, (200,), text)
+
+    def _adapter(self, _: int) -> Outcome:
+        body = {"lora_name": "adapter", "lora_path": "/nowhere"}
+        return _judged(*self._accepted("/load_lora_adapter", body, (400,)))
+
+    def _unknown(self, number: int) -> Outcome:
+        if number % 2:
+            return _judged(*self._accepted("/no_such_request", {}, (404,)))
+        return _judged(*self._accepted("/generate", {"sampling_params": {}}, (400, 422)))
+
+    def _disconnect(self, number: int) -> Outcome:
+        body = _prompt(PROMPTS[number % len(PROMPTS)], tokens=32)
+        self._server.disconnect("/generate", body, after=number % 10 / 100)
+        return "disconnected"
+
+    def _accepted(
+        self, path: str, payload: Any, statuses: tuple[int, ...]
+    ) -> tuple[int, tuple[int, ...], str]:
+        status, text = self._send(path, payload)
+        return status, statuses, text
+
+
+def _prompt(ids: Any, tokens: int = TOKENS) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"input_ids": ids, "sampling_params": sampling}
+
+
+def _judged(status: int, statuses: tuple[int, ...], text: str) -> Outcome:
+    """Judge a response by its status. One without an answer, or a refusal, is a lost request."""
+    if status in statuses:
+        return "answered"
+    return f"{'lost' if status in (0, 503) else 'wrong'}: status {status}: {text[:300]}"
+
+
+def _same(tokens: Any, expected: Any) -> Outcome:
+    return "answered" if tokens == expected else f"wrong: {tokens}, not {expected}"
+
+
+def nap(
+    url: str,
+    send: Callable[[int], None],
+    catch_up: Callable[[], None],
+    naps: int,
+    requests: int,
+    seconds: float,
+) -> int:
+    """Put the server to sleep and wake it up `naps` times; send the requests meanwhile.
+
+    Returns the number of cycles, which is smaller if they take more than `seconds`.
+
+    Args:
+        url: the server's URL.
+        send: starts the next requests, whose number is the argument.
+        catch_up: waits for answers, so that few requests wait for one.
+        naps: the number of cycles.
+        requests: the number of requests.
+    """
+    from memsaver.integrations.sglang import EngineBusyError, SleepController
+
+    controller = SleepController(url)
+    end = time.monotonic() + seconds
+    for number in range(naps):
+        if time.monotonic() > end:
+            return number
+        share = requests * (number + 1) // naps - requests * number // naps
+        catch_up()
+        send(share - share // 2)
+        while True:
+            try:
+                controller.sleep(wait_idle=True)
+                break
+            except EngineBusyError:  # a request arrived between the wait and the release
+                continue
+        send(share // 2)
+        time.sleep(ASLEEP_SECONDS)
+        controller.wake_up()
+    return naps
+
+
+def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the row of METRIC."""
+    wait_until_free(options.idle_mib)
+    model = options.model / "storm"
+    model.mkdir()
+    write_config(SMALL, model)
+    save_checkpoint(SMALL, model, seed=1)
+    log = options.output.with_name("sglang_storm.log")
+    with serving(model, ARGUMENTS, WAIT, log) as server:
+        storm = Storm(server, model)
+        storm.learn()
+        begin = time.monotonic()
+        cycles, outcomes = run(storm, server.url, options)
+        seconds = round(time.monotonic() - begin, 1)
+        storm.check_end()
+    count = Counter(outcome.partition(":")[0] for _, outcome in outcomes)
+    say(f"storm: {dict(count)} in {seconds} s")
+    for kind, outcome in [found for found in outcomes if ":" in found[1]][:10]:
+        failures.append(f"storm, {kind}: {outcome}")
+    answered = count["answered"] + count["disconnected"]
+    row = results.measurement(
+        METRIC, [answered], PEER, [len(outcomes)], bench=BENCH, higher_is_better=True
+    )
+    row["detail"] |= {
+        "lost": count["lost"],
+        "wrong": count["wrong"],
+        "disconnected": count["disconnected"],
+        "cycles": cycles,
+        "seconds": seconds,
+        "kinds": dict(sorted(Counter(kind for kind, _ in outcomes).items())),
+    }
+    yield row
+
+
+def run(
+    storm: Storm, url: str, options: argparse.Namespace
+) -> tuple[int, list[tuple[str, Outcome]]]:
+    """Send all requests during the cycles.
+
+    Returns the number of cycles, and the kind and the outcome of each request.
+    """
+    plan = storm.plan(options.requests)
+    sent: list[tuple[str, Future[Outcome]]] = []
+    with ThreadPoolExecutor(CLIENTS) as clients:
+
+        def catch_up() -> None:
+            waiting = [future for _, future in sent if not future.done()]
+            wait(waiting[:-MOST_WAITING], timeout=HELD_SECONDS)
+
+        def send(count: int) -> None:
+            for _ in range(count):
+                number = len(sent)
+                sent.append((plan[number], clients.submit(storm.send, plan[number], number)))
+
+        cycles = nap(url, send, catch_up, options.naps, options.requests, options.storm_seconds)
+        return cycles, [(kind, future.result()) for kind, future in sent]

@@ -1,0 +1,164 @@
+"""Measure how two SGLang engines take turns on one GPU.
+
+Each engine's memory fills most of the GPU, so that only one can be awake. A switch begins with a
+request for the sleeping engine: the other one releases all of its memory, and the sleeping engine
+wakes up and generates. It ends with the first token. The weights have backups in host memory.
+
+memsaver's engines wake up by themselves (MEMSAVER_SGLANG_ASLEEP=wake). torch_memory_saver's are
+resumed through SGLang. The first switch to each engine, in which memory for the backups is
+allocated, does not count. "A new engine" is the time in which an engine with the same model starts,
+with compiled kernels and without reading weights, and generates its first token; the start of its
+process and its imports do not count.
+
+A greedy generation after each switch must be as before: otherwise memsaver gets no row, and the
+other library a note in the row's details, because its times are still valid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import host_memory
+import results
+from children import Child, attempt
+from libraries import DEFAULT, OURS, PEERS
+from sglang_engine import (
+    BENCH,
+    EngineWorker,
+    begin,
+    engine_process,
+    say,
+    used_mib,
+    wait_until_free,
+)
+
+METRIC = "sglang_switch_ms"
+NEW = "a new engine"
+FRACTION = 0.75
+TOKENS = 16
+WAKE = {"MEMSAVER_SGLANG_ASLEEP": "wake"}
+SWITCHES = {OURS: 10, DEFAULT: 3}  # a switch of the latter takes seconds
+
+Found = dict[str, list[Any]]
+
+
+class Switching(EngineWorker):
+    """Releases all memory of its engine, and generates."""
+
+    def start(self) -> dict[str, Any]:
+        """Start the engine, and record its output; return also the time to a first token in ms."""
+        found = super().start()
+        self.engine.flush_cache()
+        self._first_token()  # may compile a kernel
+        self.engine.flush_cache()
+        milliseconds, self._expected = self._first_token()
+        return found | {"first_token": milliseconds}
+
+    def release(self) -> dict[str, Any]:
+        """Release all memory; return what each rank still holds, if the saver reports it."""
+        answers = self.engine.release_memory_occupation()
+        return {"held": [dict(rank.held) for answer in answers or () for rank in answer.ranks]}
+
+    def generate_first(self, resume: bool) -> dict[str, Any]:
+        """Generate; return the milliseconds to the first token.
+
+        Args:
+            resume: whether to resume all memory first; otherwise the engine wakes up by itself.
+        """
+        begin = time.perf_counter()
+        if resume:
+            self.engine.resume_memory_occupation()
+        resumed = time.perf_counter() - begin
+        milliseconds, output = self._first_token()
+        lost = "" if output == self._expected else f"{output} instead of {self._expected}"
+        return {"first_token": round(resumed * 1e3 + milliseconds, 3), "lost": lost}
+
+    def _first_token(self) -> tuple[float, list[int]]:
+        """Return the milliseconds to the first token, and all tokens."""
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        prompt = list(range(100, 164))
+        begin = time.perf_counter()
+        chunks = iter(self.engine.generate(input_ids=prompt, sampling_params=sampling, stream=True))
+        tokens = list(next(chunks)["output_ids"])
+        milliseconds = round((time.perf_counter() - begin) * 1e3, 3)
+        for chunk in chunks:
+            tokens = list(chunk["output_ids"])  # each chunk repeats the earlier tokens
+        return milliseconds, tokens
+
+
+def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> Found:
+    """Measure one memory saver, up to a failure."""
+    found: Found = {"switch": [], "new": [], "asleep_MiB": [], "held": [], "lost": []}
+    wait_until_free(options.idle_mib)
+    variables = WAKE if name == OURS else {}
+    settings: dict[str, Any] = {"fraction": FRACTION, "backup": True, "variables": variables}
+    worker = f"{__name__}:Switching"
+    with (
+        attempt(failures),
+        engine_process(worker, name, options, **settings) as first,
+        engine_process(worker, name, options, **settings) as second,
+    ):
+        for child in (first, second):
+            started = begin(child, options)
+            found["new"].append(round(started["seconds"] * 1e3 + started["first_token"], 3))
+            if child is first:
+                time.sleep(options.wait)
+                found["held"] = child.ask("release")["held"]
+                time.sleep(options.wait)
+                found["asleep_MiB"].append(used_mib())
+        awake, asleep = second, first
+        for number in range(2 + SWITCHES[name]):
+            time.sleep(options.wait)
+            total, generation, lost = switch(name, awake, asleep)
+            if lost:
+                failures.append(f"{name}, switch {number}: {lost}")
+                found["lost"].append(number)
+            counts = "" if number >= 2 else ", not counted"
+            say(f"{name}: switch {number}: {total:.0f} ms, woken in {generation:.0f} ms{counts}")
+            if not counts:
+                found["switch"].append(total)
+            awake, asleep = asleep, awake
+    return found
+
+
+def switch(name: str, awake: Child, asleep: Child) -> tuple[float, float, str]:
+    """Put one engine to sleep and generate with the other.
+
+    Returns the milliseconds to the first token of both steps together, and of the second step; and
+    how the output differs from the engine's first one, or "".
+    """
+    begin = time.perf_counter()
+    awake.ask("release")
+    released = (time.perf_counter() - begin) * 1e3
+    reply = asleep.ask("generate_first", resume=name != OURS)
+    generation = reply["first_token"]
+    return round(released + generation, 3), generation, reply["lost"]
+
+
+def row(ours: Found, peer: str, theirs: Found, values: str) -> dict[str, Any]:
+    """Return the row of METRIC against a peer's values of that name."""
+    made = results.measurement(METRIC, ours["switch"], peer, theirs[values], bench=BENCH)
+    made["detail"]["memsaver_asleep_MiB"] = ours["asleep_MiB"]
+    made["detail"]["memsaver_held"] = ours["held"]
+    if theirs is not ours:
+        made["detail"]["peer_asleep_MiB"] = theirs["asleep_MiB"]
+        made["detail"]["peer_changed_outputs"] = theirs["lost"]  # numbers of switches
+    return made
+
+
+def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of METRIC."""
+    if options.touch_gib:
+        say(host_memory.touch_elsewhere(int(2 * options.touch_gib * host_memory.GIB)))
+    ours = measure_one(OURS, options, failures)
+    if not ours["switch"] or ours["lost"]:
+        return
+    yield row(ours, NEW, ours, "new")
+    if not options.peer:
+        return
+    theirs = measure_one(DEFAULT, options, failures)
+    if theirs["switch"]:
+        yield row(ours, PEERS[DEFAULT], theirs, "switch")

@@ -1,0 +1,88 @@
+"""Measures what an engine's process still holds of its device while its memory is released.
+
+| part | contents |
+|---|---|
+| `tags` | memory that is still mapped in memsaver's tags |
+| `graphs` | torch's private pools outside tags: CUDA graphs that cannot be paused |
+| `tensors` | torch's tensors outside tags and private pools, cuBLAS's workspaces among them |
+| `cache` | torch's cached memory without a tensor |
+| `nccl` | memory of NCCL's communicators, if NCCL reports it |
+| `rest` | all other memory in use on the device: CUDA contexts, libraries, other processes |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import memsaver
+from memsaver._runtime.native import _C
+
+from .errors import EngineError
+from .nccl import Communicator
+
+__all__ = ["PARTS", "clear_workspaces", "measure", "of_segments", "release_cache"]
+
+PARTS = ("tags", "graphs", "tensors", "cache", "nccl", "rest")
+
+
+def measure(device: int, communicators: Iterable[Communicator] = ()) -> dict[str, int]:
+    """Return the bytes of each part; without `nccl` if NCCL cannot report its memory."""
+    free, total = memsaver.device_memory(device)
+    found = dict.fromkeys(PARTS, 0)
+    found["tags"] = sum(int(row["resident_bytes"]) for row in _C.stats() if row["device"] == device)
+    found |= of_segments(_segments(device))
+    try:
+        found["nccl"] = sum(one.library.held_bytes(one.handle) for one in communicators)
+    except (AttributeError, EngineError):  # an old version of NCCL
+        del found["nccl"]
+    found["rest"] = max(0, total - free - sum(found.values()))
+    return found
+
+
+def of_segments(segments: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the bytes of torch's segments outside tags, by part."""
+    found = {"graphs": 0, "tensors": 0, "cache": 0}
+    for segment in segments:
+        if _C.owns(segment["address"]):
+            continue
+        if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+            found["graphs"] += segment["total_size"]
+        else:
+            found["tensors"] += segment["allocated_size"]
+            found["cache"] += segment["total_size"] - segment["allocated_size"]
+    return found
+
+
+def release_cache() -> None:
+    """Release torch's cached memory to the driver."""
+    torch = _initialized()
+    if torch is not None:
+        torch.cuda.empty_cache()
+
+
+def clear_workspaces(device: int) -> None:
+    """Release cuBLAS's workspaces, which torch allocates again when they are needed.
+
+    Does nothing if torch has a private pool outside tags, which CUDA graphs have: graphs contain
+    the workspaces' addresses. The caller knows of graphs in tags.
+    """
+    torch = _initialized()
+    if torch is not None and not of_segments(_segments(device))["graphs"]:
+        with contextlib.suppress(AttributeError):  # a torch without this private function
+            torch._C._cuda_clearCublasWorkspaces()
+
+
+def _segments(device: int) -> list[Mapping[str, Any]]:
+    torch = _initialized()
+    if torch is None:
+        return []
+    return [one for one in torch.cuda.memory_snapshot() if one["device"] == device]
+
+
+def _initialized() -> Any:
+    """Return torch if it has CUDA contexts in this process; None otherwise."""
+    torch: Any = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None

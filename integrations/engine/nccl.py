@@ -1,0 +1,138 @@
+"""The functions of a loaded NCCL library that release and restore a communicator's memory.
+
+NCCL has them since version 2.29.7. A suspended communicator keeps its connections and its
+addresses, so CUDA graphs that contain its kernels stay valid; until it is resumed, each use of it
+is an illegal memory access. Both functions wait for the communicator's other ranks. They concern
+only memory that NCCL allocates through the driver's virtual memory functions, that is, with
+NCCL_CUMEM_ENABLE=1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .errors import EngineError, EngineTimeoutError
+
+__all__ = ["SECONDS", "SINCE", "Communicator", "Nccl", "loaded"]
+
+SINCE = 22907  # the first version with the functions, as ncclGetVersion returns it
+SECONDS = 60.0  # the longest wait for the other ranks
+
+_MEMORY = 0x01  # NCCL_SUSPEND_MEM
+# Members of ncclCommMemStat_t.
+_SUSPENDABLE, _SUSPENDED, _TOTAL = 0, 1, 3
+_FILE = "libnccl.so.2"
+
+
+class Nccl:
+    """A loaded NCCL library. Any thread.
+
+    Args:
+        library: the library; one without NCCL's functions counts as an old version.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    @property
+    def version(self) -> int:
+        """The library's version, such as 22907 for 2.29.7; 0 if it is unknown."""
+        found = ctypes.c_int(0)
+        try:
+            self._library.ncclGetVersion(ctypes.byref(found))
+        except AttributeError:
+            return 0
+        return found.value
+
+    @property
+    def can_suspend(self) -> bool:
+        """Whether the library can release a communicator's memory."""
+        return self.version >= SINCE and hasattr(self._library, "ncclCommSuspend")
+
+    def suspend(self, handle: int) -> None:
+        """Release a communicator's memory. Waits for its other ranks.
+
+        Raises:
+            EngineError: NCCL reports an error.
+            EngineTimeoutError: another rank does not make the call.
+        """
+        self._bounded("ncclCommSuspend", ctypes.c_void_p(handle), ctypes.c_int(_MEMORY))
+
+    def resume(self, handle: int) -> None:
+        """Allocate a suspended communicator's memory again. Waits and raises like `suspend`."""
+        self._bounded("ncclCommResume", ctypes.c_void_p(handle))
+
+    def suspendable_bytes(self, handle: int) -> int:
+        """Return the bytes that a suspend releases, or has released. Raises `EngineError`."""
+        return self._statistic(handle, _SUSPENDABLE)
+
+    def held_bytes(self, handle: int) -> int:
+        """Return the communicator's bytes on the device now. Raises `EngineError`."""
+        total = self._statistic(handle, _TOTAL)
+        released = self.suspendable_bytes(handle) if self.is_suspended(handle) else 0
+        return max(0, total - released)
+
+    def is_suspended(self, handle: int) -> bool:
+        """Return whether a communicator is suspended. Raises `EngineError`."""
+        return self._statistic(handle, _SUSPENDED) != 0
+
+    def _statistic(self, handle: int, which: int) -> int:
+        value = ctypes.c_uint64(0)
+        arguments = (ctypes.c_void_p(handle), ctypes.c_int(which), ctypes.byref(value))
+        self._check("ncclCommMemStats", self._library.ncclCommMemStats(*arguments))
+        return value.value
+
+    def _check(self, function: str, status: int) -> None:
+        if status:
+            raise EngineError(f"{function} failed with NCCL's error {status}")
+
+    def _bounded(self, function: str, *arguments: object) -> None:
+        """Call a function that waits for other ranks, for at most `SECONDS`."""
+        call: Callable[..., int] = getattr(self._library, function)
+        statuses: list[int] = []
+        # NCCL cannot cancel the wait: after a timeout, the thread stays in it.
+        thread = threading.Thread(target=lambda: statuses.append(call(*arguments)), daemon=True)
+        thread.start()
+        thread.join(SECONDS)
+        if not statuses:
+            raise EngineTimeoutError(
+                f"{function} did not end in {SECONDS:g} s: another rank of the communicator did "
+                "not make the call; restart the engine"
+            )
+        self._check(function, statuses[0])
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """A communicator of this process.
+
+    Attributes:
+        name: its name, the same on all of its ranks.
+        ranks: the names of its ranks in the engine's world, in the communicator's order.
+        rank: this process's place in it.
+        handle: the address of NCCL's object.
+        library: the library that has created it.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    handle: int
+    library: Nccl
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """Identifies the communicator on all of its ranks."""
+        return self.name, self.ranks
+
+
+def loaded() -> Nccl | None:
+    """Return the NCCL library that torch has loaded in this process; None if there is none."""
+    try:
+        return Nccl(ctypes.CDLL(_FILE, mode=os.RTLD_NOLOAD | os.RTLD_NOW))
+    except OSError:
+        return None

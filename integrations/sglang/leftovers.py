@@ -1,0 +1,121 @@
+"""Reduces and reports the memory that a scheduler process holds after a release of all tags.
+
+Torch's cache goes to the driver in any case, and cuBLAS's workspaces if the engine captures no CUDA
+graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set, and if no code
+uses them while memory is released: the guard refuses requests, and the engine has none of the
+settings with which it communicates even if it is idle. They are resumed before the first memory is
+mapped.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..engine import held, moves
+from ..engine.communicators import Suspender, of_torch
+from ..engine.messages import RankReport
+from ..engine.nccl import Communicator, Nccl
+from ..engine.ranks import Figures, Group, first_failure
+from ..engine.tags import GRAPH, RELEASE_ORDER
+from . import settings
+from .guard import Guard
+
+__all__ = ["after_release", "before_resume", "communicators"]
+
+_ATTRIBUTE = "_memsaver_suspender"  # of a scheduler
+_DISPATCHER = "_request_dispatcher"  # of a scheduler
+# Settings with which an idle engine communicates, or registers memory with its communicators,
+# unless they have these values. The recorder of experts adds its counts in a query.
+_SILENT = {
+    "disaggregation_mode": "null",
+    "enable_dp_attention": False,
+    "enable_symm_mem": False,
+    "expert_distribution_recorder_mode": None,
+    "pp_size": 1,
+}
+_PARALLEL = "sglang.srt.distributed.parallel_state"
+_logger = logging.getLogger("memsaver.sglang")
+
+
+def after_release(updater: Any, group: Group, ranks: Sequence[RankReport]) -> list[RankReport]:
+    """Release what else can be released, if no tag has memory; return the reports of the ranks.
+
+    They get the bytes that each rank still holds. A failure is logged, and changes nothing else.
+    Collective.
+    """
+    if any(tag not in updater.offload_tags and moves.are_memsavers([tag]) for tag in RELEASE_ORDER):
+        return list(ranks)
+    suspender = _suspender(updater.scheduler)
+    if suspender is not None:
+        _log("NCCL's communicators keep their memory", suspender.suspend(group))
+    measured = group.attempt(lambda: Figures(held=_release(updater.scheduler)))
+    _log("the memory that is still in use is unknown", measured)
+    return [replace(rank, held=now.held) for rank, now in zip(ranks, measured, strict=True)]
+
+
+def before_resume(updater: Any, group: Group) -> list[RankReport]:
+    """Resume NCCL's communicators. After a failure, nothing has changed. Collective."""
+    suspender = _suspender(updater.scheduler)
+    return [] if suspender is None else suspender.resume(group)
+
+
+def communicators(device: int) -> list[Communicator]:
+    """Return the NCCL communicators of this scheduler: torch's, and SGLang's own."""
+    found = of_torch(device)
+    groups = getattr(sys.modules.get(_PARALLEL), "_groups", {})
+    for name, reference in list(groups.items()):
+        owner = reference()
+        own: Any = getattr(owner, "pynccl_comm", None)
+        handle = getattr(getattr(own, "comm", None), "value", None)
+        if handle:
+            library = Nccl(own.nccl.lib)
+            ranks = tuple(owner.ranks)
+            found.append(Communicator(f"sglang {name}", ranks, own.rank, handle, library))
+    return found
+
+
+def _suspender(scheduler: Any) -> Suspender | None:
+    """Return the scheduler's suspender; None if its communicators must stay as they are."""
+    found = vars(scheduler).get(_ATTRIBUTE, False)
+    if found is False:
+        allowed = settings.suspends_nccl() and _is_silent_asleep(scheduler)
+        device = _device(scheduler)
+        found = Suspender(lambda: communicators(device), device) if allowed else None
+        setattr(scheduler, _ATTRIBUTE, found)
+    return found  # type: ignore[no-any-return]
+
+
+def _is_silent_asleep(scheduler: Any) -> bool:
+    """Return whether a sleeping engine does not use its communicators; False if that is unknown."""
+    arguments = getattr(scheduler, "server_args", None)
+    if arguments is None or not isinstance(getattr(scheduler, _DISPATCHER, None), Guard):
+        return False
+    return all(getattr(arguments, name, usual) in (usual, None) for name, usual in _SILENT.items())
+
+
+def _device(scheduler: Any) -> int:
+    """Return the device of a scheduler's model."""
+    for owner in (scheduler, getattr(scheduler, "ps", None)):  # since 0.5.16 in `ps`
+        device = getattr(owner, "gpu_id", None)
+        if isinstance(device, int):
+            return device
+    return 0
+
+
+def _release(scheduler: Any) -> dict[str, int]:
+    device = _device(scheduler)
+    without_graphs = getattr(getattr(scheduler, "server_args", None), "disable_cuda_graph", False)
+    if without_graphs and not moves.are_memsavers([GRAPH]):
+        held.clear_workspaces(device)
+    held.release_cache()
+    return held.measure(device, communicators(device))
+
+
+def _log(what: str, ranks: Sequence[RankReport]) -> None:
+    failed = first_failure(list(ranks))
+    if failed is not None and failed.failure is not None:
+        _logger.warning("%s: rank %d: %s", what, failed.rank, failed.failure.message)

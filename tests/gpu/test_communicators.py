@@ -1,0 +1,94 @@
+"""Test that suspended NCCL communicators release memory, and that graphs with them replay.
+
+Needs NCCL 2.29.7 or newer, which torch 2.11 does not bring.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from child_process import run_together
+
+import memsaver
+
+RANK = """
+import datetime, os
+import torch
+import torch.distributed as dist
+from memsaver.integrations.engine.communicators import Suspender, of_torch
+from memsaver.integrations.engine.nccl import loaded
+from memsaver.integrations.engine.ranks import Group, first_failure
+
+MIB = 1 << 20
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.cuda.set_device(RANK)
+dist.init_process_group("cpu:gloo,cuda:nccl", timeout=datetime.timedelta(seconds=60))
+group = Group(dist.new_group(backend="gloo"))
+pair = dist.new_group(backend="nccl")
+values = torch.zeros(64 * MIB, dtype=torch.float32, device="cuda")
+for used in (None, pair):
+    dist.all_reduce(values, group=used)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    dist.all_reduce(values)
+    dist.all_reduce(values, group=pair)
+
+def replay():
+    values.fill_(RANK + 1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert values.unique().tolist() == [SIZE * SIZE * (SIZE + 1) / 2], values.unique()
+
+def free():
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+replay()
+library = loaded()
+found = of_torch(RANK)
+assert len(found) == 2, found
+if library.can_suspend:
+    expected = sum(library.suspendable_bytes(one.handle) for one in found)
+    assert expected > 0 or SIZE == 1
+    suspender = Suspender(lambda: of_torch(RANK), RANK)
+    for _ in range(3):
+        before = free()
+        assert not first_failure(suspender.suspend(group))
+        dist.barrier(group._group)
+        gained = free() - before
+        assert gained >= 0.98 * expected - 8 * MIB, (gained, expected)
+        assert not first_failure(suspender.resume(group))
+        replay()
+        dist.all_reduce(values)
+        dist.barrier(group._group)
+    print("released", expected, flush=True)
+else:
+    print("too old", library.version, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.two_gpus)])
+def test_suspended_communicators(ranks: int, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(RANK))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MEMSAVER_")}
+    root = str(Path(memsaver.__file__).resolve().parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    env |= {"NCCL_CUMEM_ENABLE": "1", "NCCL_GRAPH_REGISTER": "0", "NCCL_NVLS_ENABLE": "0"}
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    each = [{**env, "RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
+    command = [sys.executable, str(script)]
+    said = run_together([(command, environment) for environment in each], timeout=200)
+    if all("too old" in text for text in said):
+        pytest.skip(f"NCCL cannot suspend communicators: {said[0].strip()}")
+    assert all("released" in text for text in said), "\n".join(said)

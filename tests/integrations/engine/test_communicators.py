@@ -1,0 +1,146 @@
+"""Test the suspension of NCCL's communicators, with a fake NCCL library."""
+
+import distributed_ranks
+import pytest
+from fake_nccl import FakeNccl
+
+import memsaver
+from memsaver.integrations.engine import nccl
+from memsaver.integrations.engine.communicators import Suspender
+from memsaver.integrations.engine.ranks import Group, first_failure
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def fake():
+    made = FakeNccl()
+    yield made
+    made.set_version(nccl.SINCE)
+
+
+def test_a_communicator_is_suspended_and_resumed(fake, tmp_path, sim):
+    one = fake.communicator(tmp_path, "world", (0,), 0, 512 * MIB)
+    suspender, group = Suspender(lambda: [one], 0), Group(None)
+    for _ in range(2):
+        assert not first_failure(suspender.suspend(group))
+        assert not fake.is_usable(one)
+        assert fake.library.held_bytes(one.handle) == MIB
+        assert not first_failure(suspender.resume(group))
+        assert fake.is_usable(one)
+        assert fake.library.held_bytes(one.handle) == 513 * MIB
+
+
+def test_calling_twice_changes_nothing(fake, tmp_path, sim):
+    one = fake.communicator(tmp_path, "world", (0,), 0, MIB)
+    suspender, group = Suspender(lambda: [one], 0), Group(None)
+    assert not first_failure(suspender.resume(group))
+    for _ in range(2):
+        assert not first_failure(suspender.suspend(group))
+    assert not fake.is_usable(one)
+    for _ in range(2):
+        assert not first_failure(suspender.resume(group))
+    assert fake.is_usable(one)
+
+
+@pytest.mark.parametrize(("version", "nbytes"), [(22809, MIB), (nccl.SINCE, 0)])
+def test_an_old_library_or_a_communicator_without_such_memory_stays(
+    fake, tmp_path, sim, version, nbytes
+):
+    fake.set_version(version)
+    one = fake.communicator(tmp_path, "world", (0,), 0, nbytes)
+    suspender = Suspender(lambda: [one], 0)
+    assert not first_failure(suspender.suspend(Group(None)))
+    assert fake.is_usable(one)
+
+
+def test_a_resume_without_memory_leaves_it_suspended(fake, tmp_path, sim):
+    one = fake.communicator(tmp_path, "world", (0,), 0, 512 * MIB)
+    suspender, group = Suspender(lambda: [one], 0), Group(None)
+    suspender.suspend(group)
+    sim.occupy(memsaver.device_memory(0)[0] - 100 * MIB)
+    rank = first_failure(suspender.resume(group))
+    assert rank.failure.kind == "OutOfDeviceMemoryError"
+    assert rank.failure.needed > 512 * MIB and rank.failure.free == 100 * MIB
+    assert not fake.is_usable(one)
+    sim.occupy(0)
+    assert not first_failure(suspender.resume(group))
+    assert fake.is_usable(one)
+
+
+def test_a_rank_that_stays_away_ends_the_wait(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(nccl, "SECONDS", 0.1)
+    one = fake.communicator(tmp_path, "pair", (0, 1), 0, MIB)
+    with pytest.raises(nccl.EngineTimeoutError, match="another rank"):
+        fake.library.suspend(one.handle)
+
+
+def test_an_error_of_the_library_is_reported(fake, tmp_path, sim):
+    one = fake.communicator(tmp_path, "world", (0,), 0, MIB)
+    fake.fail(one, 5)
+    suspender, group = Suspender(lambda: [one], 0), Group(None)
+    rank = first_failure(suspender.suspend(group))
+    assert "ncclCommSuspend failed with NCCL's error 5" in rank.failure.message
+    assert fake.is_usable(one)
+    assert not first_failure(suspender.resume(group)) and fake.is_usable(one)
+
+
+RANKS = """
+from pathlib import Path
+from fake_nccl import FakeNccl
+from memsaver.integrations.engine import nccl
+from memsaver.integrations.engine.communicators import Suspender
+from memsaver.integrations.engine.ranks import Group, first_failure
+
+begin("gloo")
+fake, here = FakeNccl(), Path.cwd()
+mine = [fake.communicator(here, f"own {RANK}", (RANK,), 0, MIB)]
+both = [fake.communicator(here, name, (0, 1), RANK, 512 * MIB) for name in ("tp", "world")]
+outside = fake.communicator(here, "trainer", (0, 1, 2), RANK, MIB)  # a rank is elsewhere
+half = [fake.communicator(here, "half", (0, 1), 0, MIB)] if RANK == 0 else []
+listed = [outside, *both, *mine, *half]
+if RANK:
+    listed.reverse()
+suspender, group = Suspender(lambda: listed, 0), Group(dist.group.WORLD)
+
+def usable():
+    return [fake.is_usable(one) for one in both]
+
+for _ in range(3):
+    assert not first_failure(suspender.suspend(group))
+    assert usable() == [False, False] and not fake.is_usable(mine[0])
+    assert all(fake.is_usable(one) for one in (outside, *half))
+    assert not first_failure(suspender.resume(group))
+    assert usable() == [True, True] and fake.is_usable(mine[0])
+
+# A rank lacks the memory: none resumes.
+assert not first_failure(suspender.suspend(group))
+with full(1):
+    ranks = suspender.resume(group)
+    assert ranks[0].failure is None and ranks[1].failure.kind == "OutOfDeviceMemoryError", ranks
+    assert usable() == [False, False]
+assert not first_failure(suspender.resume(group))
+assert usable() == [True, True]
+
+# A rank cannot say which communicators it has: none is suspended.
+if RANK:
+    listed.append(None)
+assert first_failure(suspender.suspend(group)).rank == 1
+assert usable() == [True, True]
+if RANK:
+    listed.pop()
+
+# A rank fails in the call: the other one does not wait without end, and the next resume says that
+# the communicator is lost.
+nccl.SECONDS = 0.5
+if RANK:
+    fake.fail(both[0], 1)
+ranks = suspender.suspend(group)
+assert [rank.failure.kind for rank in ranks] == ["EngineTimeoutError", "EngineError"], ranks
+rank = first_failure(suspender.resume(group))
+assert rank.rank == 0 and "restart the engine" in rank.failure.message, rank
+"""
+
+
+def test_ranks_suspend_together_what_they_all_have(tmp_path):
+    distributed_ranks.run(tmp_path, RANKS, 2)

@@ -1,0 +1,210 @@
+"""Test what a scheduler still holds after a release, with fakes of SGLang and NCCL."""
+
+import types
+
+import pytest
+import scheduler_calls
+import sglang_stand_in as stand_in
+from fake_nccl import FakeNccl
+from scheduler_calls import ask, states
+
+import memsaver
+from memsaver.integrations.engine import held, nccl
+from memsaver.integrations.engine.messages import error_of
+from memsaver.integrations.engine.reports import SleepReport, Step
+from memsaver.integrations.sglang import hooks, leftovers
+
+MIB = 1 << 20
+GRAPH = ["cuda_graph"]
+WORLD = {"pp_size": 1, "enable_dp_attention": False, "disaggregation_mode": "null"}
+
+
+@pytest.fixture
+def engine(monkeypatch, sim, tag, make_blocks):
+    """Yield a scheduler with memory in all tags."""
+    with stand_in.modules(monkeypatch) as classes:
+        hooks.install()
+        tag.names.extend(stand_in.TAGS)
+        scheduler = classes.Scheduler(classes.Updater)
+        scheduler.server_args = types.SimpleNamespace(**WORLD)
+        scheduler_calls.hold(scheduler, make_blocks)
+        yield scheduler
+        scheduler_calls.let_go(scheduler)
+
+
+@pytest.fixture
+def world(engine, monkeypatch, tmp_path):
+    """Yield a function that says whether the scheduler's communicator can be used."""
+    fake = FakeNccl()
+    one = fake.communicator(tmp_path, "world", (0,), 0, 512 * MIB)
+    monkeypatch.setenv("MEMSAVER_SGLANG_SUSPEND_NCCL", "1")
+    monkeypatch.setattr(leftovers, "communicators", lambda device: [one])
+    yield lambda: fake.is_usable(one)
+    fake.set_version(nccl.SINCE)
+
+
+def test_a_release_of_everything_reports_what_is_left(engine, sim):
+    answer = ask(engine, "release", ["weights"])
+    assert answer.ranks[0].held == {}
+    answer = ask(engine, "release")
+    (rank,) = answer.ranks
+    assert set(rank.held) == set(held.PARTS)
+    assert rank.held["tags"] == 0 and rank.held["rest"] == sim.physical()
+    report = SleepReport((Step("release", answer.tags, 0.1, answer.ranks),), ())
+    assert report.held == dict(rank.held)
+    assert ask(engine, "resume").ranks[0].held == {}
+
+
+def test_torchs_memory_is_divided_by_owner(engine):
+    def segment(address, total, allocated, pool=(0, 0)):
+        return {
+            "address": address,
+            "total_size": total * MIB,
+            "allocated_size": allocated * MIB,
+            "segment_pool_id": pool,
+        }
+
+    assert held.of_segments(
+        [
+            segment(engine.kv.address, 8, 8, (0, 1)),  # a tag's
+            segment(1 << 20, 20, 5),
+            segment(2 << 20, 7, 7),
+            segment(3 << 20, 2, 1, (0, 3)),
+        ]
+    ) == {"graphs": 2 * MIB, "tensors": 12 * MIB, "cache": 15 * MIB}
+
+
+class FakeTorch:
+    """Torch with segments outside tags, which records what is released."""
+
+    def __init__(self, *pools):
+        self.released = []
+        self._segments = [
+            {
+                "device": 0,
+                "address": 1 << 20,
+                "total_size": 20 * MIB,
+                "allocated_size": 5 * MIB,
+                "segment_pool_id": pool,
+            }
+            for pool in pools
+        ]
+        self.cuda = types.SimpleNamespace(
+            memory_snapshot=lambda: self._segments,
+            empty_cache=lambda: self.released.append("cache"),
+        )
+        self._C = types.SimpleNamespace(
+            _cuda_clearCublasWorkspaces=lambda: self.released.append("workspaces")
+        )
+
+
+@pytest.mark.parametrize(
+    ("pools", "settings", "has_graphs", "released"),
+    [
+        ([(0, 0)], {"disable_cuda_graph": True}, False, ["workspaces", "cache"]),
+        ([(0, 0)], {"disable_cuda_graph": True}, True, ["cache"]),  # in a tag
+        ([(0, 0), (0, 4)], {"disable_cuda_graph": True}, False, ["cache"]),
+        ([(0, 0)], {"disable_cuda_graph": False}, False, ["cache"]),
+        ([(0, 0)], {}, False, ["cache"]),
+    ],
+)
+def test_workspaces_whose_addresses_graphs_contain_are_kept(
+    engine, monkeypatch, pools, settings, has_graphs, released
+):
+    torch = FakeTorch(*pools)
+    monkeypatch.setattr(held, "_initialized", lambda: torch)
+    vars(engine.server_args).update(settings)
+    known = leftovers.moves.are_memsavers
+    monkeypatch.setattr(
+        leftovers.moves, "are_memsavers", lambda tags: known(tags) and (has_graphs or tags != GRAPH)
+    )
+    answer = ask(engine, "release")
+    assert answer.failure is None and torch.released == released
+    assert answer.ranks[0].held["cache"] == 15 * MIB
+    assert ask(engine, "resume").failure is None
+
+
+def test_communicators_are_suspended_while_no_memory_is_mapped(engine, world):
+    usable = []
+    handle = memsaver.on_resume(lambda tag: usable.append(world()), "weights")
+    for _ in range(2):
+        ask(engine, "release", ["kv_cache"])
+        assert world()
+        answer = ask(engine, "release")
+        assert not world() and answer.ranks[0].held["nccl"] == MIB
+        assert ask(engine, "resume", ["weights"]).failure is None
+        assert world() and usable.pop()
+        assert ask(engine, "resume").released == () and world()
+    handle.remove()
+    assert engine.model.is_intact()
+
+
+def test_without_memory_for_communicators_everything_stays_released(engine, world, sim):
+    ask(engine, "release")
+    sim.occupy(memsaver.device_memory(0)[0] - 100 * MIB)
+    error = error_of([ask(engine, "resume")])
+    assert isinstance(error, memsaver.OutOfDeviceMemoryError) and error.free == 100 * MIB
+    assert not world() and set(states().values()) == {"paused"}
+    sim.occupy(0)
+    assert ask(engine, "resume").failure is None and world() and engine.model.is_intact()
+
+
+def test_a_resume_that_fails_suspends_them_again(engine, world):
+    ask(engine, "release")
+    engine.weight_updater.resume_errors["after weights"] = RuntimeError("another shape")
+    assert "another shape" in str(error_of([ask(engine, "resume")]))
+    assert not world() and set(states().values()) == {"paused"}
+    engine.weight_updater.resume_errors.clear()
+    assert ask(engine, "resume").failure is None and world()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"enable_dp_attention": True},
+        {"pp_size": 2},
+        {"disaggregation_mode": "decode"},
+        {"enable_symm_mem": True},
+        {"expert_distribution_recorder_mode": "stat"},
+    ],
+)
+def test_an_idle_engine_that_communicates_keeps_its_communicators(engine, world, setting):
+    vars(engine.server_args).update(setting)
+    assert ask(engine, "release").failure is None
+    assert world()
+    assert ask(engine, "resume").failure is None
+
+
+def test_an_engine_with_unknown_settings_keeps_its_communicators(engine, world):
+    del engine.server_args
+    assert ask(engine, "release").failure is None
+    assert world()
+    assert ask(engine, "resume").failure is None
+
+
+def test_an_engine_without_the_guard_keeps_its_communicators(engine, world):
+    engine.init_request_dispatcher = None
+    engine._request_dispatcher = engine._dispatch
+    assert ask(engine, "release").failure is None
+    assert world()
+    assert ask(engine, "resume").failure is None
+
+
+def test_communicators_stay_unless_the_setting_is_on(engine, world, monkeypatch):
+    monkeypatch.delenv("MEMSAVER_SGLANG_SUSPEND_NCCL")
+    assert ask(engine, "release").failure is None
+    assert world()
+    assert ask(engine, "resume").failure is None
+
+
+def test_a_communicator_that_cannot_be_suspended_does_not_fail_the_release(
+    engine, world, monkeypatch, caplog
+):
+    def fail(device):
+        raise RuntimeError("torch has changed")
+
+    monkeypatch.setattr(leftovers, "communicators", fail)
+    answer = ask(engine, "release")
+    assert answer.failure is None and answer.ranks[0].held == {}
+    assert "torch has changed" in caplog.text and set(states().values()) == {"paused"}
+    assert ask(engine, "resume").failure is None

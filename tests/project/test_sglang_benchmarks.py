@@ -1,0 +1,150 @@
+"""Test how the benchmarks of SGLang engines judge answers and make rows, without an engine."""
+
+import json
+
+import pytest
+
+
+class FakeServer:
+    """A server that generates the length of a prompt, and can give other answers by path."""
+
+    def __init__(self):
+        self.answers = {}
+        self.received = []
+
+    def is_alive(self):
+        return True
+
+    def request(self, path, payload=None, within=60):
+        self.received.append(path)
+        for key in (path, "stream" if payload and payload.get("stream") else None):
+            if self.answers.get(key):
+                answer = self.answers[key].pop(0)
+                if answer is not None:
+                    return answer
+        if path == "/generate" and not payload.get("input_ids"):
+            return 400, "no prompt"
+        if path == "/generate":
+            return 200, self._generated(payload)
+        statuses = {"/load_lora_adapter": 400, "/no_such_request": 404, "/encode": 400}
+        return statuses.get(path, 200), "{}"
+
+    def disconnect(self, path, payload, after):
+        self.received.append(f"disconnect {path}")
+
+    def _generated(self, payload):
+        prompts = payload["input_ids"]
+        if isinstance(prompts[0], list):
+            return json.dumps([{"output_ids": [len(ids)]} for ids in prompts])
+        reply = json.dumps({"output_ids": [len(prompts)]})
+        return f"data: {reply}\n\ndata: [DONE]\n\n" if payload.get("stream") else reply
+
+
+@pytest.fixture
+def server():
+    return FakeServer()
+
+
+@pytest.fixture
+def storm(benchmark_module, server, tmp_path):
+    made = benchmark_module("parts.sglang_storm").Storm(server, tmp_path)
+    made.learn()
+    return made
+
+
+def test_right_answers_to_all_kinds_of_requests(storm, server):
+    outcomes = {kind: {storm.send(kind, number) for number in range(4)} for kind in storm.kinds}
+    assert outcomes.pop("disconnect") == {"disconnected"}
+    assert set.union(*outcomes.values()) == {"answered"}
+    assert "disconnect /generate" in server.received
+    storm.check_end()
+
+
+def test_a_plan_has_each_kind_and_the_wanted_number(storm):
+    plan = storm.plan(1000)
+    assert len(plan) == 1000 and set(plan) == set(storm.kinds)
+    assert len(storm.plan(3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "answer", "verdict"),
+    [
+        ("generation", "/generate", (503, "the engine is asleep"), "lost"),
+        ("generation", "/generate", (0, "ConnectionResetError"), "lost"),
+        ("generation", "/generate", (200, '{"output_ids": [99]}'), "wrong"),
+        ("generation", "/generate", (200, "{}"), "wrong"),
+        ("generation", "/generate", (500, "an error"), "wrong"),
+        ("batch", "/generate", (200, '[{"output_ids": [6]}]'), "wrong"),
+        ("stream", "stream", (200, 'data: {"output_ids": [6]}\n\n'), "lost"),
+        ("stream", "stream", (200, 'data: {"error": 1}\n\ndata: [DONE]\n\n'), "lost"),
+        ("health", "/health", (503, "asleep"), "lost"),
+        ("update", "/update_weights_from_disk", (400, "no such file"), "wrong"),
+        ("adapter", "/load_lora_adapter", (200, "{}"), "wrong"),
+    ],
+)
+def test_a_lost_or_a_wrong_answer_is_found(storm, server, kind, path, answer, verdict):
+    server.answers[path] = [answer]
+    assert storm.send(kind, 0).partition(":")[0] == verdict
+    assert storm.send(kind, 0) == "answered"
+
+
+def test_an_update_is_repeated_while_the_cache_is_in_use(storm, server):
+    busy = (400, "the update failed on rank 0 of 1: Cache flush failed after updating weights")
+    server.answers["/update_weights_from_disk"] = [busy, busy]
+    assert storm.send("update", 0) == "answered"
+    assert server.received.count("/update_weights_from_disk") == 3
+
+
+def test_a_server_that_changes_its_output_fails_the_benchmark(benchmark_module, storm, server):
+    server.answers["/generate"] = [(200, '{"output_ids": [99]}')]
+    with pytest.raises(benchmark_module("children").Failed, match="after the storm"):
+        storm.check_end()
+
+
+def test_a_server_with_similar_outputs_cannot_be_measured(benchmark_module, server, tmp_path):
+    storm = benchmark_module("parts.sglang_storm").Storm(server, tmp_path)
+    server.answers["/generate"] = [(200, '{"output_ids": [1]}')] * 12
+    with pytest.raises(benchmark_module("children").Failed, match="not usable"):
+        storm.learn()
+
+
+def test_the_rows_of_a_switch(benchmark_module):
+    switch, report = benchmark_module("parts.sglang_switch"), benchmark_module("report")
+    ours = {
+        "switch": [400.0, 500.0, 450.0],
+        "new": [24000.0, 25000.0],
+        "asleep_MiB": [996.0],
+        "held": [{"rest": 1}],
+        "lost": [],
+    }
+    theirs = {"switch": [7000.0], "new": [24000.0], "asleep_MiB": [1016.0], "lost": [3]}
+    new = switch.row(ours, switch.NEW, ours, "new")
+    peer = switch.row(ours, "torch_memory_saver", theirs, "switch")
+    assert (new["memsaver"], new["peer_value"]) == (450.0, 24500.0)
+    assert peer["detail"]["memsaver"] == ours["switch"] and peer["ratio"] == pytest.approx(15.5556)
+    assert peer["detail"]["peer_changed_outputs"] == [3]
+    assert (report.verdict(new, []), report.verdict(peer, [])) == ("", "yes")
+    slow = switch.row(ours, "torch_memory_saver", {**theirs, "switch": [1700.0]}, "switch")
+    assert report.verdict(slow, []) == "not met"
+
+
+def test_an_engine_without_a_saver_gets_no_settings_of_one(benchmark_module):
+    environment = benchmark_module("sglang_engine").environment
+    given = {"MEMSAVER_SGLANG_ASLEEP": "wait", "TMS_INIT_ENABLE": "1", "HOME": "/root"}
+    plain, ours = environment("plain", given), environment("memsaver", given)
+    assert plain["MEMSAVER_SGLANG"] == "0" and ours["MEMSAVER_SGLANG"] == "1"
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in plain and plain["HOME"] == "/root"
+    assert not {"MEMSAVER_SGLANG_ASLEEP", "TMS_INIT_ENABLE"} & {*plain, *ours}
+
+
+def test_the_page_shows_the_value_of_each_run_of_a_metric(benchmark_module):
+    page = benchmark_module("measured_page")
+    common = {"metric": "sglang_decode_tokens_per_s", "limit": None, "ratio": 1.0}
+    rows = [
+        {**common, "memsaver": value, "peer": peer, "peer_value": value}
+        for value, peer in ((1476.5, "one"), (1476.5, "another"), (1501.0, "a plain engine"))
+    ]
+    first, second, third = page.table(rows)[2:]
+    assert first.startswith("| decoding") and "| 1,476.5 | one |" in first
+    assert second.startswith("|  |  | another | 1,476.5 |")
+    assert third.startswith("|  | 1,501.0 | a plain engine | 1,501.0 |")

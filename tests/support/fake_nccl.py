@@ -1,0 +1,49 @@
+"""The fake NCCL library of tests/fixtures/nccl, and communicators of it."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from built_sources import built
+from repository import ROOT
+
+from memsaver.integrations.engine.nccl import Communicator, Nccl
+
+SOURCE = ROOT / "tests" / "fixtures" / "nccl" / "nccl.c"
+
+
+class FakeNccl:
+    """A loaded fake.
+
+    Attributes:
+        library: memsaver's interface to it.
+    """
+
+    def __init__(self) -> None:
+        self._c = ctypes.CDLL(str(built("libnccl.so.2", [SOURCE])))
+        self._c.fake_comm.restype = ctypes.c_void_p
+        self._c.fake_comm.argtypes = [ctypes.c_char_p, ctypes.c_int, *2 * [ctypes.c_uint64]]
+        self._c.fake_use.argtypes = [ctypes.c_void_p]
+        self._c.fake_fail.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self.library = Nccl(self._c)
+
+    def set_version(self, version: int) -> None:
+        """Set the version that the library reports. Fakes of one process share it."""
+        self._c.fake_set_version(version)
+
+    def communicator(
+        self, shared: Path, name: str, ranks: tuple[int, ...], rank: int, nbytes: int
+    ) -> Communicator:
+        """Return a communicator with `nbytes` that can be suspended, and 1 MiB that cannot."""
+        path = str(shared / name).encode()
+        handle = self._c.fake_comm(path, len(ranks), nbytes, 1 << 20)
+        return Communicator(name, ranks, rank, handle, self.library)
+
+    def is_usable(self, communicator: Communicator) -> bool:
+        """Return whether a collective of the communicator would succeed."""
+        return bool(self._c.fake_use(communicator.handle) == 0)
+
+    def fail(self, communicator: Communicator, status: int) -> None:
+        """Make the communicator's next suspend return an error, before it waits for others."""
+        self._c.fake_fail(communicator.handle, status)
