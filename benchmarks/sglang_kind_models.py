@@ -29,8 +29,8 @@ def save_model(settings: Any, folder: Path, seed: int, quantization: str = "") -
         for name, tensor in model.named_parameters():
             tensor.copy_(_random(name, tensor))
     model.save_pretrained(folder)
-    if quantization == "fp8":
-        _quantize(folder)
+    if quantization:
+        _quantize(folder, quantization)
 
 
 def _random(name: str, tensor: Any) -> Any:
@@ -68,26 +68,31 @@ def _config(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _quantize(folder: Path) -> None:
-    """Replace the linear layers' weights by fp8 values with a scale for each block."""
+def _quantize(folder: Path, method: str) -> None:
+    """Replace the linear layers' weights by fp8 values in blocks, or by int8 values in rows."""
     import torch
 
     named: dict[str, Any] = {}
     for name, tensor in tensors(folder).items():
         if not name.endswith("_proj.weight"):
             named[name] = tensor
-            continue
-        rows, columns = (size // BLOCK for size in tensor.shape)
-        blocks = tensor.float().view(rows, BLOCK, columns, BLOCK)
-        scales = blocks.abs().amax((1, 3), keepdim=True) / FP8_MAX
-        named[name] = (blocks / scales).view(tensor.shape).to(torch.float8_e4m3fn)
-        named[f"{name}_scale_inv"] = scales.view(rows, columns)
+        elif method == "fp8":
+            rows, columns = (size // BLOCK for size in tensor.shape)
+            blocks = tensor.float().view(rows, BLOCK, columns, BLOCK)
+            scales = blocks.abs().amax((1, 3), keepdim=True) / FP8_MAX
+            named[name] = (blocks / scales).view(tensor.shape).to(torch.float8_e4m3fn)
+            named[f"{name}_scale_inv"] = scales.view(rows, columns)
+        else:
+            scales = tensor.float().abs().amax(1, keepdim=True) / 127
+            named[name] = (tensor.float() / scales).round().to(torch.int8)
+            named[f"{name}_scale"] = scales
     config = _config(folder)
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-    }
+    config["quantization_config"] = {"quant_method": method}
+    if method == "fp8":
+        config["quantization_config"] |= {
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+        }
     _save(folder, config, named)
 
 

@@ -31,7 +31,7 @@ _BASE: dict[str, Any] = {
 _EXPERTS = {"moe_intermediate_size": 256, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
 DENSE = {**_BASE, "model_type": "qwen3"}
-LLAMA = {**_BASE, "model_type": "llama", "vocab_size": DRAFT_VOCABULARY, "num_hidden_layers": 6}
+LLAMA = {**_BASE, "model_type": "llama", "vocab_size": DRAFT_VOCABULARY, "num_hidden_layers": 8}
 MOE = {**_BASE, **_EXPERTS, "model_type": "qwen3_moe", "num_experts": 8}
 MLA = {
     **{name: value for name, value in _BASE.items() if name != "head_dim"},
@@ -116,7 +116,7 @@ class Kind:
         model: the configuration of the model, as in transformers.
         arguments: arguments of the engine.
         update: how its weights are updated: "tensors", "disk", or "" if SGLang cannot.
-        quantization: "fp8" for a checkpoint with weights in blocks of fp8; "" for bfloat16.
+        quantization: the checkpoint's: "fp8" in blocks, "w8a8_int8", or "" for bfloat16.
         draft: the draft model: "eagle", "eagle3", "target" (the target's first weights), or "".
         adapter: whether a LoRA adapter is loaded.
         pauses: whether generation is paused, in each mode, before releases.
@@ -139,6 +139,7 @@ class Kind:
 
 TRITON_MOE = {"moe_runner_backend": "triton"}
 _SLOW = {"cuda_graph_bs_decode": [1], "torch_compile_max_bs": 1, "max_running_requests": 1}
+_FA3 = {"attention_backend": "fa3"}
 _STEPPED = {**_CHAIN, "speculative_algorithm": "STANDALONE"}
 
 # The slowest come first.
@@ -154,10 +155,17 @@ KINDS = (
     Kind("gpt_oss", "sliding windows, gpt-oss", GPT_OSS, TRITON_MOE),
     Kind("qwen3_next", "state cache, Qwen3-Next", QWEN3_NEXT, {**TRITON_MOE, **_FEW}),
     Kind("falcon_h1", "state cache, Falcon-H1", FALCON_H1, _FEW),
-    Kind("nemotron_h", "state cache, Nemotron-H", NEMOTRON_H, _FEW),
+    Kind("nemotron_h", "state cache, Nemotron-H", NEMOTRON_H, {**_FEW, **_FA3}),
+    # SGLang transposes these weights after loading, so that it cannot load others into them.
+    Kind("fp8_online", "fp8, quantized on loading", arguments={"quantization": "fp8"}, update=""),
     Kind(
-        "fp8_online", "fp8, quantized on loading", arguments={"quantization": "fp8"}, update="disk"
+        "fp8_reload",
+        "the same with `load_format=flash_rl`",
+        arguments={"quantization": "fp8", "load_format": "flash_rl"},
+        update="disk",
     ),
+    Kind("w8a8_fp8", "`w8a8_fp8`", arguments={"quantization": "w8a8_fp8"}, update=""),
+    Kind("w8a8_int8", "`w8a8_int8`", quantization="w8a8_int8", update=""),
     Kind(
         "fp8_blocks",
         "fp8 checkpoint, in blocks",
@@ -165,7 +173,6 @@ KINDS = (
         arguments={"fp8_gemm_runner_backend": "triton"},
         environment={"SGLANG_ENABLE_JIT_DEEPGEMM": "0"},
     ),
-    Kind("w8a8_fp8", "`w8a8_fp8`", arguments={"quantization": "w8a8_fp8"}, update="disk"),
     Kind("fp8_kv", "KV cache in fp8", arguments={"kv_cache_dtype": "fp8_e5m2"}),
     Kind("lora", "LoRA adapter", adapter=True, arguments={"lora_backend": "triton"}),
     Kind(
@@ -198,7 +205,7 @@ KINDS = (
             "hicache_io_backend": "kernel",
         },
     ),
-    Kind("fa3", "FlashAttention 3", arguments={"attention_backend": "fa3"}),
+    Kind("fa3", "FlashAttention 3", arguments=_FA3),
     Kind("tp2", "TP=2", arguments={"tp_size": 2}, gpus=2),
     Kind("moe_tp2", "mixture of experts, TP=2", MOE, {**TRITON_MOE, "tp_size": 2}, gpus=2),
     Kind(

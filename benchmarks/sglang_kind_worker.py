@@ -220,8 +220,8 @@ class KindWorker(Worker):
                 reply = self.controller.generate(
                     input_ids=prompt, sampling_params=_greedy(TOKENS), **adapter
                 )
-                steps = reply["meta_info"].get("spec_verify_ct")
-                found.append([steps, *reply["output_ids"]])
+                steps = [reply["meta_info"]["spec_verify_ct"]] if self._kind.draft else []
+                found.append([*steps, *reply["output_ids"]])
         return found
 
 

@@ -135,7 +135,7 @@ def judged(kind: Kind, backed: Steps, plain: Steps) -> dict[str, Any]:
             for mode in MODES
             if mode in backed
         }
-    if first and first[0][0]:
+    if first and kind.draft:
         row["verifications"] = [line[0] for line in first]
     errors = {
         name: steps["error"]
