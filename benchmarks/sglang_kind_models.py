@@ -27,19 +27,19 @@ def save_model(settings: Any, folder: Path, seed: int, quantization: str = "") -
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            tensor.copy_(_random(name, tensor))
+            tensor.copy_(_random(name, tensor, config.tie_word_embeddings))
     model.save_pretrained(folder)
     if quantization:
         _quantize(folder, quantization)
 
 
-def _random(name: str, tensor: Any) -> Any:
+def _random(name: str, tensor: Any, tied: bool = False) -> Any:
     import torch
 
     noise = torch.randn(tensor.shape)
     if tensor.ndim < 2:
         return tensor.float() + noise / 10  # a scale, a bias or a state's decay
-    return noise if "embed" in name else noise / tensor.shape[-1] ** 0.5
+    return noise if "embed" in name and not tied else noise / tensor.shape[-1] ** 0.5
 
 
 def tensors(folder: Path) -> dict[str, Any]:

@@ -51,7 +51,13 @@ MLA = {
     "topk_method": "greedy",
 }
 _LAYERS = ["sliding_attention", "full_attention"] * 2
-GEMMA3 = {**_BASE, "model_type": "gemma3_text", "sliding_window": 64, "layer_types": _LAYERS}
+GEMMA3 = {
+    **_BASE,
+    "model_type": "gemma3_text",
+    "tie_word_embeddings": True,
+    "sliding_window": 64,
+    "layer_types": _LAYERS,
+}
 GPT_OSS = {
     **_BASE,
     "model_type": "gpt_oss",
@@ -91,11 +97,11 @@ NEMOTRON_H = {
     "hybrid_override_pattern": "M*M-",
     "mamba_num_heads": 16,
     "mamba_head_dim": 64,
-    "n_groups": 1,
+    "n_groups": 8,
     "ssm_state_size": 128,
 }
 
-_FEW: dict[str, Any] = {"max_running_requests": 8, "max_mamba_cache_size": 16}
+_FEW: dict[str, Any] = {"max_running_requests": 8, "max_mamba_cache_size": 64}
 _SPECULATE: dict[str, Any] = {
     "max_running_requests": 8,
     "speculative_num_steps": 3,
