@@ -14,6 +14,9 @@ RANK = 8  # of a LoRA adapter
 BLOCK = 128  # the width of the blocks of an fp8 checkpoint
 FP8_MAX = 448.0
 
+# A name that transformers 5.12 writes, and the name in published checkpoints, which SGLang reads.
+_RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
+
 
 def save_model(settings: Any, folder: Path, seed: int, quantization: str = "") -> None:
     """Save a model of transformers' configuration `settings` as a checkpoint in `folder`."""
@@ -29,6 +32,9 @@ def save_model(settings: Any, folder: Path, seed: int, quantization: str = "") -
         for name, tensor in model.named_parameters():
             tensor.copy_(_random(name, tensor, config.tie_word_embeddings))
     model.save_pretrained(folder)
+    named = tensors(folder)
+    if not named.keys().isdisjoint(_RENAMED):
+        _save(folder, _config(folder), {_RENAMED.get(n, n): t for n, t in named.items()})
     if quantization:
         _quantize(folder, quantization)
 
