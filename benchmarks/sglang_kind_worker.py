@@ -65,6 +65,8 @@ class KindWorker(Worker):
         output = self._output()
         if self._output() != output:
             raise RuntimeError("the engine's output differs between two equal requests")
+        if len({tuple(line) for line in output}) < len(output):
+            raise RuntimeError("the engine's output does not depend on the prompt")
         return {"seconds": seconds, "output": output}
 
     def cycle(self) -> dict[str, Any]:

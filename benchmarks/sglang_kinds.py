@@ -45,12 +45,13 @@ from memsaver._runtime.whole_files import replace_file
 RESULTS = results.ROOT / "benchmarks" / "results" / "sglang_kinds.json"
 WORKER = "sglang_kind_worker:KindWorker"
 
-START_SECONDS = 240
+START_SECONDS = 200
 STEP_SECONDS = 90
 FIRST, OTHER = 1, 2  # seeds of weights
 MODES = ("abort", "retract", "in_place")
 
 SAME, DIFFERS, FAILED, NOT_RUN = "same", "differs", "failed", "not run"
+VERDICTS = ("resumed", "updated", "updated_without_backup")  # keys of a row
 
 Steps = dict[str, dict[str, Any]]
 
@@ -120,7 +121,9 @@ def judged(kind: Kind, backed: Steps, plain: Steps) -> dict[str, Any]:
         "gpus": kind.gpus,
         "resumed": verdict(backed, {"cycle": first, **pauses}),
     }
-    if kind.update:
+    if kind.update and first and first == other:
+        row["updated"] = row["updated_without_backup"] = FAILED  # no update could be seen
+    elif kind.update:
         row["updated"] = verdict(backed, {"update": other, "restore": first})
         row["updated_without_backup"] = verdict(plain, {"update": first, "restore": other})
     row |= {
@@ -136,7 +139,8 @@ def judged(kind: Kind, backed: Steps, plain: Steps) -> dict[str, Any]:
             if mode in backed
         }
     if first and kind.draft:
-        row["verifications"] = [line[0] for line in first]
+        tokens, checks = sum(len(line) - 1 for line in first), sum(line[0] for line in first)
+        row["tokens_per_verification"] = round(tokens / checks, 2)
     errors = {
         name: steps["error"]
         for name, steps in (("with_backup", backed), ("without_backup", plain))
@@ -205,7 +209,7 @@ def run(options: argparse.Namespace) -> int:
                 return True
             row = measure(kind, folder / kind.name)
         file.add(row)
-        verdicts = {key: row.get(key) for key in ("resumed", "updated", "updated_without_backup")}
+        verdicts = {key: row.get(key) for key in VERDICTS}
         say(f"{kind.name}: {verdicts} {row.get('errors', '')}")
         return all(value in (SAME, None) for value in verdicts.values())
 
