@@ -1,0 +1,169 @@
+"""Make the checkpoints of small models with random weights, and of what belongs to them.
+
+Weights are as large as trained weights, so that the generated tokens depend on every layer. They
+depend only on the seed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RANK = 8  # of a LoRA adapter
+BLOCK = 128  # the width of the blocks of an fp8 checkpoint
+FP8_MAX = 448.0
+
+# A name that transformers 5.12 writes, and the name in published checkpoints, which SGLang reads.
+_RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
+
+
+def save_model(settings: Any, folder: Path, seed: int, quantization: str = "") -> None:
+    """Save a model of transformers' configuration `settings` as a checkpoint in `folder`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = dict(settings)
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    config.dtype = torch.bfloat16
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.copy_(_random(name, tensor, config.tie_word_embeddings))
+    model.save_pretrained(folder)
+    named = tensors(folder)
+    if not named.keys().isdisjoint(_RENAMED):
+        _save(folder, _config(folder), {_RENAMED.get(n, n): t for n, t in named.items()})
+    if quantization:
+        _quantize(folder, quantization)
+
+
+def _random(name: str, tensor: Any, tied: bool = False) -> Any:
+    import torch
+
+    noise = torch.randn(tensor.shape)
+    if tensor.ndim < 2:
+        return tensor.float() + noise / 10  # a scale, a bias or a state's decay
+    return noise if "embed" in name and not tied else noise / tensor.shape[-1] ** 0.5
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's tensors on the CPU, by name."""
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(str(path)))
+    return found
+
+
+def _save(folder: Path, config: dict[str, Any], named: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    made = {name: tensor.contiguous() for name, tensor in named.items()}
+    save_file(made, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def _quantize(folder: Path, method: str) -> None:
+    """Replace the linear layers' weights by fp8 values in blocks, or by int8 values in rows."""
+    import torch
+
+    named: dict[str, Any] = {}
+    for name, tensor in tensors(folder).items():
+        if not name.endswith("_proj.weight"):
+            named[name] = tensor
+        elif method == "fp8":
+            rows, columns = (size // BLOCK for size in tensor.shape)
+            blocks = tensor.float().view(rows, BLOCK, columns, BLOCK)
+            scales = blocks.abs().amax((1, 3), keepdim=True) / FP8_MAX
+            named[name] = (blocks / scales).view(tensor.shape).to(torch.float8_e4m3fn)
+            named[f"{name}_scale_inv"] = scales.view(rows, columns)
+        else:
+            scales = tensor.float().abs().amax(1, keepdim=True) / 127
+            named[name] = (tensor.float() / scales).round().to(torch.int8)
+            named[f"{name}_scale"] = scales
+    config = _config(folder)
+    config["quantization_config"] = {"quant_method": method}
+    if method == "fp8":
+        config["quantization_config"] |= {
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+        }
+    _save(folder, config, named)
+
+
+def save_draft(target: Path, folder: Path, algorithm: str, seed: int) -> None:
+    """Save a random draft model of one layer for a Llama, for "eagle" or "eagle3"."""
+    import torch
+
+    config = {**_config(target), "num_hidden_layers": 1}
+    hidden = config["hidden_size"]
+    torch.manual_seed(seed)
+    first = "model.layers.0."
+    sizes = {
+        name.removeprefix("model."): tensor.shape
+        for name, tensor in tensors(target).items()
+        if name.startswith(first)
+    }
+    if algorithm == "eagle":
+        config["architectures"] = ["LlamaForCausalLMEagle"]
+        sizes.pop("layers.0.input_layernorm.weight")
+        sizes["fc.weight"] = torch.Size((hidden, 2 * hidden))
+        sizes["fc.bias"] = torch.Size((hidden,))
+    else:
+        config["architectures"] = ["LlamaForCausalLMEagle3"]
+        config["draft_vocab_size"] = config["vocab_size"]
+        sizes = {name.replace("layers.0", "midlayer"): size for name, size in sizes.items()}
+        for part in "qkv":
+            name = f"midlayer.self_attn.{part}_proj.weight"
+            sizes[name] = torch.Size((sizes[name][0], 2 * hidden))
+        sizes["midlayer.hidden_norm.weight"] = torch.Size((hidden,))
+        sizes["fc.weight"] = torch.Size((hidden, 3 * hidden))
+        sizes["norm.weight"] = torch.Size((hidden,))
+        sizes["lm_head.weight"] = torch.Size((config["vocab_size"], hidden))
+    named = {}
+    for name, size in sizes.items():
+        start = torch.zeros(size) if "bias" in name else torch.ones(size)
+        named[name] = _random(name, start).to(torch.bfloat16)
+    _save(folder, config, named)
+
+
+def save_adapter(model: Path, folder: Path, seed: int) -> None:
+    """Save a random LoRA adapter for the attention of the model in `model`."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    named = {}
+    for name, tensor in tensors(model).items():
+        if not name.endswith(tuple(f"{target}.weight" for target in targets)):
+            continue
+        path = f"base_model.model.{name.removesuffix('.weight')}"
+        outputs, inputs = tensor.shape
+        named[f"{path}.lora_A.weight"] = torch.randn(RANK, inputs) / inputs**0.5
+        named[f"{path}.lora_B.weight"] = torch.randn(outputs, RANK) / RANK**0.5
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "bias": "none",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "lora_dropout": 0.0,
+        "target_modules": targets,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    made = {name: tensor.to(torch.bfloat16) for name, tensor in named.items()}
+    save_file(made, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})

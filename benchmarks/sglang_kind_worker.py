@@ -1,0 +1,238 @@
+"""Start an engine of one kind, and release, resume and update it, one request at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import sglang_kind_models as models
+from serve import Worker
+from sglang_kind_table import KINDS, Kind
+
+TOKENS = 48
+KV_TOKENS = 16384
+PROMPTS = ([5, 6, 7, 8, 91, 44], [9, 10, 11], list(range(3, 103)))
+LONG_TOKENS = 1500  # of a request that is still running when generation is paused
+SETTLE_SECONDS = 30
+PAUSED_SECONDS = 60
+DRAFT_SEED = 9
+MIB = 1 << 20
+
+RELEASES = ("kv_cache", "weights", "cuda_graph")
+RESUMES = ("weights", "cuda_graph", "kv_cache")
+
+
+class KindWorker(Worker):
+    """The operations on an engine of one kind.
+
+    Args:
+        name: the name of the memory saver.
+        kind: the kind's name.
+        backup: whether the weights have a backup.
+        seed: of the weights that the engine loads.
+        folder: for checkpoints, and the log of the engine's processes.
+    """
+
+    imports: ClassVar[tuple[str, ...]] = ("torch", "sglang")
+
+    def __init__(self, name: str, kind: str, backup: bool, seed: int, folder: str) -> None:
+        self._kind: Kind = next(each for each in KINDS if each.name == kind)
+        self._backup, self._seed, self._folder = backup, seed, Path(folder)
+        log = os.open(self._folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+
+    def start(self) -> dict[str, Any]:
+        """Start the engine; return the output of its weights."""
+        import sglang
+
+        from memsaver.integrations.sglang import SleepController
+
+        self._save_models()
+        begin = time.perf_counter()
+        self.engine = sglang.Engine(**self._arguments())
+        seconds = round(time.perf_counter() - begin, 1)
+        self.controller = SleepController(self.engine)
+        if not self.controller.guarded:
+            raise RuntimeError("memsaver is not this engine's memory saver")
+        self._output()  # compiles kernels
+        output = self._output()
+        if self._output() != output:
+            raise RuntimeError("the engine's output differs between two equal requests")
+        if len({tuple(line) for line in output}) < len(output):
+            raise RuntimeError("the engine's output does not depend on the prompt")
+        return {"seconds": seconds, "output": output}
+
+    def cycle(self) -> dict[str, Any]:
+        """Release and resume each tag by itself; return the times, the sizes and the output."""
+        released = [self.controller.sleep(tag) for tag in RELEASES]
+        resumed = [self.controller.wake_up(tag) for tag in RESUMES]
+        return {
+            "release_ms": round(sum(report.seconds for report in released) * 1e3, 1),
+            "resume_ms": round(sum(report.seconds for report in resumed) * 1e3, 1),
+            "released_MiB": {
+                tag: report.bytes // MIB for tag, report in zip(RELEASES, released, strict=True)
+            },
+            "output": self._output(),
+        }
+
+    def update(self, seed: int) -> dict[str, Any]:
+        """Release everything, and send the weights of `seed` between the stages of the resume."""
+        self.controller.sleep()
+        with self.controller.staged_wake():
+            self._load(seed)
+        return {"output": self._output()}
+
+    def pause(self, mode: str) -> dict[str, Any]:
+        """Pause generation with a request in flight, then without; release after each pause.
+
+        Returns the output afterwards, and the reason if the release with a request was refused.
+        """
+        from memsaver.integrations.engine.errors import EngineBusyError
+
+        run, refused = self.engine.loop.run_until_complete, ""
+        request = self.engine.loop.create_task(
+            self.engine.async_generate(input_ids=PROMPTS[0], sampling_params=_greedy(LONG_TOKENS))
+        )
+        run(asyncio.sleep(0.5))
+        with self._paused(mode):
+            try:
+                self.controller.sleep()
+                self.controller.wake_up()
+            except EngineBusyError as error:
+                refused = str(error)
+        reply = run(asyncio.wait_for(request, PAUSED_SECONDS))
+        self._settle()
+        with self._paused(mode):
+            self.controller.sleep()
+            self.controller.wake_up()
+        return {
+            "refused": refused,
+            "tokens": len(reply["output_ids"]),
+            "output": self._output(),
+        }
+
+    def stop(self) -> dict[str, Any]:
+        """End the engine."""
+        self.engine.shutdown()
+        return {}
+
+    @contextlib.contextmanager
+    def _paused(self, mode: str) -> Iterator[None]:
+        from sglang.srt.managers.io_struct import (
+            ContinueGenerationReqInput,
+            PauseGenerationReqInput,
+        )
+
+        run, manager = self.engine.loop.run_until_complete, self.engine.tokenizer_manager
+        run(manager.pause_generation(PauseGenerationReqInput(mode=mode)))
+        try:
+            yield
+        finally:
+            run(manager.continue_generation(ContinueGenerationReqInput()))
+
+    def _model(self, seed: int) -> Path:
+        return self._folder / f"weights{seed}"
+
+    def _save_models(self) -> None:
+        kind = self._kind
+        for seed in (1, 2):
+            models.save_model(kind.model, self._model(seed), seed, kind.quantization)
+        if kind.draft.startswith("eagle"):
+            models.save_draft(self._model(1), self._folder / "draft", kind.draft, DRAFT_SEED)
+        if kind.adapter:
+            models.save_adapter(self._model(1), self._folder / "adapter", DRAFT_SEED)
+
+    def _arguments(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "model_path": str(self._model(self._seed)),
+            "port": _free_port(),
+            "nccl_port": _free_port(),
+            "skip_tokenizer_init": True,
+            "attention_backend": "triton",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "mem_fraction_static": 0.5,  # of a GPU that other engines share
+            "max_total_tokens": KV_TOKENS,
+            "enable_memory_saver": True,
+            "cuda_graph_bs_decode": [1, 2, 4],
+            "disable_prefill_cuda_graph": True,
+            "random_seed": 1,
+            "log_level": "info",
+            **self._kind.arguments,
+        }
+        if self._backup:
+            found["enable_weights_cpu_backup"] = True
+        if self._kind.draft:
+            draft = self._model(1) if self._kind.draft == "target" else self._folder / "draft"
+            found["speculative_draft_model_path"] = str(draft)
+            found["enable_draft_weights_cpu_backup"] = True
+        if self._kind.adapter:
+            found |= {"enable_lora": True, "lora_paths": {"one": str(self._folder / "adapter")}}
+        return found
+
+    def _load(self, seed: int) -> None:
+        if self._kind.update == "disk":
+            answer = self.engine.update_weights_from_disk(str(self._model(seed)))
+        else:
+            answer = self._send(models.tensors(self._model(seed)))
+        if not answer[0]:
+            raise RuntimeError(f"the weights were not updated: {answer[1]}")
+
+    def _send(self, named: dict[str, Any]) -> Any:
+        """Send tensors to the target model alone, which `Engine` has no argument for."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        parts = [
+            MultiprocessingSerializer.serialize(list(named.items()))
+            for _ in range(self._kind.arguments.get("tp_size", 1))
+        ]
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=parts, disable_draft_model=True
+        )
+        update = self.engine.tokenizer_manager.update_weights_from_tensor
+        return self.engine.loop.run_until_complete(update(request, None))
+
+    def _settle(self) -> None:
+        """Wait until the engine is idle, and empty its prefix cache."""
+        end = time.monotonic() + SETTLE_SECONDS
+        while not self.engine.flush_cache().success:
+            if time.monotonic() > end:
+                raise RuntimeError("the engine does not become idle")
+            time.sleep(0.05)
+
+    def _output(self) -> list[list[Any]]:
+        """Return greedy tokens, one prompt at a time, because batching changes the arithmetic.
+
+        With a draft model, each prompt's number of verifications precedes its tokens. With an
+        adapter, the prompts are run with it, too.
+        """
+        self._settle()
+        adapters: tuple[dict[str, Any], ...] = ({}, {"lora_path": "one"})
+        found = []
+        for adapter in adapters if self._kind.adapter else adapters[:1]:
+            for prompt in PROMPTS:
+                reply = self.controller.generate(
+                    input_ids=prompt, sampling_params=_greedy(TOKENS), **adapter
+                )
+                steps = [reply["meta_info"]["spec_verify_ct"]] if self._kind.draft else []
+                found.append([*steps, *reply["output_ids"]])
+        return found
+
+
+def _greedy(tokens: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

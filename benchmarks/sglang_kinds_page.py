@@ -1,0 +1,98 @@
+"""Write the table of engine kinds in docs/sglang.md from benchmarks/results/sglang_kinds.json.
+
+python benchmarks/sglang_kinds_page.py           writes it between the page's markers
+python benchmarks/sglang_kinds_page.py --check   exits with status 1 if it is outdated
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import results
+from sglang_kind_table import KINDS, Kind
+from sglang_kinds import FAILED, NOT_RUN, RESULTS
+
+PAGE = results.ROOT / "docs" / "sglang.md"
+BEGIN, END = "<!-- kinds: begin -->", "<!-- kinds: end -->"
+ERROR_CHARACTERS = 160
+
+
+def rewritten(page: str, rows: list[dict[str, Any]]) -> str:
+    """Return the page with the table of these rows."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table(rows)}\n{END}{after}"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as Markdown, below the circumstances of their runs."""
+    runs = {
+        f"{row['gpu']}, {row['date']}, memsaver {row['versions']['memsaver']}, "
+        f"SGLang {row['versions'].get('sglang', 'unknown')}"
+        for row in rows
+        if "date" in row
+    }
+    by_name = {row["name"]: row for row in rows}
+    lines = [
+        f"{'; '.join(sorted(runs)) or 'No kind was run yet'}.",
+        "",
+        "| kind | resumed | updated | updated, no backup | release, ms | resume, ms "
+        "| KV, weights, graphs, MiB | |",
+        "|---|---|---|---|--:|--:|--:|---|",
+    ]
+    for kind in KINDS:
+        row = by_name.get(kind.name, {"resumed": NOT_RUN, "why": "not recorded"})
+        sizes = row.get("released_MiB", {})
+        cells = (
+            kind.title,
+            row["resumed"],
+            row.get("updated", ""),
+            row.get("updated_without_backup", ""),
+            _number(row.get("release_ms")),
+            _number(row.get("resume_ms")),
+            ", ".join(f"{size:,}" for size in sizes.values()),
+            _note(kind, row),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f}"
+
+
+def _note(kind: Kind, row: dict[str, Any]) -> str:
+    """Describe what a row's other cells do not show."""
+    notes = [row["why"]] if "why" in row else []
+    if not kind.update and row["resumed"] != NOT_RUN:
+        notes.append("SGLang cannot update such weights")
+    if "tokens_per_verification" in row:
+        notes.append(f"{row['tokens_per_verification']} tokens per verification")
+    refusing = [mode for mode, pause in row.get("pauses", {}).items() if pause["refused"]]
+    if refusing:
+        notes.append(f"a release is refused while requests are paused: {', '.join(refusing)}")
+    for which, error in row.get("errors", {}).items():
+        if FAILED in row.values():
+            text = " ".join((error["log"] or error["text"]).split())[:ERROR_CHARACTERS]
+            notes.append(f"{which.replace('_', ' ')}, {error['step']}: `{_plain(text)}`")
+    return "; ".join(notes)
+
+
+def _plain(text: str) -> str:
+    """Return text that stays within a cell and within backquotes."""
+    return text.replace("|", "/").replace("`", "'")
+
+
+def main() -> None:
+    """Write the table, or check it."""
+    there = PAGE.read_text()
+    page = rewritten(there, results.read(RESULTS))
+    if "--check" not in sys.argv:
+        PAGE.write_text(page)
+    elif page != there:
+        sys.exit(f"{PAGE.name}: run benchmarks/sglang_kinds_page.py")
+
+
+if __name__ == "__main__":
+    main()

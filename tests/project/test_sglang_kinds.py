@@ -1,0 +1,127 @@
+"""Test benchmarks/sglang_kinds.py and the table that is written from its rows, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+from repository import ROOT
+
+ONE, OTHER = [[5, 6, 7]], [[8, 9, 10]]
+CYCLE = {"release_ms": 3.0, "resume_ms": 2.0, "released_MiB": {"kv_cache": 4}}
+
+
+def _steps(start, other, **changed):
+    steps = {"start": start, "cycle": start, "update": other, "restore": start}
+    return {
+        step: {"output": changed.get(step, output), **(CYCLE if step == "cycle" else {})}
+        for step, output in steps.items()
+    }
+
+
+def _verdicts(kinds, backed, plain, name="dense"):
+    kind = next(kind for kind in kinds.KINDS if kind.name == name)
+    row = kinds.judged(kind, backed, plain)
+    return tuple(row.get(key) for key in kinds.VERDICTS)
+
+
+@pytest.fixture
+def kinds(benchmark_module):
+    return benchmark_module("sglang_kinds")
+
+
+def test_equal_outputs_of_both_engines_are_the_same(kinds):
+    found = _verdicts(kinds, _steps(ONE, OTHER), _steps(OTHER, ONE))
+    assert found == ("same", "same", "same")
+
+
+@pytest.mark.parametrize(
+    ("backed", "plain", "expected"),
+    [
+        ({"cycle": OTHER}, {}, ("differs", "same", "same")),
+        ({"update": ONE}, {}, ("same", "differs", "same")),
+        ({"restore": OTHER}, {}, ("same", "differs", "same")),
+        ({}, {"update": OTHER}, ("same", "same", "differs")),
+        ({}, {"restore": ONE}, ("same", "same", "differs")),
+    ],
+)
+def test_a_changed_output_differs(kinds, backed, plain, expected):
+    found = _verdicts(kinds, _steps(ONE, OTHER, **backed), _steps(OTHER, ONE, **plain))
+    assert found == expected
+
+
+def test_a_step_that_was_not_reached_failed_and_the_row_has_its_error(kinds):
+    backed = _steps(ONE, OTHER)
+    del backed["update"], backed["restore"]
+    backed["error"] = {"step": "update", "text": "it ended", "log": ""}
+    assert _verdicts(kinds, backed, _steps(OTHER, ONE)) == ("same", "failed", "same")
+    row = kinds.judged(kinds.KINDS[0], backed, _steps(OTHER, ONE))
+    assert row["errors"] == {"with_backup": backed["error"]}
+
+
+def test_an_update_that_could_not_be_seen_failed(kinds):
+    found = _verdicts(kinds, _steps(ONE, ONE), _steps(ONE, ONE))
+    assert found == ("same", "failed", "failed")
+
+
+def test_kinds_that_cannot_be_updated_are_only_resumed(kinds):
+    backed = {step: {"output": ONE, **CYCLE} for step in ("start", "cycle")}
+    assert _verdicts(kinds, backed, {}, "w8a8_fp8") == ("same", None, None)
+
+
+def test_outputs_after_a_pause_count_as_resumed(kinds):
+    paused = {"refused": "", "tokens": 3}
+    backed = _steps(ONE, OTHER)
+    backed |= {mode: {"output": ONE, **paused} for mode in kinds.MODES}
+    assert _verdicts(kinds, backed, _steps(OTHER, ONE), "pause")[0] == "same"
+    backed["retract"] = {"output": OTHER, **paused}
+    assert _verdicts(kinds, backed, _steps(OTHER, ONE), "pause")[0] == "differs"
+
+
+def test_a_kind_that_was_not_run_keeps_its_earlier_row(kinds, tmp_path):
+    file = kinds.File(tmp_path / "rows.json")
+    skipped = {"name": "dense", "gpus": 1, "resumed": "not run", "why": "no time was left"}
+    file.add(skipped)
+    assert json.loads((tmp_path / "rows.json").read_text()) == [skipped]
+    file.add({"name": "dense", "gpus": 1, "resumed": "same"})
+    file.add(skipped)
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["resumed"] == "same" and row["date"]
+
+
+def test_kinds_without_their_gpus_are_recorded_as_not_run(kinds, tmp_path, monkeypatch):
+    monkeypatch.setattr(kinds, "gpus", lambda: 0)
+    output = tmp_path / "rows.json"
+    assert (
+        kinds.run(kinds.parser().parse_args(["--only", "dense,tp2", "--output", str(output)])) == 0
+    )
+    rows = {row["name"]: row["why"] for row in json.loads(output.read_text())}
+    assert rows == {"dense": "needs 1 GPUs", "tp2": "needs 2 GPUs"}
+
+
+def test_unknown_kinds_are_rejected(kinds):
+    with pytest.raises(argparse.ArgumentTypeError, match="unknown kinds: sparse"):
+        kinds.kind_names("dense,sparse")
+
+
+def test_a_failed_engine_ends_with_the_last_exception_of_its_log(kinds, tmp_path, monkeypatch):
+    """The child is started, and fails without SGLang."""
+    monkeypatch.setattr(kinds, "environment", lambda name: {})
+    steps = kinds.run_engine(kinds.KINDS[0], True, tmp_path / "engine")
+    assert set(steps) == {"error"} and steps["error"]["step"] == "start"
+
+
+def test_the_table_is_the_result_file(benchmark_module):
+    page = benchmark_module("sglang_kinds_page")
+    rows = page.results.read(page.RESULTS)
+    there = (ROOT / "docs" / "sglang.md").read_text()
+    assert page.rewritten(there, rows) == there, "make pages"
+
+
+def test_a_failed_row_shows_its_error_in_one_cell(benchmark_module):
+    page = benchmark_module("sglang_kinds_page")
+    error = {"step": "start", "text": "x", "log": "ValueError: a | b `c`"}
+    row = {"name": "dense", "resumed": "failed", "errors": {"with_backup": error}}
+    (line,) = [line for line in page.table([row]).splitlines() if line.startswith("| dense |")]
+    assert "with backup, start: `ValueError: a / b 'c'`" in line and line.count("|") == 9
