@@ -133,10 +133,14 @@ def _on_one_host(known: Sequence[Gpu], dp_rank: int) -> Placement:
 
 
 def _ports(slot: int) -> dict[str, int]:
-    """Return free ports for an engine; engines on one host have different slots."""
+    """Return free ports for an engine; a mesh's engines on one host have different slots.
+
+    The engine may listen on a port only later. Engines of other meshes, which have the same slots
+    and may start at the same time, get another `nccl_port`, because the system chooses it.
+    """
     first = _FIRST_PORT + _PORTS_EACH * (slot % _SLOTS)
     free = [port for port in range(first, first + _PORTS_EACH) if _is_free(port)]
-    return dict(zip(("port", "nccl_port"), free, strict=False))
+    return {"nccl_port": _free_port()} | ({"port": free[0]} if free else {})
 
 
 def _is_free(port: int) -> bool:
