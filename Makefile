@@ -69,6 +69,10 @@ sanitize: $(VENV)/.installed-test  ## Run the native code under sanitizers (ARGS
 fuzz: $(VENV)/.installed-fuzz  ## Fuzz the C ABI and the options (ARGS="--seconds 600" for longer)
 	@$(TEST_PROGRAM) fuzz $(ARGS)
 
+.PHONY: recipes
+recipes: $(VENV)/.installed-test build  ## Run SGLang's own modules on the simulated driver (ARGS="0.5.23" or --all)
+	@$(TEST_PROGRAM) recipes $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.installed-lint build  ## Check style and types, changing nothing
 	$(BIN)/ruff check .
@@ -101,6 +105,7 @@ pages: build  ## Write what is generated: tables of figures and of names, the co
 	$(BIN)/memsaver trace benchmarks/results/shared_gpu.json --picture docs/assets/shared_gpu.png
 	$(BIN)/typer memsaver.cli.app utils docs --name memsaver --title "Command line" --output docs/reference/cli.md
 	$(BIN)/python build_support/reference_tables.py
+	$(BIN)/python build_support/sglang_table.py
 
 .PHONY: docs
 docs: $(VENV)/.installed-docs  ## Build the documentation's site into build/site

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +13,7 @@ from memsaver._runtime.native import Backup
 from memsaver._transitions import parts
 from memsaver._transitions.reports import Report
 
-from . import settings
+from . import draft_weights, graph_pools, settings
 
 __all__ = ["MemsaverAdapter"]
 
@@ -48,10 +49,11 @@ class MemsaverAdapter:
         """Put tensors that are created in the block into `tag`, with a backup if requested.
 
         See `memsaver.region`. Regions of one tag may have different policies, which become parts of
-        the tag (`memsaver._transitions.parts`): a draft model may keep its weights while the
-        main model does not.
+        the tag (`memsaver._transitions.parts`): a draft model always keeps its weights, and the
+        main model only if requested (`draft_weights`).
         """
-        backup = _backup(enable_cpu_backup)
+        tag, keep = draft_weights.placed(tag, enable_cpu_backup)
+        backup = _backup(keep)
         return memsaver.region(parts.name_of(tag, backup), backup=backup)
 
     def cuda_graph(
@@ -63,9 +65,9 @@ class MemsaverAdapter:
         tag: str = "cuda_graph",
         enable_cpu_backup: bool = False,
     ) -> AbstractContextManager[None]:
-        """Capture a graph with its memory in `tag`: see `memsaver.graph`."""
+        """Capture a graph with its memory in `tag`: see `memsaver.graph` and `graph_pools`."""
         backup = _backup(enable_cpu_backup)
-        return memsaver.graph(
+        capture = memsaver.graph(
             cuda_graph,
             tag=parts.name_of(tag, backup),
             backup=backup,
@@ -73,6 +75,7 @@ class MemsaverAdapter:
             stream=stream,
             capture_error_mode=capture_error_mode,
         )
+        return _captured(capture)
 
     def disable(self) -> AbstractContextManager[object]:
         """Keep tensors that are created in the block outside of all tags."""
@@ -93,6 +96,12 @@ class MemsaverAdapter:
             _logger.debug("nothing to resume: tag %r has no region and no graph", tag)
             return None
         return memsaver.resume(*names)
+
+
+@contextlib.contextmanager
+def _captured(capture: AbstractContextManager[tuple[int, int]]) -> Iterator[None]:
+    with capture as pool, graph_pools.named(pool):
+        yield
 
 
 def _backup(keep: bool) -> Backup:

@@ -68,6 +68,7 @@ class SGLangBackend(WeightCalls):
         self.tp_size = _ranks(arguments, "tp_size")
         self.other_ranks = _other_ranks(arguments)
         _check_version(arguments.get("version"))
+        self.selects = versions.selects_models(arguments.get("version"))
         self.control = SleepController(link, timeout=timeout)
 
     def generate(self, requests: Sequence[Request], timeout: float) -> list[Sample]:

@@ -17,7 +17,7 @@ from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
 from ..engine.errors import EngineDiedError, EngineError, EngineTimeoutError
 from ..engine.messages import Answer, SchedulerState
-from .protocol import states_of
+from .protocol import FORGIVING, states_of
 from .replies import Reply, UnknownRequestError
 from .served import ServedEngine
 
@@ -155,6 +155,8 @@ class LocalEngine:
         from sglang.srt.managers import io_struct
 
         request = getattr(io_struct, _REQUESTS[name])(**fields)
+        if name.endswith("memory_occupation"):
+            request.rid = FORGIVING
         method = getattr(self._engine.tokenizer_manager, name)
 
         async def submit() -> Any:

@@ -11,23 +11,28 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from memsaver.errors import ConfigError
+from memsaver.errors import ConfigError, InvalidStateError
 
 from ..engine.errors import EngineBusyError
 from ..engine.ranks import Group
 from ..engine.tags import WEIGHTS, check_known
+from .draft_weights import DRAFTER
+from .protocol import STRICT
+from .updaters import scheduler_of
 
 __all__ = [
     "check_idle",
+    "check_states",
     "is_as_expected",
     "is_idle",
     "is_running",
     "keep_stash",
     "move_stash_to_host",
     "output_of",
+    "reports_states",
     "request_for",
     "requested_tags",
     "run",
@@ -36,7 +41,6 @@ __all__ = [
 
 # Attributes of the weight updater, which has the handlers. A stash exists only during a release.
 _FIELDS = (
-    "scheduler",
     "memory_saver_adapter",
     "offload_tags",
     "is_fully_idle",
@@ -60,6 +64,8 @@ def is_as_expected(updater: Any) -> bool:
         # The group of a single rank may be None.
         if not hasattr(updater, name) or (name != _GROUP and getattr(updater, name) is None)
     ]
+    if scheduler_of(updater) is None:
+        missing.append(f"{type(updater).__name__} has no scheduler")
     missing += _missing_of_outputs()
     for what in missing:
         _log(what)
@@ -84,10 +90,52 @@ def _log(what: str) -> None:
     )
 
 
-def output_of(operation: str, text: str) -> Any:
-    """Return SGLang's reply to a release or a resume, with `text` as its `rid`."""
+def output_of(operation: str, text: str, trouble: str = "") -> Any:
+    """Return SGLang's reply to a release or a resume, with `text` as its `rid`.
+
+    Args:
+        operation: "release" or "resume".
+        text: memsaver's answer.
+        trouble: the reason of a failure, for versions whose replies report it; or "".
+    """
+    result = {"success": not trouble, "message": trouble} if reports_states() else {}
+    return _reply(operation)(rid=text, **result)
+
+
+def reports_states() -> bool:
+    """Return whether SGLang reports a release of released tags, or a resume of others, as an error.
+
+    These versions, newer than 0.5.23, have a field for it in their replies.
+    """
+    return "success" in inspect.signature(_reply("release")).parameters
+
+
+def _reply(operation: str) -> Any:
     messages = importlib.import_module("sglang.srt.managers.io_struct")
-    return getattr(messages, _OUTPUTS[operation])(rid=text)
+    return getattr(messages, _OUTPUTS[operation])
+
+
+def check_states(
+    request: Any, operation: str, tags: Sequence[str], released: Collection[str]
+) -> None:
+    """Check that no tag of a strict request is already in the requested state.
+
+    A request for all tags is for those that remain; one must remain.
+
+    Raises:
+        InvalidStateError: a tag to release is already released, or one to resume is not released.
+    """
+    if getattr(request, "rid", None) != STRICT:
+        return
+    wrong = [tag for tag in tags if (tag in released) == (operation == "release")]
+    if not wrong or (not request.tags and len(wrong) < len(tags)):
+        return
+    state = "already released" if operation == "release" else "not currently released"
+    verb = "is" if len(wrong) == 1 else "are"
+    raise InvalidStateError(
+        f"{', '.join(wrong)} {verb} {state}: nothing was done; leave out such tags, or call "
+        "memsaver's SleepController, which skips them"
+    )
 
 
 def requested_tags(request: Any, order: Sequence[str]) -> list[str]:
@@ -99,6 +147,7 @@ def requested_tags(request: Any, order: Sequence[str]) -> list[str]:
     tags = request.tags or order  # to SGLang, None and an empty list mean all tags
     if isinstance(tags, str) or not isinstance(tags, Iterable):
         raise ConfigError(f"tags must be a list of names, not {type(tags).__name__}")
+    tags = [tag for tag in tags if tag != DRAFTER]
     check_known(tags, order)
     return [tag for tag in order if tag in tags]
 
@@ -112,7 +161,7 @@ def request_for(request: Any, tags: Sequence[str]) -> Any:
 
 def is_idle(updater: Any) -> bool:
     """Return whether the engine is idle, with the same check as this version's handler."""
-    paused = getattr(updater.scheduler, "_engine_paused", False)
+    paused = getattr(scheduler_of(updater), "_engine_paused", False)
     if "ignore_waiting" in inspect.signature(updater.is_fully_idle).parameters:
         return bool(updater.is_fully_idle(ignore_waiting=paused))
     return bool(updater.is_fully_idle())

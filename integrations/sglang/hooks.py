@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from . import admissions, guard, idle_sleep, scheduler, tokenizer, weight_loads
+from . import admissions, draft_weights, guard, idle_sleep, scheduler, tokenizer, weight_loads
 from .updaters import of_scheduler
 
 __all__ = ["install", "install_in", "lacks_guard", "left_out_by", "modules"]
@@ -20,6 +20,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner"
 _UPDATE = admissions.call("update its weights", reads=False)
 _LOAD_ADAPTER = admissions.call("load a LoRA adapter")
 _READ = admissions.call("read its weights")
@@ -119,7 +120,11 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
 
 def _optional_hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
     """Return the hooks of methods that a version of SGLang may lack."""
-    return {**_hooks_of_requests(), **_hooks_of_updates()}
+    return {
+        **_hooks_of_requests(),
+        **_hooks_of_updates(),
+        f"{_MODEL}.load_model": ("AROUND", draft_weights.load),
+    }
 
 
 def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:

@@ -3,7 +3,9 @@
 SGLang's requests and replies have no field for memsaver's messages. The string `rid`, which SGLang
 ignores in update requests and in replies to releases and resumes, carries them as JSON after a
 prefix; the reply's message carries the result of an update. A scheduler's state is a part of the
-server information, under the key "memsaver".
+server information, under the key "memsaver". The `rid` of a request to release or resume is
+FORGIVING if memsaver's controller sends it, and otherwise STRICT on its way to the schedulers if
+this version of SGLang reports tags that are already in the requested state.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from ..engine.messages import Answer, SchedulerState
 from ..engine.weights.checks import RankCheck, VerificationRequest
 
 __all__ = [
+    "FORGIVING",
+    "STRICT",
     "answers_of",
     "checks_in",
     "is_health_check",
@@ -29,6 +33,7 @@ __all__ = [
 ]
 
 _PREFIX = "memsaver:"
+FORGIVING, STRICT = f"{_PREFIX}forgiving", f"{_PREFIX}strict"
 _HEALTH = "HEALTH_CHECK"  # the beginning of a health check's rid
 
 

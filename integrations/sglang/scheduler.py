@@ -9,7 +9,7 @@ buffers, queues, bookkeeping), with a saver that does nothing.
 
 | event | state afterwards, on every rank |
 |---|---|
-| a release of released tags, a resume of mapped tags | unchanged; no error |
+| a release of released tags, a resume of mapped tags | unchanged; an error only if SGLang has one |
 | the engine is busy, or a tag is unknown | unchanged |
 | a release is rejected before it runs | mapped, with contents; the KV cache is flushed |
 | a release fails later | mapped; contents without a backup may be lost, the KV cache is flushed |
@@ -36,16 +36,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from memsaver.errors import ConfigError
+from memsaver.errors import ConfigError, InvalidStateError
 
 from ..engine import moves
 from ..engine.errors import EngineBusyError
 from ..engine.messages import Answer, Failure, RankReport, SchedulerState
 from ..engine.ranks import Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
-from . import handlers, leftovers, settings
+from . import draft_weights, handlers, leftovers, settings
 from .protocol import text_of
-from .updaters import resume_of, updater_of
+from .updaters import resume_of, scheduler_of, updater_of
 
 __all__ = ["add_state", "release", "resume"]
 
@@ -79,7 +79,9 @@ def _answered(
     answer = _Answering(updater, operation)
     try:
         asked = handlers.requested_tags(request, order)
-    except ConfigError as error:
+        released = updater.offload_tags - answer.held
+        handlers.check_states(request, operation, asked, released)
+    except (ConfigError, InvalidStateError) as error:
         return answer.refused(error)
     return work(original, updater, request, asked, answer)
 
@@ -137,6 +139,7 @@ def _prepare_release(
     handlers.run(original, updater, request, tags)
     if WEIGHTS in tags:
         handlers.move_stash_to_host(updater)
+        draft_weights.drop_copy(updater)
 
 
 def _release_by_another(
@@ -255,11 +258,12 @@ class _Answering:
 
     def __init__(self, updater: Any, operation: str) -> None:
         self._updater = updater
+        self._scheduler = scheduler_of(updater)
         self._operation = operation
-        self._before: Answer | None = getattr(updater.scheduler, _LAST, None)
+        self._before: Answer | None = getattr(self._scheduler, _LAST, None)
         self.held: frozenset[str] = frozenset(self._before.held if self._before else ())
 
-    def refused(self, error: ConfigError) -> Any:
+    def refused(self, error: ConfigError | InvalidStateError) -> Any:
         return self._made([], [], Failure.of(error))
 
     def done(
@@ -298,7 +302,7 @@ class _Answering:
         lost: Collection[str] = (),
     ) -> Any:
         answer = Answer(
-            _name(self._updater.scheduler),
+            _name(self._scheduler),
             self._operation,
             tuple(tags),
             tuple(sorted(self._updater.offload_tags)),
@@ -308,8 +312,9 @@ class _Answering:
             self._before.number + 1 if self._before is not None else 1,
             tuple(sorted(lost)),
         )
-        setattr(self._updater.scheduler, _LAST, answer)
-        return handlers.output_of(self._operation, text_of(answer))
+        setattr(self._scheduler, _LAST, answer)
+        trouble = failure.message if failure is not None else ""
+        return handlers.output_of(self._operation, text_of(answer), trouble)
 
 
 def _name(scheduler: Any) -> str:

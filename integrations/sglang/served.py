@@ -13,7 +13,7 @@ from ..engine.errors import EngineError
 from ..engine.fields import parsed
 from ..engine.http.client import ANSWER_BYTES, HttpClient
 from ..engine.messages import Answer, SchedulerState
-from .protocol import states_of
+from .protocol import FORGIVING, states_of
 from .replies import Reply, UnknownRequestError
 
 __all__ = ["GENERATION_BYTES", "GENERATION_SECONDS", "ServedEngine"]
@@ -48,13 +48,16 @@ class ServedEngine:
 
     def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
         """See `Engine`."""
-        self.post("/release_memory_occupation", {"tags": list(tags)}, timeout)
+        self._change("/release_memory_occupation", tags, timeout)
         return []
 
     def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
         """See `Engine`."""
-        self.post("/resume_memory_occupation", {"tags": list(tags)}, timeout)
+        self._change("/resume_memory_occupation", tags, timeout)
         return []
+
+    def _change(self, path: str, tags: Sequence[str], timeout: float) -> None:
+        self.post(path, {"tags": list(tags), "rid": FORGIVING}, timeout)
 
     def info(self, timeout: float) -> dict[str, Any]:
         """Return the server's own report: its arguments, its version and its schedulers' states.

@@ -6,16 +6,26 @@ from collections.abc import Awaitable
 from typing import Any
 
 from ..engine.messages import Answer
+from . import handlers
 from .admissions import change
+from .protocol import FORGIVING, STRICT
 
 __all__ = ["request_release", "request_resume"]
 
 
 def request_release(manager: Any, obj: Any, request: Any = None) -> Awaitable[list[Answer]]:
     """Replace `TokenizerControlMixin.release_memory_occupation`; return the answers, or raise."""
+    _mark(obj)
     return change(manager, "release", manager.release_memory_occupation_communicator, obj)
 
 
 def request_resume(manager: Any, obj: Any, request: Any = None) -> Awaitable[list[Answer]]:
     """Replace `TokenizerControlMixin.resume_memory_occupation`; return the answers, or raise."""
+    _mark(obj)
     return change(manager, "resume", manager.resume_memory_occupation_communicator, obj)
+
+
+def _mark(obj: Any) -> None:
+    """Make a request strict if SGLang is, unless memsaver's controller sends it."""
+    if handlers.reports_states() and obj.rid != FORGIVING:
+        obj.rid = STRICT

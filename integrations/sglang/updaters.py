@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["SchedulerAsUpdater", "of_scheduler", "resume_of", "updater_of"]
+__all__ = ["SchedulerAsUpdater", "of_scheduler", "resume_of", "scheduler_of", "updater_of"]
 
 _HANDLER = "release_memory_occupation"
 
@@ -41,6 +41,14 @@ def updater_of(scheduler: Any) -> Any:
     if hasattr(scheduler, "weight_updater") or not hasattr(scheduler, _HANDLER):
         return scheduler.weight_updater
     return SchedulerAsUpdater(scheduler)
+
+
+def scheduler_of(updater: Any) -> Any:
+    """Return an updater's scheduler, or None. In 0.5.13 the updater has only its methods."""
+    scheduler = getattr(updater, "scheduler", None)
+    if scheduler is None:
+        scheduler = getattr(getattr(updater, "is_fully_idle", None), "__self__", None)
+    return scheduler
 
 
 def resume_of(updater: Any) -> Callable[..., Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["doubt", "is_too_old"]
+__all__ = ["doubt", "is_too_old", "selects_models"]
 
 TRIED = ("0.5.16",)  # tested with a running engine
-READ = ("0.5.12", "0.5.23")  # source code reviewed
+# Tested on the simulated driver with SGLang's own handlers and messages: `make recipes`.
+SIMULATED = tuple(f"0.5.{number}" for number in range(11, 24))
 PLUGINS_SINCE = "0.5.11"
+SELECTORS_SINCE = "0.5.21"
 
 
 def doubt(version: str) -> str | None:
@@ -17,7 +19,7 @@ def doubt(version: str) -> str | None:
     A post release or a local version counts as its release.
     """
     release = _release(version)
-    if release in [_release(known) for known in (*TRIED, *READ)]:
+    if release in [_release(known) for known in (*TRIED, *SIMULATED)]:
         return None
     if is_too_old(version):
         return (
@@ -26,16 +28,29 @@ def doubt(version: str) -> str | None:
             "integrations/torch_memory_saver in memsaver's source tree"
         )
     return (
-        f"memsaver was not tested with SGLang {version} (tested: {', '.join(TRIED)}; source "
-        f"reviewed: {', '.join(READ)}). If memory is not released or the engine misbehaves, set "
-        "MEMSAVER_SGLANG=0 to use SGLang without memsaver, and report it"
+        f"memsaver was not tested with SGLang {version} (tested with a running engine: "
+        f"{', '.join(TRIED)}; its handlers alone: {SIMULATED[0]} to {SIMULATED[-1]}). If memory is "
+        "not released or the engine misbehaves, set MEMSAVER_SGLANG=0 to use SGLang without "
+        "memsaver, and report it"
     )
 
 
 def is_too_old(version: str) -> bool:
     """Return whether a version lacks plugins. A development version is never too old."""
+    return _is_before(version, PLUGINS_SINCE)
+
+
+def selects_models(version: str | None) -> bool:
+    """Return whether update requests name the models that receive the weights.
+
+    These are the engine's main model and its draft model. False for an unknown version.
+    """
+    return version is not None and not _is_before(version, SELECTORS_SINCE)
+
+
+def _is_before(version: str, other: str) -> bool:
     release = _release(version)
-    return bool(release) and release < _release(PLUGINS_SINCE)
+    return bool(release) and release < _release(other)
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -30,12 +30,14 @@ class WeightCalls:
         other_ranks: the engine's argument that adds ranks outside its tensor-parallel group, which
             cannot receive weights; or "".
         control: see `Backend`.
+        selects: whether SGLang's update requests name the models that receive the weights.
     """
 
     link: LocalEngine | ServedEngine
     tp_size: int
     other_ranks: str
     control: EngineController
+    selects: bool = False
 
     def begin_update(self, timeout: float) -> None:
         """See `Backend`."""
@@ -103,6 +105,8 @@ class WeightCalls:
                 )
             fields["serialized_named_tensors"] = list(tensors.payloads)
             fields["load_format"] = _FORMATS[tensors.layout]
+            if self.selects and tensors.layout == "engine":
+                fields["selector"] = "target"  # a draft model has parameters of other names
             return "update_weights_from_tensor", fields
         fields["names"] = list(tensors.names)
         fields["dtypes"] = list(tensors.dtypes)

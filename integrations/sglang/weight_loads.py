@@ -29,7 +29,7 @@ from ..engine.weights.load_check import LoadCheck
 from ..engine.weights.plain_check import Found, Known, PlainCheck, verdict
 from . import settings
 from .protocol import text_of_checks, verification_of
-from .updaters import SchedulerAsUpdater
+from .updaters import SchedulerAsUpdater, scheduler_of
 
 __all__ = ["load_broadcast", "load_given", "load_tensors", "load_through", "plain"]
 
@@ -181,7 +181,7 @@ def _watched(
 
 def _known_to(updater: Any) -> Known:
     """Return the names and shapes of a scheduler's successful updates."""
-    owner = updater.scheduler
+    owner = scheduler_of(updater)
     if not hasattr(owner, _KNOWN):
         setattr(owner, _KNOWN, set())
     known: Known = getattr(owner, _KNOWN)
@@ -190,7 +190,7 @@ def _known_to(updater: Any) -> Known:
 
 def _is_whole(updater: Any) -> bool:
     """Return whether the group's ranks contain the whole model, not one stage of a pipeline."""
-    arguments = getattr(updater.scheduler, "server_args", None)
+    arguments = getattr(scheduler_of(updater), "server_args", None)
     return int(getattr(arguments, "pp_size", 1) or 1) == 1
 
 
@@ -201,7 +201,7 @@ def _flushing_past_waiting(updater: Any) -> Iterator[None]:
     Waiting requests have no data in the KV cache, because a pause dropped it. SGLang 0.5.16 rejects
     the flush, so that they would continue with results of the old weights; later versions flush.
     """
-    scheduler: Any = getattr(updater, "scheduler", None)
+    scheduler = scheduler_of(updater)
     if not getattr(scheduler, "_engine_paused", False) or (
         "ignore_waiting" in inspect.signature(updater.is_fully_idle).parameters
     ):

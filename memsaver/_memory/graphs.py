@@ -24,7 +24,7 @@ def graph(
     pool: Any = None,
     stream: Any = None,
     capture_error_mode: str = "global",
-) -> Iterator[None]:
+) -> Iterator[tuple[int, int]]:
     """Capture a CUDA graph like `torch.cuda.graph`, with the graph's memory in a tag.
 
     Pause the tag to release the graph's memory between replays; resume it before the next replay.
@@ -40,6 +40,10 @@ def graph(
             captured by this function.
         stream: the stream to capture on; None means a side stream of torch's.
         capture_error_mode: as in `torch.cuda.graph`.
+
+    Yields:
+        The id of the torch pool that the graph's memory comes from, which differs from `pool` if
+        memsaver replaced that pool by one of its own.
 
     Memory allocated in the block belongs to the tag, including other threads' memory for the
     captured stream.
@@ -76,5 +80,5 @@ def graph(
         with torch.cuda.graph(
             cuda_graph, pool=pool_id, stream=stream, capture_error_mode=capture_error_mode
         ):
-            yield
+            yield pool_id
     emit_warnings()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from installed import SGLANG, is_for_want_of_kernels, needs
+from installed import needs_sglang
 
 
 @pytest.fixture
@@ -22,13 +22,9 @@ def process_group(tmp_path_factory):
 @pytest.fixture
 def engine(sim, tag, process_group):
     """Yield an engine whose weights and KV cache are mapped; it must survive the test."""
-    needs(SGLANG, "it needs SGLang 0.5.11 or newer")
-    try:
-        from recipe_engine import Engine
-    except ImportError as error:  # 0.5.12 needs its kernels, which need a GPU
-        if not is_for_want_of_kernels(error):
-            raise
-        pytest.skip(f"SGLang's kernels cannot be imported: {' '.join(str(error).split())[:100]}")
+    needs_sglang()
+    from recipe_engine import Engine
+
     tag.names.extend(("weights", "kv_cache", "cuda_graph"))
     engine = Engine(sim)
     yield engine

@@ -6,7 +6,7 @@ import inspect
 import re
 
 import pytest
-from installed import SGLANG, is_for_want_of_kernels, needs
+from installed import needs_sglang
 
 from memsaver.integrations.engine.refusals import asleep_in, asleep_text
 from memsaver.integrations.sglang import guard
@@ -18,13 +18,9 @@ TEXT = asleep_text({"weights"}, "do it")
 
 @pytest.fixture(scope="module")
 def scheduler():
-    needs(SGLANG, "it needs SGLang 0.5.11 or newer")
-    try:
-        from sglang.srt.managers.scheduler import Scheduler
-    except ImportError as error:
-        if not is_for_want_of_kernels(error):
-            raise
-        pytest.skip(f"SGLang's kernels cannot be imported: {error}")
+    needs_sglang()
+    from sglang.srt.managers.scheduler import Scheduler
+
     return Scheduler
 
 

@@ -11,7 +11,10 @@ from installed import needs
 pytestmark = pytest.mark.recipes
 
 ENGINE = """
+import absent_packages
+absent_packages.install()
 import torch
+import contextlib
 import torch.distributed as dist
 from types import SimpleNamespace
 from sglang.srt.managers.io_struct import (
@@ -19,6 +22,8 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput as Resume,
 )
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+import recipe_updater
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 adapter = TorchMemorySaverAdapter.create(enable=True)
@@ -28,20 +33,19 @@ model.register_buffer("cos_sin_cache", torch.arange(8.0))
 parts = dict(
     tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
     draft_worker=None,
-    tp_cpu_group=None,
     memory_saver_adapter=adapter,
     flush_cache=lambda *_, **__: True,
     is_fully_idle=lambda *_, **__: True,
 )
-try:
-    from sglang.srt.managers.scheduler_components.weight_updater import (
-        SchedulerWeightUpdaterManager,
+stack = contextlib.ExitStack()
+stack.enter_context(recipe_updater.published())
+if recipe_updater.weight_updater is not None:
+    engine = recipe_updater.updater_of(**parts)
+else:
+    engine = recipe_updater.Mixin()
+    vars(engine).update(
+        parts, tp_cpu_group=None, offload_tags=set(), _is_no_request=lambda: True
     )
-    engine = SchedulerWeightUpdaterManager(**parts)
-except ImportError:
-    from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
-    engine = SchedulerUpdateWeightsMixin()
-    vars(engine).update(parts, offload_tags=set(), _is_no_request=lambda: True)
 
 with adapter.region("weights", enable_cpu_backup=True):
     weights = block(1)
@@ -62,7 +66,7 @@ SEQUENCES = {
 
 
 def test_released_memory_is_free_and_resumable(request):
-    needs("sglang.srt.utils.torch_memory_saver_adapter", "pip install sglang")
+    needs("sglang", "make recipes")
     run_dropin = request.getfixturevalue("run_dropin")
     run_dropin(
         ENGINE
@@ -79,13 +83,14 @@ for sequence in {list(SEQUENCES.values())}:
                 engine.resume_memory_occupation(Resume(tags=tags))
         assert used() == full and reads(weights, 1) and reads(cache, 0)
         """,
+        timeout=110,  # SGLang's imports take long
         MEMSAVER_SGLANG="0",
     )
 
 
 def test_children_are_preloaded(request):
     """Children that are started like SGLang's schedulers are preloaded."""
-    needs("sglang.srt.utils.torch_memory_saver_adapter", "pip install sglang")
+    needs("sglang", "make recipes")
     run_dropin = request.getfixturevalue("run_dropin")
     run_dropin(
         ENGINE
@@ -95,5 +100,6 @@ with adapter.configure_subprocess():
     subprocess.run([sys.executable, "-c", code], check=True)
 assert "LD_PRELOAD" not in os.environ
         """,
+        timeout=110,  # SGLang's imports take long
         MEMSAVER_SGLANG="0",
     )

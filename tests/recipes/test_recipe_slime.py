@@ -6,7 +6,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from installed import SGLANG, needs
+from installed import needs, needs_sglang
 
 import memsaver
 
@@ -32,7 +32,7 @@ def actor(engine):
 @pytest.fixture
 def installed():
     needs("slime.backends.sglang_utils.sglang_engine", NOT_ON_PYPI)
-    needs(SGLANG, "it needs SGLang 0.5.11 or newer")
+    needs_sglang()
 
 
 def test_an_engine_releases_memory_and_resumes_it_in_stages(installed, actor, engine, sim):

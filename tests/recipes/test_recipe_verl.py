@@ -10,7 +10,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from installed import SGLANG, needs
+from installed import needs, needs_sglang
 
 import memsaver
 
@@ -22,7 +22,7 @@ BOTH = ["kv_cache", "weights"]
 @pytest.fixture(scope="module", autouse=True)
 def verl():
     needs("verl.workers.rollout.sglang_rollout", "pip install verl")
-    needs(SGLANG, "it needs SGLang 0.5.11 or newer")
+    needs_sglang()
     import verl
 
     if [int(part) for part in verl.__version__.split(".")[:2]] < [0, 9]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from installed import SGLANG, needs
+from installed import needs, needs_sglang
 
 import memsaver
 
@@ -23,7 +23,7 @@ def worker(engine):
 @pytest.fixture(scope="module", autouse=True)
 def xtuner():
     needs("xtuner.v1.rl.rollout.sglang", "xtuner's RL part is in its repository, not on PyPI")
-    needs(SGLANG, "it needs SGLang 0.5.11 or newer")
+    needs_sglang()
 
 
 def states():

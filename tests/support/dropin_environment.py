@@ -41,7 +41,13 @@ def make_site(wheel: Path) -> Path:
 
 
 def run_with(
-    packages: object, code: str, folder: Path, status: int, with_torch: bool = False, **env: str
+    packages: object,
+    code: str,
+    folder: Path,
+    status: int,
+    with_torch: bool = False,
+    timeout: float = 60,
+    **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python code after the usual import, on the simulated driver, and check its status."""
     environment = environment_without("MEMSAVER_", "TMS_")
@@ -51,7 +57,9 @@ def run_with(
     environment["MEMSAVER_DRIVER"] = "sim"
     environment.update(env)
     code = PREAMBLE + textwrap.dedent(code)
-    return run_code(code, environment, folder, status=status, with_torch=with_torch)
+    return run_code(
+        code, environment, folder, status=status, timeout=timeout, with_torch=with_torch
+    )
 
 
 PREAMBLE = """

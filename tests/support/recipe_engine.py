@@ -1,13 +1,16 @@
 """The part of an SGLang engine that releases and resumes memory, on the simulated driver.
 
-It uses SGLang's own code: its HTTP server, its tokenizer manager's control calls, its scheduler's
-handlers, and its plugin system, which finds memsaver. The parts that need a GPU are missing: the
-model's weights and the KV cache are blocks of simulated memory, and nothing is generated.
+It uses SGLang's own code: its HTTP server, its tokenizer manager's control calls, its messages, its
+scheduler's handlers, and its plugin system, which finds memsaver. The parts that need a GPU are
+missing: the weights and the KV cache are blocks of simulated memory, the model that receives new
+weights is on the CPU, and nothing is generated.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import pickle
 import queue
 import threading
@@ -15,36 +18,47 @@ from types import SimpleNamespace
 
 import torch
 import uvicorn
+from recipe_updater import Mixin, published, updater_of, weight_updater
 from sglang.srt.entrypoints import http_server
-from sglang.srt.managers.io_struct import (
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
-    GetInternalStateReq,
-    GetInternalStateReqOutput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-)
+from sglang.srt.managers import io_struct
 from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.aio_rwlock import RWLock
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from sglang.utils import TypeBasedDispatcher
 from simulated_driver import Block
 
 from memsaver.integrations.sglang import scheduler as memsavers_hooks
 
-try:
-    from sglang.srt.managers.scheduler_components import weight_updater
-
-    Mixin = object
-except ImportError:  # older versions, whose handlers are a mixin
-    from sglang.srt.managers.scheduler_update_weights_mixin import (
-        SchedulerUpdateWeightsMixin as Mixin,
-    )
-
-    weight_updater = None
-
 MIB = 1 << 20
+
+
+def encode(message) -> bytes:
+    """Return a message as SGLang sends it to another process."""
+    with_msgpack = getattr(io_struct, "msgpack_encode", None)
+    return pickle.dumps(message) if with_msgpack is None else bytes(with_msgpack(message))
+
+
+def decode(data: bytes):
+    """Return the message that another process sent."""
+    with_msgpack = getattr(io_struct, "msgpack_decode", None)
+    return pickle.loads(data) if with_msgpack is None else with_msgpack(data)
+
+
+class Model(torch.nn.Module):
+    """A model with a weight and a buffer, and SGLang's interface of a loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos_sin_cache", torch.arange(8.0))
+        self.weight = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def load_weights(self, named_tensors) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in named_tensors:
+            if name in parameters:  # a draft model ignores the other model's weights
+                parameters[name].copy_(tensor)
 
 
 class Scheduler(Mixin):
@@ -59,20 +73,24 @@ class Scheduler(Mixin):
         self.disaggregation_mode = None
         self.flushes = 0
         self.running = 0  # the number of requests
+        self._engine_paused = False
+        self.versions: list[str | None] = []  # of the weights
         self.death: BaseException | None = None
-        model = torch.nn.Module()
-        model.register_buffer("cos_sin_cache", torch.arange(8.0))
+        self.model = Model()
+        # Versions before 0.5.20 read the arguments there.
+        runner = SimpleNamespace(
+            model=self.model, server_args=SimpleNamespace(weight_cache_mode="off")
+        )
         parts = {
-            "tp_worker": SimpleNamespace(model_runner=SimpleNamespace(model=model)),
+            "tp_worker": SimpleNamespace(model_runner=runner),
             "draft_worker": None,
-            "tp_cpu_group": None,
             "memory_saver_adapter": saver,
         }
         if weight_updater is None:
-            vars(self).update(parts, offload_tags=set())
+            vars(self).update(parts, tp_cpu_group=None, offload_tags=set())
             self.handlers = self
         else:
-            self.weight_updater = self.handlers = weight_updater.SchedulerWeightUpdaterManager(
+            self.weight_updater = self.handlers = updater_of(
                 flush_cache=self.flush_cache,
                 is_fully_idle=self.is_fully_idle,
                 scheduler=self,
@@ -89,8 +107,11 @@ class Scheduler(Mixin):
         self._inbox.put(None)
         self._thread.join(10)
 
-    def is_fully_idle(self) -> bool:
+    def is_fully_idle(self, ignore_waiting: bool = False) -> bool:
         return self.running == 0
+
+    def record_weight_version_change(self, *, new_version: str | None) -> None:
+        self.versions.append(new_version)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         self.flushes += self.is_fully_idle()
@@ -100,22 +121,29 @@ class Scheduler(Mixin):
         while (item := self._inbox.get()) is not None:
             message, answer = item
             try:
-                answer(pickle.dumps(self._handle(pickle.loads(message))))
+                answer(encode(self._handle(decode(message))))
             except BaseException as error:  # it ends the engine, as in SGLang
                 self.death = error
                 return
 
     def _handle(self, request):
-        if isinstance(request, ReleaseMemoryOccupationReqInput):
-            return self.handlers.release_memory_occupation(request)
-        if isinstance(request, ResumeMemoryOccupationReqInput):
-            return self.handlers.resume_memory_occupation(request)
-        if isinstance(request, FlushCacheReqInput):
-            return FlushCacheReqOutput(success=self.flush_cache())
-        if isinstance(request, GetInternalStateReq):
-            state = GetInternalStateReqOutput(internal_state={})
+        kind = type(request).__name__
+        if kind == "FlushCacheReqInput":
+            return io_struct.FlushCacheReqOutput(success=self.flush_cache())
+        if kind == "GetInternalStateReq":
+            state = io_struct.GetInternalStateReqOutput(internal_state={})
             return memsavers_hooks.add_state(state, self)
-        raise AssertionError(f"no handler for {request!r}")
+        return getattr(self.handlers, HANDLERS[kind])(request)
+
+
+# SGLang's handlers, by the requests that they serve.
+HANDLERS = {
+    "BeginWeightUpdateReqInput": "begin_weight_update",
+    "EndWeightUpdateReqInput": "end_weight_update",
+    "ReleaseMemoryOccupationReqInput": "release_memory_occupation",
+    "ResumeMemoryOccupationReqInput": "resume_memory_occupation",
+    "UpdateWeightsFromTensorReqInput": "update_weights_from_tensor",
+}
 
 
 class Tokenizer(TokenizerControlMixin):
@@ -126,16 +154,23 @@ class Tokenizer(TokenizerControlMixin):
         self._scheduler = scheduler
         self._result_dispatcher = TypeBasedDispatcher([])
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self._dispatch_to_scheduler)  # 0.5.12
-        self.init_communicators(server_args)
+        takes_arguments = "server_args" in inspect.signature(self.init_communicators).parameters
+        self.init_communicators(*([server_args] if takes_arguments else []))
+        self.is_pause, self.is_pause_cond = False, asyncio.Condition()
+        self.model_update_lock, self.mm_processor = RWLock(), None
+        self.startup_time = 0.0
+
+    def resolved_config_dict(self, arguments: dict) -> dict:  # 0.5.17
+        return arguments
 
     def auto_create_handle_loop(self) -> None:
         self.loop = asyncio.get_running_loop()
 
     def _dispatch_to_scheduler(self, message) -> None:
         def answer(data: bytes) -> None:
-            self.loop.call_soon_threadsafe(self._result_dispatcher, pickle.loads(data))
+            self.loop.call_soon_threadsafe(self._result_dispatcher, decode(data))
 
-        self._scheduler.tell(pickle.dumps(message), answer)
+        self._scheduler.tell(encode(message), answer)
 
 
 class Engine:
@@ -143,6 +178,8 @@ class Engine:
 
     def __init__(self, sim) -> None:
         load_plugins()
+        self._published = contextlib.ExitStack()
+        self._published.enter_context(published())
         self.scheduler = Scheduler(sim)
         args = ServerArgs(model_path="none")
         self.tokenizer = Tokenizer(args, self.scheduler)
@@ -172,6 +209,7 @@ class Engine:
         self.loop.close()
         self.scheduler.close()
         http_server.set_global_state(None)
+        self._published.close()
 
     def _serve(self, started: threading.Event) -> None:
         async def serve() -> None:

@@ -410,6 +410,7 @@ assert type(saver).__name__ == "MemsaverAdapter"
 assert engine.TorchMemorySaverAdapter.create(enable=False).enabled is False
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers import tokenizer_manager
+from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner_components import weight_updater
 names = [kind.__name__ for kind in http_server.app.user_middleware]
 assert names == ["CORSMiddleware", "AsleepAnswers"], names
@@ -516,7 +517,7 @@ def test_tested_versions_cause_no_warning(version):
     assert versions.doubt(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.5.17", "0.6.0", "0.5.24.dev3", "0.0.0.dev0", "nonsense"])
+@pytest.mark.parametrize("version", ["0.5.24", "0.6.0", "0.5.24.dev3", "0.0.0.dev0", "nonsense"])
 def test_versions_it_was_not_tried_with(version):
     text = versions.doubt(version)
     assert f"not tested with SGLang {version}" in text and "MEMSAVER_SGLANG=0" in text

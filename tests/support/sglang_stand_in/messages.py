@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 @dataclass
 class ReleaseMemoryOccupationReqInput:
     tags: list[str] | None = None
+    rid: str | None = None
 
 
 @dataclass
 class ResumeMemoryOccupationReqInput:
     tags: list[str] | None = None
+    rid: str | None = None
 
 
 @dataclass

@@ -1,0 +1,61 @@
+"""Keeps the weights of a draft model, for speculative decoding, during a sleep.
+
+A trainer sends the main model's weights after each sleep, but usually not the draft model's. SGLang
+up to 0.5.23 loads both into the same tag, and keeps the draft model's only if an option requests
+it. memsaver always backs them up, as a part of the tag with a policy of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from ..engine.tags import WEIGHTS
+
+__all__ = ["DRAFTER", "drop_copy", "load", "placed"]
+
+# A tag for draft models in changed versions of SGLang. memsaver's tag WEIGHTS includes it.
+DRAFTER = "weights_drafter"
+# In versions after 0.5.23, the updater's copy of the draft model's weights during a release.
+_COPY = "stashed_draft_model_state"
+_is_loading: ContextVar[bool] = ContextVar("memsaver_loads_draft", default=False)
+_kept: list[bool] = []  # not empty if this process has loaded a draft model
+
+
+def load(original: Callable[..., Any], runner: Any) -> Any:
+    """Wrap `ModelRunner.load_model`: regions inside it know whether they are for a draft model."""
+    if not getattr(runner, "is_draft_worker", False):
+        return original(runner)
+    before = _is_loading.set(True)
+    try:
+        result = original(runner)
+    finally:
+        _is_loading.reset(before)
+    _kept.append(True)
+    return result
+
+
+def placed(tag: str, keep: bool) -> tuple[str, bool]:
+    """Return the tag and the backup of a region for which SGLang requests this tag and backup."""
+    if tag == DRAFTER:
+        return WEIGHTS, True
+    return tag, keep or (tag == WEIGHTS and _is_loading.get())
+
+
+def drop_copy(updater: Any) -> None:
+    """Delete the copy of a draft model's weights that SGLang makes at a release.
+
+    The copy may lie on the device, and memsaver has a backup. Without the copy, SGLang's resume
+    handler restores nothing.
+    """
+    copy = getattr(updater, _COPY, None) if _kept else None
+    if copy is None:
+        return
+    is_on_device = any(tensor.is_cuda for _, tensor in copy["tensors"])
+    del copy
+    setattr(updater, _COPY, None)
+    if is_on_device:
+        import torch
+
+        torch.cuda.empty_cache()

@@ -1,0 +1,134 @@
+"""Test releases of released tags and resumes of others, if SGLang reports them as errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import scheduler_calls
+import sglang_stand_in as stand_in
+from scheduler_calls import states
+
+from memsaver import InvalidStateError
+from memsaver.integrations.engine.messages import error_of
+from memsaver.integrations.sglang import SleepController, hooks
+from memsaver.integrations.sglang.protocol import FORGIVING, STRICT, answers_of
+
+
+@dataclass
+class Reply:
+    """The reply of versions that report such errors."""
+
+    success: bool
+    message: str
+    rid: str | None = None
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    with stand_in.modules(monkeypatch) as classes:
+        hooks.install()
+        yield classes
+
+
+@pytest.fixture
+def reports(sglang, monkeypatch):
+    from sglang.srt.managers import io_struct
+
+    for operation in ("Release", "Resume"):
+        monkeypatch.setattr(io_struct, f"{operation}MemoryOccupationReqOutput", Reply)
+
+
+@pytest.fixture
+def scheduler(sglang, sim, tag, make_blocks):
+    tag.names.extend(stand_in.TAGS)
+    scheduler = sglang.Scheduler(sglang.Updater)
+    scheduler_calls.hold(scheduler, make_blocks)
+    yield scheduler
+    scheduler_calls.let_go(scheduler)
+
+
+@pytest.fixture
+def engine(sglang, scheduler):
+    made = stand_in.Engine(sglang.Tokenizer([scheduler]))
+    yield made
+    made.shutdown()
+
+
+def call(engine, operation, tags=None, rid=None):
+    """Make a call of the engine's own interface, as SGLang's `Engine` does."""
+    kind = {
+        "release": stand_in.ReleaseMemoryOccupationReqInput,
+        "resume": stand_in.ResumeMemoryOccupationReqInput,
+    }[operation]
+    method = getattr(engine.tokenizer_manager, f"{operation}_memory_occupation")
+    return engine.loop.run_until_complete(method(kind(tags=tags, rid=rid), None))
+
+
+@pytest.mark.usefixtures("reports")
+class TestReported:
+    def test_a_resume_of_mapped_tags(self, engine):
+        with pytest.raises(RuntimeError, match="kv_cache is not currently released"):
+            call(engine, "resume", ["kv_cache"])
+        with pytest.raises(RuntimeError, match="not currently released"):
+            call(engine, "resume")
+
+    def test_a_resume_of_another_tag_changes_nothing(self, engine):
+        call(engine, "release", ["kv_cache"])
+        before = states()
+        for tags in (["weights"], ["kv_cache", "weights"]):
+            with pytest.raises(InvalidStateError, match="weights is not currently released"):
+                call(engine, "resume", tags)
+            assert states() == before
+        call(engine, "resume", ["kv_cache"])
+
+    def test_a_second_release_changes_nothing(self, engine, scheduler):
+        call(engine, "release", ["kv_cache"])
+        before = states()
+        for tags in (["kv_cache"], ["kv_cache", "weights"]):
+            with pytest.raises(RuntimeError, match="kv_cache is already released"):
+                call(engine, "release", tags)
+            assert states() == before
+        call(engine, "resume", ["kv_cache"])
+        assert scheduler.model.is_intact()
+
+    def test_a_call_for_all_tags_is_for_those_that_remain(self, engine, sim, scheduler):
+        call(engine, "release", ["kv_cache"])
+        call(engine, "release")
+        assert sim.tag_bytes() == 0
+        with pytest.raises(RuntimeError, match="already released"):
+            call(engine, "release")
+        call(engine, "resume", ["weights"])
+        call(engine, "resume")
+        assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
+
+    def test_success_is_reported_to_the_main_process(self, scheduler):
+        request = stand_in.ReleaseMemoryOccupationReqInput(["kv_cache"], STRICT)
+        first = scheduler.handle("release_memory_occupation", request)
+        second = scheduler.handle("release_memory_occupation", request)
+        assert (first.success, first.message) == (True, "")
+        assert not second.success and "kv_cache is already released" in second.message
+        (answer,) = answers_of([second])
+        assert type(error_of([answer])) is InvalidStateError and answer.released == ("kv_cache",)
+        scheduler_calls.ask(scheduler, "resume")
+
+    def test_a_controller_may_repeat_its_calls(self, engine, scheduler):
+        controller = SleepController(engine)
+        controller.sleep()
+        controller.sleep()
+        call(engine, "release", ["kv_cache"], rid=FORGIVING)
+        controller.wake_up("weights")
+        controller.wake_up()
+        controller.wake_up()
+        assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
+
+    def test_an_idle_engine_may_sleep_after_a_partial_release(self, scheduler):
+        scheduler_calls.ask(scheduler, "release", ["kv_cache"])
+        assert scheduler_calls.ask(scheduler, "release").failure is None
+        scheduler_calls.ask(scheduler, "resume")
+
+
+def test_other_versions_accept_them(engine, scheduler):
+    for operation in ("resume", "release", "release", "resume", "resume"):
+        call(engine, operation, ["kv_cache", "weights"])
+    assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()

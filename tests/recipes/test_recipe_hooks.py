@@ -1,0 +1,69 @@
+"""Test that memsaver's hooks attach to the installed SGLang."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from installed import needs_sglang
+
+from memsaver.integrations.sglang import handlers, hooks
+from memsaver.integrations.sglang.updaters import updater_of
+
+pytestmark = pytest.mark.recipes
+
+UPDATER = "SchedulerWeightUpdaterManager"
+MIXIN = "SchedulerUpdateWeightsMixin"  # older versions' updater
+
+# By purpose, the methods that need hooks, by the class that has them.
+METHODS = {
+    "release_and_resume": {
+        UPDATER: {"release_memory_occupation", "resume_memory_occupation"},
+        "TokenizerControlMixin": {"release_memory_occupation", "resume_memory_occupation"},
+        "Scheduler": {"get_internal_state"},
+    },
+    "requests_asleep": {
+        "Scheduler": {
+            "flush_cache",
+            "init_request_dispatcher",
+            "init_watch_dog_memory_saver_input_blocker",
+        },
+        "TokenizerManager": {"_handle_abort_finish_reason", "generate_request"},
+    },
+    "weight_updates": {
+        UPDATER: {
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_ipc",
+            "update_weights_from_tensor",
+        },
+    },
+}
+
+
+def hooked() -> dict[str, frozenset[str]]:
+    """Return the names of the methods with hooks, by class."""
+    modules = [sys.modules[name] for name in hooks.modules() if name in sys.modules]
+    classes = [found for module in modules for found in vars(module).values()]
+    return {
+        UPDATER if found.__name__ == MIXIN else found.__name__: names
+        for found in classes
+        if isinstance(found, type) and (names := vars(found).get(hooks._INSTALLED))
+    }
+
+
+@pytest.mark.parametrize("purpose", METHODS)
+def test_the_hooks_attach(purpose):
+    needs_sglang()
+    hooks.install()
+    attached = hooked()
+    missing = {
+        f"{owner}.{name}"
+        for owner, names in METHODS[purpose].items()
+        for name in names - attached.get(owner, frozenset())
+    }
+    assert not missing
+
+
+def test_the_handlers_are_as_expected(engine):
+    assert handlers.is_as_expected(updater_of(engine.scheduler))

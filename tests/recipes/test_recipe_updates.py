@@ -1,0 +1,195 @@
+"""Test weight updates by SGLang's own session, unpickler, selector and runners' updaters."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from weight_requests import payload, verification
+
+import memsaver
+from memsaver.integrations.engine.errors import EngineError
+from memsaver.integrations.engine.interface import SharedTensors, WeightLoad
+from memsaver.integrations.sglang import SleepController
+from memsaver.integrations.sglang.backend import backend_of
+
+pytestmark = pytest.mark.recipes
+
+LAYOUTS = {"whole": "flattened_bucket", "engine": "direct"}
+
+
+def runner_of(model):
+    """Return SGLang's own updater of a model, as a part of a model runner."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    updater = WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=None,
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        update_model_fields=None,
+        recapture_cuda_graph=None,
+        get_model_runner=None,
+    )
+    return SimpleNamespace(model=model, tp_rank=0, weight_updater=updater)
+
+
+@pytest.fixture
+def scheduler(engine):
+    """Return the engine's scheduler, with SGLang's own parts of a weight update."""
+    from sglang.srt.managers import io_struct
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    if not hasattr(io_struct, "BeginWeightUpdateReqInput"):
+        pytest.skip("this version of SGLang has no sessions of weight updates")
+    scheduler = engine.scheduler
+    runner = runner_of(scheduler.model)
+    worker = SimpleNamespace(
+        model_runner=runner,
+        weight_update_runners=lambda: [("target", runner)],
+        deserialize_own_rank=lambda data: TpModelWorker.deserialize_own_rank(worker, data),
+    )
+    scheduler.handlers.tp_worker = worker
+    return scheduler
+
+
+@pytest.fixture
+def draft(scheduler):
+    """Return the model of a draft worker."""
+    from recipe_engine import Model
+
+    model = Model()
+    model.draft = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    runner = runner_of(model)
+    scheduler.handlers.draft_worker = SimpleNamespace(
+        weight_update_runners=lambda: [("draft", runner)]
+    )
+    return model
+
+
+@pytest.fixture
+def backend(engine, scheduler):
+    return backend_of(engine.url)
+
+
+def load(backend, named, layout="whole"):
+    tensors = SharedTensors((payload(named, LAYOUTS[layout]),), layout)
+    return backend.load_weights(WeightLoad(tensors, 30.0, verification=verification(named)))
+
+
+@contextlib.contextmanager
+def session(backend):
+    backend.begin_update(30.0)
+    yield
+    backend.end_update(30.0)
+
+
+def new(value):
+    return {"weight": torch.full((4,), value)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_session_loads_and_verifies_new_weights(backend, scheduler, layout):
+    for value in (2.0, 3.0):
+        with session(backend):
+            (check,) = load(backend, new(value), layout)
+        assert check.received == check.held == 1 and not check.unverified
+        assert scheduler.model.weight.tolist() == [value] * 4
+
+
+def test_weights_outside_a_session_are_rejected(backend, scheduler):
+    with pytest.raises(EngineError, match="begin_weight_update"):
+        load(backend, new(2.0))
+    assert scheduler.model.weight.tolist() == [0.0] * 4
+    with session(backend):
+        load(backend, new(2.0))
+    assert scheduler.model.weight.tolist() == [2.0] * 4
+
+
+def test_a_sleeping_engine_takes_new_weights_before_its_cache_is_mapped(engine, backend, scheduler):
+    controller = SleepController(engine.url)
+    controller.sleep()
+    with controller.staged_wake(), session(backend):
+        load(backend, new(2.0))
+        assert memsaver.state("kv_cache") == "paused"
+    assert scheduler.model.weight.tolist() == [2.0] * 4 and scheduler.kv_cache.is_zero()
+
+
+def test_a_failed_end_closes_the_session(backend, scheduler, monkeypatch):
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    def fail(*_):
+        raise ValueError("no room for packed weights")
+
+    backend.begin_update(30.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(DefaultModelLoader, "postprocess_weights", fail)
+        with pytest.raises(EngineError, match="no room for packed weights"):
+            backend.end_update(30.0)
+    with session(backend):
+        load(backend, new(2.0))
+    assert scheduler.model.weight.tolist() == [2.0] * 4
+
+
+class Forbidden:
+    def __reduce__(self):
+        return eval, ("1 / 0",)
+
+
+def test_a_payload_that_sglang_does_not_unpickle_is_an_error(backend, scheduler):
+    text = base64.b64encode(pickle.dumps([("weight", Forbidden())])).decode()
+    backend.begin_update(30.0)
+    with pytest.raises(EngineError, match="eval"):
+        backend.load_weights(WeightLoad(SharedTensors((text,), "engine"), 30.0))
+    load(backend, new(2.0))
+    backend.end_update(30.0)
+    assert scheduler.model.weight.tolist() == [2.0] * 4
+
+
+def test_weights_in_the_engines_layout_are_loaded_into_the_main_model_only(
+    backend, scheduler, draft
+):
+    with session(backend):
+        load(backend, new(2.0), "engine")
+    assert scheduler.model.weight.tolist() == [2.0] * 4
+    assert draft.weight.tolist() == [0.0] * 4
+
+
+def test_a_draft_model_takes_its_weights_from_a_whole_bucket(backend, scheduler, draft):
+    named = {**new(2.0), "draft": torch.tensor([5.0, 6.0])}
+    with session(backend):
+        (check,) = load(backend, named)
+    assert check.unused == () and check.held == 2
+    assert scheduler.model.weight.tolist() == [2.0] * 4
+    assert draft.draft.tolist() == [5.0, 6.0]
+
+
+@pytest.fixture
+def cached(engine, scheduler):
+    """Return a scheduler whose weights belong to SGLang's weight cache, another process."""
+    from recipe_updater import published
+
+    with published(weight_cache_mode="client"):
+        yield scheduler
+
+
+def test_cached_weights_are_neither_released_nor_changed(engine, cached, backend):
+    controller = SleepController(engine.url)
+    with pytest.raises(EngineError, match="weight-cache-mode client"):
+        controller.sleep()
+    assert controller.refresh().name == "AWAKE"
+    assert {memsaver.state(tag) for tag in ("weights", "kv_cache")} == {"mapped"}
+    assert cached.weights.is_intact()
+    controller.sleep("kv_cache")
+    controller.wake_up()
+    backend.begin_update(30.0)
+    with pytest.raises(EngineError, match="weight-cache-mode client"):
+        load(backend, new(2.0))
+    backend.end_update(30.0)
+    assert cached.model.weight.tolist() == [0.0] * 4
