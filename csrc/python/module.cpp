@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -240,22 +241,34 @@ PYBIND11_MODULE(_C, m) {
     without_gil([&](ms_error* error) { return ms_tag_backup(tag.c_str(), &backup, error); });
     return backup;
   });
-  m.def("stats", [] {
-    ms_usage* rows = nullptr;
-    size_t count = 0;
-    without_gil([&](ms_error* error) { return ms_stats(&rows, &count, error); });
-    return list_of(rows, count, [](const ms_usage& u) {
-      py::dict row;
-      row["tag"] = text_of(u.tag);
-      row["device"] = u.device;
-      row["state"] = u.state;
-      row["backup"] = u.backup;
-#define MS_ADD_FIELD(type, name, meaning) row[#name] = u.name;
-      MS_USAGE_FIELDS(MS_ADD_FIELD)
+  // Returns the rows of one tag, or of all tags.
+  m.def(
+      "stats",
+      [](const std::optional<std::string>& tag) {
+        ms_usage* rows = nullptr;
+        size_t count = 0;
+        without_gil([&](ms_error* error) { return ms_stats(&rows, &count, error); });
+        if (tag) {
+          const auto is_another = [&](const ms_usage& u) { return *tag != u.tag; };
+          count = static_cast<size_t>(std::remove_if(rows, rows + count, is_another) - rows);
+        }
+#define MS_FIELD_NAME(type, name, meaning) py::str(#name),
+        const py::str names[] = {MS_USAGE_FIELDS(MS_FIELD_NAME)};
+#undef MS_FIELD_NAME
+        return list_of(rows, count, [&](const ms_usage& u) {
+          py::dict row;
+          row["tag"] = text_of(u.tag);
+          row["device"] = u.device;
+          row["state"] = u.state;
+          row["backup"] = u.backup;
+          const py::str* at = names;
+#define MS_ADD_FIELD(type, name, meaning) row[*at++] = u.name;
+          MS_USAGE_FIELDS(MS_ADD_FIELD)
 #undef MS_ADD_FIELD
-      return row;
-    });
-  });
+          return row;
+        });
+      },
+      py::arg("tag") = py::none());
   m.def("timeline_start", [](size_t capacity) {
     without_gil([&](ms_error* error) { return ms_timeline_start(capacity, error); });
   });

@@ -214,13 +214,19 @@ def _rate(nbytes: int, seconds: float) -> float:
     return nbytes / seconds if seconds > 0 else 0.0
 
 
+def _tag_stats(row: dict[str, Any]) -> TagStats:
+    """Return a row of the native statistics as an object."""
+    row["state"] = STATES[row["state"]]
+    row["backup"] = backup_of(row["backup"])
+    # The constructor of a frozen dataclass sets each field with a call: 15 times slower.
+    made = object.__new__(TagStats)
+    made.__dict__.update(row)
+    return made
+
+
 def stats() -> Stats:
     """Return the statistics of every tag on every device, at one moment."""
-    rows: list[dict[str, Any]] = _C.stats()
-    for row in rows:
-        row["state"] = STATES[row["state"]]
-        row["backup"] = backup_of(row["backup"])
-    tags = tuple(TagStats(**row) for row in rows)
+    tags = tuple(map(_tag_stats, _C.stats()))
     return Stats(tags, *_C.host_memory(), Deferred(*_C.deferred_releases()))
 
 

@@ -63,7 +63,7 @@ def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None
     _undecided.discard(tag)
     if backup != "none" or earlier in (None, "none"):
         return
-    nbytes = sum(int(row["allocated_bytes"]) for row in _C.stats() if row["tag"] == tag)
+    nbytes = sum(int(row["allocated_bytes"]) for row in _C.stats(tag))
     if nbytes:
         note(
             f"a region with backup='none' withdraws the backup {str(earlier)!r} of tag {tag!r}: "

@@ -23,6 +23,8 @@ BENCH = "bench --size 32MiB --rounds 1"
 COMMANDS = ["--help", "--version", "demo --help", "doctor", "doctor --json", "top", "top --json"]
 COMMANDS += ["trace t.json", "trace t.json --json", BENCH, f"{BENCH} --json"]
 COMMANDS += [pytest.param("demo", marks=pytest.mark.long)]
+# Plain text, rich's text, JSON, and output that is redrawn: each is written in its own way.
+WAYS = ["--help", "doctor", "top --json", BENCH]
 
 
 def run_command(words, tmp_path, unbuffered="", variables=(), **named):
@@ -50,9 +52,7 @@ def trace(tmp_path):
     files.save(made(samples=[TagSample(0.0, "t ✓ é", 0, 1, 1)]), tmp_path / "t.json")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("words", COMMANDS)
-def test_a_full_disk_is_one_line_and_status_1(tmp_path, words, unbuffered):
+def check_a_full_disk(words, tmp_path, unbuffered=""):
     with open("/dev/full", "w") as full:
         done = run_command(words, tmp_path, unbuffered, stdout=full)
     assert done.stderr == "memsaver: the output cannot be written: No space left on device\n"
@@ -60,6 +60,16 @@ def test_a_full_disk_is_one_line_and_status_1(tmp_path, words, unbuffered):
 
 
 @pytest.mark.parametrize("words", COMMANDS)
+def test_a_full_disk_is_one_line_and_status_1(tmp_path, words):
+    check_a_full_disk(words, tmp_path)
+
+
+@pytest.mark.parametrize("words", WAYS)
+def test_a_full_disk_without_a_buffer(tmp_path, words):
+    check_a_full_disk(words, tmp_path, unbuffered="1")
+
+
+@pytest.mark.parametrize("words", WAYS)
 def test_a_closed_pipe_is_not_reported(tmp_path, words):
     with subprocess.Popen(["true"], stdin=subprocess.PIPE) as gone:
         gone.wait()
@@ -67,21 +77,24 @@ def test_a_closed_pipe_is_not_reported(tmp_path, words):
     assert (done.stderr, done.returncode) == ("", 1)
 
 
-@pytest.mark.parametrize("words", COMMANDS)
+@pytest.mark.parametrize("words", WAYS)
 def test_a_closed_output_is_one_line_and_status_1(tmp_path, words):
     done = run_command(words, tmp_path, preexec_fn=lambda: os.close(1))
     assert done.stderr == "memsaver: the output cannot be written: Bad file descriptor\n"
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize("closed", [False, True], ids=["full", "closed"])
 @pytest.mark.parametrize(
-    ("words", "status"),
+    ("words", "status", "closed"),
     [
-        *((words, 0) for words in ("doctor", "top", "trace t.json", BENCH)),
-        ("trace none.json", 1),
-        ("top --nope", 2),
-        pytest.param("demo", 0, marks=pytest.mark.long),
+        *((words, 0, False) for words in ("doctor", "top", "trace t.json", BENCH)),
+        ("trace none.json", 1, False),
+        ("trace none.json", 1, True),
+        ("top --nope", 2, False),
+        ("top --nope", 2, True),
+        (BENCH, 0, True),
+        pytest.param("demo", 0, False, marks=pytest.mark.long),
+        pytest.param("demo", 0, True, marks=pytest.mark.long),
     ],
 )
 def test_errors_that_cannot_be_written_change_no_status(tmp_path, words, status, closed):
@@ -117,6 +130,7 @@ CASES = [
     for words in WORDS
 ]
 CASES += [(words, "latin-1") for words in ("doctor", "bench --size 32MiB --rounds 1")]
+CASES += [pytest.param("demo", "latin-1", marks=pytest.mark.long)]
 no_extension = pytest.mark.skipif(
     sys.version_info >= (3, 12) and not str(LIBRARY_DIR).isascii(),
     reason="in the locale C, this Python imports no extension from a folder with another letter",
@@ -124,7 +138,6 @@ no_extension = pytest.mark.skipif(
 CASES += [
     pytest.param(words, "C", marks=no_extension) for words in ("trace t.json", "trace ü.json")
 ]
-CASES += [("demo", "latin-1")]
 
 
 @pytest.mark.parametrize("words, encoding", CASES)

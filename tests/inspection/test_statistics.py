@@ -1,9 +1,13 @@
 """Test the statistics other than resident bytes: totals, rates and fingerprint hits."""
 
+import dataclasses
+
 import pytest
 
 import memsaver
 from build_support import usage_fields
+from memsaver import TagStats
+from memsaver._runtime.native import _C
 
 pytestmark = pytest.mark.each_python
 
@@ -200,3 +204,12 @@ def test_tag_stats_has_the_fields_of_the_c_header():
     module = usage_fields.MODULE.read_text()
     assert len(usage_fields.fields(usage_fields.HEADER.read_text())) > 20
     assert module == usage_fields.written(module, usage_fields.HEADER.read_text())
+
+
+def test_a_row_is_what_the_constructor_makes(tag, make_paused):
+    blocks = make_paused(name := tag())
+    (row,) = memsaver.stats()[name]
+    made = TagStats(**{field.name: getattr(row, field.name) for field in dataclasses.fields(row)})
+    assert vars(row) == vars(made) and hash(row) == hash(made)
+    assert [one["tag"] for one in _C.stats(name)] == [name] and _C.stats("no such tag") == []
+    del blocks
