@@ -17,8 +17,6 @@ from memsaver._runtime.native import LIBRARY_DIR
 from memsaver.traces import files
 from memsaver.traces.trace import TagSample
 
-pytestmark = pytest.mark.each_python
-
 BENCH = "bench --size 32MiB --rounds 1"
 COMMANDS = ["--help", "--version", "demo --help", "doctor", "doctor --json", "top", "top --json"]
 COMMANDS += ["trace t.json", "trace t.json --json", BENCH, f"{BENCH} --json"]
@@ -50,6 +48,7 @@ def trace(tmp_path):
     files.save(made(samples=[TagSample(0.0, "t ✓ é", 0, 1, 1)]), tmp_path / "t.json")
 
 
+@pytest.mark.each_python
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("words", COMMANDS)
 def test_a_full_disk_is_one_line_and_status_1(tmp_path, words, unbuffered):
@@ -59,6 +58,7 @@ def test_a_full_disk_is_one_line_and_status_1(tmp_path, words, unbuffered):
     assert done.returncode == 1
 
 
+@pytest.mark.each_python
 @pytest.mark.parametrize("words", COMMANDS)
 def test_a_closed_pipe_is_not_reported(tmp_path, words):
     with subprocess.Popen(["true"], stdin=subprocess.PIPE) as gone:
