@@ -5,6 +5,7 @@ Environment:
     MEMSAVER_CXXFLAGS      appended to every compilation
     MEMSAVER_LDFLAGS       appended to every link
     MEMSAVER_WERROR=1      warnings are errors
+    MEMSAVER_BY_FOLDER=1   compile the sources of each folder together, as in `Variant.by_folder`
     MEMSAVER_CUDA_INCLUDE  the folder with cuda.h, or `pip` for that of nvidia-cuda-runtime; also
                            searched for NVTX's headers, before nvidia-nvtx
 """
@@ -121,7 +122,7 @@ class Variant:
         return root / "build" / f"{self.name}-{sys.implementation.cache_tag}"
 
 
-ORDINARY = Variant("native")
+ORDINARY = Variant("native", by_folder=os.environ.get("MEMSAVER_BY_FOLDER") == "1")
 
 
 @dataclass(frozen=True)
@@ -273,8 +274,10 @@ def ninja_file(
     ]
     python_includes = [sysconfig.get_path("include"), pybind11.get_include()]
     python_flags = [word for folder in python_includes for word in ("-isystem", folder)]
-    extra_cxxflags = " ".join([os.environ.get("MEMSAVER_CXXFLAGS", ""), *variant.cxxflags])
-    extra_ldflags = " ".join([os.environ.get("MEMSAVER_LDFLAGS", ""), *variant.ldflags])
+    extra_cxxflags = " ".join(
+        [os.environ.get("MEMSAVER_CXXFLAGS", ""), shlex.join(variant.cxxflags)]
+    )
+    extra_ldflags = " ".join([os.environ.get("MEMSAVER_LDFLAGS", ""), shlex.join(variant.ldflags)])
 
     lines = [
         "ninja_required_version = 1.5",

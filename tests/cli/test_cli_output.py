@@ -17,8 +17,6 @@ from memsaver._runtime.native import LIBRARY_DIR
 from memsaver.traces import files
 from memsaver.traces.trace import TagSample
 
-pytestmark = pytest.mark.each_python
-
 BENCH = "bench --size 32MiB --rounds 1"
 COMMANDS = ["--help", "--version", "demo --help", "doctor", "doctor --json", "top", "top --json"]
 COMMANDS += ["trace t.json", "trace t.json --json", BENCH, f"{BENCH} --json"]
@@ -59,11 +57,13 @@ def check_a_full_disk(words, tmp_path, unbuffered=""):
     assert done.returncode == 1
 
 
+@pytest.mark.each_python
 @pytest.mark.parametrize("words", COMMANDS)
 def test_a_full_disk_is_one_line_and_status_1(tmp_path, words):
     check_a_full_disk(words, tmp_path)
 
 
+@pytest.mark.each_python
 @pytest.mark.parametrize("words", WAYS)
 def test_a_full_disk_without_a_buffer(tmp_path, words):
     check_a_full_disk(words, tmp_path, unbuffered="1")

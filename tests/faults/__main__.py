@@ -35,7 +35,13 @@ def arguments() -> argparse.Namespace:
         metavar="N",
         help=f"of a call that an act makes more than {ALWAYS} times, each Nth only beyond that",
     )
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes at a time")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=3,
+        metavar="N",
+        help="processes at a time; they wait for the disk",
+    )
     parser.add_argument(
         "--package",
         type=Path,

@@ -124,7 +124,7 @@ class Captured(Allocate):
         require(library.cuGraphLaunch(executable, self.stream) == 0, "the graph does not replay")
         library.cuStreamSynchronize(self.stream)
         contents = self.sim.read(block.address, self.nbytes)
-        require(contents.count(5) == self.nbytes, "the graph did not reach its memory")
+        require(contents == bytes([5]) * self.nbytes, "the graph did not reach its memory")
         library.cuGraphExecDestroy.argtypes = [ctypes.c_void_p]
         library.cuGraphExecDestroy(executable)
         self.stack.close()

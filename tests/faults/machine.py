@@ -144,7 +144,7 @@ class Group:
     def is_zero(self) -> bool:
         read = self.machine.sim.read
         return all(
-            read(block.address, block.nbytes).count(0) == block.nbytes for block, _ in self.blocks
+            read(block.address, block.nbytes) == bytes(block.nbytes) for block, _ in self.blocks
         )
 
     def is_gone(self) -> bool:

@@ -28,8 +28,6 @@ import memsaver
 from memsaver._runtime.native import LIBRARY_DIR
 from memsaver.cli.watched import Found, find_processes
 
-pytestmark = pytest.mark.each_python
-
 MIB = 1 << 20
 
 

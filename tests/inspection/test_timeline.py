@@ -10,8 +10,6 @@ import memsaver
 from memsaver import simulator
 from memsaver._runtime.native import _C
 
-pytestmark = pytest.mark.each_python
-
 MIB = 1 << 20
 
 
@@ -81,6 +79,7 @@ def test_a_free_takes_its_retained_pages_out(sim, tag, make_blocks, options):
     assert of(t.samples, name)[-1].resident_bytes == row.resident_bytes
 
 
+@pytest.mark.each_python
 def test_each_transition_reports_its_result_and_its_caller(sim, tag, make_blocks):
     first, second = tag("first"), tag("second")
     blocks = make_blocks(first, [4 * MIB], backup="host") + make_blocks(second, [6 * MIB])
@@ -252,6 +251,7 @@ def test_a_process_has_one_timeline_at_a_time(sim, tag):
     assert other.trace.samples is not t.trace.samples
 
 
+@pytest.mark.each_python
 def test_it_is_over_after_an_exception(sim, tag, make_blocks):
     name = tag()
     t = memsaver.timeline(interval=0.01)
@@ -327,6 +327,7 @@ def test_a_long_caller_keeps_its_end(sim, tag, make_blocks):
     assert len(blocks) == 1
 
 
+@pytest.mark.each_python
 def test_many_threads_allocate_while_one_reads(sim, tag, make_blocks, in_thread):
     names = [tag() for _ in range(4)]
 
@@ -385,6 +386,7 @@ def test_recording_opens_no_driver_by_itself(run_python):
     )
 
 
+@pytest.mark.each_python
 def test_a_forked_child_may_leave_the_recording(run_python):
     run_python(
         """
@@ -406,6 +408,7 @@ def test_a_forked_child_may_leave_the_recording(run_python):
     )
 
 
+@pytest.mark.each_python
 def test_a_process_may_end_while_it_records(run_python):
     done = run_python(
         """

@@ -12,8 +12,6 @@ import memsaver
 from memsaver.traces import files
 from memsaver.traces.trace import DeviceSample, TagSample
 
-pytestmark = pytest.mark.each_python
-
 # --- JSON
 
 

@@ -9,8 +9,6 @@ from region_memory import buffer_in, owned
 import memsaver
 from memsaver._runtime.native import _C
 
-pytestmark = pytest.mark.each_python
-
 MIB = 1 << 20
 
 NAMES = {
@@ -98,6 +96,7 @@ def test_similar_names_are_different_tags(sim, tag, make_blocks):
     assert all(block.is_zero() for block in blocks.values())
 
 
+@pytest.mark.each_python
 def test_a_subclass_of_str_is_a_name(sim, tag):
     class Name(str):
         pass
@@ -108,6 +107,7 @@ def test_a_subclass_of_str_is_a_name(sim, tag):
     assert memsaver.state(Name(name)) == "mapped"
 
 
+@pytest.mark.each_python
 @pytest.mark.parametrize(
     "name", ["", "\0", "a\0b", "\ud800", b"bytes", None, 1, ["list"], object], ids=repr
 )
@@ -138,6 +138,7 @@ assert memsaver.stats().tags == ()
 """
 
 
+@pytest.mark.each_python
 @pytest.mark.parametrize("name", NO_TEXT)
 def test_a_process_tag_that_is_not_valid_utf8(run_python, name):
     # The variable has no effect, and memsaver warns about it.

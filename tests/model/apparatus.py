@@ -148,7 +148,7 @@ class Apparatus(RuleBasedStateMachine):
         self.hold()
         stream = self.place.streams[allocation.device]
         self.sim.memset(allocation.address, value, allocation.nbytes, stream)
-        allocation.contents[:] = bytes([value]) * allocation.nbytes
+        allocation.set(value)
         allocation.tag.known = None
         self.touched.add(allocation.tag)
 

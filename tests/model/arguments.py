@@ -8,7 +8,7 @@ from model.apparatus import THREADS
 from model.expected import PAGE
 from model.place import DEVICES, MIB, NAMES
 
-LARGE = 66 * MIB  # larger than a copy chunk of a backup and a slab
+LARGE = 66 * MIB  # larger than a copy chunk of a backup and a slab; rare, because it costs most
 SMALL = [1, 512, 4096, 10_000, 70_000, 300_000]  # accessed bytes dominate the cost
 SIZES = [
     *(MIB - 512, MIB, MIB + 512, PAGE - 512, PAGE, PAGE + 1, 3 * MIB + 4096, 5 * MIB),
@@ -17,7 +17,7 @@ SIZES = [
 names = st.sampled_from(NAMES)
 devices = st.integers(0, DEVICES - 1)
 threads = st.sampled_from([0, 0, *range(THREADS)])
-sizes = st.sampled_from(16 * SMALL + 6 * SIZES + [LARGE])
+sizes = st.sampled_from(32 * SMALL + 12 * SIZES + [LARGE])
 picks = st.integers(0, 63)  # the index of an existing object, modulo their number
 seeds = st.integers(0, 1 << 20)
 backups = st.sampled_from([None, "none", "host", "pageable", "disk"])

@@ -65,7 +65,7 @@ class OtherRules(Apparatus):
             self.refused(InvalidStateError, _C.backup_view, *arguments)
             return
         saved = self.call(_C.backup_view, *arguments).result
-        require(saved == allocation.contents, "a backup is not what was saved")
+        require(bytes(saved) == allocation.contents, "a backup is not what was saved")
         if writable:
             at = seed % allocation.nbytes
             saved[at] = allocation.contents[at] = seed % 256

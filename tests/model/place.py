@@ -37,7 +37,7 @@ class Place:
         self.streams = [
             self._streams.enter_context(self.sim.stream(device)) for device in range(DEVICES)
         ]
-        self._random = random.Random(1).randbytes(_POOL)
+        self._random = memoryview(random.Random(1).randbytes(_POOL))
         self._pool = os.memfd_create("pool")
         os.write(self._pool, self._random)
         self._window_bytes = 2 * MIB

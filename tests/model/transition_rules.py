@@ -225,7 +225,7 @@ class TransitionRules(Apparatus):
             there = [each for tag in tags if not tag.paused for each in tag.on(device)]
             for each in there[:1] if kind == "resume" else ():
                 self.sim.memset(each.address, 7, each.nbytes, stream)
-                each.contents[:] = bytes([7]) * each.nbytes
+                each.set(7)
                 each.tag.known = None
         self.land(tags)
 

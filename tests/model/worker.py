@@ -10,6 +10,7 @@ repeats it, and exits with 1.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -26,7 +27,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from memsaver.errors import MemsaverWarning, UsageWarning
 
 STEPS = 60  # the maximum number of operations in a sequence
-SEQUENCES = 10  # in a round, which has one seed and can be repeated alone
+SEQUENCES = 5  # in a round, which has one seed and can be repeated alone
 
 
 def run_round(machine: type, seed: int, sequences: int = SEQUENCES) -> None:
@@ -81,6 +82,7 @@ def main() -> int:
     folder = Path(sys.argv[4])
     faulthandler.enable()
     machine, process = prepare(folder)
+    gc.freeze()  # a collection of the modules would cost as much as some operations
     start, status = time.monotonic(), 0
     while process.done.total() < operations:
         try:

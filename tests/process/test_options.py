@@ -12,8 +12,6 @@ import memsaver
 from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError
 
-pytestmark = pytest.mark.each_python
-
 NONSENSE = [
     "",
     "many",
@@ -75,6 +73,7 @@ def test_configure_rejects_invalid_values(options, value):
     assert _C.option("share_bytes") == str(64 << 20)
 
 
+@pytest.mark.each_python
 def test_configure_names_the_options(options):
     options(share_bytes="64MiB")
     with pytest.raises(ConfigError, match=r"no option 'shared_bytes'.*'share_bytes', 'slab_bytes'"):

@@ -18,8 +18,6 @@ from repository import ROOT, TESTS
 
 import memsaver
 
-pytestmark = pytest.mark.each_python
-
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10
@@ -158,6 +156,7 @@ def test_the_drop_in_has_the_projects_licence():
     assert (DROP_IN / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
+@pytest.mark.each_python
 def test_the_drop_ins_wheel_has_its_licence(dropin_wheel):
     assert licences_in(dropin_wheel) == {"LICENSE"}
 
@@ -172,6 +171,7 @@ def licences_in(wheel):
 # --- built packages -------------------------------------------------------------------------------
 
 
+@pytest.mark.each_python
 @pytest.mark.parametrize("folder", [ROOT, DROP_IN], ids=["memsaver", "the drop-in"])
 def test_an_older_setuptools_is_refused_with_the_version_that_is_needed(folder):
     code = "import runpy, setuptools; setuptools.__version__ = '76.1.0'; runpy.run_path('setup.py')"
@@ -181,6 +181,7 @@ def test_an_older_setuptools_is_refused_with_the_version_that_is_needed(folder):
     assert "setuptools>=77" in (folder / "pyproject.toml").read_text()
 
 
+@pytest.mark.each_python
 def test_an_sdist_is_unpacked_by_a_python_without_filters(tmp_path, monkeypatch):
     """Python 3.10 before 3.10.12 has no extraction filters."""
     spec = importlib.util.spec_from_file_location("wheels", ROOT / "build_support" / "wheels.py")

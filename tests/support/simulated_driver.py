@@ -31,6 +31,10 @@ class Part(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
+# Bytes to be filled before anything else sees them, which saves zeroing them and a copy of them.
+_NEW_BYTES = ctypes.pythonapi.PyBytes_FromStringAndSize
+_NEW_BYTES.restype, _NEW_BYTES.argtypes = ctypes.py_object, [ctypes.c_char_p, ctypes.c_ssize_t]
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.process_vm_readv.restype = _LIBC.process_vm_writev.restype = ctypes.c_ssize_t
 
@@ -173,9 +177,10 @@ class Simulator:
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Return the bytes at an address. Raises AssertionError if they are not accessible."""
-        copy = (ctypes.c_char * nbytes)()
-        _copy(_LIBC.process_vm_readv, ctypes.addressof(copy), address, nbytes)
-        return copy.raw
+        contents: bytes = _NEW_BYTES(None, nbytes)
+        local = ctypes.cast(contents, ctypes.c_void_p).value or 0
+        _copy(_LIBC.process_vm_readv, local, address, nbytes)
+        return contents
 
     def write(self, address: int, data: bytes) -> None:
         """Write bytes at an address. Raises AssertionError if they are not accessible."""

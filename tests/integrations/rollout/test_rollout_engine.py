@@ -16,8 +16,6 @@ from memsaver.integrations.rollout import RolloutEngine, Sample
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.each_python
-
 TWO = {"max_new_tokens": 2}
 
 

@@ -23,8 +23,6 @@ from memsaver.integrations.sglang import settings, versions
 from memsaver.integrations.sglang.adapter import MemsaverAdapter
 from memsaver.integrations.sglang.imports import when_imported
 
-pytestmark = pytest.mark.each_python
-
 MIB = 1 << 20
 STAND_IN = TESTS / "fixtures" / "sglang_plugins"
 
@@ -32,6 +30,7 @@ STAND_IN = TESTS / "fixtures" / "sglang_plugins"
 # --- the package ----------------------------------------------------------------------------------
 
 
+@pytest.mark.each_python
 def test_the_controller_is_imported_on_first_use(run_python):
     """SGLang's processes load only the plugin."""
     run_python(
@@ -253,6 +252,7 @@ def run_sglang(run_python, tmp_path):
     return run
 
 
+@pytest.mark.each_python
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_process_uses_memsaver(run_sglang, scenario):
     seen, log = run_sglang(SCENARIOS[scenario])
@@ -330,6 +330,7 @@ assert "libmemsaver_sim" not in open("/proc/self/maps").read()
     )
 
 
+@pytest.mark.each_python
 @pytest.mark.parametrize("route", ["sglang.srt.plugins", "sglang.srt.platforms"])
 def test_no_module_of_sglang_is_imported_for_the_hooks(run_python, route):
     """A detokenizer process loads the plugins too, but needs no scheduler modules."""
@@ -397,6 +398,7 @@ for _ in range(2):
     assert log.count("NotLoadedError") == 2 and log.count("MEMSAVER_SGLANG=0") == 2
 
 
+@pytest.mark.each_python
 @pytest.mark.parametrize("first", ["load_platform", "load_plugin"])
 def test_entry_points_in_any_order_any_number_of_times(run_sglang, first):
     run_sglang(
@@ -541,6 +543,7 @@ def test_the_log_warns_once_in_each_process(run_sglang, version, warnings):
 # --- parts ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_python
 @pytest.mark.parametrize("group", ["sglang.srt.plugins", "sglang.srt.platforms"])
 def test_entry_points_are_declared(group):
     (entry,) = [entry for entry in entry_points(group=group) if entry.dist.name == "memsaver"]
@@ -574,6 +577,7 @@ def make_module(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.each_python
 def test_when_a_module_is_imported(make_module):
     name, seen = make_module("awaited_module"), []
     when_imported(name, lambda module: seen.append(module.value))
@@ -591,6 +595,7 @@ def test_when_a_module_is_imported(make_module):
     assert seen == [1, 2]
 
 
+@pytest.mark.each_python
 def test_when_a_module_fails_at_first(make_module):
     name, seen = make_module("failing_module", "raise ImportError('not yet')\n"), []
     when_imported(name, seen.append)
@@ -603,6 +608,7 @@ def test_when_a_module_fails_at_first(make_module):
     assert seen == [module]
 
 
+@pytest.mark.each_python
 def test_when_a_module_is_being_imported(make_module):
     """The module is ignored, because the end of its import cannot be observed."""
     when, seen = "memsaver.integrations.sglang.imports", []

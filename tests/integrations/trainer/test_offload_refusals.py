@@ -16,8 +16,6 @@ torch = pytest.importorskip("torch")
 
 from trainers import Trainer, addresses_of, lies_in  # noqa: E402
 
-pytestmark = pytest.mark.each_python
-
 # --- while paused ---------------------------------------------------------------------------------
 
 
@@ -99,6 +97,7 @@ def test_loading_and_the_forward_are_refused_while_paused(sim, tag):
     trainer.optimizer.load_state_dict(states)
 
 
+@pytest.mark.each_python
 def test_compiled_code_is_refused_too(sim, tag):
     trainer = Trainer()
     whole = torch.compile(trainer.model, backend="eager", fullgraph=True)
@@ -155,6 +154,7 @@ def test_an_exception_in_the_block_resumes_the_tag(sim, tag):
     assert offloaded.state == "paused"  # as it was
 
 
+@pytest.mark.each_python
 def test_paused_is_around_functions_and_coroutines(sim, tag):
     trainer = Trainer()
     offloaded = offload(trainer.optimizer, tag=tag())
@@ -184,6 +184,7 @@ def test_paused_is_around_functions_and_coroutines(sim, tag):
 # --- closing --------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_python
 def test_closing_leaves_the_tensors_in_the_tag(sim, tag):
     trainer, expected = Trainer(), Trainer()
     offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
