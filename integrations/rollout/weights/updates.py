@@ -310,6 +310,8 @@ class _Update:
             if self._options.group is not None:  # only the leader's tensors are sent
                 return "", digests_of(views, places) if self._engine.layout.is_leader else ()
             digests = digests_of(views, places)
+            if self._engine.layout.tp_rank >= self._engine.tp_size:
+                return "", digests  # torch keeps memory until each receiver has closed it
             return memory.payload(views, self._options.layout), digests
 
         timeout, engines = self._options.timeout, self._engine.layout
