@@ -47,7 +47,7 @@ REQUESTS, PROMPT, TOKENS = 8, 1024, 64
 
 
 class Loop(EngineWorker):
-    """Runs an engine, and a trainer in the process of the engine's caller, through steps.
+    """Runs an engine, and a trainer in the process that calls it, through steps.
 
     Args:
         name: the memory saver of both.

@@ -24,7 +24,7 @@ memsaver's and the peer's one after the other. The first engine of a run compile
 start does not count. Before each step is a wait of --wait seconds, so that the driver's clearing of
 released memory is not measured. Times are those of the engine's caller. All values count.
 
-New weights come from tensors of a trainer in the process of the engine's caller, which are freed
+New weights come from a trainer's tensors in the process that calls the engine, which are freed
 before the release. The engine's checksums of its weights before each release and after the resume
 are compared. If a library loses bytes, its measurement fails and gets no row.
 

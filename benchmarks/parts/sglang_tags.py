@@ -1,7 +1,7 @@
 """Measure release and resume of each tag of an SGLang engine, with decoding before and after.
 
-One engine after the other has the GPU. Each runs one cycle with the weights as loaded, and then
-alternates cycles with unchanged weights and with new weights from a trainer. The engine's own
+The engines use the GPU one after the other. Each runs one cycle with the weights as loaded, and
+then alternates cycles with unchanged weights and with new weights from a trainer. The engine's own
 checksums of its weights before a release and after the resume are compared. Measurements taken
 before an engine failed are valid, unless the engine lost contents.
 """

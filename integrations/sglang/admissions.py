@@ -342,7 +342,7 @@ def _refusal_in(output: Any) -> EngineAsleepError | None:
 
 
 async def _discard(manager: Any, obj: Any, deadline: float) -> None:
-    """Abort the parts of a refused request that a scheduler has accepted, and wait for their ends.
+    """Abort the parts of a refused request that a scheduler has accepted, and wait until they end.
 
     The schedulers' answers end the parts and remove their states. SGLang 0.5.12 exits if it
     receives an answer for a part without a state.

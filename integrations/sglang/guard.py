@@ -2,9 +2,9 @@
 
 Without the guard, such a request causes an illegal memory access, which ends the engine. The guard
 runs between SGLang's broadcast of received requests and their handlers, so all ranks of a
-tensor-parallel group decide about the same requests in the same order, from the same state: the
-tags that their release handlers have recorded. The guard uses no clock. While nothing is released,
-it adds one check to each request, and nothing to a decoding step.
+tensor-parallel group decide how to handle the same requests in the same order, from the same state:
+the tags that their release handlers have recorded. The guard uses no clock. While nothing is
+released, it adds one check to each request, and nothing to a decoding step.
 
 | request | while memory is released |
 |---|---|

@@ -231,7 +231,7 @@ class _NoSaver:
     """A saver for SGLang's handlers that does nothing.
 
     Attributes:
-        received: the tags of its calls of `pause` and `resume`.
+        received: the tags of its calls to `pause` and `resume`.
     """
 
     enabled = True

@@ -142,7 +142,7 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
 
 
 def _hooks_of_updates() -> dict[str, tuple[str, Callable[..., Any]]]:
-    """Return the hooks of weight updates."""
+    """Return the hooks for weight updates."""
     disk = weight_loads.plain("UpdateWeightFromDiskReqOutput", has_barrier=False)
     ipc = weight_loads.plain("UpdateWeightsFromIPCReqOutput", has_barrier=True)
     tensors = weight_loads.plain("UpdateWeightsFromTensorReqOutput", has_barrier=True)

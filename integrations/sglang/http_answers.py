@@ -92,7 +92,7 @@ class AsleepAnswers:
         return None if manager is None else admission_of(manager)
 
     async def _is_asleep(self, admission: Admission) -> bool:
-        """Return whether memory is released; query this if other processes may have changed it."""
+        """Return whether memory is released. Query the engine if others may have changed it."""
         if admission.released or admission.policy.sleep_after or self._has_siblings():
             await admission.refresh()
         return bool(admission.released)

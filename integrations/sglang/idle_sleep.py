@@ -2,9 +2,10 @@
 
 The time is measured only on the rank that receives requests from the tokenizer manager: it adds a
 message of its own to those that it received, before SGLang broadcasts them, so that all ranks
-release memory at the same place in their requests. SGLang has a place for this, the input blocker,
-which it calls between the reception and the broadcast. With several data-parallel schedulers, each
-one sleeps by itself; with data-parallel attention, the first one decides for all of them.
+release memory at the same place in their requests. SGLang provides a hook for this, the input
+blocker, which it calls between the reception and the broadcast. With several data-parallel
+schedulers, each one releases its memory independently; with data-parallel attention, the first one
+decides for all of them.
 """
 
 from __future__ import annotations
