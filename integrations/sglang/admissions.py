@@ -275,9 +275,13 @@ class _Held:
         if abort_all or rid in ([rids] if isinstance(rids, str) else rids or ()):
             self._is_aborted = True
 
-    async def is_gone(self) -> bool:
+    def check(self) -> None:
+        """Raise `RequestAbortedError` if a caller has aborted the request."""
         if self._is_aborted:
             raise RequestAbortedError("the request was aborted while it waited for the engine")
+
+    async def is_gone(self) -> bool:
+        self.check()
         return self._is_gone is not None and await self._is_gone()
 
 
@@ -303,6 +307,7 @@ async def _admitted(
         all_held.append(held)
         try:
             await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=held.is_gone)
+            held.check()
         except EngineAsleepError as error:
             raise _refused(error) from error.__cause__
         finally:

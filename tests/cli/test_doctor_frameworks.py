@@ -86,7 +86,7 @@ def test_torch_without_its_cache_is_bad(plain):
 
 @pytest.mark.parametrize(
     ("version", "level", "tried"),
-    [("0.5.16", "good", True), ("0.5.17", "warned", False), ("0.5.2", "warned", False)],
+    [("0.5.16", "good", True), ("0.5.24", "warned", False), ("0.5.2", "warned", False)],
 )
 def test_versions_of_sglang(plain, version, level, tried):
     plain.setattr(

@@ -30,6 +30,14 @@ class ResumeMemoryOccupationReqInput:
     tags: list[str] | None = None
 
 
+class ReleaseMemoryOccupationReqOutput:
+    pass
+
+
+class ResumeMemoryOccupationReqOutput:
+    pass
+
+
 @dataclass
 class GenerateReqInput:
     rid: str
@@ -48,7 +56,12 @@ def modules():
     fastapi = types.ModuleType("fastapi")
     fastapi.HTTPException = HTTPException
     messages = types.ModuleType("sglang.srt.managers.io_struct")
-    messages.ResumeMemoryOccupationReqInput = ResumeMemoryOccupationReqInput
+    for kind in (
+        ReleaseMemoryOccupationReqOutput,
+        ResumeMemoryOccupationReqInput,
+        ResumeMemoryOccupationReqOutput,
+    ):
+        setattr(messages, kind.__name__, kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "fastapi", fastapi)
         for name in ("sglang", "sglang.srt", "sglang.srt.managers"):

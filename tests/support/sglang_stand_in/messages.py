@@ -66,6 +66,7 @@ class UpdateWeightsFromTensorReqInput:
     flush_cache: bool = True
     weight_version: str | None = None
     rid: str | None = None
+    selector: str = "all"  # since 0.5.23
 
 
 @dataclass
