@@ -107,12 +107,12 @@ def test_late_answers_are_not_taken_for_those_to_the_next_call(make_world, kind)
     world = make_world(kind, schedulers=2)
     manager, (first, second) = world.manager, world.manager.schedulers
     everywhere = [s.weight_updater for s in (first, second)]
-    manager.slow = {1: 0.4}
+    manager.slow = {1: 1.5}
     with pytest.raises(EngineTimeoutError):
         world.controller._request("release", ["kv_cache"], time.monotonic() + 0.1)
     # The second scheduler answers this call and the previous one; the first one answers later.
-    manager.slow = {0: 0.8}
-    world.controller._request("release", ["weights"], time.monotonic() + 5)
+    manager.slow = {0: 2.0}
+    world.controller._request("release", ["weights"], time.monotonic() + 20)
     assert [u.offload_tags for u in everywhere] == [{"kv_cache", "weights"}] * 2
     assert world.controller.released == {"kv_cache", "weights"}
     manager.slow = {}

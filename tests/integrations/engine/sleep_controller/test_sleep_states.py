@@ -103,13 +103,13 @@ def test_generating_needs_all_tags(world):
 
 
 def test_a_busy_engine_does_not_sleep(world, in_thread, wait_until):
-    world.manager.generate_seconds = 0.4
+    world.manager.generate_seconds = 1.5
     request = in_thread(world.controller.generate, prompt="a")
     wait_until(lambda: world.scheduler.running)
     with pytest.raises(EngineBusyError):
         world.controller.sleep()
     with pytest.raises(EngineBusyError):
-        world.controller.sleep(wait_idle=True, timeout=0.05)
+        world.controller.sleep(wait_idle=True, timeout=0.4)
     assert world.controller.status is Status.AWAKE and world.released == set()
     world.controller.sleep(wait_idle=True)
     assert world.released == ALL and request.result()["text"] == "a!"
