@@ -14,7 +14,13 @@ INTERVAL = 0.01  # seconds between two readings; a bucket of weights exists for 
 
 def first_gpu() -> str:
     """Return the first visible GPU: its number, or its name in CUDA_VISIBLE_DEVICES."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+    return visible_gpu(0)
+
+
+def visible_gpu(place: int) -> str:
+    """Return the visible GPU at a place: its number, or its name in CUDA_VISIBLE_DEVICES."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return names[place] if any(names) else str(place)
 
 
 class _Memory(ctypes.Structure):

@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     add("--turns", type=int, default=8, help="plain: turns of each engine, of 2 batches each")
     add("--requests", type=int, default=1000, help="storm: requests")
     add("--naps", type=int, default=100, help="storm: times that the server sleeps and wakes up")
-    add("--storm-seconds", type=float, default=600, help="storm: ends earlier after this time")
+    add("--storm-seconds", type=float, default=600, help="storm: fails if its cycles take longer")
     add("--trainer-gb", type=float, default=16.4, help="least size of its trainer in GB")
     return made
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from children import Child, Failed
-from device_memory import first_gpu
+from device_memory import visible_gpu
 from libraries import OURS, RETAINED
 from serve import Worker
 from sglang_model import BIG, SMALL, Trainer
@@ -57,12 +57,12 @@ def say(text: str) -> None:
     print(f"[{time.monotonic() - _begin:6.1f}] {text}", file=sys.stderr, flush=True)
 
 
-def used_mib() -> float:
-    """Return the driver's MiB in use on the first visible GPU. Creates no CUDA context."""
+def used_mib(place: int = 0) -> float:
+    """Return the driver's MiB in use on the visible GPU at a place. Creates no CUDA context."""
     query = (
         "nvidia-smi",
         "-i",
-        first_gpu(),
+        visible_gpu(place),
         "--query-gpu=memory.used",
         "--format=csv,noheader,nounits",
     )

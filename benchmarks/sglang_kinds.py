@@ -211,7 +211,7 @@ def run(options: argparse.Namespace) -> int:
         file.add(row)
         verdicts = {key: row.get(key) for key in VERDICTS}
         say(f"{kind.name}: {verdicts} {row.get('errors', '')}")
-        return all(value in (SAME, None) for value in verdicts.values())
+        return "errors" not in row and all(value in (SAME, None) for value in verdicts.values())
 
     with concurrent.futures.ThreadPoolExecutor(options.at_once) as pool:
         fine = list(pool.map(one, [kind for kind in KINDS if kind.name in options.only]))

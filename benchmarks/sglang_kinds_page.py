@@ -11,7 +11,7 @@ from typing import Any
 
 import results
 from sglang_kind_table import KINDS, Kind
-from sglang_kinds import FAILED, NOT_RUN, RESULTS
+from sglang_kinds import NOT_RUN, RESULTS
 
 PAGE = results.ROOT / "docs" / "sglang.md"
 BEGIN, END = "<!-- kinds: begin -->", "<!-- kinds: end -->"
@@ -73,9 +73,8 @@ def _note(kind: Kind, row: dict[str, Any]) -> str:
     if refusing:
         notes.append(f"a release is refused while requests are paused: {', '.join(refusing)}")
     for which, error in row.get("errors", {}).items():
-        if FAILED in row.values():
-            text = " ".join((error["log"] or error["text"]).split())[:ERROR_CHARACTERS]
-            notes.append(f"{which.replace('_', ' ')}, {error['step']}: `{_plain(text)}`")
+        text = " ".join((error["log"] or error["text"]).split())[:ERROR_CHARACTERS]
+        notes.append(f"{which.replace('_', ' ')}, {error['step']}: `{_plain(text)}`")
     return "; ".join(notes)
 
 

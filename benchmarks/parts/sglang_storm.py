@@ -270,6 +270,8 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
     say(f"storm: {dict(count)} in {seconds} s")
     for kind, outcome in [found for found in outcomes if ":" in found[1]][:10]:
         failures.append(f"storm, {kind}: {outcome}")
+    if cycles < options.naps:
+        raise Failed(f"storm: only {cycles} of {options.naps} cycles in time")
     answered = count["answered"] + count["disconnected"]
     row = results.measurement(
         METRIC, [answered], PEER, [len(outcomes)], bench=BENCH, higher_is_better=True

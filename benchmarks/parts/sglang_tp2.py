@@ -1,7 +1,7 @@
 """Measure the memory that a sleeping SGLang engine holds with tensor parallelism on two GPUs.
 
 Compares suspended NCCL communicators (MEMSAVER_SGLANG_SUSPEND_NCCL=1) with communicators that keep
-their memory. The memory in use is that of the first GPU. Needs NCCL 2.29.7 or newer.
+their memory. The memory in use is that of the GPU with more. Needs NCCL 2.29.7 or newer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
     if options.device != "cpu" and count_gpus() < 2:
         say(f"{METRIC} needs two GPUs")
         return
-    used: dict[str, list[float]] = {"1": [], "0": []}
+    used: dict[str, list[list[float]]] = {"1": [], "0": []}  # of each GPU
     held: dict[str, list[dict[str, int]]] = {"1": [], "0": []}
     for suspends in used:
         wait_until_free(options.idle_mib)
@@ -43,11 +43,13 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
                 time.sleep(options.wait)
                 held[suspends] += child.ask("release")["held"]
                 time.sleep(options.wait)
-                used[suspends].append(used_mib())
+                used[suspends].append([used_mib(0), used_mib(1)])
                 lost = child.ask("generate_first", resume=True)["lost"]
                 if lost:
                     raise Failed(f"{METRIC}, suspended={suspends}: {lost}")
     if all(used.values()):
-        row = results.measurement(METRIC, used["1"], PEER, used["0"], bench=BENCH)
+        ours, theirs = ([max(gpus) for gpus in used[suspends]] for suspends in ("1", "0"))
+        row = results.measurement(METRIC, ours, PEER, theirs, bench=BENCH)
+        row["detail"] |= {"memsaver_gpus": used["1"], "peer_gpus": used["0"]}
         row["detail"] |= {"memsaver_held": held["1"], "peer_held": held["0"]}
         yield row

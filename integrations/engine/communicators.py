@@ -2,13 +2,15 @@
 
 NCCL waits in each call for the other ranks of the communicator, without a bound. So a communicator
 is suspended only if all of its ranks take part here, which the ranks find out by an exchange; all
-ranks proceed in the same order; and before a resume, all ranks check that its memory is free,
-because a rank that fails would leave the others waiting.
+ranks proceed in the same order, and stop at the first communicator at which a rank fails; and
+before a resume, all ranks check that its memory is free, because the others may wait in NCCL's call
+for a rank that fails in its own, and then the communicator is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -44,12 +46,15 @@ class Suspender:
     def suspend(self, group: Group) -> list[RankReport]:
         """Suspend the communicators whose ranks all belong to `group`, and that have memory.
 
-        After a failure, `resume` resumes those that all of their ranks have suspended. If a rank
-        has failed in NCCL's call, the others wait in theirs, and no `resume` succeeds any more.
+        After a failure, some may be suspended. `resume` resumes them, unless one is suspended on
+        only some of its ranks, or ranks still wait in NCCL's call for one that has failed: then no
+        `resume` succeeds any more, and no `suspend` in the second case.
         """
         found: list[Communicator] = []
 
         def find() -> None:
+            if self._lost:
+                raise EngineError(self._lost)
             known = {one.key for one in self._suspended}
             found.extend(
                 one
@@ -64,23 +69,45 @@ class Suspender:
         if first_failure(ranks):
             return ranks
         chosen, _ = _complete(group, found)
-        return group.attempt(lambda: self._suspend(chosen)) if chosen else ranks
+        return self._each(group, chosen, self._suspend) or ranks
 
-    def _suspend(self, chosen: Sequence[Communicator]) -> None:
-        with self._noting_loss():
-            for one in chosen:
-                one.library.suspend(one.handle)
-                self._suspended.append(one)
+    def _suspend(self, one: Communicator) -> None:
+        one.library.suspend(one.handle)
+        self._suspended.append(one)
 
     def resume(self, group: Group) -> list[RankReport]:
-        """Resume all suspended communicators. If memory is short on a rank, none is resumed."""
+        """Resume all suspended communicators.
+
+        None is resumed if memory is short on a rank, or if one cannot be resumed after a failure of
+        `suspend`.
+        """
         chosen, lacking = _complete(group, self._suspended)
-        ranks = group.attempt(lambda: self._check(chosen, lacking))
+        mine = [one for one in chosen if one is not None]
+        ranks = group.attempt(lambda: self._check(mine, lacking))
         if first_failure(ranks):
             return ranks
-        return group.attempt(lambda: self._resume(chosen))
+        return self._each(group, chosen, self._resume) or ranks
 
-    def _check(self, chosen: Iterable[Communicator], lacking: Sequence[Communicator]) -> None:
+    def _each(
+        self,
+        group: Group,
+        chosen: Iterable[Communicator | None],
+        work: Callable[[Communicator], None],
+    ) -> list[RankReport]:
+        """Work on one communicator after another; stop on all ranks if one fails."""
+        ranks: list[RankReport] = []
+        for one in chosen:
+            ranks = group.attempt(functools.partial(self._work, one, work))
+            if first_failure(ranks):
+                break
+        return ranks
+
+    def _work(self, one: Communicator | None, work: Callable[[Communicator], None]) -> None:
+        if one is not None:
+            with self._noting_loss():
+                work(one)
+
+    def _check(self, chosen: Sequence[Communicator], lacking: Sequence[Communicator]) -> None:
         if self._lost:
             raise EngineError(self._lost)
         if lacking:
@@ -98,11 +125,9 @@ class Suspender:
             error.needed, error.free, error.device = needed + _SPARE, free, self._device
             raise error
 
-    def _resume(self, chosen: Iterable[Communicator]) -> None:
-        with self._noting_loss():
-            for one in chosen:
-                one.library.resume(one.handle)
-                self._suspended.remove(one)
+    def _resume(self, one: Communicator) -> None:
+        one.library.resume(one.handle)
+        self._suspended.remove(one)
 
     @contextlib.contextmanager
     def _noting_loss(self) -> Iterator[None]:
@@ -116,22 +141,19 @@ class Suspender:
 
 def _complete(
     group: Group, mine: Sequence[Communicator]
-) -> tuple[list[Communicator], list[Communicator]]:
+) -> tuple[list[Communicator | None], list[Communicator]]:
     """Split communicators into those that all of their ranks list, and the others. Collective.
 
-    Both lists are in the same order on all ranks.
+    The first list has the same order on all ranks, with None for a communicator of other ranks.
     """
     listed = group.gather({"each": [[one.name, list(one.ranks), one.rank] for one in mine]})
     places: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for fields in listed:
         for name, ranks, rank in fields["each"]:
             places.setdefault((name, tuple(ranks)), []).append(rank)
-    mine = sorted(mine, key=lambda one: one.key)
-    whole = [sorted(places[one.key]) == list(range(len(one.ranks))) for one in mine]
-    return (
-        [one for one, is_whole in zip(mine, whole, strict=True) if is_whole],
-        [one for one, is_whole in zip(mine, whole, strict=True) if not is_whole],
-    )
+    whole = sorted(key for key, at in places.items() if sorted(at) == list(range(len(key[1]))))
+    own = {one.key: one for one in mine}
+    return [own.get(key) for key in whole], [one for one in mine if one.key not in whole]
 
 
 def of_torch(device: int) -> list[Communicator]:

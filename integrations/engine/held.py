@@ -15,17 +15,40 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import memsaver
 from memsaver._runtime.native import _C
 
 from .errors import EngineError
-from .nccl import Communicator
 
-__all__ = ["PARTS", "clear_workspaces", "measure", "of_segments", "release_cache"]
+if TYPE_CHECKING:  # nccl.py imports this module
+    from .nccl import Communicator
+
+__all__ = [
+    "PARTS",
+    "clear_workspaces",
+    "device",
+    "measure",
+    "of_segments",
+    "release_cache",
+    "use_device",
+]
 
 PARTS = ("tags", "graphs", "tensors", "cache", "nccl", "rest")
+
+
+def device() -> int:
+    """Return torch's current device; 0 if torch has no CUDA context in this process."""
+    torch = _initialized()
+    return 0 if torch is None else int(torch.cuda.current_device())
+
+
+def use_device(device: int) -> None:
+    """Make a device the current one of this thread, if torch has a CUDA context in this process."""
+    torch = _initialized()
+    if torch is not None:
+        torch.cuda.set_device(device)
 
 
 def measure(device: int, communicators: Iterable[Communicator] = ()) -> dict[str, int]:

@@ -9,18 +9,21 @@ NCCL_CUMEM_ENABLE=1.
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from . import held
 from .errors import EngineError, EngineTimeoutError
 
 __all__ = ["SECONDS", "SINCE", "Communicator", "Nccl", "loaded"]
 
 SINCE = 22907  # the first version with the functions, as ncclGetVersion returns it
-SECONDS = 60.0  # the longest wait for the other ranks
+# The longest wait for the other ranks, below a controller's timeout for a whole operation.
+SECONDS = 20.0
 
 _MEMORY = 0x01  # NCCL_SUSPEND_MEM
 # Members of ncclCommMemStat_t.
@@ -93,17 +96,25 @@ class Nccl:
     def _bounded(self, function: str, *arguments: object) -> None:
         """Call a function that waits for other ranks, for at most `SECONDS`."""
         call: Callable[..., int] = getattr(self._library, function)
-        statuses: list[int] = []
+        device = held.device()
+        status: concurrent.futures.Future[int] = concurrent.futures.Future()
+
+        def work() -> None:
+            try:
+                held.use_device(device)  # NCCL synchronizes the thread's current device
+                status.set_result(call(*arguments))
+            except BaseException as error:
+                status.set_exception(error)
+
         # NCCL cannot cancel the wait: after a timeout, the thread stays in it.
-        thread = threading.Thread(target=lambda: statuses.append(call(*arguments)), daemon=True)
-        thread.start()
-        thread.join(SECONDS)
-        if not statuses:
+        threading.Thread(target=work, daemon=True).start()
+        concurrent.futures.wait([status], SECONDS)
+        if not status.done():
             raise EngineTimeoutError(
                 f"{function} did not end in {SECONDS:g} s: another rank of the communicator did "
                 "not make the call; restart the engine"
             )
-        self._check(function, statuses[0])
+        self._check(function, status.result())
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 Torch's cache goes to the driver in any case, and cuBLAS's workspaces if the engine captures no CUDA
 graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set, and if no code
 uses them while memory is released: the guard refuses requests, and the engine has none of the
-settings with which it communicates even if it is idle. They are resumed before the first memory is
-mapped.
+settings with which it communicates even if it is idle, on all ranks. They are resumed before the
+first memory is mapped.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..engine.ranks import Figures, Group, first_failure
 from ..engine.tags import GRAPH, RELEASE_ORDER
 from . import settings
 from .guard import Guard
+from .updaters import scheduler_of
 
 __all__ = ["after_release", "before_resume", "communicators"]
 
@@ -32,6 +33,7 @@ _DISPATCHER = "_request_dispatcher"  # of a scheduler
 # unless they have these values. The recorder of experts adds its counts in a query.
 _SILENT = {
     "disaggregation_mode": "null",
+    "elastic_ep_backend": None,
     "enable_dp_attention": False,
     "enable_symm_mem": False,
     "expert_distribution_recorder_mode": None,
@@ -44,22 +46,36 @@ _logger = logging.getLogger("memsaver.sglang")
 def after_release(updater: Any, group: Group, ranks: Sequence[RankReport]) -> list[RankReport]:
     """Release what else can be released, if no tag has memory; return the reports of the ranks.
 
-    They get the bytes that each rank still holds. A failure is logged, and changes nothing else.
-    Collective.
+    They get the bytes that each rank still holds. A failure is logged, and the release still counts
+    as done; see `Suspender.suspend` for the communicators after it. Collective.
     """
-    if any(tag not in updater.offload_tags and moves.are_memsavers([tag]) for tag in RELEASE_ORDER):
+    scheduler = scheduler_of(updater)
+    # The ranks decide together, because only some of them may have a setting or a tag.
+    votes = group.gather(
+        {
+            "all_released": not any(
+                tag not in updater.offload_tags and moves.are_memsavers([tag])
+                for tag in RELEASE_ORDER
+            ),
+            "suspends": settings.suspends_nccl() and _is_silent_asleep(scheduler),
+        }
+    )
+    if not all(vote["all_released"] for vote in votes):
         return list(ranks)
-    suspender = _suspender(updater.scheduler)
-    if suspender is not None:
-        _log("NCCL's communicators keep their memory", suspender.suspend(group))
-    measured = group.attempt(lambda: Figures(held=_release(updater.scheduler)))
+    if all(vote["suspends"] for vote in votes):
+        _log(
+            "could not suspend all of NCCL's communicators; a resume may fail",
+            _suspender(scheduler).suspend(group),
+        )
+    measured = group.attempt(lambda: Figures(held=_release(scheduler)))
     _log("the memory that is still in use is unknown", measured)
     return [replace(rank, held=now.held) for rank, now in zip(ranks, measured, strict=True)]
 
 
 def before_resume(updater: Any, group: Group) -> list[RankReport]:
-    """Resume NCCL's communicators. After a failure, nothing has changed. Collective."""
-    suspender = _suspender(updater.scheduler)
+    """Resume NCCL's communicators, before memory is mapped. Collective."""
+    # Either all ranks have a suspender or none.
+    suspender = getattr(scheduler_of(updater), _ATTRIBUTE, None)
     return [] if suspender is None else suspender.resume(group)
 
 
@@ -78,15 +94,14 @@ def communicators(device: int) -> list[Communicator]:
     return found
 
 
-def _suspender(scheduler: Any) -> Suspender | None:
-    """Return the scheduler's suspender; None if its communicators must stay as they are."""
-    found = vars(scheduler).get(_ATTRIBUTE, False)
-    if found is False:
-        allowed = settings.suspends_nccl() and _is_silent_asleep(scheduler)
-        device = _device(scheduler)
-        found = Suspender(lambda: communicators(device), device) if allowed else None
+def _suspender(scheduler: Any) -> Suspender:
+    """Return the scheduler's suspender, which is created at the first call."""
+    found: Suspender | None = getattr(scheduler, _ATTRIBUTE, None)
+    if found is None:
+        device = held.device()
+        found = Suspender(lambda: communicators(device), device)
         setattr(scheduler, _ATTRIBUTE, found)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _is_silent_asleep(scheduler: Any) -> bool:
@@ -97,17 +112,8 @@ def _is_silent_asleep(scheduler: Any) -> bool:
     return all(getattr(arguments, name, usual) in (usual, None) for name, usual in _SILENT.items())
 
 
-def _device(scheduler: Any) -> int:
-    """Return the device of a scheduler's model."""
-    for owner in (scheduler, getattr(scheduler, "ps", None)):  # since 0.5.16 in `ps`
-        device = getattr(owner, "gpu_id", None)
-        if isinstance(device, int):
-            return device
-    return 0
-
-
 def _release(scheduler: Any) -> dict[str, int]:
-    device = _device(scheduler)
+    device = held.device()
     without_graphs = getattr(getattr(scheduler, "server_args", None), "disable_cuda_graph", False)
     if without_graphs and not moves.are_memsavers([GRAPH]):
         held.clear_workspaces(device)

@@ -79,7 +79,8 @@ def _answered(
     answer = _Answering(updater, operation)
     try:
         asked = handlers.requested_tags(request, order)
-        released = updater.offload_tags - answer.held
+        # A release of tags that still have memory may be repeated, and so may a resume of them.
+        released = updater.offload_tags - (answer.held if operation == "release" else set())
         handlers.check_states(request, operation, asked, released)
     except (ConfigError, InvalidStateError) as error:
         return answer.refused(error)

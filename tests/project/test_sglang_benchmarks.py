@@ -1,5 +1,7 @@
 """Test how the benchmarks of SGLang engines judge answers and make rows, without an engine."""
 
+import argparse
+import contextlib
 import json
 
 import pytest
@@ -106,6 +108,18 @@ def test_a_server_with_similar_outputs_cannot_be_measured(benchmark_module, serv
     server.answers["/generate"] = [(200, '{"output_ids": [1]}')] * 12
     with pytest.raises(benchmark_module("children").Failed, match="not usable"):
         storm.learn()
+
+
+def test_a_storm_with_too_few_cycles_fails(benchmark_module, server, tmp_path, monkeypatch):
+    module = benchmark_module("parts.sglang_storm")
+    for name in ("wait_until_free", "write_config", "save_checkpoint"):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    monkeypatch.setattr(module, "serving", lambda *_: contextlib.nullcontext(server))
+    monkeypatch.setattr(module, "run", lambda *_: (7, [("generation", "answered")]))
+    server.url = ""
+    options = argparse.Namespace(idle_mib=0, model=tmp_path, output=tmp_path / "out.json", naps=8)
+    with pytest.raises(benchmark_module("children").Failed, match="only 7 of 8 cycles in time"):
+        list(module.measure(options, []))
 
 
 def test_the_rows_of_a_switch(benchmark_module):

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 BENCHMARKS = ROOT / "benchmarks"
 
 SMI = """#!/bin/sh
-case "$*" in *memory.used*) echo 1000;; *) echo "Some GPU, 1.2.3";; esac
+case "$*" in *"-i 1 "*) echo 1200;; *memory.used*) echo 1000;; *) echo "Some GPU, 1.2.3";; esac
 """
 
 
@@ -134,7 +134,8 @@ def test_an_engine_on_two_gpus(run):
     status, rows, engines = run("--only=tp2")
     assert status == 0 and [kind for _, kind, _ in engines] == ["ours"] * 2
     row = rows["sglang_tp2_resident_MiB"]
-    assert row["detail"]["memsaver"] == row["detail"]["peer"] == [1000.0] * 2
+    assert row["detail"]["memsaver"] == row["detail"]["peer"] == [1200.0] * 2
+    assert row["detail"]["memsaver_gpus"] == [[1000.0, 1200.0]] * 2
 
 
 @pytest.mark.long

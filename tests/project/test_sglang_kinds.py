@@ -100,6 +100,16 @@ def test_kinds_without_their_gpus_are_recorded_as_not_run(kinds, tmp_path, monke
     assert rows == {"dense": "needs 1 GPUs", "tp2": "needs 2 GPUs"}
 
 
+def test_an_engine_that_fails_at_its_end_is_a_failure(kinds, tmp_path, monkeypatch):
+    error = {"step": "stop", "text": "it did not end", "log": ""}
+    row = {"name": "dense", "gpus": 1, "resumed": "same", "errors": {"with_backup": error}}
+    monkeypatch.setattr(kinds, "gpus", lambda: 1)
+    monkeypatch.setattr(kinds, "measure", lambda kind, folder: dict(row))
+    output = tmp_path / "rows.json"
+    options = kinds.parser().parse_args(["--only", "dense", "--output", str(output)])
+    assert kinds.run(options) == 1
+
+
 def test_unknown_kinds_are_rejected(kinds):
     with pytest.raises(argparse.ArgumentTypeError, match="unknown kinds: sparse"):
         kinds.kind_names("dense,sparse")
@@ -119,9 +129,10 @@ def test_the_table_is_the_result_file(benchmark_module):
     assert page.rewritten(there, rows) == there, "make pages"
 
 
-def test_a_failed_row_shows_its_error_in_one_cell(benchmark_module):
+@pytest.mark.parametrize("resumed", ["failed", "same"])
+def test_a_row_shows_its_error_in_one_cell(benchmark_module, resumed):
     page = benchmark_module("sglang_kinds_page")
     error = {"step": "start", "text": "x", "log": "ValueError: a | b `c`"}
-    row = {"name": "dense", "resumed": "failed", "errors": {"with_backup": error}}
+    row = {"name": "dense", "resumed": resumed, "errors": {"with_backup": error}}
     (line,) = [line for line in page.table([row]).splitlines() if line.startswith("| dense |")]
     assert "with backup, start: `ValueError: a / b 'c'`" in line and line.count("|") == 9

@@ -88,13 +88,15 @@ def run(version: str) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as work:
         report = Path(work) / "report.xml"
         options = ["-q", "-m", "recipes", "-W", "ignore", f"--junitxml={report}"]
-        subprocess.run(
+        status = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *tests],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": paths},
             timeout=SECONDS,
             check=False,
-        )
+        ).returncode
+        if status not in (0, 1, 2):  # 1 and 2: tests failed, or could not be collected
+            raise OSError(f"pytest ended with status {status}")
         return results(ElementTree.parse(report).getroot())
 
 
@@ -132,7 +134,12 @@ def main() -> None:
     are_bad = False
     for version in VERSIONS if chosen.all else chosen.versions or DEFAULT:
         print(f"SGLang {version}", flush=True)
-        result = run(version)
+        try:
+            result = run(version)
+        except (ElementTree.ParseError, OSError, subprocess.SubprocessError) as error:
+            print(f"SGLang {version}: {error}", flush=True)
+            are_bad = True
+            continue
         lacks = f"; SGLang has no {', '.join(result['lacks'])}" if result["lacks"] else ""
         print(f"SGLang {version}: {result['passed']} passed, failed: {result['failed']}{lacks}")
         are_bad |= bool(result["failed"]) or not result["passed"]

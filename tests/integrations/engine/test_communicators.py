@@ -1,11 +1,14 @@
 """Test the suspension of NCCL's communicators, with a fake NCCL library."""
 
+import threading
+import types
+
 import distributed_ranks
 import pytest
 from fake_nccl import FakeNccl
 
 import memsaver
-from memsaver.integrations.engine import nccl
+from memsaver.integrations.engine import held, nccl
 from memsaver.integrations.engine.communicators import Suspender
 from memsaver.integrations.engine.ranks import Group, first_failure
 
@@ -85,6 +88,36 @@ def test_an_error_of_the_library_is_reported(fake, tmp_path, sim):
     assert not first_failure(suspender.resume(group)) and fake.is_usable(one)
 
 
+class TorchOnDevice(threading.local):
+    """Torch's device functions: each thread begins on device 0."""
+
+    def __init__(self):
+        self.current = 0
+        self.cuda = types.SimpleNamespace(
+            current_device=lambda: self.current,
+            set_device=lambda device: setattr(self, "current", device),
+        )
+
+
+def test_the_library_is_called_on_the_callers_device(monkeypatch):
+    torch, called_on = TorchOnDevice(), []
+    monkeypatch.setattr(held, "_initialized", lambda: torch)
+    torch.cuda.set_device(1)
+    library = types.SimpleNamespace(
+        ncclCommResume=lambda handle: called_on.append(torch.cuda.current_device()) or 0
+    )
+    nccl.Nccl(library).resume(1)
+    assert called_on == [1]
+
+
+def test_an_exception_in_the_call_is_not_a_timeout():
+    def fail(handle):
+        raise OverflowError("no such handle")
+
+    with pytest.raises(OverflowError, match="no such handle"):
+        nccl.Nccl(types.SimpleNamespace(ncclCommResume=fail)).resume(1)
+
+
 RANKS = """
 from pathlib import Path
 from fake_nccl import FakeNccl
@@ -130,14 +163,25 @@ assert usable() == [True, True]
 if RANK:
     listed.pop()
 
+# A rank fails at a communicator of its own: the other one does not wait for it in the next one.
+nccl.SECONDS = 2
+if RANK:
+    fake.fail(mine[0], 1)
+ranks = suspender.suspend(group)
+assert ranks[0].failure is None and ranks[1].failure.kind == "EngineError", ranks
+assert usable() == [True, True]
+assert not first_failure(suspender.resume(group)) and fake.is_usable(mine[0])
+
 # A rank fails in the call: the other one does not wait without end, and the next resume says that
-# the communicator is lost.
+# the communicator is lost, and so does the next suspend.
 nccl.SECONDS = 0.5
 if RANK:
     fake.fail(both[0], 1)
 ranks = suspender.suspend(group)
 assert [rank.failure.kind for rank in ranks] == ["EngineTimeoutError", "EngineError"], ranks
 rank = first_failure(suspender.resume(group))
+assert rank.rank == 0 and "restart the engine" in rank.failure.message, rank
+rank = first_failure(suspender.suspend(group))
 assert rank.rank == 0 and "restart the engine" in rank.failure.message, rank
 """
 

@@ -90,6 +90,7 @@ class FakeTorch:
             for pool in pools
         ]
         self.cuda = types.SimpleNamespace(
+            current_device=lambda: 0,
             memory_snapshot=lambda: self._segments,
             empty_cache=lambda: self.released.append("cache"),
         )
@@ -164,6 +165,7 @@ def test_a_resume_that_fails_suspends_them_again(engine, world):
         {"enable_dp_attention": True},
         {"pp_size": 2},
         {"disaggregation_mode": "decode"},
+        {"elastic_ep_backend": "mooncake"},
         {"enable_symm_mem": True},
         {"expert_distribution_recorder_mode": "stat"},
     ],
@@ -197,6 +199,28 @@ def test_communicators_stay_unless_the_setting_is_on(engine, world, monkeypatch)
     assert ask(engine, "resume").failure is None
 
 
+def test_communicators_stay_if_another_rank_keeps_its_own(engine, world, monkeypatch):
+    gather = leftovers.Group.gather
+
+    def with_another_vote(group, fields):
+        others = [{**fields, "suspends": False}] if "suspends" in fields else []
+        return [*gather(group, fields), *others]
+
+    monkeypatch.setattr(leftovers.Group, "gather", with_another_vote)
+    assert ask(engine, "release").failure is None
+    assert world()
+    assert ask(engine, "resume").failure is None
+
+
+def test_the_memory_of_the_current_device_is_measured(engine, monkeypatch):
+    torch, devices = FakeTorch(), []
+    torch.cuda.current_device = lambda: 1
+    monkeypatch.setattr(held, "_initialized", lambda: torch)
+    monkeypatch.setattr(held, "measure", lambda device, _: devices.append(device) or {})
+    assert ask(engine, "release").failure is None and devices == [1]
+    assert ask(engine, "resume").failure is None
+
+
 def test_a_communicator_that_cannot_be_suspended_does_not_fail_the_release(
     engine, world, monkeypatch, caplog
 ):
@@ -206,5 +230,6 @@ def test_a_communicator_that_cannot_be_suspended_does_not_fail_the_release(
     monkeypatch.setattr(leftovers, "communicators", fail)
     answer = ask(engine, "release")
     assert answer.failure is None and answer.ranks[0].held == {}
+    assert "could not suspend all of NCCL's communicators" in caplog.text
     assert "torch has changed" in caplog.text and set(states().values()) == {"paused"}
     assert ask(engine, "resume").failure is None

@@ -102,6 +102,22 @@ class TestReported:
         call(engine, "resume")
         assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
 
+    @pytest.mark.parametrize("then", ["resume", "release"])
+    def test_tags_that_still_have_memory_may_be_resumed_or_released(
+        self, engine, scheduler, sim, then
+    ):
+        call(engine, "release")
+        scheduler.weight_updater.resume_errors["after kv_cache"] = RuntimeError("no queue")
+        with sim.fault("cuMemUnmap"), pytest.raises(RuntimeError, match="could not release it"):
+            call(engine, "resume")
+        assert sim.tag_bytes() > 0
+        scheduler.weight_updater.resume_errors.clear()
+        call(engine, then)
+        if then == "release":
+            assert sim.tag_bytes() == 0
+            call(engine, "resume")
+        assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
+
     def test_success_is_reported_to_the_main_process(self, scheduler):
         request = stand_in.ReleaseMemoryOccupationReqInput(["kv_cache"], STRICT)
         first = scheduler.handle("release_memory_occupation", request)
