@@ -85,8 +85,14 @@ class Restarter:
             RestartLimitError: the engine died, and no restart is left.
             MemsaverError: the errors of `attempt` and `restart`.
         """
-        if self._lacks_weights:
-            self._send()
+        why = ""
+        try:
+            if self._lacks_weights:
+                self._send()
+        except EngineDiedError as died:
+            why = str(died)
+        if why:
+            self.restart(why)
         results: list[Result] = []
         while True:
             failure: BaseException | None = None
@@ -154,8 +160,18 @@ class Restarter:
         self._all("the restart of an engine", self._engine._start_again)
 
     def _send(self) -> None:
+        """Send the weights; a failure on one rank is raised on all ranks of the mesh."""
         if self._restarts.send is not None:
-            self._restarts.send(cast("RolloutEngine", self._engine))
+            failure: BaseException | None = None
+            try:
+                self._restarts.send(cast("RolloutEngine", self._engine))
+            except BaseException as error:
+                failure = error
+            what = "sending the weights after a restart"
+            try:
+                self._all(what, lambda: self._engine._generating.wait(what, failure))
+            finally:
+                failure = None  # its frames may keep a bucket of weights
         self._lacks_weights = False
 
     def _all(self, what: str, action: Callable[[], Any]) -> None:

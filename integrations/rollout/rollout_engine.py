@@ -246,9 +246,9 @@ class RolloutEngine(EngineStart):
 
         def prepare() -> Prompts:
             self._check_call(limit)
-            prompts = prompts_of(input_ids, sampling_params, attention_mask, multimodal)
-            mine[:] = [prompts]
-            return prompts
+            if not mine:  # a repeated attempt cannot read an iterator again
+                mine.append(prompts_of(input_ids, sampling_params, attention_mask, multimodal))
+            return mine[0]
 
         def work(everyones: list[Prompts]) -> list[list[Sample]]:
             requests = [request for prompts in everyones for request in prompts.requests]
