@@ -34,7 +34,8 @@ class Restarts:
         most: the number of restarts that are allowed within `seconds`. Failed ones count.
         seconds: the period. Each restart itself takes at most the engine's `timeout`.
         send: called with the engine on all ranks of the mesh after a restart, to send the weights:
-            a new engine has those of its `model_path`. None sends nothing.
+            a new engine has those of its `model_path`. None (the default) sends nothing, so that
+            the repeated batch uses the weights of `model_path`.
     """
 
     most: int = 2

@@ -50,7 +50,8 @@ class RolloutEngine(EngineStart):
 
     Threads: one thread may call `generate` while another one makes all other calls, for example
     `pause_generation` to end a generation. Each rank divides its calls between the two threads in
-    the same way. Do not use an engine inside an event loop.
+    the same way. With `restarts`, no other thread may make calls during a restart, which `generate`
+    may begin at any time. Do not use an engine inside an event loop.
 
     Attributes:
         layout: the place of this rank.
