@@ -34,7 +34,8 @@ class Restarts:
         most: the number of restarts that are allowed within `seconds`. Failed ones count.
         seconds: the period. Each restart itself takes at most the engine's `timeout`.
         send: called with the engine on all ranks of the mesh after a restart, to send the weights:
-            a new engine has those of its `model_path`. None sends nothing.
+            a new engine has those of its `model_path`. None (the default) sends nothing, so that
+            the repeated batch uses the weights of `model_path`.
     """
 
     most: int = 2
@@ -85,8 +86,14 @@ class Restarter:
             RestartLimitError: the engine died, and no restart is left.
             MemsaverError: the errors of `attempt` and `restart`.
         """
-        if self._lacks_weights:
-            self._send()
+        why = ""
+        try:
+            if self._lacks_weights:
+                self._send()
+        except EngineDiedError as died:
+            why = str(died)
+        if why:
+            self.restart(why)
         results: list[Result] = []
         while True:
             failure: BaseException | None = None
@@ -154,8 +161,18 @@ class Restarter:
         self._all("the restart of an engine", self._engine._start_again)
 
     def _send(self) -> None:
+        """Send the weights; a failure on one rank is raised on all ranks of the mesh."""
         if self._restarts.send is not None:
-            self._restarts.send(cast("RolloutEngine", self._engine))
+            failure: BaseException | None = None
+            try:
+                self._restarts.send(cast("RolloutEngine", self._engine))
+            except BaseException as error:
+                failure = error
+            what = "sending the weights after a restart"
+            try:
+                self._all(what, lambda: self._engine._generating.wait(what, failure))
+            finally:
+                failure = None  # its frames may keep a bucket of weights
         self._lacks_weights = False
 
     def _all(self, what: str, action: Callable[[], Any]) -> None:

@@ -50,7 +50,8 @@ class RolloutEngine(EngineStart):
 
     Threads: one thread may call `generate` while another one makes all other calls, for example
     `pause_generation` to end a generation. Each rank divides its calls between the two threads in
-    the same way. Do not use an engine inside an event loop.
+    the same way. With `restarts`, no other thread may make calls during a restart, which `generate`
+    may begin at any time. Do not use an engine inside an event loop.
 
     Attributes:
         layout: the place of this rank.
@@ -246,9 +247,9 @@ class RolloutEngine(EngineStart):
 
         def prepare() -> Prompts:
             self._check_call(limit)
-            prompts = prompts_of(input_ids, sampling_params, attention_mask, multimodal)
-            mine[:] = [prompts]
-            return prompts
+            if not mine:  # a repeated attempt cannot read an iterator again
+                mine.append(prompts_of(input_ids, sampling_params, attention_mask, multimodal))
+            return mine[0]
 
         def work(everyones: list[Prompts]) -> list[list[Sample]]:
             requests = [request for prompts in everyones for request in prompts.requests]

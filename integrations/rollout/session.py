@@ -208,12 +208,17 @@ class ColocatedSession:
 
     @signals_deferred()  # no handler may run between the collectives
     def send_weights(self) -> None:
-        """Send the trainer's weights again, in a rollout whose engine has lost them. A collective.
+        """Send the trainer's weights again to an engine that has lost them. A collective.
 
-        For `Restarts.send`. The engine sleeps while the trainer's model is in memory.
+        For `Restarts.send`. The engine sleeps while the trainer's model is in memory. Between
+        blocks nothing is sent now: the next rollout sends the weights.
 
-        Raises: see `rollout`; `InvalidStateError` outside of a rollout.
+        Raises: see `rollout`; `InvalidStateError` in `training()`, or if the session is closed.
         """
+        if self._phase is Phase.IDLE:
+            self._trainer.check()
+            self._is_current = False
+            return
         if self._phase is not Phase.ROLLOUT:
             raise InvalidStateError(
                 f"weights are sent again in a rollout, not in {self._phase.value}"

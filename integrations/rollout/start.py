@@ -97,6 +97,10 @@ class EngineStart(SharedSleep):
             if not is_whole(pad_token_id):
                 raise ConfigError(f"pad_token_id must be an integer, not {pad_token_id!r}")
             if restarts is not None:
+                if not isinstance(restarts, Restarts):
+                    raise ConfigError(
+                        f"restarts must be a `Restarts` or None, not a {type(restarts).__name__}"
+                    )
                 restarts.check()
             return {"restarts": "None" if restarts is None else restarts.limits}, prepare()
 
@@ -114,9 +118,17 @@ class EngineStart(SharedSleep):
 
         try:
             self._connect()
+            failure: BaseException | None = None
             what = "the start of the engine"
-            self.tp_size, rest = self.together.gathered(what, check, begin, timeout)
-            self._released = rest if not isinstance(rest, tuple) else self._start_nodes(rest, join)
+            try:
+                self.tp_size, rest = self.together.gathered(what, check, begin, timeout)
+                nodes = isinstance(rest, tuple)
+                self._released = self._start_nodes(rest, join) if nodes else rest
+            except BaseException as error:  # the ranks of other engines wait
+                failure = error
+            self._fence.wait("the start of all engines", failure, timeout)
+            limits = None if restarts is None else restarts.limits
+            self._fence.wait(f"the start of all engines, restarts: {limits}", None)
             if restarts is not None:
                 self._restarter = Restarter(self, restarts)
                 self._connections.callback(self._restarter.close)

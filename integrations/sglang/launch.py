@@ -221,15 +221,17 @@ def _end(engine: Any, signals: _Signals, parent: Parent, started: Sequence[Desce
             rpc.close(linger=0)
             engine.send_to_rpc = None
     loop = engine.loop
-    if not (loop.is_closed() or loop.is_running()):
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:  # those of a request that was in flight end after several rounds
-            loop.run_until_complete(asyncio.wait(tasks, timeout=_TASK_SECONDS))
-        loop.close()
-    signals.restore()
-    parent.end()
+    try:
+        if not (loop.is_closed() or loop.is_running()):
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:  # those of a request that was in flight end after several rounds
+                loop.run_until_complete(asyncio.wait(tasks, timeout=_TASK_SECONDS))
+            loop.close()
+    finally:
+        signals.restore()
+        parent.end()
 
 
 class _Signals:

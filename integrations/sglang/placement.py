@@ -23,7 +23,7 @@ class Gpu:
 
     Attributes:
         host: the machine's name.
-        visible: the rank's CUDAVISIBLE_DEVICES; None if it is not set.
+        visible: the rank's CUDA_VISIBLE_DEVICES; None if it is not set.
         index: the GPU's number among the visible ones.
     """
 
@@ -33,7 +33,7 @@ class Gpu:
 
     @property
     def name(self) -> str:
-        """The GPU's name in CUDAVISIBLE_DEVICES."""
+        """The GPU's name in CUDA_VISIBLE_DEVICES."""
         if self.visible is None:
             return str(self.index)
         names = [name.strip() for name in self.visible.split(",")]
@@ -46,7 +46,8 @@ class Placement:
 
     Attributes:
         arguments: arguments of the engine.
-        visible: CUDAVISIBLE_DEVICES for its processes; None leaves it unchanged.
+        visible: CUDA_VISIBLE_DEVICES for its processes; None leaves it unchanged.
+        nodes: the placements of the engine's parts on other hosts, in the order of the hosts.
     """
 
     arguments: Mapping[str, Any]

@@ -107,7 +107,9 @@ def kill(processes: Sequence[Any], started: Iterable[Descendant] = ()) -> None:
         started: further processes to end. A dead process has no descendants any more, although
             those that it started may run.
     """
-    others = {one for process in processes for one in descendants_of(process.pid)}.union(started)
+    # The id of a dead process may belong to another one.
+    alive = [process for process in processes if process.is_alive()]
+    others = {one for process in alive for one in descendants_of(process.pid)}.union(started)
     for process in processes:
         process.kill()
     for one in others:

@@ -54,7 +54,7 @@ def settled_free(at_least: int) -> int:
     return free()
 
 
-def told(what: str, began: float) -> None:
+def report_seconds(what: str, began: float) -> None:
     print(f"{what}: {time.monotonic() - began:.1f} s", flush=True)
 
 
@@ -81,7 +81,7 @@ def deaths(folder: Path) -> None:
     restarts = Restarts(most=5, seconds=3600, send=send)
     engine = RolloutEngine.launch(**options(folder), timeout=120, restarts=restarts)
     with engine:
-        told("start", began)
+        report_seconds("start", began)
         loaded = outputs(engine)
         send(engine)
         first = outputs(engine)
@@ -90,7 +90,7 @@ def deaths(folder: Path) -> None:
         before, held = free(), torch.cuda.memory_allocated()
 
         def check(what: str, began: float) -> None:
-            told(what, began)
+            report_seconds(what, began)
             assert outputs(engine) == first, what
             output = engine.generate([PROMPTS[0]], greedy())
             assert output.weight_version == "trainer", output.weight_version
@@ -157,7 +157,7 @@ def deaths(folder: Path) -> None:
 
 
 def session(folder: Path) -> None:
-    """Kill the engine in a rollout of a session: it gets the trainer's weights back."""
+    """Kill the engine in a rollout of a session: it receives the trainer's weights again."""
     import torch
 
     from memsaver.integrations.rollout import ColocatedSession, Restarts, RolloutEngine
@@ -178,7 +178,7 @@ def session(folder: Path) -> None:
             os.kill(scheduler(engine), signal.SIGKILL)
             assert rows(engine.generate([PROMPTS[0]], greedy())) == first[:1]
             assert outputs(engine) == first
-            told("a rollout with a restart", began)
+            report_seconds("a rollout with a restart", began)
         with made.training(), torch.no_grad():
             for parameter, tensor in zip(model, state(2).values(), strict=True):
                 assert torch.equal(parameter, tensor)

@@ -65,8 +65,8 @@ def megatron_parts(
         )
     named = state.items() if isinstance(state, Mapping) else state.state_dict().items()
     for name, tensor in named:
-        if not hasattr(tensor, "dim"):
-            continue  # no tensor, such as Transformer Engine's extra state
+        if not hasattr(tensor, "dim") or name.endswith("_extra_state"):
+            continue  # Transformer Engine's extra state may be a tensor
         name = name.removeprefix("module.")
         layer = _LAYER.fullmatch(name)
         if layer is None:

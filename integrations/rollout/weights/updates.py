@@ -88,7 +88,7 @@ def update(
         timeout: seconds for each of the engine's calls, and to wait for other ranks; None means
             the engine's timeout.
         unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same
-        error.
+            error.
 
     Raises:
         WeightMismatchError: the engine's contents differ from those sent, the model has no such
@@ -211,8 +211,8 @@ class _Update:
         """Check the arguments; return those that all ranks compare, and this rank's tensors."""
         self._engine._check_call(self._options.timeout)
         self._options.check(self._engine)
-        if self._engine.backend is not None:
-            self._engine.backend.control.check("update_weights")
+        if self._engine.layout.is_leader:
+            self._engine._engine.control.check("update_weights")
         sources = sources_of(self._state, rename=self._options.rename)
         for source in sources:
             source.check()

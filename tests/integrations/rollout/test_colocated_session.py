@@ -43,8 +43,9 @@ def test_each_side_has_the_memory_that_the_other_released(scene, sim):
 
 def test_the_weights_are_sent_again_to_an_engine_that_lost_them(scene):
     session, engine = scene.session, scene.engine
-    with pytest.raises(InvalidStateError, match="in a rollout, not in idle"):
-        session.send_weights()
+    with session.training():
+        with pytest.raises(InvalidStateError, match="in a rollout, not in training"):
+            session.send_weights()
     with session.rollout():
         first = bytes_of(engine.generate(X))
         for tensor in engine._state.values():
@@ -58,8 +59,19 @@ def test_the_weights_are_sent_again_to_an_engine_that_lost_them(scene):
         Stage.GENERATE,
         Stage.SLEEP,
     ]
+    # Between blocks, the next rollout sends them.
+    updates = engine.heard.count("update_weights")
+    session.send_weights()
+    assert paused(scene) == {"model", "optimizer", "weights", "kv_cache"}
+    assert engine.heard.count("update_weights") == updates
+    with session.rollout():
+        assert engine.heard.count("update_weights") == updates + 1
+        assert bytes_of(engine.generate(X)) == first
     with session.training():
         scene.train()
+    session.close()
+    with pytest.raises(InvalidStateError, match="closed"):
+        session.send_weights()
 
 
 def test_stages_come_in_their_order(scene):

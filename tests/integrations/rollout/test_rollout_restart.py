@@ -128,6 +128,31 @@ def test_a_new_engine_without_weights_generates_nothing(sglang):
         assert len(tries) == 2 and len(sglang.seen) == 2
 
 
+def test_an_engine_that_dies_before_it_has_weights_is_restarted(sglang):
+    tries = []
+
+    def send(engine):
+        tries.append(engine)
+        if len(tries) == 1:
+            raise EngineError("the update failed")
+        engine.sleep()  # fails if the engine is dead
+        engine.wake_up()
+
+    with launched(Restarts(most=2, send=send)) as engine:
+        kill(sglang)
+        with pytest.raises(EngineError, match="the update failed"):
+            engine.generate([[1]], TWO)
+        kill(sglang)
+        assert engine.generate([[1]], TWO).token_ids.tolist() == [[1, 2]]
+        assert len(tries) == 3 and len(sglang.seen) == 3
+
+
+def test_prompts_of_an_iterator_are_not_lost_in_a_restart(sglang):
+    with launched(Restarts()) as engine:
+        kill(sglang)
+        assert engine.generate(iter([[1], [2]]), TWO).token_ids.tolist() == [[1, 2], [2, 3]]
+
+
 def test_restart_is_a_call_for_deaths_in_other_calls(sglang):
     sent = []
     with launched(Restarts(send=sent.append)) as engine:
@@ -146,14 +171,12 @@ def test_restart_is_a_call_for_deaths_in_other_calls(sglang):
 def test_invalid_limits_are_rejected_before_the_start(sglang, given):
     with pytest.raises(ConfigError, match="restarts"):
         launched(Restarts(**given))
+    with pytest.raises(ConfigError, match="must be a `Restarts` or None, not a int"):
+        launched(2)
     assert not sglang.seen
 
 
-@pytest.mark.timeout(200)
-def test_all_ranks_of_a_mesh_restart_together(tmp_path):
-    pytest.importorskip("torch")
-    run(
-        """
+MORTAL = """
 from memsaver.integrations.engine.errors import EngineDiedError
 from memsaver.integrations.engine.interface import Sample
 from memsaver.integrations.rollout import RestartLimitError, Restarts
@@ -187,6 +210,15 @@ def launch(placement, size, arguments, timeout):
 
 failures = []
 launching.launch, placement.gpu_of_this_process = launch, lambda: None
+"""
+
+
+@pytest.mark.timeout(200)
+def test_all_ranks_of_a_mesh_restart_together(tmp_path):
+    pytest.importorskip("torch")
+    run(
+        MORTAL
+        + """
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 sent = []
 
@@ -217,6 +249,7 @@ if RANK == 0:
 error = refused(RestartLimitError, lambda e: e.generate([[1]]), engine)
 assert "2 restarts" in str(error) and "no memory" in str(error), error
 refused(RestartLimitError, lambda e: e.restart(), engine)
+refused(EngineDiedError, lambda e: update(e, checkpoint(3)), engine)
 engine.close()
 # Limits that differ are an error on all ranks.
 error = refused(
@@ -226,7 +259,54 @@ error = refused(
     alone=True,
 )
 assert "restarts" in str(error), error
+# An engine that does not start, or whose limits differ, is an error for the ranks of all engines.
+if RANK == 2:
+    failures.append(1)
+error = refused(
+    EngineError,
+    lambda _: RolloutEngine.launch(mesh, timeout=20, restarts=Restarts()),
+    engine,
+    alone=True,
+)
+assert "no memory" in str(error) and "rank 2" in str(error), error
+for given in (None, Restarts(most=3)):
+    mine = Restarts() if RANK < 2 else given
+    error = refused(
+        RankError,
+        lambda _: RolloutEngine.launch(mesh, timeout=20, restarts=mine),
+        engine,
+        alone=True,
+    )
+    assert "restarts: most=2" in str(error), error
 """,
         4,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
+def test_weights_that_one_rank_could_not_send_are_sent_again_by_all(tmp_path):
+    pytest.importorskip("torch")
+    run(
+        MORTAL
+        + """
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+sent = []
+
+def send(engine):
+    sent.append(update(engine, checkpoint(3), verify="full").held)
+    if RANK == 1 and len(sent) == 1:
+        raise EngineError("the update's log was not written")
+
+engine = RolloutEngine.launch(mesh, timeout=20, restarts=Restarts(send=send))
+if RANK == 0:
+    engine.backend.why = "killed"
+error = refused(EngineError, lambda e: e.generate([[RANK]]), engine)
+assert "log was not written" in str(error) and "rank 1" in str(error), error
+assert engine.generate([[RANK]]).token_ids.tolist() == [[RANK + 1]]
+assert sent == [13, 13]
+engine.close()
+""",
+        2,
         tmp_path,
     )

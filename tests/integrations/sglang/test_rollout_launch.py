@@ -18,6 +18,7 @@ from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.rollout import RolloutEngine
+from memsaver.integrations.sglang import launch as launching
 from memsaver.integrations.sglang import placement as placing
 from memsaver.integrations.sglang import processes
 from memsaver.integrations.sglang.launch import launch, launch_node
@@ -266,3 +267,32 @@ def test_without_sglang_a_launch_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(NotLoadedError, match="SGLang"):
         RolloutEngine.launch(model_path="m")
+
+
+def test_the_id_of_a_dead_process_may_belong_to_another_process():
+    dead = types.SimpleNamespace(
+        pid=os.getpid(), is_alive=lambda: False, kill=lambda: None, join=lambda _: None
+    )
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        processes.kill([dead])
+        child.communicate(b"\n")
+        assert child.returncode == 0
+    finally:
+        child.kill()
+
+
+def test_signals_and_the_parent_thread_end_although_the_loop_fails():
+    def fail():
+        raise RuntimeError("the loop failed")
+
+    calls = []
+    loop = types.SimpleNamespace(is_closed=lambda: False, is_running=lambda: False, close=fail)
+    engine = types.SimpleNamespace(
+        tokenizer_manager=None, shutdown=lambda: calls.append("shutdown"), loop=loop
+    )
+    signals = types.SimpleNamespace(restore=lambda: calls.append("restore"))
+    parent = types.SimpleNamespace(end=lambda: calls.append("end"))
+    with pytest.raises(RuntimeError, match="the loop failed"):
+        launching._end(engine, signals, parent, [])
+    assert calls == ["shutdown", "restore", "end"]
