@@ -87,6 +87,7 @@ class Admission:
         self._released: frozenset[str] = frozenset()
         self._waiters: deque[_Waiter] = deque()
         self._changing = asyncio.Lock()
+        self._polling: asyncio.Task[frozenset[str]] | None = None
         self._waking: asyncio.Task[None] | None = None
         self._waking_tags: frozenset[str] = frozenset()
 
@@ -181,8 +182,10 @@ class Admission:
                 if waiter.admitted.done():
                     return
                 await _check_client(is_gone)
-                if waiter is self._waiters[0]:
-                    await self.refresh()
+                if waiter is self._waiters[0] and (self._polling is None or self._polling.done()):
+                    # Not awaited: the later requests would be admitted before this one.
+                    self._polling = asyncio.ensure_future(self.refresh())
+                    self._polling.add_done_callback(retrieve)
         finally:
             self._waiters.remove(waiter)
 

@@ -129,6 +129,32 @@ def test_requests_wait_in_order_until_the_engine_is_awake():
     run(test)
 
 
+def test_a_query_in_progress_does_not_delay_the_first_request():
+    async def test():
+        engine, order, asked = Engine(), [], asyncio.Event()
+        found = made("wait", engine)
+
+        async def slow():
+            asked.set()
+            await asyncio.sleep(0.2)
+            return frozenset(engine.tags)
+
+        engine.released = slow
+
+        async def request(number):
+            await found.admit(EVERYTHING, "generate")
+            order.append(number)
+
+        tasks = [asyncio.ensure_future(request(number)) for number in range(3)]
+        await asked.wait()
+        engine.tags.clear()
+        found.learn(())
+        await asyncio.gather(*tasks)
+        assert order == [0, 1, 2]
+
+    run(test)
+
+
 def test_requests_wait_only_for_the_tags_that_they_need():
     async def test():
         engine = Engine({WEIGHTS, KV_CACHE})
