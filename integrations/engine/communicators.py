@@ -21,7 +21,7 @@ from memsaver.errors import OutOfDeviceMemoryError
 
 from .errors import EngineError, EngineTimeoutError
 from .messages import RankReport
-from .nccl import Communicator, Nccl, loaded
+from .nccl import Communicator, loaded
 from .ranks import Group, first_failure
 
 __all__ = ["Suspender", "of_torch"]
@@ -59,10 +59,10 @@ class Suspender:
             found.extend(
                 one
                 for one in self._find()
-                if one.library.can_suspend
+                if one.nccl.can_suspend
                 and one.key not in known
-                and not one.library.is_suspended(one.handle)
-                and one.library.suspendable_bytes(one.handle)
+                and not one.nccl.is_suspended(one.handle)
+                and one.nccl.suspendable_bytes(one.handle)
             )
 
         ranks = group.attempt(find)
@@ -72,7 +72,7 @@ class Suspender:
         return self._each(group, chosen, self._suspend) or ranks
 
     def _suspend(self, one: Communicator) -> None:
-        one.library.suspend(one.handle)
+        one.nccl.suspend(one.handle)
         self._suspended.append(one)
 
     def resume(self, group: Group) -> list[RankReport]:
@@ -115,7 +115,7 @@ class Suspender:
                 f"the NCCL communicator {lacking[0].name!r} is suspended on only some of its "
                 "ranks, because a suspend failed: restart the engine"
             )
-        needed = sum(one.library.suspendable_bytes(one.handle) for one in chosen)
+        needed = sum(one.nccl.suspendable_bytes(one.handle) for one in chosen)
         free = memsaver.device_memory(self._device)[0] if needed else 0
         if needed and free < needed + _SPARE:
             error = OutOfDeviceMemoryError(
@@ -126,7 +126,7 @@ class Suspender:
             raise error
 
     def _resume(self, one: Communicator) -> None:
-        one.library.resume(one.handle)
+        one.nccl.resume(one.handle)
         self._suspended.remove(one)
 
     @contextlib.contextmanager
@@ -159,8 +159,8 @@ def _complete(
 def of_torch(device: int) -> list[Communicator]:
     """Return the communicators of torch's process groups on a device, without unused ones."""
     torch: Any = sys.modules.get("torch")  # a process without torch has none of its communicators
-    library = loaded()
-    if library is None or torch is None:
+    nccl = loaded()
+    if nccl is None or torch is None:
         return []
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -169,13 +169,10 @@ def of_torch(device: int) -> list[Communicator]:
     for group, ranks in list(distributed.distributed_c10d._world.pg_group_ranks.items()):
         handle = _handle(group, torch.device("cuda", device))
         if handle:
-            order = sorted(ranks, key=ranks.__getitem__)
-            found.append(_of_group(group, tuple(order), handle, library))
+            order = tuple(sorted(ranks, key=ranks.__getitem__))
+            name = f"torch {group.group_name}"
+            found.append(Communicator(name, order, group.rank(), handle, nccl))
     return found
-
-
-def _of_group(group: Any, ranks: tuple[int, ...], handle: int, library: Nccl) -> Communicator:
-    return Communicator(f"torch {group.group_name}", ranks, group.rank(), handle, library)
 
 
 def _handle(group: Any, device: Any) -> int:

@@ -58,7 +58,7 @@ def measure(device: int, communicators: Iterable[Communicator] = ()) -> dict[str
     found["tags"] = sum(int(row["resident_bytes"]) for row in _C.stats() if row["device"] == device)
     found |= of_segments(_segments(device))
     try:
-        found["nccl"] = sum(one.library.held_bytes(one.handle) for one in communicators)
+        found["nccl"] = sum(one.nccl.held_bytes(one.handle) for one in communicators)
     except (AttributeError, EngineError):  # an old version of NCCL
         del found["nccl"]
     found["rest"] = max(0, total - free - sum(found.values()))

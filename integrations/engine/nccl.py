@@ -126,14 +126,14 @@ class Communicator:
         ranks: the names of its ranks in the engine's world, in the communicator's order.
         rank: this process's place in it.
         handle: the address of NCCL's object.
-        library: the library that has created it.
+        nccl: the library that has created it.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     handle: int
-    library: Nccl
+    nccl: Nccl
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:

@@ -170,7 +170,10 @@ class EngineStart(SharedSleep):
         return backend.tp_size, known_released(backend)
 
     def _start_again(self) -> None:
-        """End what is left of the engine if it died, and start it. A collective of its group."""
+        """Start the engine again if it died, and end its remaining processes before.
+
+        Collective: every rank of the engine's group calls it.
+        """
 
         def work() -> tuple[int, frozenset[str] | None]:
             self._end_dead()
@@ -186,7 +189,7 @@ class EngineStart(SharedSleep):
         )
 
     def _end_dead(self) -> None:
-        """End what is left of the engine if it died. On the leader only."""
+        """End the remaining processes of an engine that died. Only the leader calls it."""
         backend = self.backend
         if backend is not None and backend.death():
             self.backend = None

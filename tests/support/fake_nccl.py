@@ -17,7 +17,7 @@ class FakeNccl:
     """A loaded fake.
 
     Attributes:
-        library: memsaver's interface to it.
+        nccl: memsaver's interface to it.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class FakeNccl:
         self._c.fake_comm.argtypes = [ctypes.c_char_p, ctypes.c_int, *2 * [ctypes.c_uint64]]
         self._c.fake_use.argtypes = [ctypes.c_void_p]
         self._c.fake_fail.argtypes = [ctypes.c_void_p, ctypes.c_int]
-        self.library = Nccl(self._c)
+        self.nccl = Nccl(self._c)
 
     def set_version(self, version: int) -> None:
         """Set the version that the library reports. Fakes of one process share it."""
@@ -38,7 +38,7 @@ class FakeNccl:
         """Return a communicator with `nbytes` that can be suspended, and 1 MiB that cannot."""
         path = str(shared / name).encode()
         handle = self._c.fake_comm(path, len(ranks), nbytes, 1 << 20)
-        return Communicator(name, ranks, rank, handle, self.library)
+        return Communicator(name, ranks, rank, handle, self.nccl)
 
     def is_usable(self, communicator: Communicator) -> bool:
         """Return whether a collective of the communicator would succeed."""

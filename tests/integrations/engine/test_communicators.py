@@ -28,10 +28,10 @@ def test_a_communicator_is_suspended_and_resumed(fake, tmp_path, sim):
     for _ in range(2):
         assert not first_failure(suspender.suspend(group))
         assert not fake.is_usable(one)
-        assert fake.library.held_bytes(one.handle) == MIB
+        assert fake.nccl.held_bytes(one.handle) == MIB
         assert not first_failure(suspender.resume(group))
         assert fake.is_usable(one)
-        assert fake.library.held_bytes(one.handle) == 513 * MIB
+        assert fake.nccl.held_bytes(one.handle) == 513 * MIB
 
 
 def test_calling_twice_changes_nothing(fake, tmp_path, sim):
@@ -75,7 +75,7 @@ def test_a_rank_that_stays_away_ends_the_wait(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(nccl, "SECONDS", 0.1)
     one = fake.communicator(tmp_path, "pair", (0, 1), 0, MIB)
     with pytest.raises(nccl.EngineTimeoutError, match="another rank"):
-        fake.library.suspend(one.handle)
+        fake.nccl.suspend(one.handle)
 
 
 def test_an_error_of_the_library_is_reported(fake, tmp_path, sim):
