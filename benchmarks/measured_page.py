@@ -1,15 +1,12 @@
 """Write docs/measured.md, the page of measurements, from benchmarks/results.
 
-python benchmarks/measured_page.py           writes docs/measured.md
-python benchmarks/measured_page.py --check   exits with status 1 if the page is outdated
+usage: measured_page.py     writes docs/measured.md
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from readme_table import RESULTS, ROOT, dates, figure
@@ -249,12 +246,8 @@ def page() -> str:
 
 
 def main() -> None:
-    """Write the page, or check it."""
-    wanted = page()
-    if "--check" in sys.argv:
-        there = PAGE.read_text() if PAGE.exists() else ""
-        sys.exit(0 if wanted == there else "docs/measured.md: run benchmarks/measured_page.py")
-    Path(PAGE).write_text(wanted)
+    """Write the page."""
+    PAGE.write_text(page())
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """Write the table of engine kinds in docs/sglang.md from benchmarks/results/sglang_kinds.json.
 
-python benchmarks/sglang_kinds_page.py           writes it between the page's markers
-python benchmarks/sglang_kinds_page.py --check   exits with status 1 if it is outdated
+usage: sglang_kinds_page.py     writes it between the page's markers
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import results
@@ -84,13 +82,8 @@ def _plain(text: str) -> str:
 
 
 def main() -> None:
-    """Write the table, or check it."""
-    there = PAGE.read_text()
-    page = rewritten(there, results.read(RESULTS))
-    if "--check" not in sys.argv:
-        PAGE.write_text(page)
-    elif page != there:
-        sys.exit(f"{PAGE.name}: run benchmarks/sglang_kinds_page.py")
+    """Write the table."""
+    PAGE.write_text(rewritten(PAGE.read_text(), results.read(RESULTS)))
 
 
 if __name__ == "__main__":

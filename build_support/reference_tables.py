@@ -1,7 +1,6 @@
 """Write the tables of names in docs/reference, so that the pages can be read without the site.
 
-python build_support/reference_tables.py           writes them between the markers of the pages
-python build_support/reference_tables.py --check   exits with status 1 if a table is outdated
+usage: reference_tables.py     writes them between the markers of the pages
 
 The names of a page are those of its `:::` directives, which the site turns into whole docstrings.
 """
@@ -12,7 +11,6 @@ import enum
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -188,16 +186,11 @@ def rewritten(page: str) -> str:
 
 
 def main() -> None:
-    """Write the tables, or check them."""
+    """Write the tables."""
     for path in sorted(PAGES.glob("*.md")):
         page = path.read_text()
-        if BEGIN not in page:
-            continue
-        wanted = rewritten(page)
-        if "--check" not in sys.argv:
-            path.write_text(wanted)
-        elif wanted != page:
-            sys.exit(f"{path.name}: run build_support/reference_tables.py")
+        if BEGIN in page:
+            path.write_text(rewritten(page))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """Write the table of SGLang's versions in docs/sglang.md, from the record of `make recipes`.
 
-python build_support/sglang_table.py           writes it between the markers of the page
-python build_support/sglang_table.py --check   exits with status 1 if the table is outdated
+usage: sglang_table.py     writes it between the markers of the page
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,13 +52,8 @@ def rewritten(page: str) -> str:
 
 
 def main() -> None:
-    """Write the table, or check it."""
-    page = PAGE.read_text()
-    wanted = rewritten(page)
-    if "--check" not in sys.argv:
-        PAGE.write_text(wanted)
-    elif wanted != page:
-        sys.exit(f"{PAGE.name}: run build_support/sglang_table.py")
+    """Write the table."""
+    PAGE.write_text(rewritten(PAGE.read_text()))
 
 
 if __name__ == "__main__":
