@@ -1,4 +1,4 @@
-"""The environment variables of an engine's plugin. Read at each use, so that children inherit them."""
+"""The environment variables of an engine's plugin. Read at each use: children inherit them."""
 
 from __future__ import annotations
 
