@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from memsaver._runtime.timeouts import check_timeout
-from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+from memsaver.errors import ConfigError, MemsaverError
 
 from ..engine import held
-from ..engine.errors import EngineDiedError, EngineError, EngineTimeoutError
+from ..engine.errors import EngineDiedError, EngineTimeoutError
 from ..engine.interface import Request, Sample
 from ..engine.loops import check_outside_loop
 from .async_engine import AsyncEngine
@@ -51,8 +51,7 @@ def connect(engine: Any, api_key: str | None = None) -> Link:
     if all(hasattr(engine, name) for name in ("engine_core", "pause_generation", "output_handler")):
         return AsyncEngine(engine)
     raise ConfigError(
-        "the engine must be a vllm.LLM, an AsyncLLM or a server's URL, not "
-        f"{type(engine).__name__}"
+        f"the engine must be a vllm.LLM, an AsyncLLM or a server's URL, not {type(engine).__name__}"
     )
 
 

@@ -11,12 +11,12 @@ from memsaver.errors import ConfigError, MemsaverError
 
 from ..engine.errors import EngineDiedError, EngineError
 
-__all__ = ["arguments_of", "death_of", "has_plugin", "result_of"]
+__all__ = ["MARK", "arguments_of", "death_of", "has_plugin", "result_of"]
 
 Result = TypeVar("Result")
 
 _CORE = "vllm.v1.engine.core"
-_MARK = "_memsaver_calls"  # of the engine core's class, if `core_calls` answers its calls
+MARK = "_memsaver_calls"  # of the engine core's class, if `core_calls` answers its calls
 
 
 def has_plugin() -> bool:
@@ -25,7 +25,7 @@ def has_plugin() -> bool:
     Their processes load the same plugins.
     """
     core = getattr(sys.modules.get(_CORE), "EngineCore", None)
-    return hasattr(core, _MARK)
+    return hasattr(core, MARK)
 
 
 def arguments_of(config: Any, weight_version: str | None = None) -> dict[str, Any]:

@@ -7,6 +7,8 @@ some of them more than once. The effects begin when vLLM imports the modules con
 - `CuMemAllocator.get_instance`, through which vLLM obtains its sleep mode allocator, returns
   memsaver's (`allocator`).
 - The worker's `sleep`, `wake_up` and `discard` change all ranks or none (`worker`).
+- The workers load and verify weights that a trainer sends (`weight_loads`), and the engine core
+  answers memsaver's calls (`core_calls`), which a server announces (`routes`).
 - CUDA graphs are captured into pausable memory, if `settings` request it (`graphs`).
 
 Before vLLM requests the allocator, no driver is opened and torch is not imported. Without
@@ -32,12 +34,14 @@ from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError, NotLoadedError
 
 from ..engine.imports import when_imported
-from . import graphs, settings, versions, worker
+from . import core_calls, graphs, routes, settings, versions, weight_loads, worker
 from .allocator import MemsaverAllocator
 
 __all__ = ["load_plugin"]
 
 _WORKER = "vllm.v1.worker.gpu_worker"
+_CORE = "vllm.v1.engine.core"
+_ROUTER = "vllm.entrypoints.serve.dev.rpc.api_router"
 _PLATFORM = "vllm.platforms.interface"
 _NCCL = "NCCL_GRAPH_REGISTER"
 _logger = logging.getLogger("memsaver.vllm")
@@ -64,6 +68,9 @@ def load_plugin() -> None:
         when_imported(_PLATFORM, _guarded(lambda module: graphs.install(module.Platform)))
     when_imported(worker.CUMEM, _guarded(_replace_allocator))
     when_imported(_WORKER, _guarded(lambda module: worker.install(module.Worker)))
+    when_imported(_WORKER, _guarded(lambda module: weight_loads.install(module.Worker)))
+    when_imported(_CORE, _guarded(lambda module: core_calls.install(module.EngineCore)))
+    when_imported(_ROUTER, _guarded(routes.install))
 
 
 def _guarded(install: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:

@@ -25,6 +25,7 @@ __all__ = [
     "LEAVE",
     "LOAD",
     "RELEASE",
+    "RELEASE_PART",
     "RESUME",
     "ROUTE",
     "STATE",
@@ -40,6 +41,7 @@ INFO, STATE = "memsaver_info", "memsaver_state"
 RELEASE, RESUME = "memsaver_release", "memsaver_resume"
 VERSION = "memsaver_set_version"
 # Answered by the workers.
+RELEASE_PART = "memsaver_release_part"
 BEGIN, LOAD, END = "memsaver_begin_update", "memsaver_load_weights", "memsaver_end_update"
 JOIN, LEAVE = "memsaver_join_group", "memsaver_leave_group"
 

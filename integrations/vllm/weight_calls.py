@@ -91,7 +91,9 @@ class WeightCalls:
         """See `Backend`."""
         self._on_all_ranks(LEAVE, [name], timeout)
 
-    def _on_all_ranks(self, method: str, arguments: Sequence[Any], timeout: float) -> list[RankCheck]:
+    def _on_all_ranks(
+        self, method: str, arguments: Sequence[Any], timeout: float
+    ) -> list[RankCheck]:
         """Make a call on all ranks, and return their checks. Raises the first rank's failure."""
         if not self.link.has_plugin(timeout):
             raise ConfigError(
