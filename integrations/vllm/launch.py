@@ -19,7 +19,7 @@ from memsaver.errors import ConfigError, NotLoadedError
 from ..engine.errors import EngineError, EngineTimeoutError
 from ..engine.loops import LoopThread
 from ..engine.placement import VISIBLE, Gpu, Placement, by_host
-from ..engine.processes import Descendant, Parent, descendants_of, kill
+from ..engine.processes import Descendant, descendants_of, kill
 from .async_engine import AsyncEngine
 from .backend import VLLMBackend
 
@@ -97,7 +97,8 @@ def launch(
             f"{TP_SIZE}={full[TP_SIZE]}, but the mesh's tensor-parallel groups have {tp_size} ranks"
         )
     deadline = time.monotonic() + timeout
-    parent, loop = Parent(), LoopThread()
+    # The thread of the loop also starts the engine's processes, which end with it.
+    loop = LoopThread()
     before = set(multiprocessing.active_children())
 
     def start() -> Any:
@@ -106,13 +107,12 @@ def launch(
 
     try:
         with _environment(placement.visible):
-            engine = parent.run(lambda: _started(start, deadline, timeout, before))
+            engine = _started(start, deadline, timeout, before)
     except BaseException:
         loop.close()
-        parent.end()
         raise
     started = [one for child in _new(before) for one in descendants_of(child.pid or 0)]
-    end = functools.partial(_end, engine, loop, parent, _new(before), started)
+    end = functools.partial(_end, engine, loop, _new(before), started)
     try:
         return VLLMBackend(AsyncEngine(engine, loop.loop), _left(deadline), end, level=level)
     except BaseException:
@@ -169,7 +169,6 @@ def _left(deadline: float) -> float:
 def _end(
     engine: Any,
     loop: LoopThread,
-    parent: Parent,
     processes: Sequence[Any],
     started: Sequence[Descendant],
 ) -> None:
@@ -177,8 +176,7 @@ def _end(
 
     Args:
         engine: the `AsyncLLM`.
-        loop: the thread of its event loop.
-        parent: the thread that started its processes.
+        loop: the thread of its event loop, which started its processes.
         processes: its processes.
         started: the processes that these have started.
     """
@@ -188,7 +186,6 @@ def _end(
         kill(processes, started)
     finally:
         loop.close()
-        parent.end()
 
 
 @contextlib.contextmanager

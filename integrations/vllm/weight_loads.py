@@ -1,9 +1,9 @@
 """Loads weights that a trainer sends into the models of vLLM's workers.
 
-All functions are methods of vLLM's worker, which every rank of an executor calls. The ranks exchange
-their results before any of them answers, and an answer has the checks of all ranks. No function
-raises: the multiprocessing executor leaves the responses of the ranks after a failed one in its
-queues, where its next call finds them.
+All functions are methods of vLLM's worker, which every rank of an executor calls. The ranks
+exchange their results before any of them answers, and an answer has the checks of all ranks. No
+function raises: the multiprocessing executor leaves the responses of the ranks after a failed one
+in its queues, where its next call finds them.
 
 A bucket that arrives damaged on one rank is loaded on none. A bucket whose load fails on one rank
 counts as failed on all.
