@@ -23,7 +23,7 @@ from ..engine.errors import EngineBusyError
 from ..engine.messages import Answer, Failure, SchedulerState
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
 from .local import MARK, arguments_of
-from .protocol import INFO, RELEASE, RELEASE_PART, RESUME, STATE, VERSION
+from .protocol import INFO, RANK_STATE, RELEASE, RELEASE_PART, RESUME, STATE, VERSION
 
 __all__ = ["install"]
 
@@ -72,7 +72,7 @@ def _state(core: Any) -> dict[str, Any]:
 
 def _state_of(core: Any) -> SchedulerState:
     """Return the state of the first rank, which all ranks of an executor share."""
-    rows = core.model_executor.collective_rpc(STATE)
+    rows = core.model_executor.collective_rpc(RANK_STATE)
     state = SchedulerState.from_fields(rows[0])
     last = None if state.last is None else replace(state.last, released=_full(state.last.released))
     return replace(state, released=_full(state.released), idle=_is_idle(core), last=last)

@@ -24,6 +24,7 @@ __all__ = [
     "JOIN",
     "LEAVE",
     "LOAD",
+    "RANK_STATE",
     "RELEASE",
     "RELEASE_PART",
     "RESUME",
@@ -37,10 +38,11 @@ __all__ = [
 ]
 
 # Answered in the engine core.
-INFO, STATE = "memsaver_info", "memsaver_state"
+INFO, STATE = "memsaver_info", "memsaver_engine_state"
 RELEASE, RESUME = "memsaver_release", "memsaver_resume"
 VERSION = "memsaver_set_version"
 # Answered by the workers.
+RANK_STATE = "memsaver_state"
 RELEASE_PART = "memsaver_release_part"
 BEGIN, LOAD, END = "memsaver_begin_update", "memsaver_load_weights", "memsaver_end_update"
 JOIN, LEAVE = "memsaver_join_group", "memsaver_leave_group"

@@ -65,7 +65,8 @@ def install(worker: Any) -> None:
         return
     wake_up = worker.wake_up
     part = _of_part(worker.sleep)
-    setattr(worker, RELEASE_PART, _hooked("release", part, wake_up))
+    # A wake-up after its rollback would also map tags that were released before.
+    setattr(worker, RELEASE_PART, _hooked("release", part, lambda _: None))
     for name, operation in _OPERATIONS.items():
         if name != "discard" or hasattr(worker, name):  # vLLM 0.26 has no discard
             setattr(worker, name, _hooked(operation, getattr(worker, name), wake_up))
