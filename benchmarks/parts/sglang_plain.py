@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import results
+from engine_process import begin, say, wait_until_free
 from libraries import OURS
-from sglang_engine import BENCH, PLAIN, begin, engine_process, say, wait_until_free
+from sglang_engine import BENCH, PLAIN, engine_process
 
 from parts.sglang_tags import Cycling
 
