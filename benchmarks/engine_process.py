@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from device_memory import visible_gpu
 START_SECONDS = 300  # kernels are compiled on first use
 FREE_SECONDS = 60  # limit for the memory of an ended process to become free
 NOISE_MIB = 64  # between two readings of unchanged memory
+BATCHES = 2  # that count, in each turn of `decode_in_turns`
 
 _begin = time.monotonic()
 
@@ -118,3 +120,15 @@ def running(
         yield child, begin(child, options)
         with contextlib.suppress(Failed):  # the process is killed in any case
             child.ask("stop")
+
+
+def decode_in_turns(one: Child, other: Child, turns: int) -> dict[str, list[float]]:
+    """Return the tokens per second of two engines that decode in turns, by their names."""
+    rates: dict[str, list[float]] = {one.name: [], other.name: []}
+    for turn in range(turns):
+        for child in (one, other) if turn % 2 else (other, one):
+            # The batch that does not count refreshes caches after the other engine's turn.
+            rates[child.name] += child.ask("decode", times=BATCHES)["tokens_per_s"]
+    for name, values in rates.items():
+        say(f"{name}: {statistics.median(values):.1f} tokens/s, {min(values)}..{max(values)}")
+    return rates
