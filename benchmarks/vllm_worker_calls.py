@@ -53,8 +53,9 @@ class WorkerCalls:
 
             ours = memsaver.stats().resident_bytes
         own = sys.modules.get("vllm.device_allocator.cumem")
-        instance = getattr(getattr(own, "CuMemAllocator", None), "instance", None)
-        theirs = sum(data.handle[1] for data in getattr(instance, "pointer_to_data", {}).values())
+        owner = getattr(own, "CuMemAllocator", None)
+        if owner is not None and type(owner.instance) is owner:
+            theirs = sum(data.handle[1] for data in owner.instance.pointer_to_data.values())
         return {"memsaver": ours, "vllm": theirs}
 
 
