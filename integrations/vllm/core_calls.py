@@ -85,7 +85,10 @@ def _full(released: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_idle(core: Any) -> bool:
-    return not (core.scheduler.has_unfinished_requests() or getattr(core, "batch_queue", None))
+    """Return whether no request uses memory, or is about to. Those that wait in a pause do not."""
+    if core.scheduler.running or getattr(core, "batch_queue", None):
+        return False
+    return bool(core.is_scheduler_paused() or not core.scheduler.has_unfinished_requests())
 
 
 def _release(core: Any, tags: Sequence[str], level: int) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def _release(core: Any, tags: Sequence[str], level: int) -> dict[str, Any]:
         going = [tag for tag in tags if tag in _SLEEPING and tag not in released] or list(tags)
         try:
             if set(going) == set(_SLEEPING):
-                core.sleep(level)
+                core.sleep(level, "keep")  # the requests that wait in a pause
             else:
                 _release_part(core, [*going, *(GRAPH,) * (GRAPH in tags)], level)
         except BaseException:
@@ -113,7 +116,7 @@ def _release(core: Any, tags: Sequence[str], level: int) -> dict[str, Any]:
 def _release_part(core: Any, tags: Sequence[str], level: int) -> None:
     """Release some tags, and leave vLLM's executor in the state of a partial wake-up."""
     executor = core.model_executor
-    core.pause_scheduler("abort", KV_CACHE in tags)
+    core.pause_scheduler("keep", KV_CACHE in tags)
     executor.collective_rpc(RELEASE_PART, args=(list(tags), level))
     executor.sleeping_tags = {*executor.sleeping_tags, *(tag for tag in tags if tag in _SLEEPING)}
     if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # vLLM 0.26

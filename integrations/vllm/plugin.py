@@ -67,10 +67,14 @@ def load_plugin() -> None:
         os.environ.setdefault(_NCCL, "0")
         when_imported(_PLATFORM, _guarded(lambda module: graphs.install(module.Platform)))
     when_imported(worker.CUMEM, _guarded(_replace_allocator))
-    when_imported(_WORKER, _guarded(lambda module: worker.install(module.Worker)))
-    when_imported(_WORKER, _guarded(lambda module: weight_loads.install(module.Worker)))
+    when_imported(_WORKER, _guarded(lambda module: _add_calls(module.Worker)))
     when_imported(_CORE, _guarded(lambda module: core_calls.install(module.EngineCore)))
     when_imported(_ROUTER, _guarded(routes.install))
+
+
+def _add_calls(owner: Any) -> None:
+    worker.install(owner)
+    weight_loads.install(owner)
 
 
 def _guarded(install: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
