@@ -11,6 +11,7 @@ engine's sleep, and `interface.Backend`, for rollouts: see `memsaver.integration
 | `tags`, `status`, `reports`, `errors` | the terms of these calls |
 | `knowledge`, `requests` | the controller's state: released tags, requests in flight |
 | `messages`, `fields` | messages of an engine's processes, as JSON |
+| `imports`, `variables` | an engine's plugin: callbacks after imports, environment variables |
 | `ranks`, `moves` | inside an engine's processes: attempts on all ranks; pauses and resumes |
 | `weights` | inside an engine's processes: verification of weights that a trainer sends |
 | `admission`, `admitted`, `policies`, `refusals`, `idle` | requests to a sleeping engine |

@@ -136,6 +136,15 @@ PACKAGES = {
             "memsaver.integrations.engine",
         },
     ),
+    "memsaver.integrations.vllm": (
+        "integrations/vllm",
+        {
+            "memsaver",
+            "memsaver.distributed",
+            "memsaver.integrations",
+            "memsaver.integrations.engine",
+        },
+    ),
     "memsaver.integrations.rollout": (
         "integrations/rollout",
         {

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from memsaver.integrations.sglang.imports import when_imported
+from memsaver.integrations.engine.imports import when_imported
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_when_a_module_fails_at_first(make_module):
 @pytest.mark.each_python
 def test_when_a_module_is_being_imported(make_module):
     """The module is ignored, because the end of its import cannot be observed."""
-    when, seen = "memsaver.integrations.sglang.imports", []
+    when, seen = "memsaver.integrations.engine.imports", []
     name = make_module(
         "half_module",
         f"""

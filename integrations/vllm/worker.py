@@ -1,0 +1,205 @@
+"""Sleep and wake-up in vLLM's worker processes: on all ranks or none, and never half done.
+
+vLLM's executor calls `Worker.sleep`, `Worker.wake_up` and `Worker.discard` on every rank, and each
+rank decides alone. If one fails, the others are in another state, and the multiprocessing executor
+leaves the responses of the ranks after it in its queues, where its next call finds them. The hooks
+here wrap these methods. The ranks exchange their outcomes, undo the call on all ranks if it failed
+on one, and only the rank whose response the executor reads last raises.
+
+| event | state afterwards, on every rank |
+|---|---|
+| a sleep is rejected before it runs | mapped, with contents |
+| a sleep fails later | mapped; contents without a backup may be lost |
+| a wake-up fails | released as before, with backups; the same call may be repeated |
+
+If the rollback of a sleep fails as well, the sleep counts as done, so that the engine does not use
+memory that some rank lacks: the next wake-up maps it. The last answer and the state of the memory
+are the result of `memsaver_state`, which a collective_rpc calls by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from ..engine import moves
+from ..engine.messages import Answer, RankReport, SchedulerState, raisable
+from ..engine.ranks import Group, first_failure
+from ..engine.tags import RELEASE_ORDER
+from . import settings
+from .allocator import MemsaverAllocator
+from .steps import Step
+
+__all__ = ["group_of", "install", "installed_allocator", "memsaver_state"]
+
+CUMEM = "vllm.device_allocator.cumem"
+_PARALLEL = "vllm.distributed.parallel_state"
+_LAST, _NAME = "_memsaver_last_answer", "_memsaver_name"  # attributes of a worker
+_SAVED = "_sleep_"  # begins the names of the worker's attributes for contents of a sleep
+_OPERATIONS = {"sleep": "release", "wake_up": "resume", "discard": "release"}
+_UNDO_NOTHING = {
+    "release": lambda group: moves.resume(group, []),
+    "resume": lambda group: moves.pause(group, []),
+}
+# Executors that run one rank each, so that every rank raises.
+_OF_ONE_RANK = ("external_launcher", "uni")
+_logger = logging.getLogger("memsaver.vllm")
+
+
+def install(worker: Any) -> None:
+    """Add memsaver's methods to vLLM's class of workers, and wrap its sleep. Idempotent.
+
+    Raises:
+        AttributeError: the class does not have the expected methods.
+    """
+    if "memsaver_state" in vars(worker):
+        return
+    for name, operation in _OPERATIONS.items():
+        if name != "discard" or hasattr(worker, name):  # vLLM 0.26 has no discard
+            setattr(worker, name, _hooked(operation, getattr(worker, name)))
+    worker.memsaver_state = memsaver_state
+
+
+def installed_allocator() -> MemsaverAllocator | None:
+    """Return the process's allocator, or None if vLLM does not use memsaver in this process."""
+    owner = getattr(sys.modules.get(CUMEM), "CuMemAllocator", None)
+    found = getattr(owner, "instance", None)
+    return found if isinstance(found, MemsaverAllocator) else None
+
+
+def group_of(worker: Any) -> Group:
+    """Return the ranks of the worker's executor."""
+    if worker.parallel_config.world_size == 1:
+        return Group(None)
+    state: Any = sys.modules[_PARALLEL]
+    return Group(state.get_inner_dp_world_group().cpu_group)
+
+
+def memsaver_state(worker: Any) -> dict[str, Any]:
+    """Return the `SchedulerState` of this rank's memory, as JSON's types.
+
+    A worker does not know of requests that wait, so `idle` is always True.
+    """
+    allocator = installed_allocator()
+    released = allocator.released if allocator is not None else ()
+    state = SchedulerState(
+        _name(worker),
+        tuple(sorted(set(released).intersection(RELEASE_ORDER))),
+        True,
+        getattr(worker, _LAST, None),
+        settings.policy().when_asleep,
+    )
+    return asdict(state)
+
+
+def _hooked(operation: str, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def call(worker: Any, *arguments: Any, **named: Any) -> None:
+        allocator = installed_allocator()
+        if allocator is None:
+            original(worker, *arguments, **named)
+            return
+        saved = _saved(worker)
+        before = set(allocator.released)
+        group = group_of(worker)
+        step = Step(group, _UNDO_NOTHING[operation])
+        step.run(lambda: original(worker, *arguments, **named))
+        if step.failed:
+            _restore(worker, saved)
+        answer = _answer(worker, operation, step, before ^ set(allocator.released), allocator)
+        setattr(worker, _LAST, answer)
+        if answer.failure is None:
+            return
+        if operation == "release" and first_failure(step.undone):
+            _logger.error("%s", answer.failure.message)
+        elif group.rank == group.size - 1 or _runs_one_rank(worker):
+            raise raisable(answer.failure)
+
+    return call
+
+
+def _answer(
+    worker: Any, operation: str, step: Step, changed: set[str], allocator: MemsaverAllocator
+) -> Answer:
+    last: Answer | None = getattr(worker, _LAST, None)
+    rank = first_failure(step.failed)
+    failure = rank.failure if rank is not None else None
+    if rank is not None and failure is not None:
+        message = (
+            f"the {_WORDS[operation]} failed on rank {rank.rank} of {len(step.failed)} "
+            f"({rank.host}): {failure.message}; {_state_after(operation, step)}"
+        )
+        failure = replace(failure, message=message)
+    return Answer(
+        _name(worker),
+        operation,
+        tuple(sorted(changed)),
+        tuple(sorted(set(allocator.released).intersection(RELEASE_ORDER))),
+        (),
+        tuple(step.failed or step.reports),
+        failure,
+        last.number + 1 if last is not None else 1,
+        tuple(sorted(_lost(step.undone))) if operation == "release" else (),
+    )
+
+
+_WORDS = {"release": "sleep", "resume": "wake-up"}
+
+
+def _state_after(operation: str, step: Step) -> str:
+    trouble = first_failure(step.undone)
+    if trouble is not None and trouble.failure is not None:
+        rest = f"rank {trouble.rank} ({trouble.host}): {trouble.failure.message}"
+        if operation == "release":
+            return f"the engine counts as asleep, because memory could not be mapped again: {rest}"
+        return f"some ranks could not release their memory again: {rest}; wake the engine again"
+    if operation == "resume":
+        return "on every rank the memory is released as before; free memory and wake it again"
+    lost = _lost(step.undone)
+    if not lost:
+        return "every rank has its memory, with its contents"
+    return f"every rank has its memory; contents of {', '.join(sorted(lost))} are lost"
+
+
+def _lost(undone: list[RankReport]) -> set[str]:
+    """Return the tags for which a rollback mapped more bytes than it copied back."""
+    return {
+        tag
+        for rank in undone
+        for tag, mapped in rank.device_bytes.items()
+        if mapped > rank.copied_bytes.get(tag, 0)
+    } & set(RELEASE_ORDER)
+
+
+def _saved(worker: Any) -> dict[str, Any]:
+    """Return copies of the worker's attributes for the contents that a sleep saved."""
+    return {
+        name: copy.copy(value)
+        for name, value in vars(worker).items()
+        if name.startswith(_SAVED) and isinstance(value, dict | bool)
+    }
+
+
+def _restore(worker: Any, saved: dict[str, Any]) -> None:
+    for name, value in saved.items():
+        setattr(worker, name, value)
+
+
+def _runs_one_rank(worker: Any) -> bool:
+    return worker.parallel_config.distributed_executor_backend in _OF_ONE_RANK
+
+
+def _name(worker: Any) -> str:
+    """Return a worker's unique name: containers may share host names and pids."""
+    if not hasattr(worker, _NAME):
+        name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(8)}"
+        setattr(worker, _NAME, name)
+    return str(getattr(worker, _NAME))
