@@ -124,9 +124,7 @@ def _may_be_asleep(engine: Any, admission: Admission) -> bool:
 # --- sleep and wake-up ----------------------------------------------------------------------------
 
 
-def sleep(
-    original: Callable[..., Any], engine: Any, level: int = 1, mode: str = "abort"
-) -> Any:
+def sleep(original: Callable[..., Any], engine: Any, level: int = 1, mode: str = "abort") -> Any:
     """Wrap `LLMEngine.sleep`.
 
     Raises:
