@@ -62,9 +62,10 @@ def install(worker: Any) -> None:
     """
     if "memsaver_state" in vars(worker):
         return
+    wake_up = worker.wake_up
     for name, operation in _OPERATIONS.items():
         if name != "discard" or hasattr(worker, name):  # vLLM 0.26 has no discard
-            setattr(worker, name, _hooked(operation, getattr(worker, name)))
+            setattr(worker, name, _hooked(operation, getattr(worker, name), wake_up))
     worker.memsaver_state = memsaver_state
 
 
@@ -100,7 +101,9 @@ def memsaver_state(worker: Any) -> dict[str, Any]:
     return asdict(state)
 
 
-def _hooked(operation: str, original: Callable[..., None]) -> Callable[..., None]:
+def _hooked(
+    operation: str, original: Callable[..., None], wake_up: Callable[..., None]
+) -> Callable[..., None]:
     @functools.wraps(original)
     def call(worker: Any, *arguments: Any, **named: Any) -> None:
         allocator = installed_allocator()
@@ -112,6 +115,8 @@ def _hooked(operation: str, original: Callable[..., None]) -> Callable[..., None
         group = group_of(worker)
         step = Step(group, _UNDO_NOTHING[operation])
         step.run(lambda: original(worker, *arguments, **named))
+        if step.failed and operation == "release" and not first_failure(step.undone):
+            _wake(worker, wake_up)
         if step.failed:
             _restore(worker, saved)
         answer = _answer(worker, operation, step, before ^ set(allocator.released), allocator)
@@ -124,6 +129,14 @@ def _hooked(operation: str, original: Callable[..., None]) -> Callable[..., None
             raise raisable(answer.failure)
 
     return call
+
+
+def _wake(worker: Any, wake_up: Callable[..., None]) -> None:
+    """Run the worker's part of a wake-up after the rollback of a sleep, whose memory is mapped."""
+    try:
+        wake_up(worker)
+    except Exception as error:
+        _logger.warning("the worker's part of a sleep could not be undone: %s", error)
 
 
 def _answer(

@@ -1,0 +1,68 @@
+"""Functions that tests call in a fake vLLM's workers through collective_rpc, and the engine's cycle."""
+
+from __future__ import annotations
+
+PROMPTS = [[1, 2, 3], [4, 5]]
+
+
+def occupy(worker, nbytes: int, rank: int = 0) -> None:
+    """Allocate the device's memory as another process, on one rank."""
+    from memsaver import simulator
+
+    if worker.rank == rank:
+        assert simulator.control().sim_occupy(0, nbytes) == 0
+
+
+def limit_host(worker, nbytes: int, rank: int = 0) -> None:
+    """Limit the host memory for backups, on one rank."""
+    from memsaver import simulator
+
+    if worker.rank == rank:
+        simulator.control().sim_host_limit(nbytes)
+
+
+def break_next(worker, name: str, rank: int = 0) -> None:
+    """Make the next call of a method of the model runner or the model raise, on one rank."""
+    if worker.rank != rank:
+        return
+    owner = worker.model_runner if hasattr(worker.model_runner, name) else worker.model_runner.model
+
+    def broken(*_, **__):
+        delattr(owner, name)
+        raise ValueError(f"{name} is broken")
+
+    setattr(owner, name, broken)
+
+
+def resident(worker) -> dict[str, int]:
+    """Return the mapped bytes of each tag."""
+    import memsaver
+
+    return {row.tag: row.resident_bytes for row in memsaver.stats().tags}
+
+
+def used(worker) -> int:
+    """Return the bytes in use on the rank's device."""
+    import memsaver
+
+    free, total = memsaver.device_memory(0)
+    return total - free
+
+
+def fail_after_sleep(worker, rank: int) -> None:
+    """Let another process allocate all memory that the next sleep releases, on one rank."""
+    import memsaver
+    from memsaver import simulator
+
+    if worker.rank != rank:
+        return
+    backend = worker._get_sleep_mode_backend()
+    suspend = backend.suspend
+
+    def suspend_once(level):
+        del backend.suspend
+        suspend(level)
+        free, _ = memsaver.device_memory(0)
+        assert simulator.control().sim_occupy(0, free) == 0
+
+    backend.suspend = suspend_once
