@@ -18,12 +18,18 @@ def run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
     The calling thread runs it, unless it has a running event loop, as in a notebook: then another
     thread runs it. Does not change the thread's current event loop, as `asyncio.run` does.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _is_in_loop():
         return _run(work)
     with ThreadPoolExecutor(1, thread_name_prefix="memsaver") as pool:
         return pool.submit(_run, work).result()
+
+
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
@@ -34,5 +40,6 @@ def _run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
         loop.close()

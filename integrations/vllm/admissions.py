@@ -25,7 +25,7 @@ from typing import Any
 
 from ..engine import admitted
 from ..engine.admission import Admission, retrieve
-from ..engine.errors import EngineAsleepError, EngineError
+from ..engine.errors import EngineAsleepError
 from ..engine.refusals import asleep_in, refused
 from ..engine.tags import WEIGHTS
 from . import settings
@@ -320,21 +320,25 @@ def process_outputs(
 # --- control requests -----------------------------------------------------------------------------
 
 
-async def add_lora(original: Callable[..., Awaitable[Any]], engine: Any, *args: Any) -> Any:
+async def add_lora(
+    original: Callable[..., Awaitable[Any]], engine: Any, *args: Any, **named: Any
+) -> Any:
     """Wrap `AsyncLLM.add_lora`."""
-    return await _call(engine, need_of("add_lora"), lambda: original(engine, *args))
+    return await _call(engine, need_of("add_lora"), lambda: original(engine, *args, **named))
 
 
-async def pin_lora(original: Callable[..., Awaitable[Any]], engine: Any, *args: Any) -> Any:
+async def pin_lora(
+    original: Callable[..., Awaitable[Any]], engine: Any, *args: Any, **named: Any
+) -> Any:
     """Wrap `AsyncLLM.pin_lora`."""
-    return await _call(engine, need_of("pin_lora"), lambda: original(engine, *args))
+    return await _call(engine, need_of("pin_lora"), lambda: original(engine, *args, **named))
 
 
 async def collective_rpc(
-    original: Callable[..., Awaitable[Any]], engine: Any, method: Any, *args: Any
+    original: Callable[..., Awaitable[Any]], engine: Any, method: Any, *args: Any, **named: Any
 ) -> Any:
     """Wrap `AsyncLLM.collective_rpc`, which weight updates use as well."""
-    return await _call(engine, need_of(method), lambda: original(engine, method, *args))
+    return await _call(engine, need_of(method), lambda: original(engine, method, *args, **named))
 
 
 async def _call(engine: Any, need: Need | None, send: Callable[[], Awaitable[Any]]) -> Any:

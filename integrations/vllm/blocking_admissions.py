@@ -60,27 +60,29 @@ class _Core:
         return before.difference(tags)
 
 
-def add_request(original: Callable[..., Any], engine: Any, *args: Any) -> Any:
+def add_request(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
     """Wrap `LLMEngine.add_request`."""
     params = args[2]
     what = "compute embeddings" if type(params).__name__ == "PoolingParams" else "generate"
     _admit(engine, Need(MODEL, what))
-    return original(engine, *args)
+    return original(engine, *args, **named)
 
 
-def add_lora(original: Callable[..., Any], engine: Any, *args: Any) -> Any:
+def add_lora(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
     """Wrap `LLMEngine.add_lora`."""
-    return _call(engine, need_of("add_lora"), lambda: original(engine, *args))
+    return _call(engine, need_of("add_lora"), lambda: original(engine, *args, **named))
 
 
-def pin_lora(original: Callable[..., Any], engine: Any, *args: Any) -> Any:
+def pin_lora(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
     """Wrap `LLMEngine.pin_lora`."""
-    return _call(engine, need_of("pin_lora"), lambda: original(engine, *args))
+    return _call(engine, need_of("pin_lora"), lambda: original(engine, *args, **named))
 
 
-def collective_rpc(original: Callable[..., Any], engine: Any, method: Any, *args: Any) -> Any:
+def collective_rpc(
+    original: Callable[..., Any], engine: Any, method: Any, *args: Any, **named: Any
+) -> Any:
     """Wrap `LLMEngine.collective_rpc`, which weight updates use as well."""
-    return _call(engine, need_of(method), lambda: original(engine, method, *args))
+    return _call(engine, need_of(method), lambda: original(engine, method, *args, **named))
 
 
 def _call(engine: Any, need: Need | None, send: Callable[[], Any]) -> Any:

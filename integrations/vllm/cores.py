@@ -18,7 +18,7 @@ from ..engine.fields import Fields, parsed
 from ..engine.messages import Answer, Failure, error_of
 from ..engine.tags import RELEASE_ORDER
 
-__all__ = ["Memory", "alive", "memory_of", "memory_of_async"]
+__all__ = ["Memory", "alive", "error_from", "memory_of", "memory_of_async"]
 
 _METHOD = "memsaver_memory"
 _LOOK_SECONDS = 0.5
@@ -90,7 +90,7 @@ async def alive(engine: Any, work: Awaitable[_Result]) -> _Result:
 
 
 def error_from(error: Exception, memory: Memory) -> Exception:
-    """Return the typed error of a failed sleep or wake-up, of which vLLM passes on only the text."""
+    """Return the typed error of a failed sleep or wake-up, whose text is all that vLLM sends."""
     if isinstance(error, MemsaverError) or memory.error is None:
         return error
     return memory.error if memory.error.message in str(error) else EngineError(str(error))

@@ -26,7 +26,6 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any
 
 from ..engine.refusals import asleep_text
@@ -151,7 +150,7 @@ class Guard:
         return released if self._is_ours else frozenset()
 
     def failure(self) -> dict[str, Any] | None:
-        """Return the fields of the `Failure` of the last sleep or wake-up, if a rank reports one."""
+        """Return the fields of the `Failure` of the last sleep or wake-up; None without one."""
         for state in self._core.model_executor.collective_rpc(_state_of):
             last = state["last"] if state is not None else None
             if last is not None and last["failure"] is not None:

@@ -120,7 +120,7 @@ class IdleSleep:
 
 
 class _BoundedQueue:
-    """An engine core's input queue, whose waits end when the engine is due to release its memory."""
+    """An engine core's input queue, whose waits end when memory is due to be released."""
 
     def __init__(self, inner: Any, idle: IdleSleep) -> None:
         self._inner = inner

@@ -8,6 +8,7 @@ some of them more than once. The effects begin when vLLM imports the modules con
   memsaver's (`allocator`).
 - The worker's `sleep`, `wake_up` and `discard` change all ranks or none (`worker`).
 - CUDA graphs are captured into pausable memory, if `settings` request it (`graphs`).
+- Requests to a sleeping engine are refused, wait, or wake it (`hooks`, `http_answers`).
 
 Before vLLM requests the allocator, no driver is opened and torch is not imported. Without
 `enable_sleep_mode` or `enable_cumem_allocator`, vLLM works as it does without memsaver. No failure
@@ -32,7 +33,7 @@ from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError, NotLoadedError
 
 from ..engine.imports import when_imported
-from . import graphs, settings, versions, worker
+from . import graphs, hooks, http_answers, settings, versions, worker
 from .allocator import MemsaverAllocator
 
 __all__ = ["load_plugin"]
@@ -64,6 +65,10 @@ def load_plugin() -> None:
         when_imported(_PLATFORM, _guarded(lambda module: graphs.install(module.Platform)))
     when_imported(worker.CUMEM, _guarded(_replace_allocator))
     when_imported(_WORKER, _guarded(lambda module: worker.install(module.Worker)))
+    for name in hooks.modules():
+        when_imported(name, _guarded(hooks.install_in))
+    for name in http_answers.MODULES:
+        when_imported(name, _guarded(http_answers.install))
 
 
 def _guarded(install: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:

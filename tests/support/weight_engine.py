@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from memsaver.errors import InvalidStateError
-from memsaver.integrations.engine.status import Status
 from memsaver.integrations.engine import hooking
+from memsaver.integrations.engine.status import Status
 from memsaver.integrations.sglang import hooks
 from memsaver.integrations.sglang.protocol import text_of, verification_of
 from memsaver.integrations.sglang.replies import Reply
