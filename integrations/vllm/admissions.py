@@ -135,7 +135,8 @@ async def _checked(engine: Any, work: Awaitable[Any]) -> Any:
     except Exception as error:
         if engine.errored:
             raise
-        found = error_from(error, await memory_of_async(engine.engine_core, failed=True))
+        memory = await alive(engine, memory_of_async(engine.engine_core, failed=True))
+        found = error_from(error, memory)
         if found is error:
             raise
         raise found from error

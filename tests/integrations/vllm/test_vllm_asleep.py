@@ -77,6 +77,7 @@ assert await generate(engine) == before  # refused only after a query
 @pytest.mark.parametrize("data_parallel", [1, 2])
 def test_requests_wait_in_order_until_another_caller_wakes_the_engine(asleep, data_parallel):
     asleep(
+        f"data_parallel = {data_parallel}\n"
         """
 before = await generate(engine)
 await engine.sleep()
@@ -97,7 +98,8 @@ await engine.wake_up(tags=["kv_cache"])
 results = await asyncio.gather(*waiting, return_exceptions=True)
 assert isinstance(results[2], asyncio.CancelledError)
 assert "aborted while it waited" in str(results[4]), results[4]
-assert ended == ["0", "1", "3", "5"] and admission_of(engine).waiting == 0
+assert (sorted(ended) if data_parallel > 1 else ended) == ["0", "1", "3", "5"]
+assert admission_of(engine).waiting == 0
 """,
         engine=f"engine_of(data_parallel_size={data_parallel})",
         **policy("wait"),
@@ -199,17 +201,17 @@ def test_sleep_under_load(asleep, when, mode):
         f"""
 mode, when = {mode!r}, {when!r}
 token = (await generate(engine))[0]
-running = asyncio.ensure_future(generate(engine, "running", max_tokens=200))
+running = asyncio.ensure_future(generate(engine, "running", max_tokens=40))
 await asyncio.sleep(0.1)
 sleeping = asyncio.ensure_future(engine.sleep(1, mode))
-await asyncio.sleep(0)
+await asyncio.sleep(0.1)  # with mode "wait", the engine core has not released memory yet
 late = asyncio.ensure_future(generate(engine, "late"))
 await sleeping
 tokens, reason = (await running) if mode != "keep" else (None, None)
 if mode == "abort":
-    assert reason == "abort" and len(tokens) < 200
+    assert reason == "abort" and len(tokens) < 40
 elif mode == "wait":
-    assert reason == "length" and tokens == token * 200
+    assert reason == "length" and tokens == token * 40
 if when == "refuse":
     assert (await refusal(late)).tags == BOTH
 elif when == "wait":
@@ -221,7 +223,7 @@ if when != "refuse":
 elif mode == "keep":
     await engine.wake_up()
 if mode == "keep":  # continues after the wake-up
-    assert (await running) == (token * 200, "length")
+    assert (await running) == (token * 40, "length")
 """,
         **policy(when),
     )
