@@ -38,7 +38,7 @@ class MemsaverAllocator:
 
     def __init__(self) -> None:
         self._tags: dict[str, None] = {}  # memsaver's, in the order of their first use
-        self._saved: dict[str, Backup] = {}  # by released tag, the backup of its release
+        self._saved: dict[str, Backup] = {}  # by tag, the backup of its last release
         self._graphs: Any = None  # the pool of CUDA graphs
 
     # --- allocation -------------------------------------------------------------------------------
@@ -114,6 +114,10 @@ class MemsaverAllocator:
         """The tags whose memory is released."""
         return tuple(tag for tag in self._tags if not moves.is_mapped([tag]) and names_of(tag))
 
+    def discards(self, tag: str) -> bool:
+        """Return whether the last release of a tag did not keep its contents."""
+        return self._saved.get(tag) == "none"
+
     def sleep(self, offload_tags: Sequence[str] | str | None = None) -> None:
         """Release all memory. The contents of `offload_tags` and of CUDA graphs are kept.
 
@@ -152,12 +156,11 @@ class MemsaverAllocator:
     def _pause(self, backups: Mapping[str, Backup]) -> None:
         before = self.released
         going = [tag for tag in backups if tag not in before]
-        saved = {tag: backups[tag] for tag in going}
+        self._saved.update((tag, backups[tag]) for tag in going)
         steps.move(
             lambda group: moves.pause(group, list(backups), backups),
             undo=lambda group: moves.resume(group, going),
         )
-        self._saved.update(saved)
         gc.collect()
         _release_free_memory()
 

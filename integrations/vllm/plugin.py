@@ -88,7 +88,7 @@ def _guarded(install: Callable[[ModuleType], None]) -> Callable[[ModuleType], No
 
 
 def _replace_allocator(module: ModuleType) -> None:
-    owner: Any = module.CuMemAllocator  # type: ignore[attr-defined]
+    owner: Any = module.CuMemAllocator
     original = owner.get_instance
     if isinstance(original, functools.partial):
         return

@@ -143,12 +143,14 @@ def _answer(
     worker: Any, operation: str, step: Step, changed: set[str], allocator: MemsaverAllocator
 ) -> Answer:
     last: Answer | None = getattr(worker, _LAST, None)
+    lost = _lost(step.undone, allocator) if operation == "release" else set()
     rank = first_failure(step.failed)
     failure = rank.failure if rank is not None else None
     if rank is not None and failure is not None:
+        after = _state_after(operation, step, lost)
         message = (
             f"the {_WORDS[operation]} failed on rank {rank.rank} of {len(step.failed)} "
-            f"({rank.host}): {failure.message}; {_state_after(operation, step)}"
+            f"({rank.host}): {failure.message}; {after}"
         )
         failure = replace(failure, message=message)
     return Answer(
@@ -160,14 +162,14 @@ def _answer(
         tuple(step.failed or step.reports),
         failure,
         last.number + 1 if last is not None else 1,
-        tuple(sorted(_lost(step.undone))) if operation == "release" else (),
+        tuple(sorted(lost)),
     )
 
 
 _WORDS = {"release": "sleep", "resume": "wake-up"}
 
 
-def _state_after(operation: str, step: Step) -> str:
+def _state_after(operation: str, step: Step, lost: set[str]) -> str:
     trouble = first_failure(step.undone)
     if trouble is not None and trouble.failure is not None:
         rest = f"rank {trouble.rank} ({trouble.host}): {trouble.failure.message}"
@@ -176,20 +178,15 @@ def _state_after(operation: str, step: Step) -> str:
         return f"some ranks could not release their memory again: {rest}; wake the engine again"
     if operation == "resume":
         return "on every rank the memory is released as before; free memory and wake it again"
-    lost = _lost(step.undone)
     if not lost:
         return "every rank has its memory, with its contents"
     return f"every rank has its memory; contents of {', '.join(sorted(lost))} are lost"
 
 
-def _lost(undone: list[RankReport]) -> set[str]:
-    """Return the tags for which a rollback mapped more bytes than it copied back."""
-    return {
-        tag
-        for rank in undone
-        for tag, mapped in rank.device_bytes.items()
-        if mapped > rank.copied_bytes.get(tag, 0)
-    } & set(RELEASE_ORDER)
+def _lost(undone: list[RankReport], allocator: MemsaverAllocator) -> set[str]:
+    """Return the tags that some rank had released without keeping their contents."""
+    moved = {tag for rank in undone for tag, nbytes in rank.device_bytes.items() if nbytes}
+    return {tag for tag in moved.intersection(RELEASE_ORDER) if allocator.discards(tag)}
 
 
 def _saved(worker: Any) -> dict[str, Any]:

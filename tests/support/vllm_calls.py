@@ -1,4 +1,4 @@
-"""Functions that tests call in a fake vLLM's workers through collective_rpc, and the engine's cycle."""
+"""Functions that tests call in a fake vLLM's workers through collective_rpc."""
 
 from __future__ import annotations
 

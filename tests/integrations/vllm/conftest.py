@@ -21,7 +21,9 @@ def run_vllm(run_python):
         env.setdefault("PYTHONPATH", os.pathsep.join([str(FAKE), IMPORT_PATH]))
         env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         env.setdefault("VLLM_PLUGINS", None)
-        start = "import memsaver, vllm_calls\nfrom vllm_calls import PROMPTS\nfrom vllm import LLM\n"
+        start = (
+            "import memsaver, vllm_calls\nfrom vllm_calls import PROMPTS\nfrom vllm import LLM\n"
+        )
         body = "".join(f"    {line}\n" for line in lines.strip().splitlines())
         return run_python(f"{start}if __name__ == '__main__':\n{body}", **env)
 

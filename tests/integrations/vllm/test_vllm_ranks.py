@@ -40,7 +40,7 @@ def test_a_wake_up_without_memory_on_one_rank_wakes_none(run_ranks):
 for rank in (0, 1):
     llm.sleep()
     llm.collective_rpc(vllm_calls.occupy, args=((1 << 40) - (8 << 20), rank))
-    fails(lambda: llm.wake_up(["weights"]), f"wake-up failed on rank {rank} of 2", "released as before")
+    fails(lambda: llm.wake_up(["weights"]), f"failed on rank {rank} of 2", "released as before")
     assert states() == [BOTH, BOTH]
     assert llm.llm_engine.is_sleeping()
     llm.collective_rpc(vllm_calls.occupy, args=(0, rank))
@@ -56,13 +56,12 @@ for rank in (0, 1):
 def test_a_sleep_without_host_memory_on_one_rank_releases_none(run_ranks):
     run_ranks(
         """
-for rank in (0, 1):
-    llm.collective_rpc(vllm_calls.limit_host, args=(1 << 16, rank))
-    fails(llm.sleep, f"sleep failed on rank {rank} of 2", "every rank has its memory")
-    assert states() == [[], []]
-    llm.wake_up()  # the engine core had paused its scheduler
-    assert llm.generate(PROMPTS) == first
-    llm.collective_rpc(vllm_calls.limit_host, args=((1 << 64) - 1, rank))
+llm.collective_rpc(vllm_calls.limit_host, args=(1 << 16, 0))
+fails(llm.sleep, "sleep failed on rank 0 of 2", "every rank has its memory", "contents of kv_cache are lost")
+assert states() == [[], []]
+llm.wake_up()  # the engine core had paused its scheduler
+assert llm.generate(PROMPTS) == first
+llm.collective_rpc(vllm_calls.limit_host, args=((1 << 64) - 1, 0))
         """
     )
 
