@@ -59,4 +59,4 @@ def install_in(module: ModuleType) -> None:
     """
     hooking.install(module, _HOOKS, _OPTIONAL)
     if module.__name__ == _CORE:
-        module.EngineCore.memsaver_memory = guard.memsaver_memory  # type: ignore[attr-defined]
+        module.EngineCore.memsaver_memory = guard.memsaver_memory
