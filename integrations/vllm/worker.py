@@ -30,8 +30,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from memsaver.errors import ConfigError
-
 from ..engine import moves
 from ..engine.messages import Answer, RankReport, SchedulerState, raisable
 from ..engine.ranks import Group, first_failure
@@ -46,7 +44,6 @@ CUMEM = "vllm.device_allocator.cumem"
 _PARALLEL = "vllm.distributed.parallel_state"
 _LAST, _NAME = "_memsaver_last_answer", "_memsaver_name"  # attributes of a worker
 _SAVED = "_sleep_"  # begins the names of the worker's attributes for contents of a sleep
-_LEVELS = (1, 2)  # the scheduler handles level 0
 _OPERATIONS = {"sleep": "release", "wake_up": "resume", "discard": "release"}
 _UNDO_NOTHING = {
     "release": lambda group: moves.resume(group, []),
@@ -66,23 +63,10 @@ def install(worker: Any) -> None:
     if "memsaver_state" in vars(worker):
         return
     wake_up = worker.wake_up
-    worker.sleep = _of_known_level(worker.sleep)
     for name, operation in _OPERATIONS.items():
         if name != "discard" or hasattr(worker, name):  # vLLM 0.26 has no discard
             setattr(worker, name, _hooked(operation, getattr(worker, name), wake_up))
     worker.memsaver_state = memsaver_state
-
-
-def _of_known_level(sleep: Callable[..., None]) -> Callable[..., None]:
-    """Reject levels that vLLM does not have, for which it would discard the buffers."""
-
-    @functools.wraps(sleep)
-    def call(worker: Any, level: int = 1) -> None:
-        if installed_allocator() is not None and level not in _LEVELS:
-            raise ConfigError(f"vLLM's sleep has no level {level!r}: choose 1 or 2")
-        sleep(worker, level)
-
-    return call
 
 
 def installed_allocator() -> MemsaverAllocator | None:

@@ -145,22 +145,6 @@ else:
     )
 
 
-@pytest.mark.parametrize("level", [3, "1", None])
-def test_an_unknown_level_is_refused_with_all_contents_kept(run_vllm, level):
-    run_vllm(
-        f"""
-{START}
-try:
-    llm.collective_rpc("sleep", kwargs={{"level": {level!r}}})
-except Exception as error:
-    assert type(error).__name__ == "ConfigError" and "has no level" in str(error), error
-else:
-    raise SystemExit("an unknown level was accepted")
-{CYCLES}
-        """
-    )
-
-
 @pytest.mark.parametrize("asleep", [False, True])
 def test_an_engine_can_follow_one_that_was_shut_down(run_vllm, asleep):
     run_vllm(
