@@ -1,8 +1,8 @@
 """Test memsaver in a real vLLM engine: every sleep and wake-up keeps the greedy output.
 
 For each engine, a child process (vllm_child.py) starts the engine once and runs the scenarios of
-the modules vllm_cycles, vllm_failures and vllm_asleep on it, one per test. After a failure, a new child is
-started.
+the modules vllm_cycles, vllm_failures and vllm_asleep on it, one per test. After a failure, a new
+child is started.
 
     pytest -m "gpu and vllm"                     all tests, some of which need two GPUs
     pytest -m "gpu and vllm and not two_gpus"

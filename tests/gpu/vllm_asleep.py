@@ -56,6 +56,7 @@ def requests_wake(session: Session) -> None:
 
 def requests_never_wake_lost_weights(session: Session) -> None:
     """After level 2, a generation is refused until the weights are loaded."""
+    check_output(session)  # an idle engine may have fallen asleep at level 1
     session.llm.sleep(level=2)
     refused(session.outputs, "kv_cache", "weights")
     session.llm.wake_up(tags=["weights"])
