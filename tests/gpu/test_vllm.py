@@ -1,8 +1,8 @@
 """Test memsaver in a real vLLM engine: every sleep and wake-up keeps the greedy output.
 
 For each engine, a child process (vllm_child.py) starts the engine once and runs the scenarios of
-the modules vllm_cycles and vllm_failures on it, one per test. After a failure, a new child is
-started.
+the modules vllm_cycles, vllm_failures and vllm_asleep on it, one per test. After a failure, a new
+child is started.
 
     pytest -m "gpu and vllm"                     all tests, some of which need two GPUs
     pytest -m "gpu and vllm and not two_gpus"
@@ -46,10 +46,22 @@ POOL = [
     "vllm_failures.freed_while_asleep",
     "vllm_failures.later_allocations_are_saved",
 ]
+WAKE = [
+    "vllm_asleep.requests_wake",
+    "vllm_asleep.requests_that_cannot_wake",
+    "vllm_asleep.requests_never_wake_lost_weights",
+    "vllm_asleep.an_idle_engine_sleeps",
+]
+REFUSED = "vllm_asleep.requests_are_refused"
 KILLED = "vllm_failures.a_killed_worker"  # the last scenario of an engine
 
 
 ENVIRONMENTS = {
+    "wake": {
+        "MEMSAVER_VLLM_ASLEEP": "wake",
+        "MEMSAVER_VLLM_ASLEEP_WAIT": "4",
+        "MEMSAVER_VLLM_SLEEP_AFTER": "3",
+    },
     "in_process": {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -77,7 +89,7 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
     made.close()
 
 
-@each([*CYCLES, *CALLS, KILLED])
+@each([*CYCLES, *CALLS, REFUSED, KILLED])
 def test_an_engine_in_its_own_process(children: Children, name: str) -> None:
     children.run("engine", name)
 
@@ -88,6 +100,7 @@ def test_an_engine_in_its_own_process(children: Children, name: str) -> None:
         *POOL,
         "vllm_failures.a_wake_without_memory",
         "vllm_failures.requests_continue",
+        REFUSED,
         "vllm_failures.a_second_engine",
     ]
 )
@@ -101,12 +114,17 @@ def test_weights_and_kv_cache_in_fp8(children: Children, name: str) -> None:
     children.run("quantized", name)
 
 
-@each(["vllm_cycles.memsaver_is_active", "vllm_cycles.adapters"])
+@each(["vllm_cycles.memsaver_is_active", "vllm_cycles.adapters", REFUSED])
 def test_adapters(children: Children, name: str) -> None:
     children.run("adapters", name)
 
 
+@each(WAKE)
+def test_requests_that_wake_an_engine(children: Children, name: str) -> None:
+    children.run("wake", name)
+
+
 @pytest.mark.two_gpus
-@each([*CYCLES, *CALLS, KILLED])
+@each([*CYCLES, *CALLS, REFUSED, KILLED])
 def test_tensor_parallel(children: Children, name: str) -> None:
     children.run("engine_tp2", name)

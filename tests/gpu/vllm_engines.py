@@ -43,6 +43,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "in_process": {},
     "quantized": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "adapters": {"enable_lora": True, "max_lora_rank": vllm_adapters.RANK, "max_loras": 2},
+    "wake": {},
     "engine_tp2": {"tensor_parallel_size": 2},
 }
 
