@@ -124,7 +124,7 @@ def test_a_dead_engine_starts_again_with_the_weights(run_vllm):
         START
         + textwrap.dedent("""
     from memsaver.integrations.rollout import Restarts
-    restarts = Restarts(weights=lambda: weights(2))
+    restarts = Restarts(send=lambda engine: engine.update_weights(weights(2)))
     engine = RolloutEngine.launch(
         kind="vllm", timeout=60, restarts=restarts, model="tiny",
         distributed_executor_backend="uni",
