@@ -1,4 +1,4 @@
-"""torch and its allocator's settings, SGLang, vLLM and torch_memory_saver. Imports none of them."""
+"""torch and its allocator's settings. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 from memsaver._inspection.bare_driver import BareDriver
 from memsaver.cli.checks.findings import Finding, absent, bad, good, warned
 from memsaver.cli.checks.system import installed_version
-from memsaver.errors import ConfigError, MemsaverError
-from memsaver.integrations.sglang import settings, versions  # type: ignore[import-not-found]
+from memsaver.errors import MemsaverError
 
-__all__ = ["check_engines", "check_torch"]
+__all__ = ["check_torch"]
 
 OLDEST_TORCH = (2, 6)
 POOLS_BY_THREAD = (2, 8)  # since this version a torch pool applies only to its own thread
@@ -131,74 +130,6 @@ def _allocator_setting(name: str, text: str) -> Finding:
         )
     advice = "only a process that is one region needs them off, which `memsaver run --tag` does"
     return good("torch allocator", f"{says}: regions work with it", advice, **data)
-
-
-def check_engines() -> list[Finding]:
-    """Check the installed packages that use memsaver or that memsaver replaces."""
-    return [*_sglang(), _vllm(), _torch_memory_saver()]
-
-
-def _sglang() -> list[Finding]:
-    version = installed_version("sglang")
-    if version is None:
-        return [absent("SGLang", "not installed", version=None)]
-    doubt = versions.doubt(version)
-    data = {"version": version, "tried": doubt is None}
-    if doubt is None:
-        found = [good("SGLang", f"{version}: memsaver was made for it", **data)]
-    else:
-        found = [warned("SGLang", version, doubt, **data)]
-    return [*found, *_plugin()]
-
-
-def _plugin() -> list[Finding]:
-    """Check whether the environment lets SGLang load memsaver's plugin."""
-    name = "SGLang plugin"
-    try:
-        on, preloading = settings.is_on(), settings.is_preloading()
-        when_asleep = settings.policy().when_asleep
-        settings.updates_are_checked(), settings.suspends_nccl()
-    except ConfigError as error:
-        return [bad(name, str(error), "correct it, or unset it")]
-    listed = os.environ.get("SGLANG_PLUGINS")
-    platform = os.environ.get("SGLANG_PLATFORM")
-    if not on:
-        return [warned(name, "turned off by MEMSAVER_SGLANG", "unset it to use memsaver")]
-    if listed is not None and "memsaver" not in [part.strip() for part in listed.split(",")]:
-        advice = "add memsaver to it, or unset it"
-        return [warned(name, f"not in SGLANG_PLUGINS={listed}", advice)]
-    if platform and platform != "memsaver":
-        text = f"SGLANG_PLATFORM={platform} keeps SGLang from loading it"
-        return [warned(name, text, "unset it to use memsaver")]
-    mode = ", schedulers in preload mode" if preloading else ""
-    asleep = "" if when_asleep == "refuse" else f"; requests to a sleeping engine: {when_asleep}"
-    return [good(name, f"on{mode}, for engines with enable_memory_saver{asleep}")]
-
-
-def _vllm() -> Finding:
-    version = installed_version("vllm")
-    if version is None:
-        return absent("vLLM", "not installed", version=None, tried=False)
-    advice = "memsaver does not take part in it: its sleep mode has an allocator of its own"
-    return good("vLLM", version, advice, version=version, tried=False)
-
-
-def _torch_memory_saver() -> Finding:
-    name, version = "torch_memory_saver", installed_version("torch-memory-saver")
-    if version is None:
-        advice = (
-            "for programs that import it, pip install ./integrations/torch_memory_saver of "
-            "memsaver's source tree"
-        )
-        return absent(name, "not installed", advice, version=None, is_memsaver=False)
-    if "+memsaver" in version:
-        return good(name, f"{version}: provided by memsaver", version=version, is_memsaver=True)
-    advice = (
-        "programs that import it (not SGLang from 0.5.11 on) do not use memsaver: "
-        "integrations/torch_memory_saver of memsaver's source tree takes its place"
-    )
-    text = f"{version}: the original"
-    return good(name, text, advice, version=version, is_memsaver=False)
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""A small Qwen3 model with random weights, for SGLang to load.
+"""A small Qwen3 model with random weights, for an engine to load.
 
 Its weights are as large as trained weights, so that the generated tokens depend on every layer and
-on the KV cache. With SGLang's dummy weights, which are much smaller, they would not.
+on the KV cache. With an engine's dummy weights, which are much smaller, they would not.
 """
 
 from __future__ import annotations
