@@ -44,8 +44,7 @@ class CoreLink(Link):
         return self.core.collective_rpc(method, timeout, tuple(arguments))
 
     def call(self, name, arguments, timeout):
-        assert name == "reset_prefix_cache"
-        return True
+        assert name == "reset_mm_cache"
 
     def plain_arguments(self, timeout):
         raise AssertionError("the engine has the plugin")
@@ -296,13 +295,14 @@ CALLS = {
     "reset_prefix_cache": {"reset_running_requests": True},
     "pause_generation": {"mode": "keep", "clear_cache": False},
     "resume_generation": {},
+    "reset_mm_cache": {},
     "collective_rpc": {"method": "memsaver_info", "timeout": 1.0, "args": ()},
     "abort": {"request_id": ["a"], "internal": True},
     "generate": {"prompt": {}, "sampling_params": None, "request_id": "a"},
     "shutdown": {"timeout": 0},
 }
 OF_LLM = {
-    "LLM": ("sleep", "wake_up", "reset_prefix_cache"),
+    "LLM": ("sleep", "wake_up", "reset_prefix_cache", "reset_mm_cache"),
     "LLMEngine": ("collective_rpc",),
 }
 
@@ -413,6 +413,8 @@ def test_a_servers_routes_reach_its_engine(server, monkeypatch):
     assert client.calls.pop()[0] == "resume_generation"
     link.call("sleep", {"level": 2, "mode": "keep"}, 10)
     assert client.calls.pop()[1] == (2, "keep")
+    link.call("reset_mm_cache", {}, 10)
+    assert client.calls.pop()[0] == "reset_mm_cache"
     link.call("wake_up", {"tags": ["weights", "kv_cache"]}, 10)
     assert client.calls.pop()[1] == (["weights", "kv_cache"],)
 

@@ -131,6 +131,9 @@ class Scheduler:
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 
+    def reset_encoder_cache(self) -> None:
+        pass
+
     def finish_requests(self, *_) -> list:
         return []
 
