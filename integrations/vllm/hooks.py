@@ -10,7 +10,7 @@ from types import ModuleType
 from ..engine import hooking
 from . import admissions, blocking_admissions, dead_calls, guard
 
-__all__ = ["install_in", "modules"]
+__all__ = ["install_in", "modules", "targets"]
 
 _CORE = "vllm.v1.engine.core"
 _CLIENT = "vllm.v1.engine.core_client"
@@ -49,6 +49,11 @@ _OPTIONAL: hooking.Hooks = {  # since 0.27
 def modules() -> tuple[str, ...]:
     """Return vLLM's modules with methods to hook, for `install_in`."""
     return hooking.modules_of(_HOOKS, _OPTIONAL)
+
+
+def targets() -> tuple[str, ...]:
+    """Return the methods that every supported version has, as "module.Class.method"."""
+    return tuple(_HOOKS)
 
 
 def install_in(module: ModuleType) -> None:
