@@ -36,9 +36,9 @@ from ..engine.weights.groups import Receiver
 from ..engine.weights.load_check import LoadCheck
 from ..engine.weights.payloads import named_tensors
 from ..engine.weights.writes import Named
+from .executor_ranks import group_of as ranks_of
 from .protocol import BEGIN, END, JOIN, LEAVE, LOAD, Coming, group_of
 from .reload import LayerwiseReload, is_converted
-from .worker import group_of as ranks_of
 from .worker import installed_allocator
 
 __all__ = ["install"]

@@ -111,3 +111,24 @@ def hurt_next_bucket(worker, rank: int) -> None:
         return [(name, tensor + 1) for name, tensor in named]
 
     weight_loads._arrived = hurt
+
+
+def join_world(store: str, rank: int, results) -> None:
+    """Join a world of four ranks, and report what the second executor's ranks exchange."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+    from vllm.distributed import parallel_state
+
+    from memsaver.integrations.vllm.executor_ranks import group_of
+
+    parallel_state.init_distributed_environment(4, rank, store)
+    seen = None
+    if rank >= 2:
+        worker = SimpleNamespace(rank=rank - 2, parallel_config=SimpleNamespace(world_size=2))
+        seen = [
+            fields["rank"] for fields in group_of(worker).gather({"rank": group_of(worker).rank})
+        ]
+    results.put((rank, seen))
+    dist.barrier()
+    dist.destroy_process_group()
