@@ -14,7 +14,8 @@ engine's sleep, and `interface.Backend`, for rollouts: see `memsaver.integration
 | `imports`, `variables` | an engine's plugin: callbacks after imports, environment variables |
 | `ranks`, `moves` | inside an engine's processes: attempts on all ranks; pauses and resumes |
 | `weights` | inside an engine's processes: verification of weights that a trainer sends |
-| `http` | a client for engines behind a URL |
+| `admission`, `admitted`, `policies`, `refusals`, `idle` | requests to a sleeping engine |
+| `http` | a client for engines behind a URL; the responses of a sleeping server |
 
 No module here imports an engine or another package of `memsaver.integrations`.
 """

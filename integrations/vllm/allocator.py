@@ -40,6 +40,7 @@ class MemsaverAllocator:
         self._tags: dict[str, None] = {}  # memsaver's, in the order of their first use
         self._saved: dict[str, Backup] = {}  # by tag, the backup of its last release
         self._graphs: Any = None  # the pool of CUDA graphs
+        self._chosen: frozenset[str] | None = None  # see `only`
 
     # --- allocation -------------------------------------------------------------------------------
 
@@ -129,6 +130,15 @@ class MemsaverAllocator:
         names.add(GRAPH)
         self._pause({tag: "host" if tag in names else "none" for tag in self._tags})
 
+    @contextlib.contextmanager
+    def only(self, tags: Sequence[str]) -> Iterator[None]:
+        """Restrict the releases in the block to these tags."""
+        self._chosen = frozenset(tags)
+        try:
+            yield
+        finally:
+            self._chosen = None
+
     def discard(self, tags: Sequence[str] | str) -> None:
         """Release the memory of these tags without keeping its contents."""
         names = [self._named(tag) for tag in ((tags,) if isinstance(tags, str) else tags)]
@@ -154,6 +164,8 @@ class MemsaverAllocator:
         )
 
     def _pause(self, backups: Mapping[str, Backup]) -> None:
+        if self._chosen is not None:
+            backups = {tag: backup for tag, backup in backups.items() if tag in self._chosen}
         before = self.released
         going = [tag for tag in backups if tag not in before]
         self._saved.update((tag, backups[tag]) for tag in going)

@@ -7,7 +7,10 @@ some of them more than once. The effects begin when vLLM imports the modules con
 - `CuMemAllocator.get_instance`, through which vLLM obtains its sleep mode allocator, returns
   memsaver's (`allocator`).
 - The worker's `sleep`, `wake_up` and `discard` change all ranks or none (`worker`).
+- The workers load and verify weights that a trainer sends (`weight_loads`), and the engine core
+  answers memsaver's calls (`core_calls`), which a server announces (`routes`).
 - CUDA graphs are captured into pausable memory, if `settings` request it (`graphs`).
+- Requests to a sleeping engine are refused, wait, or wake it (`hooks`, `http_answers`).
 
 Before vLLM requests the allocator, no driver is opened and torch is not imported. Without
 `enable_sleep_mode` or `enable_cumem_allocator`, vLLM works as it does without memsaver. No failure
@@ -22,7 +25,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version as version_of
 from types import ModuleType
 from typing import Any
@@ -32,14 +35,27 @@ from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError, NotLoadedError
 
 from ..engine.imports import when_imported
-from . import graphs, settings, versions, worker
+from . import (
+    core_calls,
+    graphs,
+    hooks,
+    http_answers,
+    routes,
+    settings,
+    versions,
+    weight_loads,
+    worker,
+)
 from .allocator import MemsaverAllocator
 
 __all__ = ["load_plugin"]
 
 _WORKER = "vllm.v1.worker.gpu_worker"
+_CORE = "vllm.v1.engine.core"
+_ROUTER = "vllm.entrypoints.serve.dev.rpc.api_router"
 _PLATFORM = "vllm.platforms.interface"
 _NCCL = "NCCL_GRAPH_REGISTER"
+Install = Callable[[Any], None]
 _logger = logging.getLogger("memsaver.vllm")
 
 
@@ -61,23 +77,44 @@ def load_plugin() -> None:
         # A resume maps new pages at a graph's addresses, but collectives that NCCL registered
         # during the capture would still use the old pages.
         os.environ.setdefault(_NCCL, "0")
-        when_imported(_PLATFORM, _guarded(lambda module: graphs.install(module.Platform)))
-    when_imported(worker.CUMEM, _guarded(_replace_allocator))
-    when_imported(_WORKER, _guarded(lambda module: worker.install(module.Worker)))
+    for name, installs in _effects(graphs_too).items():
+        when_imported(name, _guarded(installs))
 
 
-def _guarded(install: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    """Log the failures of an installation, which would otherwise end an import of vLLM's."""
+def _effects(graphs_too: bool) -> dict[str, list[Install]]:
+    """Return the installations in each module of vLLM."""
+    found: dict[str, list[Install]] = {
+        worker.CUMEM: [_replace_allocator],
+        _WORKER: [
+            lambda module: worker.install(module.Worker),
+            lambda module: weight_loads.install(module.Worker),
+        ],
+        _CORE: [lambda module: core_calls.install(module.EngineCore)],
+        _ROUTER: [routes.install],
+    }
+    if graphs_too:
+        found[_PLATFORM] = [lambda module: graphs.install(module.Platform)]
+    for name in hooks.modules():
+        found.setdefault(name, []).append(hooks.install_in)
+    for name in http_answers.MODULES:
+        found.setdefault(name, []).append(http_answers.install)
+    return found
+
+
+def _guarded(installs: Sequence[Install]) -> Install:
+    """Log the failures of installations, which would otherwise end an import of vLLM's."""
 
     def call(module: ModuleType) -> None:
-        try:
-            install(module)
-        except Exception:
-            _logger.exception(
-                "memsaver is not fully active: %s of vLLM %s does not have the expected interface",
-                module.__name__,
-                _version(),
-            )
+        for install in installs:
+            try:
+                install(module)
+            except Exception:
+                _logger.exception(
+                    "memsaver is not fully active: %s of vLLM %s does not have the expected "
+                    "interface",
+                    module.__name__,
+                    _version(),
+                )
 
     return call
 

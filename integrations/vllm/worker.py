@@ -26,16 +26,17 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from ..engine import moves
 from ..engine.messages import Answer, RankReport, SchedulerState, raisable
 from ..engine.ranks import Group, first_failure
-from ..engine.tags import RELEASE_ORDER
+from ..engine.tags import RELEASE_ORDER, WEIGHTS
 from . import settings
 from .allocator import MemsaverAllocator
+from .protocol import RELEASE_PART
 from .steps import Step
 
 __all__ = ["group_of", "install", "installed_allocator", "memsaver_state"]
@@ -63,10 +64,25 @@ def install(worker: Any) -> None:
     if "memsaver_state" in vars(worker):
         return
     wake_up = worker.wake_up
+    part = _of_part(worker.sleep)
+    # A wake-up after its rollback would also map tags that were released before.
+    setattr(worker, RELEASE_PART, _hooked("release", part, lambda _: None))
     for name, operation in _OPERATIONS.items():
         if name != "discard" or hasattr(worker, name):  # vLLM 0.26 has no discard
             setattr(worker, name, _hooked(operation, getattr(worker, name), wake_up))
     worker.memsaver_state = memsaver_state
+
+
+def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
+    """Return a worker's sleep that releases only some tags."""
+
+    def call(worker: Any, tags: Sequence[str], level: int) -> None:
+        allocator = installed_allocator()
+        assert allocator is not None  # a hooked call without it is vLLM's own
+        with allocator.only(tags):
+            sleep(worker, level if WEIGHTS in tags else 1)
+
+    return call
 
 
 def installed_allocator() -> MemsaverAllocator | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 PROMPTS = [[1, 2, 3], [4, 5]]
 
 
@@ -11,6 +13,18 @@ def occupy(worker, nbytes: int, rank: int = 0) -> None:
 
     if worker.rank == rank:
         assert simulator.control().sim_occupy(0, nbytes) == 0
+
+
+def free(worker) -> int:
+    """Return the free bytes of the rank's device."""
+    import memsaver
+
+    return memsaver.device_memory(0)[0]
+
+
+def pid(worker) -> int:
+    """Return the rank's process id."""
+    return os.getpid()
 
 
 def limit_host(worker, nbytes: int, rank: int = 0) -> None:

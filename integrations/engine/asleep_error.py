@@ -1,4 +1,4 @@
-"""`AsleepError`: the error of a refused request; SGLang's server responds with status 503."""
+"""`AsleepError`: the error of a refused request; an engine's server responds with status 503."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 import fastapi
 
-from ..engine.errors import EngineAsleepError
+from .errors import EngineAsleepError
 
 __all__ = ["AsleepError"]
 

@@ -45,7 +45,7 @@ class Descendant:
 class Parent:
     """A thread that starts processes, and lives until `end`.
 
-    SGLang's processes ask Linux to kill them when their parent dies, and Linux regards the thread
+    An engine's processes ask Linux to kill them when their parent dies. Linux regards the thread
     that started a process as its parent. The main thread lives as long as the process.
     """
 
