@@ -19,17 +19,20 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
 from typing import Any
 
+from memsaver.errors import MemsaverError
+
 from ..engine import admitted
 from ..engine.admission import Admission, retrieve
-from ..engine.errors import EngineAsleepError
+from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
 from ..engine.tags import WEIGHTS
 from . import settings
-from .calls import MODEL, Need, check_level, need_of
+from .calls import CHANGES, MODEL, Need, check_level, need_of
 from .cores import Memory, alive, error_from, memory_of_async
 
 __all__ = [
@@ -106,7 +109,14 @@ class _Cores:
         admission = admission_of(engine)
         before = admission.released if admission is not None else frozenset(tags)
         _logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
-        await _checked(engine, engine.engine_core.wake_up_async(tags_for_wake(tags, before)))
+        try:
+            await _checked(engine, engine.engine_core.wake_up_async(tags_for_wake(tags, before)))
+        except MemsaverError:
+            raise
+        except Exception as error:
+            if engine.errored:
+                raise
+            raise EngineError(str(error)) from error
         if engine.logger_manager is not None:
             engine.logger_manager.record_sleep_state(0, 0)
         return before.difference(tags)
@@ -339,7 +349,10 @@ async def collective_rpc(
     original: Callable[..., Awaitable[Any]], engine: Any, method: Any, *args: Any, **named: Any
 ) -> Any:
     """Wrap `AsyncLLM.collective_rpc`, which weight updates use as well."""
-    return await _call(engine, need_of(method), lambda: original(engine, method, *args, **named))
+    work = functools.partial(original, engine, method, *args, **named)
+    if method in CHANGES:
+        return await _changed(engine, work)
+    return await _call(engine, need_of(method), work)
 
 
 async def _call(engine: Any, need: Need | None, send: Callable[[], Awaitable[Any]]) -> Any:

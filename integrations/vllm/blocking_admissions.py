@@ -6,17 +6,20 @@ it waits for a wake-up by another thread or process, it queries the engine once 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from memsaver.errors import MemsaverError
+
 from ..engine import blocking
 from ..engine.admission import Admission
-from ..engine.errors import EngineAsleepError
+from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
 from .admissions import learn_change, learned, made, tags_for_wake
-from .calls import MODEL, Need, check_level, need_of
+from .calls import CHANGES, MODEL, Need, check_level, need_of
 from .cores import error_from, memory_of
 
 __all__ = [
@@ -54,7 +57,12 @@ class _Core:
         admission = admission_of(engine)
         before = admission.released if admission is not None else frozenset(tags)
         _logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
-        _checked(engine, lambda: engine.engine_core.wake_up(tags_for_wake(tags, before)))
+        try:
+            _checked(engine, lambda: engine.engine_core.wake_up(tags_for_wake(tags, before)))
+        except MemsaverError:
+            raise
+        except Exception as error:
+            raise EngineError(str(error)) from error
         if engine.logger_manager is not None:
             engine.logger_manager.record_sleep_state(0, 0)
         return before.difference(tags)
@@ -82,7 +90,10 @@ def collective_rpc(
     original: Callable[..., Any], engine: Any, method: Any, *args: Any, **named: Any
 ) -> Any:
     """Wrap `LLMEngine.collective_rpc`, which weight updates use as well."""
-    return _call(engine, need_of(method), lambda: original(engine, method, *args, **named))
+    work = functools.partial(original, engine, method, *args, **named)
+    if method in CHANGES:
+        return _changed(engine, work)
+    return _call(engine, need_of(method), work)
 
 
 def _call(engine: Any, need: Need | None, send: Callable[[], Any]) -> Any:

@@ -8,12 +8,27 @@ from typing import Any, NamedTuple
 from memsaver.errors import ConfigError
 
 from ..engine.tags import KV_CACHE, WEIGHTS
+from .protocol import BEGIN, INFO, LOAD, RANK_STATE, RELEASE, RESUME, STATE
 
-__all__ = ["MODEL", "Need", "check_level", "need_of"]
+__all__ = ["CHANGES", "MODEL", "Need", "check_level", "is_query", "need_of"]
 
 MODEL = frozenset({KV_CACHE, WEIGHTS})
 _WEIGHTS = frozenset({WEIGHTS})
+CHANGES = (RELEASE, RESUME)  # memsaver's own calls that release or resume memory
 _LEVELS = (0, 1, 2)
+_RPC = "collective_rpc"
+# Calls that monitoring makes all the time.
+_QUERIES = (
+    "get_supported_tasks",
+    "get_weight_version",
+    "is_scheduler_paused",
+    "is_sleeping",
+    "list_loras",
+    "memsaver_memory",
+    INFO,
+    RANK_STATE,
+    STATE,
+)
 
 
 class Need(NamedTuple):
@@ -43,6 +58,8 @@ _NEEDS = {
     "compute_weight_checksums": _READ,
     "execute_dummy_batch": _BATCH,
     "finish_weight_update": _UPDATE,
+    BEGIN: _UPDATE,
+    LOAD: _UPDATE,
     "pin_lora": _LOAD,
     "reload_weights": _UPDATE,
     "save_sharded_state": _SAVE,
@@ -60,9 +77,17 @@ def need_of(method: object, args: Sequence[Any] = ()) -> Need | None:
         method: the name of the method, of the engine core or of its workers.
         args: the arguments; the first one of `collective_rpc` is the workers' method.
     """
-    if method == "collective_rpc":
-        method = args[0] if args else None
+    method = _method_of(method, args)
     return _NEEDS.get(method) if isinstance(method, str) else None
+
+
+def is_query(method: object, args: Sequence[Any]) -> bool:
+    """Return whether a call only queries the engine; the arguments are those of `need_of`."""
+    return _method_of(method, args) in _QUERIES
+
+
+def _method_of(method: object, args: Sequence[Any]) -> object:
+    return (args[0] if args else None) if method == _RPC else method
 
 
 def check_level(level: object) -> None:

@@ -22,6 +22,7 @@ from memsaver.errors import ConfigError, MemsaverError
 from ..engine.errors import EngineBusyError
 from ..engine.messages import Answer, Failure, SchedulerState
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
+from .guard import guard_of
 from .local import MARK, arguments_of
 from .protocol import INFO, RANK_STATE, RELEASE, RELEASE_PART, RESUME, STATE, VERSION
 
@@ -121,6 +122,7 @@ def _release_part(core: Any, tags: Sequence[str], level: int) -> None:
     executor.sleeping_tags = {*executor.sleeping_tags, *(tag for tag in tags if tag in _SLEEPING)}
     if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # vLLM 0.26
         executor.is_sleeping = bool(executor.sleeping_tags)
+    guard_of(core).sleeps(level if WEIGHTS in tags else 1, None)
     if not executor.sleeping_tags:
         core.resume_scheduler()
 

@@ -15,18 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..engine.idle import IdleTimer
+from .calls import is_query
 
 __all__ = ["IdleRelease", "IdleSleep"]
 
-# Calls that do not postpone a release: monitoring makes them all the time.
-_QUERIES = (
-    "get_supported_tasks",
-    "get_weight_version",
-    "is_scheduler_paused",
-    "is_sleeping",
-    "list_loras",
-    "memsaver_memory",
-)
 _LEVEL = 1  # the weights are saved
 _QUEUE = "input_queue"  # an attribute of an engine core
 _logger = logging.getLogger("memsaver.vllm")
@@ -83,10 +75,10 @@ class IdleSleep:
             setattr(self._core, _QUEUE, _BoundedQueue(getattr(self._core, _QUEUE), self))
 
     def received(self, kind: str, request: Any) -> None:
-        """Record a client's request."""
+        """Record a client's request. Queries do not postpone a release."""
         if kind == "ADD":
             self._is_working = True
-        if kind == "ADD" or (kind == "UTILITY" and request[2] not in _QUERIES):
+        if kind == "ADD" or (kind == "UTILITY" and not is_query(request[2], request[3])):
             self._timer.restart()
 
     def restart(self) -> None:

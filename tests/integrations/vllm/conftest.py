@@ -28,3 +28,30 @@ def run_vllm(run_python):
         return run_python(f"{start}if __name__ == '__main__':\n{body}", **env)
 
     return run
+
+
+@pytest.fixture
+def asleep(run_vllm):
+    """Run the body of a coroutine with a running `AsyncLLM`, in a process of its own.
+
+    The policy for requests to a sleeping engine is `when`, with `wait` seconds; an idle engine
+    sleeps after `after` seconds.
+    """
+
+    def run(body, engine="engine_of()", when="refuse", wait=20, after=0, **env):
+        lines = "".join(f"        {line}\n" for line in body.strip().splitlines())
+        return run_vllm(
+            "import asyncio, json, time, vllm_calls\n"
+            "from vllm_requests import *\n"
+            "from memsaver.errors import *\n"
+            "from memsaver.integrations.engine.errors import *\n"
+            "from memsaver.integrations.vllm.admissions import admission_of\n"
+            f"async def test():\n    async with {engine} as engine:\n{lines}run(test())",
+            timeout=120,
+            MEMSAVER_VLLM_ASLEEP=when,
+            MEMSAVER_VLLM_ASLEEP_WAIT=wait,
+            MEMSAVER_VLLM_SLEEP_AFTER=after,
+            **env,
+        )
+
+    return run

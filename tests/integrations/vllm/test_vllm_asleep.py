@@ -5,31 +5,6 @@ import pytest
 POLICIES = ("refuse", "wait", "wake")
 
 
-@pytest.fixture
-def asleep(run_vllm):
-    """Run the body of a coroutine with a running engine."""
-
-    def run(body, engine="engine_of()", **env):
-        lines = "".join(f"        {line}\n" for line in body.strip().splitlines())
-        return run_vllm(
-            "import asyncio, time, vllm_calls\n"
-            "from vllm_requests import *\n"
-            "from vllm.sampling_params import SamplingParams\n"
-            "from memsaver.errors import *\n"
-            "from memsaver.integrations.engine.errors import *\n"
-            "from memsaver.integrations.vllm.admissions import admission_of\n"
-            f"async def test():\n    async with {engine} as engine:\n{lines}run(test())",
-            timeout=120,
-            **env,
-        )
-
-    return run
-
-
-def policy(when, seconds=20, **more):
-    return {"MEMSAVER_VLLM_ASLEEP": when, "MEMSAVER_VLLM_ASLEEP_WAIT": seconds, **more}
-
-
 @pytest.mark.each_python
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
 def test_requests_are_refused_while_memory_is_released(asleep, version):
@@ -102,7 +77,7 @@ assert (sorted(ended) if data_parallel > 1 else ended) == ["0", "1", "3", "5"]
 assert admission_of(engine).waiting == 0
 """,
         engine=f"engine_of(data_parallel_size={data_parallel})",
-        **policy("wait"),
+        when="wait",
     )
 
 
@@ -116,7 +91,8 @@ assert time.monotonic() - begun >= 2 and "within 2 s" in str(error)
 await engine.wake_up()
 await generate(engine)
 """,
-        **policy("wait", 2),
+        when="wait",
+        wait=2,
     )
 
 
@@ -143,7 +119,7 @@ assert await generate(engine) == before
 """,
         engine=f"engine_of({ranks})",
         VLLM_FAKE_VERSION=version,
-        **policy("wake"),
+        when="wake",
     )
 
 
@@ -161,7 +137,7 @@ await client._call_utility_async("wake_up", ["weights"], engine=1)
 assert [await generate(engine) for _ in range(4)] == before * 2
 """,
         engine="engine_of(data_parallel_size=2)",
-        **policy("wake"),
+        when="wake",
     )
 
 
@@ -189,7 +165,8 @@ await engine.collective_rpc(vllm_calls.occupy, args=(0,))
 assert await generate(engine) == before
 """,
         engine=f"engine_of(world_size={ranks})",
-        **policy("wake", 1),
+        when="wake",
+        wait=1,
     )
 
 
@@ -225,7 +202,7 @@ elif mode == "keep":
 if mode == "keep":  # continues after the wake-up
     assert (await running) == (token * 40, "length")
 """,
-        **policy(when),
+        when=when,
     )
 
 
@@ -243,7 +220,7 @@ await asyncio.gather(*(change(number) for number in range(4)), requests())
 await engine.wake_up()
 assert await generate(engine) == before
 """,
-        **policy("wake"),
+        when="wake",
     )
 
 
@@ -318,7 +295,7 @@ for _ in range(2):
     assert await waiting == before
 """,
         MEMSAVER_VLLM=0,
-        **policy(when),
+        when=when,
     )
 
 
@@ -345,8 +322,11 @@ for one in waiting:
         raise AssertionError
 if held is not None:
     held.cancel()
-assert engine.errored
+async def has_ended():
+    return engine.errored
+await until(has_ended)
 """.replace("when ==", f"{when!r} ==").replace("os_pid", "vllm_calls.pid"),
         engine="engine_of(distributed_executor_backend='mp')",
-        **policy(when, 60),
+        when=when,
+        wait=60,
     )

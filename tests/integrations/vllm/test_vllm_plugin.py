@@ -12,7 +12,11 @@ MIB = 1 << 20
 PROCESSES = {
     "in process": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     "engine core": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-    "worker": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "BACKEND": "mp"},
+    "worker": {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "BACKEND": "mp",
+    },
 }
 START = """
 import os
@@ -62,7 +66,8 @@ llm.sleep()
 llm.wake_up()
 assert type(CuMemAllocator.instance) is CuMemAllocator
 assert ("wake_up", None) in CuMemAllocator.instance.calls
-assert not hasattr(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker, "memsaver_state")
+from vllm.v1.worker.gpu_worker import Worker
+assert not hasattr(Worker, "memsaver_state")
 """
 
 
