@@ -296,10 +296,9 @@ def test_the_versions_are_those_of_the_plugin():
 
 def test_the_versions_of_vllm_are_those_of_the_plugin():
     page = sections(DOCS / "vllm.md")
-    shown = re.findall(
-        r"\d+\.\d+\.\d+", " ".join(row_of[1] for row_of in rows_of("\n".join(page["Versions"])))
-    )
-    assert set(shown) == {*vllm_versions.TRIED, *vllm_versions.SIMULATED}
+    rows = rows_of("\n".join(page["Versions"]))
+    shown = [row[1].split()[0] for row in rows if row[0] == "vLLM"]
+    assert set(shown) == {*vllm_versions.TRIED, *vllm_versions.SIMULATED, "others"}
     for version in vllm_versions.SIMULATED:
         assert version.rpartition(".")[0] in page["Install and turn on"][0]
         assert version in (ROOT / "README.md").read_text()
