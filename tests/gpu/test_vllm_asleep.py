@@ -43,7 +43,8 @@ pytestmark = [
 def test_requests_to_a_sleeping_engine(scene: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     env = environment(scene) | POLICIES[scene] | {"VLLM_SERVER_DEV_MODE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", ""), str(TESTS / "support")])
+    paths = [env.get("PYTHONPATH", ""), str(TESTS / "support")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with log.open("w") as out:
         child = subprocess.Popen(
             [sys.executable, str(CHILD), scene, str(tmp_path)],

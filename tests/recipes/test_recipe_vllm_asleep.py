@@ -201,6 +201,7 @@ def application(core, monkeypatch):
         **dict.fromkeys(("enable_offline_docs", "enable_request_id_headers"), False),
         **{f"allowed_{what}": ["*"] for what in ("origins", "methods", "headers")},
         allow_credentials=False,
+        log_error_stack=False,
         api_key=None,
         middleware=[],
         root_path="",
