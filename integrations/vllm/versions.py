@@ -8,7 +8,17 @@ __all__ = ["SIMULATED", "TRIED", "refusal"]
 
 TRIED = ("0.26.0",)  # tested with a running engine
 # Tested on the simulated driver with vLLM's own worker and allocator: `make recipes`.
-SIMULATED = ("0.26.0", "0.33.0")
+SIMULATED = (
+    "0.26.0",
+    "0.27.0",
+    "0.27.1",
+    "0.28.0",
+    "0.29.0",
+    "0.30.0",
+    "0.31.0",
+    "0.32.0",
+    "0.33.0",
+)
 
 
 def refusal(version: str) -> str | None:

@@ -36,9 +36,9 @@ from ..engine.weights.groups import Receiver
 from ..engine.weights.load_check import LoadCheck
 from ..engine.weights.payloads import named_tensors
 from ..engine.weights.writes import Named
+from .executor_ranks import group_of as ranks_of
 from .protocol import BEGIN, END, JOIN, LEAVE, LOAD, Coming, group_of
 from .reload import LayerwiseReload, is_converted
-from .worker import group_of as ranks_of
 from .worker import installed_allocator
 
 __all__ = ["install"]
@@ -207,22 +207,11 @@ def _check_awake() -> None:
 # --- groups ---------------------------------------------------------------------------------------
 
 
-class _Member:
-    """A group that this rank has joined."""
-
-    def __init__(self, receiver: Receiver, backend: str) -> None:
-        self._receiver, self._backend = receiver, backend
-        self.receive, self.close = receiver.receive, receiver.close
-
-    def device(self, own: Any) -> Any:
-        """Return the device for tensors of a broadcast."""
-        return "cpu" if self._backend == "gloo" else own
-
-
-def _groups(worker: Any) -> dict[str, _Member]:
+def _groups(worker: Any) -> dict[str, Receiver]:
+    """Return the groups that this rank has joined."""
     if not hasattr(worker, _GROUPS):
         setattr(worker, _GROUPS, {})
-    found: dict[str, _Member] = getattr(worker, _GROUPS)
+    found: dict[str, Receiver] = getattr(worker, _GROUPS)
     return found
 
 
@@ -232,16 +221,8 @@ def _join(worker: Any, fields: dict[str, Any], timeout: float) -> Rows:
     def work() -> None:
         request = group_of(fields)
         rank = request.rank_offset + ranks_of(worker).rank
-        receiver = Receiver(
-            request.name,
-            request.address,
-            request.port,
-            request.backend,
-            rank,
-            request.world_size,
-            timeout,
-        )
-        _groups(worker)[request.name] = _Member(receiver, request.backend)
+        where = request.name, request.address, request.port, request.backend
+        _groups(worker)[request.name] = Receiver(*where, rank, request.world_size, timeout)
 
     return _on_all_ranks(worker, work)
 

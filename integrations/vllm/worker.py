@@ -32,17 +32,17 @@ from typing import Any
 
 from ..engine import moves
 from ..engine.messages import Answer, RankReport, SchedulerState, raisable
-from ..engine.ranks import Group, first_failure
+from ..engine.ranks import first_failure
 from ..engine.tags import RELEASE_ORDER, WEIGHTS
 from . import settings
 from .allocator import MemsaverAllocator
+from .executor_ranks import group_of
 from .protocol import RELEASE_PART
 from .steps import Step
 
-__all__ = ["group_of", "install", "installed_allocator", "memsaver_state"]
+__all__ = ["install", "installed_allocator", "memsaver_state"]
 
 CUMEM = "vllm.device_allocator.cumem"
-_PARALLEL = "vllm.distributed.parallel_state"
 _LAST, _NAME = "_memsaver_last_answer", "_memsaver_name"  # attributes of a worker
 _SAVED = "_sleep_"  # begins the names of the worker's attributes for contents of a sleep
 _OPERATIONS = {"sleep": "release", "wake_up": "resume", "discard": "release"}
@@ -90,14 +90,6 @@ def installed_allocator() -> MemsaverAllocator | None:
     owner = getattr(sys.modules.get(CUMEM), "CuMemAllocator", None)
     found = getattr(owner, "instance", None)
     return found if isinstance(found, MemsaverAllocator) else None
-
-
-def group_of(worker: Any) -> Group:
-    """Return the ranks of the worker's executor."""
-    if worker.parallel_config.world_size == 1:
-        return Group(None)
-    state: Any = sys.modules[_PARALLEL]
-    return Group(state.get_inner_dp_world_group().cpu_group)
 
 
 def memsaver_state(worker: Any) -> dict[str, Any]:

@@ -154,3 +154,9 @@ def test_a_second_engine_is_refused_and_the_first_lives(vllm_engine):
     vllm_engine.core.sleep()
     vllm_engine.core.wake_up()
     assert torch.equal(vllm_engine.runner.model.weight, weight())
+
+
+def test_the_groups_of_ranks_have_the_expected_names(vllm_engine):
+    state = importlib.import_module("vllm.distributed.parallel_state")
+    assert {"_WORLD", "_INNER_DP_WORLD", "_TP"} <= set(vars(state))
+    assert {"world_size", "cpu_group"} <= set(state.GroupCoordinator.__annotations__)

@@ -80,3 +80,55 @@ def fail_after_sleep(worker, rank: int) -> None:
         assert simulator.control().sim_occupy(0, free) == 0
 
     backend.suspend = suspend_once
+
+
+def holds(worker, seed: int, converts: bool = False) -> bool:
+    """Return whether a rank's tiny model has its part of a checkpoint's weights."""
+    import torch
+    from vllm.model_executor.models.tiny import Tiny, checkpoint
+
+    like = Tiny(worker.rank, worker.parallel_config.world_size, converts)
+    like.load_weights(checkpoint(seed).items())
+    if converts:
+        for layer in like.modules():
+            if hasattr(layer, "quant_method"):
+                layer.quant_method.process_weights_after_loading(layer)
+    mine = dict(worker.model_runner.get_model().named_parameters())
+    return all(torch.equal(mine[name], tensor) for name, tensor in like.named_parameters())
+
+
+def hurt_next_bucket(worker, rank: int) -> None:
+    """Make the next bucket arrive with other contents, on one rank."""
+    from memsaver.integrations.vllm import weight_loads
+
+    if worker.rank != rank:
+        return
+    arrived = weight_loads._arrived
+
+    def hurt(*arguments):
+        weight_loads._arrived = arrived
+        named = arrived(*arguments)
+        return [(name, tensor + 1) for name, tensor in named]
+
+    weight_loads._arrived = hurt
+
+
+def join_world(store: str, rank: int, results) -> None:
+    """Join a world of four ranks, and report what the second executor's ranks exchange."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+    from vllm.distributed import parallel_state
+
+    from memsaver.integrations.vllm.executor_ranks import group_of
+
+    parallel_state.init_distributed_environment(4, rank, store)
+    seen = None
+    if rank >= 2:
+        worker = SimpleNamespace(rank=rank - 2, parallel_config=SimpleNamespace(world_size=2))
+        seen = [
+            fields["rank"] for fields in group_of(worker).gather({"rank": group_of(worker).rank})
+        ]
+    results.put((rank, seen))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -21,6 +21,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 import memsaver
 from memsaver import simulator
+from memsaver._runtime.native import _C
 
 MIB = 1 << 20
 KV_CACHE = 8 * MIB
@@ -56,7 +57,9 @@ class Runner:
         self.model = Model()
 
     def initialize_kv_cache(self, kv_cache_config, kv_cache_allocation_context=None) -> None:
-        self.block_tables = simulator.empty(64, torch.int32).zero_()
+        # Outside of the pools in some versions.
+        allocate = simulator.empty if _C.region_depth() else torch.empty
+        self.block_tables = allocate(64, dtype=torch.int32).zero_()
         with kv_cache_allocation_context or contextlib.nullcontext():
             self.kv_cache = simulator.empty(KV_CACHE, torch.uint8)
 
@@ -126,6 +129,13 @@ class Scheduler:
         from vllm.v1.core.sched.interface import PauseState
 
         self.pause_state = PauseState.UNPAUSED
+        self.running: list = []
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running)
+
+    def reset_encoder_cache(self) -> None:
+        pass
 
     def finish_requests(self, *_) -> list:
         return []

@@ -101,6 +101,10 @@ class Receiver:
         self._backend = backend
         self._group = made(store, name, backend, rank, size, wait)
 
+    def device(self, own: Any) -> Any:
+        """Return the device for received tensors: `own`, this process's GPU, or the host."""
+        return "cpu" if self._backend == "gloo" else own
+
     def receive(self, tensors: Sequence[Any], timeout: float) -> None:
         """Receive tensors from rank 0 into these contiguous tensors.
 

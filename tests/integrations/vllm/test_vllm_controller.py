@@ -196,11 +196,12 @@ for mode in ("abort", "in_place", "retract", "wait"):
         time.sleep(0.1)
         assert not results
         assert backend.link.flush(10) == (mode == "retract")
+        other = SleepController(connect(backend.link.engine))
         if mode == "in_place":
-            refused(EngineBusyError, backend.control.sleep)
+            refused(EngineBusyError, other.sleep)
         else:
-            backend.control.sleep()
-            backend.control.wake_up()
+            other.sleep()
+            other.wake_up()
         backend.link.abort(10)
         work.join(10)
         assert results[0][0].finish_reason == "abort"
@@ -216,7 +217,7 @@ assert backend.death() == ""
 [process] = backend.link.engine.engine_core.resources.engine_manager.processes
 process.kill()
 process.join()
-assert "ended with status -9" in backend.death()
+assert "ended" in backend.death(), backend.death()
 refused(EngineDiedError, backend.control.refresh)
 refused(EngineDiedError, backend.generate, requests([1]), 30)
 refused(EngineDiedError, backend.begin_update, 10)

@@ -112,3 +112,26 @@ llm.wake_up()
 assert states() == [[], []]
         """
     )
+
+
+@pytest.mark.each_python
+def test_an_executor_in_a_larger_world_has_a_group_of_its_own_ranks(run_vllm):
+    """The world is that of two data-parallel engines with two ranks each; only one sleeps."""
+    run_vllm(
+        """
+import multiprocessing, os, tempfile
+from vllm_calls import join_world
+context = multiprocessing.get_context("fork")
+with tempfile.TemporaryDirectory() as folder:
+    results = context.Queue()
+    store = os.path.join(folder, "store")
+    ranks = [context.Process(target=join_world, args=(store, rank, results)) for rank in range(4)]
+    for process in ranks:
+        process.start()
+    seen = dict(results.get(timeout=50) for _ in ranks)
+    for process in ranks:
+        process.join(50)
+assert seen == {0: None, 1: None, 2: [0, 1], 3: [0, 1]}, seen
+        """,
+        with_torch=True,
+    )
