@@ -199,8 +199,9 @@ def application(core, monkeypatch):
     arguments = SimpleNamespace(
         **dict.fromkeys(("disable_fastapi_docs", "tokens_only"), True),
         **dict.fromkeys(("enable_offline_docs", "enable_request_id_headers"), False),
-        **dict.fromkeys(("allowed_origins", "allowed_methods", "allowed_headers"), ["*"]),
+        **{f"allowed_{what}": ["*"] for what in ("origins", "methods", "headers")},
         allow_credentials=False,
+        log_error_stack=False,
         api_key=None,
         middleware=[],
         root_path="",

@@ -33,7 +33,9 @@ class _Anything:
 
 
 class _Package(types.ModuleType):
-    __path__: list[str] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
