@@ -69,6 +69,7 @@ class AsyncEngine(Link):
             "sleep": engine.sleep,
             "wake_up": engine.wake_up,
             "reset_prefix_cache": engine.reset_prefix_cache,
+            "reset_mm_cache": engine.reset_mm_cache,
             "pause": engine.pause_generation,
             "unpause": engine.resume_generation,
             "abort": self._abort,

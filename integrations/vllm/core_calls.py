@@ -24,7 +24,7 @@ from ..engine.messages import Answer, Failure, SchedulerState
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
 from .guard import guard_of
 from .local import MARK, arguments_of
-from .protocol import INFO, RANK_STATE, RELEASE, RELEASE_PART, RESUME, STATE, VERSION
+from .protocol import END, INFO, RANK_STATE, RELEASE, RELEASE_PART, RESUME, STATE, VERSION
 
 __all__ = ["install"]
 
@@ -181,10 +181,19 @@ def _refused(
     )
 
 
+def _end(core: Any) -> Any:
+    """End an update in the workers, and drop outputs of encoders with the old weights."""
+    rows = core.model_executor.collective_rpc(END)
+    if _is_idle(core):
+        core.reset_encoder_cache()
+    return rows[0]
+
+
 _ANSWERS: dict[str, Callable[..., Any]] = {
     INFO: _info,
     STATE: _state,
     RELEASE: _release,
     RESUME: _resume,
+    END: _end,
     VERSION: _set_version,
 }

@@ -100,6 +100,7 @@ class LocalEngine(Link):
             "sleep": lambda: llm.sleep(**arguments),
             "wake_up": lambda: llm.wake_up(**arguments),
             "reset_prefix_cache": lambda: llm.reset_prefix_cache(**arguments),
+            "reset_mm_cache": lambda: llm.reset_mm_cache(),
             "pause": lambda: llm.sleep(0, arguments["mode"]),
             "unpause": lambda: llm.wake_up(["scheduling"]),
         }

@@ -8,6 +8,7 @@ is vLLM's sleep, which releases the weights and the KV cache together.
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from .protocol import INFO, RELEASE, RESUME, STATE
 __all__ = ["GENERATION_SECONDS", "Link"]
 
 GENERATION_SECONDS = 3600.0
+_LEAST_SECONDS = 1.0  # for a call after another one
 
 # vLLM's modes of a pause, by those of `Backend`.
 _MODES = {"abort": "abort", "retract": "keep", "in_place": "keep", "wait": "wait"}
@@ -43,7 +45,11 @@ class Link(abc.ABC):
     def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
         """See `Engine`."""
         if self.has_plugin(timeout):
-            return self._change(RELEASE, [list(tags), self.level], timeout)
+            deadline = time.monotonic() + timeout
+            answers = self._change(RELEASE, [list(tags), self.level], timeout)
+            # As vLLM's own sleep: the front end must forget inputs that the engine core forgets.
+            self.call("reset_mm_cache", {}, max(_LEAST_SECONDS, deadline - time.monotonic()))
+            return answers
         if not {WEIGHTS, KV_CACHE} <= set(tags):
             raise ConfigError(
                 f"without memsaver's plugin, vLLM cannot release {', '.join(tags)} alone: release "
@@ -126,7 +132,8 @@ class Link(abc.ABC):
         """Call a function of vLLM.
 
         Args:
-            name: "sleep", "wake_up", "reset_prefix_cache", "abort", "pause" or "unpause".
+            name: "sleep", "wake_up", "reset_prefix_cache", "reset_mm_cache", "abort", "pause" or
+                "unpause".
             arguments: its arguments.
             timeout: seconds.
 

@@ -56,7 +56,7 @@ def sampling_of(request: Request) -> Any:
     given = {"logprobs": 0, "detokenize": False, **request.sampling_params}
     try:
         return SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # vLLM 0.33's own class is not a ValueError
         raise ConfigError(f"vLLM rejects the sampling_params: {error}") from error
 
 

@@ -27,6 +27,7 @@ _PATHS = {
     "sleep": "/sleep",
     "wake_up": "/wake_up",
     "reset_prefix_cache": "/reset_prefix_cache",
+    "reset_mm_cache": "/reset_mm_cache",
     "pause": "/pause",
     "unpause": "/resume",
     "abort": "/abort_requests",

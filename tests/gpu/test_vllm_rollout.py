@@ -7,6 +7,7 @@ The tests use the memsaver that is installed for this Python, with its entry poi
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,8 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 from test_vllm import environment
 
+EXAMPLE = ROOT / "examples" / "grpo" / "train.py"
 CHILD = Path(__file__).with_name("vllm_rollout_child.py")
 SECONDS = 360  # including the compilation of kernels
 
@@ -27,14 +30,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("scene", ["launched", "quantized", "group", "llm"])
-def test_a_rollout_engine(scene: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
+def run(folder: Path, *command: str) -> str:
+    """Run a program, which must succeed, and return its output."""
+    log = folder / "log"
     with log.open("w") as out:
         child = subprocess.Popen(
-            [sys.executable, str(CHILD), scene, str(tmp_path)],
+            [sys.executable, *command],
             env=environment("rollout"),
-            cwd=tmp_path,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -49,4 +52,23 @@ def test_a_rollout_engine(scene: str, tmp_path: Path) -> None:
         child.wait()
     text = log.read_text(errors="replace")
     tail = "\n".join(line[:500] for line in text.splitlines()[-80:])
-    assert child.returncode == 0 and "held" in text.splitlines(), tail
+    assert child.returncode == 0, tail
+    print(text)
+    return text
+
+
+@pytest.mark.parametrize("scene", ["launched", "quantized", "group", "llm"])
+def test_a_rollout_engine(scene: str, tmp_path: Path) -> None:
+    assert "held" in run(tmp_path, str(CHILD), scene, str(tmp_path)).splitlines()
+
+
+def test_the_grpo_example_trains_with_the_engine(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    words = ["--engine", "vllm", "--steps", "4", "--prompts", "16", "--samples", "8"]
+    words += ["--memory-fraction", "0.3", "--verify", "full", "--no-picture", "--out", "run"]
+    run(tmp_path, str(EXAMPLE), *words)
+    steps = json.loads((tmp_path / "run.json").read_text())["steps"]
+    assert len({step["answers"] for step in steps}) == 4
+    assert any(step["gradient"] for step in steps)
+    # The engine's weights are the trainer's, in bfloat16.
+    assert all(step["gap"] < 0.05 for step in steps), steps

@@ -17,6 +17,7 @@ from repository import ROOT, SUPPORT
 import memsaver
 from memsaver.integrations.engine.tags import RELEASE_ORDER
 from memsaver.integrations.sglang import versions
+from memsaver.integrations.vllm import versions as vllm_versions
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("**/*.md"))
@@ -192,6 +193,7 @@ def test_the_reference_has_everything_public():
         "integrations.rollout",
         "integrations.sglang",
         "integrations.trainer",
+        "integrations.vllm",
     ):
         module = importlib.import_module(f"memsaver.{name}")
         page = DOCS / "reference" / f"{name.rpartition('.')[2]}.md"
@@ -290,6 +292,16 @@ def test_the_versions_are_those_of_the_plugin():
     since = versions.PLUGINS_SINCE
     assert f"SGLang {since} or newer" in " ".join(sections(SGLANG)["Install and turn on"])
     assert sum(f"from {since}" in row[2] or f"before {since}" in row[2] for row in rows) == 2
+
+
+def test_the_versions_of_vllm_are_those_of_the_plugin():
+    page = sections(DOCS / "vllm.md")
+    rows = rows_of("\n".join(page["Versions"]))
+    shown = [row[1].split()[0] for row in rows if row[0] == "vLLM"]
+    assert set(shown) == {*vllm_versions.TRIED, *vllm_versions.SIMULATED, "others"}
+    for version in vllm_versions.SIMULATED:
+        assert version.rpartition(".")[0] in page["Install and turn on"][0]
+        assert version in (ROOT / "README.md").read_text()
 
 
 def test_the_table_of_sglangs_versions_is_generated(monkeypatch):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
-import threading
-import types
 from types import SimpleNamespace
+from urllib.parse import urlencode
 
+import fake_packages
 import pytest
 
 from memsaver.errors import ConfigError, OutOfDeviceMemoryError
@@ -24,25 +25,15 @@ MIB = 1 << 20
 
 @pytest.fixture
 def core(sim, tag, monkeypatch):
-    """Yield an engine core whose loop runs in a thread."""
+    """Yield an engine core, whose loop `run` starts in a thread."""
     pytest.importorskip("vllm.v1.engine.core", reason="vLLM is not installed")
     from vllm_recipe import Engine
-    from vllm_recipe_requests import serve
 
     tag.names.extend(("weights", "kv_cache", "runtime"))
     engine = Engine(monkeypatch)
     for name in hooks.modules():
         importlib.import_module(name)
-    ended = threading.Event()
-    serve(engine.core, ended)
     yield engine.core
-    from vllm.v1.engine import EngineCoreRequestType
-    from vllm.v1.engine.core import EngineShutdownState
-
-    engine.core.shutdown_state = EngineShutdownState.SHUTTING_DOWN
-    engine.core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
-    assert ended.wait(30)
-    engine.core.output_queue.put(None)
     engine.close()
 
 
@@ -58,7 +49,7 @@ def policy(monkeypatch):
 
 def run(core, test):
     """Run a test of an `AsyncLLM` over the engine core."""
-    from vllm_recipe_requests import async_llm
+    from vllm_recipe_requests import async_llm, served
 
     async def bounded():
         engine = async_llm(core)
@@ -68,7 +59,8 @@ def run(core, test):
             if engine.output_handler is not None:
                 engine.output_handler.cancel()
 
-    asyncio.run(bounded())
+    with served(core):
+        asyncio.run(bounded())
 
 
 async def refusal(work) -> EngineAsleepError:
@@ -197,20 +189,69 @@ def test_an_idle_engine_sleeps_and_the_next_request_wakes_it(core, policy):
     run(core, test)
 
 
-def test_the_server_builds_its_application_with_the_middleware(monkeypatch):
-    pytest.importorskip("vllm.v1.engine.core", reason="vLLM is not installed")
-    watch = types.ModuleType("watchfiles")
-    watch.Change = watch.awatch = None
-    monkeypatch.setitem(sys.modules, "watchfiles", watch)
-    builders = []
-    for name in http_answers.MODULES:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            assert name.startswith(str(error.name)), error
-            continue
-        if hasattr(module, "build_app"):
-            http_answers.install(module)
-            builders.append(module.build_app)
-    (build,) = builders
-    assert hasattr(build, "__wrapped__")
+@pytest.fixture
+def application(core, monkeypatch):
+    """Return the application of vLLM's own server."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    found = [fake_packages.imported(name, monkeypatch) for name in http_answers.MODULES]
+    module = next(one for one in found if one is not None and hasattr(one, "build_app"))
+    http_answers.install(module)
+    arguments = SimpleNamespace(
+        **dict.fromkeys(("disable_fastapi_docs", "tokens_only"), True),
+        **dict.fromkeys(("enable_offline_docs", "enable_request_id_headers"), False),
+        **{f"allowed_{what}": ["*"] for what in ("origins", "methods", "headers")},
+        allow_credentials=False,
+        log_error_stack=False,
+        api_key=None,
+        middleware=[],
+        root_path="",
+    )
+    return fake_packages.fake_missing(
+        lambda: module.build_app(arguments, ("generate",), None), monkeypatch
+    )
+
+
+async def ask(app, path, method="POST", **query):
+    """Return the status and the body of a response."""
+    messages = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        messages.append(message)
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": urlencode(query).encode(),
+        "headers": [(b"host", b"engine")],
+        "app": app,
+        "root_path": "",
+    }
+    await app(scope, receive, send)
+    return messages[0]["status"], b"".join(one.get("body", b"") for one in messages[1:])
+
+
+def test_the_server_reports_its_sleep_and_refuses_requests(core, application):
+    @application.post("/generate")
+    async def answer():
+        await generate(application.state.engine_client)
+
+    async def test(engine):
+        application.state.engine_client = engine
+        assert (await ask(application, "/generate"))[0] == 200
+        assert (await ask(application, "/health", "GET"))[0] == 200
+        assert (await ask(application, "/sleep", level=1))[0] == 200
+        status, body = await ask(application, "/health", "GET")
+        assert status == 503 and json.loads(body) == {"status": "asleep", "tags": list(BOTH)}
+        status, body = await ask(application, "/generate")
+        assert status == 503 and json.loads(body)["error"]["tags"] == list(BOTH)
+        assert (await ask(application, "/ping", "GET"))[0] == 200
+        assert (await ask(application, "/sleep", level=7))[0] >= 400
+        assert (await ask(application, "/wake_up"))[0] == 200
+        assert (await ask(application, "/generate"))[0] == 200
+
+    run(core, test)

@@ -129,6 +129,13 @@ class Scheduler:
         from vllm.v1.core.sched.interface import PauseState
 
         self.pause_state = PauseState.UNPAUSED
+        self.running: list = []
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running)
+
+    def reset_encoder_cache(self) -> None:
+        pass
 
     def finish_requests(self, *_) -> list:
         return []

@@ -7,6 +7,7 @@ between the engine core and its client is encoded and decoded as vLLM does it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import queue
 import threading
@@ -60,8 +61,9 @@ class Scheduler(vllm_recipe.Scheduler):
         return True
 
 
-def serve(core, ended: threading.Event) -> threading.Thread:
-    """Run the loop of a recipe's engine core in a thread."""
+@contextlib.contextmanager
+def served(core):
+    """Run the loop of a recipe's engine core in a thread during the block."""
     core.__class__ = EngineCoreProc
     vars(core).update(
         vllm_config=core.model_executor.driver_worker.worker.vllm_config,
@@ -95,14 +97,19 @@ def serve(core, ended: threading.Event) -> threading.Thread:
     core.step_fn = step
 
     def run() -> None:
-        try:
+        with contextlib.suppress(SystemExit):
             core.run_busy_loop()
-        except SystemExit:
-            ended.set()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    return thread
+    try:
+        yield
+    finally:
+        core.shutdown_state = EngineShutdownState.SHUTTING_DOWN
+        core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
+        core.output_queue.put(None)
+        thread.join(_SECONDS)
+        assert not thread.is_alive()
 
 
 class Client:

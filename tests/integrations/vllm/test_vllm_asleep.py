@@ -330,3 +330,46 @@ await until(has_ended)
         when=when,
         wait=60,
     )
+
+
+def test_two_engines_of_one_process_sleep_independently(asleep):
+    asleep(
+        """
+async with engine_of() as other:
+    before = await generate(engine)
+    await other.sleep()
+    assert (await refusal(generate(other))).tags == BOTH
+    assert await generate(engine) == before
+    await engine.sleep()
+    await other.wake_up()
+    assert await generate(other) == before
+    assert (await refusal(generate(engine))).tags == BOTH
+    await engine.wake_up()
+    assert await generate(engine) == before
+"""
+    )
+
+
+@pytest.mark.parametrize("when", ["refuse", "wake"])
+def test_a_controller_and_requests_share_one_state(asleep, when):
+    """Memory that memsaver's own calls release or resume is known to the requests."""
+    asleep(
+        f"""
+from memsaver.integrations.vllm.protocol import RELEASE, RESUME
+when = {when!r}
+before = await generate(engine)
+for tags in (["weights"], ["kv_cache"], ["kv_cache", "weights"]):
+    (answer,) = await engine.collective_rpc(RELEASE, args=(tags, 1))
+    assert answer["failure"] is None, answer
+    assert admission_of(engine).released == set(tags)
+    if when == "refuse":
+        assert set((await refusal(generate(engine))).tags) == set(tags)
+        (answer,) = await engine.collective_rpc(RESUME, args=(tags,))
+        assert answer["failure"] is None and not admission_of(engine).released
+    assert await generate(engine) == before
+await engine.collective_rpc(RELEASE, args=(["weights"], 2))
+assert (await refusal(generate(engine))).tags == ("weights",)
+await engine.wake_up()
+""",
+        when=when,
+    )
