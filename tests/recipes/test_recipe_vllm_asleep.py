@@ -197,6 +197,7 @@ def application(core, monkeypatch):
     module = next(one for one in found if one is not None and hasattr(one, "build_app"))
     http_answers.install(module)
     arguments = SimpleNamespace(
+        enable_fault_tolerance=False,
         **dict.fromkeys(("disable_fastapi_docs", "tokens_only"), True),
         **dict.fromkeys(("enable_offline_docs", "enable_request_id_headers"), False),
         **{f"allowed_{what}": ["*"] for what in ("origins", "methods", "headers")},
