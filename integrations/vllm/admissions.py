@@ -43,12 +43,15 @@ __all__ = [
     "encode",
     "forget",
     "generate",
+    "has_learned",
     "learn_change",
+    "learned",
     "made",
     "pin_lora",
     "process_outputs",
     "release_kv_cache",
     "sleep",
+    "tags_for_wake",
     "wake_up",
 ]
 
@@ -144,7 +147,7 @@ async def _checked(engine: Any, work: Awaitable[Any]) -> Any:
         return await alive(engine, work)
     except Exception as error:
         if engine.errored:
-            raise
+            raise engine.dead_error from error
         memory = await alive(engine, memory_of_async(engine.engine_core, failed=True))
         found = error_from(error, memory)
         if found is error:
@@ -192,7 +195,7 @@ async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: An
             raise
         if not learn_change(engine, admission, **change):
             await admission.refresh()
-            setattr(engine, _IS_OURS, True)
+            has_learned(engine)
     return result
 
 
@@ -217,6 +220,11 @@ def learn_change(
     admission.without_backup = frozenset({WEIGHTS} if level == 2 else ())
     admission.learn(MODEL)
     return True
+
+
+def has_learned(engine: Any) -> None:
+    """Record that a query has shown whether memsaver manages the engine's memory."""
+    setattr(engine, _IS_OURS, True)
 
 
 # --- generations and embeddings -------------------------------------------------------------------

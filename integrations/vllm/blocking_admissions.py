@@ -18,7 +18,7 @@ from ..engine import blocking
 from ..engine.admission import Admission
 from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
-from .admissions import learn_change, learned, made, tags_for_wake
+from .admissions import has_learned, learn_change, learned, made, tags_for_wake
 from .calls import CHANGES, MODEL, Need, check_level, need_of
 from .cores import error_from, memory_of
 
@@ -32,7 +32,6 @@ __all__ = [
     "wake_up",
 ]
 
-_IS_OURS = "_memsaver_is_ours"
 _TOUCHED = "_memsaver_touched"  # of an engine: the time of the last query
 _logger = logging.getLogger("memsaver.vllm")
 
@@ -168,7 +167,7 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
         raise
     if not learn_change(engine, admission, **change):
         blocking.run(admission.refresh)
-        setattr(engine, _IS_OURS, True)
+        has_learned(engine)
     return result
 
 

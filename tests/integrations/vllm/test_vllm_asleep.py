@@ -212,7 +212,7 @@ def test_clients_that_sleep_and_wake_at_once(asleep):
 before = await generate(engine)
 async def change(number):
     for _ in range(10):
-        await (engine.sleep() if number % 2 else engine.wake_up())
+        await (engine.sleep(1, "wait") if number % 2 else engine.wake_up())
 async def requests():
     for number in range(20):
         assert await generate(engine, str(number)) == before
@@ -221,6 +221,7 @@ await engine.wake_up()
 assert await generate(engine) == before
 """,
         when="wake",
+        wait=60,
     )
 
 
