@@ -14,7 +14,6 @@ from typing import Any
 from ..engine.errors import EngineError
 from ..engine.fields import Fields, is_whole
 from ..engine.interface import Broadcast, JoinRequest, SharedTensors, WeightLoad
-from ..engine.messages import Failure
 from ..engine.weights.checks import RankCheck, VerificationRequest, raise_failure
 
 __all__ = [
@@ -120,8 +119,3 @@ def checks_of(rows: Sequence[Any]) -> list[RankCheck]:
     checks = [RankCheck.from_fields(row) for row in rows]
     raise_failure(checks)
     return checks
-
-
-def failed_check(rank: int, host: str, pid: int, error: BaseException) -> RankCheck:
-    """Return the check of a rank that failed."""
-    return RankCheck(rank, host, pid, failure=Failure.of(error))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
-
-from ..engine.weights.writes import Named
 
 __all__ = ["LayerwiseReload", "is_converted"]
 
@@ -51,8 +49,9 @@ class LayerwiseReload:
         self._model, self._config = model, config
         reload.initialize_layerwise_reload(model)
 
-    def load(self, tensors: Named) -> Any:
+    def load(self, named: Iterable[tuple[str, Any]]) -> Any:
         """Load tensors. Those of incomplete layers are copied, as their memory is the sender's."""
+        tensors = list(named)
         result = self._model.load_weights(iter(tensors))
         theirs = {t.untyped_storage().data_ptr() for _, t in tensors if t.numel()}
         for _, info in self._incomplete():

@@ -100,19 +100,23 @@ def _load(worker: Any, fields: dict[str, Any]) -> Rows:
         _logger.exception("new weights did not arrive")
         check.fail(error)
     if all(row["arrived"] for row in group.gather({"arrived": arrived})):
-        update: _Update = getattr(worker, _UPDATE, None) or _Update(worker)
-        setattr(worker, _UPDATE, update)
         try:
-            update.load(check, tensors, coming)
+            _update_of(worker).load(check, tensors, coming)
         except Exception as error:
             _logger.exception("a weight update failed")
             check.fail(error)
     check.synchronize()
     checks = [RankCheck.from_fields(row) for row in group.gather(asdict(check.found()))]
-    update = getattr(worker, _UPDATE, None)
-    if update is not None and not is_good(checks):
-        update.failed = True
+    if getattr(worker, _UPDATE, None) is not None and not is_good(checks):
+        _update_of(worker).failed = True
     return [asdict(one) for one in checks]
+
+
+def _update_of(worker: Any) -> _Update:
+    """Return the update in progress; begin one if there is none."""
+    update: _Update = getattr(worker, _UPDATE, None) or _Update(worker)
+    setattr(worker, _UPDATE, update)
+    return update
 
 
 def _arrived(worker: Any, coming: Coming, rank: int) -> Named:

@@ -39,12 +39,12 @@ from .allocator import MemsaverAllocator
 from .executor_ranks import group_of
 from .protocol import RELEASE_PART
 from .steps import Step
+from .wake_order import in_any_order, saved
 
 __all__ = ["install", "installed_allocator", "memsaver_state"]
 
 CUMEM = "vllm.device_allocator.cumem"
 _LAST, _NAME = "_memsaver_last_answer", "_memsaver_name"  # attributes of a worker
-_SAVED = "_sleep_"  # begins the names of the worker's attributes for contents of a sleep
 _OPERATIONS = {"sleep": "release", "wake_up": "resume", "discard": "release"}
 _UNDO_NOTHING = {
     "release": lambda group: moves.resume(group, []),
@@ -63,7 +63,7 @@ def install(worker: Any) -> None:
     """
     if "memsaver_state" in vars(worker):
         return
-    wake_up = worker.wake_up
+    wake_up = worker.wake_up = in_any_order(worker.wake_up, installed_allocator)
     part = _of_part(worker.sleep)
     # A wake-up after its rollback would also map tags that were released before.
     setattr(worker, RELEASE_PART, _hooked("release", part, lambda _: None))
@@ -118,7 +118,7 @@ def _hooked(
         if allocator is None:
             original(worker, *arguments, **named)
             return
-        saved = _saved(worker)
+        before_the_call = {name: copy.copy(value) for name, value in saved(worker).items()}
         before = set(allocator.released)
         group = group_of(worker)
         step = Step(group, _UNDO_NOTHING[operation])
@@ -126,7 +126,7 @@ def _hooked(
         if step.failed and operation == "release" and not first_failure(step.undone):
             _wake(worker, wake_up)
         if step.failed:
-            _restore(worker, saved)
+            vars(worker).update(before_the_call)
         answer = _answer(worker, operation, step, before ^ set(allocator.released), allocator)
         setattr(worker, _LAST, answer)
         if answer.failure is None:
@@ -195,20 +195,6 @@ def _lost(undone: list[RankReport], allocator: MemsaverAllocator) -> set[str]:
     """Return the tags that some rank had released without keeping their contents."""
     moved = {tag for rank in undone for tag, nbytes in rank.device_bytes.items() if nbytes}
     return {tag for tag in moved.intersection(RELEASE_ORDER) if allocator.discards(tag)}
-
-
-def _saved(worker: Any) -> dict[str, Any]:
-    """Return copies of the worker's attributes for the contents that a sleep saved."""
-    return {
-        name: copy.copy(value)
-        for name, value in vars(worker).items()
-        if name.startswith(_SAVED) and isinstance(value, dict | bool)
-    }
-
-
-def _restore(worker: Any, saved: dict[str, Any]) -> None:
-    for name, value in saved.items():
-        setattr(worker, name, value)
 
 
 def _runs_one_rank(worker: Any) -> bool:

@@ -88,15 +88,17 @@ def test_level_2_keeps_only_the_buffers(vllm_engine):
     assert torch.equal(runner.model.weight, weight())
 
 
+@pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])
-def test_tags_wake_up_in_any_order(vllm_engine, order):
+def test_tags_wake_up_in_any_order(vllm_engine, order, level):
     core, runner = vllm_engine.core, vllm_engine.runner
-    core.sleep()
+    core.sleep(level)
     core.wake_up([order[0]])
     assert released() == {order[1]} and core.is_sleeping()
     core.wake_up([order[1]])
     assert not released() and not core.is_sleeping()
-    assert torch.equal(runner.model.weight, weight())
+    assert torch.equal(runner.model.cos_sin_cache, torch.arange(64.0))
+    assert torch.equal(runner.model.weight, weight()) == (level == 1)
 
 
 def test_a_wake_up_without_memory_leaves_the_engine_asleep(sim, vllm_engine):
