@@ -1,9 +1,10 @@
-"""Wake-ups of the KV cache before the weights.
+"""The worker's own work on the model in a wake-up.
 
-vLLM's worker restores the model's buffers in the first wake-up after a sleep at level 2, whatever
-its tags, and its V1 model runner resets the scales of a quantised KV cache after every wake-up of
-the KV cache. Both lie in the memory of the weights, which may still be released: without these
-hooks, such a wake-up ends the worker with an illegal access.
+vLLM 0.26's worker restores the model's buffers in the first wake-up after a sleep at level 2,
+whatever its tags, and with a quantised KV cache its V1 model runner resets the cache's scales to 1
+after every wake-up of the KV cache. Both are in the memory of the weights, which may still be
+released, and then the wake-up would end the worker with an illegal access. The scales are buffers
+too, so their values are restored with the weights at every level, and no reset is needed.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..engine.tags import KV_CACHE, WEIGHTS
+from ..engine.tags import WEIGHTS
 from .allocator import MemsaverAllocator
 
 __all__ = ["in_any_order", "saved"]
 
 _SAVED = "_sleep_"  # begins the names of the worker's attributes for contents of a sleep
-_AFTER = "post_kv_cache_wake_up"  # a method of the model runner, until 0.28
-_POSTPONED = "_memsaver_postponed"  # an attribute of the worker
+_RESET = "init_fp8_kv_scales"  # a method of the V1 model runner, until 0.28
 
 
 def in_any_order(
@@ -31,16 +31,17 @@ def in_any_order(
     @functools.wraps(wake_up)
     def call(worker: Any, tags: list[str] | None = None) -> None:
         allocator = allocator_of()
-        released = allocator.released if allocator is not None else ()
-        if tags is not None and WEIGHTS not in tags and WEIGHTS in released:
-            with _without_work_on_weights(worker):
-                wake_up(worker, tags)
+        if allocator is None:
+            wake_up(worker, tags)
             return
-        wake_up(worker, tags)
-        if getattr(worker, _POSTPONED, False):
-            setattr(worker, _POSTPONED, False)
-            if allocator is not None and KV_CACHE not in allocator.released:
-                getattr(worker.model_runner, _AFTER)()
+        stay = tags is not None and WEIGHTS not in tags and WEIGHTS in allocator.released
+        later = saved(worker) if stay else {}
+        with _without_reset(worker.model_runner):
+            vars(worker).update({name: type(value)() for name, value in later.items()})
+            try:
+                wake_up(worker, tags)
+            finally:
+                vars(worker).update(later)
 
     return call
 
@@ -55,16 +56,12 @@ def saved(worker: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _without_work_on_weights(worker: Any) -> Iterator[None]:
-    runner = worker.model_runner
-    later = saved(worker)
-    vars(worker).update({name: type(value)() for name, value in later.items()})
-    postpones = hasattr(runner, _AFTER)
-    if postpones:
-        setattr(runner, _AFTER, lambda: setattr(worker, _POSTPONED, True))
+def _without_reset(runner: Any) -> Iterator[None]:
+    if not hasattr(runner, _RESET):
+        yield
+        return
+    setattr(runner, _RESET, lambda: None)
     try:
         yield
     finally:
-        vars(worker).update(later)
-        if postpones:
-            delattr(runner, _AFTER)
+        delattr(runner, _RESET)

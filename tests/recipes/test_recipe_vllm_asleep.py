@@ -196,9 +196,10 @@ def application(core, monkeypatch):
     found = [fake_packages.imported(name, monkeypatch) for name in http_answers.MODULES]
     module = next(one for one in found if one is not None and hasattr(one, "build_app"))
     http_answers.install(module)
+    off = ("enable_fault_tolerance", "enable_offline_docs", "enable_request_id_headers")
     arguments = SimpleNamespace(
         **dict.fromkeys(("disable_fastapi_docs", "tokens_only"), True),
-        **dict.fromkeys(("enable_offline_docs", "enable_request_id_headers"), False),
+        **dict.fromkeys(off, False),
         **{f"allowed_{what}": ["*"] for what in ("origins", "methods", "headers")},
         allow_credentials=False,
         log_error_stack=False,

@@ -120,6 +120,7 @@ class Engine:
 
     def close(self) -> None:
         self.worker.model_runner.shutdown()
+        vars(self.worker).clear()  # a logged traceback may refer to the worker
 
 
 class Scheduler:

@@ -12,7 +12,7 @@ first = llm.generate(PROMPTS)
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("order", ["weights kv_cache", "kv_cache weights"])
 def test_tags_wake_up_in_any_order(run_vllm, order, level, version):
-    """Work on the weights' memory, such as restored buffers, waits for the weights."""
+    """Restored buffers wait for the weights, and calibrated scales of the KV cache survive."""
     run_vllm(
         f"""
 {START}
