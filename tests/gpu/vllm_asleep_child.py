@@ -241,22 +241,28 @@ async def application(scene: str, engine: Any, path: str) -> Any:
     """Return the application of vLLM's server, without the packages that the tests do not need."""
     import fake_packages
     import pytest
+    from vllm_server_arguments import server_arguments
 
     patch = pytest.MonkeyPatch()
     module = fake_packages.imported("vllm.entrypoints.openai.api_server", patch)
     assert module is not None and hasattr(module.build_app, "__wrapped__"), "no middleware"
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    arguments = server_arguments()
+    if scene == "openai":
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = make_arg_parser(FlexibleArgumentParser())
-    arguments = parser.parse_args(
-        ["--model", path, "--served-model-name", MODEL, "--skip-tokenizer-init"]
-    )
+        given = ["--model", path, "--served-model-name", MODEL, "--skip-tokenizer-init"]
+        arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
     app = fake_packages.fake_missing(
         lambda: module.build_app(arguments, ("generate",), engine.model_config), patch
     )
-    if scene == "openai":
-        await module.init_app_state(engine, app.state, arguments, ("generate",))
+    while scene == "openai":
+        try:
+            await module.init_app_state(engine, app.state, arguments, ("generate",))
+        except ModuleNotFoundError as error:
+            fake_packages.fake(error, patch)
+        else:
+            break
     app.state.engine_client = engine
     return app
 

@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 import fake_packages
 import pytest
+from vllm_server_arguments import server_arguments
 
 from memsaver.errors import ConfigError, OutOfDeviceMemoryError
 from memsaver.integrations.engine.errors import EngineAsleepError
@@ -196,19 +197,8 @@ def application(core, monkeypatch):
     found = [fake_packages.imported(name, monkeypatch) for name in http_answers.MODULES]
     module = next(one for one in found if one is not None and hasattr(one, "build_app"))
     http_answers.install(module)
-    off = ("enable_fault_tolerance", "enable_offline_docs", "enable_request_id_headers")
-    arguments = SimpleNamespace(
-        **dict.fromkeys(("disable_fastapi_docs", "tokens_only"), True),
-        **dict.fromkeys(off, False),
-        **{f"allowed_{what}": ["*"] for what in ("origins", "methods", "headers")},
-        allow_credentials=False,
-        log_error_stack=False,
-        api_key=None,
-        middleware=[],
-        root_path="",
-    )
     return fake_packages.fake_missing(
-        lambda: module.build_app(arguments, ("generate",), None), monkeypatch
+        lambda: module.build_app(server_arguments(), ("generate",), None), monkeypatch
     )
 
 

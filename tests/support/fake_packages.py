@@ -49,9 +49,14 @@ def fake_missing(work, patch):
         try:
             return work()
         except ModuleNotFoundError as error:
-            if str(error.name).startswith("vllm"):
-                raise
-            patch.setitem(sys.modules, error.name, _Package(error.name))
+            fake(error, patch)
+
+
+def fake(error: ModuleNotFoundError, patch) -> None:
+    """Fake the package that an import lacks; raise the error if it is a part of vLLM."""
+    if str(error.name).startswith("vllm"):
+        raise error
+    patch.setitem(sys.modules, error.name, _Package(error.name))
 
 
 def imported(name: str, patch):
