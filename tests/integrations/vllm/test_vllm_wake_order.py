@@ -3,7 +3,7 @@
 import pytest
 
 START = """
-llm = LLM(enable_sleep_mode=True)
+llm = LLM("calibrated", enable_sleep_mode=True)
 first = llm.generate(PROMPTS)
 """
 
