@@ -38,8 +38,8 @@ class Engine(Protocol):
     Each call is one request and keeps no state. Every `timeout` is in seconds, for the whole call.
 
     Errors: `EngineTimeoutError` if there is no answer in time; `EngineError` if the engine died or
-    rejects the call; memsaver's own errors if its hooks in the schedulers report one. A `ConfigError`
-    of an engine without the hooks means that the engine did not receive the call.
+    rejects the call; memsaver's own errors if its hooks in the schedulers report one. Without the
+    hooks, a `ConfigError` means that the engine did not receive the call.
     """
 
     def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -51,7 +52,7 @@ def install(core: Any) -> None:
         answer = _ANSWERS.get(method) if isinstance(method, str) else None
         if answer is None:
             return original(self, method, timeout, args, kwargs)
-        return [answer(self, *args)]
+        return _then(answer(self, *args), lambda result: [result])
 
     core.collective_rpc = collective_rpc
     setattr(core, MARK, True)
@@ -92,32 +93,32 @@ def _is_idle(core: Any) -> bool:
     return bool(core.is_scheduler_paused() or not core.scheduler.has_unfinished_requests())
 
 
-def _release(core: Any, tags: Sequence[str], level: int) -> dict[str, Any]:
-    def work(released: Sequence[str]) -> None:
+def _release(core: Any, tags: Sequence[str], level: int) -> Any:
+    was_paused = core.is_scheduler_paused()
+
+    def work(released: Sequence[str]) -> Any:
         if not _is_idle(core):
             raise EngineBusyError(
                 "the engine has requests in flight, and memory that they use cannot be released"
             )
-        was_paused = core.is_scheduler_paused()
         # The graphs alone are released by the workers.
         going = [tag for tag in tags if tag in _SLEEPING and tag not in released] or list(tags)
-        try:
-            if set(going) == set(_SLEEPING):
-                core.sleep(level, "keep")  # the requests that wait in a pause
-            else:
-                _release_part(core, [*going, *(GRAPH,) * (GRAPH in tags)], level)
-        except BaseException:
-            if not was_paused:
-                core.resume_scheduler()
-            raise
+        if set(going) == set(_SLEEPING):
+            return core.sleep(level, "keep")  # the requests that wait in a pause
+        paused = core.pause_scheduler("keep", KV_CACHE in going)
+        part = [*going, *(GRAPH,) * (GRAPH in tags)]
+        return _then(paused, lambda _: _release_part(core, part, level))
 
-    return _answered(core, "release", tags, work)
+    def undo() -> None:
+        if not was_paused:
+            core.resume_scheduler()
+
+    return _answered(core, "release", tags, work, undo)
 
 
 def _release_part(core: Any, tags: Sequence[str], level: int) -> None:
     """Release some tags, and leave vLLM's executor in the state of a partial wake-up."""
     executor = core.model_executor
-    core.pause_scheduler("keep", KV_CACHE in tags)
     executor.collective_rpc(RELEASE_PART, args=(list(tags), level))
     executor.sleeping_tags = {*executor.sleeping_tags, *(tag for tag in tags if tag in _SLEEPING)}
     if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # vLLM 0.26
@@ -127,7 +128,7 @@ def _release_part(core: Any, tags: Sequence[str], level: int) -> None:
         core.resume_scheduler()
 
 
-def _resume(core: Any, tags: Sequence[str]) -> dict[str, Any]:
+def _resume(core: Any, tags: Sequence[str]) -> Any:
     def work(released: Sequence[str]) -> None:
         executor = core.model_executor
         coming = [tag for tag in tags if tag in _SLEEPING and tag in executor.sleeping_tags]
@@ -140,17 +141,55 @@ def _resume(core: Any, tags: Sequence[str]) -> dict[str, Any]:
 
 
 def _answered(
-    core: Any, operation: str, tags: Sequence[str], work: Callable[[Sequence[str]], None]
-) -> dict[str, Any]:
+    core: Any,
+    operation: str,
+    tags: Sequence[str],
+    work: Callable[[Sequence[str]], Any],
+    undo: Callable[[], None] = lambda: None,
+) -> Any:
     """Run a release or a resume, and return its `Answer`, with the failure if there is one.
 
+    The result is a future if `work` returns one, because a pause of vLLM's scheduler ends later.
     Exceptions propagate if the workers did not report a failure, and are not memsaver's.
+
+    Args:
+        core: the engine core.
+        operation: "release" or "resume".
+        tags: the requested tags.
+        work: called with the released tags.
+        undo: called if the work fails.
     """
     before = _state_of(core)
     number = before.last.number if before.last else 0
-    try:
+
+    def begin() -> Any:
         check_known(tags, RELEASE_ORDER)
-        work(before.released)
+        return work(before.released)
+
+    def end(result: Callable[[], Any]) -> dict[str, Any]:
+        return _answer(core, operation, tags, number, result, undo)
+
+    begun: Future[Any] = Future()
+    _settle(begun, begin)
+    pending = None if begun.exception() else begun.result()
+    if not isinstance(pending, Future):
+        return end(begun.result)
+    answer: Future[Any] = Future()
+    pending.add_done_callback(lambda done: _settle(answer, lambda: end(done.result)))
+    return answer
+
+
+def _answer(
+    core: Any,
+    operation: str,
+    tags: Sequence[str],
+    number: int,
+    result: Callable[[], Any],
+    undo: Callable[[], None],
+) -> dict[str, Any]:
+    """Return the `Answer` to a release or a resume that has ended; `result` raises its error."""
+    try:
+        _undoing(result, undo)
     except (ConfigError, MemsaverError) as error:
         return asdict(_refused(core, operation, tags, error, number))
     except Exception:
@@ -162,6 +201,33 @@ def _answered(
     if state.last is None or state.last.number == number:
         return asdict(Answer(state.scheduler, operation, tuple(tags), state.released))
     return asdict(replace(state.last, released=state.released))
+
+
+def _undoing(result: Callable[[], Any], undo: Callable[[], None]) -> None:
+    try:
+        result()
+    except BaseException:
+        undo()
+        raise
+
+
+def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Run the work, and make its outcome the future's."""
+    try:
+        result = work()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _then(first: Any, work: Callable[[Any], Any]) -> Any:
+    """Return `work` of a result; of a future, return a future."""
+    if not isinstance(first, Future):
+        return work(first)
+    last: Future[Any] = Future()
+    first.add_done_callback(lambda done: _settle(last, lambda: work(done.result())))
+    return last
 
 
 def _refused(

@@ -1,4 +1,4 @@
-"""What the links to an engine of this process share: its arguments, its death, its errors."""
+"""The arguments, the death and the errors of an engine of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test rollouts of a real vLLM engine: sleep, verified updates and pauses, on one GPU.
+"""Test rollouts of a real vLLM engine: sleep, verified updates and pauses.
 
     pytest -m "gpu and vllm" tests/gpu/test_vllm_rollout.py
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -60,6 +61,16 @@ def run(folder: Path, *command: str) -> str:
 @pytest.mark.parametrize("scene", ["launched", "quantized", "group", "llm"])
 def test_a_rollout_engine(scene: str, tmp_path: Path) -> None:
     assert "held" in run(tmp_path, str(CHILD), scene, str(tmp_path)).splitlines()
+
+
+@pytest.mark.two_gpus
+def test_an_engine_that_two_ranks_share(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    said = run(tmp_path, *launcher, str(CHILD), "two", str(tmp_path))
+    assert said.splitlines().count("held") == 2
 
 
 def test_the_grpo_example_trains_with_the_engine(tmp_path: Path) -> None:

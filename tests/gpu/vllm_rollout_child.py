@@ -1,6 +1,7 @@
-"""Run a scene with a rollout engine of vLLM on one GPU; exit with status 0 if it succeeds.
+"""Run a scene with a rollout engine of vLLM; exit with status 0 if it succeeds.
 
-usage: vllm_rollout_child.py SCENE FOLDER
+usage: vllm_rollout_child.py SCENE FOLDER; the scene "two" needs RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT
 
 vLLM's processes import this file again, so it imports only modules that every process needs.
 """
@@ -250,7 +251,55 @@ def llm_scene(folder: Path) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
+def two_scene(folder: Path) -> None:
+    """An engine with TP=2 that two ranks of a trainer share, each with its own GPU."""
+    import qwen_model
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from memsaver.integrations.rollout import RolloutEngine, WeightMismatchError
+
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("dp", "tp"))
+    if rank == 0:
+        qwen_model.save(folder / "model-1", qwen_model.weights(seed=1))
+    dist.barrier()
+    with RolloutEngine.launch(mesh, kind="vllm", timeout=200, **arguments(folder)) as engine:
+
+        def generated() -> list[list[int]]:
+            return engine.generate([PROMPTS[rank]], greedy()).token_ids.tolist()
+
+        generated()  # compiles kernels
+        old, awake = generated(), free()
+        assert engine.tp_size == 2
+        with engine.asleep(wait_idle=True):
+            assert free() - awake > GIB
+        assert generated() == old
+        engine.sleep(wait_idle=True)
+        with engine.staged_wake():
+            report = engine.update_weights(weights(2), bucket_bytes=BUCKET, verify="full")
+        assert report.received == report.held == report.tensors, report
+        assert generated() != old
+        engine.update_weights(weights(1), bucket_bytes=BUCKET, verify="full", flush_cache=True)
+        assert generated() == old
+        state = weights(2)
+        if rank == 1:
+            state = {name: tensor + 1 for name, tensor in state.items()}
+        try:
+            engine.update_weights(state, bucket_bytes=BUCKET, verify="full")
+        except WeightMismatchError as error:
+            print(f"--- {error}", flush=True)
+        else:
+            raise AssertionError("ranks with different weights sent them")
+        assert generated() == old
+    dist.destroy_process_group()
+
+
 SCENES = {
+    "two": two_scene,
     "launched": launched_scene,
     "quantized": quantized_scene,
     "group": group_scene,

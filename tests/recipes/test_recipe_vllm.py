@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import memsaver
+from memsaver.integrations.vllm import wake_order
 from memsaver.integrations.vllm.allocator import MemsaverAllocator
 
 pytestmark = pytest.mark.recipes
@@ -162,3 +163,11 @@ def test_the_groups_of_ranks_have_the_expected_names(vllm_engine):
     state = importlib.import_module("vllm.distributed.parallel_state")
     assert {"_WORLD", "_INNER_DP_WORLD", "_TP"} <= set(vars(state))
     assert {"world_size", "cpu_group"} <= set(state.GroupCoordinator.__annotations__)
+
+
+def test_the_reset_of_scales_has_the_expected_name(vllm_engine):
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if not hasattr(GPUModelRunner, "post_kv_cache_wake_up"):
+        pytest.skip("this version of vLLM has no reset of the KV cache's scales")
+    assert callable(getattr(GPUModelRunner, wake_order._RESET))

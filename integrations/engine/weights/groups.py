@@ -116,6 +116,8 @@ class Receiver:
 
         options = BroadcastOptions()
         options.rootRank = 0
+        if self._backend == "gloo":
+            options.timeout = timedelta(seconds=timeout)
         deadline = time.monotonic() + timeout
         try:
             works = [self._group.broadcast([tensor], options) for tensor in tensors]

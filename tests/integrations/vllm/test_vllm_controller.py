@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 START = """
@@ -264,3 +266,41 @@ refused(ConfigError, connect, object())
 refused(ConfigError, SleepController, backend.link, level=3)
 refused(ConfigError, backend.control.sleep, timeout=0)
 """)
+
+
+@pytest.mark.parametrize("tags", [["kv_cache", "weights", "cuda_graph"], ["weights"]])
+def test_a_release_waits_until_the_scheduler_has_finished_its_pause(run_vllm, tags):
+    run_vllm(
+        START
+        + f"tags = {tags}\n"
+        + textwrap.dedent("""
+    from concurrent.futures import Future
+    llm = LLM("tiny", enable_sleep_mode=True)
+    core = llm.llm_engine.engine_core.engine_core
+    pause = core.pause_scheduler
+    pending = Future()
+    def pause_later(*arguments, **named):
+        pause(*arguments, **named)
+        return pending
+    core.pause_scheduler = pause_later
+    llm.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
+    answers = core.collective_rpc("memsaver_release", args=(tags, 1))
+    pending.set_result(None)
+    [answer] = answers.result()
+    assert answer["failure"]["kind"] == "OutOfHostMemoryError", answer
+    assert not core.is_sleeping() and not answer["released"]
+    llm.collective_rpc(vllm_calls.limit_host, args=(1 << 40,))
+    pending = Future()
+    answers = core.collective_rpc("memsaver_release", args=(tags, 1))
+    assert not answers.done() and not core.model_executor.is_sleeping
+    pending.set_result(None)
+    [answer] = answers.result()
+    assert answer["failure"] is None and set(tags) <= {*answer["released"], "cuda_graph"}
+    assert core.is_sleeping() and "weights" in core.model_executor.sleeping_tags
+    core.wake_up()
+    assert not core.is_sleeping()
+    llm.shutdown()
+    """),
+        with_torch=True,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )

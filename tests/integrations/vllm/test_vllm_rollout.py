@@ -210,3 +210,34 @@ def test_two_ranks_share_an_engine(run_ranks):
         engine.update_weights(weights(1), verify="full")
     assert ours(2)
     """)
+
+
+def test_a_session_alternates_between_a_trainer_and_the_engine(run):
+    run("""
+    import memsaver
+    from trainers import Trainer
+    from memsaver.integrations.rollout import ColocatedSession
+    from memsaver.integrations.trainer import offload
+
+    trainer = Trainer()
+    trainer.step()
+    trainer.optimizer.zero_grad()
+    handles = offload(trainer.model, tag="model"), offload(trainer.optimizer, tag="optimizer")
+    seeds = iter((1, 2))
+    session = ColocatedSession(
+        engine, *handles, state=lambda: weights(next(seeds)), update_options={"verify": "full"}
+    )
+    outputs = []
+    for seed in (1, 2):
+        with session.rollout() as one:
+            assert memsaver.state("model") == memsaver.state("optimizer") == "paused"
+            outputs.append(generated(one))
+            assert holds(one, seed)
+        assert engine.status is Status.ASLEEP
+        with session.training():
+            assert memsaver.state("model") == "mapped"
+            trainer.step()
+            trainer.optimizer.zero_grad()
+    assert outputs[0] != outputs[1]
+    session.close()
+    """)
