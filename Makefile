@@ -71,7 +71,7 @@ fuzz: $(VENV)/.installed-fuzz  ## Fuzz the C ABI and the options (ARGS="--second
 	@$(TEST_PROGRAM) fuzz $(ARGS)
 
 .PHONY: recipes
-recipes: $(VENV)/.installed-test build  ## Run SGLang's and vLLM's own modules on the simulated driver (ARGS="--engine vllm 0.26.0" or --all)
+recipes: $(VENV)/.installed-test build  ## Run engines' own modules on the simulated driver (ARGS="--engine vllm 0.26.0")
 	@$(TEST_PROGRAM) recipes $(ARGS)
 
 .PHONY: lint
