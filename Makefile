@@ -71,7 +71,7 @@ fuzz: $(VENV)/.installed-fuzz  ## Fuzz the C ABI and the options (ARGS="--second
 	@$(TEST_PROGRAM) fuzz $(ARGS)
 
 .PHONY: recipes
-recipes: $(VENV)/.installed-test build  ## Run SGLang's own modules on the simulated driver (ARGS="0.5.23" or --all)
+recipes: $(VENV)/.installed-test build  ## Run engines' own modules on the simulated driver (ARGS="--engine vllm 0.26.0")
 	@$(TEST_PROGRAM) recipes $(ARGS)
 
 .PHONY: lint
@@ -106,7 +106,7 @@ pages: build  ## Write what is generated: tables of figures and of names, the co
 	$(BIN)/memsaver trace benchmarks/results/shared_gpu.json --picture docs/assets/shared_gpu.png
 	$(BIN)/typer memsaver.cli.app utils docs --name memsaver --title "Command line" --output docs/reference/cli.md
 	$(BIN)/python build_support/reference_tables.py
-	$(BIN)/python build_support/sglang_table.py
+	$(BIN)/python build_support/version_tables.py
 
 .PHONY: docs
 docs: $(VENV)/.installed-docs  ## Build the documentation's site into build/site

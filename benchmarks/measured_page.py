@@ -23,11 +23,12 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Backed up to disk", ("disk_",)),
     ("Host memory", ("host_",)),
     ("SGLang, an 8B model", ("sglang_",)),
+    ("vLLM, an 8B model", ("vllm_",)),
     ("A step of RL, an 8B model", ("rl_",)),
     ("Cost of an active region", ("region_", "malloc_")),
     ("Others", ("",)),
 )
-ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8)
+ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9)
 
 # The titles of the rows.
 WORDS = {
@@ -82,6 +83,13 @@ WORDS = {
     "sglang_storm_answered_requests": "correct answers while the engine sleeps and wakes 100 times",
     "sglang_resident_MiB": "memory in use, all tags released, MiB",
     "sglang_max_mem_fraction": "largest mem_fraction_static beside a trainer",
+    "vllm_sleep_first_ms": "first sleep at level 1: 16 GB of weights, backed up, ms",
+    "vllm_sleep_changed_ms": "the same later, all weights changed, ms",
+    "vllm_sleep_unchanged_ms": "the same, weights unchanged, ms",
+    "vllm_wake_weights_ms": "wake the weights, ms",
+    "vllm_wake_kv_ms": "wake the KV cache, ms",
+    "vllm_decode_tokens_per_s": "decoding of 8 sequences, tokens/s",
+    "vllm_resident_MiB": "memory in use, asleep, MiB",
     "rl_transition_seconds": "all transitions of engine and trainer, s",
     "rl_kv_tokens_fraction": "KV tokens beside a trainer, waking in stages",
     "kv_64GiB_pause_ms": "pause 64 GiB, no backup, ms",
@@ -118,8 +126,8 @@ This page contains all measurements of `benchmarks/results/h200.json`, on {gpu},
 ({versions}).
 `make bench` repeats them on your machine.
 
-In each row, memsaver and the peer alternated in one run, on the same tensors (SGLang engines ran
-one after the other, except for decoding against an engine without a memory saver). Values are
+In each row, memsaver and the peer alternated in one run, on the same tensors (engines ran one
+after the other, except for SGLang's decoding against an engine without a memory saver). Values are
 medians, with the minimum and maximum of the cycles in parentheses; `ended` means that the peer
 ended before the measurement. `limit` is the time of the driver's bare calls, of a plain pinned
 copy, or of direct I/O of the same bytes, in the same run. `ratio` is the factor by which memsaver
@@ -138,8 +146,8 @@ pinned host memory for the next pause; by default, each resume releases it. Note
   the memory; this probably explains the 5 % lost against retained backups.
 - The disk was the machine's virtual disk; the direct I/O limit writes a newly allocated file each
   time, as memsaver's first pause does.
-- The results were written by `benchmarks/pause_resume.py`, `sglang_cycle.py` and `rl_cycle.py`; the
-  file has the single cycles (except for `cudaMalloc`) and the commit.
+- The results were written by `benchmarks/pause_resume.py`, `sglang_cycle.py`, `vllm_cycle.py` and
+  `rl_cycle.py`; the file has the single cycles (except for `cudaMalloc`) and the commit.
 - `benchmarks/results/h200_0.2.0.json` is a shorter run of memsaver 0.2.0 without a backup, on a
   machine whose driver calls took one of two times (64 GiB unmapped by bare calls: 21 to 24 ms or 41
   to 46 ms), for both libraries. Its medians depend on how many cycles of each were slow, so they

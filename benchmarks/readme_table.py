@@ -1,6 +1,6 @@
-"""Write the tables in README.md and docs/comparison.md from benchmarks/results/h200.json.
+"""Write the tables in README.md, docs/comparison.md and docs/vllm.md from results/h200.json.
 
-usage: readme_table.py     writes them between the markers in both files
+usage: readme_table.py     writes them between the markers in these files
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
 README = ROOT / "README.md"
 COMPARISON = ROOT / "docs" / "comparison.md"
+VLLM = ROOT / "docs" / "vllm.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 DEFAULT = "torch_memory_saver"
@@ -49,6 +50,18 @@ COMPARED = (
     ("sglang_resident_MiB", "SGLang, 8B: memory in use with all tags released, MiB"),
     ("rl_kv_wake_ms", "RL step, 8B: resume the KV cache right after the trainer's pause, ms"),
     *LINES[5:],
+)
+
+
+# The rows of docs/vllm.md.
+ENGINES = (
+    ("vllm_sleep_first_ms", "first sleep at level 1, ms"),
+    ("vllm_sleep_changed_ms", "sleep at level 1, all weights changed, ms"),
+    ("vllm_sleep_unchanged_ms", "sleep at level 1, weights unchanged, ms"),
+    ("vllm_wake_weights_ms", "wake the weights, ms"),
+    ("vllm_wake_kv_ms", "wake the KV cache, ms"),
+    ("vllm_decode_tokens_per_s", "decoding of 8 sequences, tokens/s"),
+    ("vllm_resident_MiB", "memory in use, asleep, MiB"),
 )
 
 
@@ -97,20 +110,44 @@ def their_figure(row: dict[str, Any] | None) -> str:
     return f"{figure(row['peer_value'])} ({ratio:,.{0 if ratio >= 100 else 2}f}x)"
 
 
-def rewritten(
-    page: str, rows: list[dict[str, Any]], wanted: tuple[tuple[str, str], ...] = LINES
-) -> str:
-    """Return the page with the table of these rows."""
+def vllm_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows of vLLM as Markdown, or that there are none."""
+    found = {row["metric"]: row for row in rows if row["bench"] == "vllm_cycle"}
+    shown = [(found[metric], words) for metric, words in ENGINES if metric in found]
+    if not shown:
+        return "Not measured yet."
+    first, _ = shown[0]
+    versions = ", ".join(f"{name} {text}" for name, text in first["versions"].items())
+    lines = [
+        f"Medians on one {first['gpu']}, {dates([row for row, _ in shown])} ({versions}).",
+        "A factor above 1 means that memsaver is better.",
+        "",
+        "| | memsaver | vLLM's own | factor |",
+        "|---|--:|--:|--:|",
+    ]
+    for row, words in shown:
+        values = f"{figure(row['memsaver'])} | {figure(row['peer_value'])} | {row['ratio']:.2f}"
+        lines.append(f"| {words} | {values} |")
+    return "\n".join(lines)
+
+
+def pages(rows: list[dict[str, Any]]) -> dict[Path, str]:
+    """Return the table of each page."""
+    return {README: table(rows), COMPARISON: table(rows, COMPARED), VLLM: vllm_table(rows)}
+
+
+def rewritten(page: str, new: str) -> str:
+    """Return the page with another table."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table(rows, wanted)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{new}\n{END}{after}"
 
 
 def main() -> None:
     """Write the tables."""
     rows = json.loads(RESULTS.read_text())
-    for path, wanted in ((README, LINES), (COMPARISON, COMPARED)):
-        path.write_text(rewritten(path.read_text(), rows, wanted))
+    for path, new in pages(rows).items():
+        path.write_text(rewritten(path.read_text(), new))
 
 
 if __name__ == "__main__":

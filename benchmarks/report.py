@@ -77,6 +77,13 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("sglang_switch_ms", Goal(4.0, peer=PEERS[DEFAULT])),
     ("sglang_storm_answered_requests", Goal(1.0)),
     ("sglang_max_mem_fraction", Goal(alone=0.9)),
+    ("vllm_sleep_first_ms", Goal(10.0)),
+    ("vllm_sleep_changed_ms", Goal(1.15)),
+    ("vllm_sleep_unchanged_ms", Goal(12.0)),
+    ("vllm_wake_weights_ms", Goal(1.35)),
+    ("vllm_wake_kv_ms", Goal(1.0)),
+    ("vllm_decode_tokens_per_s", Goal(0.99)),
+    ("vllm_resident_MiB", Goal(1.0)),
     ("rl_kv_tokens_fraction", Goal(0.97, peer="memsaver, the engine alone on the GPU")),
     ("rl_transition_seconds", Goal(5.0, peer=PEERS[DEFAULT])),
 )

@@ -20,7 +20,7 @@ from memsaver._runtime.whole_files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_PATH = ROOT / "benchmarks" / "results" / "h200.json"
-DISTRIBUTIONS = ("memsaver", "torch", "torch_memory_saver", "sglang")
+DISTRIBUTIONS = ("memsaver", "torch", "torch_memory_saver", "sglang", "vllm")
 
 
 class Measurement(TypedDict):

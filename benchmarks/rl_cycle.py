@@ -30,6 +30,7 @@ import sys
 from collections.abc import Callable
 
 import device_memory
+import engine_benchmark
 import runs
 import sglang_benchmark
 from parts import rl_kv, rl_step
@@ -64,7 +65,7 @@ def fraction_of(text: str) -> float:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = sglang_benchmark.parser(__doc__, PARTS, wait=0.5, touch_gib=72)
+    made = engine_benchmark.parser(__doc__, PARTS, wait=0.5, touch_gib=72)
     add = made.add_argument
     add(
         "--steps",

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from device_memory import DeviceMemory, Peaks
+from engine_model import BIG, SMALL, let_go
 from libraries import OURS
 from sglang_engine import GRAPH, KV_CACHE, TAGS, WEIGHTS, EngineWorker
-from sglang_model import BIG, SMALL, let_go
 
 if TYPE_CHECKING:
     from rl_trainer import Trainer as RlTrainer

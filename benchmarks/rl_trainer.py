@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import libraries
 import torch
 import workloads
-from sglang_model import Shape, checkpoint
+from engine_model import Shape, checkpoint
 
 WEIGHTS, OPTIMIZER = "trainer_weights", "trainer_optimizer"
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+import engine_benchmark
 import runs
 import sglang_benchmark
 from parts import (
@@ -82,7 +83,7 @@ def fractions_of(text: str) -> list[float]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = sglang_benchmark.parser(__doc__, PARTS, wait=1.0, touch_gib=24)
+    made = engine_benchmark.parser(__doc__, PARTS, wait=1.0, touch_gib=24)
     add = made.add_argument
     add("--cycles", type=int, default=3, help="cycles with new weights, and as many without")
     add("--decodes", type=int, default=5, help="batches of 8 x 256 tokens, before and after")

@@ -12,18 +12,18 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from children import Child, Failed
-from device_memory import visible_gpu
+import engine_process as processes
+from children import Child
+from engine_model import BIG, SMALL, Trainer
+from engine_process import inherited_without, used_mib
 from libraries import OURS, RETAINED
 from serve import Worker
-from sglang_model import BIG, SMALL, Trainer
 
 BENCH = "sglang_cycle"
 PLAIN = "plain"  # an engine without a memory saver
@@ -32,10 +32,6 @@ TAGS = (KV_CACHE, WEIGHTS, GRAPH)
 
 PEER_DISTRIBUTION = "torch_memory_saver"
 PEER_LIBRARY = "torch_memory_saver_hook"  # in the names of the peer's libraries
-
-START_SECONDS = 300  # kernels are compiled on first use
-FREE_SECONDS = 60  # limit for the memory of an ended process to become free
-NOISE_MIB = 64  # between two readings of unchanged memory
 
 # Prefixes of the settings of the savers, of SGLang's plugins and of torch's allocator, which the
 # benchmark sets itself.
@@ -48,29 +44,6 @@ DROPPED = (
     "SGLANG_PLUGINS",
     "TMS_",
 )
-
-_begin = time.monotonic()
-
-
-def say(text: str) -> None:
-    """Print progress to stderr, with the seconds since the start."""
-    print(f"[{time.monotonic() - _begin:6.1f}] {text}", file=sys.stderr, flush=True)
-
-
-def used_mib(place: int = 0) -> float:
-    """Return the driver's MiB in use on the visible GPU at a place. Creates no CUDA context."""
-    query = (
-        "nvidia-smi",
-        "-i",
-        visible_gpu(place),
-        "--query-gpu=memory.used",
-        "--format=csv,noheader,nounits",
-    )
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-        return float(done.stdout.split()[0])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        raise RuntimeError(f"nvidia-smi does not report the memory in use: {error}") from None
 
 
 def why_no_peer() -> str:
@@ -88,10 +61,7 @@ def why_no_peer() -> str:
 
 def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables of an engine with the named saver, or PLAIN, for all its processes."""
-    found = {key: value for key, value in inherited.items() if not key.startswith(DROPPED)}
-    places = [place for place in found.get("PYTHONPATH", "").split(os.pathsep) if place]
-    if places:
-        found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(place) for place in places)
+    found = inherited_without(DROPPED, inherited)
     found["MEMSAVER_SGLANG"] = "1" if name == OURS else "0"
     if name == RETAINED:
         found["TMS_RETAIN_CPU_BACKUP"] = "1"
@@ -99,21 +69,7 @@ def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[st
         found["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     found.setdefault("NCCL_GRAPH_REGISTER", "0")
     found.setdefault("SGLANG_IS_FLASHINFER_AVAILABLE", "false")  # its kernels are not needed
-    if os.path.isdir("/usr/local/cuda"):
-        found.setdefault("CUDA_HOME", "/usr/local/cuda")
     return found
-
-
-@contextlib.contextmanager
-def running(
-    worker: str, name: str, options: argparse.Namespace, **settings: Any
-) -> Iterator[tuple[Child, dict[str, Any]]]:
-    """Start an engine for the block; yield it and the result of `start`. Frees its memory."""
-    wait_until_free(options.idle_mib)
-    with engine_process(worker, name, options, **settings) as child:
-        yield child, begin(child, options)
-        with contextlib.suppress(Failed):  # the process is killed in any case
-            child.ask("stop")
 
 
 def engine_process(
@@ -123,49 +79,24 @@ def engine_process(
     variables: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> Child:
-    """Start a process that imports SGLang; `begin` starts its engine.
+    """Start a process that imports SGLang; see `engine_process.process`.
 
     Args:
-        worker: the process's worker; see `Child`.
+        worker: the process's worker.
         name: the engine's memory saver, or PLAIN.
         options: the benchmark's options.
         variables: further environment variables of the engine.
         settings: further arguments of the worker.
     """
     environ = environment(name) | dict(variables or {})
-    if options.device == "cpu":  # a fake engine and a fake trainer
-        environ["MEMSAVER_DRIVER"] = "sim"
-    return Child(
-        worker,
-        name,
-        environment=environ,
-        cwd=str(options.model),
-        tree=True,
-        model=str(options.model),
-        small=options.small,
-        wait=options.wait,
-        device=options.device,
-        **settings,
-    )
+    return processes.process(worker, name, environ, options, **settings)
 
 
-def begin(child: Child, options: argparse.Namespace) -> dict[str, Any]:
-    """Start the engine of an `engine_process`, and return the result of `start`."""
-    say(f"{child.name}: starting an engine")
-    child.ready()
-    started = child.ask("start", within=START_SECONDS)
-    options.compiled = True
-    say(f"{child.name}: up after {started['seconds']:.1f} s, {started['used']:.0f} MiB in use")
-    return started
-
-
-def wait_until_free(idle_mib: float) -> None:
-    """Wait until at most `idle_mib` are in use. Raises Failed on a timeout."""
-    end = time.monotonic() + FREE_SECONDS
-    while (used := used_mib()) > idle_mib + NOISE_MIB:
-        if time.monotonic() > end:
-            raise Failed(f"{used:.0f} MiB of the GPU are in use, {idle_mib:.0f} were at first")
-        time.sleep(0.5)
+def running(
+    worker: str, name: str, options: argparse.Namespace, **settings: Any
+) -> AbstractContextManager[tuple[Child, dict[str, Any]]]:
+    """Start an engine for the block; see `engine_process.running`."""
+    return processes.running(lambda: engine_process(worker, name, options, **settings), options)
 
 
 def mapped(part: str) -> bool:

@@ -36,8 +36,9 @@ from typing import Any
 
 import results
 from children import Child, Failed
+from engine_process import say
 from libraries import OURS
-from sglang_engine import environment, say
+from sglang_engine import environment
 from sglang_kind_table import KINDS, Kind
 
 from memsaver._runtime.whole_files import replace_file

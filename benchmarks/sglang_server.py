@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from children import Failed
+from engine_process import START_SECONDS, say
 from libraries import OURS
-from sglang_engine import START_SECONDS, environment, say
+from sglang_engine import environment
 
 HOST = "127.0.0.1"
 

@@ -23,11 +23,12 @@ from typing import Any
 
 import results
 from children import Child, Ended, Failed, attempt
+from engine_model import BIG, SMALL, kv_bytes
+from engine_process import say, wait_until_free
 from host_memory import MIB
 from kv_search import Search, Trial
 from libraries import DEFAULT, OURS, PEERS
-from sglang_engine import running, say, wait_until_free
-from sglang_model import BIG, SMALL, kv_bytes
+from sglang_engine import running
 
 BENCH = "rl_cycle"
 WORKER = "rl_engine:Loop"

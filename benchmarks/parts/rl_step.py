@@ -25,9 +25,10 @@ import comparison
 import host_memory
 import results
 from children import Failed
+from engine_process import say
 from libraries import DEFAULT, OURS, PEERS, RETAINED
 from rl_engine import TRANSITIONS, WORK
-from sglang_engine import running, say
+from sglang_engine import running
 
 BENCH = "rl_cycle"
 WORKER = "rl_engine:Loop"

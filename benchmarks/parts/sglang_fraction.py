@@ -17,8 +17,9 @@ from typing import Any
 import comparison
 import results
 from children import Failed, attempt
+from engine_process import say
 from libraries import OURS
-from sglang_engine import BENCH, GRAPH, KV_CACHE, TAGS, WEIGHTS, EngineWorker, running, say
+from sglang_engine import BENCH, GRAPH, KV_CACHE, TAGS, WEIGHTS, EngineWorker, running
 
 METRIC = "sglang_max_mem_fraction"
 STAGED, AT_ONCE = "staged", "at_once"

@@ -8,13 +8,13 @@ in memsaver's engine.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
 import results
+from engine_process import begin, decode_in_turns, wait_until_free
 from libraries import OURS
-from sglang_engine import BENCH, PLAIN, begin, engine_process, say, wait_until_free
+from sglang_engine import BENCH, PLAIN, engine_process
 
 from parts.sglang_tags import Cycling
 
@@ -22,7 +22,6 @@ METRIC = "sglang_decode_tokens_per_s"
 PEER = "SGLang without a memory saver"
 FRACTION = 0.4  # of the memory that is free when the engine starts
 KV_TOKENS = 32768
-BATCHES = 2  # that count, in each turn
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
@@ -34,16 +33,9 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
         engine_process(worker, OURS, options, backup=True, **settings) as ours,
         engine_process(worker, PLAIN, options, backup=False, **settings) as plain,
     ):
-        rates: dict[str, list[float]] = {OURS: [], PLAIN: []}
         for child in (ours, plain):
             begin(child, options)
-        for turn in range(options.turns):
-            for child in (ours, plain) if turn % 2 else (plain, ours):
-                # The batch that does not count refreshes caches after the other engine's turn.
-                found = child.ask("decode", times=BATCHES)["tokens_per_s"]
-                rates[child.name] += found
-        for name, values in rates.items():
-            say(f"{name}: {statistics.median(values):.1f} tokens/s, {min(values)}..{max(values)}")
+        rates = decode_in_turns(ours, plain, options.turns)
         yield results.measurement(
             METRIC, rates[OURS], PEER, rates[PLAIN], bench=BENCH, higher_is_better=True
         )

@@ -23,8 +23,9 @@ from typing import Any
 
 import results
 from children import Failed
-from sglang_engine import BENCH, say, wait_until_free
-from sglang_model import SMALL, save_checkpoint, write_config
+from engine_model import SMALL, save_checkpoint, write_config
+from engine_process import say, wait_until_free
+from sglang_engine import BENCH
 from sglang_server import Server, serving
 
 METRIC = "sglang_storm_answered_requests"

@@ -24,16 +24,9 @@ from typing import Any
 import host_memory
 import results
 from children import Child, attempt
+from engine_process import begin, say, used_mib, wait_until_free
 from libraries import DEFAULT, OURS, PEERS
-from sglang_engine import (
-    BENCH,
-    EngineWorker,
-    begin,
-    engine_process,
-    say,
-    used_mib,
-    wait_until_free,
-)
+from sglang_engine import BENCH, EngineWorker, engine_process
 
 METRIC = "sglang_switch_ms"
 NEW = "a new engine"

@@ -18,8 +18,9 @@ import comparison
 import host_memory
 import results
 from children import Child, attempt
+from engine_process import say, used_mib
 from libraries import DEFAULT, OURS, PEERS
-from sglang_engine import BENCH, GRAPH, KV_CACHE, WEIGHTS, EngineWorker, running, say, used_mib
+from sglang_engine import BENCH, GRAPH, KV_CACHE, WEIGHTS, EngineWorker, running
 
 FRACTION = 0.75  # leaves room for a trainer's copy of the weights
 REQUESTS, PROMPT, TOKENS = 8, 64, 256

@@ -13,9 +13,10 @@ from typing import Any
 
 import results
 from children import Failed, attempt
+from engine_process import begin, say, used_mib, wait_until_free
 from libraries import OURS
 from raw_driver import count_gpus
-from sglang_engine import BENCH, begin, engine_process, say, used_mib, wait_until_free
+from sglang_engine import BENCH, engine_process
 
 METRIC = "sglang_tp2_resident_MiB"
 PEER = "memsaver, communicators not suspended"

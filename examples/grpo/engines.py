@@ -1,4 +1,4 @@
-"""The run's engine: SGLang, or a copy of the model."""
+"""The run's engine: SGLang, vLLM, or a copy of the model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from vocabulary import Vocabulary
 
 from memsaver.integrations.rollout import RolloutEngine
 
-# Lets CUDA graphs release memory too; SGLang's own switch.
-ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+# Lets CUDA graphs release memory too: SGLang's own switch, and memsaver's for vLLM.
+ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "MEMSAVER_VLLM_GRAPHS": "1"}
+
+# vLLM's name of the backend that SGLang calls "triton".
+VLLM_ATTENTION = {"triton": "TRITON_ATTN"}
 
 
 def sglang_arguments(settings: Settings, vocabulary: Vocabulary, folder: Path) -> dict[str, Any]:
@@ -43,6 +46,24 @@ def sglang_arguments(settings: Settings, vocabulary: Vocabulary, folder: Path) -
         "enable_deterministic_inference": True,
         "sampling_backend": "pytorch",
         "disable_radix_cache": True,
+    }
+
+
+def vllm_arguments(settings: Settings, vocabulary: Vocabulary, folder: Path) -> dict[str, Any]:
+    """Return the arguments for vLLM's `AsyncEngineArgs`; see `sglang_arguments`."""
+    return {
+        "model": str(write_config(settings.model, vocabulary, folder)),
+        "load_format": "dummy" if settings.model in SHAPES else "auto",
+        "dtype": "bfloat16",
+        "gpu_memory_utilization": settings.memory_fraction,
+        "attention_config": {"backend": VLLM_ATTENTION.get(settings.attention, settings.attention)},
+        "seed": settings.seed,
+        "max_model_len": 1024,
+        "enable_prefix_caching": False,
+        # Graphs for decoding without torch.compile, which takes minutes for a short run.
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "disable_log_stats": True,
+        "sleep_level": 2,  # each rollout sends the weights anew
     }
 
 
@@ -72,8 +93,10 @@ def make_engine(
             pad_token_id=vocabulary.pad,
         )
     os.environ.update(ENVIRONMENT)
+    arguments = {"sglang": sglang_arguments, "vllm": vllm_arguments}[settings.engine]
     return RolloutEngine.launch(
         place.engine_mesh,
         pad_token_id=vocabulary.pad,
-        **sglang_arguments(settings, vocabulary, folder),
+        kind=settings.engine,
+        **arguments(settings, vocabulary, folder),
     )

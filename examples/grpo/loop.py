@@ -21,6 +21,9 @@ from vocabulary import Vocabulary
 import memsaver
 from memsaver.integrations.rollout import ColocatedSession
 
+# The names of the number of tokens and of the seed, for engines whose names are not SGLang's.
+SAMPLING_NAMES = {"vllm": ("max_tokens", "seed")}
+
 
 def run(
     settings: Settings,
@@ -106,13 +109,14 @@ def sampling(
     number: int, settings: Settings, vocabulary: Vocabulary, place: Place, count: int
 ) -> list[dict[str, Any]]:
     """Return the sampling parameters of each of this rank's answers, each with its own seed."""
+    tokens, seed = SAMPLING_NAMES.get(settings.engine, ("max_new_tokens", "sampling_seed"))
     first = ((settings.seed * settings.steps + number) * place.ranks + place.rank) * count
     return [
         {
             "temperature": settings.temperature,
-            "max_new_tokens": settings.answer_tokens,
+            tokens: settings.answer_tokens,
             "stop_token_ids": [vocabulary.end],
-            "sampling_seed": (first + row) % (1 << 31),
+            seed: (first + row) % (1 << 31),
         }
         for row in range(count)
     ]
@@ -120,7 +124,7 @@ def sampling(
 
 def engine_dtype(settings: Settings) -> torch.dtype:
     """Return the type of the engine's weights."""
-    return torch.bfloat16 if settings.engine == "sglang" else torch.float32
+    return torch.float32 if settings.engine == "model" else torch.bfloat16
 
 
 def weights_for(dtype: torch.dtype, model: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ try:
 except ModuleNotFoundError:
     sys.exit("not installed: ray (pip install ray)")
 from requirements import check_installed
-from settings import ENGINES, Settings, SettingsError
+from settings import Settings, SettingsError
 from train import one_of, publish, results_name
 
 START_SECONDS = 300
@@ -257,7 +257,7 @@ def main(
     address: Annotated[str, typer.Option(help="The address of a cluster, or local.")] = "local",
     preload: Annotated[bool, typer.Option("--preload", help="Preload the engines.")] = False,
     engine: Annotated[
-        str, typer.Option(callback=one_of(*ENGINES), help="See train.py.")
+        str, typer.Option(callback=one_of("sglang", "model"), help="See train.py; not vllm.")
     ] = "sglang",
     model: Annotated[str, typer.Option(help="See train.py.")] = "small",
     steps: Annotated[int, typer.Option(min=1)] = Settings.steps,

@@ -8,6 +8,7 @@ import os
 from settings import Settings, SettingsError
 
 GPU = "/dev/nvidiactl"
+ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 def check_installed(settings: Settings, *, picture: bool, started: bool = False) -> None:
@@ -21,17 +22,19 @@ def check_installed(settings: Settings, *, picture: bool, started: bool = False)
     Raises:
         SettingsError: packages or a GPU are missing; the message explains how to install packages.
     """
-    served = settings.engine == "sglang" and not started
-    needed = ["transformers", *(["sglang"] if served else []), *(["matplotlib"] if picture else [])]
-    missing = [name for name in needed if not is_installed(name)]
+    name = ENGINES.get(settings.engine, "")
+    served = bool(name) and not started
+    package = [settings.engine] if served else []
+    needed = ["transformers", *package, *(["matplotlib"] if picture else [])]
+    missing = [one for one in needed if not is_installed(one)]
     if missing:
         advice = "; without a picture: --no-picture" if "matplotlib" in missing else ""
-        advice += "; without SGLang: --engine model" if "sglang" in missing else ""
+        advice += f"; without {name}: --engine model" if settings.engine in missing else ""
         raise SettingsError(
             f"not installed: {', '.join(missing)} (pip install {' '.join(missing)}{advice})"
         )
     if served and not os.path.exists(GPU):
-        raise SettingsError("SGLang needs a GPU, and there is none here; without: --engine model")
+        raise SettingsError(f"{name} needs a GPU, and there is none here; without: --engine model")
 
 
 def is_installed(name: str) -> bool:

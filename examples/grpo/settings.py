@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ENGINES = ("sglang", "model")
+ENGINES = ("sglang", "vllm", "model")
 VERIFY = ("off", "sampled", "full")
 
 
@@ -17,8 +17,8 @@ class Settings:
     """All settings that a run's results depend on, except the machine.
 
     Attributes:
-        engine: "sglang", or "model": a copy of the model that generates in this process, for
-            machines without a GPU.
+        engine: "sglang", "vllm", or "model": a copy of the model that generates in this process,
+            for machines without a GPU.
         sleep: whether trainer and engine release memory to each other.
         steps: the number of steps of rollout and training.
         prompts: the number of problems in a step, over all ranks.

@@ -54,7 +54,10 @@ def results_name(name: Path) -> Path:
 
 def main(
     engine: Annotated[
-        str, typer.Option(callback=one_of(*ENGINES), help="sglang, or model: a copy of the model.")
+        str,
+        typer.Option(
+            callback=one_of(*ENGINES), help="sglang, vllm, or model: a copy of the model."
+        ),
     ] = DEFAULT.engine,
     sleep: Annotated[
         bool, typer.Option("--sleep/--no-sleep", help="Trainer and engine take turns on the GPU.")

@@ -2,7 +2,8 @@
 
 The package owns the engine's status, its tags, reports and errors, its sleep, the requests in
 flight, and the verification of new weights. An integration implements `interface.Engine`, for an
-engine's sleep, and `interface.Backend`, for rollouts: see `memsaver.integrations.sglang`.
+engine's sleep, and `interface.Backend`, for rollouts: see `memsaver.integrations.sglang` and
+`memsaver.integrations.vllm`.
 
 | module | content |
 |---|---|
@@ -11,9 +12,12 @@ engine's sleep, and `interface.Backend`, for rollouts: see `memsaver.integration
 | `tags`, `status`, `reports`, `errors` | the terms of these calls |
 | `knowledge`, `requests` | the controller's state: released tags, requests in flight |
 | `messages`, `fields` | messages of an engine's processes, as JSON |
+| `imports`, `variables` | an engine's plugin: callbacks after imports, environment variables |
 | `ranks`, `moves` | inside an engine's processes: attempts on all ranks; pauses and resumes |
+| `placement`, `processes`, `loops` | the GPUs, processes and event loops of engines started here |
 | `weights` | inside an engine's processes: verification of weights that a trainer sends |
-| `http` | a client for engines behind a URL |
+| `admission`, `admitted`, `policies`, `refusals`, `idle` | requests to a sleeping engine |
+| `http` | a client for engines behind a URL; the responses of a sleeping server |
 
 No module here imports an engine or another package of `memsaver.integrations`.
 """

@@ -83,7 +83,7 @@ class Admission:
     ) -> None:
         self.policy = policy
         self._sleeper = sleeper
-        self._without_backup = frozenset(without_backup)
+        self.without_backup = frozenset(without_backup)
         self._released: frozenset[str] = frozenset()
         self._waiters: deque[_Waiter] = deque()
         self._changing = asyncio.Lock()
@@ -200,7 +200,7 @@ class Admission:
         now = asyncio.get_running_loop().time
         pause = _FIRST_PAUSE_SECONDS
         while missing := self._released & needs:
-            if reads and (lost := missing & self._without_backup):
+            if reads and (lost := missing & self.without_backup):
                 if await self.refresh() & lost:
                     raise self._error(
                         what,

@@ -1,6 +1,6 @@
 """The calls that an inference engine implements: `Engine` for its sleep, `Backend` for rollouts.
 
-`memsaver.integrations.sglang` implements both.
+`memsaver.integrations.sglang` and `memsaver.integrations.vllm` implement both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Layout = Literal["whole", "engine"]
-PauseMode = Literal["abort", "retract", "in_place"]
+PauseMode = Literal["abort", "retract", "in_place", "wait"]
 
 
 class Engine(Protocol):
@@ -38,7 +38,8 @@ class Engine(Protocol):
     Each call is one request and keeps no state. Every `timeout` is in seconds, for the whole call.
 
     Errors: `EngineTimeoutError` if there is no answer in time; `EngineError` if the engine died or
-    rejects the call; memsaver's own errors if its hooks in the schedulers report one.
+    rejects the call; memsaver's own errors if its hooks in the schedulers report one. Without the
+    hooks, a `ConfigError` means that the engine did not receive the call.
     """
 
     def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
@@ -195,7 +196,8 @@ class Backend(Protocol):
         Args:
             mode: the treatment of requests in flight. "abort" ends them with the tokens generated
                 so far; "retract" drops their KV cache, and computes it again later; "in_place"
-                keeps the KV cache, so that they continue with results of the old weights.
+                keeps the KV cache, so that they continue with results of the old weights; "wait"
+                lets them finish first, if the engine can.
             timeout: seconds; after a timeout, generation may be paused or not.
         """
 

@@ -18,7 +18,15 @@ from .errors import EngineAsleepError, EngineBusyError, EngineError
 from .fields import Fields, is_whole
 from .tags import RELEASE_ORDER
 
-__all__ = ["Answer", "Failure", "RankReport", "SchedulerState", "error_of", "kind_of"]
+__all__ = [
+    "Answer",
+    "Failure",
+    "RankReport",
+    "SchedulerState",
+    "error_of",
+    "kind_of",
+    "raisable",
+]
 
 # The exceptions that are sent by name. Any other exception arrives as an EngineError.
 _KINDS: dict[str, type[MemsaverError]] = {
@@ -221,15 +229,15 @@ class SchedulerState:
 
 def error_of(answers: Iterable[Answer]) -> MemsaverError | None:
     """Return the typed error of the first answer with a failure; None if all succeeded."""
-    for answer in answers:
-        failure = answer.failure
-        if failure is None:
-            continue
-        error = kind_of(failure)(failure.message, tag=failure.tag)
-        if isinstance(error, _WANTS):
-            error.needed, error.free = failure.needed, failure.free
-        return error
-    return None
+    return next((raisable(one.failure) for one in answers if one.failure is not None), None)
+
+
+def raisable(failure: Failure) -> MemsaverError:
+    """Return the typed error that a failure describes."""
+    error = kind_of(failure)(failure.message, tag=failure.tag)
+    if isinstance(error, _WANTS):
+        error.needed, error.free = failure.needed, failure.free
+    return error
 
 
 def kind_of(failure: Failure) -> type[MemsaverError]:

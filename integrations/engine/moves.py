@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 import memsaver
 from memsaver._runtime.interrupts import interrupts_deferred
-from memsaver._runtime.native import _C, emit_warnings
+from memsaver._runtime.native import _C, Backup, backup_of, emit_warnings
 from memsaver._transitions.handles import Call
 from memsaver._transitions.parts import names_of
 from memsaver._transitions.reports import Report
@@ -36,13 +37,20 @@ def resume(group: Group, tags: Sequence[str]) -> list[RankReport]:
     def work() -> Figures | None:
         names = _names(tags)
         # Without names, memsaver would resume all tags.
-        return _figures(memsaver.resume(*names), names, tags) if names else None
+        return _figures([memsaver.resume(*names)], names, tags) if names else None
 
     return group.attempt(work)
 
 
-def pause(group: Group, tags: Sequence[str]) -> list[RankReport]:
+def pause(
+    group: Group, tags: Sequence[str], backups: Mapping[str, Backup] | None = None
+) -> list[RankReport]:
     """Pause the tags on every rank; paused tags stay as they are. Collective.
+
+    Args:
+        group: the ranks.
+        tags: the engine's tags.
+        backups: by tag, the backup of this pause; the regions' policy applies to other tags.
 
     Runs in two steps: all ranks begin the pause, and run it if no rank has rejected it, so that a
     rejection precedes any loss of contents without a backup. After a rejection no rank has
@@ -50,7 +58,7 @@ def pause(group: Group, tags: Sequence[str]) -> list[RankReport]:
     """
     # An interrupt is raised after the exchange, so that a rank never leaves the others waiting.
     with interrupts_deferred(), ExitStack() as held:
-        begun = _Pause(tags, held)
+        begun = _Pause(tags, backups or {}, held)
         ranks = group.attempt(begun.begin)
         if not first_failure(ranks):
             ranks = group.attempt(begun.run)
@@ -59,43 +67,59 @@ def pause(group: Group, tags: Sequence[str]) -> list[RankReport]:
 
 
 class _Pause:
-    """A pause in two steps, on this rank. Closing `held` cancels a pause that has not run."""
+    """A pause in two steps, on this rank. Closing `held` cancels a pause that has not run.
 
-    def __init__(self, tags: Sequence[str], held: ExitStack) -> None:
+    It is one call of memsaver, or, if some tags need another backup than their policy, one for each
+    of these backups.
+    """
+
+    def __init__(self, tags: Sequence[str], backups: Mapping[str, Backup], held: ExitStack) -> None:
         self._tags = tags
+        self._backups = backups
         self._held = held
         self._names: dict[str, str] = {}
-        self._call: Call | None = None
+        self._calls: list[Call] = []  # that have not run
 
     def begin(self) -> None:
         self._names = _names(self._tags)
         if not self._names:  # an empty list would mean all tags
             return
-        names = list(self._names)
-        self._held.enter_context(_C.Reservation(names))
-        call = pause_call(names, None)
-        self._call = call
+        self._held.enter_context(_C.Reservation(list(self._names)))
         self._held.callback(self._give_up)
-        call.begin()
+        for backup, names in self._by_backup():
+            call = pause_call(names, backup)
+            self._calls.append(call)
+            call.begin()
 
     def run(self) -> Figures | None:
-        if self._call is None:
+        if not self._calls:
             return None
-        report = self._call.run()
-        self._call = None
-        return _figures(report, self._names, self._tags)
+        reports = []
+        while self._calls:
+            reports.append(self._calls[0].run())
+            del self._calls[0]
+        return _figures(reports, self._names, self._tags)
+
+    def _by_backup(self) -> list[tuple[Backup | None, list[str]]]:
+        """Group the names by the backup to pass. Pauses that only discard are the last."""
+        found: dict[Backup | None, list[str]] = {}
+        for name, tag in self._names.items():
+            wanted = self._backups.get(tag)
+            is_usual = wanted is None or wanted == backup_of(_C.tag_backup(name))
+            found.setdefault(None if is_usual else wanted, []).append(name)
+        return sorted(found.items(), key=lambda item: item[0] == "none")
 
     def _give_up(self) -> None:
-        if self._call is not None:
-            self._call.abandon(MemsaverError("a rank could not pause"))
+        for call in self._calls:
+            call.abandon(MemsaverError("a rank could not pause"))
 
 
-def _figures(report: Report, names: Mapping[str, str], tags: Sequence[str]) -> Figures:
+def _figures(reports: Sequence[Report], names: Mapping[str, str], tags: Sequence[str]) -> Figures:
     device, copied = dict.fromkeys(tags, 0), dict.fromkeys(tags, 0)
-    for change in report.changes:
+    for change in itertools.chain.from_iterable(report.changes for report in reports):
         device[names[change.tag]] += change.device_bytes
         copied[names[change.tag]] += change.copied_bytes
-    return Figures(report.seconds, device, copied)
+    return Figures(sum(report.seconds for report in reports), device, copied)
 
 
 def _names(tags: Sequence[str]) -> dict[str, str]:

@@ -2,17 +2,21 @@
 
 An engine's processes exchange errors as text in the engine's own messages. The text therefore
 contains the released tags, and `asleep_in` parses it.
+
+Inside a server, a `Refusal` passes the error from the refused request to the middleware that
+writes the response (`http.asleep_answers`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from contextvars import ContextVar
 
 from .errors import EngineAsleepError
 from .tags import RELEASE_ORDER
 
-__all__ = ["asleep_in", "asleep_text"]
+__all__ = ["Refusal", "asleep_in", "asleep_text", "refusal_here", "refused"]
 
 _TAG = "|".join(RELEASE_ORDER)
 _TEXT = re.compile(rf"the engine is asleep \(released: ((?:{_TAG})(?:, (?:{_TAG}))*)\)[^\n]*")
@@ -40,3 +44,32 @@ def asleep_in(text: object) -> EngineAsleepError | None:
     error = EngineAsleepError(found[0], tag=tags[0])
     error.tags = tags
     return error
+
+
+class Refusal:
+    """Passes the error of a refused request to the server's middleware.
+
+    Attributes:
+        error: the error; None if the request was not refused.
+    """
+
+    def __init__(self) -> None:
+        self.error: EngineAsleepError | None = None
+
+
+# Set by the middleware: an engine's endpoints answer in several formats, without the tags.
+refusal_here: ContextVar[Refusal | None] = ContextVar("memsaver_refusal", default=None)
+
+
+def refused(error: EngineAsleepError) -> EngineAsleepError:
+    """Return the error that a refused request raises, and record it for the middleware.
+
+    An engine's endpoints treat the error as one of their own. Needs FastAPI, as engines do.
+    """
+    from .asleep_error import AsleepError
+
+    made = AsleepError.of(error)
+    here = refusal_here.get()
+    if here is not None:
+        here.error = made
+    return made

@@ -9,7 +9,7 @@ from typing import Any
 
 from memsaver._runtime.latches import Gate
 from memsaver._runtime.timeouts import check_timeout
-from memsaver.errors import InvalidStateError, MemsaverError
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
 from .errors import EngineError, EngineTimeoutError
 from .interface import Engine
@@ -349,7 +349,10 @@ class EngineController:
 
     def _after_failure(self, error: BaseException, deadline: float) -> None:
         """Query the state after a failure. Raises the schedulers' own error if they report one."""
+        is_passed_on = not isinstance(error, ConfigError) or self.guarded
         if isinstance(error, EngineError) and error.http_status in _NOT_PASSED_ON:
+            is_passed_on = False
+        if not is_passed_on:
             self._knowledge.trust()
             return
         if time.monotonic() >= deadline:

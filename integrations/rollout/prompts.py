@@ -13,6 +13,8 @@ from ..engine.interface import Request
 
 __all__ = ["Prompts", "prompts_of"]
 
+_SEEDS = ("sampling_seed", "seed")  # of SGLang and of vLLM
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -39,8 +41,8 @@ def prompts_of(
         input_ids: a list of lists of tokens, a list of 1-D tensors, a 2-D tensor, or a list of
             texts.
         sampling_params: one mapping for all prompts, or one for each. "n" is the number of samples
-            per prompt (default 1). With a "sampling_seed", sample k uses that seed plus k, because
-            equal seeds would give equal samples.
+            per prompt (default 1). With a "sampling_seed" or a "seed", sample k uses that seed plus
+            k, because equal seeds would give equal samples.
         attention_mask: for a padded tensor: 1 for tokens and 0 for padding, on either side.
         multimodal: for each prompt, its parts other than tokens, or None.
 
@@ -60,11 +62,12 @@ def prompts_of(
         count = named.pop("n", 1)
         if not is_whole(count) or count < 1:
             raise ConfigError(f"sampling_params: n must be a positive integer, not {count!r}")
-        seed = named.get("sampling_seed")
+        key = next((name for name in _SEEDS if named.get(name) is not None), "")
+        seed = named.get(key)
         if seed is not None and not is_whole(seed):
-            raise ConfigError(f"sampling_params: sampling_seed must be an integer, not {seed!r}")
+            raise ConfigError(f"sampling_params: {key} must be an integer, not {seed!r}")
         for sample in range(count):
-            own = named if seed is None or not sample else {**named, "sampling_seed": seed + sample}
+            own = named if seed is None or not sample else {**named, key: seed + sample}
             text = tokens if isinstance(tokens, str) else None
             requests.append(Request([] if isinstance(tokens, str) else tokens, own, extra, text))
             index.append(number)

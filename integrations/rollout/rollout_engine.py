@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.timeouts import is_timeout
 from memsaver.errors import ConfigError
 
+from ..engine import placement as placing
 from ..engine.fields import is_whole
 from ..engine.interface import Backend, PauseMode, Sample
+from .kinds import kind_of, module_of
 from .output import RolloutOutput, check_samples
 from .prompts import Prompts, prompts_of
 from .ranks import ALONE, Layout, layout_of
@@ -97,12 +99,14 @@ class RolloutEngine(EngineStart):
         timeout: float = 600.0,
         pad_token_id: int = 0,
         restarts: Restarts | None = None,
+        kind: str = "sglang",
         **server_args: Any,
     ) -> RolloutEngine:
-        """Start an `sglang.Engine` for each tensor-parallel group, on the GPUs of its ranks.
+        """Start an engine for each tensor-parallel group, on the GPUs of its ranks.
 
-        Each rank must choose its GPU first (`torch.cuda.set_device`). The engines get
-        `skip_tokenizer_init=True`, `enable_memory_saver=True`, and the group's size and GPUs.
+        Each rank must choose its GPU first (`torch.cuda.set_device`). The engines get the group's
+        size and GPUs, `skip_tokenizer_init=True`, and with SGLang `enable_memory_saver=True`, with
+        vLLM `enable_sleep_mode=True`.
 
         Args:
             mesh: the `DeviceMesh` of the ranks; None means this process alone, whose engine may
@@ -115,38 +119,41 @@ class RolloutEngine(EngineStart):
             restarts: the limits for restarts of an engine whose processes die during `generate`;
                 None means that the death is an error. With this option, `generate` is a collective
                 of the whole mesh. The same on all ranks.
-            server_args: arguments of `sglang.Engine`, such as `model_path`. With a mesh, `tp_size`
-                may be smaller than the group: the engine uses the GPUs of its first ranks.
-                `dist_init_addr` is the address of the first host, if there are several; the default
-                is its name and a free port.
+            kind: "sglang" or "vllm".
+            server_args: arguments of `sglang.Engine`, such as `model_path`, or of vLLM's
+                `AsyncEngineArgs`, such as `model`. With a mesh, `tp_size` (vLLM:
+                `tensor_parallel_size`) may be smaller than the group: the engine uses the GPUs of
+                its first ranks. With SGLang on several hosts, `dist_init_addr` is the address of
+                the first one; the default is its name and a free port.
 
         Raises:
-            NotLoadedError: SGLang is not installed.
+            NotLoadedError: the engine's package is not installed.
             ConfigError: the mesh, the GPUs or the arguments do not match each other.
             EngineError, EngineTimeoutError: the engine did not start, or did not start in time.
         """
-        from ..sglang.launch import launch, launch_node
-        from ..sglang.placement import gpu_of_this_process, place
+
+        def launched(placement: Any, size: int | None) -> Backend:
+            launch = module_of(kind_of(None, kind), "launch").launch
+            return cast("Backend", launch(placement, size, server_args, timeout))
 
         def make(layout: Layout, gpus: list[Any]) -> Backend | Nodes:
-            size = None if mesh is None else server_args.get("tp_size", layout.tp_size)
+            launcher = module_of(kind_of(None, kind), "launch")
+            name = launcher.TP_SIZE
+            size = None if mesh is None else server_args.get(name, layout.tp_size)
             if size is not None and not (is_whole(size) and 1 <= size <= layout.tp_size):
                 raise ConfigError(
-                    f"tp_size={size!r}, but the mesh's tensor-parallel groups have "
+                    f"{name}={size!r}, but the mesh's tensor-parallel groups have "
                     f"{layout.tp_size} ranks"
                 )
-            placement = place(gpus[:size], layout.dp_rank)
+            placement = launcher.place(gpus[:size], layout.dp_rank)
             if not placement.nodes:
-                return launch(placement, size, server_args, timeout)
-
-            def first() -> Backend:
-                return launch(placement, size, server_args, timeout)
-
-            return Nodes(size or 1, first, tuple((node, size) for node in placement.nodes))
+                return launched(placement, size)
+            others = tuple((node, size) for node in placement.nodes)
+            return Nodes(size or 1, lambda: launched(placement, size), others)
 
         def join(node: Any) -> Any:
             placement, size = node
-            return launch_node(placement, size, server_args, timeout)
+            return module_of(kind, "launch").launch_node(placement, size, server_args, timeout)
 
         engine = cls.__new__(cls)
         engine._begin(
@@ -154,7 +161,7 @@ class RolloutEngine(EngineStart):
             timeout,
             pad_token_id,
             make,
-            gpu_of_this_process,
+            lambda: placing.gpu_of_this_process(),
             restarts,
             join,
         )
@@ -171,18 +178,22 @@ class RolloutEngine(EngineStart):
         timeout: float = 600.0,
         pad_token_id: int = 0,
         api_key: str | None = None,
+        kind: str | None = None,
     ) -> RolloutEngine:
         """Use an existing engine, which `close` does not end.
 
         Args:
             engine: a server's URL; or a list of URLs, one for each data-parallel rank; or an
-                `sglang.Engine` of the leader's process, for which other ranks pass None.
+                `sglang.Engine`, `vllm.LLM` or `AsyncLLM` of the leader's process, for which other
+                ranks pass None.
             mesh: see `launch`.
             tp: see `launch`.
             dp: see `launch`.
             timeout: see `launch`.
             pad_token_id: see `launch`.
-            api_key: the server's API key (its admin key, if it has one).
+            api_key: the server's API key (SGLang: its admin key, if it has one).
+            kind: "sglang" or "vllm"; None means the kind of the engine's class, and SGLang for a
+                server.
 
         Raises:
             ConfigError: `engine` is none of these, its version is not supported, or the URL or the
@@ -191,7 +202,6 @@ class RolloutEngine(EngineStart):
                 (`pip install "memsaver[http]"`).
             EngineError, EngineTimeoutError: the engine cannot be reached in time.
         """
-        from ..sglang.backend import backend_of
 
         def make(layout: Layout, _: object) -> Backend:
             mine = engine
@@ -201,7 +211,8 @@ class RolloutEngine(EngineStart):
                         f"{len(engine)} servers for {layout.dp_size} data-parallel ranks"
                     )
                 mine = engine[layout.dp_rank]
-            return backend_of(mine, api_key=api_key, timeout=min(timeout, 60.0))
+            backend_of = module_of(kind_of(mine, kind), "backend").backend_of
+            return cast("Backend", backend_of(mine, api_key=api_key, timeout=min(timeout, 60.0)))
 
         made = cls.__new__(cls)
         made._begin(lambda: layout_of(mesh, tp=tp, dp=dp), timeout, pad_token_id, make)
@@ -227,11 +238,12 @@ class RolloutEngine(EngineStart):
                 a list of texts, for an engine with `skip_tokenizer_init=False`.
             sampling_params: the engine's parameters, one mapping for all prompts or one for each.
                 "n" is the number of samples for a prompt, which are adjacent in the output; the
-                k-th one has the "sampling_seed" plus k, if there is one.
+                k-th one has the "sampling_seed" (vLLM: "seed") plus k, if there is one.
             attention_mask: for a padded tensor: 0 for the padding, on either side.
             multimodal: for each prompt None, or a mapping with "image_data", "video_data" or
-                "audio_data" in SGLang's format: one value, or a list. A prompt has a placeholder
-                for each of them, as the model's processor writes it.
+                "audio_data" in SGLang's format: one value, or a list; or with vLLM the fields of
+                "multi_modal_data". A prompt has a placeholder for each of them, as the model's
+                processor writes it.
             timeout: seconds for the generation, after which unfinished requests are aborted.
 
         Raises:
@@ -291,7 +303,7 @@ class RolloutEngine(EngineStart):
                 so far and the finish reason "abort"; "retract" drops their KV cache, and recomputes
                 it with the weights that the engine has when generation continues; "in_place" keeps
                 the cache, which cannot be flushed, so that they continue with results of the old
-                weights.
+                weights; "wait" lets them finish first, with vLLM only.
             timeout: seconds.
         """
         limit = self._limit(timeout)

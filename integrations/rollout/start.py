@@ -160,8 +160,8 @@ class EngineStart(SharedSleep):
             raise ConfigError("the leader of the group has no engine")
         if not all(hasattr(made, name) for name in ("tp_size", "control", "close")):
             raise ConfigError(
-                f"a {type(made).__name__} is not a `Backend`: pass a server's URL or an "
-                "sglang.Engine to RolloutEngine.connect"
+                f"a {type(made).__name__} is not a `Backend`: pass a server's URL or an engine to "
+                "RolloutEngine.connect"
             )
         self.backend = backend = cast("Backend", made)
         if self._closed:  # by another thread, during a restart

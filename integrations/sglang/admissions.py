@@ -21,22 +21,21 @@ import asyncio
 import copy
 import logging
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextvars import ContextVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from typing import Any
 
 from memsaver.errors import MemsaverError
 
-from ..engine.admission import EVERYTHING, Admission, RequestAbortedError, retrieve
+from ..engine import admitted
+from ..engine.admission import EVERYTHING, Admission, retrieve
 from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.messages import Answer, error_of
-from ..engine.refusals import asleep_in
+from ..engine.refusals import asleep_in, refused
 from ..engine.tags import GRAPH, WEIGHTS
 from . import settings
 from .protocol import answers_of, is_health_check, states_of
 
 __all__ = [
-    "Refusal",
     "abort",
     "abort_reason",
     "admission_of",
@@ -44,30 +43,13 @@ __all__ = [
     "change",
     "discard_pending",
     "generate",
-    "refusal_here",
 ]
 
 QUERY_SECONDS = 5.0
 _ATTRIBUTE = "_memsaver_admission"  # of a tokenizer manager
-_HELD = "_memsaver_held"  # of a tokenizer manager: a list of `_Held`
+_HELD = "_memsaver_held"  # of a tokenizer manager: its `HeldRequests`
 _WEIGHTS = frozenset({WEIGHTS})
-_RETRY_SECONDS = 0.05
 _logger = logging.getLogger("memsaver.sglang")
-
-
-class Refusal:
-    """Passes the error of a refused request to the server's middleware.
-
-    Attributes:
-        error: the error; None if the request was not refused.
-    """
-
-    def __init__(self) -> None:
-        self.error: EngineAsleepError | None = None
-
-
-# Set by the server's middleware: SGLang's endpoints answer in several formats, without the tags.
-refusal_here: ContextVar[Refusal | None] = ContextVar("memsaver_refusal", default=None)
 
 
 def admission_of(manager: Any) -> Admission | None:
@@ -178,25 +160,15 @@ def call(what: str, *, reads: bool = True) -> Callable[..., Awaitable[Any]]:
         admission = admission_of(manager)
         if admission is None:
             return await original(manager, *args)
-        request = args[1] if len(args) > 1 else None
-        deadline = admission.deadline()
-        if admission.policy.sleep_after:
-            # The schedulers may have released memory by themselves, and their reply to a refused
-            # `get_weights_by_name` is None, without a reason.
-            await admission.refresh()
-        while True:
-            needs = EVERYTHING if _captures(args) else _WEIGHTS
-            try:
-                await admission.admit(
-                    needs, what, deadline=deadline, reads=reads, is_gone=_is_gone(request)
-                )
-            except EngineAsleepError as error:
-                raise _refused(error) from error.__cause__
-            result = await original(manager, *args)
-            refused = asleep_in(_text_of(result))
-            if refused is None:
-                return result
-            await _again(admission, refused, deadline)
+        return await admitted.call(
+            admission,
+            EVERYTHING if _captures(args) else _WEIGHTS,
+            what,
+            lambda: original(manager, *args),
+            lambda result: asleep_in(_text_of(result)),
+            reads=reads,
+            is_gone=_is_gone(args[1] if len(args) > 1 else None),
+        )
 
     return hook
 
@@ -210,34 +182,6 @@ def _text_of(result: Any) -> Any:
     if isinstance(result, tuple) and len(result) > 1 and result[0] is False:
         return result[1]
     return getattr(result, "error_message", None)
-
-
-def _repeats(admission: Admission | None) -> bool:
-    """Return whether requests that a scheduler refuses are sent again."""
-    return admission is not None and admission.policy.when_asleep != "refuse"
-
-
-async def _again(admission: Admission, refused: EngineAsleepError, deadline: float) -> None:
-    """Record a scheduler's refusal. Wait if the request may be sent again, otherwise raise."""
-    admission.learn(refused.tags)
-    if not _repeats(admission) or asyncio.get_running_loop().time() + _RETRY_SECONDS > deadline:
-        raise _refused(refused)
-    await asyncio.sleep(_RETRY_SECONDS)
-
-
-def _error_of(error: EngineAsleepError) -> EngineAsleepError:
-    from .asleep_error import AsleepError
-
-    return AsleepError.of(error)
-
-
-def _refused(error: EngineAsleepError) -> EngineAsleepError:
-    """Return the error of a request that is not sent again, and record it for the middleware."""
-    made = _error_of(error)
-    here = refusal_here.get()
-    if here is not None:
-        here.error = made
-    return made
 
 
 def _is_gone(request: Any) -> Callable[[], Awaitable[bool]] | None:
@@ -254,87 +198,66 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
         return original(manager, obj, request)
     if admission.policy.when_asleep == "refuse" and not admission.released:
         return original(manager, obj, request)
-    return _admitted(original, manager, admission, obj, request)
-
-
-class _Held:
-    """A generation or embedding that waits for memory, which a caller may abort.
-
-    Args:
-        obj: SGLang's request.
-        request: the server's request; None if there is none, or if its client may disconnect.
-    """
-
-    def __init__(self, obj: Any, request: Any) -> None:
-        self._obj = obj
-        self._is_gone = _is_gone(request)
-        self._is_aborted = False
-
-    def abort(self, rid: str, abort_all: bool) -> None:
-        rids = getattr(self._obj, "rid", None)
-        if abort_all or rid in ([rids] if isinstance(rids, str) else rids or ()):
-            self._is_aborted = True
-
-    def check(self) -> None:
-        """Raise `RequestAbortedError` if a caller has aborted the request."""
-        if self._is_aborted:
-            raise RequestAbortedError("the request was aborted while it waited for the engine")
-
-    async def is_gone(self) -> bool:
-        self.check()
-        return self._is_gone is not None and await self._is_gone()
+    what = "compute embeddings" if type(obj).__name__ == "EmbeddingReqInput" else "generate"
+    return admitted.generation(
+        admission, _held_by(manager), what, _Generation(original, manager, obj, request)
+    )
 
 
 def abort(
     original: Callable[..., Any], manager: Any, rid: str = "", abort_all: bool = False
 ) -> Any:
     """Wrap `TokenizerManager.abort_request`, which aborts only requests that were sent."""
-    for held in vars(manager).get(_HELD, ()):
-        held.abort(rid, abort_all)
+    _held_by(manager).abort([rid], abort_all)
     return original(manager, rid, abort_all)
 
 
-async def _admitted(
-    original: Callable[..., Any], manager: Any, admission: Admission, obj: Any, request: Any
-) -> AsyncIterator[Any]:
-    what = "compute embeddings" if type(obj).__name__ == "EmbeddingReqInput" else "generate"
-    deadline = admission.deadline()
-    # The client of a background request may disconnect.
-    client = None if getattr(obj, "background", False) else request
-    all_held = vars(manager).setdefault(_HELD, [])
-    while True:
-        held = _Held(obj, client)
-        all_held.append(held)
-        try:
-            await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=held.is_gone)
-            held.check()
-        except EngineAsleepError as error:
-            raise _refused(error) from error.__cause__
-        finally:
-            all_held.remove(held)
-        unsent = copy.copy(obj)  # SGLang changes the original
-        refused, begun = None, False
-        outputs = original(manager, obj, request)
-        try:
-            async for output in outputs:
-                refused = None if begun else _refusal_in(output)
-                if refused is not None:
-                    break
-                begun = True
-                yield output
-        except EngineAsleepError as error:  # raised by `abort_reason`
-            if begun:
-                raise
-            refused = error
-        finally:
-            await outputs.aclose()
-        if refused is None:
-            return
-        await _discard(manager, obj, deadline)
-        if getattr(obj, "is_single", False):
-            unsent.rid = obj.rid  # with which the server aborts the request
-        obj = unsent
-        await _again(admission, refused, deadline)
+def _held_by(manager: Any) -> admitted.HeldRequests:
+    return vars(manager).setdefault(_HELD, admitted.HeldRequests())  # type: ignore[no-any-return]
+
+
+class _Generation:
+    """See `admitted.Generation`.
+
+    Args:
+        original: SGLang's method.
+        manager: its tokenizer manager.
+        obj: SGLang's request.
+        request: the server's request, or None.
+    """
+
+    def __init__(self, original: Callable[..., Any], manager: Any, obj: Any, request: Any) -> None:
+        self._original = original
+        self._manager = manager
+        self._obj = self._unsent = obj
+        self._request = request
+        # The client of a background request may disconnect.
+        self._is_gone = _is_gone(None if getattr(obj, "background", False) else request)
+
+    @property
+    def ids(self) -> list[str]:
+        return _rids_of(self._obj)
+
+    async def is_gone(self) -> bool:
+        return self._is_gone is not None and await self._is_gone()
+
+    def send(self) -> AsyncGenerator[Any, None]:
+        self._unsent = copy.copy(self._obj)  # SGLang changes the original
+        return self._original(self._manager, self._obj, self._request)  # type: ignore[no-any-return]
+
+    def refusal_in(self, output: Any) -> EngineAsleepError | None:
+        return _refusal_in(output)
+
+    async def take_back(self, deadline: float) -> None:
+        await _discard(self._manager, self._obj, deadline)
+        if getattr(self._obj, "is_single", False):
+            self._unsent.rid = self._obj.rid  # with which the server aborts the request
+        self._obj = self._unsent
+
+
+def _rids_of(obj: Any) -> list[str]:
+    rids = getattr(obj, "rid", None)
+    return [rids] if isinstance(rids, str) else list(rids or ())
 
 
 def _refusal_in(output: Any) -> EngineAsleepError | None:
@@ -352,7 +275,7 @@ async def _discard(manager: Any, obj: Any, deadline: float) -> None:
     The schedulers' answers end the parts and remove their states. SGLang 0.5.12 exits if it
     receives an answer for a part without a state.
     """
-    rids = [obj.rid] if isinstance(obj.rid, str) else list(obj.rid or ())
+    rids = _rids_of(obj)
     for rid in rids:
         if getattr(obj, "parallel_sample_num", 1) > 1:
             manager.rid_to_state.pop(rid, None)  # not sent: the samples have names of their own
@@ -360,7 +283,7 @@ async def _discard(manager: Any, obj: Any, deadline: float) -> None:
             manager.abort_request(rid)
     now = asyncio.get_running_loop().time
     while not manager.rid_to_state.keys().isdisjoint(rids) and now() < deadline:
-        await asyncio.sleep(_RETRY_SECONDS)
+        await asyncio.sleep(admitted.RETRY_SECONDS)
 
 
 def discard_pending(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
@@ -369,7 +292,7 @@ def discard_pending(original: Callable[..., Any], manager: Any, obj: Any) -> Any
     `_discard` aborts them if the request is sent again.
     """
     is_refused = isinstance(sys.exc_info()[1], EngineAsleepError)
-    if is_refused and _repeats(admission_of(manager)):
+    if is_refused and admitted.repeats(admission_of(manager)):
         return None
     return original(manager, obj)
 
@@ -378,17 +301,19 @@ async def abort_reason(
     original: Callable[..., Awaitable[Any]], manager: Any, output: Any, *args: Any
 ) -> Any:
     """Wrap `TokenizerManager._handle_abort_finish_reason`, which raises SGLang's own error."""
-    refused = _refusal_in(output)
-    if refused is None:
+    refusal = _refusal_in(output)
+    if refusal is None:
         return await original(manager, output, *args)
+    from ..engine.asleep_error import AsleepError
+
     admission = admission_of(manager)
     if admission is not None:
-        admission.learn(refused.tags)
-    is_final = not _repeats(admission)
+        admission.learn(refusal.tags)
+    is_final = not admitted.repeats(admission)
     try:
         result = await original(manager, output, *args)
     except Exception as error:
-        raise (_refused if is_final else _error_of)(refused) from error
+        raise (refused(refusal) if is_final else AsleepError.of(refusal)) from error
     if result is not None and is_final:
-        _refused(refused)  # the first output of a stream
+        refused(refusal)  # the first output of a stream
     return result

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..engine import hooking
 from . import admissions, draft_weights, guard, idle_sleep, scheduler, tokenizer, weight_loads
 from .updaters import of_scheduler
 
@@ -37,7 +36,6 @@ _CONTROL_CALLS: dict[str, Callable[..., Any]] = {
     f"{_TOKENIZER}.get_weights_by_name": _READ,
     f"{_TOKENIZER}.send_weights_to_remote_instance": admissions.call("send its weights"),
 }
-_INSTALLED = "_memsaver_hooks"  # an attribute of a class
 _missing: set[str] = set()  # methods that imported modules lack
 
 
@@ -61,8 +59,7 @@ def modules() -> tuple[str, ...]:
 
     No version of SGLang has all of them, because the handlers have moved.
     """
-    targets = (*_hooks(), *_optional_hooks())
-    return tuple(dict.fromkeys(target.rsplit(".", 2)[0] for target in targets))
+    return hooking.modules_of(_hooks(), _optional_hooks())
 
 
 def left_out_by(name: str) -> tuple[str, ...]:
@@ -86,27 +83,11 @@ def install_in(module: ModuleType) -> None:
     Does not use SGLang's registry: some processes do not apply it, and it imports each module with
     a hook, for example the whole scheduler in a process that only detokenizes.
     """
-    optional = _optional_hooks()
-    for target, (kind, hook) in (_hooks() | optional).items():
-        where, owner_name, name = target.rsplit(".", 2)
-        if where != module.__name__:
-            continue
-        if target in optional and not hasattr(getattr(module, owner_name, None), name):
-            _missing.add(target)
-            continue
-        owner = getattr(module, owner_name)
-        done = vars(owner).get(_INSTALLED, frozenset())
-        if name not in done:
-            setattr(owner, name, _wrapped(kind, getattr(owner, name), hook))
-            setattr(owner, _INSTALLED, done | {name})
+    _missing.update(hooking.install(module, _hooks(), _optional_hooks()))
 
 
 def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
-    """Return the hook for each method, and its kind as in SGLang's registry.
-
-    AROUND hooks are called with the original and its arguments, AFTER hooks with its result and its
-    arguments, and REPLACE hooks with its arguments.
-    """
+    """Return the hook for each method, and its kind as in SGLang's registry; see `hooking`."""
     return {
         f"{_UPDATER}.release_memory_occupation": ("AROUND", scheduler.release),
         f"{_UPDATER}.resume_memory_occupation": ("AROUND", scheduler.resume),
@@ -169,20 +150,3 @@ def _hooks_of_updates() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{_RUNNER}.load_weights_from_distributed": weight_loads.load_through,
     }
     return {target: ("AROUND", hook) for target, hook in hooks.items()}
-
-
-def _wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-    """Return the method with its hook, which receives the caller's named arguments by position."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def call(*given: Any, **named: Any) -> Any:
-        bound = signature.bind(*given, **named)
-        args, kwargs = bound.args, bound.kwargs
-        if kind == "AROUND":
-            return hook(original, *args, **kwargs)
-        if kind == "AFTER":
-            return hook(original(*args, **kwargs), *args, **kwargs)
-        return hook(*args, **kwargs)
-
-    return call

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..engine.idle import IdleTimer
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
 from . import settings
 from .protocol import answers_of, is_health_check
@@ -96,11 +97,10 @@ class IdleSleep:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
-        self._seconds = seconds
+        self._timer = IdleTimer(seconds, clock)
         self.inner = inner
         self._clock = clock
         self._look_at = 0.0
-        self._idle_since = clock()
         self._is_working = False  # on requests other than health checks
         arguments = scheduler.server_args
         kept = getattr(arguments, "enable_weights_cpu_backup", False)
@@ -116,24 +116,25 @@ class IdleSleep:
             return requests
         now = self._clock()
         if any(not _is_monitoring(request) for request in requests):
-            self._idle_since, self._is_working = now, True
+            self._timer.restart()
+            self._is_working = True
         elif now >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
-            if self._is_due(now):
-                self._idle_since = now  # a failed release is retried after the same time
+            if self._is_due():
+                self._timer.restart()  # a failed release is retried after the same time
                 return [*requests, IdleRelease(self._tags)]
         return requests
 
-    def _is_due(self, now: float) -> bool:
+    def _is_due(self) -> bool:
         scheduler = self._scheduler
         if getattr(scheduler, "_engine_paused", False) or not scheduler.is_fully_idle():
             if self._is_working:
-                self._idle_since = now
+                self._timer.restart()
             return False
         self._is_working = False
         if set(self._tags) <= set(updater_of(scheduler).offload_tags):
-            self._idle_since = now  # the memory is already released
-        return now - self._idle_since >= self._seconds
+            self._timer.restart()  # the memory is already released
+        return not self._timer.left
 
 
 def with_handler(scheduler: Any, dispatcher: Any) -> Any:

@@ -21,12 +21,15 @@ from memsaver._runtime.timeouts import check_timeout
 from memsaver.errors import ConfigError, NotLoadedError
 
 from ..engine.errors import EngineError, EngineTimeoutError
+from ..engine.placement import VISIBLE, Placement
+from ..engine.processes import Descendant, Parent, descendants_of, kill
 from .backend import SGLangBackend
 from .engines import LocalEngine
-from .placement import VISIBLE, Placement
-from .processes import Descendant, Parent, descendants_of, kill
+from .placement import place
 
-__all__ = ["launch", "launch_node"]
+__all__ = ["TP_SIZE", "launch", "launch_node", "place"]
+
+TP_SIZE = "tp_size"  # the argument for the number of tensor-parallel ranks
 
 _TAKEN = (signal.SIGQUIT, signal.SIGTERM)
 _TASK_SECONDS = 2.0  # for cancelled tasks to end

@@ -1,73 +1,17 @@
-"""The GPUs and the ports of an engine, which shares the GPUs of a tensor-parallel group."""
+"""The placement of an SGLang engine on the GPUs of a tensor-parallel group."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from memsaver.errors import ConfigError
+from ..engine.placement import Gpu, Placement, by_host, free_port
 
-__all__ = ["VISIBLE", "Gpu", "Placement", "gpu_of_this_process", "place"]
+__all__ = ["place"]
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 _FIRST_PORT, _PORTS_EACH, _SLOTS = 30000, 64, 32
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """The GPU that a rank uses.
-
-    Attributes:
-        host: the machine's name.
-        visible: the rank's CUDA_VISIBLE_DEVICES; None if it is not set.
-        index: the GPU's number among the visible ones.
-    """
-
-    host: str
-    visible: str | None
-    index: int
-
-    @property
-    def name(self) -> str:
-        """The GPU's name in CUDA_VISIBLE_DEVICES."""
-        if self.visible is None:
-            return str(self.index)
-        names = [name.strip() for name in self.visible.split(",")]
-        return names[self.index] if self.index < len(names) else str(self.index)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The GPUs and the ports of an engine.
-
-    Attributes:
-        arguments: arguments of the engine.
-        visible: CUDA_VISIBLE_DEVICES for its processes; None leaves it unchanged.
-        nodes: the placements of the engine's parts on other hosts, in the order of the hosts.
-    """
-
-    arguments: Mapping[str, Any]
-    visible: str | None = None
-    nodes: tuple[Placement, ...] = ()
-
-
-def gpu_of_this_process() -> Gpu | None:
-    """Return torch's current GPU, or None without GPUs. Starts CUDA in this process.
-
-    CUDA must start before an engine does; otherwise the environment for the engine's processes
-    would apply to this process as well.
-    """
-    try:
-        import torch
-    except ImportError:
-        return None
-    if not torch.cuda.is_available():
-        return None
-    return Gpu(socket.gethostname(), os.environ.get(VISIBLE), int(torch.cuda.current_device()))
 
 
 def place(gpus: Sequence[Gpu | None], dp_rank: int) -> Placement:
@@ -81,25 +25,14 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int) -> Placement:
         ConfigError: two ranks use the same GPU, only some ranks have a GPU, or the ranks of a host
             are not adjacent or are fewer than those of another host.
     """
-    known = [gpu for gpu in gpus if gpu is not None]
-    if len(known) != len(gpus):
-        if known:
-            raise ConfigError("only some ranks of the tensor-parallel group have a GPU")
+    hosts = by_host(gpus)
+    if not hosts:
         return Placement(_ports(dp_rank))
-    by_host = [
-        (host, list(group)) for host, group in itertools.groupby(known, lambda gpu: gpu.host)
-    ]
-    hosts = [host for host, _ in by_host]
-    if len(set(hosts)) < len(hosts) or len({len(group) for _, group in by_host}) > 1:
-        raise ConfigError(
-            "the ranks of an engine on several hosts must be adjacent, and as many on each host, "
-            f"not on {', '.join(gpu.host for gpu in known)}"
-        )
-    first, *others = [_on_one_host(group, dp_rank) for _, group in by_host]
+    first, *others = [_on_one_host(group, dp_rank) for group in hosts]
     if not others:
         return first
     # Ports are free on this host, the first; SGLang derives those of the others from the address.
-    shared = {"nnodes": len(hosts), "dist_init_addr": f"{hosts[0]}:{_free_port()}"}
+    shared = {"nnodes": len(hosts), "dist_init_addr": f"{hosts[0][0].host}:{free_port()}"}
     nodes = tuple(
         replace(
             node,
@@ -118,11 +51,6 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int) -> Placement:
 
 def _on_one_host(known: Sequence[Gpu], dp_rank: int) -> Placement:
     names = [gpu.name for gpu in known]
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"the ranks of the tensor-parallel group use the GPUs {', '.join(names)}: each rank "
-            "needs its own GPU (call torch.cuda.set_device(local_rank) first)"
-        )
     first = names[0]
     ports = _ports(int(first) if first.isdigit() else dp_rank)
     steps = {later.index - gpu.index for gpu, later in itertools.pairwise(known)} or {1}
@@ -141,7 +69,7 @@ def _ports(slot: int) -> dict[str, int]:
     """
     first = _FIRST_PORT + _PORTS_EACH * (slot % _SLOTS)
     free = [port for port in range(first, first + _PORTS_EACH) if _is_free(port)]
-    return {"nccl_port": _free_port()} | ({"port": free[0]} if free else {})
+    return {"nccl_port": free_port()} | ({"port": free[0]} if free else {})
 
 
 def _is_free(port: int) -> bool:
@@ -151,9 +79,3 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])

@@ -33,9 +33,9 @@ from memsaver._memory.preload import is_preloaded
 from memsaver._runtime.native import _C
 from memsaver.errors import NotLoadedError
 
+from ..engine.imports import no_longer, when_imported
 from . import hooks, http_answers, settings, versions
 from .adapter import MemsaverAdapter
-from .imports import no_longer, when_imported
 
 __all__ = ["create", "load_platform", "load_plugin"]
 

@@ -20,13 +20,10 @@ does not load this one.
 
 from __future__ import annotations
 
-import math
 import os
-from typing import cast, get_args
 
-from memsaver.errors import ConfigError
-
-from ..engine.policies import Policy, WhenAsleep
+from ..engine import variables
+from ..engine.policies import Policy
 
 __all__ = [
     "graphs_are_pausable",
@@ -37,79 +34,32 @@ __all__ = [
     "updates_are_checked",
 ]
 
-_ASLEEP, _WAIT, _AFTER = (
-    "MEMSAVER_SGLANG_ASLEEP",
-    "MEMSAVER_SGLANG_ASLEEP_WAIT",
-    "MEMSAVER_SGLANG_SLEEP_AFTER",
-)
-_MOST_SECONDS = 86400.0
-_VALUES = {
-    "": None,
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
-
 
 def is_on() -> bool:
     """Return whether SGLang uses memsaver. Raises `ConfigError` if the value is not a flag."""
-    return _flag("MEMSAVER_SGLANG", True)
+    return variables.flag("MEMSAVER_SGLANG", True)
 
 
 def is_preloading() -> bool:
     """Return whether scheduler processes start in preload mode. Raises like `is_on`."""
-    return _flag("MEMSAVER_SGLANG_PRELOAD", False)
+    return variables.flag("MEMSAVER_SGLANG_PRELOAD", False)
 
 
 def suspends_nccl() -> bool:
     """Return whether communicators are suspended with all memory. Raises like `is_on`."""
-    return _flag("MEMSAVER_SGLANG_SUSPEND_NCCL", False)
+    return variables.flag("MEMSAVER_SGLANG_SUSPEND_NCCL", False)
 
 
 def updates_are_checked() -> bool:
     """Return whether names that the model does not use are errors. Raises like `is_on`."""
-    return _flag("MEMSAVER_SGLANG_CHECK_UPDATES", True)
+    return variables.flag("MEMSAVER_SGLANG_CHECK_UPDATES", True)
 
 
 def policy() -> Policy:
-    """Return the policy for requests that need released memory.
-
-    Raises:
-        ConfigError: a variable is invalid, or no request would wake an engine that fell asleep.
-    """
-    text = os.environ.get(_ASLEEP, "").strip().lower() or "refuse"
-    if text not in get_args(WhenAsleep):
-        raise ConfigError(f"{_ASLEEP}={text!r} must be one of {', '.join(get_args(WhenAsleep))}")
-    when = cast(WhenAsleep, text)
-    found = Policy(when, _seconds(_WAIT, 60.0), _seconds(_AFTER, 0.0))
-    if found.sleep_after and when != "wake":
-        raise ConfigError(
-            f"{_AFTER} needs {_ASLEEP}=wake, because otherwise no request would wake the engine "
-            "after it has released its memory"
-        )
-    return found
-
-
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name, "").strip()
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= _MOST_SECONDS:
-        raise ConfigError(f"{name}={text!r} is not a number of seconds between 0 and one day")
-    return value
+    """Return the policy for requests that need released memory. Raises `ConfigError`."""
+    return variables.policy("MEMSAVER_SGLANG")
 
 
 def graphs_are_pausable() -> bool:
     """Return whether SGLang's own variable makes it capture graphs with the memory saver."""
     return os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").strip().lower() in ("1", "true")
-
-
-def _flag(name: str, default: bool) -> bool:
-    text = os.environ.get(name, "").strip().lower()
-    if text not in _VALUES:
-        raise ConfigError(f"{name}={text!r} is not a flag: set it to 1 or 0")
-    value = _VALUES[text]
-    return default if value is None else value

@@ -312,7 +312,7 @@ def test_the_models_copy_samples_by_its_probabilities(example, sim):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--engine", "vllm"], "must be one of sglang, model, not 'vllm'"),
+        (["--engine", "tgi"], "must be one of sglang, vllm, model, not 'tgi'"),
         (["--verify", "all"], "must be one of off"),
         (["--out", "nowhere/run"], "there is no folder nowhere"),
         (["--engine", "model", "--model", "huge"], "or a Qwen3's folder, not 'huge'"),
@@ -348,6 +348,11 @@ def test_options_are_refused_before_anything_starts(run_python, tmp_path, option
         ({"engine": "model"}, {"matplotlib"}, r"matplotlib \(pip install .* --no-picture\)"),
         ({"engine": "model"}, {"transformers", "matplotlib"}, "transformers, matplotlib"),
         ({}, {"sglang"}, r"sglang \(pip install sglang; without SGLang: --engine model\)"),
+        (
+            {"engine": "vllm"},
+            {"vllm"},
+            r"vllm \(pip install vllm; without vLLM: --engine model\)",
+        ),
         ({}, set(), "SGLang needs a GPU"),
     ],
 )
@@ -451,5 +456,8 @@ def test_an_engine_starts_with_the_models_configuration(example, tmp_path):
     local = example("settings").Settings(model=str(tmp_path / "checkpoint"))
     arguments = engines.sglang_arguments(local, vocabulary, tmp_path)
     assert (arguments["load_format"], arguments["model_path"]) == ("auto", local.model)
+    arguments = engines.vllm_arguments(local, vocabulary, tmp_path)
+    assert (arguments["load_format"], arguments["model"]) == ("auto", local.model)
+    assert arguments["attention_config"] == {"backend": "TRITON_ATTN"}
     loaded = policies.make_model(local.model, vocabulary, 9, torch.device("cpu"))
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)

@@ -24,25 +24,25 @@ VOCABULARY, MULTIPLE, GROUPS = 16301, 128, 4
 
 def whole(seed: int) -> dict[str, Any]:
     """Return the tensors of a checkpoint, on the CPU."""
-    import sglang_model
+    import qwen_model
 
-    weights = {n: t for part in sglang_model.weights(seed) for n, t in part.items()}
+    weights = {n: t for part in qwen_model.weights(seed) for n, t in part.items()}
     del weights["lm_head.weight"]
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:VOCABULARY] / 32
     for name in weights:
         if "k_proj" in name or "v_proj" in name:
-            weights[name] = weights[name][: GROUPS * sglang_model.HEAD]
+            weights[name] = weights[name][: GROUPS * qwen_model.HEAD]
     return {name: tensor.contiguous() for name, tensor in weights.items()}
 
 
 def save(folder: Path) -> None:
     """Save the checkpoint from which the engine starts."""
-    import sglang_model
+    import qwen_model
     from safetensors.torch import save_file
 
     folder.mkdir()
     config = {
-        **sglang_model.CONFIG,
+        **qwen_model.CONFIG,
         "vocab_size": VOCABULARY,
         "num_key_value_heads": GROUPS,
         "tie_word_embeddings": True,
@@ -53,20 +53,20 @@ def save(folder: Path) -> None:
 
 def shards(seed: int, device: Any = "cuda") -> dict[str, Any]:
     """Return this rank's tensors by Megatron's names."""
-    import sglang_model
+    import qwen_model
     from megatron_shards import shards_of
 
-    sizes = {"heads": sglang_model.HEADS, "groups": GROUPS, "multiple": MULTIPLE}
+    sizes = {"heads": qwen_model.HEADS, "groups": GROUPS, "multiple": MULTIPLE}
     made = shards_of(whole(seed), RANK, SIZE, **sizes)
     return {name: tensor.contiguous().to(device) for name, tensor in made.items()}
 
 
 def parts(own: dict[str, Any]) -> list[tuple[str, Any]]:
-    import sglang_model
+    import qwen_model
 
     from memsaver.integrations.rollout.weights import megatron_parts
 
-    sizes = {"heads": sglang_model.HEADS, "query_groups": GROUPS, "vocabulary": VOCABULARY}
+    sizes = {"heads": qwen_model.HEADS, "query_groups": GROUPS, "vocabulary": VOCABULARY}
     return list(megatron_parts(own, tp_rank=RANK, tp_size=SIZE, **sizes))
 
 

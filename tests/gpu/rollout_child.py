@@ -29,11 +29,11 @@ def greedy(tokens: int = TOKENS, **others: Any) -> dict[str, Any]:
 
 def arguments(folder: Path) -> dict[str, Any]:
     """Return the engine's arguments; the leader saves the model first."""
+    import qwen_model
     import sglang_engines
-    import sglang_model
 
     if RANK == 0:
-        sglang_model.save(folder / "model", sglang_model.weights(seed=1))
+        qwen_model.save(folder / "model", qwen_model.weights(seed=1))
     return {**sglang_engines.COMMON, **sglang_engines.KEPT, "model_path": str(folder / "model")}
 
 

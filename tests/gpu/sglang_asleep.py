@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from expected_errors import raises
+from gpu_trainer import GIB, Trainer
 from sglang_checks import ROOM, check_output, sleep
-from sglang_engines import GIB, PROMPTS, Session, Trainer, greedy, request
+from sglang_engines import PROMPTS, Session, greedy, request
 
 from memsaver.errors import OutOfDeviceMemoryError
 from memsaver.integrations.engine.errors import EngineAsleepError

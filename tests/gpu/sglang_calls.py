@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from expected_errors import raises
+from gpu_trainer import GIB, MIB, Trainer
 from sglang_checks import EVERY, ROOM, check_output, sleep
-from sglang_engines import GIB, MIB, PROMPTS, Session, Trainer, greedy, request
+from sglang_engines import PROMPTS, Session, greedy, request
 
 from memsaver.errors import ConfigError
 from memsaver.integrations.engine.errors import EngineBusyError

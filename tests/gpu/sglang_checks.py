@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_engines import GIB, MIB, SLACK, Session
+from gpu_trainer import GIB, MIB
+from sglang_engines import SLACK, Session
 
 from memsaver.integrations.engine.reports import SleepReport
 

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 
 from expected_errors import raises
+from gpu_trainer import GIB, MIB, Trainer
 from sglang_checks import (
     EVERY,
     ROOM,
@@ -17,7 +18,7 @@ from sglang_checks import (
     gives_back,
     sleep,
 )
-from sglang_engines import GIB, MIB, PROMPTS, Session, Trainer, greedy
+from sglang_engines import PROMPTS, Session, greedy
 
 from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError
 from memsaver.integrations.engine.reports import SleepReport

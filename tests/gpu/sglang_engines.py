@@ -6,7 +6,6 @@ trainer that uses the memory that the engine releases. Needs torch, SGLang and m
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import socket
@@ -20,13 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import sglang_model
+import qwen_model
 import torch
+from gpu_trainer import MIB
 
 from memsaver.integrations.sglang.sleep import SleepController
 
-MIB = 1 << 20
-GIB = 1 << 30
 # Between two readings of free memory, SGLang clones the model's buffers and torch maps a segment.
 SLACK = 32 * MIB
 
@@ -86,7 +84,7 @@ class Session:
         flush: empties the prefix cache; returns False if the engine is busy.
         close: ends the engine.
         log: the file with the output of all processes.
-        weights: the initial weights; see `sglang_model.weights`.
+        weights: the initial weights; see `qwen_model.weights`.
         engine: the `sglang.Engine`; None for a server.
         url: the server's URL, or "".
         gpus: the number of GPUs; the engine uses those with the lowest indices.
@@ -138,40 +136,10 @@ def greedy(tokens: int) -> dict[str, Any]:
     return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
 
 
-class Trainer:
-    """Allocations in this process that fill a GPU except for a margin, with a checkable pattern.
-
-    `bytes` is the size of its blocks of 1 GiB; `free` releases them to the driver.
-    """
-
-    def __init__(self, gpu: int, margin: int, pattern: int) -> None:
-        self._gpu, self._pattern = gpu, pattern
-        self._blocks: list[torch.Tensor] = []
-        while torch.cuda.mem_get_info(gpu)[0] >= margin + GIB:
-            shape = (GIB // 8,)
-            block = torch.full(shape, pattern, dtype=torch.int64, device=f"cuda:{gpu}")
-            torch.cuda.synchronize(gpu)
-            self._blocks.append(block)
-
-    @property
-    def bytes(self) -> int:
-        return GIB * len(self._blocks)
-
-    def is_intact(self) -> bool:
-        """Return whether the blocks still contain the pattern."""
-        return all(bool((block == self._pattern).all()) for block in self._blocks)
-
-    def free(self) -> None:
-        self._blocks.clear()
-        gc.collect()
-        torch.cuda.synchronize(self._gpu)
-        torch.cuda.empty_cache()
-
-
 def start(group: str, folder: Path) -> Session:
     """Start the engine for a group of scenarios, and record its expected output."""
-    parts = sglang_model.weights(seed=1)
-    sglang_model.save(folder / "model", parts)
+    parts = qwen_model.weights(seed=1)
+    qwen_model.save(folder / "model", parts)
     arguments = {
         "model_path": str(folder / "model"),
         "host": "127.0.0.1",

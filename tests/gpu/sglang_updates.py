@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import sglang_model
+import qwen_model
 from sglang_checks import check_output, gives_back, sleep
 from sglang_engines import Session
 
@@ -62,7 +62,7 @@ def update_from_buckets(session: Session) -> None:
 
 def updates(session: Session, sent: Callable[[dict[str, Any]], Any], **options: Any) -> None:
     """Send new weights between a wake-up's stages, then restore the old weights in the same way."""
-    other = sglang_model.weights(seed=2)
+    other = qwen_model.weights(seed=2)
     for weights in (other, session.weights):
         sleep(session)
         with session.controller.staged_wake():

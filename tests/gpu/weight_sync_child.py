@@ -31,10 +31,10 @@ BUCKET = 24 * MIB
 
 def state(seed: int, **to: Any) -> dict[str, Any]:
     """Return a trainer's weights, by default on its GPU."""
-    import sglang_model
+    import qwen_model
 
     to = to or {"device": "cuda"}
-    return {n: t.to(**to) for part in sglang_model.weights(seed) for n, t in part.items()}
+    return {n: t.to(**to) for part in qwen_model.weights(seed) for n, t in part.items()}
 
 
 def outputs(engine: Any) -> list[list[int]]:

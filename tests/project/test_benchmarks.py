@@ -247,6 +247,14 @@ def test_the_readme_table_shows_both_settings_of_the_peer(benchmark_module):
     assert "| 15.0 | 4,700.0 (313x) | not measured |" in table
 
 
+def test_the_table_of_vllm_shows_both_allocators_or_that_nothing_was_measured(benchmark_module):
+    readme_table = benchmark_module("readme_table")
+    row = {"bench": "vllm_cycle", "metric": "vllm_wake_kv_ms", "memsaver": 20.0, "peer_value": 30.0}
+    row |= {"ratio": 1.5, "gpu": "G", "date": "2026-01-01", "versions": {"torch": "2"}}
+    assert "| wake the KV cache, ms | 20.0 | 30.0 | 1.50 |" in readme_table.vllm_table([row])
+    assert readme_table.vllm_table([row | {"bench": "other"}]) == "Not measured yet."
+
+
 def test_a_recorded_timeline_contains_no_path_of_the_tree(benchmark_module):
     pytest.importorskip("torch")
     saved = f'{{"caller": "{ROOT}/benchmarks/shared_gpu.py:73 in step"}}'

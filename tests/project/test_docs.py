@@ -17,6 +17,7 @@ from repository import ROOT, SUPPORT
 import memsaver
 from memsaver.integrations.engine.tags import RELEASE_ORDER
 from memsaver.integrations.sglang import versions
+from memsaver.integrations.vllm import versions as vllm_versions
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("**/*.md"))
@@ -192,6 +193,7 @@ def test_the_reference_has_everything_public():
         "integrations.rollout",
         "integrations.sglang",
         "integrations.trainer",
+        "integrations.vllm",
     ):
         module = importlib.import_module(f"memsaver.{name}")
         page = DOCS / "reference" / f"{name.rpartition('.')[2]}.md"
@@ -292,15 +294,29 @@ def test_the_versions_are_those_of_the_plugin():
     assert sum(f"from {since}" in row[2] or f"before {since}" in row[2] for row in rows) == 2
 
 
-def test_the_table_of_sglangs_versions_is_generated(monkeypatch):
-    """The table is equal to the output of `make pages`, and the plugin names what passed."""
+def test_the_versions_of_vllm_are_those_of_the_plugin():
+    first, last = vllm_versions.SIMULATED[0], vllm_versions.SIMULATED[-1]
+    needed = " ".join(sections(DOCS / "vllm.md")["Install and turn on"])
+    assert f"vLLM {first[:-2]} to {last[:-2]}" in needed
+    for version in (first, last):
+        assert version in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("sglang", versions.SIMULATED), ("vllm", vllm_versions.SIMULATED)],
+)
+def test_the_tables_of_engines_versions_are_generated(monkeypatch, name, known):
+    """The tables are equal to the output of `make pages`, and the plugins name what passed."""
     monkeypatch.syspath_prepend(ROOT / "build_support")
-    tables = importlib.import_module("sglang_table")
-    assert tables.rewritten(SGLANG.read_text()) == SGLANG.read_text(), "make pages"
-    record = json.loads(tables.RECORD.read_text())
-    passed = {name.split(".post")[0] for name, result in record.items() if tables.is_good(result)}
-    failed = {name for name, result in record.items() if not tables.is_good(result)}
-    assert passed == set(versions.SIMULATED) and not failed
+    tables = importlib.import_module("version_tables")
+    engine = tables.ENGINES[name]
+    assert engine.rewritten(engine.page.read_text()) == engine.page.read_text(), "make pages"
+    passed = {
+        one.split(".post")[0] for one, result in engine.record.items() if tables.is_good(result)
+    }
+    failed = {one for one, result in engine.record.items() if not tables.is_good(result)}
+    assert passed == set(known) and not failed
 
 
 def test_the_tags_are_those_of_the_protocol():

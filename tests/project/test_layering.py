@@ -120,7 +120,10 @@ def test_public_header_needs_nothing():
 # memsaver's packages: their folders, and the other packages that their modules may import.
 PACKAGES = {
     "memsaver": ("memsaver", set()),
-    "memsaver.cli": ("memsaver/cli", {"memsaver", "memsaver.integrations.sglang"}),
+    "memsaver.cli": (
+        "memsaver/cli",
+        {"memsaver", "memsaver.integrations.sglang", "memsaver.integrations.vllm"},
+    ),
     "memsaver.distributed": ("memsaver/distributed", {"memsaver"}),
     "memsaver.integrations": ("integrations", set()),
     "memsaver.integrations.engine": (
@@ -129,6 +132,15 @@ PACKAGES = {
     ),
     "memsaver.integrations.sglang": (
         "integrations/sglang",
+        {
+            "memsaver",
+            "memsaver.distributed",
+            "memsaver.integrations",
+            "memsaver.integrations.engine",
+        },
+    ),
+    "memsaver.integrations.vllm": (
+        "integrations/vllm",
         {
             "memsaver",
             "memsaver.distributed",

@@ -33,11 +33,8 @@ def readme_table(drawn):
 
 def test_the_measured_tables_are_the_result_files(readme_table):
     rows = json.loads(readme_table.RESULTS.read_text())
-    for path, wanted in (
-        (readme_table.README, readme_table.LINES),
-        (readme_table.COMPARISON, readme_table.COMPARED),
-    ):
-        assert readme_table.rewritten(path.read_text(), rows, wanted) == path.read_text(), path
+    for path, table in readme_table.pages(rows).items():
+        assert readme_table.rewritten(path.read_text(), table) == path.read_text(), path
 
 
 def test_the_readme_has_six_rows_of_figures_with_the_peers_best_setting(readme_table):

@@ -361,7 +361,7 @@ def test_a_trainer_is_deterministic_and_detects_lost_contents(
     benchmark_module, monkeypatch, sim, name
 ):
     monkeypatch.syspath_prepend(FIXTURES / "peer")
-    shape = dataclasses.replace(benchmark_module("sglang_model").SMALL, layers=1, vocab=512)
+    shape = dataclasses.replace(benchmark_module("engine_model").SMALL, layers=1, vocab=512)
     trainers = [benchmark_module("rl_trainer").Trainer(name, shape, 2, "cpu") for _ in range(2)]
     weights = sum(tensor.nbytes for _, tensor in trainers[0].weights)
     assert trainers[0].bytes == 3 * weights
@@ -380,7 +380,7 @@ def test_a_trainer_is_deterministic_and_detects_lost_contents(
 def test_memsavers_trainer_releases_all_its_memory(benchmark_module, sim):
     import memsaver
 
-    model = benchmark_module("sglang_model")
+    model = benchmark_module("engine_model")
     trainer = benchmark_module("rl_trainer").Trainer("memsaver", model.SMALL, 1, "cpu")
     trainer.sleep_optimizer()
     assert memsaver.stats().resident_bytes == pytest.approx(trainer.bytes // 2, rel=0.1)

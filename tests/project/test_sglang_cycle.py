@@ -238,27 +238,27 @@ def test_an_engines_environment_selects_one_saver(benchmark_module, monkeypatch,
 
 
 def test_memory_that_stays_in_use_is_a_failure(benchmark_module, machine, monkeypatch):
-    sglang_engine = benchmark_module("sglang_engine")
-    sglang_engine.wait_until_free(1000 - sglang_engine.NOISE_MIB)
-    monkeypatch.setattr(sglang_engine, "FREE_SECONDS", 0)
+    processes = benchmark_module("engine_process")
+    processes.wait_until_free(1000 - processes.NOISE_MIB)
+    monkeypatch.setattr(processes, "FREE_SECONDS", 0)
     with pytest.raises(benchmark_module("children").Failed, match="1000 MiB of the GPU are in use"):
-        sglang_engine.wait_until_free(500)
+        processes.wait_until_free(500)
 
 
 def test_the_big_model_is_qwen3_8b(benchmark_module, tmp_path):
-    sglang_model = benchmark_module("sglang_model")
-    weights = dict(sglang_model.checkpoint(sglang_model.BIG))
+    engine_model = benchmark_module("engine_model")
+    weights = dict(engine_model.checkpoint(engine_model.BIG))
     assert len(weights) == 3 + 36 * 11
     elements = sum(size[0] * (size[1] if len(size) > 1 else 1) for size in weights.values())
     assert 2 * elements == 16_381_470_720
-    sglang_model.write_config(sglang_model.SMALL, tmp_path)
+    engine_model.write_config(engine_model.SMALL, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 8192
 
 
 def test_a_trainers_values_depend_on_the_seed(benchmark_module):
     torch = pytest.importorskip("torch")
-    sglang_model = benchmark_module("sglang_model")
-    trainer = sglang_model.Trainer(sglang_model.SMALL, device="cpu")
+    engine_model = benchmark_module("engine_model")
+    trainer = engine_model.Trainer(engine_model.SMALL, device="cpu")
     found = []
     for seed in (1, 2, 1):
         trainer.take(seed)

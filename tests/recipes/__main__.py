@@ -1,8 +1,8 @@
-"""`make recipes`: run the tests of SGLang's own modules with several versions of SGLang.
+"""`make recipes`: run the tests of SGLang's and vLLM's own modules with several versions of each.
 
-Each version is installed without its dependencies into build/sglang, and so are the packages that
-its modules import (requirements.txt), once. Nothing is skipped: a version that cannot be installed
-or a test that cannot run is a failure.
+Each version is installed without its dependencies into build/sglang or build/vllm, and so are the
+packages that its modules import (the engine's requirements), once. Nothing is skipped: a version
+that cannot be installed or a test that cannot run is a failure.
 """
 
 from __future__ import annotations
@@ -18,56 +18,116 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
 
 from repository import ROOT
 
-FOLDER = ROOT / "build" / "sglang"
-REQUIREMENTS = Path(__file__).with_name("requirements.txt")
-RECORD = ROOT / "benchmarks" / "results" / "sglang_versions.json"
-FILES = ("asleep", "draft", "graphs", "hooks", "kv_sizing", "requests", "updates")
-CHILDREN = ("dropin",)  # starts processes that import SGLang anew, so only with DEFAULT
 HOOKS = "test_the_hooks_attach"
 SECONDS = 600  # for an installation, or for one version's tests
 
-# The published versions from the first with plugins on.
-VERSIONS = (
-    "0.5.11",
-    "0.5.12",
-    "0.5.12.post1",
-    "0.5.13",
-    "0.5.13.post1",
-    "0.5.14",
-    "0.5.15",
-    "0.5.15.post1",
-    "0.5.16",
-    "0.5.17",
-    "0.5.18",
-    "0.5.19",
-    "0.5.20",
-    "0.5.21",
-    "0.5.22",
-    "0.5.23",
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine whose versions are tested.
+
+    Attributes:
+        title: its name in text.
+        package: its name as a package, which its folder and its files have as well.
+        versions: its published versions, from the first that memsaver supports.
+        default: the versions that are tested unless others are requested.
+        files: the test files.
+        children: test files that start processes that import the engine anew, so only for default
+            versions.
+        needs: the engine whose required packages this one uses besides its own.
+    """
+
+    title: str
+    package: str
+    versions: tuple[str, ...]
+    default: tuple[str, ...]
+    files: tuple[str, ...]
+    children: tuple[str, ...] = ()
+    needs: Engine | None = None
+
+    @property
+    def absent(self) -> str:
+        """The start of a valid reason to skip a test."""
+        return f"this version of {self.title} has no "
+
+    @property
+    def record(self) -> Path:
+        """The file with the results."""
+        return ROOT / "benchmarks" / "results" / f"{self.package}_versions.json"
+
+    def packages(self) -> list[Path]:
+        """Return the folders with the required packages."""
+        requirements = Path(__file__).with_name(f"requirements_{self.package}.txt")
+        digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
+        target = ROOT / "build" / self.package / f"packages-{digest}"
+        found = [installed(target, "--requirement", str(requirements))]
+        return [*found, *(self.needs.packages() if self.needs is not None else ())]
+
+    def installed(self, version: str) -> Path:
+        """Return the folder with a version."""
+        target = ROOT / "build" / self.package / version
+        return installed(target, f"{self.package}=={version}")
+
+
+SGLANG = Engine(
+    "SGLang",
+    "sglang",
+    (
+        "0.5.11",
+        "0.5.12",
+        "0.5.12.post1",
+        "0.5.13",
+        "0.5.13.post1",
+        "0.5.14",
+        "0.5.15",
+        "0.5.15.post1",
+        "0.5.16",
+        "0.5.17",
+        "0.5.18",
+        "0.5.19",
+        "0.5.20",
+        "0.5.21",
+        "0.5.22",
+        "0.5.23",
+    ),
+    ("0.5.11", "0.5.16", "0.5.23"),  # the oldest, the one that has run on a GPU, the newest
+    ("asleep", "draft", "graphs", "hooks", "kv_sizing", "requests", "updates"),
+    ("dropin",),
 )
-DEFAULT = ("0.5.11", "0.5.16", "0.5.23")  # the oldest, the one that has run on a GPU, the newest
-ABSENT = "this version of SGLang has no "  # the start of a valid reason to skip a test
+VLLM = Engine(
+    "vLLM",
+    "vllm",
+    ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+    ("0.26.0", "0.33.0"),  # the one that has run on a GPU, the newest
+    ("vllm", "vllm_asleep", "vllm_rollout"),
+    needs=SGLANG,
+)
+ENGINES = {engine.package: engine for engine in (SGLANG, VLLM)}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make recipes", description=__doc__)
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"default: {DEFAULT}")
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help="of the engine")
+    parser.add_argument("--engine", choices=ENGINES, help="default: all engines")
     parser.add_argument("--all", action="store_true", help="all published versions")
-    parser.add_argument("--write", action="store_true", help=f"the results into {RECORD.name}")
-    return parser.parse_args()
+    parser.add_argument("--write", action="store_true", help="the results into benchmarks/results")
+    chosen = parser.parse_args()
+    if chosen.versions and chosen.engine is None:
+        parser.error("pass --engine with the versions")
+    return chosen
 
 
-def installed(name: str, *what: str) -> Path:
-    """Return the folder of that name with packages, which pip installs if it does not exist."""
-    target = FOLDER / name
+def installed(target: Path, *what: str) -> Path:
+    """Return the folder with packages, which pip installs if it does not exist."""
     if not target.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=FOLDER) as work:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps"]
             options = ["--disable-pip-version-check", "--only-binary", ":all:", "--target"]
             command = [*pip, *options, f"{work}/made", *what]
@@ -77,13 +137,11 @@ def installed(name: str, *what: str) -> Path:
     return target
 
 
-def run(version: str) -> dict[str, object]:
+def run(engine: Engine, version: str) -> dict[str, object]:
     """Run the tests with a version, and return their results."""
-    digest = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
-    packages = installed(f"packages-{digest}", "--requirement", str(REQUIREMENTS))
-    folders = [installed(version, f"sglang=={version}"), packages]
+    folders = [engine.installed(version), *engine.packages()]
     paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    files = (*FILES, *(CHILDREN if version in DEFAULT else ()))
+    files = (*engine.files, *(engine.children if version in engine.default else ()))
     tests = [str(Path(__file__).with_name(f"test_recipe_{name}.py")) for name in files]
     with tempfile.TemporaryDirectory() as work:
         report = Path(work) / "report.xml"
@@ -97,10 +155,10 @@ def run(version: str) -> dict[str, object]:
         ).returncode
         if status not in (0, 1, 2):  # 1 and 2: tests failed, or could not be collected
             raise OSError(f"pytest ended with status {status}")
-        return results(ElementTree.parse(report).getroot())
+        return results(ElementTree.parse(report).getroot(), engine.absent)
 
 
-def results(report: ElementTree.Element) -> dict[str, object]:
+def results(report: ElementTree.Element, absence: str) -> dict[str, object]:
     """Return the results in pytest's report."""
     hooks: dict[str, bool] = {}
     passed, failed, absent = 0, set(), set()
@@ -109,10 +167,10 @@ def results(report: ElementTree.Element) -> dict[str, object]:
         skipped = case.find("skipped")
         reason = "" if skipped is None else skipped.get("message", "")
         is_bad = case.find("failure") is not None or case.find("error") is not None
-        if is_bad or (skipped is not None and not reason.startswith(ABSENT)):
+        if is_bad or (skipped is not None and not reason.startswith(absence)):
             failed.add(name)
         elif skipped is not None:
-            absent.add(reason.removeprefix(ABSENT))
+            absent.add(reason.removeprefix(absence))
         else:
             passed += 1
         if name.startswith(HOOKS):
@@ -120,33 +178,41 @@ def results(report: ElementTree.Element) -> dict[str, object]:
     return {"hooks": hooks, "passed": passed, "failed": sorted(failed), "lacks": sorted(absent)}
 
 
-def write(version: str, result: dict[str, object]) -> None:
-    """Replace a version's results in the record."""
-    versions = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+def write(engine: Engine, version: str, result: dict[str, object]) -> None:
+    """Replace a version's results in the engine's record."""
+    versions = json.loads(engine.record.read_text()) if engine.record.exists() else {}
     made = {"python": platform.python_version(), "torch": version_of("torch")}
     versions[version] = {"date": time.strftime("%Y-%m-%d"), **made, **result}
-    in_order = {name: versions[name] for name in VERSIONS if name in versions}
-    RECORD.write_text(json.dumps(in_order, indent=2) + "\n")
+    in_order = {name: versions[name] for name in engine.versions if name in versions}
+    engine.record.write_text(json.dumps(in_order, indent=2) + "\n")
 
 
 def main() -> None:
     chosen = arguments()
+    engines = list(ENGINES.values()) if chosen.engine is None else [ENGINES[chosen.engine]]
     are_bad = False
-    for version in VERSIONS if chosen.all else chosen.versions or DEFAULT:
-        print(f"SGLang {version}", flush=True)
-        try:
-            result = run(version)
-        except (ElementTree.ParseError, OSError, subprocess.SubprocessError) as error:
-            print(f"SGLang {version}: {error}", flush=True)
-            are_bad = True
-            continue
-        lacks = f"; SGLang has no {', '.join(result['lacks'])}" if result["lacks"] else ""
-        print(f"SGLang {version}: {result['passed']} passed, failed: {result['failed']}{lacks}")
-        are_bad |= bool(result["failed"]) or not result["passed"]
-        if chosen.write:
-            write(version, result)
+    for engine in engines:
+        versions = engine.versions if chosen.all else chosen.versions or engine.default
+        for version in versions:
+            are_bad |= not is_good(engine, version, chosen.write)
     if are_bad:
         sys.exit("some tests failed, or could not run")
+
+
+def is_good(engine: Engine, version: str, writes: bool) -> bool:
+    """Run a version's tests, print the results, and return whether all passed."""
+    name = f"{engine.title} {version}"
+    print(name, flush=True)
+    try:
+        result = run(engine, version)
+    except (ElementTree.ParseError, OSError, subprocess.SubprocessError) as error:
+        print(f"{name}: {error}", flush=True)
+        return False
+    lacks = f"; it has no {', '.join(result['lacks'])}" if result["lacks"] else ""
+    print(f"{name}: {result['passed']} passed, failed: {result['failed']}{lacks}", flush=True)
+    if writes:
+        write(engine, version, result)
+    return not result["failed"] and bool(result["passed"])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 import pytest
 from installed import needs_sglang
 
+from memsaver.integrations.engine import hooking
 from memsaver.integrations.sglang import handlers, hooks
 from memsaver.integrations.sglang.updaters import updater_of
 
@@ -48,7 +49,7 @@ def hooked() -> dict[str, frozenset[str]]:
     return {
         UPDATER if found.__name__ == MIXIN else found.__name__: names
         for found in classes
-        if isinstance(found, type) and (names := vars(found).get(hooks._INSTALLED))
+        if isinstance(found, type) and (names := vars(found).get(hooking.INSTALLED))
     }
 
 

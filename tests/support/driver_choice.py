@@ -30,7 +30,7 @@ def asks_for_gpu_tests(expression: str) -> bool:
     if not expression:
         return False
     words = set(re.findall(r"[A-Za-z_]\w*", expression)) - {"and", "or", "not"}
-    kinds = [{"gpu", *more} for more in [(), ("two_gpus",), ("sglang",), ("soak",)]]
+    kinds = [{"gpu", *more} for more in [(), ("two_gpus",), ("sglang",), ("vllm",), ("soak",)]]
 
     def selects(marks: set[str]) -> bool:
         return bool(eval(expression, {"__builtins__": {}}, {word: word in marks for word in words}))
@@ -54,8 +54,9 @@ def why_not(config: pytest.Config, item: pytest.Item) -> str | None:
     on_the_simulator = "sim" in getattr(item, "fixturenames", ()) and not opens_its_own
     if config.real_driver and on_the_simulator:
         return "this run is on the real driver"
-    if marked("sglang") and find_spec("sglang") is None:
-        return "SGLang is not installed"
+    for mark, engine in (("sglang", "SGLang"), ("vllm", "vLLM")):
+        if marked(mark) and find_spec(mark) is None:
+            return f"{engine} is not installed"
     if marked("preloads") and re.search(r"[\s:]", str(ROOT.resolve())):
         return f"LD_PRELOAD cannot name a library below {ROOT}: the path has a space or a colon"
     if marked("soak") and not config.soak:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from memsaver.errors import InvalidStateError
+from memsaver.integrations.engine import hooking
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.sglang import hooks
 from memsaver.integrations.sglang.protocol import text_of, verification_of
@@ -248,7 +249,7 @@ def hooked(patch):
         _, owner, name = target.rsplit(".", 2)
         if hasattr(classes.get(owner), name):
             original = getattr(classes[owner], name)
-            setattr(classes[owner], name, hooks._wrapped(kind, original, hook))
+            setattr(classes[owner], name, hooking.wrapped(kind, original, hook))
     patch.setitem(globals(), "WeightUpdater", classes["WeightUpdater"])
     yield classes["SchedulerWeightUpdaterManager"]
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["Options"]
 
 
+_PAUSE_MODES = ("abort", "retract", "in_place", "wait")
+
+
 @dataclass(frozen=True)
 class Options:
     """The arguments of `update`.
@@ -57,9 +60,9 @@ class Options:
             )
         if self.rename is not None and not callable(self.rename):
             raise ConfigError(f"rename must be a function of a name, not {self.rename!r}")
-        if self.pause not in (None, "abort", "retract", "in_place"):
+        if self.pause not in (None, *_PAUSE_MODES):
             raise ConfigError(
-                f"pause must be 'abort', 'retract', 'in_place' or None, not {self.pause!r}"
+                f"pause must be one of {', '.join(_PAUSE_MODES)} or None, not {self.pause!r}"
             )
         if self.group is not None and not isinstance(self.group, WeightGroup):
             raise ConfigError(f"group must be a WeightGroup or None, not {self.group!r}")

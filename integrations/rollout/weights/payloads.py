@@ -12,8 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
-from memsaver.errors import ConfigError
-
+from ...engine.weights.payloads import rebuilt
 from ..pickles import unpack
 
 __all__ = ["Receivers", "flattened", "listed", "opened", "shared"]
@@ -72,7 +71,7 @@ def listed(views: Sequence[tuple[str, int, Any]], receivers: Receivers | None = 
 
 def shared(memory: Any) -> str:
     """Serialise a tensor, for `opened` in another rank of the trainer."""
-    return _serialised(memory, through=_rebuilt)
+    return _serialised(memory, through=rebuilt)
 
 
 def opened(text: str) -> Any:
@@ -82,22 +81,6 @@ def opened(text: str) -> Any:
         ConfigError: the tensor's GPU is not visible to this process.
     """
     return unpack(base64.b64decode(text))
-
-
-def _rebuilt(rebuild: Any, arguments: tuple[Any, ...]) -> Any:
-    """Rebuild a tensor whose device is named by its UUID."""
-    import torch
-
-    at = _DEVICE_ARGUMENT
-    if len(arguments) <= at or not isinstance(arguments[at], str):
-        return rebuild(*arguments)
-    for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) == arguments[at]:
-            return rebuild(*arguments[:at], index, *arguments[at + 1 :])
-    raise ConfigError(
-        f"GPU {arguments[at]} of another rank is not visible to this rank, which must write its "
-        "parts of tensors there: let CUDA_VISIBLE_DEVICES name all GPUs of the group"
-    )
 
 
 def _serialised(value: Any, receivers: Receivers | None = None, through: Any = None) -> str:

@@ -1,9 +1,7 @@
 """The trainer's end of a process group with an engine's ranks: its store, sockets and group.
 
-SGLang's side is `init_custom_process_group`, which makes torch build the group over a store with
-the group's name as a prefix. This side builds the same group over the same prefixes, but does not
-register it in torch's table of groups. So nothing else in the trainer sees the group, and `close`
-ends it.
+The group is not registered in torch's table of groups (`engine.weights.groups`). So nothing else in
+the trainer sees the group, and `close` ends it.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.latches import Latch
 from memsaver.errors import ConfigError
 
+from ...engine.weights.groups import made
+
 __all__ = ["END_SECONDS", "Aside", "Sender"]
 
 END_SECONDS = 10.0  # the longest wait until this side of an answered or abandoned call ends
-# NCCL's watchdog ends the process after this timeout, so `WeightGroup.broadcast` sets the limit.
-_NEVER = timedelta(days=365)
 
 
 class Sender:
@@ -93,43 +91,12 @@ class Sender:
 
     def connect(self) -> None:
         """Create the group. With gloo, wait until all ranks have joined."""
-        self._group = self._make(self._client)
+        device = _gloo_device(self._address) if self._backend == "gloo" else None
+        self._group = made(
+            self._client, self._name, self._backend, 0, self._size, self._wait, device
+        )
         if self._closed:  # the join was abandoned
             self._shut_down()
-
-    def _make(self, store: Any) -> Any:
-        import torch.distributed as dist
-        from torch.distributed import distributed_c10d as c10d
-
-        config = c10d.BackendConfig(c10d.Backend(self._backend))
-        first = next(iter(config.get_device_backend_map()))
-        for prefix in (
-            self._name,
-            f"{self._name}/",
-            f"{first}/",
-        ):  # like torch and SGLang
-            store = dist.PrefixStore(prefix, store)
-        made: Any
-        if self._backend == "gloo":
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = self._wait
-            options._devices = [_gloo_device(self._address)]
-            made = dist.ProcessGroupGloo(store, 0, self._size, options)
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = _NEVER
-            options.global_ranks_in_group, options.group_name = [], self._name
-            made = dist.ProcessGroupNCCL(store, 0, self._size, options)
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # as the engine's ranks do
-            made = c10d._create_process_group_wrapper(
-                wrapped_pg=made,
-                store_prefix=self._name,
-                store=store,
-                rank=0,
-                world_size=self._size,
-                timeout=self._wait,
-            )
-        return made
 
     def send(self, tensors: Sequence[Any], timeout: float) -> None:
         """Broadcast tensors, and wait until they are sent.

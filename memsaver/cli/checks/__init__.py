@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 from memsaver.cli.checks.disk import check_disk
 from memsaver.cli.checks.driver import check_devices, check_driver, check_nvml
+from memsaver.cli.checks.engines import check_engines
 from memsaver.cli.checks.findings import Finding, Level, warned
-from memsaver.cli.checks.frameworks import check_engines, check_torch
 from memsaver.cli.checks.host import check_host
 from memsaver.cli.checks.nccl import check_nccl
 from memsaver.cli.checks.options import check_installation, check_options
 from memsaver.cli.checks.preloading import check_preloading
+from memsaver.cli.checks.pytorch import check_torch
 
 __all__ = ["SUBJECTS", "Finding", "Level", "check_all", "worst"]
 

@@ -14,8 +14,9 @@ def test_the_first_rank_of_each_host_starts_a_part_of_the_engine(tmp_path):
         """
 from memsaver.integrations.engine.interface import Sample
 from memsaver.integrations.rollout import Restarts
-from memsaver.integrations.sglang import launch as launching, placement
-from memsaver.integrations.sglang.placement import Gpu
+from memsaver.integrations.engine import placement
+from memsaver.integrations.engine.placement import Gpu
+from memsaver.integrations.sglang import launch as launching
 
 class Echo(Backend):
     def generate(self, requests, timeout):

@@ -165,7 +165,7 @@ def test_shards_in_the_engines_layout(engine, backend):
         ({"a": torch.ones(2)}, {"version": "\udfff"}, r"not '\\udfff'"),
         ({"a": torch.ones(2)}, {"timeout": "soon"}, "positive number of seconds"),
         ({"a": torch.ones(2)}, {"timeout": -1}, "positive number of seconds"),
-        ({"a": torch.ones(2)}, {"pause": "stop"}, "pause must be 'abort'"),
+        ({"a": torch.ones(2)}, {"pause": "stop"}, "pause must be one of abort"),
         ({"a": torch.ones(2)}, {"rename": {"a": "b"}}, "rename must be a function"),
         ({"a": torch.ones(2)}, {"group": "g"}, "group must be a WeightGroup"),
         ({"a": torch.ones(2)}, {"pause": "in_place", "flush_cache": True}, "paused in place"),

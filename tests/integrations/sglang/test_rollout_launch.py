@@ -15,14 +15,15 @@ import pytest
 from launchable_engine import launchable
 
 from memsaver.errors import ConfigError, NotLoadedError
+from memsaver.integrations.engine import processes
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
+from memsaver.integrations.engine.placement import Gpu
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.rollout import RolloutEngine
 from memsaver.integrations.sglang import launch as launching
 from memsaver.integrations.sglang import placement as placing
-from memsaver.integrations.sglang import processes
 from memsaver.integrations.sglang.launch import launch, launch_node
-from memsaver.integrations.sglang.placement import Gpu, place
+from memsaver.integrations.sglang.placement import place
 
 ALL_GPUS = "0,1,2,3"
 

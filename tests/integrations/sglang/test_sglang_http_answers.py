@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import types
 
 import pytest
 import sleeping_manager
@@ -32,7 +33,17 @@ class Server:
 
     def __init__(self, manager) -> None:
         self.manager = manager
-        self.app = http_answers.AsleepAnswers(self._serve, lambda: self.manager)
+        self.user_middleware = []
+        http_answers.install(types.SimpleNamespace(_global_state=self, app=self))
+        ((kind, arguments),) = self.user_middleware
+        self.app = kind(self._serve, **arguments)
+
+    def add_middleware(self, kind, **arguments):
+        self.user_middleware.insert(0, (kind, arguments))
+
+    @property
+    def tokenizer_manager(self):
+        return self.manager
 
     async def _serve(self, scope, receive, send):
         path = scope["path"]

@@ -170,7 +170,7 @@ assert not [name for name in sys.modules if name.startswith("sglang.srt.managers
 from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from memsaver.integrations.sglang import hooks
+from memsaver.integrations.engine import hooking
 hooked = {{
     TokenizerControlMixin: ("release_memory_occupation", "resume_memory_occupation"),
     SchedulerWeightUpdaterManager: (
@@ -183,7 +183,7 @@ hooked = {{
 }}
 for owner, names in hooked.items():
     for name in names:
-        assert getattr(owner, name).__code__.co_filename == hooks.__file__, (owner, name)
+        assert getattr(owner, name).__code__.co_filename == hooking.__file__, (owner, name)
 assert not hasattr(WeightUpdater, "load_weights_from_distributed")  # which this version lacks
 assert WeightUpdater().update_weights_from_tensor(named_tensors=7) == 7
         """,

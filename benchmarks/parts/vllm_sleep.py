@@ -1,0 +1,110 @@
+"""Measure sleep and wake-up of a vLLM engine, with decoding before and after.
+
+The engines use the GPU one after the other. Each runs one cycle with the weights as at first, and
+then alternates cycles with unchanged weights and with changed weights. Checksums of the weights and
+the output before a sleep and after the wake-up are compared. Measurements taken before an engine
+failed are valid, unless the engine lost contents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import comparison
+import host_memory
+import results
+from children import Child, attempt
+from engine_process import running, say
+from libraries import OURS
+from vllm_engine import BENCH, PEER, THEIRS, engine_process, prefix
+
+FRACTION = 0.5  # of the GPU's memory
+STEPS = {"wake_weights": "wake_weights_ms", "wake_kv": "wake_kv_ms", "resident": "resident_MiB"}
+METRICS = (
+    "sleep_first_ms",
+    "sleep_changed_ms",
+    "sleep_unchanged_ms",
+    "wake_weights_ms",
+    "wake_kv_ms",
+    "resident_MiB",
+    "decode_tokens_per_s",
+)
+
+Found = dict[str, list[float]]  # by metric, without the prefix
+
+
+def kinds(cycles: int) -> Iterator[str]:
+    """Yield the kind of each cycle."""
+    yield "first"
+    for _ in range(cycles):
+        yield from ("unchanged", "changed")
+
+
+def measure_one(name: str, options: argparse.Namespace, failures: list[str], end: float) -> Found:
+    """Measure one allocator, up to a failure or to `end`; return nothing if contents were lost.
+
+    After `end`, a time of `time.monotonic`, only the first cycle of each kind is begun.
+    """
+    found: Found = {}
+    with (
+        attempt(failures),
+        running(lambda: engine_process(name, options, FRACTION), options) as (child, _),
+    ):
+        decode(child, options, found)
+        for kind in kinds(options.cycles):
+            metric = f"sleep_{kind}_ms"
+            if metric in found and time.monotonic() > end:
+                say(f"{name}: no time is left for further cycles")
+                break
+            reply = child.ask("cycle", change=kind == "changed")
+            times = reply["times"]
+            say(f"{name}: {kind}: {', '.join(f'{key} {value}' for key, value in times.items())}")
+            if reply["lost"]:
+                failures.append(f"{name}, {kind}: {reply['lost']}")
+                return {}
+            found.setdefault(metric, []).append(times["sleep"])
+            for step, of_step in STEPS.items():
+                found.setdefault(of_step, []).append(times[step])
+        decode(child, options, found)
+    return found
+
+
+def decode(child: Child, options: argparse.Namespace, found: Found) -> None:
+    """Measure decoding."""
+    rates = child.ask("decode", times=options.decodes)["tokens_per_s"]
+    say(f"{child.name}: {statistics.median(rates):.1f} tokens/s")
+    found.setdefault("decode_tokens_per_s", []).extend(rates)
+
+
+def rows(found: Mapping[str, Found], start: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each metric that both have; print metrics of memsaver alone."""
+    ours, theirs = (found.get(name, {}) for name in (OURS, THEIRS))
+    for metric in METRICS:
+        if metric in ours and metric in theirs:
+            yield results.measurement(
+                start + metric,
+                ours[metric],
+                PEER,
+                theirs[metric],
+                bench=BENCH,
+                higher_is_better=metric.endswith("tokens_per_s"),
+            )
+        elif metric in ours:
+            comparison.show(start + metric, ours[metric])
+
+
+def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of vllm_*, or of vllm_tp2_* for an engine on two GPUs."""
+    if options.touch_gib:
+        say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))
+    names = (OURS, THEIRS) if options.peer else (OURS,)
+    begin = time.monotonic()
+    found: dict[str, Found] = {}
+    for number, name in enumerate(names, 1):
+        end = begin + options.seconds * number / len(names)
+        found[name] = measure_one(name, options, failures, end)
+    yield from rows(found, prefix(options))

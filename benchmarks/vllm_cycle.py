@@ -1,0 +1,68 @@
+"""Measure a vLLM engine's sleep and wake-up with memsaver and with vLLM's own allocator.
+
+    python benchmarks/vllm_cycle.py [--only sleep]
+
+Needs vLLM, and memsaver installed so that vLLM finds its plugin. The engine serves a model of
+Qwen3-8B's shape with random weights, 16.4 GB, with CUDA graphs; its KV cache fills half of the GPU.
+
+Measurements
+    sleep     sleep at level 1 with the weights as at first, without changes, and with all weights
+              changed in place before; wake-up of the weights and then of the KV cache; memory in
+              use while the engine sleeps; decoding before and after
+    decode    decoding of two awake engines in turns; only if it is selected
+
+Each engine runs in a process of its own. In `sleep`, it has the GPU for itself, memsaver's and the
+peer's one after the other. Before each step is a wait of --wait seconds, so that the driver's
+clearing of released memory is not measured. Times are those of the engine's caller. All values
+count.
+
+Checksums of the weights and the output before each sleep and after the wake-up are compared. If an
+engine loses bytes, its measurement fails and gets no row.
+
+Host memory is touched first (--touch-gib), once for both; see pause_resume.py. Progress goes to
+stderr. Prints a table and merges its rows into --output (see results.py), after each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+
+import engine_benchmark
+import runs
+from parts import vllm_decode, vllm_sleep
+
+PARTS: dict[str, runs.Measure] = {
+    "sleep": vllm_sleep.measure,
+    "decode": vllm_decode.measure,
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the selected measurements, and return an exit status."""
+    return engine_benchmark.run(PARTS, options, why_not)
+
+
+def why_not() -> str:
+    """Return a missing requirement; "" if there is none."""
+    return "" if importlib.util.find_spec("vllm") else "vLLM is not installed"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = engine_benchmark.parser(__doc__, PARTS, wait=0.5, touch_gib=24)
+    made.set_defaults(only=["sleep"])
+    add = made.add_argument
+    add("--gpus", type=int, default=1, help="GPUs for tensor parallelism; metrics vllm_tp2_*")
+    add("--cycles", type=int, default=3, help="cycles with changed weights, and as many without")
+    add("--decodes", type=int, default=3, help="batches of 8 x 256 tokens, before and after")
+    add("--turns", type=int, default=8, help="decode: turns of each engine, of 2 batches each")
+    help_seconds = "sleep: after these seconds, each kind of cycle runs once"
+    add("--seconds", type=float, default=220, help=help_seconds)
+    add("--attention", default="TRITON_ATTN", help="attention backend")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(run(parser().parse_args()))

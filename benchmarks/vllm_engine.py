@@ -1,0 +1,206 @@
+"""Run a vLLM engine in a process of its own, with memsaver or with vLLM's own allocator.
+
+vLLM finds memsaver's plugin itself; MEMSAVER_VLLM=0 turns it off. Every start is checked, so that
+all figures belong to the named allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import engine_process as processes
+from children import Child
+from engine_process import inherited_without, used_mib
+from libraries import OURS
+from serve import Worker
+
+BENCH = "vllm_cycle"
+THEIRS = "vllm"
+PEER = "vLLM's own allocator"
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+REQUESTS, PROMPT, TOKENS = 8, 64, 256
+
+# Prefixes of the settings that the benchmark sets itself.
+DROPPED = (
+    "LD_PRELOAD",
+    "MEMSAVER_",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "VLLM_PLUGINS",
+)
+
+DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its kernels are not needed
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+
+
+def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of an engine with the named allocator, for all its processes."""
+    found = DEFAULTS | inherited_without(DROPPED, inherited)
+    found["MEMSAVER_VLLM"] = "1" if name == OURS else "0"
+    return found
+
+
+def prefix(options: argparse.Namespace) -> str:
+    """Return the prefix of the metrics for the number of GPUs."""
+    return "vllm_" if options.gpus == 1 else f"vllm_tp{options.gpus}_"
+
+
+def engine_process(name: str, options: argparse.Namespace, fraction: float) -> Child:
+    """Start a process that imports vLLM; see `engine_process.process`."""
+    return processes.process(
+        f"{__name__}:EngineWorker",
+        name,
+        environment(name),
+        options,
+        fraction=fraction,
+        gpus=options.gpus,
+        attention=options.attention,
+    )
+
+
+class EngineWorker(Worker):
+    """Starts the engine, and calls it for all measurements.
+
+    Args:
+        name: OURS or THEIRS.
+        model: the model's directory.
+        small: whether the model is the small one.
+        wait: seconds of rest, in which the driver clears released memory.
+        device: "cpu" for a fake engine.
+        fraction: gpu_memory_utilization.
+        gpus: the number of GPUs, for tensor parallelism.
+        attention: the attention backend.
+    """
+
+    imports: ClassVar[tuple[str, ...]] = ("torch", "vllm")
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        small: bool,
+        wait: float,
+        device: str,
+        fraction: float,
+        gpus: int,
+        attention: str,
+    ) -> None:
+        del small, device
+        self._name, self._model, self._wait = name, model, wait
+        self._fraction, self._gpus, self._attention = fraction, gpus, attention
+
+    def start(self) -> dict[str, Any]:
+        """Start the engine, check its allocator, and give it random weights."""
+        import vllm
+
+        begin = time.perf_counter()
+        self.engine = vllm.LLM(
+            model=self._model,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enable_sleep_mode=True,
+            gpu_memory_utilization=self._fraction,
+            tensor_parallel_size=self._gpus,
+            max_model_len=2048,
+            max_num_seqs=REQUESTS,
+            enable_prefix_caching=False,
+            attention_config={"backend": self._attention},
+            compilation_config={
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1, 2, 4, 8],
+            },
+            worker_extension_cls="vllm_worker_calls.WorkerCalls",
+            disable_log_stats=True,
+            seed=1,
+        )
+        seconds = round(time.perf_counter() - begin, 3)
+        self._check_allocator()
+        self.engine.collective_rpc("bench_randomize", args=(1,))
+        self.generate(16)
+        return {"seconds": seconds, "used": self._used()}
+
+    def stop(self) -> dict[str, Any]:
+        """End the engine."""
+        self.engine.llm_engine.engine_core.shutdown()
+        return {}
+
+    def generate(self, tokens: int) -> list[list[int]]:
+        """Return `tokens` greedy tokens for each of REQUESTS prompts."""
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, seed=1
+        )
+        starts = [10 + number * PROMPT for number in range(REQUESTS)]
+        prompts = [{"prompt_token_ids": list(range(at, at + PROMPT))} for at in starts]
+        found = self.engine.generate(prompts, greedy, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in found]
+
+    def decode(self, times: int) -> dict[str, Any]:
+        """Return the tokens per second of `times` batches, after one that does not count."""
+        rates = []
+        for _ in range(times + 1):
+            begin = time.perf_counter()
+            tokens = sum(map(len, self.generate(TOKENS)))
+            rates.append(round(tokens / (time.perf_counter() - begin), 2))
+        return {"tokens_per_s": rates[1:]}
+
+    def cycle(self, change: bool) -> dict[str, Any]:
+        """Sleep at level 1 and wake up, the weights first; change all weights before on demand.
+
+        Returns the duration of each step in milliseconds, measured by the caller, and the memory
+        in use, in MiB, while the engine sleeps.
+        "lost": why the weights or the output differ from before.
+        """
+        if change:
+            old = self._checksums()
+            self.engine.collective_rpc("bench_change")
+            if old == self._checksums():
+                raise RuntimeError("the weights were not changed")
+        before = self._checksums(), self.generate(TOKENS // 8)
+        if len({tuple(tokens) for tokens in before[1]}) < REQUESTS // 2:
+            raise RuntimeError(f"the prompts have no effect on the output: {before[1]}")
+        found = {"sleep": self._ms(lambda: self.engine.sleep(level=1))}
+        time.sleep(self._wait)
+        found["resident"] = self._used()
+        found["wake_weights"] = self._ms(lambda: self.engine.wake_up(tags=[WEIGHTS]))
+        found["wake_kv"] = self._ms(lambda: self.engine.wake_up(tags=[KV_CACHE]))
+        after = self._checksums(), self.generate(TOKENS // 8)
+        parts = [
+            what
+            for what, then, now in zip(("weights", "output"), before, after, strict=True)
+            if then != now
+        ]
+        return {"times": found, "lost": f"changed: {', '.join(parts)}" if parts else ""}
+
+    def _ms(self, step: Any) -> float:
+        time.sleep(self._wait)
+        begin = time.perf_counter()
+        step()
+        return round((time.perf_counter() - begin) * 1e3, 3)
+
+    def _used(self) -> float:
+        return max(used_mib(place) for place in range(self._gpus))
+
+    def _checksums(self) -> list[str]:
+        found: list[str] = self.engine.collective_rpc("bench_checksum")
+        return found
+
+    def _check_allocator(self) -> None:
+        for held in self.engine.collective_rpc("bench_held"):
+            if bool(held["memsaver"]) != (self._name == OURS) or bool(held["vllm"]) != (
+                self._name == THEIRS
+            ):
+                raise RuntimeError(
+                    f"this engine should have the allocator of {self._name}; its bytes are {held}"
+                )

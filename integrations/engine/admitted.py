@@ -1,0 +1,181 @@
+"""Requests that an engine's integration sends after `Admission` has admitted them.
+
+The engine's own processes check each request last. If they refuse one, because a release arrived
+first, it is sent again, or it raises the same error as `Admission`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
+from typing import Any, Protocol, TypeVar
+
+from .admission import EVERYTHING, Admission, RequestAbortedError
+from .errors import EngineAsleepError
+from .refusals import refused
+
+__all__ = ["RETRY_SECONDS", "Generation", "HeldRequests", "call", "generation", "repeats"]
+
+RETRY_SECONDS = 0.05
+
+_Result = TypeVar("_Result")
+
+
+class Generation(Protocol):
+    """A generation, an embedding, or another request whose outputs an engine streams."""
+
+    @property
+    def ids(self) -> Collection[str]:
+        """The names by which a caller may abort it."""
+
+    async def is_gone(self) -> bool:
+        """Return whether the client has disconnected. May raise if the engine has ended."""
+
+    def send(self) -> AsyncGenerator[Any, None]:
+        """Send the request, and return its outputs. Raises `EngineAsleepError` if refused."""
+
+    def refusal_in(self, output: Any) -> EngineAsleepError | None:
+        """Return the refusal that the first output contains; None for any other output."""
+
+    async def take_back(self, deadline: float) -> None:
+        """Prepare to send a refused request again."""
+
+
+class HeldRequests:
+    """The requests that wait for an engine's memory, which a caller may abort."""
+
+    def __init__(self) -> None:
+        self._all: list[_Held] = []
+
+    def abort(self, ids: Collection[str], every: bool = False) -> None:
+        """Abort the requests with one of these names, or every one."""
+        for held in self._all:
+            if every or not set(ids).isdisjoint(held.request.ids):
+                held.is_aborted = True
+
+    @contextlib.contextmanager
+    def holding(self, request: Generation) -> Iterator[_Held]:
+        """Count a request as waiting during the block."""
+        held = _Held(request)
+        self._all.append(held)
+        try:
+            yield held
+        finally:
+            self._all.remove(held)
+
+
+class _Held:
+    def __init__(self, request: Generation) -> None:
+        self.request = request
+        self.is_aborted = False
+
+    def check(self) -> None:
+        """Raise `RequestAbortedError` if a caller has aborted the request."""
+        if self.is_aborted:
+            raise RequestAbortedError("the request was aborted while it waited for the engine")
+
+    async def is_gone(self) -> bool:
+        self.check()
+        return await self.request.is_gone()
+
+
+async def generation(
+    admission: Admission, all_held: HeldRequests, what: str, request: Generation
+) -> AsyncIterator[Any]:
+    """Admit a generation, send it, and yield its outputs.
+
+    Args:
+        admission: the engine's.
+        all_held: the engine's.
+        what: the request's operation, for the error message.
+        request: the generation.
+
+    Raises:
+        EngineAsleepError: see `Admission.admit`.
+        ClientGoneError: the client has disconnected.
+        RequestAbortedError: a caller has aborted the request while it waited.
+    """
+    deadline = admission.deadline()
+    while True:
+        with all_held.holding(request) as held:
+            try:
+                await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=held.is_gone)
+                held.check()
+            except EngineAsleepError as error:
+                raise refused(error) from error.__cause__
+        refusal, begun = None, False
+        outputs = request.send()
+        try:
+            async for output in outputs:
+                refusal = None if begun else request.refusal_in(output)
+                if refusal is not None:
+                    break
+                begun = True
+                yield output
+        except EngineAsleepError as error:
+            if begun:
+                raise
+            refusal = error
+        finally:
+            await outputs.aclose()
+        if refusal is None:
+            return
+        await request.take_back(deadline)
+        await _again(admission, refusal, deadline)
+
+
+async def call(
+    admission: Admission,
+    needs: frozenset[str],
+    what: str,
+    send: Callable[[], Awaitable[_Result]],
+    refusal_in: Callable[[_Result], EngineAsleepError | None],
+    *,
+    reads: bool = True,
+    is_gone: Callable[[], Awaitable[bool]] | None = None,
+) -> _Result:
+    """Admit a request with a single result, send it, and return the result.
+
+    Args:
+        admission: the engine's.
+        needs: the tags that the request needs.
+        what: the request's operation, for the error message.
+        send: sends the request. May raise `EngineAsleepError`.
+        refusal_in: returns the refusal that a result contains, or None.
+        reads: see `Admission.admit`.
+        is_gone: see `Admission.admit`.
+
+    Raises:
+        EngineAsleepError, ClientGoneError: see `Admission.admit`.
+    """
+    deadline = admission.deadline()
+    if admission.policy.sleep_after:
+        # The engine may have released memory by itself, and some refusals have no text.
+        await admission.refresh()
+    while True:
+        try:
+            await admission.admit(needs, what, deadline=deadline, reads=reads, is_gone=is_gone)
+        except EngineAsleepError as error:
+            raise refused(error) from error.__cause__
+        try:
+            result = await send()
+            refusal = refusal_in(result)
+            if refusal is None:
+                return result
+        except EngineAsleepError as error:
+            refusal = error
+        await _again(admission, refusal, deadline)
+
+
+def repeats(admission: Admission | None) -> bool:
+    """Return whether requests that the engine's processes refuse are sent again."""
+    return admission is not None and admission.policy.when_asleep != "refuse"
+
+
+async def _again(admission: Admission, refusal: EngineAsleepError, deadline: float) -> None:
+    """Record a refusal. Wait if the request may be sent again, otherwise raise."""
+    admission.learn(refusal.tags)
+    if not repeats(admission) or asyncio.get_running_loop().time() + RETRY_SECONDS > deadline:
+        raise refused(refusal)
+    await asyncio.sleep(RETRY_SECONDS)

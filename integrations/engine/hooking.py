@@ -1,0 +1,68 @@
+"""Installs hooks around the methods of an engine's classes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+__all__ = ["INSTALLED", "Hooks", "install", "modules_of", "wrapped"]
+
+Hooks = Mapping[str, tuple[str, Callable[..., Any]]]
+"""By method, "module.Class.method", the hook and its kind.
+
+AROUND hooks are called with the original and its arguments, AFTER hooks with its result and its
+arguments, and REPLACE hooks with its arguments.
+"""
+
+INSTALLED = "_memsaver_hooks"  # an attribute of a class
+
+
+def modules_of(*all_hooks: Hooks) -> tuple[str, ...]:
+    """Return the modules with methods to hook."""
+    targets = (target for hooks in all_hooks for target in hooks)
+    return tuple(dict.fromkeys(target.rsplit(".", 2)[0] for target in targets))
+
+
+def install(module: ModuleType, hooks: Hooks, optional: Hooks) -> set[str]:
+    """Install the hooks of an imported module's methods. Idempotent.
+
+    Returns:
+        The methods of `optional` that the module lacks.
+
+    Raises:
+        AttributeError: the module lacks a method of `hooks`.
+    """
+    missing = set()
+    for target, (kind, hook) in {**hooks, **optional}.items():
+        where, owner_name, name = target.rsplit(".", 2)
+        if where != module.__name__:
+            continue
+        if target in optional and not hasattr(getattr(module, owner_name, None), name):
+            missing.add(target)
+            continue
+        owner = getattr(module, owner_name)
+        done = vars(owner).get(INSTALLED, frozenset())
+        if name not in done:
+            setattr(owner, name, wrapped(kind, getattr(owner, name), hook))
+            setattr(owner, INSTALLED, done | {name})
+    return missing
+
+
+def wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:
+    """Return the method with its hook, which receives the caller's named arguments by position."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*given: Any, **named: Any) -> Any:
+        bound = signature.bind(*given, **named)
+        args, kwargs = bound.args, bound.kwargs
+        if kind == "AROUND":
+            return hook(original, *args, **kwargs)
+        if kind == "AFTER":
+            return hook(original(*args, **kwargs), *args, **kwargs)
+        return hook(*args, **kwargs)
+
+    return call

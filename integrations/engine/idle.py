@@ -1,0 +1,31 @@
+"""`IdleTimer`: the time that an engine has spent without requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+__all__ = ["IdleTimer"]
+
+
+class IdleTimer:
+    """Measures the time since the last request, for an engine that releases its memory when idle.
+
+    Args:
+        seconds: the time after which the engine is due to release its memory.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._since = clock()
+
+    @property
+    def left(self) -> float:
+        """The remaining seconds; 0 if the engine is due to release its memory."""
+        return max(0.0, self._since + self._seconds - self._clock())
+
+    def restart(self) -> None:
+        """Start again: a request has arrived, or the engine cannot release its memory now."""
+        self._since = self._clock()

@@ -1,0 +1,106 @@
+"""The GPUs and the ports of an engine, which shares the GPUs of a tensor-parallel group."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memsaver.errors import ConfigError
+
+__all__ = ["VISIBLE", "Gpu", "Placement", "by_host", "free_port", "gpu_of_this_process"]
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that a rank uses.
+
+    Attributes:
+        host: the machine's name.
+        visible: the rank's CUDA_VISIBLE_DEVICES; None if it is not set.
+        index: the GPU's number among the visible ones.
+    """
+
+    host: str
+    visible: str | None
+    index: int
+
+    @property
+    def name(self) -> str:
+        """The GPU's name in CUDA_VISIBLE_DEVICES."""
+        if self.visible is None:
+            return str(self.index)
+        names = [name.strip() for name in self.visible.split(",")]
+        return names[self.index] if self.index < len(names) else str(self.index)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs and the ports of an engine.
+
+    Attributes:
+        arguments: arguments of the engine.
+        visible: CUDA_VISIBLE_DEVICES for its processes; None leaves it unchanged.
+        nodes: the placements of the engine's parts on other hosts, in the order of the hosts.
+    """
+
+    arguments: Mapping[str, Any]
+    visible: str | None = None
+    nodes: tuple[Placement, ...] = ()
+
+
+def gpu_of_this_process() -> Gpu | None:
+    """Return torch's current GPU, or None without GPUs. Starts CUDA in this process.
+
+    CUDA must start before an engine does; otherwise the environment for the engine's processes
+    would apply to this process as well.
+    """
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    return Gpu(socket.gethostname(), os.environ.get(VISIBLE), int(torch.cuda.current_device()))
+
+
+def by_host(gpus: Sequence[Gpu | None]) -> list[list[Gpu]]:
+    """Return the GPUs of an engine's ranks, divided by their hosts; [] without GPUs.
+
+    Args:
+        gpus: the GPUs of the group's ranks, in the engine's order.
+
+    Raises:
+        ConfigError: two ranks use the same GPU, only some ranks have a GPU, or the ranks of a host
+            are not adjacent or are fewer than those of another host.
+    """
+    known = [gpu for gpu in gpus if gpu is not None]
+    if known and len(known) != len(gpus):
+        raise ConfigError("only some ranks of the tensor-parallel group have a GPU")
+    groups = [list(group) for _, group in itertools.groupby(known, lambda gpu: gpu.host)]
+    hosts = [group[0].host for group in groups]
+    if len(set(hosts)) < len(hosts) or len({len(group) for group in groups}) > 1:
+        raise ConfigError(
+            "the ranks of an engine on several hosts must be adjacent, and as many on each host, "
+            f"not on {', '.join(gpu.host for gpu in known)}"
+        )
+    for group in groups:
+        names = [gpu.name for gpu in group]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"the ranks of the tensor-parallel group use the GPUs {', '.join(names)}: each "
+                "rank needs its own GPU (call torch.cuda.set_device(local_rank) first)"
+            )
+    return groups
+
+
+def free_port() -> int:
+    """Return a free port of this host, which the system chooses."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])

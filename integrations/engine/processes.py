@@ -1,0 +1,133 @@
+"""Ends the processes of an engine, with all processes that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.latches import Latch
+
+__all__ = ["Descendant", "Parent", "descendants_of", "kill"]
+
+Result = TypeVar("Result")
+
+_SECONDS = 15.0
+_POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Descendant:
+    """A process, which a later process with the same id does not equal.
+
+    Attributes:
+        pid: its id.
+        born: the time of its start, in the kernel's units.
+    """
+
+    pid: int
+    born: str
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process has not ended. A process that ended has released its GPU memory."""
+        state, born = _state_of(self.pid)
+        return born == self.born and state not in ("Z", "X", "")
+
+
+class Parent:
+    """A thread that starts processes, and lives until `end`.
+
+    An engine's processes ask Linux to kill them when their parent dies. Linux regards the thread
+    that started a process as its parent. The main thread lives as long as the process.
+    """
+
+    def __init__(self) -> None:
+        self._ended = Latch()
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Return the result of `work`, which runs on this thread, or on a calling main thread.
+
+        Called once. Exceptions propagate.
+        """
+        if threading.current_thread() is threading.main_thread():
+            return work()
+        results: list[Result] = []
+        errors: list[BaseException] = []
+        done = Latch()
+
+        def live() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                done.open()
+            if results:
+                self._ended.wait(None)
+
+        with signals_deferred():
+            self._thread = threading.Thread(target=live, name="memsaver-engine-parent", daemon=True)
+            self._thread.start()
+        done.wait(None)
+        if errors:
+            raise errors.pop()
+        return results[0]
+
+    def end(self) -> None:
+        """End the thread; with it, Linux ends the processes that are left."""
+        self._ended.open()
+        if self._thread is not None:
+            self._thread.join(_SECONDS)
+
+
+def descendants_of(pid: int) -> list[Descendant]:
+    """Return the descendants of a process."""
+    found: list[Descendant] = []
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError), open(path) as file:
+            for child in map(int, file.read().split()):
+                found += [Descendant(child, _state_of(child)[1]), *descendants_of(child)]
+    return found
+
+
+def kill(processes: Sequence[Any], started: Iterable[Descendant] = ()) -> None:
+    """End processes of multiprocessing with all their descendants, and wait for their end.
+
+    Args:
+        processes: the processes, which may be dead.
+        started: further processes to end. A dead process has no descendants any more, although
+            those that it started may run.
+    """
+    # The id of a dead process may belong to another one.
+    alive = [process for process in processes if process.is_alive()]
+    others = {one for process in alive for one in descendants_of(process.pid)}.union(started)
+    for process in processes:
+        process.kill()
+    for one in others:
+        if one.runs:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(one.pid, signal.SIGKILL)
+    deadline = time.monotonic() + _SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    while any(one.runs for one in others) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _state_of(pid: int) -> tuple[str, str]:
+    """Return a process's state and the time of its start; ("", "") if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except (OSError, IndexError):
+        return "", ""

@@ -1,0 +1,143 @@
+"""Process groups of a trainer and an engine's ranks, outside of torch's table of groups.
+
+SGLang's side of such a group is `init_custom_process_group`, which makes torch build the group over
+a store with the group's name as a prefix. `made` builds the same group over the same prefixes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from ..errors import EngineError, EngineTimeoutError
+
+__all__ = ["Receiver", "made"]
+
+# NCCL's watchdog ends the process after this timeout, so callers limit their waits themselves.
+_NEVER = timedelta(days=365)
+_POLL_SECONDS = 0.001
+
+
+def made(
+    store: Any,
+    name: str,
+    backend: str,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    gloo_device: Any = None,
+) -> Any:
+    """Create a process group. With gloo, wait until all ranks have joined.
+
+    Args:
+        store: the group's store.
+        name: the group's name.
+        backend: "nccl" or "gloo".
+        rank: this process's rank.
+        size: the number of ranks.
+        timeout: to wait for the other ranks, and for each operation with gloo.
+        gloo_device: gloo's device; None lets torch choose it.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    config = c10d.BackendConfig(c10d.Backend(backend))
+    first = next(iter(config.get_device_backend_map()))
+    for prefix in (name, f"{name}/", f"{first}/"):  # like torch and SGLang
+        store = dist.PrefixStore(prefix, store)
+    group: Any
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        device = gloo_device or dist.ProcessGroupGloo.create_default_device()
+        options._devices = [device]
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _NEVER
+        options.global_ranks_in_group, options.group_name = [], name
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # as torch does in all ranks
+        group = c10d._create_process_group_wrapper(
+            wrapped_pg=group,
+            store_prefix=name,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+        )
+    return group
+
+
+class Receiver:
+    """A rank of an engine in a group whose rank 0 broadcasts tensors. One thread at a time.
+
+    Args:
+        name: the group's name.
+        address: the address of the group's store.
+        port: the port of the group's store.
+        backend: "nccl" or "gloo".
+        rank: this process's rank in the group, from 1.
+        size: the number of ranks.
+        timeout: seconds to wait for the other ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        port: int,
+        backend: str,
+        rank: int,
+        size: int,
+        timeout: float,
+    ) -> None:
+        from torch.distributed import TCPStore
+
+        wait = timedelta(seconds=timeout)
+        store = TCPStore(address, port, size, False, wait, wait_for_workers=False)
+        self._backend = backend
+        self._group = made(store, name, backend, rank, size, wait)
+
+    def device(self, own: Any) -> Any:
+        """Return the device for received tensors: `own`, this process's GPU, or the host."""
+        return "cpu" if self._backend == "gloo" else own
+
+    def receive(self, tensors: Sequence[Any], timeout: float) -> None:
+        """Receive tensors from rank 0 into these contiguous tensors.
+
+        Raises:
+            EngineTimeoutError: they did not arrive in time. The group is unusable.
+            EngineError: a broadcast failed. The group is unusable.
+        """
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = 0
+        if self._backend == "gloo":
+            options.timeout = timedelta(seconds=timeout)
+        deadline = time.monotonic() + timeout
+        try:
+            works = [self._group.broadcast([tensor], options) for tensor in tensors]
+            for work in works:
+                while not work.is_completed() and time.monotonic() < deadline:
+                    time.sleep(_POLL_SECONDS)
+                if not work.is_completed():
+                    break
+                work.wait()
+            else:
+                return
+        except RuntimeError as error:
+            raise EngineError(f"the weights did not arrive: {error}") from error
+        self.close()
+        raise EngineTimeoutError(f"the weights did not arrive within {timeout:g} s")
+
+    def close(self) -> None:
+        """Leave the group; waits for no other rank. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None and self._backend == "nccl":
+            group.abort()
+        elif group is not None:
+            group.shutdown()

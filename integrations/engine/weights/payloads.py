@@ -1,0 +1,98 @@
+"""Opens tensors of another process that arrive as text: CUDA memory, or shared host memory.
+
+The text is a pickle. Only the functions that rebuild tensors are called, so that a text can open
+memory, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from memsaver.errors import ConfigError
+
+from ..errors import EngineError
+from .writes import Named
+
+__all__ = ["named_tensors", "rebuilt"]
+
+# The position of a CUDA tensor's device in the arguments of torch's function that rebuilds it.
+_DEVICE_ARGUMENT = 6
+
+_ALLOWED = {
+    "torch.multiprocessing.reductions": (
+        "rebuild_cuda_tensor",
+        "rebuild_storage_fd",
+        "rebuild_storage_filename",
+        "rebuild_tensor",
+        "rebuild_typed_storage",
+    ),
+    "torch.storage": ("TypedStorage", "UntypedStorage"),
+    "multiprocessing.resource_sharer": ("DupFd",),
+    "types": ("SimpleNamespace",),
+}
+
+
+def named_tensors(text: str) -> Named:
+    """Return the tensors in a text: a list of names and tensors, or views of one piece of memory.
+
+    Raises:
+        ConfigError: the tensors' GPU is not visible to this process.
+        EngineError: the text is not such a text, or contains anything but tensors.
+    """
+    try:
+        value = _Unpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
+        if isinstance(value, dict):
+            memory = value["flattened_tensor"]
+            return [
+                (one.name, memory[one.start_idx : one.end_idx].view(one.dtype).view(one.shape))
+                for one in value["metadata"]
+            ]
+        return [(str(name), tensor) for name, tensor in value]
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise EngineError(
+            f"the tensors cannot be opened ({type(error).__name__}: {error})"
+        ) from error
+
+
+def rebuilt(rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Rebuild a tensor with torch's function, if its device is named by its UUID or by a number.
+
+    Raises:
+        ConfigError: the tensor's GPU is not visible to this process.
+    """
+    import torch
+
+    at = _DEVICE_ARGUMENT
+    if len(arguments) <= at or not isinstance(arguments[at], str):
+        return rebuild(*arguments)
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == arguments[at]:
+            return rebuild(*arguments[:at], index, *arguments[at + 1 :])
+    raise ConfigError(
+        f"GPU {arguments[at]} of another rank is not visible to this rank, which must use memory "
+        "there: let CUDA_VISIBLE_DEVICES name all GPUs of the group"
+    )
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, torch.dtype) or value in (torch.Size, torch.Tensor):
+            return value
+        if name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} does not rebuild a tensor")
+        found = super().find_class(module, name)
+        return functools.partial(_rebuild, found) if name == "rebuild_cuda_tensor" else found
+
+
+def _rebuild(rebuild: Callable[..., Any], *arguments: Any) -> Any:
+    return rebuilt(rebuild, arguments)

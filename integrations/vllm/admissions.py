@@ -1,0 +1,382 @@
+"""Hooks in vLLM's `AsyncLLM` for requests to a sleeping engine.
+
+The hooks apply the policy of `settings.policy` before a request is sent to the engine cores. Their
+own guard (`guard`) checks the request last: if it refuses the request, because a release arrived
+first, the request is sent again, or raises the same error.
+
+| policy | a request that needs released memory |
+|---|---|
+| refuse | raises `EngineAsleepError`; the server answers with status 503 |
+| wait | is held, in order, until the memory is resumed; raises after a timeout |
+| wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
+
+An abort ends a held request with `RequestAbortedError`, and a client that disconnects cancels it.
+If the engine ends, held requests raise vLLM's `EngineDeadError`. Without `enable_sleep_mode`, and
+if another allocator than memsaver has released the memory, the hooks do nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
+from typing import Any
+
+from memsaver.errors import MemsaverError
+
+from ..engine import admitted
+from ..engine.admission import Admission, retrieve
+from ..engine.errors import EngineAsleepError, EngineError
+from ..engine.refusals import asleep_in, refused
+from ..engine.tags import WEIGHTS
+from . import settings
+from .calls import CHANGES, MODEL, Need, check_level, need_of
+from .cores import Memory, alive, error_from, memory_of_async
+
+__all__ = [
+    "abort",
+    "add_lora",
+    "admission_of",
+    "collective_rpc",
+    "encode",
+    "forget",
+    "generate",
+    "has_learned",
+    "learn_change",
+    "learned",
+    "made",
+    "pin_lora",
+    "process_outputs",
+    "release_kv_cache",
+    "sleep",
+    "tags_for_wake",
+    "wake_up",
+]
+
+QUERY_SECONDS = 5.0
+_ATTRIBUTE = "_memsaver_admission"  # of an engine
+_HELD = "_memsaver_held"  # of an engine: its `HeldRequests`
+_IS_OURS = "_memsaver_is_ours"  # of an engine whose first sleep has shown it
+_logger = logging.getLogger("memsaver.vllm")
+
+
+def admission_of(engine: Any) -> Admission | None:
+    """Return an `AsyncLLM`'s `Admission`; None if memsaver does not manage its memory."""
+    return made(engine, _Cores)
+
+
+def made(engine: Any, sleeper: Callable[[Any], Any]) -> Admission | None:
+    """Return an engine's `Admission`, which the first call makes; None if it has none."""
+    found = vars(engine).get(_ATTRIBUTE, False)
+    if found is False:
+        is_on = settings.is_on() and engine.vllm_config.model_config.enable_sleep_mode
+        found = Admission(settings.policy(), sleeper(engine)) if is_on else None
+        setattr(engine, _ATTRIBUTE, found)
+    return found  # type: ignore[no-any-return]
+
+
+def forget(engine: Any) -> None:
+    """Stop managing an engine whose memory another allocator releases."""
+    setattr(engine, _ATTRIBUTE, None)
+
+
+class _Cores:
+    """See `Sleeper`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._query: asyncio.Future[Memory] | None = None  # the last one
+
+    async def released(self) -> frozenset[str] | None:
+        if self._engine.errored:
+            raise self._engine.dead_error
+        # All requests wait for the same query, and none cancels it.
+        if self._query is None or self._query.done():
+            self._query = asyncio.ensure_future(memory_of_async(self._engine.engine_core))
+            self._query.add_done_callback(retrieve)
+        query = self._query
+        await asyncio.wait([query], timeout=QUERY_SECONDS)
+        if not query.done():
+            _logger.warning("the engine cores did not report their memory in %g s", QUERY_SECONDS)
+            return None
+        try:
+            return learned(self._engine, query.result())
+        except Exception as error:
+            _logger.warning("the engine cores did not report their memory: %r", error)
+            return None
+
+    async def resume(self, tags: Collection[str]) -> frozenset[str]:
+        engine = self._engine
+        admission = admission_of(engine)
+        before = admission.released if admission is not None else frozenset(tags)
+        _logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
+        try:
+            await _checked(engine, engine.engine_core.wake_up_async(tags_for_wake(tags, before)))
+        except MemsaverError:
+            raise
+        except Exception as error:
+            if engine.errored:
+                raise
+            raise EngineError(str(error)) from error
+        if engine.logger_manager is not None:
+            engine.logger_manager.record_sleep_state(0, 0)
+        return before.difference(tags)
+
+
+def tags_for_wake(tags: Collection[str], released: frozenset[str]) -> list[str] | None:
+    """Return the argument of a wake-up. With data parallelism, the cores' own tags may differ."""
+    return None if released <= set(tags) else list(tags)
+
+
+def learned(engine: Any, memory: Memory) -> frozenset[str]:
+    """Record an engine's lost contents, and return its released tags."""
+    if memory.is_others:
+        forget(engine)
+        return frozenset()
+    admission = vars(engine).get(_ATTRIBUTE)
+    if admission is not None:
+        admission.without_backup = memory.lost
+    return memory.released
+
+
+async def _checked(engine: Any, work: Awaitable[Any]) -> Any:
+    """Return the result of a sleep or a wake-up, or raise its typed error."""
+    try:
+        return await alive(engine, work)
+    except Exception as error:
+        if engine.errored:
+            raise engine.dead_error from error
+        memory = await alive(engine, memory_of_async(engine.engine_core, failed=True))
+        found = error_from(error, memory)
+        if found is error:
+            raise
+        raise found from error
+
+
+# --- sleep and wake-up ----------------------------------------------------------------------------
+
+
+async def sleep(
+    original: Callable[..., Awaitable[Any]], engine: Any, level: int = 1, mode: str = "abort"
+) -> Any:
+    """Wrap `AsyncLLM.sleep`.
+
+    Raises:
+        ConfigError: vLLM has no such level.
+    """
+    check_level(level)
+    return await _changed(engine, lambda: original(engine, level, mode), level=level)
+
+
+async def wake_up(
+    original: Callable[..., Awaitable[Any]], engine: Any, tags: list[str] | None = None
+) -> Any:
+    """Wrap `AsyncLLM.wake_up`."""
+    return await _changed(engine, lambda: original(engine, tags), woken=tags)
+
+
+async def release_kv_cache(original: Callable[..., Awaitable[Any]], engine: Any) -> Any:
+    """Wrap `AsyncLLM.release_kv_cache_memory`."""
+    return await _changed(engine, lambda: original(engine))
+
+
+async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: Any) -> Any:
+    admission = admission_of(engine)
+    if admission is None:
+        return await work()
+    async with admission.changing():
+        try:
+            result = await _checked(engine, work())
+        except Exception:
+            if not engine.errored:
+                await admission.refresh()
+            raise
+        if not learn_change(engine, admission, **change):
+            await admission.refresh()
+            has_learned(engine)
+    return result
+
+
+def learn_change(
+    engine: Any, admission: Admission, level: int | None = None, woken: Collection[str] | None = ()
+) -> bool:
+    """Record a successful sleep of a level, or wake-up of tags, without a query.
+
+    Returns:
+        Whether the change is known; otherwise the caller queries the engine.
+    """
+    if level == 0:
+        return True
+    if woken is None:
+        admission.learn(())
+        return True
+    if woken:
+        admission.learn(admission.released.difference(woken))
+        return True
+    if level is None or admission.released or not getattr(engine, _IS_OURS, False):
+        return False
+    admission.without_backup = frozenset({WEIGHTS} if level == 2 else ())
+    admission.learn(MODEL)
+    return True
+
+
+def has_learned(engine: Any) -> None:
+    """Record that a query has shown whether memsaver manages the engine's memory."""
+    setattr(engine, _IS_OURS, True)
+
+
+# --- generations and embeddings -------------------------------------------------------------------
+
+
+def generate(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
+    """Wrap `AsyncLLM.generate`, which returns an asynchronous iterator."""
+    return _admitted("generate", original, engine, args, named)
+
+
+def encode(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
+    """Wrap `AsyncLLM.encode`, which returns an asynchronous iterator."""
+    return _admitted("compute embeddings", original, engine, args, named)
+
+
+def _admitted(
+    what: str, original: Callable[..., Any], engine: Any, args: Any, named: dict[str, Any]
+) -> Any:
+    admission = admission_of(engine)
+    if admission is None:
+        return original(engine, *args, **named)
+    request = _Generation(original, engine, args, named)
+    return admitted.generation(admission, _held_by(engine), what, request)
+
+
+def _held_by(engine: Any) -> admitted.HeldRequests:
+    return vars(engine).setdefault(_HELD, admitted.HeldRequests())  # type: ignore[no-any-return]
+
+
+class _Generation:
+    """See `admitted.Generation`."""
+
+    def __init__(
+        self, original: Callable[..., Any], engine: Any, args: Any, named: dict[str, Any]
+    ) -> None:
+        self._original = original
+        self._engine = engine
+        self._prompt, *self._args = args  # parameters and name
+        self._named = named
+        self._refusal: EngineAsleepError | None = None
+
+    @property
+    def ids(self) -> list[str]:
+        return [self._args[1]]
+
+    async def is_gone(self) -> bool:
+        if self._engine.errored:
+            raise self._engine.dead_error
+        return False  # a client that disconnects cancels the task
+
+    async def send(self) -> AsyncGenerator[Any, None]:
+        is_stream = isinstance(self._prompt, AsyncGenerator)
+        prompt = self._prompt if is_stream else copy.copy(self._prompt)  # vLLM changes it
+        outputs = self._original(self._engine, prompt, *self._args, **self._named)
+        try:
+            async for output in outputs:
+                yield output
+        except Exception as error:
+            cause = error if isinstance(error, EngineAsleepError) else error.__cause__
+            if not isinstance(cause, EngineAsleepError):
+                raise
+            self._refusal = cause
+            raise cause from None
+        finally:
+            await outputs.aclose()
+
+    def refusal_in(self, output: Any) -> EngineAsleepError | None:
+        return None
+
+    async def take_back(self, deadline: float) -> None:
+        if self._refusal is not None and isinstance(self._prompt, AsyncGenerator):
+            raise refused(self._refusal)  # a part of the prompt was read
+
+
+async def abort(
+    original: Callable[..., Awaitable[Any]],
+    engine: Any,
+    request_id: str | Iterable[str],
+    internal: bool = False,
+) -> Any:
+    """Wrap `AsyncLLM.abort`, which aborts only requests that were sent."""
+    ids = [request_id] if isinstance(request_id, str) else list(request_id)
+    if not internal:
+        _held_by(engine).abort(ids)
+    return await original(engine, ids, internal)
+
+
+def process_outputs(
+    original: Callable[..., Any], processor: Any, outputs: Any, *args: Any, **named: Any
+) -> Any:
+    """Wrap `OutputProcessor.process_outputs`: end the requests that an engine core has refused.
+
+    The guard sends refusals in messages of their own.
+
+    Raises:
+        EngineAsleepError: an `LLMEngine`'s request was refused.
+    """
+    if not outputs or asleep_in(outputs[0].stop_reason) is None:
+        return original(processor, outputs, *args, **named)
+    for output in outputs:
+        error = asleep_in(output.stop_reason)
+        state = processor.request_states.get(output.request_id)
+        if error is None or state is None:
+            continue
+        processor.abort_requests([output.request_id], internal=True)
+        if state.queue is None:
+            raise refused(error)
+        state.queue.put(error)  # replaces the output of the abort
+    return original(processor, [], *args, **named)
+
+
+# --- control requests -----------------------------------------------------------------------------
+
+
+async def add_lora(
+    original: Callable[..., Awaitable[Any]], engine: Any, *args: Any, **named: Any
+) -> Any:
+    """Wrap `AsyncLLM.add_lora`."""
+    return await _call(engine, need_of("add_lora"), lambda: original(engine, *args, **named))
+
+
+async def pin_lora(
+    original: Callable[..., Awaitable[Any]], engine: Any, *args: Any, **named: Any
+) -> Any:
+    """Wrap `AsyncLLM.pin_lora`."""
+    return await _call(engine, need_of("pin_lora"), lambda: original(engine, *args, **named))
+
+
+async def collective_rpc(
+    original: Callable[..., Awaitable[Any]], engine: Any, method: Any, *args: Any, **named: Any
+) -> Any:
+    """Wrap `AsyncLLM.collective_rpc`, which weight updates use as well."""
+    work = functools.partial(original, engine, method, *args, **named)
+    if method in CHANGES:
+        return await _changed(engine, work)
+    return await _call(engine, need_of(method), work)
+
+
+async def _call(engine: Any, need: Need | None, send: Callable[[], Awaitable[Any]]) -> Any:
+    admission = admission_of(engine)
+    if admission is None or need is None:
+        return await send()
+
+    async def checked() -> Any:
+        try:
+            return await send()
+        except Exception as error:
+            refusal = asleep_in(str(error))
+            if refusal is None:
+                raise
+            raise refusal from error
+
+    return await admitted.call(
+        admission, need.tags, need.what, checked, lambda result: None, reads=need.reads
+    )

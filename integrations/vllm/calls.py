@@ -1,0 +1,99 @@
+"""The requests to vLLM's engine core that need memory, and the tags that each needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from memsaver.errors import ConfigError
+
+from ..engine.tags import KV_CACHE, WEIGHTS
+from .protocol import BEGIN, INFO, LOAD, RANK_STATE, RELEASE, RESUME, STATE
+
+__all__ = ["CHANGES", "MODEL", "Need", "check_level", "is_query", "need_of"]
+
+MODEL = frozenset({KV_CACHE, WEIGHTS})
+_WEIGHTS = frozenset({WEIGHTS})
+CHANGES = (RELEASE, RESUME)  # memsaver's own calls that release or resume memory
+_LEVELS = (0, 1, 2)
+_RPC = "collective_rpc"
+# Calls that monitoring makes all the time.
+_QUERIES = (
+    "get_supported_tasks",
+    "get_weight_version",
+    "is_scheduler_paused",
+    "is_sleeping",
+    "list_loras",
+    "memsaver_memory",
+    INFO,
+    RANK_STATE,
+    STATE,
+)
+
+
+class Need(NamedTuple):
+    """The memory that a request needs.
+
+    Attributes:
+        tags: the tags.
+        what: the request's operation, for the error message.
+        reads: whether it reads the contents; False if it only replaces them.
+    """
+
+    tags: frozenset[str]
+    what: str
+    reads: bool = True
+
+
+_BATCH = Need(MODEL, "run a batch")
+_LOAD = Need(_WEIGHTS, "load a LoRA adapter")
+_READ = Need(_WEIGHTS, "read its weights")
+_SAVE = Need(_WEIGHTS, "save its weights")
+_UPDATE = Need(_WEIGHTS, "update its weights", reads=False)
+
+# By method of the engine core or of its workers. Other methods may run while memory is released:
+# programs call methods of their own, which only these programs know.
+_NEEDS = {
+    "add_lora": _LOAD,
+    "compute_weight_checksums": _READ,
+    "execute_dummy_batch": _BATCH,
+    "finish_weight_update": _UPDATE,
+    BEGIN: _UPDATE,
+    LOAD: _UPDATE,
+    "pin_lora": _LOAD,
+    "reload_weights": _UPDATE,
+    "save_sharded_state": _SAVE,
+    "save_tensorized_model": _SAVE,
+    "start_draft_weight_update": _UPDATE,
+    "start_weight_update": _UPDATE,
+    "update_weights": _UPDATE,
+}
+
+
+def need_of(method: object, args: Sequence[Any] = ()) -> Need | None:
+    """Return the memory that a call of the engine core needs; None if it is not known to need any.
+
+    Args:
+        method: the name of the method, of the engine core or of its workers.
+        args: the arguments; the first one of `collective_rpc` is the workers' method.
+    """
+    method = _method_of(method, args)
+    return _NEEDS.get(method) if isinstance(method, str) else None
+
+
+def is_query(method: object, args: Sequence[Any]) -> bool:
+    """Return whether a call only queries the engine; the arguments are those of `need_of`."""
+    return _method_of(method, args) in _QUERIES
+
+
+def _method_of(method: object, args: Sequence[Any]) -> object:
+    return (args[0] if args else None) if method == _RPC else method
+
+
+def check_level(level: object) -> None:
+    """Raise `ConfigError` if vLLM has no such level of sleep."""
+    if level not in _LEVELS:
+        raise ConfigError(
+            f"level {level!r} of sleep does not exist: it must be 0 (scheduling stops), 1 (the "
+            "weights are saved) or 2 (all contents are discarded)"
+        )

@@ -1,0 +1,265 @@
+"""Answers memsaver's calls in vLLM's engine core, which knows the requests in flight.
+
+The calls come through vLLM's collective_rpc, the one function that every client of an engine can
+call by any name: an LLM, an AsyncLLM and a server's /collective_rpc. The state, a release and a
+resume of tags, and the engine's description are answered here; other calls go to the workers.
+
+A release of weights and KV cache is vLLM's own sleep, and a resume is its wake-up, so that vLLM's
+state and other clients' calls stay valid. A release of some of the tags is a call of the workers,
+which vLLM's sleep lacks. CUDA graphs that cannot be released count as released while the weights
+and the KV cache are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from typing import Any
+
+from memsaver.errors import ConfigError, MemsaverError
+
+from ..engine.errors import EngineBusyError
+from ..engine.messages import Answer, Failure, SchedulerState
+from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
+from .guard import guard_of
+from .local import MARK, arguments_of
+from .protocol import END, INFO, RANK_STATE, RELEASE, RELEASE_PART, RESUME, STATE, VERSION
+
+__all__ = ["install"]
+
+_VERSION = "_memsaver_weight_version"  # an attribute of an engine core
+_SLEEPING = (WEIGHTS, KV_CACHE)  # the tags that vLLM's executor knows
+
+
+def install(core: Any) -> None:
+    """Answer memsaver's calls in vLLM's class of engine cores. Idempotent.
+
+    Raises:
+        AttributeError: the class does not have the expected methods.
+    """
+    if MARK in vars(core):
+        return
+    original = core.collective_rpc
+    for name in ("sleep", "wake_up", "pause_scheduler", "resume_scheduler"):
+        getattr(core, name)
+
+    @functools.wraps(original)
+    def collective_rpc(
+        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        answer = _ANSWERS.get(method) if isinstance(method, str) else None
+        if answer is None:
+            return original(self, method, timeout, args, kwargs)
+        return _then(answer(self, *args), lambda result: [result])
+
+    core.collective_rpc = collective_rpc
+    setattr(core, MARK, True)
+
+
+def _info(core: Any) -> dict[str, Any]:
+    return arguments_of(core.vllm_config, getattr(core, _VERSION, None))
+
+
+def _set_version(core: Any, version: str) -> None:
+    setattr(core, _VERSION, str(version))
+    if hasattr(core, "set_weight_version"):  # vLLM 0.33
+        core.set_weight_version(str(version))
+
+
+def _state(core: Any) -> dict[str, Any]:
+    return asdict(_state_of(core))
+
+
+def _state_of(core: Any) -> SchedulerState:
+    """Return the state of the first rank, which all ranks of an executor share."""
+    rows = core.model_executor.collective_rpc(RANK_STATE)
+    state = SchedulerState.from_fields(rows[0])
+    last = None if state.last is None else replace(state.last, released=_full(state.last.released))
+    return replace(state, released=_full(state.released), idle=_is_idle(core), last=last)
+
+
+def _full(released: Sequence[str]) -> tuple[str, ...]:
+    """Add the graphs to released tags, if nothing else is mapped."""
+    found = {*released, GRAPH} if set(_SLEEPING) <= set(released) else set(released)
+    return tuple(tag for tag in RELEASE_ORDER if tag in found)
+
+
+def _is_idle(core: Any) -> bool:
+    """Return whether no request uses memory, or is about to. Those that wait in a pause do not."""
+    if core.scheduler.running or getattr(core, "batch_queue", None):
+        return False
+    return bool(core.is_scheduler_paused() or not core.scheduler.has_unfinished_requests())
+
+
+def _release(core: Any, tags: Sequence[str], level: int) -> Any:
+    was_paused = core.is_scheduler_paused()
+
+    def work(released: Sequence[str]) -> Any:
+        if not _is_idle(core):
+            raise EngineBusyError(
+                "the engine has requests in flight, and memory that they use cannot be released"
+            )
+        # The graphs alone are released by the workers.
+        going = [tag for tag in tags if tag in _SLEEPING and tag not in released] or list(tags)
+        if set(going) == set(_SLEEPING):
+            return core.sleep(level, "keep")  # the requests that wait in a pause
+        paused = core.pause_scheduler("keep", KV_CACHE in going)
+        part = [*going, *(GRAPH,) * (GRAPH in tags)]
+        return _then(paused, lambda _: _release_part(core, part, level))
+
+    def undo() -> None:
+        if not was_paused:
+            core.resume_scheduler()
+
+    return _answered(core, "release", tags, work, undo)
+
+
+def _release_part(core: Any, tags: Sequence[str], level: int) -> None:
+    """Release some tags, and leave vLLM's executor in the state of a partial wake-up."""
+    executor = core.model_executor
+    executor.collective_rpc(RELEASE_PART, args=(list(tags), level))
+    executor.sleeping_tags = {*executor.sleeping_tags, *(tag for tag in tags if tag in _SLEEPING)}
+    if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # vLLM 0.26
+        executor.is_sleeping = bool(executor.sleeping_tags)
+    guard_of(core).sleeps(level if WEIGHTS in tags else 1, None)
+    if not executor.sleeping_tags:
+        core.resume_scheduler()
+
+
+def _resume(core: Any, tags: Sequence[str]) -> Any:
+    def work(released: Sequence[str]) -> None:
+        executor = core.model_executor
+        coming = [tag for tag in tags if tag in _SLEEPING and tag in executor.sleeping_tags]
+        if coming:
+            core.wake_up(coming)
+        else:  # the graphs are mapped by any wake-up
+            executor.collective_rpc("wake_up", kwargs={"tags": []})
+
+    return _answered(core, "resume", tags, work)
+
+
+def _answered(
+    core: Any,
+    operation: str,
+    tags: Sequence[str],
+    work: Callable[[Sequence[str]], Any],
+    undo: Callable[[], None] = lambda: None,
+) -> Any:
+    """Run a release or a resume, and return its `Answer`, with the failure if there is one.
+
+    The result is a future if `work` returns one, because a pause of vLLM's scheduler ends later.
+    Exceptions propagate if the workers did not report a failure, and are not memsaver's.
+
+    Args:
+        core: the engine core.
+        operation: "release" or "resume".
+        tags: the requested tags.
+        work: called with the released tags.
+        undo: called if the work fails.
+    """
+    before = _state_of(core)
+    number = before.last.number if before.last else 0
+
+    def begin() -> Any:
+        check_known(tags, RELEASE_ORDER)
+        return work(before.released)
+
+    def end(result: Callable[[], Any]) -> dict[str, Any]:
+        return _answer(core, operation, tags, number, result, undo)
+
+    begun: Future[Any] = Future()
+    _settle(begun, begin)
+    pending = None if begun.exception() else begun.result()
+    if not isinstance(pending, Future):
+        return end(begun.result)
+    answer: Future[Any] = Future()
+    pending.add_done_callback(lambda done: _settle(answer, lambda: end(done.result)))
+    return answer
+
+
+def _answer(
+    core: Any,
+    operation: str,
+    tags: Sequence[str],
+    number: int,
+    result: Callable[[], Any],
+    undo: Callable[[], None],
+) -> dict[str, Any]:
+    """Return the `Answer` to a release or a resume that has ended; `result` raises its error."""
+    try:
+        _undoing(result, undo)
+    except (ConfigError, MemsaverError) as error:
+        return asdict(_refused(core, operation, tags, error, number))
+    except Exception:
+        answer = _state_of(core).last
+        if answer is None or answer.number == number or answer.failure is None:
+            raise
+        return asdict(answer)
+    state = _state_of(core)
+    if state.last is None or state.last.number == number:
+        return asdict(Answer(state.scheduler, operation, tuple(tags), state.released))
+    return asdict(replace(state.last, released=state.released))
+
+
+def _undoing(result: Callable[[], Any], undo: Callable[[], None]) -> None:
+    try:
+        result()
+    except BaseException:
+        undo()
+        raise
+
+
+def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Run the work, and make its outcome the future's."""
+    try:
+        result = work()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _then(first: Any, work: Callable[[Any], Any]) -> Any:
+    """Return `work` of a result; of a future, return a future."""
+    if not isinstance(first, Future):
+        return work(first)
+    last: Future[Any] = Future()
+    first.add_done_callback(lambda done: _settle(last, lambda: work(done.result())))
+    return last
+
+
+def _refused(
+    core: Any, operation: str, tags: Sequence[str], error: MemsaverError, number: int
+) -> Answer:
+    """Return the answer to a call that failed in this process, or in an executor without others."""
+    state = _state_of(core)
+    if state.last is not None and state.last.number > number and state.last.failure is not None:
+        return state.last
+    return Answer(
+        state.scheduler,
+        operation,
+        tuple(tags),
+        state.released,
+        failure=Failure.of(error),
+        number=number,
+    )
+
+
+def _end(core: Any) -> Any:
+    """End an update in the workers, and drop outputs of encoders with the old weights."""
+    rows = core.model_executor.collective_rpc(END)
+    if _is_idle(core):
+        core.reset_encoder_cache()
+    return rows[0]
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    INFO: _info,
+    STATE: _state,
+    RELEASE: _release,
+    RESUME: _resume,
+    END: _end,
+    VERSION: _set_version,
+}

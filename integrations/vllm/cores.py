@@ -1,0 +1,96 @@
+"""The calls of vLLM's clients to their engine cores for requests to a sleeping engine.
+
+A client is the object that vLLM's `AsyncLLM` or `LLMEngine` uses to reach its engine core, which
+runs in the same process or in another. With data parallelism it has several of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from memsaver.errors import MemsaverError
+
+from ..engine.errors import EngineError
+from ..engine.fields import Fields, parsed
+from ..engine.messages import Answer, Failure, error_of
+from ..engine.tags import RELEASE_ORDER
+
+__all__ = ["Memory", "alive", "error_from", "memory_of", "memory_of_async"]
+
+_METHOD = "memsaver_memory"
+_LOOK_SECONDS = 0.5
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of an engine's cores.
+
+    Attributes:
+        released: the tags that are released on at least one of them.
+        lost: those of them whose contents a release discarded.
+        is_others: whether another allocator than memsaver has released memory.
+        error: the error of the last sleep or wake-up, if it was queried and failed.
+    """
+
+    released: frozenset[str]
+    lost: frozenset[str]
+    is_others: bool
+    error: MemsaverError | None
+
+    @classmethod
+    def of(cls, answers: Iterable[str]) -> Memory:
+        """Read the cores' answers. Raises `EngineError` if one is invalid."""
+        released: set[str] = set()
+        lost: set[str] = set()
+        is_others, failures = False, []
+        for answer in answers:
+            read = Fields(parsed(answer, "an engine core's memory"), "an engine core's memory")
+            released.update(read.texts("released", RELEASE_ORDER))
+            lost.update(read.texts("lost", RELEASE_ORDER))
+            is_others = is_others or read.flag("other")
+            failures.append(Failure.from_fields(read.optional("failure")))
+        error = error_of(Answer("", "", (), (), failure=failure) for failure in failures)
+        return cls(frozenset(released), frozenset(lost), is_others, error)
+
+
+def memory_of(client: Any, touch: bool = False, failed: bool = False) -> Memory:
+    """Query the engine core of an `LLMEngine`'s client; the arguments are `memsaver_memory`'s."""
+    core = getattr(client, "engine_core", None)
+    if core is not None:
+        return Memory.of([core.memsaver_memory(touch, failed)])
+    return Memory.of([client.call_utility(_METHOD, touch, failed)])
+
+
+async def memory_of_async(client: Any, touch: bool = False, failed: bool = False) -> Memory:
+    """Query all engine cores of an `AsyncLLM`'s client; see `memory_of`."""
+    call = client._call_utility_async  # `call_utility_async` returns the first core's answer
+    cores = client.core_engines
+    work = [call(_METHOD, touch, failed, engine=core) for core in cores]
+    return Memory.of(await asyncio.gather(*work))
+
+
+async def alive(engine: Any, work: Awaitable[_Result]) -> _Result:
+    """Return the result of a call to the engine cores of an `AsyncLLM`, or raise if they end.
+
+    vLLM's own call would wait without end if an engine core ends before it answers.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=_LOOK_SECONDS)
+            if not task.done() and engine.errored:
+                raise engine.dead_error
+        return task.result()
+    finally:
+        task.cancel()
+
+
+def error_from(error: Exception, memory: Memory) -> Exception:
+    """Return the typed error of a failed sleep or wake-up, whose text is all that vLLM sends."""
+    if isinstance(error, MemsaverError) or memory.error is None:
+        return error
+    return memory.error if memory.error.message in str(error) else EngineError(str(error))

@@ -1,0 +1,232 @@
+"""vLLM as an `Engine`: a `vllm.LLM` or an `AsyncLLM` of this process, or a server at a URL."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from memsaver._runtime.timeouts import check_timeout
+from memsaver.errors import ConfigError, MemsaverError
+
+from ..engine import held
+from ..engine.errors import EngineDiedError, EngineTimeoutError
+from ..engine.interface import Request, Sample
+from ..engine.loops import check_outside_loop
+from .async_engine import AsyncEngine
+from .link import Link
+from .local import arguments_of, death_of, has_plugin, result_of
+from .samples import prompt_of, sample_of, sampling_of, unique_name
+from .served import ServedEngine
+
+__all__ = ["AsyncEngine", "LocalEngine", "ServedEngine", "connect"]
+
+Result = TypeVar("Result")
+
+_POLL_SECONDS = 0.05
+
+
+def connect(engine: Any, api_key: str | None = None) -> Link:
+    """Return the calls to `engine`.
+
+    Args:
+        engine: a `vllm.LLM`, an `AsyncLLM`, the URL of a vLLM server, or the result of an earlier
+            call.
+        api_key: the server's API key.
+
+    Raises:
+        ConfigError: `engine` is none of these, or the URL or the key is invalid. The message
+            contains neither the URL nor the key.
+        NotLoadedError: `engine` is a URL, and httpx is not installed.
+    """
+    if isinstance(engine, str):
+        return ServedEngine(engine, api_key)
+    if isinstance(engine, Link):
+        return engine
+    if hasattr(engine, "llm_engine"):
+        return LocalEngine(engine)
+    if all(hasattr(engine, name) for name in ("engine_core", "pause_generation", "output_handler")):
+        return AsyncEngine(engine)
+    raise ConfigError(
+        f"the engine must be a vllm.LLM, an AsyncLLM or a server's URL, not {type(engine).__name__}"
+    )
+
+
+class LocalEngine(Link):
+    """A `vllm.LLM` of this process. Any thread.
+
+    An LLM makes one call at a time, so a call waits for another thread's. During a generation of
+    `samples`, calls run between vLLM's steps, except for a pause, which waits for its end. If vLLM
+    runs its engine core in this process, calls cannot be interrupted, and their timeouts are
+    checked only afterwards.
+
+    Args:
+        engine: the LLM.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._llm = engine
+        self._core = engine.llm_engine
+        self._busy = threading.Lock()  # held during a call, and released by the thread that runs it
+        self._generating = threading.Lock()
+        self._aborted = False  # whether the generation in progress is to end
+
+    @property
+    def engine(self) -> Any:
+        """The `vllm.LLM`."""
+        return self._llm
+
+    def has_plugin(self, timeout: float) -> bool:
+        """See `Link`."""
+        return has_plugin()
+
+    def rpc(self, method: str, arguments: Sequence[Any], timeout: float) -> list[Any]:
+        """See `Link`."""
+        call = self._core.collective_rpc
+        return list(self.run(method, lambda: call(method, timeout, tuple(arguments)), timeout))
+
+    def call(self, name: str, arguments: Mapping[str, Any], timeout: float) -> Any:
+        """See `Link`."""
+        llm = self._llm
+        if name == "abort":
+            self._aborted = self._generating.locked()
+            if not self._aborted:
+                self.run(name, self._abort, timeout)
+            return None
+        calls: dict[str, Callable[[], Any]] = {
+            "sleep": lambda: llm.sleep(**arguments),
+            "wake_up": lambda: llm.wake_up(**arguments),
+            "reset_prefix_cache": lambda: llm.reset_prefix_cache(**arguments),
+            "reset_mm_cache": lambda: llm.reset_mm_cache(),
+            "pause": lambda: llm.sleep(0, arguments["mode"]),
+            "unpause": lambda: llm.wake_up(["scheduling"]),
+        }
+        with self._no_generation(timeout) if name == "pause" else contextlib.nullcontext():
+            return self.run(name, calls[name], timeout)
+
+    def plain_arguments(self, timeout: float) -> dict[str, Any]:
+        """See `Link`."""
+        return arguments_of(self._core.vllm_config)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Engine`. The arguments and results are those of `vllm.LLM.generate`."""
+        check_outside_loop()
+        with self._generating, self._busy:
+            return self._llm.generate(*args, **kwargs)
+
+    def samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
+        """See `Link`."""
+        deadline = time.monotonic() + timeout
+        with self._no_generation(timeout):
+            self._aborted = False
+            name = unique_name()
+            ids = [f"{name}-{number}" for number in range(len(requests))]
+            try:
+                return self._generated(requests, ids, deadline, timeout)
+            except BaseException:
+                with contextlib.suppress(MemsaverError):
+                    self.run("an abort", lambda: self._core.abort_request(ids), _left(deadline))
+                raise
+
+    def _generated(
+        self, requests: Sequence[Request], ids: Sequence[str], deadline: float, timeout: float
+    ) -> list[Sample]:
+        def add() -> None:
+            for rid, request in zip(ids, requests, strict=True):
+                self._core.add_request(rid, prompt_of(request), sampling_of(request))
+
+        found: dict[str, Any] = {}
+        self.run("a generation", add, _left(deadline))
+        while len(found) < len(ids):
+            if time.monotonic() >= deadline:
+                raise EngineTimeoutError(f"the engine did not generate within {timeout:.3g} s")
+            if self._aborted:
+                self.run("an abort", self._abort, _left(deadline))
+            outputs = self.run("a generation", self._step, _left(deadline))
+            found |= {one.request_id: one for one in outputs if one.finished}
+            if not self._core.output_processor.has_unfinished_requests():
+                break
+        return [sample_of(found.get(rid)) for rid in ids]
+
+    def _step(self) -> list[Any]:
+        if not self._core.output_processor.has_unfinished_requests():
+            return []
+        return list(self._core.step())
+
+    def _abort(self) -> None:
+        processor = self._core.output_processor
+        ids = [*processor.request_states, *getattr(processor, "parent_requests", ())]
+        self._core.abort_request(ids, internal=True)
+
+    @contextlib.contextmanager
+    def _no_generation(self, timeout: float) -> Iterator[None]:
+        check_timeout(timeout)
+        if not self._generating.acquire(timeout=timeout):
+            raise EngineTimeoutError(
+                f"the engine's generation did not end within {timeout:.3g} s; a vllm.LLM makes one "
+                "generation at a time, and cannot be paused during it: use an AsyncLLM"
+            )
+        try:
+            yield
+        finally:
+            self._generating.release()
+
+    def run(self, what: str, work: Callable[[], Result], timeout: float) -> Result:
+        """Make a call of the engine, and return its result.
+
+        Raises:
+            ConfigError: the timeout is not a positive number.
+            EngineTimeoutError: the call did not return in time.
+            EngineDiedError: one of the engine's processes ended.
+            EngineError: the call raised. memsaver's own errors are raised unchanged.
+            InvalidStateError: the calling thread runs an event loop.
+        """
+        check_timeout(timeout)
+        check_outside_loop()
+        deadline = time.monotonic() + timeout
+        if ended := self.death():
+            raise EngineDiedError(f"the engine is dead: {ended}")
+        if not self._busy.acquire(timeout=timeout):
+            raise EngineTimeoutError(
+                f"another thread's call did not end within {timeout:.3g} s; {what} was not made"
+            )
+        done: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        device = held.device()
+
+        def call() -> None:
+            try:
+                held.use_device(device)
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+            finally:
+                self._busy.release()
+
+        if self._is_in_process():
+            call()
+        else:
+            threading.Thread(target=call, name="memsaver-vllm-call", daemon=True).start()
+        while not done.done() and time.monotonic() < deadline and not self.death():
+            concurrent.futures.wait([done], min(_POLL_SECONDS, _left(deadline)))
+        if not done.done():
+            if ended := self.death():
+                raise EngineDiedError(f"the engine died before it answered {what}: {ended}")
+            raise EngineTimeoutError(
+                f"the engine did not answer {what} within {timeout:.3g} s; it may be dead or busy"
+            )
+        return result_of(done, what, self.death)
+
+    def _is_in_process(self) -> bool:
+        """Whether the engine core is in this process, with the GPU's context of a thread."""
+        return hasattr(self._core.engine_core, "engine_core")
+
+    def death(self) -> str:
+        """See `Backend`."""
+        return death_of(self._core.engine_core)
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())

@@ -1,0 +1,61 @@
+"""CUDA graphs in pausable memory, for versions of vLLM without `sleep_mode_offload_cudagraph`.
+
+vLLM captures its graphs into one pool per process, whose id its platform returns. With
+MEMSAVER_VLLM_GRAPHS=1 that pool is the allocator's, if vLLM uses the allocator at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from typing import Any
+
+from .worker import installed_allocator
+
+__all__ = ["install"]
+
+_PARALLEL = "vllm.distributed.parallel_state"
+_logger = logging.getLogger("memsaver.vllm")
+
+
+def install(platform: Any) -> None:
+    """Wrap `get_global_graph_pool` of vLLM's base class of platforms. Idempotent.
+
+    Raises:
+        AttributeError: the class does not have the method.
+    """
+    original = platform.get_global_graph_pool
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def get_global_graph_pool(self: Any) -> Any:
+        allocator = installed_allocator()
+        if allocator is None or _are_registered():
+            return original(self)
+        return allocator.graph_pool()
+
+    platform.get_global_graph_pool = get_global_graph_pool
+
+
+def _are_registered() -> bool:
+    """Return whether vLLM exports the graphs' memory to other processes, and log it once.
+
+    Its own all-reduce does so, which CUDA permits only for memory of cudaMalloc.
+    """
+    state = sys.modules.get(_PARALLEL)
+    group = getattr(state, "_TP", None)
+    custom = getattr(getattr(group, "device_communicator", None), "ca_comm", None)
+    found = custom is not None and not getattr(custom, "disabled", False)
+    if found:
+        _log_once()
+    return found
+
+
+@functools.cache
+def _log_once() -> None:
+    _logger.warning(
+        "MEMSAVER_VLLM_GRAPHS has no effect: vLLM's custom all-reduce exports the memory of CUDA "
+        "graphs to other ranks; start vLLM with disable_custom_all_reduce to release that memory"
+    )

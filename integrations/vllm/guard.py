@@ -1,0 +1,264 @@
+"""Refuses requests that need released memory, in vLLM's engine core.
+
+vLLM's scheduler is paused while memory is released, so a generation that arrives then waits without
+a bound, and other requests that use the weights, such as loads of LoRA adapters, end the engine.
+The guard runs before the handlers of the engine core, on the thread of its loop, and reads the
+state that the executor keeps for all ranks. It takes effect only while memsaver's memory is
+released, and adds nothing to a decoding step.
+
+| request | while memory is released |
+|---|---|
+| generation, embedding | refused |
+| generation, embedding, while the engine finishes others before a sleep | held; then refused |
+| weight update, LoRA load, read of the weights | refused if the weights are released |
+| resume of the scheduler | succeeds: the last wake-up resumes it |
+| sleep, wake-up, abort, pause, query, reset of a cache, other calls | as usual |
+
+Requests that the scheduler accepted before the sleep, and keeps, continue after the wake-up. With
+several data-parallel engine cores, each one decides from its own state.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from ..engine.refusals import asleep_text
+from ..engine.tags import WEIGHTS
+from . import settings
+from .calls import MODEL, check_level, need_of
+from .idle_sleep import IdleRelease, IdleSleep
+
+__all__ = ["before_wait", "guard_of", "handle", "memsaver_memory", "sleep", "woken"]
+
+_GUARD = "_memsaver_guard"  # an attribute of an engine core
+_RESUME_SCHEDULER = "resume_scheduler"
+_logger = logging.getLogger("memsaver.vllm")
+
+
+def guard_of(core: Any) -> Guard:
+    """Return an engine core's guard."""
+    found = vars(core).get(_GUARD)
+    if found is None:
+        found = Guard(core)
+        setattr(core, _GUARD, found)
+    return found  # type: ignore[no-any-return]
+
+
+def handle(original: Callable[..., None], core: Any, kind: Any, request: Any) -> None:
+    """Wrap `EngineCoreProc._handle_client_request`."""
+    guard_of(core).handle(functools.partial(original, core), kind, request)
+
+
+def sleep(
+    original: Callable[..., Any], core: Any, level: int = 1, mode: str = "abort"
+) -> Future[Any] | None:
+    """Wrap `EngineCore.sleep`, which returns a future if it first waits for requests.
+
+    Raises:
+        ConfigError: vLLM has no such level.
+    """
+    check_level(level)
+    result: Future[Any] | None = original(core, level, mode)
+    if level:
+        guard_of(core).sleeps(level, result)
+    return result
+
+
+def woken(result: Any, core: Any, *_: Any) -> Any:
+    """Record a wake-up; called after `EngineCore.wake_up`."""
+    guard_of(core).woken()
+    return result
+
+
+def before_wait(original: Callable[..., None], core: Any) -> None:
+    """Wrap `EngineCoreProc._notify_idle_state_callbacks`, which runs before a wait for requests."""
+    original(core)
+    idle = guard_of(core).idle
+    if idle is not None:
+        idle.wait_begins()
+
+
+def memsaver_memory(core: Any, touch: bool = False, failed: bool = False) -> str:
+    """Return the state of an engine core's memory, as JSON. A method of `EngineCore`.
+
+    Args:
+        core: the engine core.
+        touch: a request is about to follow, so that an idle engine keeps its memory.
+        failed: include the failure of the last sleep or wake-up.
+
+    Returns:
+        The object's fields are `released`, the released tags; `lost`, those of them whose contents
+        were discarded; `other`, whether another allocator released memory; and `failure`, a
+        `Failure` or null.
+    """
+    guard = guard_of(core)
+    if touch and guard.idle is not None:
+        guard.idle.restart()
+    released = guard.released
+    return json.dumps(
+        {
+            "released": sorted(released),
+            "lost": sorted(guard.lost & released),
+            "other": bool(core.model_executor.is_sleeping and not released),
+            "failure": guard.failure() if failed else None,
+        }
+    )
+
+
+def _state_of(worker: Any) -> Any:
+    """Return a worker's `memsaver_state`; None if the worker has another allocator."""
+    state = getattr(worker, "memsaver_state", None)
+    return state() if state is not None else None
+
+
+class Guard:
+    """The guard of one engine core; see the description of this module.
+
+    Attributes:
+        idle: releases the memory of an idle engine; None if the settings do not request it.
+        lost: the tags whose contents the last sleep discarded.
+
+    Args:
+        core: the engine core.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._is_ours: bool | None = None  # whether the workers use memsaver; None: not known yet
+        self._is_draining = False
+        self._held: list[tuple[Callable[..., None], Any, Any]] = []
+        self._logged: set[str] = set()  # requests refused since the last wake-up
+        self.lost: frozenset[str] = frozenset()
+        self.idle = IdleSleep.of(core, settings.policy().sleep_after)
+
+    @property
+    def released(self) -> frozenset[str]:
+        """The released tags; none of them if another allocator has released them."""
+        executor = self._core.model_executor
+        if not executor.is_sleeping:
+            return frozenset()
+        released = MODEL.intersection(executor.sleeping_tags)
+        if released and self._is_ours is None:
+            states = executor.collective_rpc(_state_of)
+            self._is_ours = all(state is not None and state["released"] for state in states)
+        return released if self._is_ours else frozenset()
+
+    def failure(self) -> dict[str, Any] | None:
+        """Return the fields of the `Failure` of the last sleep or wake-up; None without one."""
+        for state in self._core.model_executor.collective_rpc(_state_of):
+            last = state["last"] if state is not None else None
+            if last is not None and last["failure"] is not None:
+                return dict(last["failure"])
+        return None
+
+    def sleeps(self, level: int, pending: Future[Any] | None) -> None:
+        """Record a sleep that has ended, or that ends when `pending` does."""
+        if pending is None:
+            self._has_slept(level)
+            return
+        self._is_draining = True
+        pending.add_done_callback(functools.partial(self._drained, level))
+
+    def woken(self) -> None:
+        """Record a wake-up of any tags."""
+        self._logged.clear()
+        self.lost = self.lost.intersection(self._core.model_executor.sleeping_tags)
+
+    def _has_slept(self, level: int) -> None:
+        if level == 2 and self._core.model_executor.is_sleeping:
+            self.lost |= {WEIGHTS}
+
+    def _drained(self, level: int, pending: Future[Any]) -> None:
+        self._is_draining = False
+        if not pending.cancelled() and pending.exception() is None:
+            self._has_slept(level)
+        held, self._held = self._held, []
+        for dispatch, kind, request in held:
+            self.handle(dispatch, kind, request)
+
+    def handle(self, dispatch: Callable[..., None], kind: Any, request: Any) -> None:
+        """Dispatch a client's request to the engine core, or refuse it."""
+        if isinstance(kind, IdleRelease):
+            kind.run()
+            return
+        name = getattr(kind, "name", "")
+        if self.idle is not None:
+            self.idle.received(name, request)
+        if name == "ADD" and self._is_new(request[0]):
+            if self._is_draining:
+                self._held.append((dispatch, kind, request))
+                return
+            released = self.released
+            if released:
+                self._refuse(request[0], released)
+                return
+        elif name == "UTILITY" and self._answers(request):
+            return
+        elif name == "ABORT" and self._held:
+            self._held = [one for one in self._held if one[2][0].request_id not in request]
+        dispatch(kind, request)
+
+    def _is_new(self, request: Any) -> bool:
+        """Return whether a request is new, and not a part of one that the scheduler has."""
+        known = getattr(self._core.scheduler, "requests", {})
+        return request.request_id not in known and not getattr(request, "abort_immediately", False)
+
+    # --- refusals ---------------------------------------------------------------------------------
+
+    def _refuse(self, request: Any, released: frozenset[str]) -> None:
+        what = "generate" if request.pooling_params is None else "compute embeddings"
+        text = asleep_text(released, what)
+        self._log(what, text)
+        vllm = importlib.import_module("vllm.v1.engine")
+        output = vllm.EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=vllm.FinishReason.ABORT,
+            stop_reason=text,
+        )
+        outputs = vllm.EngineCoreOutputs(outputs=[output], finished_requests={request.request_id})
+        self._core.output_queue.put_nowait((request.client_index, outputs))
+
+    def _answers(self, call: Any) -> bool:
+        """Answer a call that must not run now. Returns False for any other call."""
+        client, number, method, args = call
+        need = need_of(method, args)
+        if need is None and method != _RESUME_SCHEDULER:
+            return False
+        released = self.released
+        if need is not None and need.tags & released:
+            text = asleep_text(released, need.what)
+            self._log(need.what, text)
+            self._answer(client, number, text)
+            return True
+        if method == _RESUME_SCHEDULER and released:
+            _logger.warning(
+                "generation continues after a wake-up of %s, which are released",
+                ", ".join(sorted(released)),
+            )
+            self._answer(client, number, None)
+            return True
+        return False
+
+    def _answer(self, client: int, number: int, failure: str | None) -> None:
+        vllm = importlib.import_module("vllm.v1.engine")
+        output = vllm.UtilityOutput(number)
+        if failure is None:
+            output.result = vllm.UtilityResult(None)
+        else:
+            output.failure_message = failure
+        outputs = vllm.EngineCoreOutputs(utility_output=output)
+        self._core.output_queue.put_nowait((client, outputs))
+
+    def _log(self, what: str, text: str) -> None:
+        if what not in self._logged:
+            self._logged.add(what)
+            _logger.warning(
+                "a request is refused: %s; later refusals are not logged until a wake-up", text
+            )

@@ -1,0 +1,59 @@
+"""HTTP responses of a sleeping vLLM server; see `..engine.http.asleep_answers`.
+
+`/ping` keeps vLLM's own answer, for probes that restart servers.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from ..engine.admission import Admission
+from ..engine.http.asleep_answers import add_innermost
+from .admissions import admission_of
+
+__all__ = ["MODULES", "install"]
+
+# The modules that build a server's application, by version: 0.33, 0.26.
+MODULES = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.openai.api_server",
+)
+_BUILD = "build_app"
+_HEALTH = ("/health",)
+_ASYNC = "AsyncLLM"
+
+
+def install(module: ModuleType) -> None:
+    """Make one of `MODULES` add the middleware to each application that it builds. Idempotent."""
+    original = getattr(module, _BUILD, None)
+    if original is None or hasattr(original, "_memsaver"):
+        return  # in 0.33, a module of the same name builds no application
+
+    @functools.wraps(original)
+    def build_app(*args: Any, **named: Any) -> Any:
+        app = original(*args, **named)
+        _add(app)
+        return app
+
+    vars(build_app)["_memsaver"] = True
+    setattr(module, _BUILD, build_app)
+
+
+def _add(app: Any) -> None:
+    def engine() -> Any:
+        return getattr(app.state, "engine_client", None)
+
+    def admission() -> Admission | None:
+        found = engine()
+        return admission_of(found) if _is_engine(found) else None
+
+    def is_shared() -> bool:
+        return int(getattr(engine(), "_client_count", 1)) > 1
+
+    add_innermost(app, admission=admission, is_shared=is_shared, health=_HEALTH)
+
+
+def _is_engine(client: Any) -> bool:
+    return any(kind.__name__ == _ASYNC for kind in type(client).__mro__)

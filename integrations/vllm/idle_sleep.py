@@ -1,0 +1,132 @@
+"""Releases an idle engine's memory after some time, in vLLM's engine core.
+
+The engine core waits for requests in its input queue. `IdleSleep` bounds this wait by the time that
+is left, and then releases the memory on the thread that waited, so that no request can arrive in
+between. With several data-parallel engine cores, each one releases its memory independently, except
+those of a model with experts, which step together: they keep their memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..engine.idle import IdleTimer
+from .calls import is_query
+
+__all__ = ["IdleRelease", "IdleSleep"]
+
+_LEVEL = 1  # the weights are saved
+_QUEUE = "input_queue"  # an attribute of an engine core
+_logger = logging.getLogger("memsaver.vllm")
+
+
+class IdleRelease:
+    """The message of an engine core to itself that its time without requests has passed."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+
+
+class IdleSleep:
+    """Releases the memory of an engine core after a period without requests.
+
+    Args:
+        core: the engine core.
+        seconds: the length of the period.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self, core: Any, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._core = core
+        self._timer = IdleTimer(seconds, clock)
+        self._is_working = False
+
+    @classmethod
+    def of(cls, core: Any, seconds: float) -> IdleSleep | None:
+        """Return an engine core's `IdleSleep`; None if it keeps its memory while it is idle."""
+        if not seconds or not core.vllm_config.model_config.enable_sleep_mode:
+            return None
+        if not hasattr(core, _QUEUE):
+            _logger.error(
+                "memsaver does not release the memory of an idle engine that runs in the process "
+                "of its caller: set VLLM_ENABLE_V1_MULTIPROCESSING=1"
+            )
+            return None
+        if hasattr(core, "dp_group"):
+            _logger.error(
+                "memsaver does not release the memory of an idle data-parallel engine whose model "
+                "has experts, because its ranks can only sleep together"
+            )
+            return None
+        return cls(core, seconds)
+
+    def wait_begins(self) -> None:
+        """Record that the engine core waits for requests. Called before each wait."""
+        if self._is_working:
+            self._is_working = False
+            self._timer.restart()
+        if not isinstance(getattr(self._core, _QUEUE), _BoundedQueue):
+            setattr(self._core, _QUEUE, _BoundedQueue(getattr(self._core, _QUEUE), self))
+
+    def received(self, kind: str, request: Any) -> None:
+        """Record a client's request. Queries do not postpone a release."""
+        if kind == "ADD":
+            self._is_working = True
+        if kind == "ADD" or (kind == "UTILITY" and not is_query(request[2], request[3])):
+            self._timer.restart()
+
+    def restart(self) -> None:
+        """Start the period again."""
+        self._timer.restart()
+
+    @property
+    def left(self) -> float | None:
+        """The seconds until a release; None if the engine cannot release its memory now."""
+        core = self._core
+        is_paused = core.is_scheduler_paused() or core.model_executor.is_sleeping
+        return None if is_paused or not core.is_running() else self._timer.left
+
+    def release(self) -> None:
+        """Release the memory, if the engine is still idle. A failure is logged."""
+        core = self._core
+        if self.left is None or core.has_work():
+            return
+        self._timer.restart()  # a failed release is retried after the same time
+        try:
+            # Not `core.sleep`: it clears the caches of multi-modal inputs, whose other halves the
+            # clients have.
+            if core.pause_scheduler("abort", False) is None and core.reset_prefix_cache():
+                _logger.info("the engine is idle: releasing its memory")
+                core.model_executor.sleep(_LEVEL)
+        except Exception as error:
+            _logger.warning("the idle engine keeps its memory: %s", error)
+        finally:
+            if not core.model_executor.is_sleeping:
+                core.resume_scheduler()
+
+
+class _BoundedQueue:
+    """An engine core's input queue, whose waits end when memory is due to be released."""
+
+    def __init__(self, inner: Any, idle: IdleSleep) -> None:
+        self._inner = inner
+        self._idle = idle
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Return the next request, or an `IdleRelease`."""
+        left = self._idle.left if block and timeout is None else None
+        if left is None:
+            return self._inner.get(block, timeout)
+        try:
+            return self._inner.get(timeout=left) if left else self._inner.get_nowait()
+        except queue.Empty:
+            return IdleRelease(self._idle.release), None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -1,0 +1,158 @@
+"""`Link`: the calls to a vLLM engine, wherever it runs.
+
+A subclass provides vLLM's own calls. With memsaver's plugin in the engine, the state of its memory,
+releases and resumes are calls of `core_calls`, through vLLM's collective_rpc. Without it, a release
+is vLLM's sleep, which releases the weights and the KV cache together.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memsaver.errors import ConfigError
+
+from ..engine.errors import EngineError
+from ..engine.fields import Fields
+from ..engine.interface import PauseMode, Request, Sample
+from ..engine.messages import Answer, SchedulerState, error_of
+from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
+from .protocol import INFO, RELEASE, RESUME, STATE
+
+__all__ = ["GENERATION_SECONDS", "Link"]
+
+GENERATION_SECONDS = 3600.0
+_LEAST_SECONDS = 1.0  # for a call after another one
+
+# vLLM's modes of a pause, by those of `Backend`.
+_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep", "wait": "wait"}
+
+
+class Link(abc.ABC):
+    """A vLLM engine as an `Engine`. Every call has a timeout in seconds.
+
+    Attributes:
+        level: vLLM's level of a sleep of the weights: 1 keeps their contents in host memory, and
+            with 2 they must be loaded after the wake-up.
+    """
+
+    level: int = 1
+
+    # --- the engine's memory ----------------------------------------------------------------------
+
+    def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+        """See `Engine`."""
+        if self.has_plugin(timeout):
+            deadline = time.monotonic() + timeout
+            answers = self._change(RELEASE, [list(tags), self.level], timeout)
+            # As vLLM's own sleep: the front end must forget inputs that the engine core forgets.
+            self.call("reset_mm_cache", {}, max(_LEAST_SECONDS, deadline - time.monotonic()))
+            return answers
+        if not {WEIGHTS, KV_CACHE} <= set(tags):
+            raise ConfigError(
+                f"without memsaver's plugin, vLLM cannot release {', '.join(tags)} alone: release "
+                "the weights and the KV cache together, or install the plugin"
+            )
+        self.call("sleep", {"level": self.level, "mode": "abort"}, timeout)
+        return []
+
+    def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+        """See `Engine`."""
+        if self.has_plugin(timeout):
+            return self._change(RESUME, [list(tags)], timeout)
+        wanted = [tag for tag in tags if tag != GRAPH]
+        if wanted:
+            self.call("wake_up", {"tags": wanted}, timeout)
+        return []
+
+    def _change(self, method: str, arguments: list[Any], timeout: float) -> list[Answer]:
+        answers = [Answer.from_fields(row) for row in self.rpc(method, arguments, timeout)]
+        failed = error_of(answers)
+        if failed is not None:
+            raise failed
+        return answers
+
+    def states(self, timeout: float) -> list[SchedulerState]:
+        """See `Engine`."""
+        if not self.has_plugin(timeout):
+            return []
+        return [SchedulerState.from_fields(row) for row in self.rpc(STATE, [], timeout)]
+
+    def flush(self, timeout: float) -> bool:
+        """See `Engine`."""
+        return bool(self.call("reset_prefix_cache", {}, timeout))
+
+    def abort(self, timeout: float) -> None:
+        """See `Engine`."""
+        self.call("abort", {}, timeout)
+
+    # --- rollouts ---------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        """Stop generating. See `Backend.pause_generation`."""
+        if mode not in _MODES:
+            raise ConfigError(f"the mode must be one of {', '.join(_MODES)}, not {mode!r}")
+        # vLLM keeps the prefix cache, because a flush of it is a call of its own.
+        self.call("pause", {"mode": _MODES[mode], "clear_cache": False}, timeout)
+        if mode == "retract":
+            self.call("reset_prefix_cache", {"reset_running_requests": True}, timeout)
+
+    def unpause(self, timeout: float) -> None:
+        """Resume a paused generation."""
+        self.call("unpause", {}, timeout)
+
+    def arguments(self, timeout: float) -> dict[str, Any]:
+        """Return the numbers of the engine's ranks, its version and its weights' version."""
+        if not self.has_plugin(timeout):
+            return self.plain_arguments(timeout)
+        rows = self.rpc(INFO, [], timeout)
+        if len(rows) != 1:
+            raise EngineError(f"the engine has {len(rows)} descriptions instead of one")
+        read = Fields(rows[0], "an engine's description")
+        return {name: read.optional(name) for name in rows[0]}
+
+    # --- vLLM's own calls -------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def has_plugin(self, timeout: float) -> bool:
+        """Return whether memsaver's plugin is in the engine.
+
+        A call of a method that the workers lack would leave responses in vLLM's queues, where its
+        next call finds them.
+        """
+
+    @abc.abstractmethod
+    def rpc(self, method: str, arguments: Sequence[Any], timeout: float) -> list[Any]:
+        """Make vLLM's collective_rpc, with arguments and results of JSON's types."""
+
+    @abc.abstractmethod
+    def call(self, name: str, arguments: Mapping[str, Any], timeout: float) -> Any:
+        """Call a function of vLLM.
+
+        Args:
+            name: "sleep", "wake_up", "reset_prefix_cache", "reset_mm_cache", "abort", "pause" or
+                "unpause".
+            arguments: its arguments.
+            timeout: seconds.
+
+        Returns:
+            The result of "reset_prefix_cache"; None for the others.
+        """
+
+    @abc.abstractmethod
+    def plain_arguments(self, timeout: float) -> dict[str, Any]:
+        """Return `arguments` of an engine without the plugin."""
+
+    @abc.abstractmethod
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Engine`."""
+
+    @abc.abstractmethod
+    def samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
+        """Return a sample for each request, in order. After `timeout` the requests are aborted."""
+
+    def death(self) -> str:
+        """See `Backend`."""
+        return ""

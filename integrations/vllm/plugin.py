@@ -1,0 +1,178 @@
+"""The entry point through which vLLM finds memsaver, and its effects.
+
+vLLM calls the entry point of the group `vllm.general_plugins` in every process of an engine: the
+front end, the engine core, the workers, Ray's actors, and the processes that inspect models; in
+some of them more than once. The effects begin when vLLM imports the modules concerned:
+
+- `CuMemAllocator.get_instance`, through which vLLM obtains its sleep mode allocator, returns
+  memsaver's (`allocator`).
+- The worker's `sleep`, `wake_up` and `discard` change all ranks or none (`worker`).
+- The workers load and verify weights that a trainer sends (`weight_loads`), and the engine core
+  answers memsaver's calls (`core_calls`), which a server announces (`routes`).
+- CUDA graphs are captured into pausable memory, if `settings` request it (`graphs`).
+- Requests to a sleeping engine are refused, wait, or wake it (`hooks`, `http_answers`).
+
+Before vLLM requests the allocator, no driver is opened and torch is not imported. Without
+`enable_sleep_mode` or `enable_cumem_allocator`, vLLM works as it does without memsaver. No failure
+of this module ends a process of vLLM, except that a requested sleep mode without a CUDA driver is
+an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version as version_of
+from types import ModuleType
+from typing import Any
+
+import memsaver
+from memsaver._runtime.native import _C
+from memsaver.errors import ConfigError, NotLoadedError
+
+from ..engine.imports import when_imported
+from . import (
+    core_calls,
+    graphs,
+    hooks,
+    http_answers,
+    routes,
+    settings,
+    versions,
+    weight_loads,
+    worker,
+)
+from .allocator import MemsaverAllocator
+
+__all__ = ["load_plugin"]
+
+_WORKER = "vllm.v1.worker.gpu_worker"
+_CORE = "vllm.v1.engine.core"
+_ROUTER = "vllm.entrypoints.serve.dev.rpc.api_router"
+_PLATFORM = "vllm.platforms.interface"
+_NCCL = "NCCL_GRAPH_REGISTER"
+Install = Callable[[Any], None]
+_logger = logging.getLogger("memsaver.vllm")
+
+
+def load_plugin() -> None:
+    """Load memsaver as a plugin of vLLM. Idempotent. Never raises."""
+    try:
+        if not settings.is_on():
+            return
+        settings.policy()
+        graphs_too = settings.graphs_are_pausable()
+    except ConfigError as error:
+        _logger.error("memsaver is not active: %s", error)
+        return
+    refusal = versions.refusal(_version())
+    if refusal is not None:
+        when_imported(worker.CUMEM, lambda _: _logger.warning("%s", refusal))
+        return
+    if graphs_too:
+        # A resume maps new pages at a graph's addresses, but collectives that NCCL registered
+        # during the capture would still use the old pages.
+        os.environ.setdefault(_NCCL, "0")
+    for name, installs in _effects(graphs_too).items():
+        when_imported(name, _guarded(installs))
+
+
+def _effects(graphs_too: bool) -> dict[str, list[Install]]:
+    """Return the installations in each module of vLLM."""
+    found: dict[str, list[Install]] = {
+        worker.CUMEM: [_replace_allocator],
+        _WORKER: [
+            lambda module: worker.install(module.Worker),
+            lambda module: weight_loads.install(module.Worker),
+        ],
+        _CORE: [lambda module: core_calls.install(module.EngineCore)],
+        _ROUTER: [routes.install],
+    }
+    if graphs_too:
+        found[_PLATFORM] = [lambda module: graphs.install(module.Platform)]
+    for name in hooks.modules():
+        found.setdefault(name, []).append(hooks.install_in)
+    for name in http_answers.MODULES:
+        found.setdefault(name, []).append(http_answers.install)
+    return found
+
+
+def _guarded(installs: Sequence[Install]) -> Install:
+    """Log the failures of installations, which would otherwise end an import of vLLM's."""
+
+    def call(module: ModuleType) -> None:
+        for install in installs:
+            try:
+                install(module)
+            except Exception:
+                _logger.exception(
+                    "memsaver is not fully active: %s of vLLM %s does not have the expected "
+                    "interface",
+                    module.__name__,
+                    _version(),
+                )
+
+    return call
+
+
+def _replace_allocator(module: ModuleType) -> None:
+    owner: Any = module.CuMemAllocator
+    original = owner.get_instance
+    if isinstance(original, functools.partial):
+        return
+    public = {name for name in vars(owner) if not name.startswith("_")} - {"get_instance"}
+    missing = sorted(public - {"instance"} - set(dir(MemsaverAllocator)))
+    if missing:
+        raise AttributeError(f"memsaver's allocator has no {', '.join(missing)}")
+    owner.get_instance = staticmethod(functools.partial(_get_instance, owner, original))
+
+
+def _get_instance(owner: Any, original: Callable[[], Any]) -> Any:
+    """Wrap `CuMemAllocator.get_instance`.
+
+    Raises:
+        NotLoadedError: there is no CUDA driver.
+    """
+    if owner.instance is None:
+        if _is_rocm():
+            return original()
+        _start()
+        owner.instance = MemsaverAllocator()
+    return owner.instance
+
+
+def _start() -> None:
+    """Check that memsaver can work in this process, and log it."""
+    try:
+        _C.driver_info()
+    except NotLoadedError as error:
+        raise NotLoadedError(
+            f"vLLM requests its sleep mode allocator, but memsaver cannot work here: {error}. Set "
+            "MEMSAVER_VLLM=0 to use vLLM without memsaver"
+        ) from error
+    _logger.info(
+        "memsaver %s is vLLM's sleep mode allocator in process %d (%s CUDA graphs)",
+        memsaver.__version__,
+        os.getpid(),
+        "with" if settings.graphs_are_pausable() else "without",
+    )
+    if _C.option("poison") == "on":
+        _logger.warning(
+            "memsaver's option poison is on (MEMSAVER_POISON): the KV cache contains NaN after a "
+            "wake-up, and vLLM may generate nonsense; turn it off"
+        )
+
+
+def _is_rocm() -> bool:
+    platforms = importlib.import_module("vllm.platforms")
+    return bool(platforms.current_platform.is_rocm())
+
+
+def _version() -> str:
+    """Return the version that vLLM reports."""
+    module = sys.modules.get("vllm")
+    return str(getattr(module, "__version__", None) or version_of("vllm"))

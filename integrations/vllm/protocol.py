@@ -1,0 +1,121 @@
+"""The names of memsaver's calls through vLLM's collective_rpc, and the form of their messages.
+
+The plugin adds the methods to vLLM's workers, and `core_calls` answers the calls in vLLM's engine
+core. All arguments and results consist of JSON's types, because vLLM sends other objects only with
+VLLM_ALLOW_INSECURE_SERIALIZATION.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..engine.errors import EngineError
+from ..engine.fields import Fields, is_whole
+from ..engine.interface import Broadcast, JoinRequest, SharedTensors, WeightLoad
+from ..engine.weights.checks import RankCheck, VerificationRequest, raise_failure
+
+__all__ = [
+    "BEGIN",
+    "END",
+    "INFO",
+    "JOIN",
+    "LEAVE",
+    "LOAD",
+    "RANK_STATE",
+    "RELEASE",
+    "RELEASE_PART",
+    "RESUME",
+    "ROUTE",
+    "STATE",
+    "VERSION",
+    "Coming",
+    "checks_of",
+    "fields_of",
+    "group_of",
+]
+
+# Answered in the engine core.
+INFO, STATE = "memsaver_info", "memsaver_engine_state"
+RELEASE, RESUME = "memsaver_release", "memsaver_resume"
+VERSION = "memsaver_set_version"
+# Answered by the workers.
+RANK_STATE = "memsaver_state"
+RELEASE_PART = "memsaver_release_part"
+BEGIN, LOAD, END = "memsaver_begin_update", "memsaver_load_weights", "memsaver_end_update"
+JOIN, LEAVE = "memsaver_join_group", "memsaver_leave_group"
+
+ROUTE = "/memsaver"  # of a server whose engine has the plugin
+
+
+class Coming:
+    """A bucket of weights as a worker reads it from the fields of a message.
+
+    Attributes:
+        tensors: the source of the tensors; of `SharedTensors`, all ranks' payloads.
+        timeout: seconds for the whole load.
+        verification: the checks; None for no checks.
+
+    Args:
+        fields: see `fields_of`.
+
+    Raises:
+        EngineError: the fields are not those of a bucket.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        read = Fields(fields, "a bucket of weights")
+        self.timeout = read.number("timeout")
+        wanted = read.optional("verification")
+        self.verification = None if wanted is None else VerificationRequest.from_fields(wanted)
+        self.tensors: SharedTensors | Broadcast
+        if read.optional("group_name") is None:
+            layout = read.text("layout")
+            if layout not in ("whole", "engine"):
+                raise EngineError(f"a bucket of weights has the unknown layout {layout!r}")
+            payloads = read.texts("payloads")
+            self.tensors = SharedTensors(payloads, "whole" if layout == "whole" else "engine")
+            return
+        shapes = read.each("shapes")
+        if not all(isinstance(one, list | tuple) and all(map(is_whole, one)) for one in shapes):
+            raise EngineError("a bucket of weights: each shape must be a list of integers")
+        names, dtypes = read.texts("names"), read.texts("dtypes")
+        if not len(names) == len(dtypes) == len(shapes):
+            raise EngineError("a bucket of weights has not as many names as types and shapes")
+        self.tensors = Broadcast(read.text("group_name"), names, dtypes, tuple(map(tuple, shapes)))
+
+
+def fields_of(load: WeightLoad) -> dict[str, Any]:
+    """Return the fields of a bucket, for `Coming`."""
+    wanted = load.verification
+    return {
+        **asdict(load.tensors),
+        "timeout": load.timeout,
+        "verification": None if wanted is None else asdict(wanted),
+    }
+
+
+def group_of(fields: Mapping[str, Any]) -> JoinRequest:
+    """Return a request to join a group from its `asdict`. Raises `EngineError`."""
+    read = Fields(fields, "a request to join a group")
+    return JoinRequest(
+        read.text("name"),
+        read.text("address"),
+        read.whole("port"),
+        read.text("backend"),
+        read.whole("world_size"),
+        read.whole("rank_offset"),
+    )
+
+
+def checks_of(rows: Sequence[Any]) -> list[RankCheck]:
+    """Return the checks of the engine's ranks from the rows of a worker's answer.
+
+    Raises:
+        EngineError: a row is invalid. If a rank failed with one of memsaver's errors, raises an
+            error of its class.
+    """
+    checks = [RankCheck.from_fields(row) for row in rows]
+    raise_failure(checks)
+    return checks

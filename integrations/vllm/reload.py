@@ -1,0 +1,83 @@
+"""vLLM's layerwise reload of weights, in buckets whose memory is reused after each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+__all__ = ["LayerwiseReload", "is_converted"]
+
+_MODULE = "vllm.model_executor.model_loader.reload"
+# The methods whose weights stay as the loader writes them, on CUDA devices.
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_PLAIN_LAYERS = ("Attention", "MMEncoderAttention")
+_HOOK = "process_weights_after_loading"
+
+
+def is_converted(model: Any) -> bool:
+    """Return whether vLLM changes some weights of a model after its loader has written them."""
+    return any(_is_converted(layer) for layer in model.modules())
+
+
+def _is_converted(layer: Any) -> bool:
+    method = getattr(layer, "quant_method", None)
+    if method is not None:
+        return type(method).__name__ not in _PLAIN_METHODS
+    if not hasattr(layer, _HOOK):
+        return False
+    if type(layer).__name__ not in _PLAIN_LAYERS:
+        return True
+    # A backend of attention may copy the sinks of its layer.
+    implementation = getattr(layer, "impl", None)
+    own = getattr(type(implementation), _HOOK, None)
+    is_usual = own is None or own.__module__ == "vllm.v1.attention.backend"
+    return not is_usual and getattr(implementation, "sinks", "") is not None
+
+
+class LayerwiseReload:
+    """A reload of a model's weights in the format of a checkpoint.
+
+    Args:
+        model: the model, whose layers keep the addresses of their memory.
+        config: its `ModelConfig`.
+    """
+
+    def __init__(self, model: Any, config: Any) -> None:
+        from vllm.model_executor.model_loader import reload
+
+        self._functions: Any = reload
+        self._model, self._config = model, config
+        reload.initialize_layerwise_reload(model)
+
+    def load(self, named: Iterable[tuple[str, Any]]) -> Any:
+        """Load tensors. Those of incomplete layers are copied, as their memory is the sender's."""
+        tensors = list(named)
+        result = self._model.load_weights(iter(tensors))
+        theirs = {t.untyped_storage().data_ptr() for _, t in tensors if t.numel()}
+        for _, info in self._incomplete():
+            for _, given in info.loaded_weights:
+                for name, value in given.arguments.items():
+                    if _is_in(value, theirs):
+                        given.arguments[name] = value.clone()
+        return result
+
+    def end(self, failed: bool) -> None:
+        """Complete the layers, or give incomplete ones their old weights if the reload failed."""
+        if failed:
+            for _, info in self._incomplete():
+                info.loaded_weights, info.load_numel = [], 0
+        self._functions.finalize_layerwise_reload(self._model, self._config)
+
+    def _incomplete(self) -> Iterator[tuple[Any, Any]]:
+        for layer in self._model.modules():
+            info = self._functions.layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                yield layer, info
+
+
+def _is_in(value: Any, storages: set[int]) -> bool:
+    import torch
+
+    if not isinstance(value, torch.Tensor) or value.is_meta or not value.numel():
+        return False
+    return value.untyped_storage().data_ptr() in storages

@@ -1,0 +1,173 @@
+"""Converts a rollout's requests to vLLM's format, and vLLM's outputs to samples."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memsaver._runtime.redaction import redacted
+from memsaver._runtime.text import plain_text
+from memsaver.errors import ConfigError
+
+from ..engine.errors import EngineError
+from ..engine.fields import encodable, is_whole
+from ..engine.interface import Request, Sample
+
+__all__ = [
+    "completions_of",
+    "prompt_of",
+    "sample_of",
+    "samples_in",
+    "sampling_of",
+    "unique_name",
+]
+
+_MULTIMODAL = "multi_modal_data"
+
+
+def unique_name() -> str:
+    """Return the beginning of the ids of a generation's requests."""
+    return f"memsaver-{uuid.uuid4().hex}"
+
+
+def prompt_of(request: Request) -> dict[str, Any]:
+    """Return a request's prompt for vLLM."""
+    prompt: dict[str, Any] = (
+        {"prompt_token_ids": list(request.input_ids)}
+        if request.text is None
+        else {"prompt": request.text}
+    )
+    if request.multimodal:
+        prompt[_MULTIMODAL] = dict(request.multimodal)
+    return prompt
+
+
+def sampling_of(request: Request) -> Any:
+    """Return a request's `SamplingParams`, with the log-probabilities of sampled tokens.
+
+    Raises:
+        ConfigError: vLLM rejects the parameters.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    given = {"logprobs": 0, "detokenize": False, **request.sampling_params}
+    try:
+        return SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+    except Exception as error:  # vLLM 0.33's own class is not a ValueError
+        raise ConfigError(f"vLLM rejects the sampling_params: {error}") from error
+
+
+def sample_of(output: Any) -> Sample:
+    """Return the sample in one of vLLM's outputs; None is the output of an aborted request.
+
+    Raises:
+        EngineError: the output's format is invalid.
+    """
+    if output is None:
+        return Sample([], [], "abort", None)
+    try:
+        [one] = output.outputs
+        tokens = [int(token) for token in one.token_ids]
+        entries = one.logprobs
+        logprobs = None
+        if entries is not None:
+            each = zip(entries, tokens, strict=False)
+            logprobs = [_number(entry[token].logprob) for entry, token in each]
+        spans = getattr(one, "weight_versions", None)  # vLLM 0.33
+        version = spans[-1].version if spans else None
+        return _checked(tokens, logprobs, one.finish_reason or "abort", version)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineError(
+            f"the engine's output does not have vLLM's format ({type(error).__name__}: {error}): "
+            f"{_excerpt(output)}"
+        ) from error
+
+
+# --- a server's completions -----------------------------------------------------------------------
+
+
+def completions_of(requests: Sequence[Request]) -> list[tuple[list[int], dict[str, Any]]]:
+    """Return the bodies of requests to /v1/completions, with the numbers of their requests.
+
+    Requests with equal parameters are sent together.
+
+    Raises:
+        ConfigError: a prompt has parts other than tokens or text.
+    """
+    found: list[tuple[list[int], dict[str, Any]]] = []
+    places: dict[tuple[str, bool], int] = {}
+    for number, request in enumerate(requests):
+        if request.multimodal:
+            raise ConfigError(
+                "a vLLM server accepts prompts of tokens or texts: with other parts use an engine "
+                "of this process"
+            )
+        key = repr(sorted(request.sampling_params.items())), request.text is None
+        if key not in places:
+            places[key] = len(found)
+            own = {"logprobs": 0, **request.sampling_params, "return_token_ids": True}
+            found.append(([], {**own, "prompt": []}))
+        numbers, body = found[places[key]]
+        numbers.append(number)
+        body["prompt"].append(list(request.input_ids) if request.text is None else request.text)
+    return found
+
+
+def samples_in(answer: Any, count: int) -> list[Sample]:
+    """Return the samples in a server's answer to a request with `count` prompts.
+
+    Raises:
+        EngineError: the answer's format is invalid.
+    """
+    try:
+        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        if [choice["index"] for choice in choices] != list(range(count)):
+            raise ValueError(f"{len(choices)} choices for {count} prompts")
+        return [_choice(choice) for choice in choices]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"the server's answer does not have vLLM's format ({type(error).__name__}: {error}): "
+            f"{_excerpt(answer)}"
+        ) from error
+
+
+def _choice(choice: Mapping[str, Any]) -> Sample:
+    tokens = choice["token_ids"] or []
+    if not all(map(is_whole, tokens)):
+        raise TypeError("token_ids must be a list of integers")
+    given = choice.get("logprobs")
+    logprobs = None if given is None else [_number(one) for one in given["token_logprobs"]]
+    spans = choice.get("weight_versions")
+    version = spans[-1]["version"] if spans else None
+    return _checked(list(tokens), logprobs, choice["finish_reason"] or "abort", version)
+
+
+def _checked(
+    tokens: list[int], logprobs: list[float] | None, finish: str, version: str | None
+) -> Sample:
+    if logprobs is not None and len(logprobs) != len(tokens):
+        if finish != "abort":
+            raise ValueError(f"{len(logprobs)} log-probabilities for {len(tokens)} tokens")
+        both = min(len(logprobs), len(tokens))  # the abort separated the two lists
+        tokens, logprobs = tokens[:both], logprobs[:both]
+    return Sample(
+        tokens,
+        logprobs,
+        encodable(str(finish)),
+        None if version is None else encodable(str(version)),
+    )
+
+
+def _number(value: Any) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, float) or is_whole(value):
+        return float(value)
+    raise TypeError(f"a log-probability must be a number, not {type(value).__name__}")
+
+
+def _excerpt(value: Any) -> str:
+    return plain_text(redacted(str(value)))[:200]

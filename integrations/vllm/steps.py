@@ -1,0 +1,117 @@
+"""A release or a wake-up of vLLM's worker: on all ranks of an executor, or on none.
+
+vLLM's `Worker.sleep` and `Worker.wake_up` have a part before the allocator's transition (copies of
+buffers), and one after it (restored buffers, checks). A `Step` surrounds such a call on every rank.
+Its transition is collective, and so is the end of the call: if any part fails on a rank, all ranks
+undo the transition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from memsaver.distributed.errors import GroupError, RankError
+
+from ..engine.messages import RankReport, raisable
+from ..engine.ranks import Group, first_failure
+
+__all__ = ["Step", "move"]
+
+Move = Callable[[Group], list[RankReport]]
+
+
+class _MoveFailed(Exception):
+    """Ends the worker's call on every rank, after a transition that failed on some rank."""
+
+
+class Step:
+    """A call of vLLM's worker with at most one transition of the allocator, on every rank.
+
+    Attributes:
+        reports: the ranks' reports of the transition.
+        failed: the ranks' reports with the first failure; empty if the call succeeded.
+        undone: the ranks' reports of the rollback; empty if there was none.
+    """
+
+    def __init__(self, group: Group, undo_nothing: Move) -> None:
+        """Prepare a step.
+
+        Args:
+            group: the ranks.
+            undo_nothing: the rollback on a rank that failed before the transition; it takes part in
+                the other ranks' rollback.
+        """
+        self.group = group
+        self.reports: list[RankReport] = []
+        self.failed: list[RankReport] = []
+        self.undone: list[RankReport] = []
+        self._moved = False
+        self._undo = undo_nothing
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Make the call. Its failures, on any rank, are in `failed`, and are not raised.
+
+        Raises:
+            GroupError: a rank is unreachable.
+        """
+        error: Exception | None = None
+        with _entered(self):
+            try:
+                call()
+            except (GroupError, RankError):
+                raise
+            except _MoveFailed:
+                pass  # on all ranks
+            except Exception as raised:
+                error = raised
+        if not self.failed and (self._moved or error is not None):
+            # If the error precedes the transition, other ranks are in the transition's exchange.
+            ranks = self.group.attempt(lambda: _raise(error))
+            self.failed = ranks if first_failure(ranks) else []
+        if self.failed:
+            self.undone = self._undo(self.group)
+
+    def move(self, move: Move, undo: Move) -> None:
+        """Run the call's transition. Collective."""
+        self.reports = move(self.group)
+        self._moved, self._undo = True, undo
+        if first_failure(self.reports):
+            self.failed = self.reports
+            raise _MoveFailed
+
+
+def move(move: Move, undo: Move) -> None:
+    """Run a transition: the one of the current step or, outside of steps, on this rank alone.
+
+    Raises:
+        MemsaverError: the transition failed, outside of steps. It is undone.
+    """
+    step = _current.get()
+    if step is not None:
+        step.move(move, undo)
+        return
+    alone = Group(None)
+    failed = first_failure(move(alone))
+    if failed is not None and failed.failure is not None:
+        undo(alone)
+        raise raisable(failed.failure)
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+@contextmanager
+def _entered(step: Step) -> Iterator[None]:
+    token = _current.set(step)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+_current: ContextVar[Any] = ContextVar("memsaver_vllm_step", default=None)

@@ -1,0 +1,67 @@
+"""The worker's own work on the model in a wake-up.
+
+vLLM 0.26's worker restores the model's buffers in the first wake-up after a sleep at level 2,
+whatever its tags, and with a quantised KV cache its V1 model runner resets the cache's scales to 1
+after every wake-up of the KV cache. Both are in the memory of the weights, which may still be
+released, and then the wake-up would end the worker with an illegal access. The scales are buffers
+too, so their values are restored with the weights at every level, and no reset is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..engine.tags import WEIGHTS
+from .allocator import MemsaverAllocator
+
+__all__ = ["in_any_order", "saved"]
+
+_SAVED = "_sleep_"  # begins the names of the worker's attributes for contents of a sleep
+_RESET = "init_fp8_kv_scales"  # a method of the V1 model runner, until 0.28
+
+
+def in_any_order(
+    wake_up: Callable[..., None], allocator_of: Callable[[], MemsaverAllocator | None]
+) -> Callable[..., None]:
+    """Return a worker's wake-up that leaves work on the weights to the wake-up of the weights."""
+
+    @functools.wraps(wake_up)
+    def call(worker: Any, tags: list[str] | None = None) -> None:
+        allocator = allocator_of()
+        if allocator is None:
+            wake_up(worker, tags)
+            return
+        stay = tags is not None and WEIGHTS not in tags and WEIGHTS in allocator.released
+        later = saved(worker) if stay else {}
+        with _without_reset(worker.model_runner):
+            vars(worker).update({name: type(value)() for name, value in later.items()})
+            try:
+                wake_up(worker, tags)
+            finally:
+                vars(worker).update(later)
+
+    return call
+
+
+def saved(worker: Any) -> dict[str, Any]:
+    """Return the worker's attributes for the contents of a sleep; True requests work."""
+    return {
+        name: value
+        for name, value in vars(worker).items()
+        if name.startswith(_SAVED) and isinstance(value, dict | bool)
+    }
+
+
+@contextlib.contextmanager
+def _without_reset(runner: Any) -> Iterator[None]:
+    if not hasattr(runner, _RESET):
+        yield
+        return
+    setattr(runner, _RESET, lambda: None)
+    try:
+        yield
+    finally:
+        delattr(runner, _RESET)

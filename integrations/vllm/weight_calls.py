@@ -1,0 +1,106 @@
+"""Sends new weights to vLLM: a part of `memsaver.integrations.engine.interface.Backend`.
+
+memsaver's plugin loads them in vLLM's workers (`weight_loads`), without a weight_transfer_config,
+so that every rank verifies them and reports its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from memsaver.errors import ConfigError
+
+from ..engine.errors import EngineError
+from ..engine.interface import JoinRequest, SharedTensors, WeightLoad
+from ..engine.sleep import EngineController
+from ..engine.weights.checks import RankCheck, is_good
+from .link import Link
+from .protocol import BEGIN, END, JOIN, LEAVE, LOAD, VERSION, checks_of, fields_of
+
+__all__ = ["WeightCalls"]
+
+
+class WeightCalls:
+    """The calls of a `Backend` that update weights.
+
+    Attributes:
+        link: the connection with the engine.
+        tp_size: see `Backend`.
+        other_ranks: the engine's argument that adds ranks outside its tensor-parallel group, which
+            cannot receive weights; or "".
+        control: see `Backend`.
+        weight_version: the version of the weights that the engine reports or that this backend has
+            loaded; None if it is unknown.
+    """
+
+    link: Link
+    tp_size: int
+    other_ranks: str
+    control: EngineController
+    weight_version: str | None
+
+    def begin_update(self, timeout: float) -> None:
+        """See `Backend`."""
+        if self.other_ranks:
+            raise ConfigError(
+                f"an engine with {self.other_ranks} has ranks that would receive no weights: start "
+                "one engine for each of them, or use tensor parallelism (tensor_parallel_size)"
+            )
+        with self.control.request("update_weights"):
+            self._on_all_ranks(BEGIN, [], timeout)
+
+    def load_weights(self, load: WeightLoad) -> list[RankCheck]:
+        """See `Backend`."""
+        tensors = load.tensors
+        if isinstance(tensors, SharedTensors) and len(tensors.payloads) != self.tp_size:
+            raise ConfigError(
+                f"the engine has {self.tp_size} ranks, but there are {len(tensors.payloads)} "
+                "payloads: there must be one for each rank"
+            )
+        with self.control.request("update_weights"):
+            checks = self._on_all_ranks(LOAD, [fields_of(load)], load.timeout)
+        if not is_good(checks):
+            return checks
+        if load.flush_cache and not self.link.flush(load.timeout):
+            raise EngineError(
+                "the weights were loaded, but the prefix cache cannot be flushed while requests "
+                'are in flight: pause the generation, except with the mode "in_place"'
+            )
+        if load.weight_version is not None:
+            self.link.rpc(VERSION, [load.weight_version], load.timeout)
+            self.weight_version = load.weight_version
+        return checks
+
+    def end_update(self, timeout: float) -> None:
+        """See `Backend`."""
+        self._on_all_ranks(END, [], timeout)
+
+    def checksums(self, timeout: float) -> Sequence[str]:
+        """See `Backend`. Only engines without the plugin are compared, and they cannot load."""
+        return ()
+
+    def join_group(self, group: JoinRequest, timeout: float) -> None:
+        """See `Backend`."""
+        if self.other_ranks:
+            raise ConfigError(f"an engine with {self.other_ranks} cannot join a group for weights")
+        self._on_all_ranks(JOIN, [asdict(group), timeout], timeout)
+
+    def leave_group(self, name: str, timeout: float) -> None:
+        """See `Backend`."""
+        self._on_all_ranks(LEAVE, [name], timeout)
+
+    def _on_all_ranks(
+        self, method: str, arguments: Sequence[Any], timeout: float
+    ) -> list[RankCheck]:
+        """Make a call on all ranks, and return their checks. Raises the first rank's failure."""
+        if not self.link.has_plugin(timeout):
+            raise ConfigError(
+                "the engine lacks memsaver's plugin, which loads the weights in vLLM's workers: "
+                "install memsaver in the engine's environment, and do not set MEMSAVER_VLLM=0"
+            )
+        rows = self.link.rpc(method, arguments, timeout)
+        if not rows or not isinstance(rows[0], list | tuple):
+            raise EngineError(f"the engine's answer to {method} has no rank's result")
+        return checks_of(rows[0])

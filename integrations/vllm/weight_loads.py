@@ -1,0 +1,267 @@
+"""Loads weights that a trainer sends into the models of vLLM's workers.
+
+All functions are methods of vLLM's worker, which every rank of an executor calls. The ranks
+exchange their results before any of them answers, and an answer has the checks of all ranks. No
+function raises: the multiprocessing executor leaves the responses of the ranks after a failed one
+in its queues, where its next call finds them.
+
+A bucket that arrives damaged on one rank is loaded on none. A bucket whose load fails on one rank
+counts as failed on all.
+
+vLLM converts the weights of some models after it has loaded them: quantised ones, and those whose
+kernels use another layout. Their buckets go through vLLM's layerwise reload, as in its own engines
+for weight transfers: it keeps tensors until a layer is complete, then loads, converts and copies
+them into the layer's memory. The models of all other engines load each bucket into their memory,
+and the contents are compared with the tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from memsaver.errors import InvalidStateError
+
+from ..engine import held
+from ..engine.errors import EngineError
+from ..engine.interface import Broadcast, SharedTensors
+from ..engine.messages import Failure
+from ..engine.tags import WEIGHTS
+from ..engine.weights.checks import RankCheck, VerificationRequest, is_good
+from ..engine.weights.groups import Receiver
+from ..engine.weights.load_check import LoadCheck
+from ..engine.weights.payloads import named_tensors
+from ..engine.weights.writes import Named
+from .executor_ranks import group_of as ranks_of
+from .protocol import BEGIN, END, JOIN, LEAVE, LOAD, Coming, group_of
+from .reload import LayerwiseReload, is_converted
+from .worker import installed_allocator
+
+__all__ = ["install"]
+
+_UPDATE, _GROUPS = "_memsaver_update", "_memsaver_groups"  # attributes of a worker
+_CONVERTED = "vLLM converts this model's weights after loading, so they differ from those sent"
+_logger = logging.getLogger("memsaver.vllm")
+
+Rows = list[dict[str, Any]]
+
+
+def install(worker: Any) -> None:
+    """Add the functions to vLLM's class of workers, as methods. Idempotent."""
+    calls = ((BEGIN, _begin), (LOAD, _load), (END, _end), (JOIN, _join), (LEAVE, _leave))
+    for name, call in calls:
+        setattr(worker, name, call)
+
+
+def _begin(worker: Any) -> Rows:
+    """Begin an update; one that was not ended is abandoned."""
+
+    def work() -> None:
+        _check_awake()
+        _abandon(worker)
+        setattr(worker, _UPDATE, _Update(worker))
+
+    return _on_all_ranks(worker, work)
+
+
+def _end(worker: Any) -> Rows:
+    """End an update. Does nothing without one."""
+
+    def work() -> None:
+        update: _Update | None = getattr(worker, _UPDATE, None)
+        setattr(worker, _UPDATE, None)
+        if update is not None:
+            update.end()
+
+    return _on_all_ranks(worker, work)
+
+
+def _load(worker: Any, fields: dict[str, Any]) -> Rows:
+    """Load a bucket, and return the checks of all ranks."""
+    group = ranks_of(worker)
+    try:
+        coming = Coming(fields)
+        request = coming.verification or VerificationRequest()
+        request.check_ranks(group.size)
+    except EngineError as error:  # on all ranks, because their messages are equal
+        return [asdict(_failed(rank, error)) for rank in range(group.size)]
+    check = LoadCheck(request, group.rank)
+    tensors: Named = []
+    arrived = False
+    try:
+        _check_awake()
+        tensors = _arrived(worker, coming, group.rank)
+        arrived = not check.is_damaged(tensors)
+    except Exception as error:
+        _logger.exception("new weights did not arrive")
+        check.fail(error)
+    if all(row["arrived"] for row in group.gather({"arrived": arrived})):
+        try:
+            _update_of(worker).load(check, tensors, coming)
+        except Exception as error:
+            _logger.exception("a weight update failed")
+            check.fail(error)
+    check.synchronize()
+    checks = [RankCheck.from_fields(row) for row in group.gather(asdict(check.found()))]
+    if getattr(worker, _UPDATE, None) is not None and not is_good(checks):
+        _update_of(worker).failed = True
+    return [asdict(one) for one in checks]
+
+
+def _update_of(worker: Any) -> _Update:
+    """Return the update in progress; begin one if there is none."""
+    update: _Update = getattr(worker, _UPDATE, None) or _Update(worker)
+    setattr(worker, _UPDATE, update)
+    return update
+
+
+def _arrived(worker: Any, coming: Coming, rank: int) -> Named:
+    """Return the tensors of a bucket, after their arrival."""
+    if isinstance(coming.tensors, SharedTensors):
+        return named_tensors(coming.tensors.payloads[rank])
+    return _received(worker, coming.tensors, coming.timeout)
+
+
+def _received(worker: Any, coming: Broadcast, timeout: float) -> Named:
+    import torch
+
+    group = _groups(worker).get(coming.group_name)
+    if group is None:
+        raise InvalidStateError(f"this rank has not joined the group {coming.group_name!r}")
+    tensors = []
+    for dtype, shape in zip(coming.dtypes, coming.shapes, strict=True):
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise EngineError(f"torch has no type {dtype!r}")
+        tensors.append(torch.empty(shape, dtype=kind, device=group.device(worker.device)))
+    group.receive(tensors, timeout)
+    return list(zip(coming.names, tensors, strict=True))
+
+
+class _Update:
+    """An update on one rank, from its beginning to its end.
+
+    Attributes:
+        failed: whether a bucket was not loaded on some rank.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self.failed = False
+        self._worker = worker
+        self._model = worker.model_runner.get_model()
+        self._converted = is_converted(self._model)
+        self._reload: LayerwiseReload | None = None
+
+    def load(self, check: LoadCheck, tensors: Named, coming: Coming) -> None:
+        """Load a bucket that has arrived as sent."""
+        is_whole = isinstance(coming.tensors, Broadcast) or coming.tensors.layout == "whole"
+        if not is_whole:
+            check.load(self._model, tensors, self._write, self._write)
+        elif not self._converted:
+            check.load(self._model, tensors, self._model.load_weights, self._model.load_weights)
+        else:
+            if self._reload is None:
+                self._reload = LayerwiseReload(self._model, self._worker.model_config)
+            check.load_unseen(self._model, tensors, self._reload.load, _CONVERTED)
+
+    def _write(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Copy tensors in the layout of the model's parameters."""
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, tensor in tensors:
+            held = parameters.get(name)
+            if held is None:
+                continue  # which counts as unused
+            if held.shape != tensor.shape:
+                raise EngineError(
+                    f"the parameter {name} has the shape {tuple(held.shape)}, and the tensor "
+                    f"{tuple(tensor.shape)}"
+                )
+            held.data.copy_(tensor)
+
+    def end(self) -> None:
+        """Complete the last layers, or give them their old weights if the update failed."""
+        reload, self._reload = self._reload, None
+        if reload is not None:
+            reload.end(self.failed)
+            held.release_cache()
+
+
+def _abandon(worker: Any) -> None:
+    update: _Update | None = getattr(worker, _UPDATE, None)
+    if update is not None:
+        update.failed = True
+        setattr(worker, _UPDATE, None)
+        update.end()
+
+
+def _check_awake() -> None:
+    """Raise `InvalidStateError` if the memory of the weights is released."""
+    allocator = installed_allocator()
+    if allocator is not None and WEIGHTS in allocator.released:
+        raise InvalidStateError(
+            'the memory of the weights is released: wake the engine up first (tags=["weights"])',
+            tag=WEIGHTS,
+        )
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+def _groups(worker: Any) -> dict[str, Receiver]:
+    """Return the groups that this rank has joined."""
+    if not hasattr(worker, _GROUPS):
+        setattr(worker, _GROUPS, {})
+    found: dict[str, Receiver] = getattr(worker, _GROUPS)
+    return found
+
+
+def _join(worker: Any, fields: dict[str, Any], timeout: float) -> Rows:
+    """Join a process group whose rank 0 sends weights."""
+
+    def work() -> None:
+        request = group_of(fields)
+        rank = request.rank_offset + ranks_of(worker).rank
+        where = request.name, request.address, request.port, request.backend
+        _groups(worker)[request.name] = Receiver(*where, rank, request.world_size, timeout)
+
+    return _on_all_ranks(worker, work)
+
+
+def _leave(worker: Any, name: str) -> Rows:
+    """Leave a process group."""
+
+    def work() -> None:
+        member = _groups(worker).pop(name, None)
+        if member is None:
+            raise EngineError(f"this rank has not joined the group {name!r}")
+        member.close()
+
+    return _on_all_ranks(worker, work)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def _on_all_ranks(worker: Any, work: Callable[[], None]) -> Rows:
+    """Run the work on this rank, and return the results of all ranks. Collective."""
+    group = ranks_of(worker)
+    check = RankCheck(group.rank, socket.gethostname(), os.getpid())
+    try:
+        work()
+    except Exception as error:
+        _logger.exception("a call of memsaver failed")
+        check = _failed(group.rank, error)
+    rows: Sequence[dict[str, Any]] = group.gather(asdict(check))
+    return list(rows)
+
+
+def _failed(rank: int, error: Exception) -> RankCheck:
+    failure = Failure.of(error)
+    check = RankCheck(rank, socket.gethostname(), os.getpid(), failure=failure)
+    if isinstance(error, EngineError | InvalidStateError):
+        return check
+    return replace(check, failure=replace(failure, message=f"{failure.kind}: {failure.message}"))

@@ -1,0 +1,209 @@
+"""Sleep and wake-up in vLLM's worker processes: on all ranks or none, and never half done.
+
+vLLM's executor calls `Worker.sleep`, `Worker.wake_up` and `Worker.discard` on every rank, and each
+rank decides alone. If one fails, the others are in another state, and the multiprocessing executor
+leaves the responses of the ranks after it in its queues, where its next call finds them. The hooks
+here wrap these methods. The ranks exchange their outcomes, undo the call on all ranks if it failed
+on one, and only the rank whose response the executor reads last raises.
+
+| event | state afterwards, on every rank |
+|---|---|
+| a sleep is rejected before it runs | mapped, with contents |
+| a sleep fails later | mapped; contents without a backup may be lost |
+| a wake-up fails | released as before, with backups; the same call may be repeated |
+
+If the rollback of a sleep fails as well, the sleep counts as done, so that the engine does not use
+memory that some rank lacks: the next wake-up maps it. The last answer and the state of the memory
+are the result of `memsaver_state`, which a collective_rpc calls by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from ..engine import moves
+from ..engine.messages import Answer, RankReport, SchedulerState, raisable
+from ..engine.ranks import first_failure
+from ..engine.tags import RELEASE_ORDER, WEIGHTS
+from . import settings
+from .allocator import MemsaverAllocator
+from .executor_ranks import group_of
+from .protocol import RELEASE_PART
+from .steps import Step
+from .wake_order import in_any_order, saved
+
+__all__ = ["install", "installed_allocator", "memsaver_state"]
+
+CUMEM = "vllm.device_allocator.cumem"
+_LAST, _NAME = "_memsaver_last_answer", "_memsaver_name"  # attributes of a worker
+_OPERATIONS = {"sleep": "release", "wake_up": "resume", "discard": "release"}
+_UNDO_NOTHING = {
+    "release": lambda group: moves.resume(group, []),
+    "resume": lambda group: moves.pause(group, []),
+}
+# Executors that run one rank each, so that every rank raises.
+_OF_ONE_RANK = ("external_launcher", "uni")
+_logger = logging.getLogger("memsaver.vllm")
+
+
+def install(worker: Any) -> None:
+    """Add memsaver's methods to vLLM's class of workers, and wrap its sleep. Idempotent.
+
+    Raises:
+        AttributeError: the class does not have the expected methods.
+    """
+    if "memsaver_state" in vars(worker):
+        return
+    wake_up = worker.wake_up = in_any_order(worker.wake_up, installed_allocator)
+    part = _of_part(worker.sleep)
+    # A wake-up after its rollback would also map tags that were released before.
+    setattr(worker, RELEASE_PART, _hooked("release", part, lambda _: None))
+    for name, operation in _OPERATIONS.items():
+        if name != "discard" or hasattr(worker, name):  # vLLM 0.26 has no discard
+            setattr(worker, name, _hooked(operation, getattr(worker, name), wake_up))
+    worker.memsaver_state = memsaver_state
+
+
+def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
+    """Return a worker's sleep that releases only some tags."""
+
+    def call(worker: Any, tags: Sequence[str], level: int) -> None:
+        allocator = installed_allocator()
+        assert allocator is not None  # a hooked call without it is vLLM's own
+        with allocator.only(tags):
+            sleep(worker, level if WEIGHTS in tags else 1)
+
+    return call
+
+
+def installed_allocator() -> MemsaverAllocator | None:
+    """Return the process's allocator, or None if vLLM does not use memsaver in this process."""
+    owner = getattr(sys.modules.get(CUMEM), "CuMemAllocator", None)
+    found = getattr(owner, "instance", None)
+    return found if isinstance(found, MemsaverAllocator) else None
+
+
+def memsaver_state(worker: Any) -> dict[str, Any]:
+    """Return the `SchedulerState` of this rank's memory, as JSON's types.
+
+    A worker does not know of requests that wait, so `idle` is always True.
+    """
+    allocator = installed_allocator()
+    released = allocator.released if allocator is not None else ()
+    state = SchedulerState(
+        _name(worker),
+        tuple(sorted(set(released).intersection(RELEASE_ORDER))),
+        True,
+        getattr(worker, _LAST, None),
+        settings.policy().when_asleep,
+    )
+    return asdict(state)
+
+
+def _hooked(
+    operation: str, original: Callable[..., None], wake_up: Callable[..., None]
+) -> Callable[..., None]:
+    @functools.wraps(original)
+    def call(worker: Any, *arguments: Any, **named: Any) -> None:
+        allocator = installed_allocator()
+        if allocator is None:
+            original(worker, *arguments, **named)
+            return
+        before_the_call = {name: copy.copy(value) for name, value in saved(worker).items()}
+        before = set(allocator.released)
+        group = group_of(worker)
+        step = Step(group, _UNDO_NOTHING[operation])
+        step.run(lambda: original(worker, *arguments, **named))
+        if step.failed and operation == "release" and not first_failure(step.undone):
+            _wake(worker, wake_up)
+        if step.failed:
+            vars(worker).update(before_the_call)
+        answer = _answer(worker, operation, step, before ^ set(allocator.released), allocator)
+        setattr(worker, _LAST, answer)
+        if answer.failure is None:
+            return
+        if operation == "release" and first_failure(step.undone):
+            _logger.error("%s", answer.failure.message)
+        elif group.rank == group.size - 1 or _runs_one_rank(worker):
+            raise raisable(answer.failure)
+
+    return call
+
+
+def _wake(worker: Any, wake_up: Callable[..., None]) -> None:
+    """Run the worker's part of a wake-up after the rollback of a sleep, whose memory is mapped."""
+    try:
+        wake_up(worker)
+    except Exception as error:
+        _logger.warning("the worker's part of a sleep could not be undone: %s", error)
+
+
+def _answer(
+    worker: Any, operation: str, step: Step, changed: set[str], allocator: MemsaverAllocator
+) -> Answer:
+    last: Answer | None = getattr(worker, _LAST, None)
+    lost = _lost(step.undone, allocator) if operation == "release" else set()
+    rank = first_failure(step.failed)
+    failure = rank.failure if rank is not None else None
+    if rank is not None and failure is not None:
+        after = _state_after(operation, step, lost)
+        message = (
+            f"the {_WORDS[operation]} failed on rank {rank.rank} of {len(step.failed)} "
+            f"({rank.host}): {failure.message}; {after}"
+        )
+        failure = replace(failure, message=message)
+    return Answer(
+        _name(worker),
+        operation,
+        tuple(sorted(changed)),
+        tuple(sorted(set(allocator.released).intersection(RELEASE_ORDER))),
+        (),
+        tuple(step.failed or step.reports),
+        failure,
+        last.number + 1 if last is not None else 1,
+        tuple(sorted(lost)),
+    )
+
+
+_WORDS = {"release": "sleep", "resume": "wake-up"}
+
+
+def _state_after(operation: str, step: Step, lost: set[str]) -> str:
+    trouble = first_failure(step.undone)
+    if trouble is not None and trouble.failure is not None:
+        rest = f"rank {trouble.rank} ({trouble.host}): {trouble.failure.message}"
+        if operation == "release":
+            return f"the engine counts as asleep, because memory could not be mapped again: {rest}"
+        return f"some ranks could not release their memory again: {rest}; wake the engine again"
+    if operation == "resume":
+        return "on every rank the memory is released as before; free memory and wake it again"
+    if not lost:
+        return "every rank has its memory, with its contents"
+    return f"every rank has its memory; contents of {', '.join(sorted(lost))} are lost"
+
+
+def _lost(undone: list[RankReport], allocator: MemsaverAllocator) -> set[str]:
+    """Return the tags that some rank had released without keeping their contents."""
+    moved = {tag for rank in undone for tag, nbytes in rank.device_bytes.items() if nbytes}
+    return {tag for tag in moved.intersection(RELEASE_ORDER) if allocator.discards(tag)}
+
+
+def _runs_one_rank(worker: Any) -> bool:
+    return worker.parallel_config.distributed_executor_backend in _OF_ONE_RANK
+
+
+def _name(worker: Any) -> str:
+    """Return a worker's unique name: containers may share host names and pids."""
+    if not hasattr(worker, _NAME):
+        name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(8)}"
+        setattr(worker, _NAME, name)
+    return str(getattr(worker, _NAME))

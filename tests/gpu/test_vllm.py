@@ -1,0 +1,130 @@
+"""Test memsaver in a real vLLM engine: every sleep and wake-up keeps the greedy output.
+
+For each engine, a child process (vllm_child.py) starts the engine once and runs the scenarios of
+the modules vllm_cycles, vllm_failures and vllm_asleep on it, one per test. After a failure, a new
+child is started.
+
+    pytest -m "gpu and vllm"                     all tests, some of which need two GPUs
+    pytest -m "gpu and vllm and not two_gpus"
+
+The tests use the memsaver that is installed for this Python, with its entry points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import engine_children
+import pytest
+from engine_children import TEST_SECONDS, Children, each
+
+CHILD = Path(__file__).with_name("vllm_child.py")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(TEST_SECONDS)]
+
+CYCLES = [
+    "vllm_cycles.memsaver_is_active",
+    "vllm_cycles.level_1",
+    "vllm_cycles.weights_first",
+    "vllm_cycles.kv_cache_first",
+    "vllm_cycles.level_2",
+]
+CALLS = [
+    "vllm_cycles.repeated_calls",
+    "vllm_cycles.level_0",
+    "vllm_cycles.fifty_cycles",
+    "vllm_failures.a_wake_without_memory",
+    "vllm_failures.requests_are_aborted",
+    "vllm_failures.requests_end_first",
+    "vllm_failures.requests_continue",
+    "vllm_cycles.unknown_tags_and_levels",
+]
+POOL = [
+    "vllm_failures.out_of_memory_in_the_pool",
+    "vllm_failures.exceptions_in_the_pool",
+    "vllm_failures.freed_while_asleep",
+    "vllm_failures.later_allocations_are_saved",
+]
+WAKE = [
+    "vllm_asleep.requests_wake",
+    "vllm_asleep.requests_that_cannot_wake",
+    "vllm_asleep.requests_never_wake_lost_weights",
+    "vllm_asleep.an_idle_engine_sleeps",
+]
+REFUSED = "vllm_asleep.requests_are_refused"
+KILLED = "vllm_failures.a_killed_worker"  # the last scenario of an engine
+
+
+ENVIRONMENTS = {
+    "wake": {
+        "MEMSAVER_VLLM_ASLEEP": "wake",
+        "MEMSAVER_VLLM_ASLEEP_WAIT": "4",
+        "MEMSAVER_VLLM_SLEEP_AFTER": "3",
+    },
+    "in_process": {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "MEMSAVER_VLLM_GRAPHS": "1",
+    },
+}
+
+
+def environment(group: str) -> dict[str, str]:
+    """Return a child's environment."""
+    env = engine_children.environment(("VLLM_PLUGINS",))
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    return defaults | env | ENVIRONMENTS.get(group, {})
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
+    made = Children(CHILD, tmp_path_factory.mktemp("vllm"), environment)
+    yield made
+    made.close()
+
+
+@each([*CYCLES, *CALLS, REFUSED, KILLED])
+def test_an_engine_in_its_own_process(children: Children, name: str) -> None:
+    children.run("engine", name)
+
+
+@each(
+    [
+        *CYCLES,
+        *POOL,
+        "vllm_failures.a_wake_without_memory",
+        "vllm_failures.requests_continue",
+        REFUSED,
+        "vllm_failures.a_second_engine",
+    ]
+)
+def test_an_engine_in_the_process_with_the_v1_runner(children: Children, name: str) -> None:
+    """torch's expandable segments are on, and graphs are pausable."""
+    children.run("in_process", name)
+
+
+@each(CYCLES)
+def test_weights_and_kv_cache_in_fp8(children: Children, name: str) -> None:
+    children.run("quantized", name)
+
+
+@each(["vllm_cycles.memsaver_is_active", "vllm_cycles.adapters", REFUSED])
+def test_adapters(children: Children, name: str) -> None:
+    children.run("adapters", name)
+
+
+@each(WAKE)
+def test_requests_that_wake_an_engine(children: Children, name: str) -> None:
+    children.run("wake", name)
+
+
+@pytest.mark.two_gpus
+@each([*CYCLES, *CALLS, REFUSED, KILLED])
+def test_tensor_parallel(children: Children, name: str) -> None:
+    children.run("engine_tp2", name)

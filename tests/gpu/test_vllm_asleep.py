@@ -1,0 +1,67 @@
+"""Test requests to a sleeping `AsyncLLM`, and to the server around it, on one GPU.
+
+    pytest -m "gpu and vllm" tests/gpu/test_vllm_asleep.py
+
+The tests use the memsaver that is installed for this Python, with its entry points. test_vllm
+tests requests to an `LLM`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from repository import TESTS
+from test_vllm import environment
+
+CHILD = Path(__file__).with_name("vllm_asleep_child.py")
+SECONDS = 280  # including the compilation of kernels
+POLICIES = {
+    "refuse": {},
+    "wait": {"MEMSAVER_VLLM_ASLEEP": "wait", "MEMSAVER_VLLM_ASLEEP_WAIT": "6"},
+    "wake": {
+        "MEMSAVER_VLLM_ASLEEP": "wake",
+        "MEMSAVER_VLLM_ASLEEP_WAIT": "2",
+        "MEMSAVER_VLLM_SLEEP_AFTER": "4",
+    },
+    "openai": {},
+}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.timeout(SECONDS + 60),
+]
+
+
+@pytest.mark.parametrize("scene", POLICIES)
+def test_requests_to_a_sleeping_engine(scene: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    env = environment(scene) | POLICIES[scene] | {"VLLM_SERVER_DEV_MODE": "1"}
+    paths = [env.get("PYTHONPATH", ""), str(TESTS / "support")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    with log.open("w") as out:
+        child = subprocess.Popen(
+            [sys.executable, str(CHILD), scene, str(tmp_path)],
+            env=env,
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(SECONDS)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    text = log.read_text(errors="replace")
+    tail = "\n".join(line[:500] for line in text.splitlines()[-80:])
+    assert child.returncode == 0 and "held" in text.splitlines(), tail

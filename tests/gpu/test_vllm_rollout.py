@@ -1,0 +1,85 @@
+"""Test rollouts of a real vLLM engine: sleep, verified updates and pauses.
+
+    pytest -m "gpu and vllm" tests/gpu/test_vllm_rollout.py
+
+The tests use the memsaver that is installed for this Python, with its entry points.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+from test_vllm import environment
+
+EXAMPLE = ROOT / "examples" / "grpo" / "train.py"
+CHILD = Path(__file__).with_name("vllm_rollout_child.py")
+SECONDS = 360  # including the compilation of kernels
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.timeout(SECONDS + 60),
+]
+
+
+def run(folder: Path, *command: str) -> str:
+    """Run a program, which must succeed, and return its output."""
+    log = folder / "log"
+    with log.open("w") as out:
+        child = subprocess.Popen(
+            [sys.executable, *command],
+            env=environment("rollout"),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(SECONDS)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    text = log.read_text(errors="replace")
+    tail = "\n".join(line[:500] for line in text.splitlines()[-80:])
+    assert child.returncode == 0, tail
+    print(text)
+    return text
+
+
+@pytest.mark.parametrize("scene", ["launched", "quantized", "group", "llm"])
+def test_a_rollout_engine(scene: str, tmp_path: Path) -> None:
+    assert "held" in run(tmp_path, str(CHILD), scene, str(tmp_path)).splitlines()
+
+
+@pytest.mark.two_gpus
+def test_an_engine_that_two_ranks_share(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    said = run(tmp_path, *launcher, str(CHILD), "two", str(tmp_path))
+    assert said.splitlines().count("held") == 2
+
+
+def test_the_grpo_example_trains_with_the_engine(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    words = ["--engine", "vllm", "--steps", "4", "--prompts", "16", "--samples", "8"]
+    words += ["--memory-fraction", "0.3", "--verify", "full", "--no-picture", "--out", "run"]
+    run(tmp_path, str(EXAMPLE), *words)
+    steps = json.loads((tmp_path / "run.json").read_text())["steps"]
+    assert len({step["answers"] for step in steps}) == 4
+    assert any(step["gradient"] for step in steps)
+    # The engine's weights are the trainer's, in bfloat16.
+    assert all(step["gap"] < 0.05 for step in steps), steps

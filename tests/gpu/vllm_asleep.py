@@ -1,0 +1,91 @@
+"""Scenarios of requests to a sleeping vLLM engine.
+
+A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import vllm_adapters
+from gpu_trainer import GIB, Trainer
+from vllm_cycles import check_output
+from vllm_engines import KV_CACHE, Session
+
+from memsaver.integrations.engine.errors import EngineAsleepError
+
+SLEEPS_WITHIN = 20  # seconds, of an idle engine
+
+
+def refused(call: Callable[[], Any], *tags: str) -> EngineAsleepError:
+    """Check that a call is refused because of these tags; return the error."""
+    try:
+        call()
+    except EngineAsleepError as error:
+        assert sorted(error.tags) == sorted(tags), error
+        return error
+    raise AssertionError("a request to a sleeping engine was not refused")
+
+
+def requests_are_refused(session: Session) -> None:
+    """Requests that need released memory are refused; the engine stays asleep, and lives."""
+    session.llm.sleep(level=1)
+    refused(session.outputs, "kv_cache", "weights")
+    refused(lambda: session.in_workers("reload_weights"), "kv_cache", "weights")
+    if session.group == "adapters":
+        adapter = vllm_adapters.save(session.folder / "refused", seed=9)
+        refused(lambda: session.llm.llm_engine.add_lora(adapter), "kv_cache", "weights")
+    session.llm.wake_up(tags=["weights"])
+    refused(session.outputs, "kv_cache")
+    session.llm.wake_up(tags=["kv_cache"])
+    check_output(session)
+
+
+def requests_wake(session: Session) -> None:
+    """A generation wakes the engine, whose output is the same."""
+    for _ in range(2):
+        session.llm.sleep(level=1)
+        check_output(session)
+        assert not session.is_asleep()
+    session.llm.sleep(level=1)
+    session.llm.wake_up(tags=["weights"])
+    check_output(session)
+
+
+def requests_never_wake_lost_weights(session: Session) -> None:
+    """After level 2, a generation is refused until the weights are loaded."""
+    check_output(session)  # an idle engine may have fallen asleep at level 1
+    session.llm.sleep(level=2)
+    refused(session.outputs, "kv_cache", "weights")
+    session.llm.wake_up(tags=["weights"])
+    session.in_workers("reload_weights")
+    session.llm.wake_up()
+    check_output(session)
+
+
+def requests_that_cannot_wake(session: Session) -> None:
+    """Without memory, a request is refused with the reason, and the engine stays asleep."""
+    session.llm.sleep(level=1)
+    trainer = Trainer(0, GIB, pattern=3)
+    try:
+        error = refused(session.outputs, "kv_cache", "weights")
+        assert "out of memory" in f"{error} {error.__cause__}", (error, error.__cause__)
+        assert not any(sum(held.values()) for held in session.in_workers("check_tags"))
+        assert trainer.is_intact()
+    finally:
+        trainer.free()
+    check_output(session)
+
+
+def an_idle_engine_sleeps(session: Session) -> None:
+    """An engine without requests releases its memory, and the next request wakes it."""
+    check_output(session)
+    awake = session.free()[0]
+    end = time.monotonic() + SLEEPS_WITHIN
+    while session.free()[0] < awake + KV_CACHE:  # a call of the engine would count as a request
+        assert time.monotonic() < end, "the idle engine keeps its memory"
+        time.sleep(0.2)
+    assert not any(sum(held.values()) for held in session.in_workers("check_tags"))
+    check_output(session)

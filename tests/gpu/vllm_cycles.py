@@ -1,0 +1,179 @@
+"""Scenarios of levels and tags on a live vLLM engine.
+
+A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import vllm_adapters
+from gpu_trainer import MIB
+from vllm_engines import KV_CACHE, SLACK, Session
+
+WEIGHTS = 160 * MIB  # at least, of the small model in bfloat16; half of it in fp8
+CYCLES = 50
+
+
+def check_output(session: Session) -> None:
+    outputs = session.outputs()
+    assert outputs == session.expected, f"{outputs} instead of {session.expected}"
+
+
+@contextlib.contextmanager
+def releases(session: Session) -> Iterator[None]:
+    """Check that the block releases all of the engine's tags to the driver."""
+    tags, before = session.in_workers("check_tags"), session.free()
+    yield
+    for rank, now in enumerate(session.in_workers("check_tags")):
+        assert not any(now.values()), (rank, now)
+    for gpu, (now, then) in enumerate(zip(session.free(), before, strict=True)):
+        told = sum(tags[gpu].values())
+        assert now - then >= told - SLACK, (gpu, now - then, tags)
+
+
+def memsaver_is_active(session: Session) -> None:
+    """Each worker's weights and KV cache are in memsaver's tags."""
+    states = session.in_workers("memsaver_state")
+    tags = session.in_workers("check_tags")
+    assert len(states) == len(tags) == session.gpus
+    assert not any(state["released"] for state in states), states
+    for held in tags:
+        assert held["kv_cache"] >= 0.9 * KV_CACHE, held
+        assert held["weights"] >= WEIGHTS / (2 if session.group == "quantized" else 1), held
+        with_graphs = session.group == "in_process"
+        assert bool(held.get("cuda_graph")) == with_graphs, held
+    assert all(count > 0 for count in session.in_workers("check_graphs"))
+
+
+def level_1(session: Session) -> None:
+    """A sleep at level 1 releases everything, and the wake-up restores the output."""
+    with releases(session):
+        session.llm.sleep(level=1)
+    assert session.is_asleep()
+    assert all(
+        {"weights", "kv_cache"} <= set(state["released"])
+        for state in session.in_workers("memsaver_state")
+    )
+    session.llm.wake_up()
+    assert not session.is_asleep()
+    check_output(session)
+
+
+def weights_first(session: Session) -> None:
+    """The weights wake alone; the engine stays asleep until the KV cache is mapped too."""
+    in_stages(session, ("weights", "kv_cache"))
+
+
+def kv_cache_first(session: Session) -> None:
+    """The KV cache wakes alone; the engine stays asleep until the weights are mapped too."""
+    in_stages(session, ("kv_cache", "weights"))
+
+
+def in_stages(session: Session, tags: tuple[str, str]) -> None:
+    session.llm.sleep(level=1)
+    session.llm.wake_up(tags=[tags[0]])
+    assert session.is_asleep()
+    for held in session.in_workers("check_tags"):
+        assert held[tags[0]] > 0 and held[tags[1]] == 0, held
+    session.llm.wake_up(tags=[tags[1]])
+    assert not session.is_asleep()
+    check_output(session)
+
+
+def repeated_calls(session: Session) -> None:
+    """Sleeps of a sleeping engine and wake-ups of an awake one change nothing."""
+    session.llm.wake_up()
+    check_output(session)
+    session.llm.sleep(level=1)
+    asleep = session.free()
+    session.llm.sleep(level=1)
+    session.llm.sleep(level=2)  # does not lose the saved weights
+    assert all(abs(now - then) <= SLACK for now, then in zip(session.free(), asleep, strict=True))
+    session.llm.wake_up(tags=["weights"])
+    with contextlib.suppress(Exception):
+        session.llm.wake_up(tags=["weights"])
+    session.llm.wake_up()
+    check_output(session)
+
+
+def unknown_tags_and_levels(session: Session) -> None:
+    """An unknown tag changes nothing, an unknown level is refused; the engine keeps its state."""
+    with contextlib.suppress(Exception):
+        session.llm.wake_up(tags=["no such tag"])
+    session.llm.sleep(level=1)
+    with contextlib.suppress(Exception):
+        session.llm.wake_up(tags=["no such tag"])
+    assert session.is_asleep()
+    assert not any(sum(held.values()) for held in session.in_workers("check_tags"))
+    session.llm.wake_up()
+    check_output(session)
+    try:
+        session.llm.sleep(level=7)
+    except Exception as error:
+        assert "level 7" in str(error), error
+    else:
+        raise AssertionError("level 7 was accepted")
+    assert all(held["weights"] > 0 for held in session.in_workers("check_tags"))
+    session.llm.wake_up()  # the engine core has paused its scheduler
+    check_output(session)
+
+
+def level_2(session: Session) -> None:
+    """After a sleep at level 2, a reload of the weights restores the output; buffers are kept."""
+    for _ in range(2):
+        with releases(session):
+            session.llm.sleep(level=2)
+        session.llm.wake_up(tags=["weights"])
+        session.in_workers("reload_weights")
+        session.llm.wake_up(tags=["kv_cache"])
+        assert not session.is_asleep()
+        check_output(session)
+    level_1(session)
+
+
+def level_0(session: Session) -> None:
+    """Level 0 pauses the scheduler and releases nothing."""
+    before = session.in_workers("check_tags")
+    session.llm.sleep(level=0)
+    assert session.is_asleep() and session.in_workers("check_tags") == before
+    session.llm.wake_up(tags=["scheduling"])
+    assert not session.is_asleep()
+    check_output(session)
+
+
+def fifty_cycles(session: Session) -> None:
+    """The memory in use after a cycle does not grow, on the GPUs and in the workers' processes."""
+    readings = []
+    for number in range(CYCLES):
+        session.llm.sleep(level=1)
+        if number % 2:
+            session.llm.wake_up()
+        else:
+            session.llm.wake_up(tags=["weights"])
+            session.llm.wake_up(tags=["kv_cache"])
+        if number % 10 == 9:
+            check_output(session)
+            readings.append((session.free(), session.in_workers("check_host_bytes")))
+    for free, _ in readings[1:]:
+        for now, then in zip(free, readings[0][0], strict=True):
+            assert abs(now - then) <= SLACK, readings
+    for now, then in zip(readings[-1][1], readings[0][1], strict=True):
+        assert now - then <= 64 * MIB, readings
+
+
+def adapters(session: Session) -> None:
+    """LoRA adapters keep their effect over sleeps, and others can be loaded afterwards."""
+    first = vllm_adapters.save(session.folder / "first", seed=1)
+    with_first = session.outputs(first)
+    assert with_first == session.outputs(first) != session.expected
+    for _ in range(2):
+        level_1(session)
+        assert session.outputs(first) == with_first
+    second = vllm_adapters.save(session.folder / "second", seed=2)
+    with_second = session.outputs(second)
+    assert with_second not in (with_first, session.expected)
+    level_1(session)
+    assert session.outputs(second) == with_second
+    assert session.outputs(first) == with_first

@@ -1,0 +1,175 @@
+"""Scenarios of lacking memory, requests during a sleep, and killed workers on a live vLLM engine.
+
+A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import vllm_engines
+from gpu_trainer import GIB, MIB, Trainer
+from vllm_cycles import check_output
+from vllm_engines import PROMPTS, SLACK, Session, greedy
+
+ROOM = 2 * GIB  # for the weights, and not for the KV cache
+LONG = 400  # tokens of a request that is in progress when the engine sleeps
+END_SECONDS = 20
+
+
+def a_wake_without_memory(session: Session) -> None:
+    """A wake-up without memory fails with the cause; the engine stays asleep and can wake later."""
+    session.llm.sleep(level=1)
+    trainer = Trainer(0, ROOM - GIB, pattern=1)
+    try:
+        assert session.free()[0] < vllm_engines.KV_CACHE
+        refused(session, None)
+        session.llm.wake_up(tags=["weights"])
+        refused(session, ["kv_cache"])
+        assert trainer.is_intact()
+    finally:
+        trainer.free()
+    session.llm.wake_up(tags=["kv_cache"])
+    assert not session.is_asleep()
+    check_output(session)
+
+
+def refused(session: Session, tags: list[str] | None) -> None:
+    """Check that a wake-up fails with its cause, and that it allocates nothing."""
+    before, held = session.free(), session.in_workers("check_tags")
+    try:
+        session.llm.wake_up(tags=tags)
+    except Exception as error:
+        for part in ("kv_cache", "out of memory", "released as before"):
+            assert part in str(error), str(error)
+    else:
+        raise AssertionError("the engine woke up without memory")
+    assert session.is_asleep() and session.in_workers("check_tags") == held
+    taken = [then - now for now, then in zip(session.free(), before, strict=True)]
+    assert max(taken) <= SLACK, taken
+
+
+def requests_are_aborted(session: Session) -> None:
+    """A sleep with the mode "abort" ends the requests in progress; the engine works afterwards."""
+    add_requests(session)
+    session.llm.sleep(level=1, mode="abort")
+    session.llm.wake_up()
+    ended = drain(session)
+    assert [one.outputs[0].finish_reason for one in ended] == ["abort"] * 2, ended
+    check_output(session)
+
+
+def requests_end_first(session: Session) -> None:
+    """A sleep with the mode "wait" begins when the requests in progress have ended."""
+    add_requests(session)
+    session.llm.sleep(level=1, mode="wait")
+    assert not any(sum(held.values()) for held in session.in_workers("check_tags"))
+    assert [len(one.outputs[0].token_ids) for one in drain(session)] == [LONG] * 2
+    session.llm.wake_up()
+    check_output(session)
+
+
+def requests_continue(session: Session) -> None:
+    """After a sleep with the mode "keep", the requests in progress continue to their end."""
+    add_requests(session)
+    session.llm.sleep(level=1, mode="keep")
+    assert not any(sum(held.values()) for held in session.in_workers("check_tags"))
+    session.llm.wake_up()
+    ended = drain(session)
+    assert [len(one.outputs[0].token_ids) for one in ended] == [LONG] * 2
+    check_output(session)
+
+
+def add_requests(session: Session) -> None:
+    """Add two requests, and wait until the engine works on them."""
+    for number, prompt in enumerate(PROMPTS[:2]):
+        inputs: Any = {"prompt_token_ids": prompt}
+        session.llm.llm_engine.add_request(f"long-{number}", inputs, greedy(LONG))
+    for _ in range(3):
+        session.llm.llm_engine.step()
+
+
+def drain(session: Session) -> list[Any]:
+    """Return the outputs of the requests, in their order, when all have ended."""
+    ended: dict[str, Any] = {}
+    while session.llm.llm_engine.has_unfinished_requests():
+        for one in session.llm.llm_engine.step():
+            if one.finished:
+                ended[one.request_id] = one
+    return [ended[name] for name in sorted(ended)]
+
+
+def out_of_memory_in_the_pool(session: Session) -> None:
+    """Allocations that fail leave no error behind: later ones and the engine work."""
+    session.in_workers("check_out_of_memory")
+    check_output(session)
+    session.llm.sleep(level=1)
+    session.llm.wake_up()
+    check_output(session)
+
+
+def exceptions_in_the_pool(session: Session) -> None:
+    """An exception in a pool's block ends the block."""
+    session.in_workers("check_exception_in_the_pool")
+    session.llm.sleep(level=1)
+    session.llm.wake_up()
+    check_output(session)
+
+
+def freed_while_asleep(session: Session) -> None:
+    """Memory that is freed while it is released does not come back; other contents do."""
+    for tag in ("kv_cache", "weights"):
+        before = session.free()
+        session.in_workers("check_hold", tag, 256 * MIB)
+        session.llm.sleep(level=1)
+        session.in_workers("check_drop")
+        session.llm.wake_up()
+        check_output(session)
+        left = [then - now for now, then in zip(session.free(), before, strict=True)]
+        assert max(left) <= SLACK, (tag, left)
+
+
+def later_allocations_are_saved(session: Session) -> None:
+    """A tensor that is put into the weights after the start keeps its contents."""
+    session.in_workers("check_hold", "weights", 64 * MIB)
+    expected = session.in_workers("check_sum")
+    for _ in range(2):
+        session.llm.sleep(level=1)
+        session.llm.wake_up()
+        assert session.in_workers("check_sum") == expected
+    session.in_workers("check_drop")
+    check_output(session)
+
+
+def a_second_engine(session: Session) -> None:
+    """A second engine in the process is refused as vLLM does; the first one lives."""
+    from vllm import LLM
+
+    try:
+        LLM(**vllm_engines.arguments_of(session.group, session.folder))
+    except Exception as error:
+        assert "one instance per process" in str(error), error
+    else:
+        raise AssertionError("a second engine was started")
+    check_output(session)
+    session.llm.sleep(level=1)
+    session.llm.wake_up()
+    check_output(session)
+
+
+def a_killed_worker(session: Session) -> None:
+    """A worker that is killed while it sleeps leaves no GPU memory behind. Ends the engine."""
+    pids = session.in_workers("check_pid")
+    assert os.getpid() not in pids
+    session.llm.sleep(level=1)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + END_SECONDS
+    while min(now - then for now, then in zip(session.free(), session.before, strict=True)) < (
+        -SLACK
+    ):
+        assert time.monotonic() < end, (session.free(), session.before)
+        time.sleep(0.2)

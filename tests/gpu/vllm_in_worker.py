@@ -1,0 +1,97 @@
+"""Checks that run in vLLM's workers; vLLM adds them to its worker class."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+
+
+class Checks:
+    """Methods for `worker_extension_cls`, which `collective_rpc` calls by name."""
+
+    def check_pid(self) -> int:
+        """Return the pid of the worker."""
+        return os.getpid()
+
+    def check_tags(self) -> dict[str, int]:
+        """Return the resident bytes of each of memsaver's tags."""
+        import memsaver
+
+        return {one.tag: one.resident_bytes for one in memsaver.stats().tags}
+
+    def check_host_bytes(self) -> int:
+        """Return the resident host memory of the worker's process."""
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found
+        return int(found[1]) * 1024
+
+    def check_graphs(self) -> int:
+        """Return the number of captured CUDA graphs."""
+        import torch
+
+        gc.unfreeze()  # vLLM freezes the objects of its start, which are then not listed
+        return sum(isinstance(found, torch.cuda.CUDAGraph) for found in gc.get_objects())
+
+    def check_out_of_memory(self) -> None:
+        """An allocation in a pool that fails raises; later ones, in and out of it, succeed."""
+        import torch
+
+        total = torch.cuda.mem_get_info()[1]
+        for _ in range(3):
+            try:
+                _allocate("weights", 2 * total)
+            except torch.OutOfMemoryError:
+                pass
+            else:
+                raise AssertionError("twice the GPU's memory was allocated")
+        inside, outside = _allocate("weights", 64 * MIB), torch.full((MIB,), 7, device="cuda")
+        inside.fill_(5)
+        assert bool((inside == 5).all()) and bool((outside == 7).all())
+        assert _is_in("weights", inside) and not _is_in("weights", outside)
+        torch.cuda.synchronize()
+
+    def check_exception_in_the_pool(self) -> None:
+        """An exception ends the pool's block; later tensors are not in the tag."""
+        import torch
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        with contextlib.suppress(KeyError):
+            with get_mem_allocator_instance().use_memory_pool(tag="kv_cache"):
+                inside = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+                raise KeyError
+        outside = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        assert _is_in("kv_cache", inside) and not _is_in("kv_cache", outside)
+
+    def check_hold(self, tag: str, nbytes: int) -> None:
+        """Allocate a tensor in a tag, and hold it."""
+        self._check_held = _allocate(tag, nbytes).fill_(9)
+
+    def check_drop(self) -> None:
+        """Free the held tensor."""
+        del self._check_held
+        gc.collect()
+
+    def check_sum(self) -> int:
+        """Return a checksum of the held tensor."""
+        return int(self._check_held.sum(dtype=self._check_held.long().dtype))
+
+
+def _allocate(tag: str, nbytes: int) -> Any:
+    import torch
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    with get_mem_allocator_instance().use_memory_pool(tag=tag):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+
+
+def _is_in(tag: str, tensor: Any) -> bool:
+    import memsaver
+
+    at = tensor.data_ptr()
+    return any(one.address <= at < one.address + one.bytes for one in memsaver.ranges(tag))

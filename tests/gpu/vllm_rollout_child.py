@@ -1,0 +1,318 @@
+"""Run a scene with a rollout engine of vLLM; exit with status 0 if it succeeds.
+
+usage: vllm_rollout_child.py SCENE FOLDER; the scene "two" needs RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT
+
+vLLM's processes import this file again, so it imports only modules that every process needs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+STUCK_SECONDS = 300
+GIB = 1 << 30
+TOKENS = 24
+BUCKET = 24 << 20
+PROMPTS = ([5, 6, 7, 8, 901, 44], [9, 10, 11], list(range(3000, 3100)))
+LEFT = 64 << 20  # torch's own allocations between two readings of free memory
+
+
+def greedy(tokens: int = TOKENS, **others: Any) -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "seed": 1, **others}
+
+
+def arguments(folder: Path, seed: int = 1, **others: Any) -> dict[str, Any]:
+    """Return the engine's arguments, after saving the model with the weights of a seed."""
+    import qwen_model
+    import vllm_engines
+
+    path = folder / f"model-{seed}"
+    if not path.exists():
+        qwen_model.save(path, qwen_model.weights(seed=seed))
+    common = {k: v for k, v in vllm_engines.COMMON.items() if k != "worker_extension_cls"}
+    return {**common, "enable_prefix_caching": True, "model": str(path), **others}
+
+
+def weights(seed: int) -> dict[str, Any]:
+    """Return a trainer's weights on the GPU."""
+    import qwen_model
+
+    parts = qwen_model.weights(seed=seed)
+    return {name: tensor.cuda() for part in parts for name, tensor in part.items()}
+
+
+@contextmanager
+def launched(folder: Path, seed: int = 1, **others: Any) -> Iterator[Any]:
+    from memsaver.integrations.rollout import RolloutEngine
+
+    begin = time.monotonic()
+    with RolloutEngine.launch(kind="vllm", timeout=200, **arguments(folder, seed, **others)) as one:
+        print(f"--- the engine is up after {time.monotonic() - begin:.1f} s", flush=True)
+        yield one
+
+
+def outputs(engine: Any) -> list[list[int]]:
+    """Return greedy tokens, one prompt at a time, because batching changes the arithmetic."""
+    found = []
+    for prompt in PROMPTS:
+        assert engine.backend.link.flush(10)
+        output = engine.generate([prompt], greedy())
+        assert bool((output.logprobs[0] <= 0).all()) and output.lengths.tolist() == [TOKENS]
+        found.append(output.token_ids[0].tolist())
+    assert len({tuple(tokens) for tokens in found}) == len(PROMPTS), found
+    return found
+
+
+def free() -> int:
+    import torch
+
+    torch.cuda.synchronize()
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def timed(name: str, report: Any) -> Any:
+    print(f"--- {name}: {report.seconds * 1e3:.1f} ms, {report.bytes >> 20} MiB", flush=True)
+    return report
+
+
+def check_sleep(engine: Any, expected: list[list[int]]) -> None:
+    """Sleep, wake up in stages, and sleep by tags; the output stays the same."""
+    from memsaver.integrations.engine.status import Status
+
+    awake = free()
+    for _ in range(2):
+        report = timed("sleep", engine.sleep(wait_idle=True))
+        assert engine.status is Status.ASLEEP and report.bytes > GIB
+        assert free() - awake > GIB, (free(), awake)
+        with engine.staged_wake() as reports:
+            assert engine.status is Status.WEIGHTS_ONLY
+        first, second = (timed("wake-up", one).changed for one in reports)
+        assert first == ("weights",) and "kv_cache" in second
+        assert engine.status is Status.AWAKE and outputs(engine) == expected
+    engine.sleep("kv_cache")
+    assert engine.status is Status.WEIGHTS_ONLY
+    engine.sleep("weights")
+    assert engine.status is Status.ASLEEP
+    engine.wake_up("kv_cache")
+    assert engine.status is Status.NO_WEIGHTS
+    engine.wake_up()
+    assert engine.status is Status.AWAKE and outputs(engine) == expected
+
+
+def check_updates(engine: Any, old: list[list[int]], new: list[list[int]]) -> None:
+    """Load new weights, verified; a bucket that arrives damaged is loaded on no rank."""
+    from memsaver.integrations.rollout import WeightMismatchError
+
+    report = engine.update_weights(
+        weights(2), version="2", bucket_bytes=BUCKET, verify="full", flush_cache=True
+    )
+    print(f"--- update: {report}", flush=True)
+    assert report.buckets > 2 and report.received == report.held == report.tensors, report
+    assert not report.unverified, report
+    assert outputs(engine) == new
+    assert engine.generate([PROMPTS[0]], greedy(2)).weight_version == "2"
+    with damaged(engine.backend):
+        try:
+            engine.update_weights(weights(1), bucket_bytes=BUCKET, verify="full")
+        except WeightMismatchError as error:
+            print(f"--- {error}", flush=True)
+        else:
+            raise AssertionError("a damaged bucket was loaded")
+    assert outputs(engine) == new
+    engine.sleep(wait_idle=True)
+    with engine.staged_wake():
+        engine.update_weights(weights(1), version="1", bucket_bytes=BUCKET)
+    assert outputs(engine) == old
+
+
+@contextmanager
+def damaged(backend: Any) -> Iterator[None]:
+    """Change a digest of each bucket, as if its tensor had changed on the way."""
+    from dataclasses import replace
+
+    load = backend.load_weights
+
+    def other(one: Any) -> Any:
+        rows = tuple(("0" * len(row[0]), *row[1:]) for row in one.verification.sent)
+        return load(replace(one, verification=replace(one.verification, sent=rows)))
+
+    backend.load_weights = other
+    try:
+        yield
+    finally:
+        del backend.load_weights
+
+
+def check_pauses(engine: Any) -> None:
+    """Pause a generation in each mode: aborted, kept, recomputed."""
+    for mode in ("abort", "in_place", "retract"):
+        results: list[Any] = []
+        work = threading.Thread(
+            target=lambda found=results: found.append(engine.generate([PROMPTS[0]], greedy(1500)))
+        )
+        work.start()
+        states = engine.backend.link.states
+        deadline = time.monotonic() + 20
+        while all(state.idle for state in states(10)) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        engine.pause_generation(mode)
+        time.sleep(0.2)
+        assert mode == "abort" or not results, (mode, results)
+        engine.continue_generation()
+        work.join(60)
+        assert not work.is_alive() and results, mode
+        ends = "abort" if mode == "abort" else "length"
+        assert results[0].finish_reasons == (ends,), (mode, results[0].finish_reasons)
+        assert (results[0].lengths.item() == 1500) == (ends == "length")
+
+
+def launched_scene(folder: Path) -> None:
+    """An engine that RolloutEngine starts, and a fresh engine with the new weights."""
+    import torch
+
+    torch.cuda.init()
+    before = free()
+    with launched(folder, seed=2) as engine:
+        outputs(engine)
+        new = outputs(engine)
+    with launched(folder) as engine:
+        outputs(engine)  # compiles kernels
+        old = outputs(engine)
+        assert old != new
+        check_sleep(engine, old)
+        check_updates(engine, old, new)
+        check_pauses(engine)
+        assert outputs(engine) == old
+    deadline = time.monotonic() + 10
+    while free() < before - GIB and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert free() > before - GIB, (free(), before)
+
+
+def quantized_scene(folder: Path) -> None:
+    """FP8 weights that vLLM quantises while it loads them."""
+    with launched(folder, seed=2, quantization="fp8") as engine:
+        outputs(engine)
+        new = outputs(engine)
+    with launched(folder, quantization="fp8", sleep_level=2) as engine:
+        outputs(engine)
+        old = outputs(engine)
+        engine.sleep(wait_idle=True)
+        with engine.staged_wake():
+            report = engine.update_weights(weights(2), bucket_bytes=BUCKET, verify="full")
+        print(f"--- update: {report}", flush=True)
+        assert report.received == report.tensors and "converts" in report.unverified, report
+        assert outputs(engine) == new != old
+        engine.update_weights(weights(1), bucket_bytes=BUCKET, verify="full", flush_cache=True)
+        assert outputs(engine) == old
+
+
+def group_scene(folder: Path) -> None:
+    """Weights through a process group, as for an engine on other GPUs."""
+    from memsaver.integrations.rollout.weights import WeightGroup
+
+    with launched(folder) as engine:
+        outputs(engine)
+        old = outputs(engine)
+        with WeightGroup(engine, backend="gloo") as group:
+            state = {name: tensor.cpu() for name, tensor in weights(2).items()}
+            report = engine.update_weights(state, group=group, bucket_bytes=BUCKET, verify="full")
+            assert report.received == report.held == report.tensors, report
+        assert outputs(engine) != old
+
+
+def llm_scene(folder: Path) -> None:
+    """A `vllm.LLM` of this process."""
+    from vllm import LLM
+
+    from memsaver.integrations.rollout import RolloutEngine
+
+    llm = LLM(**arguments(folder, logprobs_mode="processed_logprobs"))
+    with RolloutEngine.connect(llm, timeout=60) as engine:
+        outputs(engine)
+        old = outputs(engine)
+        check_sleep(engine, old)
+        report = engine.update_weights(
+            weights(2), bucket_bytes=BUCKET, verify="full", flush_cache=True
+        )
+        assert report.received == report.held == report.tensors, report
+        assert outputs(engine) != old
+        engine.update_weights(weights(1), bucket_bytes=BUCKET, flush_cache=True)
+        assert outputs(engine) == old
+    llm.llm_engine.engine_core.shutdown()
+
+
+def two_scene(folder: Path) -> None:
+    """An engine with TP=2 that two ranks of a trainer share, each with its own GPU."""
+    import qwen_model
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from memsaver.integrations.rollout import RolloutEngine, WeightMismatchError
+
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("dp", "tp"))
+    if rank == 0:
+        qwen_model.save(folder / "model-1", qwen_model.weights(seed=1))
+    dist.barrier()
+    with RolloutEngine.launch(mesh, kind="vllm", timeout=200, **arguments(folder)) as engine:
+
+        def generated() -> list[list[int]]:
+            return engine.generate([PROMPTS[rank]], greedy()).token_ids.tolist()
+
+        generated()  # compiles kernels
+        old, awake = generated(), free()
+        assert engine.tp_size == 2
+        with engine.asleep(wait_idle=True):
+            assert free() - awake > GIB
+        assert generated() == old
+        engine.sleep(wait_idle=True)
+        with engine.staged_wake():
+            report = engine.update_weights(weights(2), bucket_bytes=BUCKET, verify="full")
+        assert report.received == report.held == report.tensors, report
+        assert generated() != old
+        engine.update_weights(weights(1), bucket_bytes=BUCKET, verify="full", flush_cache=True)
+        assert generated() == old
+        state = weights(2)
+        if rank == 1:
+            state = {name: tensor + 1 for name, tensor in state.items()}
+        try:
+            engine.update_weights(state, bucket_bytes=BUCKET, verify="full")
+        except WeightMismatchError as error:
+            print(f"--- {error}", flush=True)
+        else:
+            raise AssertionError("ranks with different weights sent them")
+        assert generated() == old
+    dist.destroy_process_group()
+
+
+SCENES = {
+    "two": two_scene,
+    "launched": launched_scene,
+    "quantized": quantized_scene,
+    "group": group_scene,
+    "llm": llm_scene,
+}
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+    SCENES[sys.argv[1]](Path(sys.argv[2]))
+    print("held", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    main()

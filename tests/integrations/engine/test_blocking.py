@@ -1,0 +1,53 @@
+"""Test coroutines that run for callers without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from memsaver.integrations.engine import blocking
+
+
+async def thread() -> threading.Thread:
+    await asyncio.sleep(0)
+    return threading.current_thread()
+
+
+def test_the_calling_thread_runs_the_coroutine_and_keeps_its_loop():
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        assert blocking.run(thread) is threading.current_thread()
+        assert asyncio.get_event_loop_policy().get_event_loop() is loop
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def test_another_thread_runs_it_inside_a_running_loop():
+    async def test():
+        return blocking.run(thread)
+
+    assert asyncio.run(test()) is not threading.current_thread()
+
+
+def test_tasks_that_are_left_end_with_the_call():
+    ended = []
+
+    async def forever():
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append(True)
+
+    async def work():
+        task = asyncio.ensure_future(forever())
+        await asyncio.sleep(0)
+        assert not task.done()
+        raise KeyError("from the coroutine")
+
+    with pytest.raises(KeyError, match="from the coroutine"):
+        blocking.run(work)
+    assert ended == [True]

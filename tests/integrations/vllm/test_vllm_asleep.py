@@ -1,0 +1,376 @@
+"""Test requests to a sleeping `AsyncLLM`, whose engine core is the fake vLLM's."""
+
+import pytest
+
+POLICIES = ("refuse", "wait", "wake")
+
+
+@pytest.mark.each_python
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+def test_requests_are_refused_while_memory_is_released(asleep, version):
+    asleep(
+        """
+before = await generate(engine)
+for level, tags in ((1, BOTH), (2, BOTH)):
+    await engine.sleep(level=level)
+    error = await refusal(generate(engine))
+    assert error.tags == tags and error.status_code == 503 and "cannot generate" in str(error)
+    assert "cannot compute embeddings" in str(await refusal(embed(engine)))
+    assert "load a LoRA adapter" in str(await refusal(engine.add_lora("adapter")))
+    assert "update its weights" in str(await refusal(engine.update_weights(3)))
+    await engine.wake_up(tags=["weights"])
+    error = await refusal(generate(engine))
+    assert error.tags == ("kv_cache",)
+    await engine.update_weights(1)  # the weights are mapped
+    assert await engine.add_lora("adapter")
+    await engine.wake_up(tags=["kv_cache"])
+    assert await generate(engine) == before
+    """,
+        VLLM_FAKE_VERSION=version,
+    )
+
+
+def test_the_engine_core_refuses_what_another_client_has_put_to_sleep(asleep):
+    """The engine's own record of the released tags is out of date."""
+    asleep(
+        """
+before = await generate(engine)
+await engine.engine_core.call_utility_async("sleep", 1, "abort")
+assert not admission_of(engine).released
+for work in (generate(engine), embed(engine), engine.add_lora("a"), engine.update_weights(1)):
+    assert (await refusal(work)).tags == BOTH
+    admission_of(engine).learn(())
+await engine.engine_core.call_utility_async("wake_up", None)
+assert await generate(engine) == before
+await engine.sleep()
+await engine.engine_core.call_utility_async("wake_up", None)
+assert await generate(engine) == before  # refused only after a query
+"""
+    )
+
+
+@pytest.mark.parametrize("data_parallel", [1, 2])
+def test_requests_wait_in_order_until_another_caller_wakes_the_engine(asleep, data_parallel):
+    asleep(
+        f"data_parallel = {data_parallel}\n"
+        """
+before = await generate(engine)
+await engine.sleep()
+ended = []
+async def one(name):
+    assert await generate(engine, name) == before
+    ended.append(name)
+waiting = [asyncio.ensure_future(one(str(number))) for number in range(6)]
+waiting.append(asyncio.ensure_future(engine.add_lora("adapter")))
+await asyncio.sleep(1.5)
+assert not ended and admission_of(engine).waiting == 7
+waiting[2].cancel()  # a client that disconnects
+await engine.abort("4")
+await engine.wake_up(tags=["weights"])
+await asyncio.sleep(0.5)
+assert not ended and waiting[6].done()
+await engine.wake_up(tags=["kv_cache"])
+results = await asyncio.gather(*waiting, return_exceptions=True)
+assert isinstance(results[2], asyncio.CancelledError)
+assert "aborted while it waited" in str(results[4]), results[4]
+assert (sorted(ended) if data_parallel > 1 else ended) == ["0", "1", "3", "5"]
+assert admission_of(engine).waiting == 0
+""",
+        engine=f"engine_of(data_parallel_size={data_parallel})",
+        when="wait",
+    )
+
+
+def test_a_request_waits_no_longer_than_the_bound(asleep):
+    asleep(
+        """
+await engine.sleep()
+begun = time.monotonic()
+error = await refusal(generate(engine))
+assert time.monotonic() - begun >= 2 and "within 2 s" in str(error)
+await engine.wake_up()
+await generate(engine)
+""",
+        when="wait",
+        wait=2,
+    )
+
+
+@pytest.mark.each_python
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+@pytest.mark.parametrize("ranks", ["", "distributed_executor_backend='mp', world_size=2"])
+def test_requests_wake_the_engine(asleep, version, ranks):
+    asleep(
+        """
+before = await generate(engine)
+for _ in range(2):
+    await engine.sleep()
+    assert await asyncio.gather(*(generate(engine, str(n)) for n in range(5))) == [before] * 5
+    assert not await engine.is_sleeping()
+await engine.sleep()
+await engine.add_lora("adapter")  # wakes the weights only
+assert (await engine.is_sleeping()) and admission_of(engine).released == {"kv_cache"}
+assert await generate(engine) == before
+await engine.sleep(level=2)
+error = await refusal(generate(engine))
+assert "weights has no backup" in str(error) and await engine.is_sleeping()
+await engine.update_weights(1)  # only replaces the contents, so it wakes the weights
+assert await generate(engine) == before
+""",
+        engine=f"engine_of({ranks})",
+        VLLM_FAKE_VERSION=version,
+        when="wake",
+    )
+
+
+def test_data_parallel_engine_cores_sleep_and_wake_each_by_itself(asleep):
+    asleep(
+        """
+before = [await generate(engine) for _ in range(2)]
+client = engine.engine_core
+await client._call_utility_async("sleep", 1, "abort", engine=1)
+assert [await generate(engine) for _ in range(2)] == before
+assert not await client._call_utility_async("is_sleeping", engine=1)
+await client._call_utility_async("sleep", 1, "abort", engine=0)
+await client._call_utility_async("sleep", 1, "abort", engine=1)
+await client._call_utility_async("wake_up", ["weights"], engine=1)
+assert [await generate(engine) for _ in range(4)] == before * 2
+""",
+        engine="engine_of(data_parallel_size=2)",
+        when="wake",
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_wake_up_without_memory_refuses_the_requests_and_the_engine_sleeps_on(asleep, ranks):
+    asleep(
+        """
+import vllm_calls
+before = await generate(engine)
+await engine.sleep()
+free = (await engine.collective_rpc(vllm_calls.free))[0]
+await engine.collective_rpc(vllm_calls.occupy, args=(free - (1 << 20),))
+errors = await asyncio.gather(refusal(generate(engine, "a")), refusal(generate(engine, "b")))
+for error in errors:
+    assert "it could not be woken" in str(error) and set(error.tags) == set(BOTH)
+    assert isinstance(error.__cause__, OutOfDeviceMemoryError) and error.__cause__.needed > 0
+assert await engine.is_sleeping()
+try:
+    await engine.wake_up()
+except OutOfDeviceMemoryError as error:
+    assert error.free < error.needed
+else:
+    raise AssertionError
+await engine.collective_rpc(vllm_calls.occupy, args=(0,))
+assert await generate(engine) == before
+""",
+        engine=f"engine_of(world_size={ranks})",
+        when="wake",
+        wait=1,
+    )
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+@pytest.mark.parametrize("when", POLICIES)
+def test_sleep_under_load(asleep, when, mode):
+    """Requests in flight end as vLLM's mode defines, and requests that arrive then are new."""
+    asleep(
+        f"""
+mode, when = {mode!r}, {when!r}
+token = (await generate(engine))[0]
+running = asyncio.ensure_future(generate(engine, "running", max_tokens=40))
+await asyncio.sleep(0.1)
+sleeping = asyncio.ensure_future(engine.sleep(1, mode))
+await asyncio.sleep(0.1)  # with mode "wait", the engine core has not released memory yet
+late = asyncio.ensure_future(generate(engine, "late"))
+await sleeping
+tokens, reason = (await running) if mode != "keep" else (None, None)
+if mode == "abort":
+    assert reason == "abort" and len(tokens) < 40
+elif mode == "wait":
+    assert reason == "length" and tokens == token * 40
+if when == "refuse":
+    assert (await refusal(late)).tags == BOTH
+elif when == "wait":
+    await asyncio.sleep(0.3)
+    assert not late.done()
+    await engine.wake_up()
+if when != "refuse":
+    assert (await late)[0] == token
+elif mode == "keep":
+    await engine.wake_up()
+if mode == "keep":  # continues after the wake-up
+    assert (await running) == (token * 40, "length")
+""",
+        when=when,
+    )
+
+
+def test_clients_that_sleep_and_wake_at_once(asleep):
+    asleep(
+        """
+before = await generate(engine)
+async def change(number):
+    for _ in range(10):
+        await (engine.sleep(1, "wait") if number % 2 else engine.wake_up())
+async def requests():
+    for number in range(20):
+        assert await generate(engine, str(number)) == before
+await asyncio.gather(*(change(number) for number in range(4)), requests())
+await engine.wake_up()
+assert await generate(engine) == before
+""",
+        when="wake",
+        wait=60,
+    )
+
+
+def test_bad_arguments_and_repeated_calls_leave_the_engine_alive(asleep):
+    asleep(
+        """
+before = await generate(engine)
+await engine.wake_up()  # is awake
+for level in (3, -1, "1"):
+    try:
+        await engine.sleep(level=level)
+    except ConfigError as error:
+        assert "must be 0" in str(error)
+    else:
+        raise AssertionError
+    assert not await engine.is_sleeping()
+await engine.sleep()
+await engine.sleep()
+await engine.wake_up(tags=["nonsense"])  # vLLM logs it
+assert await engine.is_sleeping() and (await refusal(generate(engine))).tags == BOTH
+await engine.wake_up()
+assert await generate(engine) == before
+"""
+    )
+
+
+def test_generation_resumes_only_after_the_wake_up(asleep):
+    """`resume_generation` would let the scheduler use released memory."""
+    asleep(
+        """
+before = await generate(engine)
+await engine.sleep()
+await engine.resume_generation()
+assert (await refusal(generate(engine))).tags == BOTH
+await engine.wake_up()
+assert await generate(engine) == before
+"""
+    )
+
+
+def test_vllms_own_pauses_are_unchanged(asleep):
+    """Requests to an engine that is paused, or sleeps at level 0, wait in vLLM's scheduler."""
+    asleep(
+        """
+before = await generate(engine)
+for pause, resume in (
+    (lambda: engine.pause_generation(mode="keep"), engine.resume_generation),
+    (lambda: engine.sleep(level=0), lambda: engine.wake_up(tags=["scheduling"])),
+):
+    await pause()
+    waiting = asyncio.ensure_future(generate(engine))
+    await asyncio.sleep(0.3)
+    assert not waiting.done() and await engine.is_paused()
+    await resume()
+    assert await waiting == before
+"""
+    )
+
+
+@pytest.mark.parametrize("when", POLICIES)
+def test_without_memsaver_requests_wait_in_vllms_scheduler(asleep, when):
+    """The memory is that of vLLM's own allocator."""
+    asleep(
+        """
+await generate(engine)
+for _ in range(2):
+    await engine.sleep()
+    waiting = asyncio.ensure_future(generate(engine))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    await engine.wake_up()
+    assert await waiting == await generate(engine)
+""",
+        MEMSAVER_VLLM=0,
+        when=when,
+    )
+
+
+@pytest.mark.parametrize("when", ["wait", "wake"])
+def test_held_requests_end_with_an_engine_whose_worker_is_killed(asleep, when):
+    asleep(
+        """
+import os, signal
+await generate(engine)
+(pid,) = await engine.collective_rpc(os_pid)
+await engine.sleep()
+held = asyncio.ensure_future(engine.add_lora("a")) if when == "wait" else None
+waiting = [asyncio.ensure_future(generate(engine, str(n))) for n in range(3) if when == "wait"]
+await asyncio.sleep(0.2)
+os.kill(pid, signal.SIGKILL)
+if when == "wake":
+    waiting = [asyncio.ensure_future(generate(engine, str(n))) for n in range(3)]
+for one in waiting:
+    try:
+        await one
+    except Exception as error:
+        assert type(error).__name__ == "EngineDeadError" or "engine" in str(error).lower(), error
+    else:
+        raise AssertionError
+if held is not None:
+    held.cancel()
+async def has_ended():
+    return engine.errored
+await until(has_ended)
+""".replace("when ==", f"{when!r} ==").replace("os_pid", "vllm_calls.pid"),
+        engine="engine_of(distributed_executor_backend='mp')",
+        when=when,
+        wait=60,
+    )
+
+
+def test_two_engines_of_one_process_sleep_independently(asleep):
+    asleep(
+        """
+async with engine_of() as other:
+    before = await generate(engine)
+    await other.sleep()
+    assert (await refusal(generate(other))).tags == BOTH
+    assert await generate(engine) == before
+    await engine.sleep()
+    await other.wake_up()
+    assert await generate(other) == before
+    assert (await refusal(generate(engine))).tags == BOTH
+    await engine.wake_up()
+    assert await generate(engine) == before
+"""
+    )
+
+
+@pytest.mark.parametrize("when", ["refuse", "wake"])
+def test_a_controller_and_requests_share_one_state(asleep, when):
+    """Memory that memsaver's own calls release or resume is known to the requests."""
+    asleep(
+        f"""
+from memsaver.integrations.vllm.protocol import RELEASE, RESUME
+when = {when!r}
+before = await generate(engine)
+for tags in (["weights"], ["kv_cache"], ["kv_cache", "weights"]):
+    (answer,) = await engine.collective_rpc(RELEASE, args=(tags, 1))
+    assert answer["failure"] is None, answer
+    assert admission_of(engine).released == set(tags)
+    if when == "refuse":
+        assert set((await refusal(generate(engine))).tags) == set(tags)
+        (answer,) = await engine.collective_rpc(RESUME, args=(tags,))
+        assert answer["failure"] is None and not admission_of(engine).released
+    assert await generate(engine) == before
+await engine.collective_rpc(RELEASE, args=(["weights"], 2))
+assert (await refusal(generate(engine))).tags == ("weights",)
+await engine.wake_up()
+""",
+        when=when,
+    )

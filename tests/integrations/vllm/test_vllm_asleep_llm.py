@@ -1,0 +1,172 @@
+"""Test requests to a sleeping `LLM`, whose calls block, with the fake vLLM."""
+
+import pytest
+
+PROCESSES = [
+    {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+]
+START = """
+import os, threading, time
+from memsaver.errors import *
+from memsaver.integrations.engine.errors import EngineAsleepError
+def refusal(call):
+    try:
+        call()
+    except EngineAsleepError as error:
+        return error
+    raise AssertionError("the request was not refused")
+llm = LLM(enable_sleep_mode=True, distributed_executor_backend=os.environ.get("BACKEND"))
+before = llm.generate(PROMPTS)
+"""
+
+
+@pytest.fixture(params=PROCESSES, ids=["in process", "engine core"])
+def blocking(run_vllm, request):
+    def run(body, when="refuse", wait=20, after=0, **env):
+        run_vllm(
+            START + body,
+            timeout=120,
+            MEMSAVER_VLLM_ASLEEP=when,
+            MEMSAVER_VLLM_ASLEEP_WAIT=wait,
+            MEMSAVER_VLLM_SLEEP_AFTER=after,
+            **request.param,
+            **env,
+        )
+
+    return run
+
+
+@pytest.mark.each_python
+def test_requests_are_refused_while_memory_is_released(blocking):
+    blocking(
+        """
+for level in (1, 2):
+    llm.sleep(level=level)
+    error = refusal(lambda: llm.generate(PROMPTS))
+    assert error.tags == ("kv_cache", "weights") and error.status_code == 503
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert "adapter" in str(refusal(lambda: llm.llm_engine.add_lora("adapter")))
+    assert "weights" in str(refusal(lambda: llm.collective_rpc("reload_weights")))
+    llm.wake_up(tags=["weights"])
+    assert refusal(lambda: llm.generate(PROMPTS)).tags == ("kv_cache",)
+    llm.collective_rpc("reload_weights")
+    llm.wake_up()
+    assert llm.generate(PROMPTS) == before
+for level in (3, None):
+    try:
+        llm.sleep(level=level)
+    except ConfigError:
+        pass
+    else:
+        raise AssertionError
+assert llm.generate(PROMPTS) == before
+llm.shutdown()
+"""
+    )
+
+
+def test_a_request_waits_for_a_wake_up_by_another_thread(blocking):
+    blocking(
+        """
+llm.sleep()
+begun = time.monotonic()
+assert "within 2 s" in str(refusal(lambda: llm.generate(PROMPTS)))
+assert time.monotonic() - begun >= 2
+waker = threading.Timer(0.5, llm.wake_up)
+waker.start()
+assert llm.generate(PROMPTS) == before
+waker.join()
+llm.shutdown()
+""",
+        when="wait",
+        wait=2,
+    )
+
+
+@pytest.mark.each_python
+def test_a_request_wakes_the_engine(blocking):
+    blocking(
+        """
+import asyncio
+loop = asyncio.new_event_loop()
+asyncio.set_event_loop(loop)
+for _ in range(2):
+    llm.sleep()
+    assert llm.generate(PROMPTS) == before
+assert asyncio.get_event_loop() is loop
+async def in_a_loop():  # as in a notebook
+    return llm.generate(PROMPTS)
+llm.sleep()
+assert loop.run_until_complete(in_a_loop()) == before
+llm.sleep(level=2)
+assert "has no backup" in str(refusal(lambda: llm.generate(PROMPTS)))
+llm.collective_rpc("reload_weights")  # wakes the weights
+assert llm.generate(PROMPTS) == before
+loop.close()
+llm.shutdown()
+""",
+        when="wake",
+    )
+
+
+def test_a_wake_up_without_memory_refuses_the_request_and_the_engine_sleeps_on(blocking):
+    blocking(
+        """
+llm.sleep()
+free = llm.collective_rpc(vllm_calls.free)[0]
+llm.collective_rpc(vllm_calls.occupy, args=(free - (1 << 20),))
+error = refusal(lambda: llm.generate(PROMPTS))
+assert isinstance(error.__cause__, OutOfDeviceMemoryError) and error.__cause__.needed
+try:
+    llm.wake_up()
+except OutOfDeviceMemoryError as error:
+    assert error.free < error.needed
+else:
+    raise AssertionError
+assert llm.llm_engine.is_sleeping()
+llm.collective_rpc(vllm_calls.occupy, args=(0,))
+assert llm.generate(PROMPTS) == before
+llm.shutdown()
+""",
+        when="wake",
+        wait=1,
+    )
+
+
+def test_without_memsaver_the_hooks_do_nothing(blocking):
+    blocking(
+        """
+llm.sleep()
+if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1":
+    threading.Timer(0.5, llm.wake_up).start()  # the request waits in vLLM's scheduler
+    answered = llm.generate(PROMPTS)
+    assert answered == llm.generate(PROMPTS)
+else:
+    llm.wake_up()
+llm.shutdown()
+""",
+        MEMSAVER_VLLM=0,
+    )
+
+
+def test_a_call_ends_with_an_engine_whose_worker_is_killed(run_vllm):
+    run_vllm(
+        START
+        + """
+import signal
+(pid,) = llm.collective_rpc(vllm_calls.pid)
+llm.sleep()
+os.kill(pid, signal.SIGKILL)
+try:
+    llm.wake_up()
+    llm.generate(PROMPTS)
+except Exception as error:
+    print(type(error).__name__, error)
+else:
+    raise AssertionError
+""",
+        timeout=120,
+        VLLM_ENABLE_V1_MULTIPROCESSING=1,
+        BACKEND="mp",
+    )

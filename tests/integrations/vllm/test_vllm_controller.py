@@ -1,0 +1,306 @@
+"""Test the controller and the backend over fake engines of vLLM: an LLM and an AsyncLLM."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+START = """
+import asyncio, threading, time
+import vllm_calls
+from memsaver.errors import ConfigError, InvalidStateError, OutOfDeviceMemoryError
+from memsaver.integrations.engine.errors import (
+    EngineAsleepError, EngineBusyError, EngineDiedError, EngineError, EngineTimeoutError,
+)
+from memsaver.integrations.engine.interface import Request
+from memsaver.integrations.vllm import SleepController, Status
+from memsaver.integrations.vllm.backend import backend_of
+from memsaver.integrations.vllm.launch import launch
+from memsaver.integrations.engine.placement import Placement
+from memsaver.integrations.vllm.engines import connect
+
+def refused(kind, call, *args, **named):
+    try:
+        call(*args, **named)
+    except kind as error:
+        return error
+    raise AssertionError("nothing was refused")
+
+def rpc(function, *arguments):
+    return backend.link.rpc(function, arguments, 30)
+
+def requests(*prompts, tokens=4):
+    return [Request(list(prompt), {"max_tokens": tokens}) for prompt in prompts]
+"""
+LLM = """
+llm = LLM("tiny", enable_sleep_mode=True)
+backend = backend_of(llm, timeout=30)
+"""
+ASYNC = """
+backend = launch(
+    Placement({{}}), None, {{"model": "tiny", "distributed_executor_backend": "uni"{more}}}, 100
+)
+"""
+END = """
+backend.close()
+"""
+LLM_END = "\nllm.shutdown()\n"
+
+
+@pytest.fixture
+def run_async(run_vllm):
+    """Run lines with a `backend` over an AsyncLLM."""
+
+    def run(lines, more="", **env):
+        code = START + ASYNC.format(more=more and f", {more}") + lines + END
+        return run_vllm(code, with_torch=True, **env)
+
+    return run
+
+
+@pytest.fixture(params=["LLM", "LLM in this process", "AsyncLLM"])
+def run(run_vllm, run_async, request):
+    """Run lines with a `backend` over an engine of each kind."""
+    if request.param == "AsyncLLM":
+        return run_async
+
+    def run(lines, **env):
+        here = "0" if request.param == "LLM in this process" else "1"
+        code = START + LLM + lines + END + LLM_END
+        return run_vllm(code, with_torch=True, VLLM_ENABLE_V1_MULTIPROCESSING=here, **env)
+
+    return run
+
+
+def test_an_engine_generates_sleeps_and_wakes_in_stages(run):
+    run("""
+control = backend.control
+assert backend.tp_size == 1 and control.guarded and control.status is Status.AWAKE
+first = backend.generate(requests([1, 2], [3]), 30)
+assert [len(one.token_ids) for one in first] == [4, 4]
+assert first[0].logprobs == [-0.5] * 4 and first[0].finish_reason == "length"
+assert first[0] == backend.generate(requests([1, 2]), 30)[0] != first[1]
+report = control.sleep()
+assert control.status is Status.ASLEEP and report.bytes > 8 << 20
+assert report.changed == ("kv_cache", "weights", "cuda_graph")
+assert control.sleep().steps == ()
+asleep = refused(EngineAsleepError, backend.generate, requests([1]), 10)
+assert asleep.tags == ("kv_cache", "weights", "cuda_graph")
+with control.staged_wake() as reports:
+    assert control.status is Status.WEIGHTS_ONLY
+    control.check("update_weights")
+    refused(EngineAsleepError, control.check, "generate")
+assert control.status is Status.AWAKE and reports[0].changed == ("weights",)
+assert backend.generate(requests([1, 2], [3]), 30) == first
+""")
+
+
+def test_tags_sleep_independently(run):
+    run("""
+control = backend.control
+first = backend.generate(requests([1, 2]), 30)
+for tag, status in (("kv_cache", Status.WEIGHTS_ONLY), ("weights", Status.NO_WEIGHTS)):
+    control.sleep(tag)
+    assert control.status is status and control.released == {tag}
+    other = "weights" if tag == "kv_cache" else "kv_cache"
+    control.sleep(other)
+    assert control.status is Status.ASLEEP
+    control.wake_up(other)
+    assert control.status is status
+    control.wake_up()
+    assert control.status is Status.AWAKE and backend.generate(requests([1, 2]), 30) == first
+with control.asleep("kv_cache"):
+    assert control.refresh() is Status.WEIGHTS_ONLY
+assert backend.generate(requests([1, 2]), 30) == first
+refused(ConfigError, control.sleep, "graphs")
+""")
+
+
+def test_a_sleep_and_a_wake_up_without_memory_leave_the_engine_whole(run):
+    run(
+        """
+control = backend.control
+first = backend.generate(requests([1, 2]), 30)
+rpc(vllm_calls.limit_host, 1 << 16)
+error = refused(Exception, control.sleep)
+assert control.status is Status.AWAKE, (control.status, error)
+rpc(vllm_calls.limit_host, 1 << 40)
+backend.generate(requests([1, 2]), 30)
+control.sleep()
+rpc(vllm_calls.occupy, (1 << 40) - (4 << 20))
+error = refused(OutOfDeviceMemoryError, control.wake_up)
+assert error.needed > error.free, error
+assert control.status is Status.ASLEEP
+refused(EngineAsleepError, backend.generate, requests([1]), 10)
+rpc(vllm_calls.occupy, 0)
+control.wake_up()
+assert control.status is Status.AWAKE
+""",
+        MEMSAVER_SIM_MEMORY=1 << 40,
+    )
+
+
+def test_requests_in_flight_keep_the_engine_awake_unless_they_are_aborted(run_async):
+    run_async("""
+control = backend.control
+results = []
+def generate(tokens):
+    work = threading.Thread(
+        target=lambda: results.append(backend.generate(requests([1, 2], tokens=tokens), 60))
+    )
+    work.start()
+    while all(state.idle for state in backend.link.states(10)):
+        time.sleep(0.002)
+    return work
+
+work = generate(100000)
+refused(EngineBusyError, control.sleep)
+refused(EngineBusyError, control.sleep, wait_idle=True, timeout=0.2)
+assert control.status is Status.AWAKE and not results
+other = connect(backend.link.engine)
+refused(EngineBusyError, SleepController(other).sleep)  # which does not know of the request
+control.sleep(abort=True)
+work.join(20)
+assert results.pop()[0].finish_reason == "abort" and control.status is Status.ASLEEP
+control.wake_up()
+work = generate(300)
+control.sleep(wait_idle=True)
+work.join(20)
+assert len(results.pop()[0].token_ids) == 300
+control.wake_up()
+late = refused(EngineTimeoutError, backend.generate, requests([1], tokens=100000), 0.3)
+deadline = time.monotonic() + 10
+while not all(state.idle for state in backend.link.states(10)):
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+""")
+
+
+def test_generation_pauses_in_each_mode(run_async):
+    run_async("""
+for mode in ("abort", "in_place", "retract", "wait"):
+    results = []
+    tokens = 300 if mode == "wait" else 20000
+    work = threading.Thread(
+        target=lambda: results.append(backend.generate(requests([1, 2], tokens=tokens), 60))
+    )
+    work.start()
+    while all(state.idle for state in backend.link.states(10)):
+        time.sleep(0.002)
+    backend.pause_generation(mode, 30)
+    if mode in ("abort", "wait"):
+        work.join(10)
+        [[sample]] = results
+        assert sample.finish_reason == {"abort": "abort", "wait": "length"}[mode]
+        assert bool(sample.token_ids)
+    else:
+        time.sleep(0.1)
+        assert not results
+        assert backend.link.flush(10) == (mode == "retract")
+        other = SleepController(connect(backend.link.engine))
+        if mode == "in_place":
+            refused(EngineBusyError, other.sleep)
+        else:
+            other.sleep()
+            other.wake_up()
+        backend.link.abort(10)
+        work.join(10)
+        assert results[0][0].finish_reason == "abort"
+    backend.continue_generation(30)
+    assert len(backend.generate(requests([5]), 30)[0].token_ids) == 4
+refused(ConfigError, backend.pause_generation, "stop", 10)
+""")
+
+
+def test_a_dead_engine_is_reported(run_async):
+    run_async("""
+assert backend.death() == ""
+[process] = backend.link.engine.engine_core.resources.engine_manager.processes
+process.kill()
+process.join()
+assert "ended" in backend.death(), backend.death()
+refused(EngineDiedError, backend.control.refresh)
+refused(EngineDiedError, backend.generate, requests([1]), 30)
+refused(EngineDiedError, backend.begin_update, 10)
+""")
+
+
+def test_a_rank_that_dies_ends_the_engine_and_every_call(run_async):
+    run_async(
+        """
+import os, signal
+from memsaver.integrations.vllm.protocol import LOAD
+[process] = backend.link.engine.engine_core.resources.engine_manager.processes
+assert backend.tp_size == 2
+pids = [one["pid"] for one in backend.link.rpc("memsaver_begin_update", [], 30)[0]]
+assert len(set(pids)) == 2
+os.kill(pids[1], signal.SIGKILL)
+error = refused(EngineError, backend.link.rpc, "memsaver_end_update", [], 60)
+deadline = time.monotonic() + 30
+while not backend.death():
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+refused(EngineDiedError, backend.control.refresh)
+""",
+        more='"tensor_parallel_size": 2, "distributed_executor_backend": "mp"',
+    )
+
+
+def test_a_call_inside_an_event_loop_is_refused(run_async):
+    run_async("""
+async def inside():
+    refused(InvalidStateError, backend.control.sleep)
+    report = await asyncio.to_thread(backend.control.sleep)
+    return report.changed
+
+assert "weights" in asyncio.run(inside())
+""")
+
+
+def test_arguments_are_checked(run):
+    run("""
+refused(ConfigError, backend.generate, [Request([1], {"temperature": -1.0})], 10)
+refused(ConfigError, backend.generate, [Request([1], {"max_new_tokens": 1})], 10)
+refused(ConfigError, connect, object())
+refused(ConfigError, SleepController, backend.link, level=3)
+refused(ConfigError, backend.control.sleep, timeout=0)
+""")
+
+
+@pytest.mark.parametrize("tags", [["kv_cache", "weights", "cuda_graph"], ["weights"]])
+def test_a_release_waits_until_the_scheduler_has_finished_its_pause(run_vllm, tags):
+    run_vllm(
+        START
+        + f"tags = {tags}\n"
+        + textwrap.dedent("""
+    from concurrent.futures import Future
+    llm = LLM("tiny", enable_sleep_mode=True)
+    core = llm.llm_engine.engine_core.engine_core
+    pause = core.pause_scheduler
+    pending = Future()
+    def pause_later(*arguments, **named):
+        pause(*arguments, **named)
+        return pending
+    core.pause_scheduler = pause_later
+    llm.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
+    answers = core.collective_rpc("memsaver_release", args=(tags, 1))
+    pending.set_result(None)
+    [answer] = answers.result()
+    assert answer["failure"]["kind"] == "OutOfHostMemoryError", answer
+    assert not core.is_sleeping() and not answer["released"]
+    llm.collective_rpc(vllm_calls.limit_host, args=(1 << 40,))
+    pending = Future()
+    answers = core.collective_rpc("memsaver_release", args=(tags, 1))
+    assert not answers.done() and not core.model_executor.is_sleeping
+    pending.set_result(None)
+    [answer] = answers.result()
+    assert answer["failure"] is None and set(tags) <= {*answer["released"], "cuda_graph"}
+    assert core.is_sleeping() and "weights" in core.model_executor.sleeping_tags
+    core.wake_up()
+    assert not core.is_sleeping()
+    llm.shutdown()
+    """),
+        with_torch=True,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )

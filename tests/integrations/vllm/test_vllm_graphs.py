@@ -1,0 +1,75 @@
+"""Test the pool into which vLLM captures its CUDA graphs."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from memsaver.integrations.vllm import graphs
+from memsaver.integrations.vllm.allocator import MemsaverAllocator
+
+VLLMS, OURS = (0, 1), (0, 7)
+
+
+@pytest.fixture
+def platform():
+    """Create a platform of vLLM's with the hook."""
+
+    class Platform:
+        def get_global_graph_pool(self):
+            return VLLMS
+
+    graphs.install(Platform)
+    graphs.install(Platform)
+    return Platform()
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """Make memsaver the allocator of this process, with a pool that needs no GPU."""
+    found = MemsaverAllocator()
+    found._graphs = SimpleNamespace(id=OURS)
+    owner = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=found))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", owner)
+    return found
+
+
+def has_custom_all_reduce(monkeypatch, *, disabled):
+    """Give the worker's tensor-parallel group vLLM's custom all-reduce."""
+    communicator = SimpleNamespace(ca_comm=SimpleNamespace(disabled=disabled))
+    state = SimpleNamespace(_TP=SimpleNamespace(device_communicator=communicator))
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
+
+
+def test_graphs_are_captured_into_the_allocators_pool(platform, allocator):
+    assert platform.get_global_graph_pool() == OURS
+    with allocator.cudagraph_pool() as pool:
+        assert pool == OURS
+
+
+def test_without_the_allocator_graphs_stay_in_vllms_pool(platform):
+    assert platform.get_global_graph_pool() == VLLMS
+
+
+@pytest.mark.parametrize(("disabled", "pool"), [(False, VLLMS), (True, OURS)])
+def test_graphs_that_other_ranks_read_stay_in_vllms_pool(
+    platform, allocator, monkeypatch, disabled, pool
+):
+    """CUDA exports only memory of cudaMalloc to other processes."""
+    has_custom_all_reduce(monkeypatch, disabled=disabled)
+    assert platform.get_global_graph_pool() == pool
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_platform_is_hooked_only_on_request(run_vllm, value):
+    run_vllm(
+        f"""
+import os
+LLM()
+from vllm.platforms.interface import Platform
+assert hasattr(Platform.get_global_graph_pool, "__wrapped__") == ({value} == 1)
+assert os.environ.get("NCCL_GRAPH_REGISTER") == ("0" if {value} else None)
+        """,
+        MEMSAVER_VLLM_GRAPHS=value,
+        NCCL_GRAPH_REGISTER=None,
+    )

@@ -1,0 +1,137 @@
+"""Test sleep and wake-up of a fake vLLM on several ranks: all ranks change, or none."""
+
+import pytest
+
+START = """
+llm = LLM(enable_sleep_mode=True, tensor_parallel_size=2)
+first = llm.generate(PROMPTS)
+states = lambda: [sorted(state["released"]) for state in llm.collective_rpc("memsaver_state")]
+def fails(call, *words):
+    try:
+        call()
+    except Exception as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise SystemExit("no error")
+BOTH = ["kv_cache", "weights"]
+"""
+END = """
+assert llm.generate(PROMPTS) == first
+llm.sleep()
+llm.wake_up()
+assert llm.generate(PROMPTS) == first
+llm.shutdown()
+"""
+
+
+@pytest.fixture
+def run_ranks(run_vllm):
+    """Run lines with an engine of two ranks, whose calls match their responses at the end."""
+
+    def run(lines: str, **env):
+        return run_vllm(START + lines + END, with_torch=True, **env)
+
+    return run
+
+
+def test_a_wake_up_without_memory_on_one_rank_wakes_none(run_ranks):
+    run_ranks(
+        """
+for rank in (0, 1):
+    llm.sleep()
+    llm.collective_rpc(vllm_calls.occupy, args=((1 << 40) - (8 << 20), rank))
+    fails(lambda: llm.wake_up(["weights"]), f"failed on rank {rank} of 2", "released as before")
+    assert states() == [BOTH, BOTH]
+    assert llm.llm_engine.is_sleeping()
+    llm.collective_rpc(vllm_calls.occupy, args=(0, rank))
+    llm.wake_up(["weights"])
+    assert states() == [["kv_cache"]] * 2
+    llm.wake_up(["kv_cache"])
+    assert llm.generate(PROMPTS) == first
+        """,
+        MEMSAVER_SIM_MEMORY=1 << 40,
+    )
+
+
+def test_a_sleep_without_host_memory_on_one_rank_releases_none(run_ranks):
+    run_ranks(
+        """
+llm.collective_rpc(vllm_calls.limit_host, args=(1 << 16, 0))
+fails(llm.sleep, "failed on rank 0 of 2", "every rank has its memory; contents of kv_cache are")
+assert states() == [[], []]
+llm.wake_up()  # the engine core had paused its scheduler
+assert llm.generate(PROMPTS) == first
+llm.collective_rpc(vllm_calls.limit_host, args=((1 << 64) - 1, 0))
+        """
+    )
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_failure_after_the_wake_up_on_one_rank_wakes_none(run_ranks, level):
+    """At level 2 the worker's copies of the model's buffers serve the next wake-up."""
+    run_ranks(
+        f"""
+for rank in (0, 1):
+    llm.sleep(level={level})
+    llm.collective_rpc(vllm_calls.break_next, args=("post_kv_cache_wake_up", rank))
+    fails(llm.wake_up, "post_kv_cache_wake_up is broken", "released as before")
+    assert states() == [BOTH, BOTH]
+    llm.wake_up()
+    if {level} == 2:
+        llm.collective_rpc("reload_weights")
+    assert llm.generate(PROMPTS) == first
+        """
+    )
+
+
+def test_a_failure_before_the_sleep_on_one_rank_releases_none(run_ranks):
+    run_ranks(
+        """
+for rank in (0, 1):
+    llm.collective_rpc(vllm_calls.break_next, args=("named_buffers", rank))
+    fails(lambda: llm.sleep(level=2), "named_buffers is broken", "every rank has its memory")
+    assert states() == [[], []]
+    llm.wake_up()
+    assert llm.generate(PROMPTS) == first
+        """
+    )
+
+
+def test_a_sleep_that_cannot_be_undone_counts_as_done(run_ranks):
+    """Otherwise the engine would use memory that a rank lacks."""
+    run_ranks(
+        """
+llm.collective_rpc(vllm_calls.fail_after_sleep, args=(0,))
+llm.sleep()
+assert states() == [BOTH, []]
+failure = llm.collective_rpc("memsaver_state")[0]["last"]["failure"]
+assert "Memory usage increased" in failure["message"] and "counts as asleep" in failure["message"]
+assert llm.llm_engine.is_sleeping()
+llm.collective_rpc(vllm_calls.occupy, args=(0, 0))
+llm.wake_up()
+assert states() == [[], []]
+        """
+    )
+
+
+@pytest.mark.each_python
+def test_an_executor_in_a_larger_world_has_a_group_of_its_own_ranks(run_vllm):
+    """The world is that of two data-parallel engines with two ranks each; only one sleeps."""
+    run_vllm(
+        """
+import multiprocessing, os, tempfile
+from vllm_calls import join_world
+context = multiprocessing.get_context("fork")
+with tempfile.TemporaryDirectory() as folder:
+    results = context.Queue()
+    store = os.path.join(folder, "store")
+    ranks = [context.Process(target=join_world, args=(store, rank, results)) for rank in range(4)]
+    for process in ranks:
+        process.start()
+    seen = dict(results.get(timeout=50) for _ in ranks)
+    for process in ranks:
+        process.join(50)
+assert seen == {0: None, 1: None, 2: [0, 1], 3: [0, 1]}, seen
+        """,
+        with_torch=True,
+    )

@@ -1,0 +1,113 @@
+"""Test the controller and the backend over a vLLM server, with and without the plugin."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+START = """
+import pytest
+import torch
+import vllm_calls
+from vllm_server import Server
+from memsaver.errors import ConfigError
+from memsaver.integrations.engine.errors import EngineAsleepError, EngineError
+from memsaver.integrations.engine.interface import Request
+from memsaver.integrations.rollout import RolloutEngine
+from memsaver.integrations.vllm import SleepController, Status
+from memsaver.integrations.vllm.backend import backend_of
+
+llm = LLM("tiny", enable_sleep_mode=True)
+server = Server(llm)
+"""
+
+
+@pytest.fixture
+def run(run_vllm):
+    """Run lines with a `server` of an engine in the same process."""
+    pytest.importorskip("httpx")
+
+    def run(lines, **env):
+        end = "\nserver.close()\nllm.shutdown()\n"
+        run_vllm(START + textwrap.dedent(lines) + end, with_torch=True, **env)
+
+    return run
+
+
+def test_a_server_sleeps_wakes_in_stages_and_is_updated(run):
+    run("""
+    from vllm.model_executor.models.tiny import checkpoint
+    with RolloutEngine.connect(server.url, kind="vllm", timeout=30) as engine:
+        assert engine.tp_size == 1 and engine.status is Status.AWAKE
+        engine.update_weights(checkpoint(1), version="one")
+        prompts = [[1, 2], [3], [4, 5]]
+        first = engine.generate(prompts, {"max_tokens": 3})
+        assert first.lengths.tolist() == [3, 3, 3] and first.weight_version == "one"
+        assert server.requests.count("/v1/completions") == 1
+        each = [{"max_tokens": n} for n in (1, 2, 1)]
+        assert engine.generate(prompts, each).lengths.tolist() == [1, 2, 1]
+        assert server.requests.count("/v1/completions") == 3
+        report = engine.sleep(wait_idle=True)
+        assert engine.status is Status.ASLEEP and report.bytes > 8 << 20
+        with pytest.raises(EngineAsleepError):
+            engine.generate(prompts, {"max_tokens": 3})
+        with engine.staged_wake():
+            report = engine.update_weights(checkpoint(2), bucket_bytes=600, verify="full")
+        assert report.received == report.held == 9
+        assert llm.collective_rpc(vllm_calls.holds, args=(2,)) == [True]
+        assert engine.generate(prompts, {"max_tokens": 3}).token_ids.tolist() != (
+            first.token_ids.tolist()
+        )
+        engine.sleep("kv_cache")
+        assert engine.status is Status.WEIGHTS_ONLY
+        engine.wake_up()
+        engine.pause_generation("retract")
+        engine.continue_generation()
+    assert not llm.llm_engine.is_sleeping()
+    """)
+
+
+def test_an_engine_without_the_plugin_sleeps_as_vllm_does(run):
+    run(
+        """
+    control = SleepController(server.url, timeout=30)
+    assert not control.guarded and control.status is Status.AWAKE
+    with pytest.raises(ConfigError, match="release the weights and the KV cache together"):
+        control.sleep("kv_cache")
+    control.sleep()
+    assert control.status is Status.ASLEEP and llm.llm_engine.is_sleeping()
+    control.wake_up("weights")
+    assert control.status is Status.WEIGHTS_ONLY and llm.llm_engine.is_sleeping()
+    control.wake_up()
+    assert control.status is Status.AWAKE and not llm.llm_engine.is_sleeping()
+    backend = backend_of(server.url)
+    assert backend.tp_size == 1
+    with pytest.raises(ConfigError, match="lacks memsaver's plugin"):
+        backend.begin_update(10)
+    local = backend_of(llm)
+    assert not local.control.guarded
+    local.control.sleep()
+    assert llm.llm_engine.is_sleeping()
+    local.control.wake_up()
+    """,
+        MEMSAVER_VLLM=0,
+    )
+
+
+def test_a_server_outside_of_its_development_mode_is_refused(run):
+    run("""
+    server.routes = False
+    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+        SleepController(server.url)
+    with pytest.raises(EngineError, match="cannot be reached"):
+        SleepController("http://127.0.0.1:1")
+    """)
+
+
+def test_prompts_with_images_are_refused(run):
+    run("""
+    request = Request([1], {"max_tokens": 1}, {"image": "a.png"})
+    with pytest.raises(ConfigError, match="tokens or texts"):
+        backend_of(server.url).generate([request], 10)
+    """)

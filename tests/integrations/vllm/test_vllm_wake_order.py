@@ -1,0 +1,44 @@
+"""Test wake-ups of a vLLM engine by tags, in any order."""
+
+import pytest
+
+START = """
+llm = LLM("calibrated", enable_sleep_mode=True)
+first = llm.generate(PROMPTS)
+"""
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("order", ["weights kv_cache", "kv_cache weights"])
+def test_tags_wake_up_in_any_order(run_vllm, order, level, version):
+    """Restored buffers wait for the weights, and calibrated scales of the KV cache survive."""
+    run_vllm(
+        f"""
+{START}
+for _ in range(2):
+    llm.sleep(level={level})
+    for tag in {order.split()}:
+        llm.wake_up([tag])
+    if {level} == 2:
+        llm.collective_rpc("reload_weights")
+    assert llm.generate(PROMPTS) == first
+        """,
+        VLLM_FAKE_VERSION=version,
+    )
+
+
+def test_a_sleep_between_the_tags_loses_no_buffers(run_vllm):
+    run_vllm(
+        f"""
+{START}
+llm.sleep(level=2)
+llm.wake_up(["kv_cache"])
+llm.discard(["kv_cache"])
+llm.wake_up(["weights"])
+llm.collective_rpc("reload_weights")
+llm.wake_up(["kv_cache"])
+assert llm.generate(PROMPTS) == first
+        """,
+        VLLM_FAKE_VERSION="0.33.0",
+    )

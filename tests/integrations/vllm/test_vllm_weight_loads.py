@@ -1,0 +1,179 @@
+"""Test loads of weights in vLLM's workers: verified, in buckets, plain and converted."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import sys
+
+import pytest
+
+from memsaver.integrations.vllm.protocol import BEGIN, END, LOAD
+
+torch = pytest.importorskip("torch")
+
+from repository import TESTS  # noqa: E402
+from vllm_workers import Worker, buckets, contents, equal, payload  # noqa: E402
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Return the fake vLLM's module with a small model, for this test."""
+    monkeypatch.syspath_prepend(str(TESTS / "fixtures" / "vllm_engine"))
+    from vllm.model_executor.models import tiny
+
+    yield tiny
+    for name in [one for one in sys.modules if one.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def loaded(tiny, seed, **model):
+    """Return the contents of a model that has loaded a checkpoint as vLLM does at its start."""
+    made = tiny.Tiny(**model)
+    made.load_weights(tiny.checkpoint(seed).items())
+    if model.get("converts"):
+        for layer in made.modules():
+            if hasattr(layer, "quant_method"):
+                layer.quant_method.process_weights_after_loading(layer)
+    return made
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_buckets_are_loaded_and_compared(tiny, count):
+    model, new = loaded(tiny, 1), tiny.checkpoint(2)
+    worker = Worker(model)
+    addresses = [param.data_ptr() for param in model.parameters()]
+    worker.call(BEGIN)
+    for bucket in buckets(new, count):
+        check = worker.load(bucket)
+        assert check.received == check.held == len(bucket)
+        assert not (check.damaged or check.differing or check.unused or check.unverified)
+    assert worker.call(END).failure is None
+    assert equal(contents(model), contents(loaded(tiny, 2)))
+    assert [param.data_ptr() for param in model.parameters()] == addresses
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_a_converted_model_is_reloaded_layer_by_layer(tiny, count):
+    model = loaded(tiny, 1, converts=True)
+    worker = Worker(model)
+    addresses = [param.data_ptr() for param in model.parameters()]
+    worker.call(BEGIN)
+    for bucket in buckets(tiny.checkpoint(2), count):
+        check = worker.load(bucket)
+        assert check.received == len(bucket) and check.held == 0 and not check.unused
+        assert "converts" in check.unverified
+    worker.call(END)
+    assert equal(contents(model), contents(loaded(tiny, 2, converts=True)))
+    assert [param.data_ptr() for param in model.parameters()] == addresses
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_a_damaged_bucket_is_not_loaded(tiny, converts):
+    model = loaded(tiny, 1, converts=converts)
+    worker, before = Worker(model), contents(model)
+    worker.call(BEGIN)
+    new = tiny.checkpoint(2)
+    check = worker.load(new, sent=new | {"layers.0.q.weight": new["layers.0.k.weight"]})
+    assert check.damaged == ("layers.0.q.weight",)
+    worker.call(END)
+    assert equal(contents(model), before)
+
+
+def test_a_failed_reload_leaves_incomplete_layers_their_old_weights(tiny):
+    model = loaded(tiny, 1, converts=True)
+    worker, before = Worker(model), contents(model)
+    new = tiny.checkpoint(2)
+    worker.call(BEGIN)
+    part = {name: new[name] for name in ("layers.0.norm.weight", "layers.0.q.weight")}
+    assert worker.load(part).failure is None
+    wrong = {"layers.0.k.weight": torch.zeros(3, 3)}
+    assert "a tensor of (3, 3)" in worker.load(wrong).failure.message
+    worker.call(END)
+    after = contents(model)
+    assert torch.equal(after["norm_0.weight"], new["layers.0.norm.weight"])
+    assert equal(after, before | {"norm_0.weight": new["layers.0.norm.weight"]})
+    worker.call(BEGIN)
+    assert worker.load(new).failure is None
+    worker.call(END)
+    assert equal(contents(model), contents(loaded(tiny, 2, converts=True)))
+
+
+def test_an_update_that_was_not_ended_is_abandoned(tiny):
+    model = loaded(tiny, 1, converts=True)
+    worker, new = Worker(model), tiny.checkpoint(2)
+    worker.call(BEGIN)
+    worker.load({"layers.0.q.weight": new["layers.0.q.weight"]})
+    worker.call(BEGIN)
+    worker.load(new)
+    worker.call(END)
+    worker.call(END)  # does nothing
+    assert equal(contents(model), contents(loaded(tiny, 2, converts=True)))
+
+
+def test_names_that_the_model_does_not_use_are_reported(tiny):
+    model = loaded(tiny, 1)
+    worker = Worker(model)
+    worker.call(BEGIN)
+    check = worker.load({"ignored.weight": torch.ones(4)})
+    assert check.unused == ("ignored.weight",)
+    check = worker.load({"absent.weight": torch.ones(4)})
+    assert "no module or parameter named 'absent.weight'" in check.failure.message
+
+
+def test_tensors_in_the_engines_layout_are_written_unchanged(tiny):
+    model = loaded(tiny, 1, converts=True)
+    worker, new = Worker(model), contents(loaded(tiny, 2, converts=True))
+    worker.call(BEGIN)
+    check = worker.load(new, "engine")
+    assert check.received == check.held == len(new) and not check.unverified
+    worker.call(END)
+    assert equal(contents(model), new)
+    assert worker.load({"other": torch.ones(2)}, "engine").unused == ("other",)
+    check = worker.load({"norm_0.weight": torch.ones(2)}, "engine")
+    assert "has the shape (8,), and the tensor (2,)" in check.failure.message
+
+
+def test_a_text_that_is_no_bucket_is_rejected_and_runs_nothing(tiny, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "made"), "w"))
+
+    worker = Worker(loaded(tiny, 1))
+    text = base64.b64encode(pickle.dumps([("a", Evil())])).decode()
+    for fields in (
+        {"layout": "whole", "payloads": [text], "timeout": 1.0},
+        {"layout": "whole", "payloads": ["#"], "timeout": 1.0},
+        {"layout": "other", "payloads": [], "timeout": 1.0},
+        {"timeout": "long"},
+        {"group_name": "g", "names": ["a"], "dtypes": [], "shapes": [], "timeout": 1.0},
+        {"group_name": "g", "names": [], "dtypes": [], "shapes": [], "timeout": 1.0},
+    ):
+        check = worker.call(LOAD, fields)
+        assert check.failure is not None and check.failure.kind in (
+            "EngineError",
+            "InvalidStateError",
+        )
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_checkpoint_of_another_format_counts_as_converted(tiny):
+    from memsaver.integrations.vllm.reload import is_converted
+
+    model = tiny.Tiny()
+    assert not is_converted(model)
+    attention = torch.nn.Module()
+    attention.process_weights_after_loading = lambda dtype: None
+    model.add_module("attention", attention)
+    assert is_converted(model)
+    attention.__class__ = type("Attention", (torch.nn.Module,), {})
+    assert not is_converted(model)
+
+
+def test_payloads_of_several_tensors_share_their_memory():
+    from memsaver.integrations.engine.weights.payloads import named_tensors
+
+    text, memory = payload({"a": torch.ones(4), "b": torch.zeros(2, 2, dtype=torch.bfloat16)})
+    (_, one), (_, other) = named_tensors(text)
+    memory.fill_(1)
+    assert one.view(torch.uint8).tolist() == [1] * 16 and other.shape == (2, 2)

@@ -1,0 +1,115 @@
+"""Test benchmarks/vllm_cycle.py from end to end, without a GPU and without vLLM."""
+
+import json
+import os
+
+import pytest
+from repository import TESTS
+
+pytest.importorskip("torch")
+
+SMI = """#!/bin/sh
+case "$*" in *"-i 1 "*) echo 1200;; *memory.used*) echo 1000;; *) echo "Some GPU, 1.2.3";; esac
+"""
+
+
+@pytest.fixture
+def run(benchmark_module, tmp_path, monkeypatch):
+    """Run the benchmark; return the status, the rows by metric, and the engines' log."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text(SMI)
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    site = str(TESTS / "fixtures" / "vllm_benchmark")
+    monkeypatch.setenv("PYTHONPATH", site)
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+
+    def call(*arguments, fault=""):
+        monkeypatch.setenv("FAKE_FAULT", fault)
+        cycle = benchmark_module("vllm_cycle")
+        short = ["--small", "--wait=0", "--touch-gib=0", "--cycles=2", "--decodes=3"]
+        options = cycle.parser().parse_args([*short, f"--output={tmp_path / 'out'}", *arguments])
+        options.device = "cpu"
+        status = cycle.run(options)
+        path, log = tmp_path / "out", tmp_path / "log"
+        rows = json.loads(path.read_text()) if path.exists() else []
+        engines = log.read_text().split("\n")[:-1] if log.exists() else []
+        return status, {row["metric"]: row for row in rows}, engines
+
+    return call
+
+
+@pytest.mark.long
+def test_the_rows_of_a_whole_run(run):
+    status, rows, engines = run()
+    assert status == 0 and engines == ["ours 1", "theirs 1"]
+    counts = {metric: len(row["detail"]["memsaver"]) for metric, row in rows.items()}
+    assert counts == {
+        "vllm_sleep_first_ms": 1,
+        "vllm_sleep_changed_ms": 2,
+        "vllm_sleep_unchanged_ms": 2,
+        "vllm_wake_weights_ms": 5,
+        "vllm_wake_kv_ms": 5,
+        "vllm_resident_MiB": 5,
+        "vllm_decode_tokens_per_s": 6,
+    }
+    for row in rows.values():
+        assert (row["bench"], row["peer"]) == ("vllm_cycle", "vLLM's own allocator")
+        assert len(row["detail"]["peer"]) == counts[row["metric"]]
+    decode = rows["vllm_decode_tokens_per_s"]
+    assert decode["ratio"] == round(decode["memsaver"] / decode["peer_value"], 4)
+
+
+@pytest.mark.long
+def test_without_time_each_kind_of_cycle_runs_once(run):
+    status, rows, _ = run("--seconds=0", "--gpus=2")
+    assert status == 0
+    assert len(rows["vllm_tp2_wake_kv_ms"]["detail"]["memsaver"]) == 3
+    assert rows["vllm_tp2_resident_MiB"]["memsaver"] == 1200.0  # of the GPU with more
+
+
+@pytest.mark.long
+def test_engines_that_decode_in_turns(run):
+    status, rows, engines = run("--only=decode", "--turns=2")
+    assert status == 0 and engines == ["ours 1", "theirs 1"]
+    detail = rows["vllm_decode_tokens_per_s"]["detail"]
+    assert len(detail["memsaver"]) == len(detail["peer"]) == 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("loses", "memsaver, first: changed: weights, output"),
+        ("wrong", "this engine should have the allocator of memsaver"),
+        ("degenerate", "the prompts have no effect on the output"),
+    ],
+)
+def test_a_fault_that_invalidates_figures_is_a_failure_without_rows(run, capsys, fault, message):
+    status, rows, _ = run("--no-peer", fault=fault)
+    assert (status, rows) == (1, {})
+    assert message in capsys.readouterr().err
+
+
+def test_an_engines_environment_selects_the_allocator(benchmark_module):
+    environment = benchmark_module("vllm_engine").environment
+    inherited = {"MEMSAVER_VLLM": "0", "VLLM_PLUGINS": "other", "HOME": "/home"}
+    ours, theirs = environment("memsaver", inherited), environment("vllm", inherited)
+    assert (ours["MEMSAVER_VLLM"], theirs["MEMSAVER_VLLM"]) == ("1", "0")
+    assert ours["HOME"] == "/home" and "VLLM_PLUGINS" not in ours
+
+
+@pytest.mark.parametrize(
+    ("metric", "ratio", "met"),
+    [
+        ("vllm_sleep_first_ms", 9.9, "not met"),
+        ("vllm_sleep_changed_ms", 1.15, "yes"),
+        ("vllm_wake_kv_ms", 0.99, "not met"),
+        ("vllm_resident_MiB", 1.0, "yes"),
+        ("vllm_tp2_wake_kv_ms", 0.5, ""),
+    ],
+)
+def test_rows_reach_or_miss_their_goals(benchmark_module, metric, ratio, met):
+    row = {"metric": metric, "memsaver": 1.0, "peer_value": ratio, "ratio": ratio, "peer": "vLLM"}
+    assert benchmark_module("report").verdict(row, [row]) == met

@@ -1,0 +1,173 @@
+"""Test vLLM's own engine core, executor, worker and sleep mode backend with memsaver."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+import memsaver
+from memsaver.integrations.vllm import wake_order
+from memsaver.integrations.vllm.allocator import MemsaverAllocator
+
+pytestmark = pytest.mark.recipes
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def vllm_engine(sim, tag, monkeypatch):
+    """Yield an engine whose weights and KV cache are mapped."""
+    pytest.importorskip("vllm.device_allocator.sleep_mode_backend", reason="vLLM is not installed")
+    from vllm_recipe import Engine
+
+    tag.names.extend(("weights", "kv_cache", "runtime"))
+    engine = Engine(monkeypatch)
+    yield engine
+    engine.close()
+
+
+def released() -> set[str]:
+    return {row.tag for row in memsaver.stats().tags if row.state == "paused"}
+
+
+def weight() -> torch.Tensor:
+    return torch.arange(MIB, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("purpose", ["allocator", "sleep_and_wake_up", "graph_pool"])
+def test_the_hooks_attach(vllm_engine, purpose):
+    from vllm.device_allocator import get_mem_allocator_instance
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if purpose == "allocator":
+        assert isinstance(CuMemAllocator.instance, MemsaverAllocator)
+        named = sys.modules["vllm.v1.worker.gpu_worker"].get_mem_allocator_instance
+        assert named() is get_mem_allocator_instance() is CuMemAllocator.instance
+    elif purpose == "sleep_and_wake_up":
+        owner = sys.modules["vllm.v1.worker.gpu_worker"].Worker
+        assert callable(owner.memsaver_state)
+        assert {"sleep", "wake_up"} <= {
+            name for name, value in vars(owner).items() if hasattr(value, "__wrapped__")
+        }
+    else:
+        from memsaver.integrations.vllm import graphs
+
+        platform = importlib.import_module("vllm.platforms.interface").Platform
+        owner = type("Platform", (platform,), {})
+        graphs.install(owner)
+        assert hasattr(owner.get_global_graph_pool, "__wrapped__")
+
+
+def test_level_1_keeps_the_weights_and_the_buffers(vllm_engine):
+    core, runner = vllm_engine.core, vllm_engine.runner
+    for _ in range(2):
+        core.sleep(level=1)
+        assert released() >= {"weights", "kv_cache"}
+        assert core.is_sleeping()
+        core.wake_up()
+        assert not released() and not core.is_sleeping()
+        assert torch.equal(runner.model.weight, weight())
+        assert torch.equal(runner.model.cos_sin_cache, torch.arange(64.0))
+        assert not runner.kv_cache.any()
+
+
+def test_level_2_keeps_only_the_buffers(vllm_engine):
+    core, runner = vllm_engine.core, vllm_engine.runner
+    core.sleep(level=2)
+    assert {row.backup_bytes for row in memsaver.stats().tags if row.tag == "weights"} == {0}
+    core.wake_up(["weights"])
+    assert not runner.model.weight.any()
+    assert torch.equal(runner.model.cos_sin_cache, torch.arange(64.0))
+    runner.model.weight.copy_(weight())
+    core.wake_up(["kv_cache"])
+    assert not core.is_sleeping()
+    core.sleep(level=1)
+    core.wake_up()
+    assert torch.equal(runner.model.weight, weight())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])
+def test_tags_wake_up_in_any_order(vllm_engine, order, level):
+    core, runner = vllm_engine.core, vllm_engine.runner
+    core.sleep(level)
+    core.wake_up([order[0]])
+    assert released() == {order[1]} and core.is_sleeping()
+    core.wake_up([order[1]])
+    assert not released() and not core.is_sleeping()
+    assert torch.equal(runner.model.cos_sin_cache, torch.arange(64.0))
+    assert torch.equal(runner.model.weight, weight()) == (level == 1)
+
+
+def test_a_wake_up_without_memory_leaves_the_engine_asleep(sim, vllm_engine):
+    core, runner = vllm_engine.core, vllm_engine.runner
+    core.sleep()
+    before = released()
+    free, _ = memsaver.device_memory(0)
+    sim.occupy(free - MIB)
+    with pytest.raises(memsaver.OutOfDeviceMemoryError, match="released as before"):
+        core.wake_up()
+    assert released() == before and core.is_sleeping()
+    sim.occupy(0)
+    core.wake_up()
+    assert torch.equal(runner.model.weight, weight())
+
+
+def test_a_sleep_without_host_memory_leaves_the_engine_awake(sim, vllm_engine):
+    core, runner = vllm_engine.core, vllm_engine.runner
+    sim.host_limit(1 << 16)
+    with pytest.raises(memsaver.OutOfHostMemoryError, match="with its contents"):
+        core.sleep()
+    assert not released() and not core.model_executor.is_sleeping
+    assert torch.equal(runner.model.weight, weight())
+
+
+def test_discard_releases_a_tag_of_an_engine_that_is_awake(vllm_engine):
+    core = vllm_engine.core
+    if not hasattr(core.model_executor, "discard"):
+        pytest.skip("this version of vLLM has no discard of single tags")
+    core.model_executor.discard(("kv_cache",))
+    assert released() == {"kv_cache"}
+    core.sleep()
+    assert released() >= {"weights", "kv_cache"}
+    core.wake_up()
+    assert torch.equal(vllm_engine.runner.model.weight, weight())
+
+
+def test_runtime_state_survives_every_level(vllm_engine):
+    core, runner = vllm_engine.core, vllm_engine.runner
+    if "runtime" not in {row.tag for row in memsaver.stats().tags if row.device >= 0}:
+        pytest.skip("this version of vLLM has no pool for runtime state")
+    runner.block_tables.fill_(7)
+    core.sleep(level=2)
+    assert "runtime" in released()
+    core.wake_up(["kv_cache"])
+    assert (runner.block_tables == 7).all() and released() == {"weights"}
+    core.wake_up(["weights"])
+
+
+def test_a_second_engine_is_refused_and_the_first_lives(vllm_engine):
+    from vllm_recipe import worker
+
+    with pytest.raises(AssertionError, match="one instance per process"):
+        worker().load_model()
+    vllm_engine.core.sleep()
+    vllm_engine.core.wake_up()
+    assert torch.equal(vllm_engine.runner.model.weight, weight())
+
+
+def test_the_groups_of_ranks_have_the_expected_names(vllm_engine):
+    state = importlib.import_module("vllm.distributed.parallel_state")
+    assert {"_WORLD", "_INNER_DP_WORLD", "_TP"} <= set(vars(state))
+    assert {"world_size", "cpu_group"} <= set(state.GroupCoordinator.__annotations__)
+
+
+def test_the_reset_of_scales_has_the_expected_name(vllm_engine):
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if not hasattr(GPUModelRunner, "post_kv_cache_wake_up"):
+        pytest.skip("this version of vLLM has no reset of the KV cache's scales")
+    assert callable(getattr(GPUModelRunner, wake_order._RESET))

@@ -1,0 +1,248 @@
+"""Test requests to a sleeping engine in vLLM's own engine core and `AsyncLLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+from types import SimpleNamespace
+from urllib.parse import urlencode
+
+import fake_packages
+import pytest
+from vllm_server_arguments import server_arguments
+
+from memsaver.errors import ConfigError, OutOfDeviceMemoryError
+from memsaver.integrations.engine.errors import EngineAsleepError
+from memsaver.integrations.vllm import hooks, http_answers
+from memsaver.integrations.vllm.admissions import admission_of
+
+pytestmark = pytest.mark.recipes
+
+BOTH = ("kv_cache", "weights")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def core(sim, tag, monkeypatch):
+    """Yield an engine core, whose loop `run` starts in a thread."""
+    pytest.importorskip("vllm.v1.engine.core", reason="vLLM is not installed")
+    from vllm_recipe import Engine
+
+    tag.names.extend(("weights", "kv_cache", "runtime"))
+    engine = Engine(monkeypatch)
+    for name in hooks.modules():
+        importlib.import_module(name)
+    yield engine.core
+    engine.close()
+
+
+@pytest.fixture
+def policy(monkeypatch):
+    def choose(when, wait=20, after=0):
+        monkeypatch.setenv("MEMSAVER_VLLM_ASLEEP", when)
+        monkeypatch.setenv("MEMSAVER_VLLM_ASLEEP_WAIT", str(wait))
+        monkeypatch.setenv("MEMSAVER_VLLM_SLEEP_AFTER", str(after))
+
+    return choose
+
+
+def run(core, test):
+    """Run a test of an `AsyncLLM` over the engine core."""
+    from vllm_recipe_requests import async_llm, served
+
+    async def bounded():
+        engine = async_llm(core)
+        try:
+            await asyncio.wait_for(test(engine), 60)
+        finally:
+            if engine.output_handler is not None:
+                engine.output_handler.cancel()
+
+    with served(core):
+        asyncio.run(bounded())
+
+
+async def refusal(work) -> EngineAsleepError:
+    with pytest.raises(EngineAsleepError) as caught:
+        await work
+    return caught.value
+
+
+async def generate(*args, **named):
+    from vllm_recipe_requests import TOKEN
+    from vllm_recipe_requests import generate as tokens_of
+
+    assert await tokens_of(*args, **named) == [TOKEN]
+
+
+@pytest.mark.parametrize("purpose", ["requests asleep"])
+def test_the_hooks_attach(core, purpose):
+    for target in hooks.targets():
+        module, owner, name = target.rsplit(".", 2)
+        method = getattr(getattr(sys.modules[module], owner), name)
+        assert hasattr(method, "__wrapped__"), target
+    assert callable(core.memsaver_memory)
+
+
+def test_requests_are_refused_while_memory_is_released(core):
+    async def test(engine):
+        await generate(engine)
+        for level in (1, 2):
+            await engine.sleep(level=level)
+            error = await refusal(generate(engine))
+            assert error.tags == BOTH and error.status_code == 503
+            admission_of(engine).learn(())
+            assert (await refusal(generate(engine))).tags == BOTH  # by the engine core
+            admission_of(engine).learn(())
+            await refusal(engine.add_lora(SimpleNamespace()))
+            await engine.wake_up(tags=["weights"])
+            assert (await refusal(generate(engine))).tags == ("kv_cache",)
+            await engine.wake_up(tags=["kv_cache"])
+            await generate(engine)
+        with pytest.raises(ConfigError):
+            await engine.sleep(level=3)
+        assert not await engine.is_sleeping()
+
+    run(core, test)
+
+
+def test_all_samples_of_a_refused_request_are_forgotten(core):
+    async def test(engine):
+        await generate(engine)
+        await engine.engine_core.sleep_async(1, "abort")
+        with pytest.raises(EngineAsleepError):
+            await generate(engine, "many", n=3)
+        assert not engine.output_processor.has_unfinished_requests()
+        assert not engine.output_processor.parent_requests
+        await engine.wake_up()
+        await generate(engine)
+
+    run(core, test)
+
+
+def test_requests_wait_until_another_caller_wakes_the_engine(core, policy):
+    policy("wait")
+
+    async def test(engine):
+        await engine.sleep()
+        waiting = [asyncio.ensure_future(generate(engine, str(number))) for number in range(3)]
+        await asyncio.sleep(0.3)
+        assert not any(one.done() for one in waiting)
+        await engine.abort("1")
+        await engine.resume_generation()  # the memory is released, so it takes effect later
+        await engine.wake_up()
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert ended[0] is ended[2] is None and "aborted" in str(ended[1])
+
+    run(core, test)
+
+
+def test_requests_wake_the_engine(core, policy):
+    policy("wake")
+
+    async def test(engine):
+        for _ in range(2):
+            await engine.sleep()
+            await asyncio.gather(*(generate(engine, str(number)) for number in range(3)))
+            assert not await engine.is_sleeping()
+            await engine.engine_core.sleep_async(1, "abort")  # not known to the AsyncLLM
+            await generate(engine)
+        await engine.sleep(level=2)
+        assert "no backup" in str(await refusal(generate(engine)))
+        await engine.wake_up()
+
+    run(core, test)
+
+
+def test_a_wake_up_without_memory_refuses_requests_and_the_engine_sleeps_on(sim, core, policy):
+    import memsaver
+
+    policy("wake", wait=1)
+
+    async def test(engine):
+        await engine.sleep()
+        sim.occupy(memsaver.device_memory(0)[0] - MIB)
+        error = await refusal(generate(engine))
+        assert isinstance(error.__cause__, OutOfDeviceMemoryError)
+        with pytest.raises(OutOfDeviceMemoryError):
+            await engine.wake_up()
+        assert await engine.is_sleeping()
+        sim.occupy(0)
+        await generate(engine)
+
+    run(core, test)
+
+
+def test_an_idle_engine_sleeps_and_the_next_request_wakes_it(core, policy):
+    policy("wake", after=0.5)
+
+    async def test(engine):
+        for _ in range(2):
+            await generate(engine)
+            for _ in range(100):
+                if await engine.is_sleeping():
+                    break
+                await asyncio.sleep(0.1)
+            assert await engine.is_sleeping()
+
+    run(core, test)
+
+
+@pytest.fixture
+def application(core, monkeypatch):
+    """Return the application of vLLM's own server."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    found = [fake_packages.imported(name, monkeypatch) for name in http_answers.MODULES]
+    module = next(one for one in found if one is not None and hasattr(one, "build_app"))
+    http_answers.install(module)
+    return fake_packages.fake_missing(
+        lambda: module.build_app(server_arguments(), ("generate",), None), monkeypatch
+    )
+
+
+async def ask(app, path, method="POST", **query):
+    """Return the status and the body of a response."""
+    messages = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        messages.append(message)
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": urlencode(query).encode(),
+        "headers": [(b"host", b"engine")],
+        "app": app,
+        "root_path": "",
+    }
+    await app(scope, receive, send)
+    return messages[0]["status"], b"".join(one.get("body", b"") for one in messages[1:])
+
+
+def test_the_server_reports_its_sleep_and_refuses_requests(core, application):
+    @application.post("/generate")
+    async def answer():
+        await generate(application.state.engine_client)
+
+    async def test(engine):
+        application.state.engine_client = engine
+        assert (await ask(application, "/generate"))[0] == 200
+        assert (await ask(application, "/health", "GET"))[0] == 200
+        assert (await ask(application, "/sleep", level=1))[0] == 200
+        status, body = await ask(application, "/health", "GET")
+        assert status == 503 and json.loads(body) == {"status": "asleep", "tags": list(BOTH)}
+        status, body = await ask(application, "/generate")
+        assert status == 503 and json.loads(body)["error"]["tags"] == list(BOTH)
+        assert (await ask(application, "/ping", "GET"))[0] == 200
+        assert (await ask(application, "/sleep", level=7))[0] >= 400
+        assert (await ask(application, "/wake_up"))[0] == 200
+        assert (await ask(application, "/generate"))[0] == 200
+
+    run(core, test)

@@ -1,0 +1,134 @@
+"""Functions that tests call in a fake vLLM's workers through collective_rpc."""
+
+from __future__ import annotations
+
+import os
+
+PROMPTS = [[1, 2, 3], [4, 5]]
+
+
+def occupy(worker, nbytes: int, rank: int = 0) -> None:
+    """Allocate the device's memory as another process, on one rank."""
+    from memsaver import simulator
+
+    if worker.rank == rank:
+        assert simulator.control().sim_occupy(0, nbytes) == 0
+
+
+def free(worker) -> int:
+    """Return the free bytes of the rank's device."""
+    import memsaver
+
+    return memsaver.device_memory(0)[0]
+
+
+def pid(worker) -> int:
+    """Return the rank's process id."""
+    return os.getpid()
+
+
+def limit_host(worker, nbytes: int, rank: int = 0) -> None:
+    """Limit the host memory for backups, on one rank."""
+    from memsaver import simulator
+
+    if worker.rank == rank:
+        simulator.control().sim_host_limit(nbytes)
+
+
+def break_next(worker, name: str, rank: int = 0) -> None:
+    """Make the next call of a method of the model runner or the model raise, on one rank."""
+    if worker.rank != rank:
+        return
+    owner = worker.model_runner if hasattr(worker.model_runner, name) else worker.model_runner.model
+
+    def broken(*_, **__):
+        delattr(owner, name)
+        raise ValueError(f"{name} is broken")
+
+    setattr(owner, name, broken)
+
+
+def resident(worker) -> dict[str, int]:
+    """Return the mapped bytes of each tag."""
+    import memsaver
+
+    return {row.tag: row.resident_bytes for row in memsaver.stats().tags}
+
+
+def used(worker) -> int:
+    """Return the bytes in use on the rank's device."""
+    import memsaver
+
+    free, total = memsaver.device_memory(0)
+    return total - free
+
+
+def fail_after_sleep(worker, rank: int) -> None:
+    """Let another process allocate all memory that the next sleep releases, on one rank."""
+    import memsaver
+    from memsaver import simulator
+
+    if worker.rank != rank:
+        return
+    backend = worker._get_sleep_mode_backend()
+    suspend = backend.suspend
+
+    def suspend_once(level):
+        del backend.suspend
+        suspend(level)
+        free, _ = memsaver.device_memory(0)
+        assert simulator.control().sim_occupy(0, free) == 0
+
+    backend.suspend = suspend_once
+
+
+def holds(worker, seed: int, converts: bool = False) -> bool:
+    """Return whether a rank's tiny model has its part of a checkpoint's weights."""
+    import torch
+    from vllm.model_executor.models.tiny import Tiny, checkpoint
+
+    like = Tiny(worker.rank, worker.parallel_config.world_size, converts)
+    like.load_weights(checkpoint(seed).items())
+    if converts:
+        for layer in like.modules():
+            if hasattr(layer, "quant_method"):
+                layer.quant_method.process_weights_after_loading(layer)
+    mine = dict(worker.model_runner.get_model().named_parameters())
+    return all(torch.equal(mine[name], tensor) for name, tensor in like.named_parameters())
+
+
+def hurt_next_bucket(worker, rank: int) -> None:
+    """Make the next bucket arrive with other contents, on one rank."""
+    from memsaver.integrations.vllm import weight_loads
+
+    if worker.rank != rank:
+        return
+    arrived = weight_loads._arrived
+
+    def hurt(*arguments):
+        weight_loads._arrived = arrived
+        named = arrived(*arguments)
+        return [(name, tensor + 1) for name, tensor in named]
+
+    weight_loads._arrived = hurt
+
+
+def join_world(store: str, rank: int, results) -> None:
+    """Join a world of four ranks, and report what the second executor's ranks exchange."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+    from vllm.distributed import parallel_state
+
+    from memsaver.integrations.vllm.executor_ranks import group_of
+
+    parallel_state.init_distributed_environment(4, rank, store)
+    seen = None
+    if rank >= 2:
+        worker = SimpleNamespace(rank=rank - 2, parallel_config=SimpleNamespace(world_size=2))
+        seen = [
+            fields["rank"] for fields in group_of(worker).gather({"rank": group_of(worker).rank})
+        ]
+    results.put((rank, seen))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,187 @@
+"""The part of a vLLM engine that sleeps and wakes up, on the simulated driver.
+
+It uses vLLM's own code: its plugin system, which finds memsaver, its engine core, its executor, its
+worker, its sleep mode backend and its graph pool. The parts that need a GPU are missing: the model
+and the KV cache are CPU tensors in simulated memory, and nothing is generated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import torch
+import vllm.platforms
+from vllm.platforms.interface import Platform, PlatformEnum
+from vllm.plugins import load_general_plugins
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+import memsaver
+from memsaver import simulator
+from memsaver._runtime.native import _C
+
+MIB = 1 << 20
+KV_CACHE = 8 * MIB
+
+
+class SimulatedCuda(Platform):
+    """The simulated driver as vLLM's platform."""
+
+    _enum = PlatformEnum.CUDA
+    device_type = "cpu"
+
+    @classmethod
+    def graph_pool_handle(cls):
+        return (0, 1)
+
+
+class Model(torch.nn.Module):
+    """A model with a weight and a buffer in the open pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = simulator.empty(MIB)
+        temporary = simulator.empty(MIB)
+        weight.copy_(temporary.copy_(torch.arange(MIB)))
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("cos_sin_cache", simulator.empty(64).copy_(torch.arange(64.0)))
+
+
+class Runner:
+    """The parts of a model runner that allocate memory."""
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        self.model = Model()
+
+    def initialize_kv_cache(self, kv_cache_config, kv_cache_allocation_context=None) -> None:
+        # Outside of the pools in some versions.
+        allocate = simulator.empty if _C.region_depth() else torch.empty
+        self.block_tables = allocate(64, dtype=torch.int32).zero_()
+        with kv_cache_allocation_context or contextlib.nullcontext():
+            self.kv_cache = simulator.empty(KV_CACHE, torch.uint8)
+
+    def post_kv_cache_wake_up(self) -> None:  # 0.26
+        self.block_tables.zero_()
+
+    def get_model(self):
+        return self.model
+
+    def shutdown(self) -> None:
+        self.model = self.kv_cache = self.block_tables = None
+
+
+class Engine:
+    """vLLM's engine core with its executor and worker."""
+
+    def __init__(self, patch) -> None:
+        # Restored after the test, because other tests use the platform of this machine.
+        patch.setattr(vllm.platforms, "_current_platform", SimulatedCuda())
+        for module in (vllm.platforms, gpu_worker, *device_modules()):
+            patch.setattr(module, "current_platform", SimulatedCuda(), raising=False)
+        patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+        patch.setattr(torch.accelerator, "get_memory_info", lambda *_: memsaver.device_memory(0))
+        patch.setattr(gpu_worker.Worker, "synchronize_device", lambda _: None, raising=False)
+        patch.setattr(gpu_worker, "set_current_vllm_config", lambda _: contextlib.nullcontext())
+        patch.setattr(
+            gpu_worker.Worker,
+            "_scoped_allocator_max_split",
+            lambda *_, **__: contextlib.nullcontext(),
+        )
+        patch.setattr(gpu_worker, "ensure_kv_transfer_initialized", lambda *_: None)
+        load_general_plugins()
+        self.worker = worker()
+        executor = UniProcExecutor.__new__(UniProcExecutor)
+        executor.driver_worker = WorkerWrapperBase.__new__(WorkerWrapperBase)
+        executor.driver_worker.worker = self.worker
+        executor.sleeping_tags = set()
+        if not isinstance(getattr(UniProcExecutor, "is_sleeping", None), property):
+            executor.is_sleeping = False  # 0.26
+        self.core = EngineCore.__new__(EngineCore)
+        self.core.model_executor = executor
+        self.core.scheduler = Scheduler()
+        self.core._reset_caches = lambda *_, **__: None
+        self.worker.load_model()
+        self.worker.initialize_from_config(
+            SimpleNamespace(
+                num_blocks=1,
+                needs_kv_cache_zeroing=False,
+                kv_cache_layout=None,
+                hash_block_size=None,
+                cache_hit_alignment_tokens=None,
+            )
+        )
+
+    @property
+    def runner(self) -> Runner:
+        return self.worker.model_runner
+
+    def close(self) -> None:
+        self.worker.model_runner.shutdown()
+        vars(self.worker).clear()  # a logged traceback may refer to the worker
+
+
+class Scheduler:
+    """A scheduler without requests."""
+
+    def __init__(self) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+
+        self.pause_state = PauseState.UNPAUSED
+        self.running: list = []
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running)
+
+    def reset_encoder_cache(self) -> None:
+        pass
+
+    def finish_requests(self, *_) -> list:
+        return []
+
+    def get_kv_connector(self) -> None:
+        return None
+
+    def set_pause_state(self, state) -> None:
+        self.pause_state = state
+
+
+def worker():
+    """Return vLLM's worker with the attributes that a sleep uses."""
+    model_config = SimpleNamespace(
+        enable_cumem_allocator=True,
+        enable_sleep_mode=True,
+        sleep_mode_backend="cumem",
+        enable_return_routed_experts=False,
+        enable_nccl_comm_suspend=False,
+        sleep_preserve_parameter_names=(),
+    )
+    found = gpu_worker.Worker.__new__(gpu_worker.Worker)
+    vars(found).update(
+        vllm_config=SimpleNamespace(
+            model_config=model_config, weight_transfer_config=None, ec_transfer_config=None
+        ),
+        model_config=model_config,
+        parallel_config=SimpleNamespace(world_size=1, distributed_executor_backend="uni"),
+        cache_config=SimpleNamespace(),
+        model_runner=Runner(),
+        device=torch.device("cpu"),
+        rank=0,
+        _sleep_mode_backend=None,
+        _sleep_saved_buffers={},
+        _sleep_saved_parameters={},
+        _sleep_saved_draft_buffers={},
+        _sleep_rebuild_draft_metadata_buffers=False,
+        get_draft_model=lambda: None,
+    )
+    return found
+
+
+def device_modules() -> list:
+    """Return the modules that have imported the platform by name."""
+    import vllm.device_allocator
+    from vllm.device_allocator import cumem
+
+    return [vllm.device_allocator, cumem]

@@ -1,0 +1,106 @@
+"""Requests to a fake vLLM's `AsyncLLM` and its server, for tests in a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from types import SimpleNamespace
+
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.plugins import load_general_plugins
+from vllm.sampling_params import PoolingParams, SamplingParams
+
+PROMPT = [1, 2, 3]
+BOTH = ("kv_cache", "weights")
+
+
+def config(**parallel):
+    load_general_plugins()  # as EngineArgs does
+    return VllmConfig(ModelConfig(enable_sleep_mode=True), ParallelConfig(**parallel))
+
+
+@contextlib.asynccontextmanager
+async def engine_of(client_count=1, **parallel):
+    """Start an `AsyncLLM` for the block."""
+    vllm_config = config(**parallel)
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM(vllm_config, client_count)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def run(work, seconds=90):
+    """Run a test of an engine, with a bound."""
+    asyncio.run(asyncio.wait_for(work, seconds))
+
+
+async def generate(engine, name="a", max_tokens=1, prompt=PROMPT):
+    """Return the tokens of a generation, and its finish reason."""
+    tokens, reason = [], None
+    async for output in engine.generate(prompt, SamplingParams(max_tokens), name):
+        tokens += output.outputs[0].token_ids
+        reason = output.outputs[0].finish_reason
+    return tokens, reason
+
+
+async def embed(engine, name="e"):
+    return [output async for output in engine.encode(PROMPT, PoolingParams(), name)]
+
+
+async def refusal(work):
+    """Return the error with which a request is refused."""
+    from memsaver.integrations.engine.errors import EngineAsleepError
+
+    try:
+        await work
+    except EngineAsleepError as error:
+        return error
+    raise AssertionError("the request was not refused")
+
+
+async def until(condition, seconds=30):
+    """Wait until an awaitable condition holds."""
+    end = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < end, "the condition did not become true"
+        await asyncio.sleep(0.05)
+
+
+class Server:
+    """The fake server's application, called as a server calls it."""
+
+    def __init__(self, engine):
+        from vllm.entrypoints.openai import api_server
+
+        self.app = api_server.build_app(SimpleNamespace())
+        self.app.state.engine_client = engine
+
+    async def call(self, path, body=None, leave=None):
+        """Return the status and the body; the client disconnects when `leave` is set."""
+        messages = []
+        receive = asyncio.Queue()
+        receive.put_nowait({"type": "http.request", "body": json.dumps(body or {}).encode()})
+
+        async def disconnect():
+            await leave.wait()
+            receive.put_nowait({"type": "http.disconnect"})
+
+        async def send(message):
+            messages.append(message)
+
+        leaving = asyncio.ensure_future(disconnect()) if leave is not None else None
+        path, _, query = path.partition("?")
+        scope = {"type": "http", "path": path, "query_string": query.encode()}
+        await self.app(scope, receive.get, send)
+        if leaving is not None:
+            leaving.cancel()
+        starts = [one for one in messages if one["type"] == "http.response.start"]
+        if not starts:
+            return None, b""
+        assert len(starts) == 1 and messages[0] is starts[0]
+        return starts[0]["status"], b"".join(one.get("body", b"") for one in messages[1:])
