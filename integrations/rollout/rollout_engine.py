@@ -9,7 +9,6 @@ from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.timeouts import is_timeout
 from memsaver.errors import ConfigError
 
-from ..engine.fields import is_whole
 from ..engine.interface import Backend, PauseMode, Sample
 from .output import RolloutOutput, check_samples
 from .prompts import Prompts, prompts_of
@@ -115,8 +114,10 @@ class RolloutEngine(EngineStart):
             restarts: the limits for restarts of an engine whose processes die during `generate`;
                 None means that the death is an error. With this option, `generate` is a collective
                 of the whole mesh. The same on all ranks.
-            server_args: arguments of `sglang.Engine`, such as `model_path`. With a mesh, `tp_size`
-                may be smaller than the group: the engine uses the GPUs of its first ranks.
+            server_args: arguments of `sglang.Engine`, such as `model_path`. With a mesh, the
+                engine's ranks (`tp_size`, `pp_size` and `dp_size`, multiplied) may be fewer than
+                the group's: the engine uses the GPUs of the first ones. They are numbered by
+                replica, then by stage, then in the tensor-parallel group.
                 `dist_init_addr` is the address of the first host, if there are several; the default
                 is its name and a free port.
 
@@ -126,23 +127,20 @@ class RolloutEngine(EngineStart):
             EngineError, EngineTimeoutError: the engine did not start, or did not start in time.
         """
         from ..sglang.launch import launch, launch_node
-        from ..sglang.placement import gpu_of_this_process, place
+        from ..sglang.placement import gpu_of_this_process, place, sizes_of
 
         def make(layout: Layout, gpus: list[Any]) -> Backend | Nodes:
-            size = None if mesh is None else server_args.get("tp_size", layout.tp_size)
-            if size is not None and not (is_whole(size) and 1 <= size <= layout.tp_size):
-                raise ConfigError(
-                    f"tp_size={size!r}, but the mesh's tensor-parallel groups have "
-                    f"{layout.tp_size} ranks"
-                )
-            placement = place(gpus[:size], layout.dp_rank)
+            sizes = sizes_of(server_args, None if mesh is None else layout.tp_size)
+            width = None if mesh is None else sizes.width
+            used = gpus if mesh is None else gpus[: sizes.ranks]
+            placement = place(used, layout.dp_rank, adjacent=sizes.stages > 1)
             if not placement.nodes:
-                return launch(placement, size, server_args, timeout)
+                return launch(placement, width, server_args, timeout)
 
             def first() -> Backend:
-                return launch(placement, size, server_args, timeout)
+                return launch(placement, width, server_args, timeout)
 
-            return Nodes(size or 1, first, tuple((node, size) for node in placement.nodes))
+            return Nodes(sizes.ranks, first, tuple((node, width) for node in placement.nodes))
 
         def join(node: Any) -> Any:
             placement, size = node

@@ -11,7 +11,9 @@ from typing import Any
 
 from memsaver.errors import ConfigError
 
-__all__ = ["VISIBLE", "Gpu", "Placement", "gpu_of_this_process", "place"]
+from ..engine.fields import is_whole
+
+__all__ = ["VISIBLE", "Gpu", "Placement", "Sizes", "gpu_of_this_process", "place", "sizes_of"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _FIRST_PORT, _PORTS_EACH, _SLOTS = 30000, 64, 32
@@ -55,6 +57,52 @@ class Placement:
     nodes: tuple[Placement, ...] = ()
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of an engine's ranks.
+
+    Attributes:
+        width: the ranks of a tensor-parallel group.
+        stages: the pipeline stages of a replica.
+        replicas: the data-parallel replicas with ranks of their own.
+    """
+
+    width: int
+    stages: int = 1
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """The number of all ranks."""
+        return self.width * self.stages * self.replicas
+
+
+def sizes_of(arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
+    """Return the numbers of ranks from an engine's arguments.
+
+    Args:
+        arguments: arguments of `sglang.Engine`.
+        ranks: the number of the trainer's ranks, which the engine's may not exceed; None for no
+            limit. Without `tp_size` the engine uses as many of them as it can.
+
+    Raises:
+        ConfigError: the arguments are not numbers of ranks, or need more ranks.
+    """
+    given = {name: arguments.get(name, 1) for name in ("pp_size", "dp_size")}
+    if arguments.get("enable_dp_attention"):
+        given["dp_size"] = 1  # its replicas use the ranks of the tensor-parallel group
+    numbers = {**given, "tp_size": arguments.get("tp_size", 1)}
+    invalid = [name for name, one in numbers.items() if not is_whole(one) or one < 1]
+    stages, replicas = (1, 1) if invalid else given.values()
+    width = arguments.get("tp_size", max(1, (ranks or 1) // (stages * replicas)))
+    made = Sizes(width, stages, replicas)
+    if invalid or (ranks is not None and made.ranks > ranks):
+        names = [name for name in ("tp_size", *given) if name in arguments]
+        texts = ", ".join(f"{name}={arguments[name]!r}" for name in names)
+        raise ConfigError(f"{texts}, but the mesh's tensor-parallel groups have {ranks} ranks")
+    return made
+
+
 def gpu_of_this_process() -> Gpu | None:
     """Return torch's current GPU, or None without GPUs. Starts CUDA in this process.
 
@@ -70,12 +118,14 @@ def gpu_of_this_process() -> Gpu | None:
     return Gpu(socket.gethostname(), os.environ.get(VISIBLE), int(torch.cuda.current_device()))
 
 
-def place(gpus: Sequence[Gpu | None], dp_rank: int) -> Placement:
+def place(gpus: Sequence[Gpu | None], dp_rank: int, *, adjacent: bool = False) -> Placement:
     """Return the placement of an engine.
 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.
         dp_rank: the engine's number.
+        adjacent: whether the engine's GPU numbers must be adjacent. SGLang ignores `gpu_id_step`
+            between the stages of a pipeline.
 
     Raises:
         ConfigError: two ranks use the same GPU, only some ranks have a GPU, or the ranks of a host
@@ -95,7 +145,7 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int) -> Placement:
             "the ranks of an engine on several hosts must be adjacent, and as many on each host, "
             f"not on {', '.join(gpu.host for gpu in known)}"
         )
-    first, *others = [_on_one_host(group, dp_rank) for _, group in by_host]
+    first, *others = [_on_one_host(group, dp_rank, adjacent) for _, group in by_host]
     if not others:
         return first
     # Ports are free on this host, the first; SGLang derives those of the others from the address.
@@ -116,7 +166,7 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int) -> Placement:
     return replace(first, arguments=arguments, nodes=nodes)
 
 
-def _on_one_host(known: Sequence[Gpu], dp_rank: int) -> Placement:
+def _on_one_host(known: Sequence[Gpu], dp_rank: int, adjacent: bool) -> Placement:
     names = [gpu.name for gpu in known]
     if len(set(names)) < len(names):
         raise ConfigError(
@@ -126,7 +176,8 @@ def _on_one_host(known: Sequence[Gpu], dp_rank: int) -> Placement:
     first = names[0]
     ports = _ports(int(first) if first.isdigit() else dp_rank)
     steps = {later.index - gpu.index for gpu, later in itertools.pairwise(known)} or {1}
-    if len({gpu.visible for gpu in known}) == 1 and len(steps) == 1 and min(steps) > 0:
+    can_step = len(steps) == 1 and (steps == {1} if adjacent else min(steps) > 0)
+    if can_step and len({gpu.visible for gpu in known}) == 1:
         # Uses the ranks' numbering, so that a GPU has the same number in the engine.
         where = {"base_gpu_id": known[0].index, "gpu_id_step": steps.pop()}
         return Placement({**ports, **where})

@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["SchedulerAsUpdater", "of_scheduler", "resume_of", "scheduler_of", "updater_of"]
+__all__ = [
+    "INSTALLED",
+    "SchedulerAsUpdater",
+    "of_scheduler",
+    "resume_of",
+    "scheduler_of",
+    "updater_of",
+]
 
+INSTALLED = "_memsaver_hooks"  # an attribute of a class: the names of its hooked methods
 _HANDLER = "release_memory_occupation"
 
 

@@ -78,7 +78,7 @@ class RankCheck:
     """The result of one rank's checks of a bucket.
 
     Attributes:
-        rank: the rank in its tensor-parallel group.
+        rank: the rank's number in its engine (see `Backend.tp_size`).
         host: the name of its host.
         pid: its process id on that host.
         received: the number of compared tensors that arrived as sent.

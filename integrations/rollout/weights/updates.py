@@ -331,7 +331,7 @@ class _Update:
                 lambda: self._load(bucket, views, places, [text for text, _ in rows], sent, last),
                 timeout,
             )
-            self._tally.add(bucket, checks)
+            self._tally.add(bucket, places, checks)
 
     def _load(
         self,
