@@ -133,7 +133,7 @@ class RolloutEngine(EngineStart):
             sizes = sizes_of(server_args, None if mesh is None else layout.tp_size)
             width = None if mesh is None else sizes.width
             used = gpus if mesh is None else gpus[: sizes.ranks]
-            placement = place(used, layout.dp_rank, adjacent=sizes.stages > 1)
+            placement = place(used, layout.dp_rank, sizes)
             if not placement.nodes:
                 return launch(placement, width, server_args, timeout)
 

@@ -118,18 +118,31 @@ def gpu_of_this_process() -> Gpu | None:
     return Gpu(socket.gethostname(), os.environ.get(VISIBLE), int(torch.cuda.current_device()))
 
 
-def place(gpus: Sequence[Gpu | None], dp_rank: int, *, adjacent: bool = False) -> Placement:
+def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) -> Placement:
     """Return the placement of an engine.
 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.
         dp_rank: the engine's number.
-        adjacent: whether the engine's GPU numbers must be adjacent. SGLang ignores `gpu_id_step`
-            between the stages of a pipeline.
+        sizes: the numbers of the engine's ranks; None for a tensor-parallel group only.
 
     Raises:
         ConfigError: two ranks use the same GPU, only some ranks have a GPU, or the ranks of a host
             are not adjacent or are fewer than those of another host.
+    """
+    placement = _placed(gpus, dp_rank, sizes is not None and sizes.stages > 1)
+    if sizes is None or sizes.replicas == 1:
+        return placement
+    # SGLang chooses a port for each replica: all of them would bind a given one.
+    others = {name: one for name, one in placement.arguments.items() if name != "nccl_port"}
+    return replace(placement, arguments=others)
+
+
+def _placed(gpus: Sequence[Gpu | None], dp_rank: int, adjacent: bool) -> Placement:
+    """See `place`.
+
+    With `adjacent`, the engine's GPU numbers must be adjacent: SGLang ignores `gpu_id_step` between
+    the stages of a pipeline.
     """
     known = [gpu for gpu in gpus if gpu is not None]
     if len(known) != len(gpus):

@@ -21,8 +21,9 @@ from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.latches import Latch
 from memsaver.errors import ConfigError
 
-__all__ = ["END_SECONDS", "Aside", "Sender"]
+__all__ = ["END_SECONDS", "Aside", "FailureNotice", "Sender"]
 
+_FAILED = "memsaver/failed"  # a key of the store
 END_SECONDS = 10.0  # the longest wait until this side of an answered or abandoned call ends
 # NCCL's watchdog ends the process after this timeout, so `WeightGroup.broadcast` sets the limit.
 _NEVER = timedelta(days=365)
@@ -153,6 +154,14 @@ class Sender:
 
                 torch.cuda.synchronize(tensors[0].device)
 
+    def is_notified(self) -> bool:
+        """Return whether a `FailureNotice` was sent. Any thread; False after `close`."""
+        client = self._client
+        try:
+            return client is not None and client.check([_FAILED])
+        except RuntimeError:  # `close` ended the connection
+            return False
+
     def abort(self) -> None:
         """Make broadcasts in progress fail; waits at most `END_SECONDS`.
 
@@ -179,6 +188,31 @@ class Sender:
         group, self._group = self._group, None
         if group is not None:
             group.shutdown()
+
+
+class FailureNotice:
+    """Notifies a group's sender that an engine cannot receive, through the group's store.
+
+    Args:
+        name: the group's name.
+        address: the address of the store.
+        port: the port of the store.
+    """
+
+    def __init__(self, name: str, address: str, port: int) -> None:
+        self._name, self._address, self._port = name, address, port
+
+    def send(self) -> None:
+        """Notify the sender. Waits at most `END_SECONDS`; never raises."""
+        Aside(self._send).wait(END_SECONDS)
+
+    def _send(self) -> None:
+        from torch.distributed import TCPStore
+
+        limit = timedelta(seconds=END_SECONDS)
+        TCPStore(self._address, self._port, None, False, limit, wait_for_workers=False).set(
+            _FAILED, self._name
+        )
 
 
 @contextlib.contextmanager

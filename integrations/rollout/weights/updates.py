@@ -28,6 +28,7 @@ from .verification import Tally, Verify, digests_of, raise_unlike, verification_
 
 if TYPE_CHECKING:
     from ...engine.interface import PauseMode
+    from ..engine_set import EngineSet
     from ..rollout_engine import RolloutEngine
 
 __all__ = ["update"]
@@ -38,7 +39,7 @@ _WHAT = "an update of the engine's weights"
 
 
 def update(
-    engine: RolloutEngine,
+    engine: RolloutEngine | EngineSet,
     /,
     state: Any,
     *,
@@ -63,7 +64,7 @@ def update(
     tensor-parallel group, which may have more ranks than the engine.
 
     Args:
-        engine: a `RolloutEngine`.
+        engine: a `RolloutEngine`; or an `EngineSet`, which needs `group`.
         state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs: whole
             tensors, or DTensors such as FSDP2's, which are gathered a bucket at a time; or `Part`s,
             which each rank writes into the buckets of its group's ranks, on one host. Tensors that
@@ -113,7 +114,7 @@ def update(
 class _Update:
     """One update on one rank."""
 
-    def __init__(self, engine: RolloutEngine, state: Any, options: Options) -> None:
+    def __init__(self, engine: RolloutEngine | EngineSet, state: Any, options: Options) -> None:
         self._engine = engine
         self._state = state
         self._options = options

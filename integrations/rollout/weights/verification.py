@@ -153,7 +153,7 @@ def _raise_differing(bucket: Bucket, checks: Sequence[RankCheck], field: str, wh
     found = [(check, getattr(check, field)) for check in checks if getattr(check, field)]
     if found:
         names = {name for _, some in found for name in some}
-        ranks = [f"rank {check.rank} ({check.host})" for check, _ in found]
+        ranks = [check.place for check, _ in found]
         raise _mismatch(bucket, names, what, ranks)
 
 

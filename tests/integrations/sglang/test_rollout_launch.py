@@ -57,9 +57,16 @@ def test_an_engine_gets_the_gpus_of_its_ranks(ranks, base, step, visible):
 
 def test_the_gpus_of_pipeline_stages_are_adjacent():
     """SGLang ignores the step between the stages of a pipeline."""
-    assert place(gpus(2, 3), 0, adjacent=True).arguments["base_gpu_id"] == 2
-    placement = place(gpus(0, 2), 0, adjacent=True)
+    assert place(gpus(2, 3), 0, Sizes(1, stages=2)).arguments["base_gpu_id"] == 2
+    placement = place(gpus(0, 2), 0, Sizes(1, stages=2))
     assert placement.arguments["gpu_id_step"] == 1 and placement.visible == "0,2"
+
+
+@pytest.mark.parametrize("ranks", [gpus(0, 1), [None, None]])
+def test_sglang_chooses_a_port_for_each_replica(ranks):
+    """All replicas would bind a given port."""
+    assert "nccl_port" in place(ranks, 0, Sizes(2)).arguments
+    assert "nccl_port" not in place(ranks, 0, Sizes(1, replicas=2)).arguments
 
 
 @pytest.mark.parametrize(
