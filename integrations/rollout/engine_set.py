@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from memsaver._runtime.interrupts import signals_deferred
 from memsaver.errors import ConfigError, MemsaverError
 
 from ..engine.errors import EngineTimeoutError
-from ..engine.interface import Backend, JoinRequest, PauseMode, WeightLoad
+from ..engine.interface import Backend, Broadcast, JoinRequest, PauseMode, WeightLoad
 from ..engine.weights.checks import RankCheck, is_good, unknown_to_all
 from .errors import WeightMismatchError
 from .rollout_engine import RolloutEngine
@@ -103,6 +104,7 @@ class _Backends:
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         self._engines = engines
+        self._left: set[tuple[str, int]] = set()  # groups, and the engines' first ranks
 
     @property
     def tp_size(self) -> int:
@@ -134,7 +136,11 @@ class _Backends:
         self._each(join, timeout)
 
     def leave_group(self, name: str, timeout: float) -> None:
-        self._each(lambda backend, _: backend.leave_group(name, timeout), timeout)
+        def leave(backend: Backend, first: int) -> None:
+            if (name, first) not in self._left:
+                backend.leave_group(name, timeout)
+
+        self._each(leave, timeout)
 
     def checksums(self, timeout: float) -> Sequence[str]:
         return [
@@ -145,7 +151,16 @@ class _Backends:
 
     def load_weights(self, load: WeightLoad) -> list[RankCheck]:
         """See `Backend`. Without checks of one engine there are none, unless another one failed."""
-        each = self._each(lambda backend, _: backend.load_weights(load), load.timeout)
+
+        def receive(backend: Backend, first: int) -> list[RankCheck]:
+            try:
+                return backend.load_weights(load)
+            except BaseException:
+                # The others may wait for this engine's ranks, which forward what they receive.
+                self._withdraw(backend, first, load)
+                raise
+
+        each = self._each(receive, load.timeout)
         checks: list[RankCheck] = []
         first = 0
         for number, (engine, rows) in enumerate(zip(self._engines, each, strict=True)):
@@ -161,6 +176,14 @@ class _Backends:
             checks += [replace(row, rank=row.rank + first, engine=name) for row in rows]
             first += engine.tp_size
         return [] if not all(each) and is_good(checks) else checks
+
+    def _withdraw(self, backend: Backend, first: int, load: WeightLoad) -> None:
+        """Make an engine that failed leave the group of a broadcast."""
+        if isinstance(load.tensors, Broadcast):
+            name = load.tensors.group_name
+            self._left.add((name, first))
+            with contextlib.suppress(MemsaverError):
+                backend.leave_group(name, END_SECONDS)
 
     def _name(self, number: int) -> str:
         return f"engine {number + 1} of {len(self._engines)}"

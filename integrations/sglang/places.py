@@ -95,6 +95,8 @@ def replicas_in(arguments: Any) -> int:
 
 def parallel_of(scheduler: Any) -> Any:
     """Return the object with a scheduler's `pp_rank` and `dp_rank`."""
+    if hasattr(scheduler, "ps"):  # 0.5.16, whose `get_parallel()` lacks `dp_rank`
+        return scheduler.ps
     module = sys.modules.get(type(scheduler).__module__)
     parallel = getattr(module, "get_parallel", None)  # 0.5.23
-    return getattr(scheduler, "ps", scheduler) if parallel is None else parallel()
+    return scheduler if parallel is None else parallel()

@@ -85,7 +85,7 @@ class WeightGroup:
         self._whole_mesh = whole_mesh and engine.layout.dp_size > 1
         self._sender: Sender | None = None  # only on the rank that broadcasts
         self._failure_notice: FailureNotice | None = None  # on the other leaders of a whole mesh
-        self._broken = ""
+        self._broken, self._has_left = "", False
         # Random, because an engine remembers the groups of trainers that were killed.
         self.name = f"memsaver-{secrets.token_hex(16)}"
         self.joined = False
@@ -169,7 +169,8 @@ class WeightGroup:
         except BaseException as error:
             # The engine's ranks may not take part in the broadcasts at all.
             self._give_up(f"{type(error).__name__}: {error}")
-            sending.wait(END_SECONDS)
+            self._withdraw()
+            self._free(sender, sending)
             if self._backend == "nccl" and isinstance(error, EngineError):
                 error.message += _advice_for_nccl()
             raise
@@ -178,6 +179,7 @@ class WeightGroup:
             raise EngineTimeoutError(f"the engine did not receive all weights within {timeout:g} s")
         if sending.error is not None:
             self._give_up(str(sending.error))
+            self._free(sender, sending)
             advice = _advice_for_nccl() if self._backend == "nccl" else ""
             raise EngineError(
                 f"weights could not be sent: {sending.error}{advice}"
@@ -275,14 +277,36 @@ class WeightGroup:
             self._broken = f"{type(error).__name__}: {error}"
             if self._failure_notice is not None:
                 self._failure_notice.send()
+            self._withdraw()
             raise
+
+    def _withdraw(self) -> None:
+        """Make an engine that failed leave a whole mesh's group.
+
+        The ranks of other engines may wait for its ranks, which forward what they receive.
+        """
+        if not self._whole_mesh:
+            return
+        backend, self._has_left = self._engine.backend, True
+        assert backend is not None
+        with contextlib.suppress(MemsaverError):
+            backend.leave_group(self.name, END_SECONDS)
 
     def _watch(self, sender: Sender, sending: Aside, deadline: float) -> None:
         """Abort the broadcast if another engine of the mesh failed, which receives nothing."""
         while not sending.wait(_POLL_SECONDS) and time.monotonic() < deadline:
             if sender.is_notified():
                 self._give_up("another engine failed")
+                self._free(sender, sending)
                 return
+
+    def _free(self, sender: Sender, sending: Aside) -> None:
+        """Close a failed group with gloo, which `abort` leaves open, to end the engines' waits.
+
+        The connections are open until the broadcast has ended.
+        """
+        if sending.wait(END_SECONDS) and self._backend == "gloo":
+            sender.close()
 
     def _give_up(self, why: str) -> None:
         self._broken = self._broken or why
@@ -292,7 +316,8 @@ class WeightGroup:
     def _leave(self) -> None:
         backend = self._engine.backend
         assert backend is not None
-        backend.leave_group(self.name, self._timeout)
+        if not self._has_left:
+            backend.leave_group(self.name, self._timeout)
 
 
 def _check_address(address: object, port: object) -> None:
