@@ -313,11 +313,16 @@ async def _admitted(
         finally:
             all_held.remove(held)
         unsent = copy.copy(obj)  # SGLang changes the original
-        refused, begun = None, False
+        refused, begun, parts = None, False, dict[int, Any]()
         outputs = original(manager, obj, request)
         try:
             async for output in outputs:
-                refused = None if begun else _refusal_in(output)
+                refused = _refusal_in(output)
+                if refused is not None and begun:
+                    refused, part = None, _refused_part(admission, obj, output)
+                    if part is not None:
+                        parts[output["index"]] = part
+                        continue
                 if refused is not None:
                     break
                 begun = True
@@ -329,12 +334,29 @@ async def _admitted(
         finally:
             await outputs.aclose()
         if refused is None:
-            return
+            break
         await _discard(manager, obj, deadline)
         if getattr(obj, "is_single", False):
             unsent.rid = obj.rid  # with which the server aborts the request
         obj = unsent
         await _again(admission, refused, deadline)
+    for index, part in parts.items():
+        async for output in _admitted(original, manager, admission, part, request):
+            output["index"] = index
+            yield output
+
+
+def _refused_part(admission: Admission, obj: Any, output: Any) -> Any:
+    """Return the request for a prompt of a streamed batch that a scheduler refused.
+
+    Returns:
+        The request for this prompt alone, which has had no output yet; None if refused requests are
+        not sent again, or if the prompt has several samples. Its output is the refusal then.
+    """
+    at = output.get("index")
+    if not _repeats(admission) or at is None or getattr(obj, "parallel_sample_num", 1) > 1:
+        return None
+    return copy.copy(obj[at])
 
 
 def _refusal_in(output: Any) -> EngineAsleepError | None:
