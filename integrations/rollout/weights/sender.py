@@ -146,6 +146,11 @@ class Sender:
         if self._backend == "gloo":
             options.timeout = timedelta(seconds=timeout)
         with _current_device(tensors):
+            if self._backend == "gloo":
+                # One by one: queued broadcasts would keep the group open after a failure.
+                for tensor in tensors:
+                    self._group.broadcast([tensor], options).wait()
+                return
             works = [self._group.broadcast([tensor], options) for tensor in tensors]
             for work in works:
                 work.wait()
