@@ -171,8 +171,9 @@ class _Update:
     def _open(self, memory: BucketMemory) -> None:
         """Open the buckets of the other ranks of this engine."""
         what, timeout = f"{_WHAT}: the buckets of all ranks", self._options.timeout
-        others = self._meetings.gather(what, memory.shared, timeout)
-        del others[self._engine.layout.tp_rank]
+        place, count = self._engine.layout.tp_rank, self._engine.layout.tp_size
+        rows = self._meetings.gather(what, lambda: memory.shared(count - 1), timeout)
+        others = [row[place - (place > rank)] for rank, row in enumerate(rows) if rank != place]
         self._meetings.gather(f"{what}, opened", lambda: memory.open(others), timeout)
 
     # --- what is sent -----------------------------------------------------------------------------
@@ -326,6 +327,7 @@ class _Update:
         each = self._meetings.along(what, (engines.dp_rank, sent), timeout)
         flat = [tuple(itertools.chain(*theirs)) for _, theirs in each]
         raise_unlike(bucket, places * len(sent), flat, [f"engine {at}" for at, _ in each])
+        memory.sending()
         with self._meetings.step(what, timeout) as own:
             checks = own.on_leader(
                 what,
@@ -392,9 +394,8 @@ class _Update:
 
     def _verified(self) -> Mapping[str, Any]:
         tally = self._tally
-        why = "; ".join(tally.reasons)
-        if not tally.ranks:
-            why = "the engine lacks memsaver's plugin, so it cannot compare its weights"
+        lacks = "the engine lacks memsaver's plugin, so it cannot compare its weights"
+        why = "; ".join(tally.reasons) if tally.ranks else lacks
         return {
             "received": tally.received,
             "held": tally.held,

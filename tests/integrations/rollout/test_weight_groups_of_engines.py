@@ -22,6 +22,7 @@ from memsaver.integrations.rollout import engine_set
 from memsaver.integrations.rollout.weights import disaggregated, sender
 for module in (disaggregated, sender, engine_set):
     patch.setattr(module, "END_SECONDS", 2)
+torch.ones(1).share_memory_()  # its helper process would inherit the sockets of a group
 if RANK > 0:
     serve(f"engine{RANK}", Manager)
 else:
@@ -129,6 +130,7 @@ from memsaver.integrations.rollout.weights import disaggregated, sender
 for module in (disaggregated, sender):
     patch.setattr(module, "END_SECONDS", 2)
 trainers = dist.new_group([0, 1])
+torch.ones(1).share_memory_()  # its helper process would inherit the sockets of a group
 if RANK > 1:
     serve(f"engine{RANK - 2}", Manager)
 else:
