@@ -162,8 +162,7 @@ class WeightGroup:
         if sender is None:
             return self._receive(load)
         sending = Aside(lambda: sender.send(tensors, timeout))
-        if self._whole_mesh:
-            Aside(lambda: self._watch(sender, sending, deadline))
+        Aside(lambda: self._watch(sender, sending, deadline))
         try:
             result = load()
         except BaseException as error:
@@ -293,12 +292,18 @@ class WeightGroup:
             backend.leave_group(self.name, END_SECONDS)
 
     def _watch(self, sender: Sender, sending: Aside, deadline: float) -> None:
-        """Abort the broadcast if another engine of the mesh failed, which receives nothing."""
+        """Free the engines' ranks from a broadcast that fails while they wait for it.
+
+        It fails, or another engine of the mesh fails, which then receives nothing.
+        """
         while not sending.wait(_POLL_SECONDS) and time.monotonic() < deadline:
             if sender.is_notified():
                 self._give_up("another engine failed")
                 self._free(sender, sending)
                 return
+        if sending.error is not None:
+            self._give_up(str(sending.error))
+            self._free(sender, sending)
 
     def _free(self, sender: Sender, sending: Aside) -> None:
         """Close a failed group with gloo, which `abort` leaves open, to end the engines' waits.
