@@ -19,7 +19,9 @@ __all__ = ["join", "update"]
 def join(name: str) -> Callable[..., Awaitable[Any]]:
     """Return a hook around a request to join or leave a group for weights."""
 
-    async def hook(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, *rest: Any):
+    async def hook(
+        original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, *rest: Any
+    ) -> Any:
         if replicas_in(manager.server_args) == 1:
             return await original(manager, obj, *rest)
         manager.auto_create_handle_loop()
@@ -31,13 +33,15 @@ def join(name: str) -> Callable[..., Awaitable[Any]]:
 def update(name: str) -> Callable[..., Awaitable[Any]]:
     """Return a hook around a request that updates weights."""
 
-    async def hook(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, *rest: Any):
+    async def hook(
+        original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, *rest: Any
+    ) -> Any:
         if replicas_in(manager.server_args) == 1:
             return await original(manager, obj, *rest)
         manager.auto_create_handle_loop()
         if obj.abort_all_requests:
             manager.abort_request(abort_all=True)
-        _normalise(manager, obj)
+        _normalise(obj)
         communicator = getattr(manager, f"{name}_communicator")
         results = None
         async with manager.is_pause_cond:  # so that generation does not continue meanwhile
@@ -58,7 +62,7 @@ def _merged(results: Any) -> tuple[bool, str]:
     return all(one.success for one in results), " | ".join(one.message for one in results)
 
 
-def _normalise(manager: Any, obj: Any) -> None:
+def _normalise(obj: Any) -> None:
     """Convert payloads as SGLang's own method does, if this version converts them."""
     convert = getattr(
         sys.modules.get("sglang.srt.utils"), "normalize_serialized_named_tensor_payloads", None

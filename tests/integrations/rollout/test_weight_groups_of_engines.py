@@ -99,11 +99,7 @@ def test_an_engine_of_a_set_that_fails_ends_the_update_of_all(tmp_path, kind):
     except expected as error:
         assert "engine 2 of 3: " in str(error), error
     assert time.monotonic() - began < 60  # the timeout of a broadcast is 120 s
-    try:
-        group.leave()
-        assert kind == "refuses"
-    except EngineDiedError as error:
-        assert "engine 2 of 3: its process ended" in str(error), error
+    group.leave()  # the engine that failed has left it
     # The others receive weights in a new group.
     if kind == "dies":
         backends.pop(1)
