@@ -38,6 +38,13 @@ class Generation(Protocol):
     def refusal_in(self, output: Any) -> EngineAsleepError | None:
         """Return the refusal that the first output contains; None for any other output."""
 
+    def refused_part(self, output: Any) -> Generation | None:
+        """Return the part of the request that a later output refuses, to be sent again alone.
+
+        Returns:
+            A part that has had no output; None if the output is no refusal of such a part.
+        """
+
     async def take_back(self, deadline: float) -> None:
         """Prepare to send a refused request again."""
 
@@ -104,13 +111,17 @@ async def generation(
                 held.check()
             except EngineAsleepError as error:
                 raise refused(error) from error.__cause__
-        refusal, begun = None, False
+        refusal, begun, parts = None, False, list[Generation]()
         outputs = request.send()
         try:
             async for output in outputs:
-                refusal = None if begun else request.refusal_in(output)
-                if refusal is not None:
-                    break
+                if not begun:
+                    refusal = request.refusal_in(output)
+                    if refusal is not None:
+                        break
+                elif repeats(admission) and (part := request.refused_part(output)) is not None:
+                    parts.append(part)
+                    continue
                 begun = True
                 yield output
         except EngineAsleepError as error:
@@ -120,9 +131,12 @@ async def generation(
         finally:
             await outputs.aclose()
         if refusal is None:
-            return
+            break
         await request.take_back(deadline)
         await _again(admission, refusal, deadline)
+    for part in parts:
+        async for output in generation(admission, all_held, what, part):
+            yield output
 
 
 async def call(

@@ -181,7 +181,11 @@ class Backend(Protocol):
 
     @property
     def tp_size(self) -> int:
-        """The number of ranks in the engine's tensor-parallel group, each with its own payload."""
+        """The number of the engine's ranks, each with its own payload.
+
+        They are numbered by data-parallel replica, then by pipeline stage, then in the
+        tensor-parallel group.
+        """
 
     @property
     def control(self) -> EngineController:

@@ -200,6 +200,8 @@ class SchedulerState:
         idle: whether no request is in flight, so that a release is possible.
         last: the last answer, or None.
         when_asleep: the treatment of requests that need released memory; see `Policy`.
+        update_ranks: the number of ranks for which this engine's weight updates have contents of
+            their own; 0 if unknown.
     """
 
     scheduler: str
@@ -207,6 +209,7 @@ class SchedulerState:
     idle: bool
     last: Answer | None = None
     when_asleep: str = "refuse"
+    update_ranks: int = 0
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SchedulerState:
@@ -219,6 +222,7 @@ class SchedulerState:
             read.flag("idle"),
             None if last is None else Answer.from_fields(last),
             read.text("when_asleep", "refuse"),
+            read.whole("update_ranks", 0),
         )
 
     @property

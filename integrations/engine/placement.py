@@ -11,7 +11,15 @@ from typing import Any
 
 from memsaver.errors import ConfigError
 
-__all__ = ["VISIBLE", "Gpu", "Placement", "by_host", "free_port", "gpu_of_this_process"]
+__all__ = [
+    "VISIBLE",
+    "Gpu",
+    "Placement",
+    "Sizes",
+    "by_host",
+    "free_port",
+    "gpu_of_this_process",
+]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -52,6 +60,26 @@ class Placement:
     arguments: Mapping[str, Any]
     visible: str | None = None
     nodes: tuple[Placement, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of an engine's ranks.
+
+    Attributes:
+        width: the ranks of a tensor-parallel group.
+        stages: the pipeline stages of a replica.
+        replicas: the data-parallel replicas with ranks of their own.
+    """
+
+    width: int
+    stages: int = 1
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """The number of all ranks."""
+        return self.width * self.stages * self.replicas
 
 
 def gpu_of_this_process() -> Gpu | None:

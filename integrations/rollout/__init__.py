@@ -11,6 +11,7 @@ from ..lazy import exports
 
 if TYPE_CHECKING:
     from ..engine.interface import Backend, Request, Sample
+    from .engine_set import EngineSet
     from .errors import RestartLimitError, WeightMismatchError
     from .output import RolloutOutput
     from .restarts import Restarts
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Backend",
     "ColocatedSession",
+    "EngineSet",
     "Phase",
     "RankStage",
     "Request",
@@ -43,6 +45,7 @@ __getattr__, __dir__ = exports(
     {
         "Backend": "..engine.interface",
         "ColocatedSession": ".session",
+        "EngineSet": ".engine_set",
         "Phase": ".session",
         "RankStage": ".stages",
         "Request": "..engine.interface",

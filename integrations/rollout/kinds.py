@@ -1,6 +1,6 @@
 """The kinds of engines: the modules of `memsaver.integrations` that start them and call them.
 
-The package of a kind has two modules: `launch`, with `TP_SIZE`, `place`, `launch` and
+The package of a kind has two modules: `launch`, with `sizes_of`, `place`, `launch` and
 `launch_node`, and `backend`, with `backend_of`. A kind's package is imported only if its engine is
 used.
 """

@@ -10,7 +10,6 @@ from memsaver._runtime.timeouts import is_timeout
 from memsaver.errors import ConfigError
 
 from ..engine import placement as placing
-from ..engine.fields import is_whole
 from ..engine.interface import Backend, PauseMode, Sample
 from .kinds import kind_of, module_of
 from .output import RolloutOutput, check_samples
@@ -121,10 +120,12 @@ class RolloutEngine(EngineStart):
                 of the whole mesh. The same on all ranks.
             kind: "sglang" or "vllm".
             server_args: arguments of `sglang.Engine`, such as `model_path`, or of vLLM's
-                `AsyncEngineArgs`, such as `model`. With a mesh, `tp_size` (vLLM:
-                `tensor_parallel_size`) may be smaller than the group: the engine uses the GPUs of
-                its first ranks. With SGLang on several hosts, `dist_init_addr` is the address of
-                the first one; the default is its name and a free port.
+                `AsyncEngineArgs`, such as `model`. With a mesh, the engine's ranks (`tp_size`,
+                `pp_size` and `dp_size`, multiplied; with vLLM `tensor_parallel_size`) may be fewer
+                than the group's: the engine uses the GPUs of the first ones. They are numbered by
+                replica, then by stage, then in the tensor-parallel group. With SGLang on several
+                hosts, `dist_init_addr` is the address of the first one; the default is its name
+                and a free port.
 
         Raises:
             NotLoadedError: the engine's package is not installed.
@@ -132,24 +133,20 @@ class RolloutEngine(EngineStart):
             EngineError, EngineTimeoutError: the engine did not start, or did not start in time.
         """
 
-        def launched(placement: Any, size: int | None) -> Backend:
+        def launched(placement: Any, width: int | None) -> Backend:
             launch = module_of(kind_of(None, kind), "launch").launch
-            return cast("Backend", launch(placement, size, server_args, timeout))
+            return cast("Backend", launch(placement, width, server_args, timeout))
 
         def make(layout: Layout, gpus: list[Any]) -> Backend | Nodes:
             launcher = module_of(kind_of(None, kind), "launch")
-            name = launcher.TP_SIZE
-            size = None if mesh is None else server_args.get(name, layout.tp_size)
-            if size is not None and not (is_whole(size) and 1 <= size <= layout.tp_size):
-                raise ConfigError(
-                    f"{name}={size!r}, but the mesh's tensor-parallel groups have "
-                    f"{layout.tp_size} ranks"
-                )
-            placement = launcher.place(gpus[:size], layout.dp_rank)
+            sizes = launcher.sizes_of(server_args, None if mesh is None else layout.tp_size)
+            width = None if mesh is None else sizes.width
+            used = gpus if mesh is None else gpus[: sizes.ranks]
+            placement = launcher.place(used, layout.dp_rank, sizes)
             if not placement.nodes:
-                return launched(placement, size)
-            others = tuple((node, size) for node in placement.nodes)
-            return Nodes(size or 1, lambda: launched(placement, size), others)
+                return launched(placement, width)
+            others = tuple((node, width) for node in placement.nodes)
+            return Nodes(sizes.ranks, lambda: launched(placement, width), others)
 
         def join(node: Any) -> Any:
             placement, size = node

@@ -248,11 +248,36 @@ class _Generation:
     def refusal_in(self, output: Any) -> EngineAsleepError | None:
         return _refusal_in(output)
 
+    def refused_part(self, output: Any) -> _RefusedPart | None:
+        at = output.get("index")
+        if at is None or getattr(self._obj, "parallel_sample_num", 1) > 1:
+            return None
+        if _refusal_in(output) is None:
+            return None
+        part = copy.copy(self._obj[at])
+        return _RefusedPart(self._original, self._manager, part, self._request, at)
+
     async def take_back(self, deadline: float) -> None:
         await _discard(self._manager, self._obj, deadline)
         if getattr(self._obj, "is_single", False):
             self._unsent.rid = self._obj.rid  # with which the server aborts the request
         self._obj = self._unsent
+
+
+class _RefusedPart(_Generation):
+    """A prompt of a streamed batch, which is sent again alone. Its outputs have its index."""
+
+    def __init__(
+        self, original: Callable[..., Any], manager: Any, obj: Any, request: Any, index: int
+    ) -> None:
+        super().__init__(original, manager, obj, request)
+        self._index = index
+
+    async def send(self) -> AsyncGenerator[Any, None]:
+        async with contextlib.aclosing(super().send()) as outputs:
+            async for output in outputs:
+                output["index"] = self._index
+                yield output
 
 
 def _rids_of(obj: Any) -> list[str]:

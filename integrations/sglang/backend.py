@@ -6,6 +6,7 @@ For SGLang 0.5.11 and newer.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,8 +66,9 @@ class SGLangBackend(WeightCalls):
         self.link, self._end = link, end
         arguments = link.arguments(timeout)
         self._has_tokenizer = not arguments.get("skip_tokenizer_init")
-        self.tp_size = _ranks(arguments, "tp_size")
-        self.other_ranks = _other_ranks(arguments)
+        outer = _outer_sizes(arguments)
+        self.tp_size = _ranks(arguments, "tp_size") * math.prod(outer.values())
+        self.other_ranks = ", ".join(f"{name}={size}" for name, size in outer.items() if size > 1)
         _check_version(arguments.get("version"))
         self.selects = versions.selects_models(arguments.get("version"))
         self.control = SleepController(link, timeout=timeout)
@@ -123,15 +125,12 @@ def _ranks(server_args: Mapping[str, Any], name: str) -> int:
     return int(value) or 1
 
 
-def _other_ranks(server_args: Mapping[str, Any]) -> str:
-    """See `WeightCalls`."""
-    if (stages := _ranks(server_args, "pp_size")) > 1:
-        return f"pp_size={stages}"
-    # With data-parallel attention, the replicas use the ranks of the tensor-parallel group.
+def _outer_sizes(server_args: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of replicas and of pipeline stages that have ranks of their own."""
     replicas = _ranks(server_args, "dp_size")
-    if replicas > 1 and not server_args.get("enable_dp_attention"):
-        return f"dp_size={replicas}"
-    return ""
+    if server_args.get("enable_dp_attention"):
+        replicas = 1  # they use the ranks of the tensor-parallel group
+    return {"dp_size": replicas, "pp_size": _ranks(server_args, "pp_size")}
 
 
 def _check_version(version: str | None) -> None:

@@ -8,7 +8,17 @@ from types import ModuleType
 from typing import Any
 
 from ..engine import hooking
-from . import admissions, draft_weights, guard, idle_sleep, scheduler, tokenizer, weight_loads
+from . import (
+    admissions,
+    draft_weights,
+    guard,
+    idle_sleep,
+    pipeline,
+    replicas,
+    scheduler,
+    tokenizer,
+    weight_loads,
+)
 from .updaters import of_scheduler
 
 __all__ = ["install", "install_in", "lacks_guard", "left_out_by", "modules"]
@@ -20,15 +30,32 @@ _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _MODEL = "sglang.srt.model_executor.model_runner.ModelRunner"
+
+
+def _after(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that runs one hook around another one."""
+
+    def hook(original: Callable[..., Any], *args: Any) -> Any:
+        return first(functools.partial(second, original), *args)
+
+    return hook
+
+
 _UPDATE = admissions.call("update its weights", reads=False)
 _LOAD_ADAPTER = admissions.call("load a LoRA adapter")
 _READ = admissions.call("read its weights")
 _CONTROL_CALLS: dict[str, Callable[..., Any]] = {
     f"{_TOKENIZER}.begin_weight_update": _UPDATE,
     f"{_TOKENIZER}.end_weight_update": _UPDATE,
-    f"{_TOKENIZER}.update_weights_from_distributed": _UPDATE,
+    f"{_TOKENIZER}.update_weights_from_distributed": _after(
+        _UPDATE, replicas.update("update_weights_from_distributed")
+    ),
     f"{_TOKENIZER}.update_weights_from_ipc": _UPDATE,
-    f"{_TOKENIZER}.update_weights_from_tensor": _UPDATE,
+    f"{_TOKENIZER}.update_weights_from_tensor": _after(
+        _UPDATE, replicas.update("update_weights_from_tensor")
+    ),
+    f"{_TOKENIZER}.init_weights_update_group": replicas.join("init_weights_update_group"),
+    f"{_TOKENIZER}.destroy_weights_update_group": replicas.join("destroy_weights_update_group"),
     f"{_MANAGER}.update_weights_from_disk": _UPDATE,
     f"{_TOKENIZER}.load_lora_adapter": _LOAD_ADAPTER,
     f"{_TOKENIZER}.load_lora_adapter_from_tensors": _LOAD_ADAPTER,
@@ -113,6 +140,8 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
     return {
         f"{_SCHEDULER}.init_request_dispatcher": ("AFTER", guard.install),
         f"{_SCHEDULER}.flush_cache": ("AROUND", guard.flush),
+        f"{_SCHEDULER}.process_input_requests": ("AFTER", pipeline.after_input),
+        f"{_SCHEDULER}._pp_send_pyobj_to_next_stage": ("AFTER", pipeline.after_send),
         f"{_SCHEDULER}.init_watch_dog_memory_saver_input_blocker": ("AFTER", idle_sleep.install),
         f"{_MANAGER}.generate_request": ("AROUND", admissions.generate),
         f"{_MANAGER}.abort_request": ("AROUND", admissions.abort),
@@ -129,20 +158,28 @@ def _hooks_of_updates() -> dict[str, tuple[str, Callable[..., Any]]]:
     tensors = weight_loads.plain("UpdateWeightsFromTensorReqOutput", has_barrier=True)
     broadcast = weight_loads.plain("UpdateWeightsFromDistributedReqOutput", has_barrier=False)
     begin, end = (
-        weight_loads.plain(f"{kind}WeightUpdateReqOutput", has_barrier=True, ends_session=True)
-        for kind in ("Begin", "End")
+        weight_loads.everywhere(kind, weight_loads.plain(kind, has_barrier=True, ends_session=True))
+        for kind in ("BeginWeightUpdateReqOutput", "EndWeightUpdateReqOutput")
+    )
+    join, leave = (
+        weight_loads.everywhere(f"{kind}WeightsUpdateGroupReqOutput")
+        for kind in ("Init", "Destroy")
     )
     hooks: dict[str, Callable[..., Any]] = {
         f"{_UPDATER}.update_weights_from_disk": disk,
         f"{_UPDATER}.update_weights_from_ipc": ipc,
         f"{_UPDATER}.update_weights_from_tensor": weight_loads.load_tensors,
         f"{_UPDATER}.update_weights_from_distributed": weight_loads.load_broadcast,
+        f"{_UPDATER}.init_weights_update_group": join,
+        f"{_UPDATER}.destroy_weights_update_group": leave,
         f"{_UPDATER}.begin_weight_update": begin,
         f"{_UPDATER}.end_weight_update": end,
         f"{_MIXIN}.update_weights_from_disk": of_scheduler(disk),
         f"{_MIXIN}.update_weights_from_ipc": of_scheduler(ipc),
         f"{_MIXIN}.update_weights_from_tensor": of_scheduler(tensors),
         f"{_MIXIN}.update_weights_from_distributed": of_scheduler(broadcast),
+        f"{_MIXIN}.init_weights_update_group": of_scheduler(join),
+        f"{_MIXIN}.destroy_weights_update_group": of_scheduler(leave),
         f"{_RUNNER}.update_weights_from_ipc": weight_loads.load_through,
         f"{_RUNNER}.update_weights_from_tensor": weight_loads.load_given,
         # 0.5.16 receives and loads in one method, 0.5.23 in two.

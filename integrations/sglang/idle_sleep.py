@@ -11,7 +11,6 @@ decides for all of them.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 from ..engine.idle import IdleTimer
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
 from . import settings
+from .places import parallel_of
 from .protocol import answers_of, is_health_check
 from .updaters import updater_of
 
@@ -170,7 +170,4 @@ def _is_monitoring(request: Any) -> bool:
 
 def _stage_of(scheduler: Any) -> int:
     """Return a scheduler's pipeline stage."""
-    module = sys.modules.get(type(scheduler).__module__)
-    parallel = getattr(module, "get_parallel", None)  # 0.5.23
-    state = getattr(scheduler, "ps", scheduler) if parallel is None else parallel()
-    return int(getattr(state, "pp_rank", 0) or 0)
+    return int(getattr(parallel_of(scheduler), "pp_rank", 0) or 0)

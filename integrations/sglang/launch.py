@@ -25,11 +25,9 @@ from ..engine.placement import VISIBLE, Placement
 from ..engine.processes import Descendant, Parent, descendants_of, kill
 from .backend import SGLangBackend
 from .engines import LocalEngine
-from .placement import place
+from .placement import place, sizes_of
 
-__all__ = ["TP_SIZE", "launch", "launch_node", "place"]
-
-TP_SIZE = "tp_size"  # the argument for the number of tensor-parallel ranks
+__all__ = ["launch", "launch_node", "place", "sizes_of"]
 
 _TAKEN = (signal.SIGQUIT, signal.SIGTERM)
 _TASK_SECONDS = 2.0  # for cancelled tasks to end

@@ -4,31 +4,78 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from ..engine.placement import Gpu, Placement, by_host, free_port
+from memsaver.errors import ConfigError
 
-__all__ = ["place"]
+from ..engine.fields import is_whole
+from ..engine.placement import Gpu, Placement, Sizes, by_host, free_port
+
+__all__ = ["place", "sizes_of"]
 
 _FIRST_PORT, _PORTS_EACH, _SLOTS = 30000, 64, 32
 
 
-def place(gpus: Sequence[Gpu | None], dp_rank: int) -> Placement:
+def sizes_of(arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
+    """Return the numbers of ranks from an engine's arguments.
+
+    Args:
+        arguments: arguments of `sglang.Engine`.
+        ranks: the number of the trainer's ranks, which the engine's may not exceed; None for no
+            limit. Without `tp_size` the engine uses as many of them as it can.
+
+    Raises:
+        ConfigError: the arguments are not numbers of ranks, or need more ranks.
+    """
+    given = {name: arguments.get(name, 1) for name in ("pp_size", "dp_size")}
+    if arguments.get("enable_dp_attention"):
+        given["dp_size"] = 1  # its replicas use the ranks of the tensor-parallel group
+    numbers = {**given, "tp_size": arguments.get("tp_size", 1)}
+    invalid = [name for name, one in numbers.items() if not is_whole(one) or one < 1]
+    stages, replicas = (1, 1) if invalid else given.values()
+    width = arguments.get("tp_size", max(1, (ranks or 1) // (stages * replicas)))
+    made = Sizes(width, stages, replicas)
+    if invalid or (ranks is not None and made.ranks > ranks):
+        names = [name for name in ("tp_size", *given) if name in arguments]
+        texts = ", ".join(f"{name}={arguments[name]!r}" for name in names)
+        rest = f", but the mesh's tensor-parallel groups have {ranks} ranks" if ranks else ""
+        raise ConfigError(f"invalid numbers of ranks: {texts}{rest}")
+    return made
+
+
+def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) -> Placement:
     """Return the placement of an engine.
 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.
         dp_rank: the engine's number.
+        sizes: the numbers of the engine's ranks; None for a tensor-parallel group only.
 
     Raises:
         ConfigError: two ranks use the same GPU, only some ranks have a GPU, or the ranks of a host
             are not adjacent or are fewer than those of another host.
     """
+    adjacent = sizes is not None and sizes.stages > 1
+    placement = _placed(gpus, dp_rank, adjacent)
+    if sizes is None or sizes.replicas == 1:
+        return placement
+    # SGLang chooses a port for each replica: all of them would bind a given one.
+    others = {name: one for name, one in placement.arguments.items() if name != "nccl_port"}
+    return replace(placement, arguments=others)
+
+
+def _placed(gpus: Sequence[Gpu | None], dp_rank: int, adjacent: bool) -> Placement:
+    """See `place`.
+
+    With `adjacent`, the engine's GPU numbers must be adjacent: SGLang ignores `gpu_id_step` between
+    the stages of a pipeline.
+    """
     hosts = by_host(gpus)
     if not hosts:
         return Placement(_ports(dp_rank))
-    first, *others = [_on_one_host(group, dp_rank) for group in hosts]
+    first, *others = [_on_one_host(group, dp_rank, adjacent) for group in hosts]
     if not others:
         return first
     # Ports are free on this host, the first; SGLang derives those of the others from the address.
@@ -49,12 +96,13 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int) -> Placement:
     return replace(first, arguments=arguments, nodes=nodes)
 
 
-def _on_one_host(known: Sequence[Gpu], dp_rank: int) -> Placement:
+def _on_one_host(known: Sequence[Gpu], dp_rank: int, adjacent: bool) -> Placement:
     names = [gpu.name for gpu in known]
     first = names[0]
     ports = _ports(int(first) if first.isdigit() else dp_rank)
     steps = {later.index - gpu.index for gpu, later in itertools.pairwise(known)} or {1}
-    if len({gpu.visible for gpu in known}) == 1 and len(steps) == 1 and min(steps) > 0:
+    can_step = len(steps) == 1 and (steps == {1} if adjacent else min(steps) > 0)
+    if can_step and len({gpu.visible for gpu in known}) == 1:
         # Uses the ranks' numbering, so that a GPU has the same number in the engine.
         where = {"base_gpu_id": known[0].index, "gpu_id_step": steps.pop()}
         return Placement({**ports, **where})

@@ -43,7 +43,8 @@ from ..engine.errors import EngineBusyError
 from ..engine.messages import Answer, Failure, RankReport, SchedulerState
 from ..engine.ranks import Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
-from . import draft_weights, handlers, leftovers, settings
+from . import draft_weights, handlers, leftovers, pipeline, settings
+from .places import place_of
 from .protocol import text_of
 from .updaters import resume_of, scheduler_of, updater_of
 
@@ -215,11 +216,19 @@ def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
                 handlers.is_idle(updater),
                 getattr(scheduler, _LAST, None),
                 settings.policy().when_asleep,
+                _update_ranks(updater),
             )
             result.internal_state["memsaver"] = asdict(state)
     except Exception as error:
         _log_once(f"{type(error).__name__}: {error}")
     return result
+
+
+def _update_ranks(updater: Any) -> int:
+    """Return the number of ranks that receive weights in an update; see `SchedulerState`."""
+    place = place_of(updater)
+    reaches_stages = place.stages == 1 or pipeline.is_installed(scheduler_of(updater))
+    return place.size if reaches_stages else place.width
 
 
 @functools.cache

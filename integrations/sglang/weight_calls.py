@@ -27,8 +27,8 @@ class WeightCalls:
     Attributes:
         link: the connection with the engine.
         tp_size: see `Backend`.
-        other_ranks: the engine's argument that adds ranks outside its tensor-parallel group, which
-            cannot receive weights; or "".
+        other_ranks: the engine's argument that adds ranks outside its tensor-parallel group; or "".
+            They receive weights only with memsaver's plugin in the engine.
         control: see `Backend`.
         selects: whether SGLang's update requests name the models that receive the weights.
     """
@@ -41,7 +41,7 @@ class WeightCalls:
 
     def begin_update(self, timeout: float) -> None:
         """See `Backend`."""
-        self._check_ranks()
+        self._check_ranks(timeout)
         self._do_if_known("begin_weight_update", timeout)
 
     def load_weights(self, load: WeightLoad) -> list[RankCheck]:
@@ -66,7 +66,7 @@ class WeightCalls:
 
     def join_group(self, group: JoinRequest, timeout: float) -> None:
         """See `Backend`."""
-        self._check_ranks()
+        self._check_ranks(timeout)
         fields = {
             "master_address": group.address,
             "master_port": group.port,
@@ -81,11 +81,16 @@ class WeightCalls:
         """See `Backend`."""
         self._do("destroy_weights_update_group", {"group_name": name}, timeout)
 
-    def _check_ranks(self) -> None:
-        if self.other_ranks:
+    def _check_ranks(self, timeout: float) -> None:
+        """Raise `ConfigError` if some ranks of the engine would receive no weights."""
+        if not self.other_ranks:
+            return
+        states = self.link.states(timeout)
+        if not states or any(state.update_ranks != self.tp_size for state in states):
             raise ConfigError(
-                f"an engine with {self.other_ranks} has ranks that would receive no weights: start "
-                "one engine for each of them, or use tensor parallelism (tp_size)"
+                f"an engine with {self.other_ranks} has ranks that would receive no weights, "
+                "because it runs without memsaver's plugin, or with an older one: install this "
+                "version in the engine's environment, with enable_memory_saver=True"
             )
 
     def _request_for(self, load: WeightLoad) -> tuple[str, dict[str, Any]]:

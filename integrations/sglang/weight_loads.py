@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from memsaver.errors import MemsaverError
+
 from ..engine.errors import EngineError
 from ..engine.messages import Failure
 from ..engine.ranks import Group
@@ -28,10 +30,12 @@ from ..engine.weights.checks import RankCheck, is_good
 from ..engine.weights.load_check import LoadCheck
 from ..engine.weights.plain_check import Found, Known, PlainCheck, verdict
 from . import settings
+from .pipeline import defer
+from .places import Place, group_of, place_of
 from .protocol import text_of_checks, verification_of
 from .updaters import SchedulerAsUpdater, scheduler_of
 
-__all__ = ["load_broadcast", "load_given", "load_tensors", "load_through", "plain"]
+__all__ = ["everywhere", "load_broadcast", "load_given", "load_tensors", "load_through", "plain"]
 
 _DIRECT = "direct"
 _KNOWN = "_memsaver_known_weights"  # an attribute of a scheduler
@@ -91,16 +95,36 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barri
         has_barrier: whether the handler ends with a barrier of the group, at which the
             other ranks wait for a rank that failed.
     """
-    group = Group(updater.tp_cpu_group)
+    place = place_of(updater)
+    output_of = _output_of(has_barrier)
     try:
         verification = verification_of(getattr(request, "rid", None))
         if verification is not None:
-            verification.check_ranks(group.size)
+            verification.check_ranks(place.size)
     except EngineError as error:  # on all ranks, because their requests are equal
-        return _output_of(has_barrier)(success=False, message=str(error))
+        return output_of(success=False, message=str(error))
+    request = place.own(request)
     if verification is None:
-        return _load_plainly(original, updater, request, has_barrier, _output_of(has_barrier))
-    check = LoadCheck(verification, group.rank)
+        return _load_plainly(original, updater, request, has_barrier, output_of)
+    check = LoadCheck(verification, place.rank)
+
+    def work(refusal: MemsaverError | None = None) -> Any:
+        if refusal is None:
+            _load_checked(original, updater, request, has_barrier, check)
+            rows = group_of(updater).gather(asdict(check.found()))
+            checks = [RankCheck.from_fields(fields) for fields in rows]
+        else:  # on all ranks, each of which has the same reason
+            check.fail(refusal)
+            checks = [check.found()]
+        return output_of(success=is_good(checks), message=text_of_checks(checks))
+
+    return work() if place.stages == 1 else defer(scheduler_of(updater), request, work)
+
+
+def _load_checked(
+    original: Callable[..., Any], updater: Any, request: Any, has_barrier: bool, check: LoadCheck
+) -> None:
+    """Run SGLang's handler with checks, and wait for the device. Exceptions become a failure."""
     _current.append(check)
     done, message = False, ""
     try:
@@ -111,14 +135,12 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barri
         _logger.exception("a weight update failed")
         check.fail(error)
         if has_barrier:
-            group.barrier()
+            Group(updater.tp_cpu_group).barrier()
     finally:
         _current.pop()
     if not done and not check.trouble:
         check.failure = check.failure or Failure("EngineError", message)
     check.synchronize()
-    checks = [RankCheck.from_fields(fields) for fields in group.gather(asdict(check.found()))]
-    return _output_of(has_barrier)(success=is_good(checks), message=text_of_checks(checks))
 
 
 def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callable[..., Any]:
@@ -137,6 +159,40 @@ def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callab
         return output
 
     return hook
+
+
+def everywhere(kind: str, hook: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return a hook around an updater's handler that has to succeed on all stages of a pipeline.
+
+    Args:
+        kind: see `plain`.
+        hook: a hook that runs the handler; None runs it with this process's place in a group for
+            weights.
+    """
+
+    def handle(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+        place = place_of(updater)
+
+        def work(refusal: MemsaverError | None = None) -> Any:
+            if refusal is not None:
+                return _message(kind)(success=False, message=str(refusal))
+            if hook is None:
+                output = original(updater, _joining(place, request))
+            else:
+                output = hook(original, updater, request)
+            if place.stages == 1:
+                return output
+            mine = {"success": bool(output.success), "message": str(output.message)}
+            bad = [one for one in group_of(updater).gather(mine) if not one["success"]]
+            return _message(kind)(success=False, message=bad[0]["message"]) if bad else output
+
+        return work() if place.stages == 1 else defer(scheduler_of(updater), request, work)
+
+    return handle
+
+
+def _joining(place: Place, request: Any) -> Any:
+    return place.joining(request) if hasattr(request, "rank_offset") else request
 
 
 def _load_plainly(

@@ -294,6 +294,9 @@ class _Generation:
     def refusal_in(self, output: Any) -> EngineAsleepError | None:
         return None
 
+    def refused_part(self, output: Any) -> None:
+        """Return None: each of vLLM's requests has one prompt."""
+
     async def take_back(self, deadline: float) -> None:
         if self._refusal is not None and isinstance(self._prompt, AsyncGenerator):
             raise refused(self._refusal)  # a part of the prompt was read

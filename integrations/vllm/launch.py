@@ -18,14 +18,15 @@ from memsaver.errors import ConfigError, NotLoadedError
 
 from ..engine.errors import EngineError, EngineTimeoutError
 from ..engine.loops import LoopThread
-from ..engine.placement import VISIBLE, Gpu, Placement, by_host
+from ..engine.fields import is_whole
+from ..engine.placement import VISIBLE, Gpu, Placement, Sizes, by_host
 from ..engine.processes import Descendant, descendants_of, kill
 from .async_engine import AsyncEngine
 from .backend import VLLMBackend
 
-__all__ = ["TP_SIZE", "launch", "launch_node", "place"]
+__all__ = ["launch", "launch_node", "place", "sizes_of"]
 
-TP_SIZE = "tensor_parallel_size"  # the argument for the number of tensor-parallel ranks
+_TP_SIZE = "tensor_parallel_size"  # the argument for the number of tensor-parallel ranks
 
 # The variables of the ranks' own group, which an engine's processes would mistake for their own.
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -42,12 +43,31 @@ _DEFAULT_ARGUMENTS = {
 }
 
 
-def place(gpus: Sequence[Gpu | None], dp_rank: int) -> Placement:
+def sizes_of(arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
+    """Return the number of ranks from an engine's arguments.
+
+    Args:
+        arguments: the arguments of `launch`.
+        ranks: the number of the trainer's ranks, all of which the engine uses by default and which
+            its ranks may not exceed; None for no limit.
+
+    Raises:
+        ConfigError: the argument is not a number of ranks, or exceeds the limit.
+    """
+    width = arguments.get(_TP_SIZE, ranks or 1)
+    if not is_whole(width) or width < 1 or (ranks is not None and width > ranks):
+        rest = f", but the mesh's tensor-parallel groups have {ranks} ranks" if ranks else ""
+        raise ConfigError(f"invalid number of ranks: {_TP_SIZE}={width!r}{rest}")
+    return Sizes(width)
+
+
+def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) -> Placement:
     """Return the placement of an engine.
 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.
         dp_rank: the engine's number; vLLM chooses free ports itself.
+        sizes: the number of the engine's ranks, which its placement does not depend on.
 
     Raises:
         ConfigError: the ranks are on several hosts, two ranks use the same GPU, or only some ranks
@@ -92,9 +112,9 @@ def launch(
         raise NotLoadedError(f"vLLM is needed to start an engine: {error}") from error
     full = {**_DEFAULT_ARGUMENTS, **placement.arguments, **arguments}
     level = full.pop("sleep_level", 1)
-    if tp_size is not None and full.setdefault(TP_SIZE, tp_size) != tp_size:
+    if tp_size is not None and full.setdefault(_TP_SIZE, tp_size) != tp_size:
         raise ConfigError(
-            f"{TP_SIZE}={full[TP_SIZE]}, but the mesh's tensor-parallel groups have {tp_size} ranks"
+            f"{_TP_SIZE}={full[_TP_SIZE]}, but the mesh's tensor-parallel groups have {tp_size} ranks"
         )
     deadline = time.monotonic() + timeout
     # The thread of the loop also starts the engine's processes, which end with it.

@@ -13,6 +13,7 @@ import pytest
 from test_rollout import SECONDS, go_through
 
 CHILD = Path(__file__).with_name("weight_sync_child.py")
+ENGINES = Path(__file__).with_name("weight_sync_engines.py")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,3 +33,16 @@ pytestmark = [
 )
 def test_weights_reach_a_real_engine(scene: str, size: int, tmp_path: Path) -> None:
     go_through(scene, size, tmp_path, CHILD)
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [
+        "one_gpu",
+        pytest.param("replicas", marks=pytest.mark.two_gpus),
+        pytest.param("stages", marks=pytest.mark.two_gpus),
+        pytest.param("mesh", marks=pytest.mark.two_gpus),
+    ],
+)
+def test_weights_reach_replicas_stages_and_several_engines(scene: str, tmp_path: Path) -> None:
+    go_through(scene, 2, tmp_path, ENGINES)

@@ -318,7 +318,7 @@ def test_an_async_llm_has_the_methods_that_memsaver_calls():
     fields = {name for one in arguments.__mro__ for name in getattr(one, "__annotations__", {})}
     from memsaver.integrations.vllm import launch
 
-    assert {*launch._DEFAULT_ARGUMENTS, launch.TP_SIZE} <= fields
+    assert {*launch._DEFAULT_ARGUMENTS, launch._TP_SIZE} <= fields
 
 
 def test_an_llm_has_the_methods_that_memsaver_calls():

@@ -281,10 +281,16 @@ class Backend(WeightCalls):
 
     other_ranks = ""
 
-    def __init__(self, make_manager=SchedulerWeightUpdaterManager, size=1, **model) -> None:
-        self.tp_size, self.control, self.link = size, Control(), self
-        self.models = [Model(rank, size, **model) for rank in range(size)]
+    def __init__(
+        self, make_manager=SchedulerWeightUpdaterManager, size=1, replicas=1, **model
+    ) -> None:
+        assert size == 1 or replicas == 1
+        self.tp_size, self.control, self.link = size * replicas, Control(), self
+        self.models = [Model(rank, size, **model) for _ in range(replicas) for rank in range(size)]
         self.ranks = [make_manager(one) for one in self.models]
+        for number, rank in enumerate(self.ranks if replicas > 1 else ()):
+            rank.scheduler.server_args = types.SimpleNamespace(dp_size=replicas)
+            rank.scheduler.ps = types.SimpleNamespace(pp_rank=0, dp_rank=number)
         self.calls: list[str] = []
         self.version: str | None = None
         self.requests: list[Request] = []
@@ -311,8 +317,10 @@ class Backend(WeightCalls):
         self.damage(len(self.requests))
         self.requests.append(request)
         self.calls.append("load")
+        replicated = hasattr(self.ranks[0].scheduler, "ps")
         outputs = [
-            getattr(one, name)(_for_rank(request, rank)) for rank, one in enumerate(self.ranks)
+            getattr(one, name)(request if replicated else _for_rank(request, one.rank))
+            for one in self.ranks
         ]
         message = " | ".join(output.message for output in outputs)
         success = all(output.success for output in outputs)

@@ -32,7 +32,8 @@ Manager = hooked.__enter__()
 def engine_of(tp, timeout=20, **model):
     mesh = init_device_mesh("cpu", (SIZE // tp, tp), mesh_dim_names=("dp", "tp"))
     layout = layout_of(mesh)
-    backend = Backend(Manager, tp, **model) if layout.is_leader else None
+    size = tp // model.get("replicas", 1)
+    backend = Backend(Manager, size, **model) if layout.is_leader else None
     return RolloutEngine(backend, layout, timeout=timeout), backend
 
 def holds(backend, weights=None):

@@ -78,7 +78,7 @@ class RankCheck:
     """The result of one rank's checks of a bucket.
 
     Attributes:
-        rank: the rank in its tensor-parallel group.
+        rank: the rank's number in its engine (see `Backend.tp_size`).
         host: the name of its host.
         pid: its process id on that host.
         received: the number of compared tensors that arrived as sent.
@@ -89,6 +89,7 @@ class RankCheck:
             use the name, or no part of the tensor is on this rank.
         unverified: the reason why the model's contents could not be compared, or "".
         failure: the failure of the load, or None. Some of the bucket may have been loaded.
+        engine: the name of the rank's engine, if the caller updates several; otherwise "".
     """
 
     rank: int
@@ -101,6 +102,7 @@ class RankCheck:
     unused: tuple[str, ...] = ()
     unverified: str = ""
     failure: Failure | None = None
+    engine: str = ""
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> RankCheck:
@@ -122,6 +124,11 @@ class RankCheck:
             Failure.from_fields(read.optional("failure")),
         )
 
+    @property
+    def place(self) -> str:
+        """The rank and its process's host, for messages."""
+        return f"rank {self.rank} ({', '.join(filter(None, (self.host, self.engine)))})"
+
 
 def unknown_to_all(checks: Sequence[RankCheck]) -> set[str]:
     """Return the names from which no rank loaded anything."""
@@ -140,6 +147,6 @@ def raise_failure(checks: Sequence[RankCheck]) -> None:
     for check in checks:
         if check.failure is not None:
             raise kind_of(check.failure)(
-                f"the load failed on rank {check.rank} ({check.host}): {check.failure.message}",
+                f"the load failed on {check.place}: {check.failure.message}",
                 tag=check.failure.tag,
             )

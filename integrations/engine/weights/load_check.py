@@ -36,7 +36,7 @@ class LoadCheck:
 
     Args:
         request: the checks to run.
-        rank: this rank in its tensor-parallel group.
+        rank: this rank's number in its engine.
     """
 
     def __init__(self, request: VerificationRequest, rank: int) -> None:

@@ -39,7 +39,8 @@ class BucketMemory:
 
         self._device = torch.device(device)
         self._is_common = is_common
-        self._receivers = Receivers()  # the engine's ranks
+        self._receivers = Receivers()  # the engine's ranks, of the last bucket
+        self._is_sent = False  # whether they may have received its text
         self._others: list[Any] = []  # the buckets of other ranks
         nbytes = max(nbytes, 1)  # an empty allocation cannot be shared
         if self._device.type != "cuda":
@@ -67,7 +68,7 @@ class BucketMemory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, EngineDiedError):
+        if isinstance(error, EngineDiedError) or (error is not None and not self._is_sent):
             self._receivers.release()
         self._memory, self._others = None, []
         # After an error the device may hang in a collective, and freeing would wait for it.
@@ -97,10 +98,14 @@ class BucketMemory:
                 views.append((slot.name, slot.begin, view))
         return views
 
-    def shared(self) -> str:
-        """Return text with which `open` of another rank opens the memory."""
+    def shared(self, count: int) -> list[str]:
+        """Return `count` texts, each of which `open` of one other rank may use.
+
+        Torch counts one receiver for each text: a second one would let the memory be freed while
+        it is open.
+        """
         with self._file_names():
-            return shared(self._memory)
+            return [shared(self._memory) for _ in range(count)]
 
     def open(self, texts: Sequence[str]) -> None:
         """Open the buckets of other ranks, into which this rank writes its parts of tensors."""
@@ -125,12 +130,20 @@ class BucketMemory:
             views: see `write`.
             layout: see `SharedTensors`.
         """
+        self._receivers, self._is_sent = Receivers(), False
         with self._file_names():
             if layout == "engine":
                 return listed(views, self._receivers)
             _, begin, last = views[-1]
             end = begin + last.numel() * last.element_size()
             return flattened(self._memory[:end], views, self._receivers)
+
+    def sending(self) -> None:
+        """Note that the engine may receive the payload from now on.
+
+        Before, a failure frees the memory, although no receiver will close it.
+        """
+        self._is_sent = True
 
     @contextlib.contextmanager
     def _file_names(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""Sends weights to an engine on other GPUs, in a process group of the leader and its ranks.
+"""Sends weights to engines on other GPUs, in a process group of a leader and the engines' ranks.
 
-The leader is rank 0 of the group and broadcasts each tensor of a bucket. The engine's ranks receive
+The leader is rank 0 of the group and broadcasts each tensor of a bucket. The engines' ranks receive
 it into their own memory.
 """
 
@@ -10,7 +10,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,9 +21,12 @@ from ...engine.errors import EngineError, EngineTimeoutError
 from ...engine.fields import is_encodable
 from ...engine.interface import JoinRequest
 from ..arguments import check_equal
-from .sender import END_SECONDS, Aside, Sender
+from ..together import Together
+from .meetings import meetings_of
+from .sender import END_SECONDS, Aside, FailureNotice, Sender
 
 if TYPE_CHECKING:
+    from ..engine_set import EngineSet
     from ..rollout_engine import RolloutEngine
 
 __all__ = ["WeightGroup"]
@@ -31,20 +34,21 @@ __all__ = ["WeightGroup"]
 Result = TypeVar("Result")
 
 _BACKENDS = ("nccl", "gloo")
+_POLL_SECONDS = 0.2
 
 
 class WeightGroup:
-    """A process group through which an engine on other GPUs receives weights. See `update`.
+    """A process group through which engines on other GPUs receive weights. See `update`.
 
     The constructor and `leave` are collective calls of the trainer's ranks in the engine's mesh.
-    The group itself contains only the leader and the engine's ranks. After a failed broadcast the
+    The group itself contains only a leader and the engines' ranks. After a failed broadcast the
     group is unusable: leave it, and create a new one.
 
         with WeightGroup(engine, address="10.0.0.7") as group:
             engine.update_weights(model, group=group, pause="retract")
 
     Args:
-        engine: a `RolloutEngine`.
+        engine: a `RolloutEngine`; or an `EngineSet`, whose engines are all in the group.
         address: an address of this machine that the engine's ranks can reach. The group's store
             listens only at this address. So does gloo, unless GLOO_SOCKET_IFNAME names an
             interface. NCCL's sockets use the interfaces that NCCL_SOCKET_IFNAME names. Only the
@@ -55,26 +59,33 @@ class WeightGroup:
             processes: NCCL cannot share buffers between processes with different values.
         timeout: seconds to wait for the engine's ranks to join, and to leave. Broadcasts use the
             update's timeout.
+        whole_mesh: whether the ranks of all engines of the mesh are in one group, in which the
+            leader of the first engine broadcasts each bucket once. Otherwise each engine has its
+            own group, and its own leader broadcasts.
 
     Raises:
         EngineError: the engine cannot join in time. The group's sockets and store are closed.
         ConfigError: the address is not this machine's, the port is taken, an argument is invalid,
-            or the ranks pass different backends.
+            or the ranks pass different arguments.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: RolloutEngine | EngineSet,
         *,
         address: str = "127.0.0.1",
         port: int = 0,
         backend: str = "nccl",
         timeout: float = 120.0,
+        whole_mesh: bool = False,
     ) -> None:
         if not hasattr(engine, "together"):
             raise ConfigError(f"engine must be a RolloutEngine, not {type(engine).__name__}")
         self._engine, self._backend, self._timeout = engine, backend, timeout
-        self._broken = ""
+        self._whole_mesh = whole_mesh and engine.layout.dp_size > 1
+        self._sender: Sender | None = None  # only on the rank that broadcasts
+        self._failure_notice: FailureNotice | None = None  # on the other leaders of a whole mesh
+        self._broken, self._has_left = "", False
         # Random, because an engine remembers the groups of trainers that were killed.
         self.name = f"memsaver-{secrets.token_hex(16)}"
         self.joined = False
@@ -84,14 +95,20 @@ class WeightGroup:
                 raise ConfigError(f"backend must be one of {', '.join(_BACKENDS)}, not {backend!r}")
             check_timeout(timeout)
             _check_address(address, port)
-            self._sender = Sender(self.name, backend, 1 + engine.tp_size, timeout)
-            return {"backend": repr(backend)}
+            return {"backend": repr(backend), "whole_mesh": repr(whole_mesh)}
 
-        def join(everyones: list[dict[str, str]]) -> None:
+        def compare(everyones: list[dict[str, str]]) -> None:
             check_equal(engine.layout.tp_ranks, everyones)
-            self._join(address, port)
 
-        engine.together.gathered("joining a group for weights", check, join, timeout)
+        what = "joining a group for weights"
+        with self._step(what) as own:
+            own.gathered(what, check, compare, timeout)
+        try:
+            self._join(what, address, port)
+        except BaseException:
+            if self._sender is not None:
+                self._sender.close()
+            raise
         self.joined = True
 
     def __enter__(self) -> WeightGroup:
@@ -113,8 +130,10 @@ class WeightGroup:
         """The device type of tensors for a broadcast: "cuda" or "cpu"."""
         return "cpu" if self._backend == "gloo" else "cuda"
 
-    def check(self) -> None:
-        """Raise `InvalidStateError` if the group is unusable."""
+    def check(self, engine: RolloutEngine | EngineSet) -> None:
+        """Raise `InvalidStateError` if the group is unusable, `ConfigError` if it is another's."""
+        if engine is not self._engine:
+            raise ConfigError("the group was made for another engine: pass that engine's own group")
         if not self.joined:
             raise InvalidStateError("this rank has left the group: create a new group")
         if self._broken:
@@ -139,13 +158,18 @@ class WeightGroup:
             EngineError: sending failed. Exceptions of `load` propagate.
         """
         deadline = time.monotonic() + timeout
-        sending = Aside(lambda: self._sender.send(tensors, timeout))
+        sender = self._sender
+        if sender is None:
+            return self._receive(load)
+        sending = Aside(lambda: sender.send(tensors, timeout))
+        Aside(lambda: self._watch(sender, sending, deadline))
         try:
             result = load()
         except BaseException as error:
             # The engine's ranks may not take part in the broadcasts at all.
             self._give_up(f"{type(error).__name__}: {error}")
-            sending.wait(END_SECONDS)
+            self._withdraw()
+            self._free(sender, sending)
             if self._backend == "nccl" and isinstance(error, EngineError):
                 error.message += _advice_for_nccl()
             raise
@@ -154,6 +178,7 @@ class WeightGroup:
             raise EngineTimeoutError(f"the engine did not receive all weights within {timeout:g} s")
         if sending.error is not None:
             self._give_up(str(sending.error))
+            self._free(sender, sending)
             advice = _advice_for_nccl() if self._backend == "nccl" else ""
             raise EngineError(
                 f"weights could not be sent: {sending.error}{advice}"
@@ -173,23 +198,63 @@ class WeightGroup:
         if not self.joined:
             return
         self.joined = False
+        what = "leaving a group for weights"
         try:
-            self._engine.together.on_leader(
-                "leaving a group for weights", self._leave, self._timeout
-            )
+            with self._step(what) as own:
+                own.on_leader(what, self._leave, self._timeout)
         finally:
-            self._sender.close()
+            if self._sender is not None:
+                self._sender.close()
 
-    def _join(self, address: str, port: int) -> None:
+    @contextlib.contextmanager
+    def _step(self, what: str) -> Iterator[Together]:
+        """Run the block on the ranks that share the group, and raise its error on all of them."""
+        if not self._whole_mesh:
+            yield self._engine.together
+            return
+        with meetings_of(self._engine).step(what, self._timeout) as own:
+            yield own
+
+    def _join(self, what: str, address: str, port: int) -> None:
+        layout, timeout = self._engine.layout, self._timeout
+        sizes = {layout.dp_rank: self._engine.tp_size}
+        if self._whole_mesh:
+            meetings = meetings_of(self._engine)
+            sizes = dict(meetings.along(what, (layout.dp_rank, self._engine.tp_size), timeout))
+        size = 1 + sum(sizes.values())
+        offset = 1 + sum(sizes[number] for number in sizes if number < layout.dp_rank)
+        sends = not self._whole_mesh or layout.dp_rank == 0
+
+        def listen() -> tuple[str, str, int] | None:
+            if not sends:
+                return None
+            self._sender = Sender(self.name, self._backend, size, timeout)
+            return self.name, address, self._sender.listen(address, port)
+
+        with self._step(what) as own:
+            place = own.on_leader(what, listen, timeout)
+        if self._whole_mesh:
+            (place,) = [one for one in meetings.along(what, place, timeout) if one is not None]
+        assert place is not None
+        self.name, address, port = place
+        request = JoinRequest(self.name, address, port, self._backend, size, offset)
+        if not sends:
+            self._failure_notice = FailureNotice(self.name, address, port)
+        with self._step(what) as own:
+            own.on_leader(what, lambda: self._enter(request), timeout)
+
+    def _enter(self, request: JoinRequest) -> None:
+        """Make the engine join, while the sender creates the group on this side."""
         backend = self._engine.backend
         assert backend is not None
+        sender = self._sender
+        if sender is None:
+            backend.join_group(request, self._timeout)
+            return
         deadline = time.monotonic() + self._timeout
-        taken = self._sender.listen(address, port)
-        making = Aside(self._sender.connect)
+        making = Aside(sender.connect)
         try:
-            size = 1 + self._engine.tp_size
-            joined = JoinRequest(self.name, address, taken, self._backend, size)
-            backend.join_group(joined, self._timeout)
+            backend.join_group(request, self._timeout)
             if not making.wait(max(END_SECONDS, deadline - time.monotonic())):
                 raise EngineTimeoutError(
                     f"the engine's ranks did not join the group within {self._timeout:g} s"
@@ -199,18 +264,65 @@ class WeightGroup:
                     f"this side could not create the group: {making.error}"
                 ) from making.error
         except BaseException:
-            self._sender.close()
+            sender.close()
             making.wait(END_SECONDS)
             raise
 
+    def _receive(self, load: Callable[[], Result]) -> Result:
+        """Load while the leader of another engine broadcasts; notify it of a failure."""
+        try:
+            return load()
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            if self._failure_notice is not None:
+                self._failure_notice.send()
+            self._withdraw()
+            raise
+
+    def _withdraw(self) -> None:
+        """Make an engine that failed leave a whole mesh's group.
+
+        The ranks of other engines may wait for its ranks, which forward what they receive.
+        """
+        if not self._whole_mesh:
+            return
+        backend, self._has_left = self._engine.backend, True
+        assert backend is not None
+        with contextlib.suppress(MemsaverError):
+            backend.leave_group(self.name, END_SECONDS)
+
+    def _watch(self, sender: Sender, sending: Aside, deadline: float) -> None:
+        """Free the engines' ranks from a broadcast that fails while they wait for it.
+
+        It fails, or another engine of the mesh fails, which then receives nothing.
+        """
+        while not sending.wait(_POLL_SECONDS) and time.monotonic() < deadline:
+            if sender.is_notified():
+                self._give_up("another engine failed")
+                self._free(sender, sending)
+                return
+        if sending.error is not None:
+            self._give_up(str(sending.error))
+            self._free(sender, sending)
+
+    def _free(self, sender: Sender, sending: Aside) -> None:
+        """Close a failed group with gloo, which `abort` leaves open, to end the engines' waits.
+
+        The connections are open until the broadcast has ended.
+        """
+        if sending.wait(END_SECONDS) and self._backend == "gloo":
+            sender.close()
+
     def _give_up(self, why: str) -> None:
-        self._broken = why
-        self._sender.abort()
+        self._broken = self._broken or why
+        if self._sender is not None:
+            self._sender.abort()
 
     def _leave(self) -> None:
         backend = self._engine.backend
         assert backend is not None
-        backend.leave_group(self.name, self._timeout)
+        if not self._has_left:
+            backend.leave_group(self.name, self._timeout)
 
 
 def _check_address(address: object, port: object) -> None:

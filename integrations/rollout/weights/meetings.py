@@ -14,6 +14,7 @@ from ..together import Together
 __all__ = ["Meetings", "meetings_of"]
 
 if TYPE_CHECKING:
+    from ..engine_set import EngineSet
     from ..rollout_engine import RolloutEngine
 
 Result = TypeVar("Result")
@@ -91,7 +92,7 @@ class Meetings:
         return known if self._along else []
 
 
-def meetings_of(engine: RolloutEngine) -> Meetings:
+def meetings_of(engine: RolloutEngine | EngineSet) -> Meetings:
     """Return the engine's `Meetings`, which all of its updates use and its `close` closes."""
     if engine not in _meetings:
         made = Meetings(engine.together, engine.layout, engine.timeout)

@@ -15,6 +15,7 @@ from .verification import check_policy
 
 if TYPE_CHECKING:
     from ...engine.interface import Layout, PauseMode
+    from ..engine_set import EngineSet
     from ..rollout_engine import RolloutEngine
 
 __all__ = ["Options"]
@@ -42,7 +43,7 @@ class Options:
     timeout: float
     unknown: tuple[str, ...] = ()
 
-    def check(self, engine: RolloutEngine) -> None:
+    def check(self, engine: RolloutEngine | EngineSet) -> None:
         """Raise `ConfigError` or `InvalidStateError` if the engine does not support the options."""
         for name in self.unknown:
             known = [one.name for one in fields(self) if one.name != "unknown"]
@@ -72,12 +73,17 @@ class Options:
                 "they use it (pause='retract' drops their part of it)"
             )
         if self.group is not None:
-            self.group.check()
+            self.group.check(engine)
             if self.layout == "engine":
                 raise ConfigError(
                     "shards in the engine's layout differ from rank to rank, and a broadcast sends "
                     "the same tensors to all ranks: with a group, send whole tensors"
                 )
+        elif hasattr(engine, "engines"):
+            raise ConfigError(
+                f"an EngineSet receives weights only through a WeightGroup of its {engine.tp_size} "
+                "ranks (`group`)"
+            )
         elif engine.tp_size > engine.layout.tp_size:
             raise ConfigError(
                 f"the engine has {engine.tp_size} ranks, and the trainer's group "

@@ -21,8 +21,9 @@ from memsaver.errors import ConfigError
 
 from ...engine.weights.groups import made
 
-__all__ = ["END_SECONDS", "Aside", "Sender"]
+__all__ = ["END_SECONDS", "Aside", "FailureNotice", "Sender"]
 
+_FAILED = "memsaver/failed"  # a key of the store
 END_SECONDS = 10.0  # the longest wait until this side of an answered or abandoned call ends
 
 
@@ -112,6 +113,11 @@ class Sender:
         if self._backend == "gloo":
             options.timeout = timedelta(seconds=timeout)
         with _current_device(tensors):
+            if self._backend == "gloo":
+                # One by one: queued broadcasts would keep the group open after a failure.
+                for tensor in tensors:
+                    self._group.broadcast([tensor], options).wait()
+                return
             works = [self._group.broadcast([tensor], options) for tensor in tensors]
             for work in works:
                 work.wait()
@@ -119,6 +125,14 @@ class Sender:
                 import torch
 
                 torch.cuda.synchronize(tensors[0].device)
+
+    def is_notified(self) -> bool:
+        """Return whether a `FailureNotice` was sent. Any thread; False after `close`."""
+        client = self._client
+        try:
+            return client is not None and client.check([_FAILED])
+        except RuntimeError:  # `close` ended the connection
+            return False
 
     def abort(self) -> None:
         """Make broadcasts in progress fail; waits at most `END_SECONDS`.
@@ -146,6 +160,31 @@ class Sender:
         group, self._group = self._group, None
         if group is not None:
             group.shutdown()
+
+
+class FailureNotice:
+    """Notifies a group's sender that an engine cannot receive, through the group's store.
+
+    Args:
+        name: the group's name.
+        address: the address of the store.
+        port: the port of the store.
+    """
+
+    def __init__(self, name: str, address: str, port: int) -> None:
+        self._name, self._address, self._port = name, address, port
+
+    def send(self) -> None:
+        """Notify the sender. Waits at most `END_SECONDS`; never raises."""
+        Aside(self._send).wait(END_SECONDS)
+
+    def _send(self) -> None:
+        from torch.distributed import TCPStore
+
+        limit = timedelta(seconds=END_SECONDS)
+        TCPStore(self._address, self._port, None, False, limit, wait_for_workers=False).set(
+            _FAILED, self._name
+        )
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from .verification import Tally, Verify, digests_of, raise_unlike, verification_
 
 if TYPE_CHECKING:
     from ...engine.interface import PauseMode
+    from ..engine_set import EngineSet
     from ..rollout_engine import RolloutEngine
 
 __all__ = ["update"]
@@ -38,7 +39,7 @@ _WHAT = "an update of the engine's weights"
 
 
 def update(
-    engine: RolloutEngine,
+    engine: RolloutEngine | EngineSet,
     /,
     state: Any,
     *,
@@ -63,7 +64,7 @@ def update(
     tensor-parallel group, which may have more ranks than the engine.
 
     Args:
-        engine: a `RolloutEngine`.
+        engine: a `RolloutEngine`; or an `EngineSet`, which needs `group`.
         state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs: whole
             tensors, or DTensors such as FSDP2's, which are gathered a bucket at a time; or `Part`s,
             which each rank writes into the buckets of its group's ranks, on one host. Tensors that
@@ -113,7 +114,7 @@ def update(
 class _Update:
     """One update on one rank."""
 
-    def __init__(self, engine: RolloutEngine, state: Any, options: Options) -> None:
+    def __init__(self, engine: RolloutEngine | EngineSet, state: Any, options: Options) -> None:
         self._engine = engine
         self._state = state
         self._options = options
@@ -170,8 +171,9 @@ class _Update:
     def _open(self, memory: BucketMemory) -> None:
         """Open the buckets of the other ranks of this engine."""
         what, timeout = f"{_WHAT}: the buckets of all ranks", self._options.timeout
-        others = self._meetings.gather(what, memory.shared, timeout)
-        del others[self._engine.layout.tp_rank]
+        place, count = self._engine.layout.tp_rank, self._engine.layout.tp_size
+        rows = self._meetings.gather(what, lambda: memory.shared(count - 1), timeout)
+        others = [row[place - (place > rank)] for rank, row in enumerate(rows) if rank != place]
         self._meetings.gather(f"{what}, opened", lambda: memory.open(others), timeout)
 
     # --- what is sent -----------------------------------------------------------------------------
@@ -325,13 +327,14 @@ class _Update:
         each = self._meetings.along(what, (engines.dp_rank, sent), timeout)
         flat = [tuple(itertools.chain(*theirs)) for _, theirs in each]
         raise_unlike(bucket, places * len(sent), flat, [f"engine {at}" for at, _ in each])
+        memory.sending()
         with self._meetings.step(what, timeout) as own:
             checks = own.on_leader(
                 what,
                 lambda: self._load(bucket, views, places, [text for text, _ in rows], sent, last),
                 timeout,
             )
-            self._tally.add(bucket, checks)
+            self._tally.add(bucket, places, checks)
 
     def _load(
         self,
@@ -391,9 +394,8 @@ class _Update:
 
     def _verified(self) -> Mapping[str, Any]:
         tally = self._tally
-        why = "; ".join(tally.reasons)
-        if not tally.ranks:
-            why = "the engine lacks memsaver's plugin, so it cannot compare its weights"
+        lacks = "the engine lacks memsaver's plugin, so it cannot compare its weights"
+        why = "; ".join(tally.reasons) if tally.ranks else lacks
         return {
             "received": tally.received,
             "held": tally.held,

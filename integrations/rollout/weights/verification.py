@@ -119,8 +119,8 @@ class Tally:
         self.ranks = 0
         self.reasons: tuple[str, ...] = ()
 
-    def add(self, bucket: Bucket, checks: Sequence[RankCheck]) -> None:
-        """Add the ranks' checks of a bucket.
+    def add(self, bucket: Bucket, places: Sequence[int], checks: Sequence[RankCheck]) -> None:
+        """Add the ranks' checks of a bucket, in which they compared the tensors at `places`.
 
         Raises:
             WeightMismatchError: a rank's contents differ from those sent, or the model loads
@@ -142,7 +142,9 @@ class Tally:
                 [],
             )
         self.received += min(check.received for check in checks)
-        self.held += min(check.held for check in checks)
+        # A rank that uses no part of a tensor, such as another pipeline stage, holds all of it.
+        compared = {bucket.names[at] for at in places}
+        self.held += min(check.held + len(compared.intersection(check.unused)) for check in checks)
         reasons = [check.unverified for check in checks if check.unverified]
         self.reasons = tuple(dict.fromkeys((*self.reasons, *reasons)))
 
@@ -151,7 +153,7 @@ def _raise_differing(bucket: Bucket, checks: Sequence[RankCheck], field: str, wh
     found = [(check, getattr(check, field)) for check in checks if getattr(check, field)]
     if found:
         names = {name for _, some in found for name in some}
-        ranks = [f"rank {check.rank} ({check.host})" for check, _ in found]
+        ranks = [check.place for check, _ in found]
         raise _mismatch(bucket, names, what, ranks)
 
 

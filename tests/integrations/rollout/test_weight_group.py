@@ -203,83 +203,16 @@ def test_a_group_with_an_engine_elsewhere(tmp_path):
     """Ranks 0 and 1 are a trainer; ranks 2 and 3 are its engine, which joins groups like SGLang."""
     run(
         """
-import threading
-from torch.distributed.distributed_c10d import (
-    Backend as Kind, PrefixStore, _new_process_group_helper, _world, default_pg_timeout, rendezvous)
+from remote_engines import Remote, serve
 own = dist.new_group([0, 1])
 ranks = dist.new_group([2, 3])
-store = dist.distributed_c10d._get_default_store()
-
-def joined(address, port, rank, size, name, kind):
-    # As SGLang's init_custom_process_group.
-    made, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, size,
-                                       timeout=default_pg_timeout))
-    made.set_timeout(default_pg_timeout)
-    group, _ = _new_process_group_helper(
-        size, rank, [], Kind(kind), PrefixStore(name, made), group_name=name,
-        timeout=default_pg_timeout)
-    _world.pg_group_ranks[group] = {i: i for i in range(size)}
-    return group
-
 if RANK >= 2:
-    model = weight_engine.Model(RANK - 2, 2)
-    manager = Manager(model, ranks)
-    groups = {}
-    class Receiving(type(manager)):
-        pass
-    number = 0
-    while True:
-        number += 1
-        todo = eval(store.get(f"todo{number}").decode())
-        if todo[0] == "end":
-            break
-        if todo[0] == "join":
-            _, address, port, offset, size, name, kind = todo
-            groups[name] = joined(address, port, offset + RANK - 2, size, name, kind)
-            answer = (True, "joined")
-        elif todo[0] == "leave":
-            dist.destroy_process_group(groups.pop(todo[1]))
-            answer = (True, "left")
-        elif todo[0] == "load":
-            _, names, dtypes, shapes, name, text = todo
-            tensors = [torch.empty(s, dtype=getattr(torch, d)) for s, d in zip(shapes, dtypes)]
-            for tensor in tensors:
-                dist.broadcast(tensor, 0, group=groups[name])
-            request = weight_engine.Request(text, tensors=list(zip(names, tensors)))
-            output = manager.update_weights_from_distributed(request)
-            answer = (output.success, output.message)
-        else:
-            answer = (model.holds(checkpoint(todo[1])), "")
-        if RANK == 2:
-            store.set(f"done{number}", repr(answer))
+    serve("engine", Manager, RANK - 2, 2, ranks)
 else:
-    class Remote(Backend):
-        def __init__(self):
-            super().__init__(Manager, 0)
-            self.tp_size, self.number, self.refuses = 2, 0, False
-        def order(self, *todo):
-            self.number += 1
-            store.set(f"todo{self.number}", repr(todo))
-            return eval(store.get(f"done{self.number}").decode())
-        def join_group(self, group, timeout):
-            self.order("join", group.address, group.port, group.rank_offset, group.world_size,
-                     group.name, group.backend)
-        def leave_group(self, group_name, timeout):
-            self.order("leave", group_name)
-        def ask(self, name, fields, timeout):
-            if name != "update_weights_from_distributed":
-                return super().ask(name, fields, timeout)
-            if self.refuses:
-                raise EngineError("the engine refused")
-            self.calls.append("load")
-            return Reply(*self.order(
-                "load", fields["names"], fields["dtypes"], fields["shapes"],
-                fields["group_name"], fields["rid"]))
     from memsaver.integrations.rollout.ranks import Layout
-    from memsaver.integrations.sglang.replies import Reply
     from memsaver.integrations.rollout.weights import disaggregated, sender
     layout = Layout(rank=RANK, tp_group=own, tp_ranks=(0, 1), tp_rank=RANK)
-    backend = Remote() if RANK == 0 else None
+    backend = Remote("engine", Manager, 2) if RANK == 0 else None
     engine = RolloutEngine(backend, layout, timeout=20)
     mesh = dist.device_mesh.DeviceMesh.from_group(own, "cpu")
     with WeightGroup(engine, backend="gloo", timeout=20) as group:
@@ -305,7 +238,7 @@ else:
     error = refused(InvalidStateError, update, engine, shards, group=group)
     assert "has left the group" in str(error)
     if backend is not None:
-        store.set(f"todo{backend.number + 1}", repr(("end",)))
+        backend.order("end")
 """,
         4,
         tmp_path,

@@ -198,3 +198,38 @@ for size in (1, 2):
         2,
         tmp_path,
     )
+
+
+@pytest.mark.timeout(200)
+def test_parts_of_three_ranks_use_a_text_for_each_receiver(tmp_path):
+    """A text may be opened once: torch counts one receiver for it."""
+    run(
+        """
+from memsaver.integrations.rollout.weights import Part, colocated
+made, opened = [], []
+for name, calls in (("shared", made), ("opened", opened)):
+    def noted(given, own=getattr(colocated, name), calls=calls):
+        calls.append(name)
+        return own(given)
+    patch.setattr(colocated, name, noted)
+mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
+layout = layout_of(mesh)
+backend = Backend(Manager) if RANK == 0 else None
+engine = RolloutEngine(backend, layout, timeout=20)
+for seed in (1, 2):
+    whole = checkpoint(seed)
+    del whole["lm_head.weight"]
+    given = {}
+    for name, tensor in whole.items():
+        count = len(tensor)
+        begin, end = RANK * count // 3, (RANK + 1) * count // 3
+        start = [begin] + [0] * (tensor.dim() - 1)
+        given[name] = Part(tensor[begin:end].clone(), tuple(tensor.shape), tuple(start))
+    report = update(engine, given, verify="full", bucket_bytes=700)
+    assert report.held == report.received == 13 and report.buckets > 2, report
+    assert holds(backend, checkpoint(seed))
+assert len(made) == len(opened) == 2 * 2, (made, opened)
+""",
+        3,
+        tmp_path,
+    )

@@ -384,3 +384,36 @@ def test_conjugated_and_negated_views_bring_their_own_values(monkeypatch):
             )
         assert report.tied == () and report.held == 2
         assert torch.equal(backend.models[0].a, value) and torch.equal(backend.models[0].b, view)
+
+
+@pytest.mark.parametrize(("fails", "frees"), [("before", True), ("after", False)])
+def test_memory_whose_text_was_not_sent_is_freed(engine, backend, monkeypatch, fails, frees):
+    """Nobody closes such memory, and torch keeps it until each receiver has closed it.
+
+    A receiver of a text that was sent may still use the memory, and closes it.
+    """
+    from memsaver.integrations.rollout.weights import colocated, updates
+
+    open_texts = []
+
+    class Receivers(colocated.Receivers):
+        def release(self):
+            open_texts.clear()
+            super().release()
+
+    def payload(*args, own=colocated.flattened):
+        open_texts.append("a text")
+        return own(*args)
+
+    def fail(*_):
+        raise EngineError("it failed")
+
+    monkeypatch.setattr(colocated, "Receivers", Receivers)
+    monkeypatch.setattr(colocated, "flattened", payload)
+    if fails == "before":
+        monkeypatch.setattr(updates, "raise_unlike", fail)
+    else:
+        monkeypatch.setattr(backend, "load_weights", fail)
+    with pytest.raises(EngineError, match="it failed"):
+        engine.update_weights(checkpoint(), bucket_bytes=1 << 20)
+    assert open_texts == ([] if frees else ["a text"])

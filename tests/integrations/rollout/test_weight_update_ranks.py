@@ -371,3 +371,42 @@ assert "different engines do not send the same" in str(error), error
         4,
         tmp_path,
     )
+
+
+@pytest.mark.timeout(200)
+def test_an_engine_with_replicas_that_each_share_a_gpu_with_a_rank(tmp_path):
+    """Replicas receive their own rank's payload, and a failure of one fails the update of both."""
+    run(
+        """
+engine, backend = engine_of(2, replicas=2, timeout=30)
+for seed in (1, 2):
+    report = update(engine, checkpoint(seed), verify="full", bucket_bytes=700)
+    assert report.held == report.received == 13 and report.buckets > 3, report
+    assert holds(backend, checkpoint(seed))
+if backend is not None:
+    assert len(set(backend.requests[-1].serialized_named_tensors)) == 2
+# One replica's memory changes after its load.
+from memsaver.integrations.engine.weights import load_check
+def corrupting(model, named, load, loads=load_check.watched):
+    result = loads(model, named, load)
+    if backend is not None and model is backend.models[1]:
+        model.norm_0.data[0] += 1
+    return result
+with pytest.MonkeyPatch.context() as inner:
+    inner.setattr(load_check, "watched", corrupting)
+    error = refused(WeightMismatchError, update, engine, checkpoint(3), verify="full")
+assert error.tensors == ("layers.0.norm.weight",) and "rank 1 (" in str(error), error
+update(engine, checkpoint(3), verify="full")
+assert holds(backend, checkpoint(3))
+# Shards in the engine's layout: each replica has all of the parameters.
+named = dict(weight_engine.Model().named_parameters())
+for tensor in named.values():
+    tensor.data.fill_(RANK + 1.0)
+report = update(engine, named, layout="engine", verify="full")
+assert report.held == len(named)
+if backend is not None:
+    assert [float(one.norm_1[0]) for one in backend.models] == [1.0, 2.0]
+""",
+        2,
+        tmp_path,
+    )

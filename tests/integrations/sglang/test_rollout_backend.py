@@ -264,6 +264,19 @@ def test_ranks_that_would_get_no_weights(make_world, kind, given):
     ):
         with pytest.raises(ConfigError, match=given):
             call()
+    # A plugin that gives all ranks their own contents.
+    state = {"scheduler": "a", "released": [], "idle": True, "update_ranks": int(number)}
+
+    async def states():
+        return [{"memsaver": state}]
+
+    manager.get_internal_state = states
+    backend = backend_of(target)
+    assert backend.tp_size == int(number)
+    backend.begin_update(30)
+    state["update_ranks"] = 1
+    with pytest.raises(ConfigError, match=given):
+        backend.begin_update(30)
     manager.server_args.enable_dp_attention = True
     if name == "dp_size":
         backend_of(target).begin_update(30)

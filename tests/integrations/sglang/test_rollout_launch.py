@@ -17,13 +17,13 @@ from launchable_engine import launchable
 from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.integrations.engine import processes
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
-from memsaver.integrations.engine.placement import Gpu
+from memsaver.integrations.engine.placement import Gpu, Sizes
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.rollout import RolloutEngine
 from memsaver.integrations.sglang import launch as launching
 from memsaver.integrations.sglang import placement as placing
 from memsaver.integrations.sglang.launch import launch, launch_node
-from memsaver.integrations.sglang.placement import place
+from memsaver.integrations.sglang.placement import place, sizes_of
 
 ALL_GPUS = "0,1,2,3"
 
@@ -54,6 +54,45 @@ def test_an_engine_gets_the_gpus_of_its_ranks(ranks, base, step, visible):
     assert placement.arguments["base_gpu_id"] == base
     assert placement.arguments["gpu_id_step"] == step
     assert placement.visible == visible
+
+
+def test_the_gpus_of_pipeline_stages_are_adjacent():
+    """SGLang ignores the step between the stages of a pipeline."""
+    assert place(gpus(2, 3), 0, Sizes(1, stages=2)).arguments["base_gpu_id"] == 2
+    placement = place(gpus(0, 2), 0, Sizes(1, stages=2))
+    assert placement.arguments["gpu_id_step"] == 1 and placement.visible == "0,2"
+
+
+@pytest.mark.parametrize("ranks", [gpus(0, 1), [None, None]])
+def test_sglang_chooses_a_port_for_each_replica(ranks):
+    """All replicas would bind a given port."""
+    assert "nccl_port" in place(ranks, 0, Sizes(2)).arguments
+    assert "nccl_port" not in place(ranks, 0, Sizes(1, replicas=2)).arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "sizes"),
+    [
+        ({}, 4, (4, 1, 1)),
+        ({}, None, (1, 1, 1)),
+        ({"tp_size": 2}, 4, (2, 1, 1)),
+        ({"pp_size": 2}, 4, (2, 2, 1)),
+        ({"dp_size": 2}, 2, (1, 1, 2)),
+        ({"dp_size": 2, "pp_size": 2, "tp_size": 1}, 5, (1, 2, 2)),
+        ({"dp_size": 2, "enable_dp_attention": True}, 2, (2, 1, 1)),
+        ({"dp_size": 2, "pp_size": 4, "tp_size": 8}, None, (8, 4, 2)),
+    ],
+)
+def test_the_numbers_of_an_engines_ranks(arguments, ranks, sizes):
+    assert sizes_of(arguments, ranks) == Sizes(*sizes)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"dp_size": 3}, {"pp_size": 2, "tp_size": 2}, {"dp_size": 0}, {"pp_size": "2"}]
+)
+def test_too_many_ranks_are_rejected(arguments):
+    with pytest.raises(ConfigError, match="groups have 2 ranks"):
+        sizes_of(arguments, 2)
 
 
 def test_invalid_places_are_rejected():

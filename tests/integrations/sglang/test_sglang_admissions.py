@@ -167,6 +167,71 @@ def test_accepted_parts_of_a_refused_batch_end_before_it_is_sent_again(policy, s
     run(test())
 
 
+class Part(GenerateReqInput):
+    """A batch whose prompts can be sent alone, as in SGLang."""
+
+    def __getitem__(self, at):
+        return Part(self.rid[at], self.stream)
+
+
+class Streams(Manager):
+    """A manager whose second scheduler is released after the first output of a streamed batch."""
+
+    async def generate_request(self, obj, request=None):
+        self.sent.append(obj.rid)
+        rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid
+        for step in range(2):
+            for at, rid in enumerate(rids):
+                meta = {"id": rid, "finish_reason": None}
+                if at == 1 and step == 0:
+                    self.between()
+                if at == 1 and self.refuses:
+                    if step == 0:
+                        text = asleep_text({"kv_cache"}, "generate")
+                        meta["finish_reason"] = {"type": "abort", "message": text}
+                        output = {"meta_info": meta, "index": at}
+                        own = sleeping_manager.own_abort_reason
+                        yield await admissions.abort_reason(own, self, output, obj.stream)
+                    continue
+                yield {"text": f"{rid}{step}", "index": at, "meta_info": meta}
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("when", ["wait", "wake", "refuse"])
+def test_a_prompt_of_a_streamed_batch_that_is_refused_is_sent_again(policy, when, samples):
+    """The batch's other prompts have had outputs, so it cannot be sent again as a whole."""
+    policy(when)
+
+    async def test():
+        manager = Streams()
+        manager.refuses = False
+        await change(manager, "release")
+        await change(manager, "resume")
+
+        def between():
+            manager.refuses, manager.tags = True, {"kv_cache"}
+            manager.between = lambda: None
+            if when == "wait":
+                loop = asyncio.get_running_loop()
+                loop.call_later(0.05, lambda: loop.create_task(change(manager, "resume")))
+
+        manager.between = between
+        obj = Part(["a", "b", "c"], True, is_single=False)
+        obj.parallel_sample_num = samples
+        found = [o async for o in admissions.generate(Streams.generate_request, manager, obj)]
+        texts = [(one["index"], one.get("text")) for one in found]
+        others = [(0, "a0"), (2, "c0"), (0, "a1"), (2, "c1")]
+        if when == "refuse" or samples > 1:  # the prompt's output says why
+            assert texts == [others[0], (1, None), *others[1:]]
+            assert "kv_cache" in found[1]["meta_info"]["finish_reason"]["message"]
+            assert manager.sent == [["a", "b", "c"]]
+        else:
+            assert texts == [*others, (1, "b0"), (1, "b1")]
+            assert manager.sent == [["a", "b", "c"], "b"]
+
+    run(test())
+
+
 def test_names_that_were_not_sent_are_forgotten(policy):
     """Samples have other names than their prompts."""
     policy("wake")

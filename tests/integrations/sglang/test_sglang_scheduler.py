@@ -276,9 +276,10 @@ def test_the_state_is_part_of_the_server_information(engine):
         return SchedulerState.from_fields(fields)
 
     first = state()
-    assert first == SchedulerState(first.scheduler, (), True, None)
+    assert first == SchedulerState(first.scheduler, (), True, None, update_ranks=1)
     answer = ask(engine, "release", ["kv_cache"])
-    assert state() == SchedulerState(first.scheduler, ("kv_cache",), True, answer)
+    asleep = SchedulerState(first.scheduler, ("kv_cache",), True, answer, update_ranks=1)
+    assert state() == asleep
     assert answer.number == 1 and answer.scheduler == first.scheduler
     engine.running.add("a")
     assert not state().idle

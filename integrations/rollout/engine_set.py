@@ -1,0 +1,241 @@
+"""`EngineSet`: several engines that receive a trainer's weights together."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver.errors import ConfigError, MemsaverError
+
+from ..engine.errors import EngineTimeoutError
+from ..engine.interface import Backend, Broadcast, JoinRequest, PauseMode, WeightLoad
+from ..engine.weights.checks import RankCheck, is_good, unknown_to_all
+from .errors import WeightMismatchError
+from .rollout_engine import RolloutEngine
+from .weights.sender import END_SECONDS, Aside
+
+__all__ = ["EngineSet"]
+
+Result = TypeVar("Result")
+
+
+class EngineSet:
+    """Several engines of the same trainer ranks, which receive weights in one `WeightGroup`.
+
+    Each bucket is broadcast once, and the ranks of all engines receive it:
+
+        engines = EngineSet([RolloutEngine.connect(url) for url in urls])
+        with WeightGroup(engines, address="10.0.0.7") as group:
+            engines.update_weights(model, group=group, pause="retract")
+
+    An update succeeds on all engines or fails: the error's message names the engines that failed,
+    and if its engine died, the call does not wait for the others for more than a few seconds. After
+    a failed update engines have both old and new weights; repeating the call updates all of them.
+    To leave out an engine that died, make a set of the others, and a new group.
+
+    All other calls are made on the engines themselves, which their owner closes.
+
+    Attributes:
+        engines: the engines, in the order of their ranks in a group.
+        layout: the place of this rank, for all engines.
+        together: the connection through which the ranks update weights.
+        backend: makes the calls to all engines, on the leader; None on all other ranks.
+        timeout: the default timeout of calls, in seconds: the first engine's.
+
+    Args:
+        engines: the engines; their ranks have the same places.
+
+    Raises:
+        ConfigError: there is no engine, one occurs twice, or their layouts differ.
+    """
+
+    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
+        self.engines = tuple(engines)
+        if not self.engines or not all(isinstance(one, RolloutEngine) for one in self.engines):
+            raise ConfigError("an EngineSet needs at least one RolloutEngine, and nothing else")
+        places = {(one.layout.tp_ranks, one.layout.dp_rank) for one in self.engines}
+        if len(places) > 1 or len(set(map(id, self.engines))) < len(self.engines):
+            raise ConfigError(
+                "the engines of an EngineSet must be different ones of the same ranks of the "
+                "trainer"
+            )
+        first = self.engines[0]
+        self.layout, self.together, self.timeout = first.layout, first.together, first.timeout
+        self.backend = _Backends(self.engines) if first.layout.is_leader else None
+
+    @property
+    def tp_size(self) -> int:
+        """The number of ranks in all engines."""
+        return sum(one.tp_size for one in self.engines)
+
+    @signals_deferred()  # no handler may run between the collectives
+    def update_weights(self, state: Any, **options: Any) -> Any:
+        """Send a trainer's weights to all engines. A collective.
+
+        See `memsaver.integrations.rollout.weights.update`; `group` is a `WeightGroup` of this set.
+        """
+        from . import weights
+
+        return weights.update(self, state, **options)
+
+    @property
+    def _engine(self) -> _Backends:
+        assert self.backend is not None
+        return self.backend
+
+    @property
+    def _connections(self) -> Any:
+        return self.engines[0]._connections
+
+    def _check_call(self, timeout: Any) -> None:
+        for one in self.engines:
+            one._check_call(timeout)
+
+    def __repr__(self) -> str:
+        return f"<memsaver EngineSet: {len(self.engines)} engines, {self.tp_size} ranks>"
+
+
+class _Backends:
+    """Makes the calls of a `Backend` that concern weights to several engines at the same time."""
+
+    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
+        self._engines = engines
+        self._left: set[tuple[str, int]] = set()  # groups, and the engines' first ranks
+
+    @property
+    def tp_size(self) -> int:
+        return sum(one.tp_size for one in self._engines)
+
+    @property
+    def control(self) -> _Backends:
+        return self
+
+    def check(self, operation: str) -> None:
+        self._each(lambda backend, _: backend.control.check(operation), END_SECONDS)
+
+    def begin_update(self, timeout: float) -> None:
+        self._each(lambda backend, _: backend.begin_update(timeout), timeout)
+
+    def end_update(self, timeout: float) -> None:
+        self._each(lambda backend, _: backend.end_update(timeout), timeout)
+
+    def pause_generation(self, mode: PauseMode, timeout: float) -> None:
+        self._each(lambda backend, _: backend.pause_generation(mode, timeout), timeout)
+
+    def continue_generation(self, timeout: float) -> None:
+        self._each(lambda backend, _: backend.continue_generation(timeout), timeout)
+
+    def join_group(self, group: JoinRequest, timeout: float) -> None:
+        def join(backend: Backend, first: int) -> None:
+            backend.join_group(replace(group, rank_offset=group.rank_offset + first), timeout)
+
+        self._each(join, timeout)
+
+    def leave_group(self, name: str, timeout: float) -> None:
+        def leave(backend: Backend, first: int) -> None:
+            if (name, first) not in self._left:
+                backend.leave_group(name, timeout)
+
+        self._each(leave, timeout)
+
+    def checksums(self, timeout: float) -> Sequence[str]:
+        return [
+            text
+            for rows in self._each(lambda backend, _: backend.checksums(timeout), timeout)
+            for text in rows
+        ]
+
+    def load_weights(self, load: WeightLoad) -> list[RankCheck]:
+        """See `Backend`. Without checks of one engine there are none, unless another one failed."""
+
+        def receive(backend: Backend, first: int) -> list[RankCheck]:
+            try:
+                return backend.load_weights(load)
+            except BaseException:
+                # The others may wait for this engine's ranks, which forward what they receive.
+                self._withdraw(backend, first, load)
+                raise
+
+        each = self._each(receive, load.timeout)
+        checks: list[RankCheck] = []
+        first = 0
+        for number, (engine, rows) in enumerate(zip(self._engines, each, strict=True)):
+            name = self._name(number)
+            unknown = sorted(unknown_to_all(rows))
+            if unknown:
+                error = WeightMismatchError(
+                    f"{name} loads nothing from {', '.join(unknown[:8])}: its model may use other "
+                    "names, or be another model; update all engines again"
+                )
+                error.tensors = tuple(unknown)
+                raise error
+            checks += [replace(row, rank=row.rank + first, engine=name) for row in rows]
+            first += engine.tp_size
+        return [] if not all(each) and is_good(checks) else checks
+
+    def _withdraw(self, backend: Backend, first: int, load: WeightLoad) -> None:
+        """Make an engine that failed leave the group of a broadcast."""
+        if isinstance(load.tensors, Broadcast):
+            name = load.tensors.group_name
+            self._left.add((name, first))
+            with contextlib.suppress(MemsaverError):
+                backend.leave_group(name, END_SECONDS)
+
+    def _name(self, number: int) -> str:
+        return f"engine {number + 1} of {len(self._engines)}"
+
+    def _each(self, call: Callable[[Backend, int], Result], timeout: float) -> list[Result]:
+        """Make a call to all engines at the same time, and return their results.
+
+        After a failure the others have only `END_SECONDS` more: they may wait for the engine that
+        failed.
+
+        Args:
+            call: makes the call; its arguments are the engine and the number of its first rank.
+            timeout: seconds that the call may take.
+
+        Raises:
+            MemsaverError: the error of the first engine that failed, with the names and the reasons
+                of all engines that did.
+        """
+        results: list[list[Result]] = [[] for _ in self._engines]
+        calls, first = [], 0
+        for engine, result in zip(self._engines, results, strict=True):
+
+            def make(engine: Any = engine, result: Any = result, first: int = first) -> None:
+                result.append(call(engine._engine, first))
+
+            calls.append(Aside(make))
+            first += engine.tp_size
+        failed = self._failures(calls, time.monotonic() + timeout + END_SECONDS)
+        if failed:
+            raise self._error(failed)
+        return [result for (result,) in results]
+
+    def _failures(self, calls: Sequence[Aside], deadline: float) -> dict[int, Exception]:
+        """Wait for the calls, and return the errors of those that failed or are late."""
+        failed: dict[int, Exception] = {}
+        waiting = dict(enumerate(calls))
+        while waiting and time.monotonic() < deadline:
+            for number, one in list(waiting.items()):
+                if not one.wait(0.01):
+                    continue
+                del waiting[number]
+                if one.error is not None:
+                    failed[number] = one.error
+                    deadline = min(deadline, time.monotonic() + END_SECONDS)
+        if not failed:
+            for number in waiting:
+                failed[number] = EngineTimeoutError("the engine did not answer in time")
+        return failed
+
+    def _error(self, failed: dict[int, Exception]) -> Exception:
+        error = next(iter(failed.values()))
+        if isinstance(error, MemsaverError):
+            reasons = [f"{self._name(number)}: {one}" for number, one in failed.items()]
+            error.message = "; ".join(reasons)
+        return error

@@ -1,0 +1,102 @@
+"""Runs a weight update in all stages of a pipeline at the same time.
+
+SGLang's stages handle a request one after the other: a stage handles it and replies, and only then
+sends it to the next stage. So no stage may wait for a later one in its handler, and the reply would
+not contain the results of later stages. With these hooks, a stage first sends the request on, and
+then does the work, in which all stages exchange their results.
+
+The work must not begin while a batch is in the pipeline: a later stage might wait for the batch's
+data, which an earlier stage, waiting for the later one, would not send. Stages decide in the same
+round of their loops, from the same state, so that they decide equally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from memsaver.errors import ConfigError, MemsaverError
+
+from ..engine.errors import EngineBusyError
+from ..engine.hooking import INSTALLED
+
+__all__ = ["after_input", "after_send", "defer", "is_installed"]
+
+Work = Callable[[MemsaverError | None], Any]
+
+_WAITING = "_memsaver_waiting"  # an attribute of a scheduler: a list of `_Deferred`
+_ROUNDS = 200  # for which an update waits until the pipeline has no batch
+
+
+class _Deferred:
+    """A request whose work has not begun.
+
+    Attributes:
+        request: SGLang's request.
+        work: returns the reply; its argument is the reason for which nothing may be done, or None.
+        rounds: the rounds for which the work may still wait.
+    """
+
+    def __init__(self, request: Any, work: Work) -> None:
+        self.request, self.work, self.rounds = request, work, _ROUNDS
+
+
+def defer(scheduler: Any, request: Any, work: Work) -> Any:
+    """Do the work after the request was sent to the next stage, and then send its reply.
+
+    Returns:
+        The reply of a handler: None, which makes SGLang send none yet.
+    """
+    mode = getattr(scheduler.server_args, "disaggregation_mode", "null") or "null"
+    if mode != "null":  # whose loops exchange other messages between the stages
+        return work(
+            ConfigError(
+                f"weights of an engine with pp_size and disaggregation_mode={mode} cannot be "
+                "updated: its stages run other loops"
+            )
+        )
+    vars(scheduler).setdefault(_WAITING, []).append(_Deferred(request, work))
+    return None
+
+
+def is_installed(scheduler: Any) -> bool:
+    """Return whether a scheduler's loop has the hooks."""
+    hooked: frozenset[str] = getattr(type(scheduler), INSTALLED, frozenset())
+    return hooked.issuperset(("process_input_requests", "_pp_send_pyobj_to_next_stage"))
+
+
+def after_send(result: Any, scheduler: Any, *_: Any) -> Any:
+    """Follow `_pp_send_pyobj_to_next_stage`, which all stages but the last call."""
+    _run(scheduler)
+    return result
+
+
+def after_input(result: Any, scheduler: Any, *_: Any) -> Any:
+    """Follow `process_input_requests`, for the last stage."""
+    if vars(scheduler).get(_WAITING) and scheduler.pp_group.is_last_rank:
+        _run(scheduler)
+    return result
+
+
+def _run(scheduler: Any) -> None:
+    waiting: list[_Deferred] = vars(scheduler).get(_WAITING, [])
+    while waiting:
+        refusal = None
+        if any(getattr(scheduler, "mbs", ())):
+            waiting[0].rounds -= 1
+            if waiting[0].rounds > 0:
+                return
+            refusal = EngineBusyError(
+                "the engine has requests in flight, and the stages of its pipeline update their "
+                'weights only without: end the requests first, or pass pause="abort"; nothing was '
+                "loaded"
+            )
+        one = waiting.pop(0)
+        _send(scheduler, one.work(refusal), one.request)
+
+
+def _send(scheduler: Any, reply: Any, request: Any) -> None:
+    send = getattr(scheduler, "send_control_output", None)  # 0.5.23
+    if send is None:
+        send = getattr(scheduler, "ipc_channels", scheduler).send_to_tokenizer.send_output
+    send(reply, request)

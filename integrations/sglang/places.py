@@ -1,0 +1,102 @@
+"""The place of a scheduler process among the ranks of its whole engine.
+
+SGLang numbers ranks in a tensor-parallel group only: the process of each pipeline stage, and of
+each data-parallel replica, takes the payload with its number in the group, and joins a group for
+weights with that number. Here the ranks of an engine are numbered by replica, then by stage, then
+in the tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine.ranks import Group
+from .updaters import scheduler_of
+
+__all__ = ["Place", "group_of", "parallel_of", "place_of", "ranks_in", "replicas_in"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of this process among its engine's ranks.
+
+    Attributes:
+        rank: its number among all ranks of the engine.
+        first: the number of the first rank in its tensor-parallel group.
+        width: the number of ranks in its tensor-parallel group.
+        size: the number of the engine's ranks.
+        stages: the number of pipeline stages.
+    """
+
+    rank: int
+    first: int
+    width: int
+    size: int
+    stages: int
+
+    def own(self, request: Any) -> Any:
+        """Return the request as SGLang reads it in this process: with its group's payloads.
+
+        The request is unchanged if it has payloads for a single tensor-parallel group.
+        """
+        payloads = getattr(request, "serialized_named_tensors", None)
+        if payloads is None or self.size == self.width or len(payloads) != self.size:
+            return request
+        mine = copy.copy(request)
+        mine.serialized_named_tensors = list(payloads[self.first : self.first + self.width])
+        return mine
+
+    def joining(self, request: Any) -> Any:
+        """Return a request to join a group for weights with a rank that no other process has."""
+        if not self.first:
+            return request
+        mine = copy.copy(request)
+        mine.rank_offset = request.rank_offset + self.first
+        return mine
+
+
+def place_of(updater: Any) -> Place:
+    """Return this process's place, from its weight updater."""
+    scheduler = scheduler_of(updater)
+    own = Group(updater.tp_cpu_group)
+    width, rank = own.size, own.rank
+    arguments = getattr(scheduler, "server_args", None)
+    stages, replicas = ranks_in(arguments, "pp_size"), replicas_in(arguments)
+    parallel = parallel_of(scheduler)
+    stage = int(getattr(parallel, "pp_rank", 0) or 0) if stages > 1 else 0
+    replica = int(getattr(parallel, "dp_rank", 0) or 0) if replicas > 1 else 0
+    first = (replica * stages + stage) * width
+    return Place(first + rank, first, width, replicas * stages * width, stages)
+
+
+def group_of(updater: Any) -> Group:
+    """Return the ranks of all stages of this process's replica."""
+    scheduler = scheduler_of(updater)
+    if ranks_in(getattr(scheduler, "server_args", None), "pp_size") == 1:
+        return Group(updater.tp_cpu_group)
+    return Group(scheduler.world_group.cpu_group)
+
+
+def ranks_in(arguments: Any, name: str) -> int:
+    """Return a number of ranks in SGLang's arguments; 1 if they lack it."""
+    return int(getattr(arguments, name, 1) or 1)
+
+
+def replicas_in(arguments: Any) -> int:
+    """Return the number of replicas that have ranks of their own.
+
+    With data-parallel attention, the replicas use the ranks of the tensor-parallel group.
+    """
+    return 1 if getattr(arguments, "enable_dp_attention", False) else ranks_in(arguments, "dp_size")
+
+
+def parallel_of(scheduler: Any) -> Any:
+    """Return the object with a scheduler's `pp_rank` and `dp_rank`."""
+    if hasattr(scheduler, "ps"):  # 0.5.16, whose `get_parallel()` lacks `dp_rank`
+        return scheduler.ps
+    module = sys.modules.get(type(scheduler).__module__)
+    parallel = getattr(module, "get_parallel", None)  # 0.5.23
+    return scheduler if parallel is None else parallel()

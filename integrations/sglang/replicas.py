@@ -1,0 +1,71 @@
+"""Weight updates of an engine with data-parallel replicas, in SGLang's tokenizer manager.
+
+SGLang sends these requests to all replicas and waits for all replies, but rejects them if there is
+more than one replica, because its schedulers would take each other's payloads and ranks. memsaver's
+hooks in the schedulers give each one its own (`places`), so these hooks send the requests.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from .places import replicas_in
+
+__all__ = ["join", "update"]
+
+
+def join(name: str) -> Callable[..., Awaitable[Any]]:
+    """Return a hook around a request to join or leave a group for weights."""
+
+    async def hook(
+        original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, *rest: Any
+    ) -> Any:
+        if replicas_in(manager.server_args) == 1:
+            return await original(manager, obj, *rest)
+        manager.auto_create_handle_loop()
+        return _merged(await getattr(manager, f"{name}_communicator")(obj))
+
+    return hook
+
+
+def update(name: str) -> Callable[..., Awaitable[Any]]:
+    """Return a hook around a request that updates weights."""
+
+    async def hook(
+        original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, *rest: Any
+    ) -> Any:
+        if replicas_in(manager.server_args) == 1:
+            return await original(manager, obj, *rest)
+        manager.auto_create_handle_loop()
+        if obj.abort_all_requests:
+            manager.abort_request(abort_all=True)
+        _normalise(obj)
+        communicator = getattr(manager, f"{name}_communicator")
+        results = None
+        async with manager.is_pause_cond:  # so that generation does not continue meanwhile
+            if manager.is_pause:
+                results = await communicator(obj)
+        if results is None:
+            async with manager.model_update_lock.writer_lock:
+                results = await communicator(obj)
+        success, message = _merged(results)
+        if success and obj.weight_version is not None:
+            manager._update_weight_version_if_provided(obj.weight_version)
+        return success, message
+
+    return hook
+
+
+def _merged(results: Any) -> tuple[bool, str]:
+    return all(one.success for one in results), " | ".join(one.message for one in results)
+
+
+def _normalise(obj: Any) -> None:
+    """Convert payloads as SGLang's own method does, if this version converts them."""
+    convert = getattr(
+        sys.modules.get("sglang.srt.utils"), "normalize_serialized_named_tensor_payloads", None
+    )
+    if convert is not None and hasattr(obj, "serialized_named_tensors"):
+        obj.serialized_named_tensors = convert(obj.serialized_named_tensors)

@@ -1,0 +1,129 @@
+"""Run a scene of weights for engines with several replicas or stages, or for several engines.
+
+usage: weight_sync_engines.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+from rollout_child import RANK, SIZE, STUCK_SECONDS, arguments
+from weight_sync_child import BUCKET, check_updates, outputs, refused, state
+
+
+def _ranks(gpus: int) -> Any:
+    """Initialise the trainer's ranks, each on its GPU; return torch.distributed."""
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(RANK % gpus)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=240))
+    return dist
+
+
+def parts(folder: Path, name: str) -> None:
+    """Send weights to an engine whose two ranks are replicas or stages, on the ranks' GPUs.
+
+    Args:
+        folder: the scene's folder.
+        name: "dp_size" or "pp_size".
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from memsaver.integrations.rollout import RolloutEngine, WeightMismatchError
+    from memsaver.integrations.rollout.weights import WeightGroup
+
+    dist = _ranks(SIZE)
+    mesh = init_device_mesh("cuda", (1, SIZE), mesh_dim_names=("dp", "tp"))
+    flat = init_device_mesh("cuda", (SIZE,))
+
+    def sharded(seed: int) -> dict[str, Any]:
+        return {n: distribute_tensor(t, flat, [Shard(0)]) for n, t in state(seed).items()}
+
+    named = arguments(folder)
+    dist.barrier()
+    with RolloutEngine.launch(mesh, **named, **{name: SIZE}, timeout=240) as engine:
+        assert engine.tp_size == SIZE
+        first = outputs(engine)
+        check_updates(engine, first, state, verify="full", bucket_bytes=BUCKET)
+        check_updates(engine, first, state, verify="sampled")
+        check_updates(engine, first, sharded, verify="full")
+        error = refused(
+            WeightMismatchError,
+            engine.update_weights,
+            {**state(1), "no.such": state(1)["model.norm.weight"]},
+        )
+        assert error.tensors == ("no.such",), error
+        engine.update_weights(state(1), verify="full")
+        assert outputs(engine) == first
+        host = {seed: state(seed, device="cpu") for seed in (1, 2)}
+        with WeightGroup(engine, backend="gloo", timeout=60) as group:
+            check_group(engine, group, first, host)
+    dist.destroy_process_group()
+
+
+def check_group(engine: Any, group: Any, first: list[list[int]], host: dict[int, Any]) -> None:
+    """Check updates through a group, with new weights and back."""
+    for seed in (2, 1):
+        report = engine.update_weights(host[seed], group=group, pause="abort", verify="full")
+        assert report.held == report.tensors == report.received, report
+        assert (outputs(engine) == first) == (seed == 1), seed
+
+
+def mesh_group(folder: Path, gpus: int) -> None:
+    """Send weights in one group to the engines of two ranks, on one GPU or on two."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from memsaver.integrations.engine.errors import EngineError
+    from memsaver.integrations.rollout import RolloutEngine
+    from memsaver.integrations.rollout.weights import WeightGroup
+
+    dist = _ranks(gpus)
+    mesh = init_device_mesh("cuda", (SIZE,), mesh_dim_names=("dp",))
+    named = {**arguments(folder), "port": 31000 + 200 * RANK}
+    dist.barrier()
+    if gpus == 1:  # SGLang measures free memory while it starts
+        named.update(mem_fraction_static=0.3 + 0.2 * RANK, max_total_tokens=4096)
+    with RolloutEngine.launch(mesh, **named, timeout=240) as engine:
+        first = outputs(engine)
+        host = {seed: state(seed, device="cpu") for seed in (1, 2)}
+        with WeightGroup(engine, backend="gloo", timeout=60, whole_mesh=True) as group:
+            check_group(engine, group, first, host)
+        # An engine that fails ends the update of both, and a new group works.
+        group = WeightGroup(engine, backend="gloo", timeout=60, whole_mesh=True)
+        load = engine.backend.load_weights
+
+        def fail(_: Any) -> Any:
+            raise EngineError("this engine does not load")
+
+        engine.backend.load_weights = fail if RANK == 1 else load
+        error = refused(Exception, engine.update_weights, host[1], group=group, timeout=60)
+        assert "rank 1" in str(error) and "does not load" in str(error), error
+        engine.backend.load_weights = load
+        group.leave()
+        with WeightGroup(engine, backend="gloo", timeout=60, whole_mesh=True) as group:
+            check_group(engine, group, first, host)
+    dist.destroy_process_group()
+
+
+SCENES = {
+    "replicas": functools.partial(parts, name="dp_size"),
+    "stages": functools.partial(parts, name="pp_size"),
+    "one_gpu": functools.partial(mesh_group, gpus=1),
+    "mesh": functools.partial(mesh_group, gpus=2),
+}
+
+
+if __name__ == "__main__":
+    from sglang_child import check_installation
+
+    check_installation()
+    faulthandler.dump_traceback_later(STUCK_SECONDS)
+    SCENES[sys.argv[1]](Path(sys.argv[2]))
+    print("held", flush=True)

@@ -1,0 +1,224 @@
+"""Test one process group through which several engines receive weights: all of them or none."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from weight_engine import Backend
+from weight_ranks import run
+
+from memsaver.errors import ConfigError
+from memsaver.integrations.rollout import EngineSet, RolloutEngine
+
+# Rank 0 is a trainer; the others are engines of one rank each.
+SET = """
+import time
+from remote_engines import Remote, serve
+from memsaver.integrations.engine.errors import EngineDiedError
+from memsaver.integrations.rollout import EngineSet
+from memsaver.integrations.rollout import engine_set
+from memsaver.integrations.rollout.weights import disaggregated, sender
+for module in (disaggregated, sender, engine_set):
+    patch.setattr(module, "END_SECONDS", 2)
+torch.ones(1).share_memory_()  # its helper process would inherit the sockets of a group
+if RANK > 0:
+    serve(f"engine{RANK}", Manager)
+else:
+    backends = [Remote(f"engine{rank}", Manager) for rank in range(1, SIZE)]
+    engines = EngineSet([RolloutEngine(one, timeout=60) for one in backends])
+    def holding(seed):
+        return [one.order("holds", seed)[0] for one in backends if not one.dies]
+"""
+
+
+@pytest.mark.timeout(200)
+def test_a_bucket_is_broadcast_once_to_the_engines_of_a_set(tmp_path):
+    run(
+        SET
+        + """
+    with WeightGroup(engines, backend="gloo", timeout=30) as group:
+        sends = []
+        real = group._sender.send
+        patch.setattr(group._sender, "send", lambda *a: (sends.append(1), real(*a)))
+        for seed in (1, 2):
+            report = engines.update_weights(checkpoint(seed), group=group, pause="retract",
+                                            verify="full", bucket_bytes=700, version=str(seed))
+            assert report.held == report.received == 13, report
+            assert holding(seed) == [True, True]
+        assert len(sends) == 2 * report.buckets
+        assert [one.version for one in backends] == ["2", "2"]
+        assert all(one.calls[0] == "pause retract" for one in backends)
+        assert all(one.calls[-1] == "continue" for one in backends)
+        # Only one engine's memory differs: the update fails, and the error says whose.
+        backends[1].load_weights = lambda load, real=backends[1].load_weights: [
+            __import__("dataclasses").replace(one, differing=("layers.0.norm.weight",))
+            for one in real(load)]
+        try:
+            engines.update_weights(checkpoint(3), group=group, verify="full")
+            raise SystemExit("nothing was raised")
+        except WeightMismatchError as error:
+            assert "engine 2 of 2" in str(error), error
+            assert error.tensors == ("layers.0.norm.weight",)
+        del backends[1].load_weights
+        engines.update_weights(checkpoint(3), group=group, verify="full")
+        assert holding(3) == [True, True]
+        # A group belongs to its engines, and a set needs one.
+        for call in (lambda: engines.update_weights(checkpoint(3)),
+                     lambda: engines.engines[0].update_weights(checkpoint(3), group=group)):
+            try:
+                call()
+                raise SystemExit("nothing was raised")
+            except ConfigError as error:
+                assert "group" in str(error)
+    for one in backends:
+        one.order("end")
+""",
+        3,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["refuses", "dies"])
+def test_an_engine_of_a_set_that_fails_ends_the_update_of_all(tmp_path, kind):
+    """The others would wait in the broadcast for its ranks."""
+    run(
+        SET
+        + f"""
+    kind = {kind!r}
+    group = WeightGroup(engines, backend="gloo", timeout=30)
+    engines.update_weights(checkpoint(1), group=group, verify="full")
+    setattr(backends[1], kind, True)
+    expected = EngineDiedError if kind == "dies" else EngineError
+    began = time.monotonic()
+    try:
+        engines.update_weights(checkpoint(2), group=group, verify="full", timeout=120)
+        raise SystemExit("nothing was raised")
+    except expected as error:
+        assert "engine 2 of 3: " in str(error), error
+    assert time.monotonic() - began < 60  # the timeout of a broadcast is 120 s
+    group.leave()  # the engine that failed has left it
+    # The others receive weights in a new group.
+    if kind == "dies":
+        backends.pop(1)
+        engines = EngineSet([one for at, one in enumerate(engines.engines) if at != 1])
+    else:
+        backends[1].refuses = False
+    with WeightGroup(engines, backend="gloo", timeout=30) as group:
+        engines.update_weights(checkpoint(3), group=group, verify="full")
+        assert all(holding(3))
+    for one in backends:
+        one.order("end")
+
+if {kind!r} == "dies":  # no barrier of all ranks is possible
+    time.sleep(2 * (RANK == 0))  # which has the others' store
+    print("fine", flush=True)
+    os._exit(0)
+""",
+        4,
+        tmp_path,
+    )
+
+
+# Ranks 0 and 1 are a trainer, a mesh of two engines; ranks 2 and 3 are the engines' ranks.
+MESH = """
+import time
+from remote_engines import Remote, serve
+from memsaver.integrations.engine.errors import EngineDiedError
+from memsaver.integrations.rollout.weights import disaggregated, sender
+for module in (disaggregated, sender):
+    patch.setattr(module, "END_SECONDS", 2)
+trainers = dist.new_group([0, 1])
+torch.ones(1).share_memory_()  # its helper process would inherit the sockets of a group
+if RANK > 1:
+    serve(f"engine{RANK - 2}", Manager)
+else:
+    from torch.distributed.device_mesh import DeviceMesh
+    mesh = DeviceMesh.from_group(trainers, "cpu", mesh_dim_names=("dp",))
+    backend = Remote(f"engine{RANK}", Manager)
+    engine = RolloutEngine(backend, layout_of(mesh), timeout=60)
+"""
+
+
+@pytest.mark.timeout(200)
+def test_the_engines_of_a_mesh_receive_one_broadcast(tmp_path):
+    run(
+        MESH
+        + """
+    with WeightGroup(engine, backend="gloo", timeout=30, whole_mesh=True) as group:
+        assert (group._sender is not None) == (RANK == 0)
+        for seed in (1, 2):
+            shards = sharded(checkpoint(seed), mesh, lambda n, t: [Shard(0)])
+            report = update(engine, shards, group=group, pause="retract", verify="full",
+                            bucket_bytes=700)
+            assert report.held == report.received == 13 and report.buckets > 3
+            assert backend.order("holds", seed)[0]
+    try:
+        update(engine, shards, group=group)
+        raise SystemExit("nothing was raised")
+    except InvalidStateError as error:
+        assert "has left the group" in str(error)
+    # All ranks of the mesh make the same kind of group.
+    try:
+        WeightGroup(engine, backend="gloo" if RANK else "nope", timeout=30, whole_mesh=True)
+        raise SystemExit("nothing was raised")
+    except ConfigError as error:
+        assert "backend must be one of" in str(error), error
+    backend.order("end")
+""",
+        4,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["refuses", "dies"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_engine_of_a_mesh_that_fails_ends_the_update_of_all(tmp_path, kind, which):
+    run(
+        MESH
+        + f"""
+    kind, which = {kind!r}, {which}
+    group = WeightGroup(engine, backend="gloo", timeout=30, whole_mesh=True)
+    if RANK == which:
+        setattr(backend, kind, True)
+    began = time.monotonic()
+    try:
+        update(engine, checkpoint(2), group=group, verify="full", timeout=120)
+        raise SystemExit("nothing was raised")
+    except (EngineError, RankError) as error:
+        assert f"rank {{which}} " in str(error), error
+        assert ("its process ended" if kind == "dies" else "the engine refused") in str(error)
+        assert which in error.failures, error
+    assert time.monotonic() - began < 60  # the timeout of a broadcast is 120 s
+    try:
+        group.leave()
+    except (EngineError, RankError) as error:
+        assert kind == "dies" and f"rank {{which}} " in str(error), error
+    if kind == "refuses":
+        backend.refuses = False
+        with WeightGroup(engine, backend="gloo", timeout=30, whole_mesh=True) as group:
+            update(engine, checkpoint(3), group=group, verify="full")
+            assert backend.order("holds", 3)[0]
+    if not backend.dies:
+        backend.order("end")
+    dist.barrier(trainers)
+
+if {kind!r} == "dies":  # no barrier of all ranks is possible
+    time.sleep(2 * (RANK == 0))  # which has the others' store
+    print("fine", flush=True)
+    os._exit(0)
+""",
+        4,
+        tmp_path,
+    )
+
+
+def test_a_set_needs_different_engines_of_the_same_ranks():
+    one = RolloutEngine(Backend(), timeout=5)
+    for given in ([], [one, one], [one, "http://a"]):
+        with pytest.raises(ConfigError, match="EngineSet"):
+            EngineSet(given)
+    assert repr(EngineSet([one])) == "<memsaver EngineSet: 1 engines, 1 ranks>"

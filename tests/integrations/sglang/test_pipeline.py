@@ -1,0 +1,211 @@
+"""Test weight updates of an engine with pipeline stages: all load before the first replies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import rank_processes
+
+pytest.importorskip("torch")
+
+from memsaver.errors import ConfigError
+from memsaver.integrations.sglang import pipeline
+
+# The stages of an engine, with the order of SGLang's loop: a stage receives requests, handles them,
+# sends them to the next stage, and then runs a batch.
+STAGES = """
+import datetime, os, pickle, sys, types
+import pytest, torch
+import torch.distributed as dist
+import weight_engine
+from weight_engine import Model, Output, Request, checkpoint
+from weight_requests import payload, verification, weights
+from memsaver.integrations.engine.weights.checks import VerificationRequest
+from memsaver.integrations.sglang import hooks, pipeline, weight_loads
+from memsaver.integrations.sglang.protocol import checks_in, text_of
+from memsaver.integrations.sglang.scheduler import _update_ranks
+torch.multiprocessing.set_sharing_strategy("file_system")
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+RANK = dist.get_rank()
+patch = pytest.MonkeyPatch()
+hooked = weight_engine.hooked(patch)
+Manager = hooked.__enter__()
+for kind in ("Init", "Destroy"):
+    setattr(sys.modules[weight_engine.MESSAGES], f"{kind}WeightsUpdateGroupReqOutput", Output)
+
+class StageModel(Model):
+    "A stage with one of the two layers; the first one has the embedding."
+    def copies(self, name, tensor):
+        mine = name.startswith(f"layers.{RANK}.") or (RANK == 0 and name == "embed.weight")
+        return super().copies(name, tensor) if mine else []
+
+class Scheduler:
+    def __init__(self):
+        self.ps = types.SimpleNamespace(pp_rank=RANK)
+        self.pp_group = types.SimpleNamespace(is_last_rank=RANK == 1)
+        self.server_args = types.SimpleNamespace(pp_size=2)
+        self.world_group = types.SimpleNamespace(cpu_group=dist.group.WORLD)
+        self.mbs, self.sent, self.work = [None, None], [], []
+        self.waiting_queue, self._engine_paused = [], False
+        self.model = StageModel()
+        self.updater = Manager(self.model)
+        self.updater.scheduler = self
+        self.ipc_channels = types.SimpleNamespace(
+            send_to_tokenizer=types.SimpleNamespace(send_output=self.reply))
+        self.joined = []
+
+    def reply(self, output, request):
+        self.sent.append(output)
+
+    def process_input_requests(self, requests):
+        for name, request in requests:
+            output = getattr(self.updater, name)(request)
+            if output is not None:
+                self.reply(output, request)
+
+    def _pp_send_pyobj_to_next_stage(self, data, async_send=False):
+        text = torch.frombuffer(bytearray(pickle.dumps(data)), dtype=torch.uint8)
+        size = torch.tensor([len(text)])
+        return [(dist.isend(part, 1), part) for part in (size, text)]
+
+    def receive(self):
+        size = torch.zeros(1, dtype=torch.long)
+        dist.recv(size, 0)
+        text = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(text, 0)
+        return pickle.loads(text.numpy().tobytes())
+
+    def step(self, requests, batch=None):
+        self.process_input_requests(requests if RANK == 0 else self.receive())
+        if RANK == 0:
+            for work, _ in self.work:
+                work.wait()
+            self.work = self._pp_send_pyobj_to_next_stage(requests, async_send=True)
+        self.mbs.append(batch)
+        del self.mbs[0]
+
+for target, (kind, hook) in hooks._hooks_of_requests().items():
+    name = target.rsplit(".", 1)[1]
+    if name in ("process_input_requests", "_pp_send_pyobj_to_next_stage"):
+        setattr(Scheduler, name, hooks._wrapped(kind, getattr(Scheduler, name), hook))
+scheduler = Scheduler()
+assert _update_ranks(scheduler.updater) == 1
+Scheduler._memsaver_hooks = frozenset(("process_input_requests", "_pp_send_pyobj_to_next_stage"))
+assert _update_ranks(scheduler.updater) == 2
+
+def update(named, damage=0.0, requests=1):
+    # Each stage has its own payload: the stage's rank is the index.
+    texts = [None, None]
+    text = payload(named)
+    mine = payload.kept
+    dist.all_gather_object(texts, text)
+    wanted = verification(named)
+    request = Request(text_of(wanted), texts, load_format="flattened_bucket")
+    if damage and RANK == 1:
+        mine.view(-1)[0] += 1
+    return [("update_weights_from_tensor", request)], mine
+"""
+END = """
+for work, _ in scheduler.work:
+    work.wait()
+dist.barrier()
+dist.destroy_process_group()
+print("fine")
+"""
+
+
+def run(code, tmp_path):
+    said = rank_processes.run(STAGES + code + END, 2, tmp_path, timeout=90)
+    assert all("fine" in text for text in said)
+
+
+@pytest.mark.timeout(120)
+def test_stages_load_what_they_have_and_the_first_replies_for_all(tmp_path):
+    run(
+        """
+named = weights()
+requests, kept = update(named)
+scheduler.step([])
+scheduler.step(requests)
+(output,) = scheduler.sent
+checks = checks_in(output.message)
+assert output.success and [check.rank for check in checks] == [0, 1]
+assert all(check.received == len(named) for check in checks)
+first, last = (set(check.unused) for check in checks)
+assert not first & last and "embed.weight" in last and "layers.0.q.weight" in last
+assert sum(check.held for check in checks) == len(named)
+like = checkpoint()
+layer = getattr(scheduler.model, f"norm_{RANK}")
+assert torch.equal(layer.data, like[f"layers.{RANK}.norm.weight"])
+# A later stage that received other contents fails the update for both.
+requests, kept = update(named, damage=1.0)
+scheduler.step(requests)
+output = scheduler.sent[-1]
+checks = checks_in(output.message)
+assert not output.success and checks[0].damaged == () and checks[1].damaged, checks
+""",
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(120)
+def test_an_update_waits_for_the_batches_in_the_pipeline(tmp_path):
+    run(
+        """
+named = weights()
+scheduler.step([], batch="a batch")
+requests, kept = update(named)
+scheduler.step(requests)
+for _ in range(2):
+    assert scheduler.sent == []
+    scheduler.step([])
+(output,) = scheduler.sent
+assert output.success, output.message
+# It does not wait forever.
+patch.setattr(pipeline, "_ROUNDS", 3)
+requests, kept = update({**named, "embed.weight": named["embed.weight"] + 1})
+for _ in range(2):
+    scheduler.step([], batch="a batch")
+scheduler.step(requests, batch="a batch")
+for _ in range(2):
+    assert len(scheduler.sent) == 1
+    scheduler.step([], batch="a batch")
+output = scheduler.sent[-1]
+(check,) = checks_in(output.message)
+assert not output.success and check.failure.kind == "EngineBusyError", check
+assert 'pause="abort"' in check.failure.message
+like = checkpoint()["embed.weight"].to(torch.bfloat16)
+assert RANK == 1 or torch.equal(scheduler.model.embed.data[:14], like)
+""",
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(120)
+def test_stages_join_a_group_together_with_ranks_of_their_own(tmp_path):
+    run(
+        """
+def join(updater, request):
+    scheduler.joined.append(request.rank_offset)
+    group = dist.new_group([0, 1])  # returns only if both stages join at the same time
+    dist.barrier(group)
+    good = request.group_name != "bad" or RANK == 0
+    return Output(good, "" if good else "no such host")
+hook = weight_loads.everywhere("InitWeightsUpdateGroupReqOutput")
+scheduler.updater.init_weights_update_group = lambda request: hook(join, scheduler.updater, request)
+for name in ("good", "bad"):
+    request = types.SimpleNamespace(rank_offset=1, group_name=name, host=None)
+    scheduler.step([("init_weights_update_group", request)])
+assert scheduler.joined == [1 + RANK] * 2
+assert [(one.success, one.message) for one in scheduler.sent] == [
+    (True, ""), (False, "no such host")]
+""",
+        tmp_path,
+    )
+
+
+def test_stages_with_other_loops_refuse():
+    scheduler = SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode="prefill"))
+    (error,) = [pipeline.defer(scheduler, object(), lambda refusal: refusal)]
+    assert isinstance(error, ConfigError) and "disaggregation_mode=prefill" in str(error)
