@@ -78,30 +78,6 @@ def test_run_hands_over_signals(cli):
 
 
 @pytest.mark.preloads
-@pytest.mark.parametrize(
-    ("arguments", "status", "says"),
-    [
-        ([], 2, "put it after `--`"),
-        (["--"], 2, "put it after `--`"),
-        (["--tag", "t"], 2, "put it after `--`"),
-        (["--", ""], 2, "put it after `--`"),
-        (["--tag", "", "--", "true"], 2, "tag cannot be empty"),
-        (["--tag", "t", "--backup", "tape", "--", "true"], 2, "'pageable', 'disk'"),
-        (["--backup", "host", "--", "true"], 2, "needs a tag"),
-        (["--", "no-such-command-here", "-x"], 127, "not found: no-such-command-here"),
-        (["--", "/no/such/file"], 127, "not found: /no/such/file"),
-        (["--", "/etc/passwd"], 126, "/etc/passwd"),
-        (["--frob", "--", "true"], 2, "--frob"),
-    ],
-)
-def test_run_reports_the_problem(cli, arguments, status, says):
-    done = cli(*arguments)
-    assert done.returncode == status
-    assert says in done.stderr and "Traceback" not in done.stderr
-    assert done.stdout == ""
-
-
-@pytest.mark.preloads
 def test_run_distinguishes_a_missing_interpreter_from_a_missing_command(cli, tmp_path):
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")
