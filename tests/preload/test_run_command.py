@@ -47,7 +47,7 @@ def test_run_keeps_contents_with_a_backup(cli, backup):
     done = cli("--tag", "all", "--backup", backup, "--", sys.executable, "-c", code, env=SIM)
     assert (done.returncode, done.stderr) == (0, "")
     on_disk = backup == "disk"
-    assert done.stdout == f"all {backup} False {on_disk} {({7} if on_disk else {0})}\n"
+    assert done.stdout == f"all {backup} False {on_disk} { ({7} if on_disk else {0}) }\n"
 
 
 @pytest.mark.preloads
