@@ -36,6 +36,7 @@ PEER = TESTS / "fixtures" / "peer"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are collected, which creates only permanent objects
     expression = config.getoption("markexpr") or ""
     config.real_driver = bool(GPUS) and asks_for_gpu_tests(expression)
     config.soak = "soak" in re.findall(r"\w+", expression)
@@ -69,6 +70,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = why_not(config, item)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
 
 
 # --- the simulator --------------------------------------------------------------------------------

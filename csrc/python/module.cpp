@@ -236,9 +236,16 @@ PYBIND11_MODULE(_C, m) {
     without_gil([&](ms_error* error) { return ms_tag_pausable(tag.c_str(), &pausable, error); });
     return pausable != 0;
   });
+  // Returns None if no region has ever named the tag. The first region of each tag calls this, and
+  // an error would compare its name with all other tags' names.
   m.def("tag_backup", [](const std::string& tag) {
-    int backup = 0;
-    without_gil([&](ms_error* error) { return ms_tag_backup(tag.c_str(), &backup, error); });
+    std::optional<int> backup = 0;
+    without_gil([&](ms_error* error) {
+      const ms_status status = ms_tag_backup(tag.c_str(), &*backup, error);
+      if (status != MS_UNKNOWN_TAG) return status;
+      backup.reset();
+      return MS_OK;
+    });
     return backup;
   });
   // Returns the rows of one tag, or of all tags.

@@ -10,9 +10,9 @@ import memsaver
 from memsaver._memory.choices import expect_empty
 from memsaver._runtime.blocks import Block
 from memsaver._runtime.interrupts import signals_deferred
-from memsaver._runtime.native import _C, Backup, backup_of, check_tag
+from memsaver._runtime.native import Backup, check_tag, policy_of
 from memsaver._transitions.reports import Report
-from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError, UnknownTagError
+from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 
 from .collection import Collection
 from .targets import targets_in
@@ -261,7 +261,4 @@ def offload(
 
 def has_no_backup(tag: str) -> bool:
     """Return whether a pause would lose contents: the backup == "none", or the tag is unknown."""
-    try:
-        return backup_of(_C.tag_backup(check_tag(tag))) == "none"
-    except UnknownTagError:
-        return True
+    return policy_of(check_tag(tag)) in ("none", None)

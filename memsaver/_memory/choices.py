@@ -13,9 +13,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from memsaver._runtime.native import _C, Backup, backup_of, note
+from memsaver._runtime.native import Backup, note, policy_of, tag_total
 from memsaver._runtime.text import size_text
-from memsaver.errors import InvalidStateError, UnknownTagError, UsageWarning
+from memsaver.errors import InvalidStateError, UsageWarning
 
 __all__ = [
     "LARGE_BYTES",
@@ -45,12 +45,10 @@ def earlier_choice(tag: str, backup: Backup | None) -> Backup | None:
 
     A new tag whose region passes no backup is undecided from now on.
     """
-    try:
-        return backup_of(_C.tag_backup(tag))
-    except UnknownTagError:
-        if backup is None:
-            _undecided.add(tag)
-        return None
+    earlier = policy_of(tag)
+    if earlier is None and backup is None:
+        _undecided.add(tag)
+    return earlier
 
 
 def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None:
@@ -63,7 +61,7 @@ def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None
     _undecided.discard(tag)
     if backup != "none" or earlier in (None, "none"):
         return
-    nbytes = sum(int(row["allocated_bytes"]) for row in _C.stats(tag))
+    nbytes = tag_total(tag, "allocated_bytes")
     if nbytes:
         note(
             f"a region with backup='none' withdraws the backup {str(earlier)!r} of tag {tag!r}: "
@@ -86,10 +84,7 @@ def check_chosen(tags: Iterable[str], backup: Backup | None) -> None:
     undecided = _undecided.intersection(tags)
     if backup is not None or not undecided:
         return
-    sizes = dict.fromkeys(undecided, 0)
-    for row in _C.stats():
-        if row["tag"] in undecided:
-            sizes[str(row["tag"])] += int(row["resident_bytes"])
+    sizes = {tag: tag_total(tag, "resident_bytes") for tag in undecided}
     total = sum(sizes.values())
     if total >= LARGE_BYTES:
         largest = sorted((tag for tag in sizes if sizes[tag]), key=lambda tag: (-sizes[tag], tag))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import ParamSpec
 
 from memsaver._memory.choices import LARGE_BYTES
-from memsaver._runtime.native import _C, backup_of, note
+from memsaver._runtime.native import _C, backup_of, note, policy_of, tag_total
 from memsaver._runtime.text import size_text
 from memsaver.errors import PerformanceWarning
 
@@ -54,9 +54,8 @@ def check_dead_blocks(tags: Iterable[str], dead: list[tuple[int, int]]) -> None:
         found = _C.locate(address)
         if found is not None:
             wasted[found[0]] = wasted.get(found[0], 0) + nbytes
-    allocated = _sums("allocated_bytes")
     for tag in tags:
-        bytes_dead, bytes_all = wasted.get(tag, 0), allocated.get(tag, 0)
+        bytes_dead, bytes_all = wasted.get(tag, 0), tag_total(tag, "allocated_bytes")
         if bytes_dead >= LARGE_BYTES and 2 * bytes_dead > bytes_all:
             _warn_once(
                 "dead",
@@ -77,14 +76,13 @@ def after_pause(
     for tag, _, _, device_bytes, _ in changes:
         given[tag] = given.get(tag, 0) + device_bytes
     large = [tag for tag in tags if given.get(tag, 0) >= LARGE_BYTES]
-    saved = _sums("backup_bytes") if large else {}
     for tag in large:
-        kept = saved.get(tag, 0)
+        kept = tag_total(tag, "backup_bytes")
         if kept < LARGE_BYTES:
             continue
         _kept[tag] = kept
         _register_exit()
-        policy = backup_of(_C.tag_backup(tag) if backup < 0 else backup)
+        policy = policy_of(tag) if backup < 0 else backup_of(backup)
         spare = _C.host_memory()[1] if policy == "pageable" else 0
         if spare >= kept:
             _warn_once(
@@ -100,9 +98,8 @@ def after_pause(
 def before_resume(tags: Iterable[str]) -> None:
     """Check a resume of the tags before it begins."""
     large = {tag: _kept.pop(tag) for tag in tags if tag in _kept}
-    saved = _sums("backup_bytes") if large else {}
     for tag, kept in large.items():
-        unread = kept - saved.get(tag, 0)
+        unread = kept - tag_total(tag, "backup_bytes")
         if unread < LARGE_BYTES or 2 * unread < kept:
             continue
         _dropped[tag] = _dropped.get(tag, 0) + 1
@@ -137,10 +134,9 @@ def _at_exit() -> None:
     """Report at exit the backups of tags that were never resumed."""
     if os.getpid() != _exit_process or hasattr(sys, "last_value"):
         return  # a forked child, or an exception that may have prevented the resume
-    saved, resumes = _sums("backup_bytes"), _sums("resumes")
     for tag in list(_kept):
-        kept = saved.get(tag, 0)
-        if kept >= LARGE_BYTES and resumes.get(tag, 0) == 0:
+        kept = tag_total(tag, "backup_bytes")
+        if kept >= LARGE_BYTES and tag_total(tag, "resumes") == 0:
             warnings.warn(
                 f"tag {tag!r} was paused with a backup of {size_text(kept)} and was not "
                 "resumed before the process exited: if the contents are not needed, pause with "
@@ -154,11 +150,3 @@ def _warn_once(what: str, tag: str, text: str) -> None:
     if (what, tag) not in _reported:
         _reported.add((what, tag))
         note(text, PerformanceWarning)
-
-
-def _sums(figure: str) -> dict[str, int]:
-    """Return the sum of a statistic over devices, for each tag."""
-    sums: dict[str, int] = {}
-    for row in _C.stats():
-        sums[str(row["tag"])] = sums.get(str(row["tag"]), 0) + int(row[figure])
-    return sums

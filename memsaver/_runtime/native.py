@@ -50,6 +50,8 @@ __all__ = [
     "checked_backup",
     "emit_warnings",
     "note",
+    "policy_of",
+    "tag_total",
 ]
 
 LIBRARY_DIR = Path(_C.__file__).resolve().parent
@@ -94,6 +96,17 @@ def checked_backup(backup: object) -> Backup:
 def backup_of(code: int) -> Backup:
     """Return the backup with a number of the C ABI."""
     return BACKUPS[code]
+
+
+def policy_of(tag: str) -> Backup | None:
+    """Return the backup policy of a tag, or None if no region has ever named the tag."""
+    code = _C.tag_backup(tag)
+    return None if code is None else BACKUPS[code]
+
+
+def tag_total(tag: str, figure: str) -> int:
+    """Return the sum of a statistic over a tag's devices; 0 for an unknown tag."""
+    return sum(int(row[figure]) for row in _C.stats(tag))
 
 
 def check_tag(tag: object) -> str:

@@ -18,13 +18,13 @@ from memsaver._runtime.native import (
     PART_MARK,
     Backup,
     PartName,
-    backup_of,
     check_new_tag,
     check_tag,
     checked_backup,
+    policy_of,
 )
 from memsaver._transitions.handles import state
-from memsaver.errors import InvalidStateError, UnknownTagError
+from memsaver.errors import InvalidStateError
 
 __all__ = ["name_of", "names_of", "split"]
 
@@ -46,7 +46,7 @@ def name_of(tag: str, backup: str) -> str:
                 tag=tag,
             )
     wanted = checked_backup(backup)
-    policy = _policy(tag) or _first.setdefault(tag, wanted)
+    policy = policy_of(tag) or _first.setdefault(tag, wanted)
     name = tag if policy == wanted else _part(tag, wanted)
     expect_empty(name)
     return name
@@ -63,7 +63,7 @@ def names_of(tag: str) -> tuple[str, ...]:
     """
     check_tag(tag)
     parts = [tag, *(_part(tag, backup) for backup in BACKUPS)]
-    return tuple(name for name in parts if _policy(name) is not None)
+    return tuple(name for name in parts if policy_of(name) is not None)
 
 
 def split(name: str) -> tuple[str, Backup]:
@@ -73,19 +73,13 @@ def split(name: str) -> tuple[str, Backup]:
         UnknownTagError: no region has ever named the part.
     """
     tag, mark, backup = name.partition(PART_MARK)
-    return tag, checked_backup(backup) if mark else backup_of(_C.tag_backup(name))
+    if not mark:
+        state(name)  # raises for an unknown tag
+    return tag, checked_backup(backup if mark else policy_of(name))
 
 
 def _part(tag: str, backup: Backup) -> PartName:
     return PartName(f"{tag}{PART_MARK}{backup}")
-
-
-def _policy(name: str) -> Backup | None:
-    """Return the backup policy of a tag, or None if no region has ever named the tag."""
-    try:
-        return backup_of(_C.tag_backup(name))
-    except UnknownTagError:
-        return None
 
 
 # By tag, the policy of its first region. If several threads enter a tag's first regions at once,

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from doctors import run_doctor
 from repository import ROOT
+from typer.testing import CliRunner
 
 import memsaver
 from memsaver.cli import checks
+from memsaver.cli.app import app
 from memsaver.cli.checks.findings import absent, warned
 
 # The console script's code, so that it can be tested in a tree where the script is not installed.
@@ -66,10 +68,10 @@ def test_doctor_works_in_an_empty_environment():
 
 
 @pytest.mark.parametrize("columns", [50, 80, 140])
-def test_the_report_fits_the_terminal(columns, tmp_path):
+def test_the_report_fits_the_terminal(columns, tmp_path, sim, plain):
     missing = tmp_path / ("a-rather-long-name-" * 6) / "lib.so"
     env = {"LD_PRELOAD": str(missing), "COLUMNS": str(columns)}
-    done = run_doctor(**env)
+    done = CliRunner().invoke(app, ["doctor"], env=env)
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= columns
     assert "…" not in done.stdout and "\x1b" not in done.stdout
@@ -89,10 +91,12 @@ def test_bad_findings_are_repeated_at_the_end():
     assert done.stdout.splitlines()[-1].endswith(" 2 bad: driver, option share_bytes")
 
 
-def test_colours_follow_the_users_settings():
-    colour = re.compile(r"\x1b\[[0-9;]*3[0-9]")
-    assert colour.search(run_doctor(FORCE_COLOR="1").stdout)
-    assert not colour.search(run_doctor(FORCE_COLOR="1", NO_COLOR="1").stdout)
+@pytest.mark.parametrize("without", [None, "1"])
+def test_colours_follow_the_users_settings(sim, plain, without):
+    done = CliRunner().invoke(
+        app, ["doctor"], color=True, env={"FORCE_COLOR": "1", "NO_COLOR": without}
+    )
+    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]", done.stdout)) is (without is None)
 
 
 def test_an_output_of_plain_ascii():

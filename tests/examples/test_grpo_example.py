@@ -85,7 +85,7 @@ def run_ranks(tmp_path, name, ranks, **options):
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_learns_and_is_the_same_with_and_without_sleep(example, tmp_path, ranks):
     results, compare = example("results"), example("compare")
-    steps = {"steps": 40, "prompts": 16, "samples": 16}
+    steps = {"steps": 24, "prompts": 16, "samples": 16}
     sleeping = run_ranks(tmp_path, "sleeping", ranks, **steps)
     plain = run_ranks(tmp_path, "plain", ranks, **steps, sleep=False)
     for rank in range(ranks):
@@ -96,7 +96,7 @@ def test_a_run_learns_and_is_the_same_with_and_without_sleep(example, tmp_path, 
     assert compare.differences(of_ranks[0], of_ranks[-1]) == []
     first = results.Results.load(sleeping / "0.json")
     assert first.steps[-1].reward > first.steps[0].reward + 0.1
-    assert len({step.answers for step in first.steps}) == 40
+    assert len({step.answers for step in first.steps}) == 24
     # The engine has the trainer's weights, so it samples with the trainer's probabilities.
     assert all(step.gap < 1e-5 for step in first.steps)
     assert {"pause_optimizer", "update", "pause_model", "wake_rest"} <= set(first.stages())

@@ -8,7 +8,9 @@ import pytest
 import memsaver
 from memsaver import simulator
 from memsaver._memory import choices
-from memsaver.errors import InvalidStateError, UsageWarning
+from memsaver._runtime.native import policy_of
+from memsaver._transitions import parts
+from memsaver.errors import InvalidStateError, UnknownTagError, UsageWarning
 
 MIB = 1 << 20
 LARGE_BYTES = 8 * MIB
@@ -173,6 +175,16 @@ def test_a_refused_region_chooses_nothing(sim, tag):
     with pytest.raises(InvalidStateError, match="no backup was chosen"):
         memsaver.pause(name)
     assert kept and more
+
+
+def test_an_unknown_tag_has_no_policy(sim, tag):
+    name = tag()
+    assert policy_of(name) is None and parts.names_of(name) == ()
+    with pytest.raises(UnknownTagError):
+        parts.split(name)
+    with memsaver.region(name, backup="disk"):
+        pass
+    assert policy_of(name) == "disk" and parts.split(name) == (name, "disk")
 
 
 def test_a_region_that_withdraws_a_backup_warns(sim, tag):

@@ -26,8 +26,13 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize("value", [*NONSENSE, "0x200000", "18446744073709551615GiB"])
-@pytest.mark.parametrize("option", ["share_bytes", "slab_bytes"])
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        *(("share_bytes", value) for value in [*NONSENSE, "0x200000", "18446744073709551615GiB"]),
+        *(("slab_bytes", value) for value in ("many", "1MiB", "2GiB")),
+    ],
+)
 def test_an_invalid_environment_is_an_error_before_anything_is_done(run_python, option, value):
     variable = f"MEMSAVER_{option.upper()}"
     run_python(

@@ -95,6 +95,7 @@ def main(where: str, *paths: str) -> None:
     """
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    import torch._dynamo  # which optimizers and compiled code import
     import torch.distributed  # noqa: F401
 
     import memsaver.distributed  # noqa: F401

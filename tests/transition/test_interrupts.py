@@ -134,8 +134,12 @@ SIGNALS = {
 }
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("case", TRANSITIONS)
+def with_signals(cases, *interrupted):
+    """Return each case with SIGALRM, which `interrupts_deferred` ignores, and some with SIGINT."""
+    return [(case, "SIGALRM") for case in cases] + [(case, "SIGINT") for case in interrupted]
+
+
+@pytest.mark.parametrize("case, number", with_signals(TRANSITIONS, "pause", "waiting"))
 def test_transitions_interrupted_everywhere(run_python, case, number):
     paused, call = TRANSITIONS[case]
     done = run_python(
@@ -166,8 +170,7 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("case", SECTIONS)
+@pytest.mark.parametrize("case, number", with_signals(SECTIONS, "region", "timeline"))
 def test_sections_interrupted_everywhere(run_python, case, number):
     # The section is left when the error arrives, whether during entry, inside or during exit.
     run_python(

@@ -47,20 +47,21 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("request_", REQUESTS)
-def test_a_thread_never_waits_for_the_transition_that_it_has_begun(run_python, request_):
+def test_a_thread_never_waits_for_the_transition_that_it_has_begun(run_python):
     run_python(
         SETUP
         + f"""
-    for begin in (lambda: _C.begin(["a"], [], -1, []), lambda: _C.begin([], ["a"], -1, [])):
-        begun = begin()
-        came = []
-        signal.signal(signal.SIGUSR1, lambda *_: came.append(refused({REQUESTS[request_]})))
-        signal.raise_signal(signal.SIGUSR1)
-        assert came == [True], came
-        begun.run()
-        assert _C.region_depth() == 0
-    assert blocks["a"].is_intact() and memsaver.state("a") == memsaver.state("b") == "mapped"
+    for name, request in {REQUESTS!r}.items():
+        for begin in (lambda: _C.begin(["a"], [], -1, []), lambda: _C.begin([], ["a"], -1, [])):
+            begun = begin()
+            came = []
+            signal.signal(signal.SIGUSR1, lambda *_: came.append(refused(eval(request))))
+            signal.raise_signal(signal.SIGUSR1)
+            assert came == [True], (name, came)
+            begun.run()
+            assert _C.region_depth() == 0, name
+        states = memsaver.state("a"), memsaver.state("b")
+        assert blocks["a"].is_intact() and states == ("mapped", "mapped"), name
     """
     )
 
@@ -261,9 +262,11 @@ AT_THE_END = {
 }
 
 
-@pytest.mark.parametrize("case", AT_THE_END)
-@pytest.mark.parametrize("when", ["finalization", "atexit"])
-def test_the_interpreter_exits_with_work_for_another_thread(run_python, case, when):
+@pytest.mark.parametrize(
+    "when, case",
+    [*(("finalization", case) for case in AT_THE_END), ("atexit", "pause"), ("atexit", "timeline")],
+)
+def test_the_interpreter_exits_with_work_for_another_thread(run_python, when, case):
     done = run_python(
         SETUP
         + f"""

@@ -173,7 +173,7 @@ def test_no_order_of_calls_ends_the_engine(make_world, kind, guarded):
             getattr(engine, name)(tags)
 
     @settings(
-        max_examples=40,
+        max_examples=25,
         deadline=None,
         # The target phase imports a module while other threads parse, which can raise an error in
         # Python 3.11.7 (AST constructor recursion depth mismatch).
