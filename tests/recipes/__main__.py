@@ -1,13 +1,14 @@
 """`make recipes`: run the tests of SGLang's own modules with several versions of SGLang.
 
 Each version is installed without its dependencies into build/sglang, and so are the packages that
-its modules import (requirements.txt), once. Nothing is skipped: a version that cannot be installed
-or a test that cannot run is a failure.
+its modules import (requirements.txt), once. Versions run at the same time. Nothing is skipped: a
+version that cannot be installed or a test that cannot run is a failure.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from importlib.metadata import version as version_of
@@ -30,6 +32,8 @@ FILES = ("asleep", "draft", "graphs", "hooks", "kv_sizing", "requests", "updates
 CHILDREN = ("dropin",)  # starts processes that import SGLang anew, so only with DEFAULT
 HOOKS = "test_the_hooks_attach"
 SECONDS = 600  # for an installation, or for one version's tests
+WORKERS = 3  # versions at a time; their tests use one core, and sometimes wait
+INSTALLING = threading.Lock()  # the versions share a folder of packages
 
 # The published versions from the first with plugins on.
 VERSIONS = (
@@ -59,14 +63,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"default: {DEFAULT}")
     parser.add_argument("--all", action="store_true", help="all published versions")
     parser.add_argument("--write", action="store_true", help=f"the results into {RECORD.name}")
+    parser.add_argument("--install", action="store_true", help="install the versions only")
     return parser.parse_args()
 
 
 def installed(name: str, *what: str) -> Path:
     """Return the folder of that name with packages, which pip installs if it does not exist."""
     target = FOLDER / name
-    if not target.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with INSTALLING:
+        if target.exists():
+            return target
         with tempfile.TemporaryDirectory(dir=FOLDER) as work:
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps"]
             options = ["--disable-pip-version-check", "--only-binary", ":all:", "--target"]
@@ -74,27 +81,39 @@ def installed(name: str, *what: str) -> Path:
             subprocess.run(command, check=True, timeout=SECONDS)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(f"{work}/made", target)
-    return target
+        return target
+
+
+def folders(version: str) -> list[Path]:
+    """Install a version and the packages that it imports, and return their folders."""
+    digest = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
+    packages = installed(f"packages-{digest}", "--requirement", str(REQUIREMENTS))
+    return [installed(version, f"sglang=={version}"), packages]
 
 
 def run(version: str) -> dict[str, object]:
-    """Run the tests with a version, and return their results."""
-    digest = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
-    packages = installed(f"packages-{digest}", "--requirement", str(REQUIREMENTS))
-    folders = [installed(version, f"sglang=={version}"), packages]
-    paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    """Run the tests with a version, print their output, and return their results."""
+    paths = os.pathsep.join([*map(str, folders(version)), os.environ.get("PYTHONPATH", "")])
     files = (*FILES, *(CHILDREN if version in DEFAULT else ()))
     tests = [str(Path(__file__).with_name(f"test_recipe_{name}.py")) for name in files]
     with tempfile.TemporaryDirectory() as work:
         report = Path(work) / "report.xml"
         options = ["-q", "-m", "recipes", "-W", "ignore", f"--junitxml={report}"]
-        status = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *tests],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": paths},
-            timeout=SECONDS,
-            check=False,
-        ).returncode
+        options += [f"--timeout={SECONDS}"]  # the first test imports, and so compiles, all modules
+        with (Path(work) / "output").open("w+") as output:
+            try:
+                status = subprocess.run(
+                    [sys.executable, "-m", "pytest", *options, *tests],
+                    cwd=ROOT,
+                    env={**os.environ, "PYTHONPATH": paths},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=SECONDS,
+                    check=False,
+                ).returncode
+            finally:
+                output.seek(0)
+                print(f"SGLang {version}\n{output.read()}", flush=True)
         if status not in (0, 1, 2):  # 1 and 2: tests failed, or could not be collected
             raise OSError(f"pytest ended with status {status}")
         return results(ElementTree.parse(report).getroot())
@@ -131,20 +150,25 @@ def write(version: str, result: dict[str, object]) -> None:
 
 def main() -> None:
     chosen = arguments()
+    versions = VERSIONS if chosen.all else chosen.versions or DEFAULT
+    if chosen.install:
+        for version in versions:
+            folders(version)
+        return
     are_bad = False
-    for version in VERSIONS if chosen.all else chosen.versions or DEFAULT:
-        print(f"SGLang {version}", flush=True)
-        try:
-            result = run(version)
-        except (ElementTree.ParseError, OSError, subprocess.SubprocessError) as error:
-            print(f"SGLang {version}: {error}", flush=True)
-            are_bad = True
-            continue
-        lacks = f"; SGLang has no {', '.join(result['lacks'])}" if result["lacks"] else ""
-        print(f"SGLang {version}: {result['passed']} passed, failed: {result['failed']}{lacks}")
-        are_bad |= bool(result["failed"]) or not result["passed"]
-        if chosen.write:
-            write(version, result)
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        for version, running in [(version, pool.submit(run, version)) for version in versions]:
+            try:
+                result = running.result()
+            except (ElementTree.ParseError, OSError, subprocess.SubprocessError) as error:
+                print(f"SGLang {version}: {error}", flush=True)
+                are_bad = True
+                continue
+            lacks = f"; SGLang has no {', '.join(result['lacks'])}" if result["lacks"] else ""
+            print(f"SGLang {version}: {result['passed']} passed, failed: {result['failed']}{lacks}")
+            are_bad |= bool(result["failed"]) or not result["passed"]
+            if chosen.write:
+                write(version, result)
     if are_bad:
         sys.exit("some tests failed, or could not run")
 
