@@ -1,7 +1,7 @@
 """`make recipes`: run the tests of SGLang's own modules with several versions of SGLang.
 
 Each version is installed without its dependencies into build/sglang, and so are the packages that
-its modules import (requirements.txt), once. Versions run at the same time. Nothing is skipped: a
+its modules import (requirements.txt), once. Two versions run at a time. Nothing is skipped: a
 version that cannot be installed or a test that cannot run is a failure.
 """
 
@@ -32,7 +32,7 @@ FILES = ("asleep", "draft", "graphs", "hooks", "kv_sizing", "requests", "updates
 CHILDREN = ("dropin",)  # starts processes that import SGLang anew, so only with DEFAULT
 HOOKS = "test_the_hooks_attach"
 SECONDS = 600  # for an installation, or for one version's tests
-WORKERS = 3  # versions at a time; their tests use one core, and sometimes wait
+WORKERS = 2  # versions at a time; the tests of each use one core, and have time limits
 INSTALLING = threading.Lock()  # the versions share a folder of packages
 
 # The published versions from the first with plugins on.
