@@ -49,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
     if not config.real_driver:
         os.environ["MEMSAVER_DRIVER"] = "sim"
+    # Threads of torch that wait spin, and take the processors from other test processes.
+    os.environ["OMP_NUM_THREADS"] = "1"
     # A shell starts background processes with these signals ignored, and children inherit that.
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),

@@ -18,6 +18,7 @@ A health check neither waits nor wakes the engine. An abort ends a held request 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import sys

@@ -17,8 +17,8 @@ from memsaver._runtime.timeouts import check_timeout
 from memsaver.errors import ConfigError, NotLoadedError
 
 from ..engine.errors import EngineError, EngineTimeoutError
-from ..engine.loops import LoopThread
 from ..engine.fields import is_whole
+from ..engine.loops import LoopThread
 from ..engine.placement import VISIBLE, Gpu, Placement, Sizes, by_host
 from ..engine.processes import Descendant, descendants_of, kill
 from .async_engine import AsyncEngine
@@ -114,7 +114,8 @@ def launch(
     level = full.pop("sleep_level", 1)
     if tp_size is not None and full.setdefault(_TP_SIZE, tp_size) != tp_size:
         raise ConfigError(
-            f"{_TP_SIZE}={full[_TP_SIZE]}, but the mesh's tensor-parallel groups have {tp_size} ranks"
+            f"{_TP_SIZE}={full[_TP_SIZE]}, but the mesh's tensor-parallel groups have "
+            f"{tp_size} ranks"
         )
     deadline = time.monotonic() + timeout
     # The thread of the loop also starts the engine's processes, which end with it.

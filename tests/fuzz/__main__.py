@@ -1,13 +1,14 @@
 """`make fuzz`: fuzz the C ABI and the environment's options, guided by the core's coverage.
 
-Both targets run under the address and undefined-behaviour sanitizers, for a limited time. They
-start from tests/fuzz/corpus, which includes inputs that once failed. If an input fails, saves it,
-prints the command that runs it alone, and exits with 1.
+Both targets run at the same time under the address and undefined-behaviour sanitizers, for a
+limited time. They start from tests/fuzz/corpus, which includes inputs that once failed. If an input
+fails, saves it, prints the command that runs it alone, and exits with 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import os
 import re
 import subprocess
@@ -41,7 +42,9 @@ class Found:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
-    parser.add_argument("--seconds", type=int, default=60, metavar="N", help="of both targets")
+    parser.add_argument(
+        "--seconds", type=int, default=60, metavar="N", help="the sum of both targets'"
+    )
     parser.add_argument("--seed", type=int, default=0, help="libFuzzer's; 0: a new one each time")
     parser.add_argument("--target", choices=TARGETS, help="one alone")
     parser.add_argument("--input", type=Path, metavar="FILE", help="run one input of the target")
@@ -104,11 +107,18 @@ def main() -> int:
         if asked.input:
             command = [str(programs[asked.target]), str(asked.input.resolve())]
             return subprocess.run(command, env=environment(place), cwd=place).returncode
-        for target in targets:
+        seconds = max(asked.seconds // len(targets), 1)
+
+        def run(target: str) -> Found:
             corpus = asked.keep / target if asked.keep else place / target
             corpus.mkdir(parents=True, exist_ok=True)
-            seconds = max(asked.seconds // len(targets), 1)
-            found = fuzz(programs[target], target, seconds, asked.seed, place, corpus)
+            own = place / f"{target}-files"
+            own.mkdir()
+            return fuzz(programs[target], target, seconds, asked.seed, own, corpus)
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            results = dict(zip(targets, pool.map(run, targets), strict=True))
+        for target, found in results.items():
             print(
                 f"{target}: {found.runs} inputs in {seconds} s; blocks covered: "
                 f"{found.first[0]} -> {found.last[0]}, features: {found.first[1]} -> "

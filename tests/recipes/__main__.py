@@ -1,13 +1,14 @@
 """`make recipes`: run the tests of SGLang's and vLLM's own modules with several versions of each.
 
 Each version is installed without its dependencies into build/sglang or build/vllm, and so are the
-packages that its modules import (the engine's requirements), once. Nothing is skipped: a version
-that cannot be installed or a test that cannot run is a failure.
+packages that its modules import (the engine's requirements), once. Two versions run at a time.
+Nothing is skipped: a version that cannot be installed or a test that cannot run is a failure.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from repository import ROOT
 
 HOOKS = "test_the_hooks_attach"
 SECONDS = 600  # for an installation, or for one version's tests
+WORKERS = 2  # versions at a time; the tests of each use one core, and have time limits
+INSTALLING = threading.Lock()  # the versions share a folder of packages
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=ENGINES, help="default: all engines")
     parser.add_argument("--all", action="store_true", help="all published versions")
     parser.add_argument("--write", action="store_true", help="the results into benchmarks/results")
+    parser.add_argument("--install", action="store_true", help="install the versions only")
     chosen = parser.parse_args()
     if chosen.versions and chosen.engine is None:
         parser.error("pass --engine with the versions")
@@ -125,8 +130,10 @@ def arguments() -> argparse.Namespace:
 
 def installed(target: Path, *what: str) -> Path:
     """Return the folder with packages, which pip installs if it does not exist."""
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with INSTALLING:
+        if target.exists():
+            return target
         with tempfile.TemporaryDirectory(dir=target.parent) as work:
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps"]
             options = ["--disable-pip-version-check", "--only-binary", ":all:", "--target"]
@@ -134,25 +141,37 @@ def installed(target: Path, *what: str) -> Path:
             subprocess.run(command, check=True, timeout=SECONDS)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(f"{work}/made", target)
-    return target
+        return target
+
+
+def folders(engine: Engine, version: str) -> list[Path]:
+    """Install a version and the packages that it imports, and return their folders."""
+    return [engine.installed(version), *engine.packages()]
 
 
 def run(engine: Engine, version: str) -> dict[str, object]:
-    """Run the tests with a version, and return their results."""
-    folders = [engine.installed(version), *engine.packages()]
-    paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    """Run the tests with a version, print their output, and return their results."""
+    paths = [*map(str, folders(engine, version)), os.environ.get("PYTHONPATH", "")]
     files = (*engine.files, *(engine.children if version in engine.default else ()))
     tests = [str(Path(__file__).with_name(f"test_recipe_{name}.py")) for name in files]
     with tempfile.TemporaryDirectory() as work:
         report = Path(work) / "report.xml"
         options = ["-q", "-m", "recipes", "-W", "ignore", f"--junitxml={report}"]
-        status = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *tests],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": paths},
-            timeout=SECONDS,
-            check=False,
-        ).returncode
+        options += [f"--timeout={SECONDS}"]  # the first test imports, and so compiles, all modules
+        with (Path(work) / "output").open("w+") as output:
+            try:
+                status = subprocess.run(
+                    [sys.executable, "-m", "pytest", *options, *tests],
+                    cwd=ROOT,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=SECONDS,
+                    check=False,
+                ).returncode
+            finally:
+                output.seek(0)
+                print(f"{engine.title} {version}\n{output.read()}", flush=True)
         if status not in (0, 1, 2):  # 1 and 2: tests failed, or could not be collected
             raise OSError(f"pytest ended with status {status}")
         return results(ElementTree.parse(report).getroot(), engine.absent)
@@ -190,29 +209,32 @@ def write(engine: Engine, version: str, result: dict[str, object]) -> None:
 def main() -> None:
     chosen = arguments()
     engines = list(ENGINES.values()) if chosen.engine is None else [ENGINES[chosen.engine]]
+    work = [
+        (engine, version)
+        for engine in engines
+        for version in (engine.versions if chosen.all else chosen.versions or engine.default)
+    ]
+    if chosen.install:
+        for engine, version in work:
+            folders(engine, version)
+        return
     are_bad = False
-    for engine in engines:
-        versions = engine.versions if chosen.all else chosen.versions or engine.default
-        for version in versions:
-            are_bad |= not is_good(engine, version, chosen.write)
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        for engine, version, running in [(*one, pool.submit(run, *one)) for one in work]:
+            name = f"{engine.title} {version}"
+            try:
+                result = running.result()
+            except (ElementTree.ParseError, OSError, subprocess.SubprocessError) as error:
+                print(f"{name}: {error}", flush=True)
+                are_bad = True
+                continue
+            lacks = f"; it has no {', '.join(result['lacks'])}" if result["lacks"] else ""
+            print(f"{name}: {result['passed']} passed, failed: {result['failed']}{lacks}")
+            are_bad |= bool(result["failed"]) or not result["passed"]
+            if chosen.write:
+                write(engine, version, result)
     if are_bad:
         sys.exit("some tests failed, or could not run")
-
-
-def is_good(engine: Engine, version: str, writes: bool) -> bool:
-    """Run a version's tests, print the results, and return whether all passed."""
-    name = f"{engine.title} {version}"
-    print(name, flush=True)
-    try:
-        result = run(engine, version)
-    except (ElementTree.ParseError, OSError, subprocess.SubprocessError) as error:
-        print(f"{name}: {error}", flush=True)
-        return False
-    lacks = f"; it has no {', '.join(result['lacks'])}" if result["lacks"] else ""
-    print(f"{name}: {result['passed']} passed, failed: {result['failed']}{lacks}", flush=True)
-    if writes:
-        write(engine, version, result)
-    return not result["failed"] and bool(result["passed"])
 
 
 if __name__ == "__main__":

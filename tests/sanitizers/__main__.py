@@ -1,14 +1,16 @@
 """`make sanitize`: run the core, the hooks and the simulator under sanitizers.
 
 One build detects address errors, undefined behaviour and leaks, another data races. Both run the
-stress test of tests/native/stress and the native test programs; the first also runs tests of the
-Python package, and scenarios of `make faults`. Exits with 1 if a sanitizer reports an error or a
-check fails.
+stress test of tests/native/stress and the native test programs, two of these at a time; the first
+also runs tests of the Python package, and scenarios of `make faults`. Exits with 1 if a sanitizer
+reports an error or a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import functools
 import sys
 import tempfile
 import time
@@ -21,6 +23,8 @@ from build_support.variants import ASAN, TSAN
 from sanitizers import checks
 from sanitizers.builds import Build
 from sanitizers.checks import Outcome, Place
+
+Check = Callable[[], Outcome]
 
 
 def arguments() -> argparse.Namespace:
@@ -35,45 +39,52 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def planned(asked: argparse.Namespace, place: Place) -> list[Callable[[], Outcome]]:
-    """Build the libraries and programs; return the checks to run, in order."""
-    plan: list[Callable[[], Outcome]] = []
+def planned(asked: argparse.Namespace, place: Place) -> tuple[list[Check], list[Check]]:
+    """Build the libraries and programs; return the checks to run, in order.
+
+    The checks of the first list use one core for most of their time, those of the second all.
+    """
+    one_core: list[Check] = []
+    all_cores: list[Check] = []
     for variant in (ASAN, TSAN):
         built = Build(variant, package=variant is ASAN and asked.only in (None, "suite", "faults"))
         leaks = variant is ASAN and checks.leaks_are_found(place, built)
         if variant is ASAN and not leaks:
             print("leaks are not looked for: the leak sanitizer needs ptrace, which is forbidden")
-        for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
-            if asked.only in (None, "stress"):
-                plan.append(
-                    lambda b=built, s=seed, leaks=leaks: checks.stress(
-                        place, b, s, asked.operations, leaks
-                    )
-                )
         if asked.only in (None, "units"):
-            plan.append(lambda b=built: checks.units(place, b))
+            one_core.append(functools.partial(checks.units, place, built))
+        if asked.only in (None, "stress"):
+            built.stress()  # two checks must not build it at the same time
+            for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
+                one_core.append(
+                    functools.partial(checks.stress, place, built, seed, asked.operations, leaks)
+                )
         if asked.only in (None, "suite") and variant is ASAN:
-            plan.append(lambda b=built: checks.suite(place, b))
+            all_cores.append(functools.partial(checks.suite, place, built))
         if asked.only in (None, "faults") and variant is ASAN:
-            plan.append(lambda b=built: checks.faults(place, b))
-    return plan
+            all_cores.append(functools.partial(checks.faults, place, built))
+    return one_core, all_cores
+
+
+def run(check: Check) -> Outcome:
+    """Run a check and print its outcome."""
+    began = time.monotonic()
+    outcome = check()
+    figures = ", ".join(f"{count} {what}" for what, count in outcome.figures.items())
+    seconds = time.monotonic() - began
+    text = f"{outcome.name}: {figures}, {outcome.failed} failed ({seconds:.0f} s)"
+    print("\n".join([text, outcome.text] if outcome.failed else [text]), flush=True)
+    return outcome
 
 
 def main() -> int:
     asked = arguments()
     start = time.monotonic()
-    outcomes = []
     with tempfile.TemporaryDirectory(prefix="memsaver-sanitize-") as folder:
-        for check in planned(asked, Place(Path(folder))):
-            began = time.monotonic()
-            outcome = check()
-            outcomes.append(outcome)
-            figures = ", ".join(f"{count} {what}" for what, count in outcome.figures.items())
-            seconds = time.monotonic() - began
-            print(f"{outcome.name}: {figures}, {outcome.failed} failed ({seconds:.0f} s)")
-            if outcome.failed:
-                print(outcome.text)
-            sys.stdout.flush()
+        one_core, all_cores = planned(asked, Place(Path(folder)))
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            outcomes = list(pool.map(run, one_core))
+        outcomes += map(run, all_cores)
     passed = sum(outcome.passed for outcome in outcomes)
     failed = sum(outcome.failed for outcome in outcomes)
     if asked.write:
