@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import memsaver
 from memsaver._runtime.interrupts import interrupts_deferred
-from memsaver._runtime.native import _C, Backup, backup_of, emit_warnings
+from memsaver._runtime.native import _C, Backup, emit_warnings, policy_of
 from memsaver._transitions.handles import Call
 from memsaver._transitions.parts import names_of
 from memsaver._transitions.reports import Report
@@ -105,7 +105,7 @@ class _Pause:
         found: dict[Backup | None, list[str]] = {}
         for name, tag in self._names.items():
             wanted = self._backups.get(tag)
-            is_usual = wanted is None or wanted == backup_of(_C.tag_backup(name))
+            is_usual = wanted is None or wanted == policy_of(name)
             found.setdefault(None if is_usual else wanted, []).append(name)
         return sorted(found.items(), key=lambda item: item[0] == "none")
 
