@@ -22,6 +22,7 @@ class Server:
     def __init__(self, llm, routes: bool = True) -> None:
         self.llm, self.routes = llm, routes
         self.requests: list[str] = []
+        self._lock = threading.Lock()  # an `LLM` is used by one thread at a time
         server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -61,7 +62,8 @@ class Server:
         if parts.path == "/version":
             return 200, {"version": "0.26.0"}
         if parts.path == "/v1/completions":
-            return 200, self._complete(body)
+            with self._lock:
+                return 200, self._complete(body)
         call = getattr(self, f"on_{parts.path[1:]}", None) if self.routes else None
         if call is None or (parts.path == "/memsaver" and not has_plugin()):
             return 404, {"detail": "Not Found"}

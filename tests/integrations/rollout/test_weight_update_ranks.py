@@ -259,6 +259,7 @@ weights = checkpoint(1)
 class Group(WeightGroup):
     def __init__(self):
         self.joined, self._broken, self._backend, self.name = True, "", "gloo", "g"
+        self._engine = engine
 cases = [
     ("verify", "sampled", "full"), ("verify", "full", "sampled"), ("verify", "off", "full"),
     ("layout", "whole", "engine"), ("layout", "engine", "whole"),

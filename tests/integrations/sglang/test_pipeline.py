@@ -22,6 +22,7 @@ import weight_engine
 from weight_engine import Model, Output, Request, checkpoint
 from weight_requests import payload, verification, weights
 from memsaver.integrations.engine.weights.checks import VerificationRequest
+from memsaver.integrations.engine import hooking
 from memsaver.integrations.sglang import hooks, pipeline, weight_loads
 from memsaver.integrations.sglang.protocol import checks_in, text_of
 from memsaver.integrations.sglang.scheduler import _update_ranks
@@ -88,7 +89,7 @@ class Scheduler:
 for target, (kind, hook) in hooks._hooks_of_requests().items():
     name = target.rsplit(".", 1)[1]
     if name in ("process_input_requests", "_pp_send_pyobj_to_next_stage"):
-        setattr(Scheduler, name, hooks._wrapped(kind, getattr(Scheduler, name), hook))
+        setattr(Scheduler, name, hooking.wrapped(kind, getattr(Scheduler, name), hook))
 scheduler = Scheduler()
 assert _update_ranks(scheduler.updater) == 1
 Scheduler._memsaver_hooks = frozenset(("process_input_requests", "_pp_send_pyobj_to_next_stage"))
