@@ -158,6 +158,8 @@ class MemsaverAllocator:
             if names is None or tag in names or tag not in (*_DEFERRABLE, self.default_tag)
         ]
         before = self.released
+        if before:
+            _release_free_memory()  # so that memory freed meanwhile is not mapped again
         steps.move(
             lambda group: moves.resume(group, chosen),
             undo=lambda group: self._pause_again(group, [tag for tag in chosen if tag in before]),
