@@ -184,17 +184,18 @@ CASES = {
     "a sender of weights": (
         ["rollout/weights/sender.py"],
         """
-    from memsaver.integrations.rollout.weights.sender import Sender
+    from memsaver.integrations.rollout.weights import sender as module
 
     ended = []
 
-    def made(store):
+    def made(*_):
         return types.SimpleNamespace(shutdown=lambda: ended.append(True))
+
+    module.made = made
 
     def reset():
         global sender
-        sender = Sender("name", "gloo", 2, 30)
-        sender._make = made
+        sender = module.Sender("name", "nccl", 2, 30)
         ended.clear()
 
     def use():

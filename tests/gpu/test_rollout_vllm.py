@@ -1,6 +1,6 @@
 """Test rollouts of a real vLLM engine: sleep, verified updates and pauses.
 
-    pytest -m "gpu and vllm" tests/gpu/test_vllm_rollout.py
+    pytest -m "gpu and vllm" tests/gpu/test_rollout_vllm.py
 
 The tests use the memsaver that is installed for this Python, with its entry points.
 """

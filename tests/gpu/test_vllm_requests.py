@@ -1,6 +1,6 @@
 """Test requests to a sleeping `AsyncLLM`, and to the server around it, on one GPU.
 
-    pytest -m "gpu and vllm" tests/gpu/test_vllm_asleep.py
+    pytest -m "gpu and vllm" tests/gpu/test_vllm_requests.py
 
 The tests use the memsaver that is installed for this Python, with its entry points. test_vllm
 tests requests to an `LLM`.
