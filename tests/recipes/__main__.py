@@ -44,6 +44,7 @@ class Engine:
         files: the test files.
         children: test files that start processes that import the engine anew, so only for default
             versions.
+        without: the files of a version that are not kept, as a pattern for `Path.glob`.
         needs: the engine whose required packages this one uses besides its own.
     """
 
@@ -53,6 +54,7 @@ class Engine:
     default: tuple[str, ...]
     files: tuple[str, ...]
     children: tuple[str, ...] = ()
+    without: str = ""
     needs: Engine | None = None
 
     @property
@@ -76,7 +78,7 @@ class Engine:
     def installed(self, version: str) -> Path:
         """Return the folder with a version."""
         target = ROOT / "build" / self.package / version
-        return installed(target, f"{self.package}=={version}")
+        return installed(target, f"{self.package}=={version}", without=self.without)
 
 
 SGLANG = Engine(
@@ -110,6 +112,7 @@ VLLM = Engine(
     ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
     ("0.26.0", "0.33.0"),  # the one that has run on a GPU, the newest
     ("vllm", "vllm_asleep", "vllm_rollout"),
+    without="vllm/**/*.so",  # they need CUDA's libraries, and vLLM works without them
     needs=SGLANG,
 )
 ENGINES = {engine.package: engine for engine in (SGLANG, VLLM)}
@@ -128,8 +131,14 @@ def arguments() -> argparse.Namespace:
     return chosen
 
 
-def installed(target: Path, *what: str) -> Path:
-    """Return the folder with packages, which pip installs if it does not exist."""
+def installed(target: Path, *what: str, without: str = "") -> Path:
+    """Return the folder with packages, which pip installs if it does not exist.
+
+    Args:
+        target: the folder.
+        what: what to install, for pip.
+        without: the files that are not kept, as a pattern for `Path.glob`; "" keeps all.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     with INSTALLING:
         if target.exists():
@@ -139,6 +148,8 @@ def installed(target: Path, *what: str) -> Path:
             options = ["--disable-pip-version-check", "--only-binary", ":all:", "--target"]
             command = [*pip, *options, f"{work}/made", *what]
             subprocess.run(command, check=True, timeout=SECONDS)
+            for path in Path(work, "made").glob(without) if without else ():
+                path.unlink()
             shutil.rmtree(target, ignore_errors=True)
             os.rename(f"{work}/made", target)
         return target
