@@ -24,7 +24,7 @@ def tiny(monkeypatch):
 
     yield tiny
     for name in [one for one in sys.modules if one.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]
 
 
 def loaded(tiny, seed, **model):
