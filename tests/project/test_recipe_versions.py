@@ -17,7 +17,7 @@ def test_a_crash_with_one_version_does_not_stop_the_next(tmp_path, monkeypatch, 
     crashing = tmp_path / "python"
     crashing.write_text("#!/bin/sh\nexit 139\n")
     crashing.chmod(0o755)
-    monkeypatch.setattr(recipes, "installed", lambda *_: tmp_path)
+    monkeypatch.setattr(recipes, "installed", lambda *_, **__: tmp_path)
     monkeypatch.setattr(sys, "executable", str(crashing))
     monkeypatch.setattr(sys, "argv", ["recipes", "--engine", "sglang", "0.5.11", "0.5.23"])
     with pytest.raises(SystemExit, match="could not run"):

@@ -211,10 +211,10 @@ def test_clients_that_sleep_and_wake_at_once(asleep):
         """
 before = await generate(engine)
 async def change(number):
-    for _ in range(10):
+    for _ in range(3):
         await (engine.sleep(1, "wait") if number % 2 else engine.wake_up())
 async def requests():
-    for number in range(20):
+    for number in range(6):
         assert await generate(engine, str(number)) == before
 await asyncio.gather(*(change(number) for number in range(4)), requests())
 await engine.wake_up()
