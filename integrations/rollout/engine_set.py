@@ -50,7 +50,8 @@ class EngineSet:
         engines: the engines; their ranks have the same places.
 
     Raises:
-        ConfigError: there is no engine, one occurs twice, or their layouts differ.
+        ConfigError: the list is empty, contains an engine twice, or its engines have different
+            layouts.
     """
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:

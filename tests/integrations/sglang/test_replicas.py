@@ -138,7 +138,7 @@ def test_all_replicas_receive_an_update_and_all_must_succeed():
     manager = Manager(2, GOOD, BAD)
     assert sent(manager, update) == (False, "a | b") and manager.version == "old"
     manager = Manager(2, GOOD, GOOD)
-    manager.is_pause = True  # whoever paused generation has locked it
+    manager.is_pause = True  # a pause of generation holds the lock
     assert sent(manager, update) == (True, "a | a") and manager.events == ["sent"]
     join = replicas.join("init_weights_update_group")
     assert sent(Manager(2, GOOD, BAD), join) == (False, "a | b")
