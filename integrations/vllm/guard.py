@@ -14,8 +14,10 @@ released, and adds nothing to a decoding step.
 | resume of the scheduler | succeeds: the last wake-up resumes it |
 | sleep, wake-up, abort, pause, query, reset of a cache, other calls | as usual |
 
-Requests that the scheduler accepted before the sleep, and keeps, continue after the wake-up. With
-several data-parallel engine cores, each one decides from its own state.
+Requests that the scheduler accepted before the sleep, and keeps, continue after the wake-up. A
+sleep that lets requests finish (`mode="wait"`) does so for those that the scheduler has begun; vLLM
+would keep the others without a bound, so they are refused like new ones. With several data-parallel
+engine cores, each one decides from its own state.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ __all__ = ["before_wait", "guard_of", "handle", "memsaver_memory", "sleep", "wok
 
 _GUARD = "_memsaver_guard"  # an attribute of an engine core
 _RESUME_SCHEDULER = "resume_scheduler"
+_NOT_BEGUN = ("WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR")  # statuses of requests
 _logger = logging.getLogger("memsaver.vllm")
 
 
@@ -64,9 +67,16 @@ def sleep(
         ConfigError: vLLM has no such level.
     """
     check_level(level)
-    result: Future[Any] | None = original(core, level, mode)
+    guard = guard_of(core)
+    if level and mode == "wait" and not core.is_scheduler_paused():
+        guard.hold_queued()
+    try:
+        result: Future[Any] | None = original(core, level, mode)
+    except BaseException:
+        guard.admit_held()
+        raise
     if level:
-        guard_of(core).sleeps(level, result)
+        guard.sleeps(level, result)
     return result
 
 
@@ -132,7 +142,7 @@ class Guard:
         self._core = core
         self._is_ours: bool | None = None  # whether the workers use memsaver; None: not known yet
         self._is_draining = False
-        self._held: list[tuple[Callable[..., None], Any, Any]] = []
+        self._held: list[tuple[Any, Callable[[], None]]] = []  # requests, and what dispatches them
         self._logged: set[str] = set()  # requests refused since the last wake-up
         self.lost: frozenset[str] = frozenset()
         self.idle = IdleSleep.of(core, settings.policy().sleep_after)
@@ -161,6 +171,7 @@ class Guard:
         """Record a sleep that has ended, or that ends when `pending` does."""
         if pending is None:
             self._has_slept(level)
+            self.admit_held()
             return
         self._is_draining = True
         pending.add_done_callback(functools.partial(self._drained, level))
@@ -178,9 +189,37 @@ class Guard:
         self._is_draining = False
         if not pending.cancelled() and pending.exception() is None:
             self._has_slept(level)
+        self.admit_held()
+
+    def hold_queued(self) -> None:
+        """End the requests that the scheduler has not begun, and refuse them after a sleep."""
+        scheduler = self._core.scheduler
+        found = [
+            request
+            for request in scheduler.requests.values()
+            if request.status.name in _NOT_BEGUN and not request.resumable
+        ]
+        if not found:
+            return
+        aborted = importlib.import_module("vllm.v1.request").RequestStatus.FINISHED_ABORTED
+        scheduler.finish_requests([request.request_id for request in found], aborted)
+        for request in found:
+            again = functools.partial(self._refuse, request, MODEL, "its sleep failed: try again")
+            self._held.append((request, again))
+
+    def admit_held(self) -> None:
+        """Dispatch the held requests, or refuse them."""
         held, self._held = self._held, []
-        for dispatch, kind, request in held:
-            self.handle(dispatch, kind, request)
+        for request, dispatch in held:
+            self._admit(request, dispatch)
+
+    def _admit(self, request: Any, dispatch: Callable[[], None]) -> None:
+        if self._is_draining:
+            self._held.append((request, dispatch))
+        elif released := self.released:
+            self._refuse(request, released)
+        else:
+            dispatch()
 
     def handle(self, dispatch: Callable[..., None], kind: Any, request: Any) -> None:
         """Dispatch a client's request to the engine core, or refuse it."""
@@ -191,17 +230,12 @@ class Guard:
         if self.idle is not None:
             self.idle.received(name, request)
         if name == "ADD" and self._is_new(request[0]):
-            if self._is_draining:
-                self._held.append((dispatch, kind, request))
-                return
-            released = self.released
-            if released:
-                self._refuse(request[0], released)
-                return
-        elif name == "UTILITY" and self._answers(request):
+            self._admit(request[0], functools.partial(dispatch, kind, request))
             return
-        elif name == "ABORT" and self._held:
-            self._held = [one for one in self._held if one[2][0].request_id not in request]
+        if name == "UTILITY" and self._answers(request):
+            return
+        if name == "ABORT" and self._held:
+            self._held = [one for one in self._held if one[0].request_id not in request]
         dispatch(kind, request)
 
     def _is_new(self, request: Any) -> bool:
@@ -211,9 +245,9 @@ class Guard:
 
     # --- refusals ---------------------------------------------------------------------------------
 
-    def _refuse(self, request: Any, released: frozenset[str]) -> None:
+    def _refuse(self, request: Any, released: frozenset[str], more: str = "") -> None:
         what = "generate" if request.pooling_params is None else "compute embeddings"
-        text = asleep_text(released, what)
+        text = asleep_text(released, what, more)
         self._log(what, text)
         vllm = importlib.import_module("vllm.v1.engine")
         output = vllm.EngineCoreOutput(

@@ -17,6 +17,7 @@ from memsaver.errors import ConfigError, OutOfDeviceMemoryError
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.vllm import hooks, http_answers
 from memsaver.integrations.vllm.admissions import admission_of
+from memsaver.integrations.vllm.guard import guard_of
 
 pytestmark = pytest.mark.recipes
 
@@ -106,6 +107,27 @@ def test_requests_are_refused_while_memory_is_released(core):
         assert not await engine.is_sleeping()
 
     run(core, test)
+
+
+def test_requests_that_have_not_begun_are_refused_after_a_sleep(core):
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request, RequestStatus
+
+    guard = guard_of(core)
+    for status in RequestStatus:
+        request = Request(status.name, [1], SamplingParams(), None)
+        request.status = status
+        core.scheduler.requests[request.request_id] = request
+    ended = []
+    core.scheduler.finish_requests = lambda ids, status: ended.append((sorted(ids), status))
+    guard.hold_queued()
+    not_begun = ["WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"]
+    assert ended == [(not_begun, RequestStatus.FINISHED_ABORTED)]
+    refused = []
+    core.output_queue = SimpleNamespace(put_nowait=lambda item: refused.append(item[1].outputs[0]))
+    guard.admit_held()
+    assert sorted(output.request_id for output in refused) == not_begun
+    assert all("its sleep failed" in output.stop_reason for output in refused)
 
 
 def test_all_samples_of_a_refused_request_are_forgotten(core):

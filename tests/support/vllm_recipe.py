@@ -131,6 +131,7 @@ class Scheduler:
 
         self.pause_state = PauseState.UNPAUSED
         self.running: list = []
+        self.requests: dict = {}
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)

@@ -38,10 +38,6 @@ class Scheduler(vllm_recipe.Scheduler):
 
     kv_connector = connector = None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.requests = {}
-
     def add_request(self, request) -> None:
         self.requests[request.request_id] = request
 

@@ -48,6 +48,11 @@ async def generate(engine, name="a", max_tokens=1, prompt=PROMPT):
     return tokens, reason
 
 
+def blocked(worker, seconds):
+    """Keep a worker, and so the engine core's loop, from other work."""
+    time.sleep(seconds)
+
+
 async def embed(engine, name="e"):
     return [output async for output in engine.encode(PROMPT, PoolingParams(), name)]
 

@@ -206,15 +206,39 @@ if mode == "keep":  # continues after the wake-up
     )
 
 
+@pytest.mark.parametrize("when", ["refuse", "wake"])
+def test_a_sleep_that_waits_does_not_keep_requests_that_have_not_begun(asleep, when):
+    """The engine core receives the request and the sleep together."""
+    asleep(
+        f"""
+before = await generate(engine)
+busy = asyncio.ensure_future(engine.collective_rpc(blocked, args=(0.5,)))
+await asyncio.sleep(0.1)
+request = asyncio.ensure_future(generate(engine, "late"))
+await asyncio.sleep(0.1)
+await engine.sleep(1, "wait")
+await busy
+if {when!r} == "wake":
+    assert await asyncio.wait_for(request, 10) == before
+else:
+    assert (await asyncio.wait_for(refusal(request), 10)).tags == BOTH
+    await engine.wake_up()
+assert await generate(engine) == before
+""",
+        when=when,
+        wait=8,
+    )
+
+
 def test_clients_that_sleep_and_wake_at_once(asleep):
     asleep(
         """
 before = await generate(engine)
 async def change(number):
-    for _ in range(3):
+    for _ in range(10):
         await (engine.sleep(1, "wait") if number % 2 else engine.wake_up())
 async def requests():
-    for number in range(6):
+    for number in range(20):
         assert await generate(engine, str(number)) == before
 await asyncio.gather(*(change(number) for number in range(4)), requests())
 await engine.wake_up()
