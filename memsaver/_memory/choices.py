@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from memsaver._runtime.native import Backup, note, policy_of, tag_total
+from memsaver._runtime.native import Backup, note, policy_of, tag_totals
 from memsaver._runtime.text import size_text
 from memsaver.errors import InvalidStateError, UsageWarning
 
@@ -61,7 +61,7 @@ def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None
     _undecided.discard(tag)
     if backup != "none" or earlier in (None, "none"):
         return
-    nbytes = tag_total(tag, "allocated_bytes")
+    nbytes = tag_totals([tag], "allocated_bytes")[tag]
     if nbytes:
         note(
             f"a region with backup='none' withdraws the backup {str(earlier)!r} of tag {tag!r}: "
@@ -84,7 +84,7 @@ def check_chosen(tags: Iterable[str], backup: Backup | None) -> None:
     undecided = _undecided.intersection(tags)
     if backup is not None or not undecided:
         return
-    sizes = {tag: tag_total(tag, "resident_bytes") for tag in undecided}
+    sizes = tag_totals(undecided, "resident_bytes")
     total = sum(sizes.values())
     if total >= LARGE_BYTES:
         largest = sorted((tag for tag in sizes if sizes[tag]), key=lambda tag: (-sizes[tag], tag))
