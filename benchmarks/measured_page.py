@@ -226,7 +226,8 @@ def reliability(found: Mapping[str, Any]) -> list[str]:
         "`make faults ARGS=` repeats the test.",
         f"- **Sanitizers** ({ran['sanitizers']}): "
         f"{checked['tests']} tests, {checked['faults']:,} failing calls and "
-        f"{checked['stresses']} runs of a stress test ({checked['operations']:,} operations) under the",
+        f"{checked['stresses']} runs of a stress test ({checked['operations']:,} operations) "
+        "under the",
         f"  address, undefined-behaviour and thread sanitizers: {checked['failed']} failed. "
         "`make sanitize` repeats them.",
         f"- **Fuzzing** ({ran['fuzz']}): "

@@ -2,8 +2,8 @@
 
 Each version is installed without its dependencies into build/sglang or build/vllm, and so are the
 packages that its modules import (the engine's requirements), once. Two versions run at a time.
-A version that cannot be installed is a failure, and so is a test that is skipped, unless the version
-lacks the tested feature.
+A version that cannot be installed is a failure, and so is a skipped test, unless the version lacks
+the tested feature.
 """
 
 from __future__ import annotations
