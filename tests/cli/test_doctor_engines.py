@@ -20,6 +20,7 @@ SETTINGS = [
     ("SGLang", {"SGLANG_PLUGINS": "other"}, "warned", "SGLANG_PLUGINS=other"),
     ("SGLang", {"SGLANG_PLUGINS": "other, memsaver"}, "good", "on"),
     ("SGLang", {"SGLANG_PLATFORM": "other"}, "warned", "SGLANG_PLATFORM=other"),
+    ("SGLang", {"SGLANG_PLATFORM": "memsaver"}, "good", "on"),
     ("SGLang", {"MEMSAVER_SGLANG_PRELOAD": "1"}, "good", "preload mode"),
     ("SGLang", {"MEMSAVER_SGLANG_SLEEP_AFTER": "9"}, "bad", "needs MEMSAVER_SGLANG_ASLEEP=wake"),
     ("SGLang", {"MEMSAVER_SGLANG_SUSPEND_NCCL": "x"}, "bad", "MEMSAVER_SGLANG_SUSPEND_NCCL"),
