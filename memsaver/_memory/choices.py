@@ -19,6 +19,7 @@ from memsaver.errors import InvalidStateError, UsageWarning
 
 __all__ = [
     "LARGE_BYTES",
+    "NAMED",
     "check_chosen",
     "earlier_choice",
     "expect_empty",
@@ -28,6 +29,9 @@ __all__ = [
 
 LARGE_BYTES = 256 << 20
 """A pause discards fewer bytes than this without a choice of a backup."""
+
+NAMED = 8
+"""The most tags that an error names."""
 
 _undecided: set[str] = set()
 if os.environ.get("MEMSAVER_TAG") and not os.environ.get("MEMSAVER_BACKUP"):
@@ -88,7 +92,9 @@ def check_chosen(tags: Iterable[str], backup: Backup | None) -> None:
     total = sum(sizes.values())
     if total >= LARGE_BYTES:
         largest = sorted((tag for tag in sizes if sizes[tag]), key=lambda tag: (-sizes[tag], tag))
-        some = f"tag{'s' if len(largest) > 1 else ''} {', '.join(map(repr, largest))}"
+        some = f"tag{'s' if len(largest) > 1 else ''} {', '.join(map(repr, largest[:NAMED]))}"
+        if (more := len(largest) - NAMED) > 0:
+            some += f" and {more} other{'s' if more > 1 else ''}"
         raise InvalidStateError(
             f"this pause would discard {size_text(total)} of {some}, and no backup was chosen: "
             "pass backup='host' to the tag's regions, or to this call, to keep the contents "
