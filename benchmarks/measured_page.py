@@ -146,8 +146,8 @@ pinned host memory for the next pause; by default, each resume releases it. Note
   the memory; this probably explains the 5 % lost against retained backups.
 - The disk was the machine's virtual disk; the direct I/O limit writes a newly allocated file each
   time, as memsaver's first pause does.
-- The results were written by `benchmarks/pause_resume.py`, `sglang_cycle.py`, `vllm_cycle.py` and
-  `rl_cycle.py`; the file has the single cycles (except for `cudaMalloc`) and the commit.
+- The results were written by the programs of `benchmarks/`; the file has the single cycles (except
+  for `cudaMalloc`) and the commit.
 - `benchmarks/results/h200_0.2.0.json` is a shorter run of memsaver 0.2.0 without a backup, on a
   machine whose driver calls took one of two times (64 GiB unmapped by bare calls: 21 to 24 ms or 41
   to 46 ms), for both libraries. Its medians depend on how many cycles of each were slow, so they
@@ -212,21 +212,30 @@ def reliability(found: Mapping[str, Any]) -> list[str]:
     faults, soak, checked = found["faults"], found["soak"], found["sanitizers"]
     fuzzed = [found["fuzz"][what] for what in ("abi", "options")]
     failed = sum(one["failed"] for one in fuzzed)
+    ran = {what: found[what]["date"][:10] for what in ("faults", "sanitizers", "fuzz", "soak")}
     return [
-        f"- **Faults**: {faults['injected']:,} calls to the driver and the system were made to "
+        "Each is one run, on the date in parentheses. The numbers of calls and tests change with "
+        "memsaver.",
+        "",
+        f"- **Faults** ({ran['faults']}): "
+        f"{faults['injected']:,} calls to the driver and the system were made to "
         f"fail in {faults['scenarios']} scenarios, on the simulated",
         f"  driver; after {faults['passed']:,} of them, the error, the contents and the remaining "
         "objects were as",
         f"  [the design](design.md#faults) requires ({faults['failed']} were not). "
         "`make faults ARGS=` repeats the test.",
-        f"- **Sanitizers**: {checked['tests']} tests and {checked['stresses']} runs of a stress "
-        f"test ({checked['operations']:,} operations) under the",
+        f"- **Sanitizers** ({ran['sanitizers']}): "
+        f"{checked['tests']} tests, {checked['faults']:,} failing calls and "
+        f"{checked['stresses']} runs of a stress test ({checked['operations']:,} operations) "
+        "under the",
         f"  address, undefined-behaviour and thread sanitizers: {checked['failed']} failed. "
         "`make sanitize` repeats them.",
-        f"- **Fuzzing**: {fuzzed[0]['inputs']:,} inputs to the C interface and "
+        f"- **Fuzzing** ({ran['fuzz']}): "
+        f"{fuzzed[0]['inputs']:,} inputs to the C interface and "
         f"{fuzzed[1]['inputs']:,} to the options in {found['fuzz']['seconds']} s, guided by their",
         f"  coverage of the core: {failed} failed. `make fuzz` starts a new run.",
-        f"- **Soak**: {soak['cycles']:,} random steps in {soak['seconds']:.0f} s on "
+        f"- **Soak** ({ran['soak']}): "
+        f"{soak['cycles']:,} random steps in {soak['seconds']:.0f} s on "
         f"{soak['device']} with {soak['processes']} processes released and mapped "
         f"{soak['device_bytes'] / 1e9:,.0f} GB of device",
         f"  memory and copied {soak['copied_bytes'] / 1e9:,.0f} GB; the contents were checked.",

@@ -11,9 +11,9 @@ Measurements
               use while the engine sleeps; decoding before and after
     decode    decoding of two awake engines in turns; only if it is selected
 
-Each engine runs in a process of its own. In `sleep`, it has the GPU for itself, memsaver's and the
-peer's one after the other. Before each step is a wait of --wait seconds, so that the driver's
-clearing of released memory is not measured. Times are those of the engine's caller. All values
+Each engine runs in a process of its own. In `sleep`, the two engines use the GPU one after the
+other. Each step begins after a wait of --wait seconds, so that the driver's clearing of released
+memory is not measured. Times are those of the engine's caller. All values
 count.
 
 Checksums of the weights and the output before each sleep and after the wake-up are compared. If an

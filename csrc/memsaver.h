@@ -466,6 +466,8 @@ MS_API ms_status ms_pause(const char* const* tags, size_t tag_count, int backup,
 MS_API ms_status ms_resume(const char* const* tags, size_t tag_count, ms_change** rows,
                            size_t* row_count, ms_error* error);
 
+/* --- state and statistics of tags */
+
 /* Returns the state of a tag, which is the same on all its devices. */
 MS_API ms_status ms_tag_state(const char* tag, int* state, ms_error* error);
 
@@ -479,6 +481,8 @@ MS_API ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error);
 
 /* Returns one row for each tag and device. A tag without memory has one row with device -1. */
 MS_API ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error);
+
+/* --- the timeline of memory events */
 
 /* Starts recording the memory events of this process's tags in a ring of `capacity` events of about
  * 140 bytes each. New events replace the oldest. A process records one timeline at a time.
@@ -505,6 +509,8 @@ MS_API ms_status ms_timeline_sample(ms_error* error);
  * Errors: MS_INVALID_STATE if nothing is being recorded. */
 MS_API ms_status ms_timeline_stop(ms_error* error);
 
+/* --- addresses and their contents */
+
 /* Returns the live allocations of a tag in address order, on `device` or on all devices (-1). */
 MS_API ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_count,
                            ms_error* error);
@@ -514,6 +520,20 @@ MS_API ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t*
  * access.
  * Errors: MS_NOT_OURS. */
 MS_API ms_status ms_locate(const void* pointer, ms_location* location, ms_error* error);
+
+/* Computes fingerprints of device memory, whichever library allocated it. Each range is cut into
+ * pieces of 1 MiB from its own start, the last one shorter, and `rows` has one row for each piece,
+ * in order. A fingerprint depends only on the bytes, not on addresses: the same contents have the
+ * same fingerprints in every process. Two different pieces of equal length have equal fingerprints
+ * with a probability of 2^-128, unless they were constructed to collide. Waits for work submitted
+ * earlier to those devices.
+ * Errors: MS_INVALID_ARGUMENT if a range is not device memory; MS_INVALID_STATE if a range lies in
+ * a paused tag, or outside live allocations; MS_DRIVER_FAILED also if no kernel image supports the
+ * GPU or driver. */
+MS_API ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest** rows,
+                                size_t* row_count, ms_error* error);
+
+/* --- backups and the memory that they use */
 
 /* Returns the host address of the backup of [address, address + bytes) in a paused tag. Valid until
  * a resume of the tag begins or the range is freed. Pinned backups are contiguous, so that one call
@@ -542,18 +562,6 @@ MS_API ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes,
  * memory in bytes. No tag counts this device memory; ms_host_memory counts the host memory. */
 MS_API ms_status ms_deferred_releases(uint64_t* objects, uint64_t* device_bytes,
                                       uint64_t* host_bytes, ms_error* error);
-
-/* Computes fingerprints of device memory, whichever library allocated it. Each range is cut into
- * pieces of 1 MiB from its own start, the last one shorter, and `rows` has one row for each piece,
- * in order. A fingerprint depends only on the bytes, not on addresses: the same contents have the
- * same fingerprints in every process. Two different pieces of equal length have equal fingerprints
- * with a probability of 2^-128, unless they were constructed to collide. Waits for work submitted
- * earlier to those devices.
- * Errors: MS_INVALID_ARGUMENT if a range is not device memory; MS_INVALID_STATE if a range lies in
- * a paused tag, or outside live allocations; MS_DRIVER_FAILED also if no kernel image supports the
- * GPU or driver. */
-MS_API ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest** rows,
-                                size_t* row_count, ms_error* error);
 
 /* Releases host memory and disk space of backups, except those of paused tags, and the memory kept
  * for computing fingerprints. Takes a tenth of a second for 8 GiB. Waits for all work on the

@@ -13,12 +13,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from memsaver._runtime.native import Backup, note, policy_of, tag_total
+from memsaver._runtime.native import Backup, note, policy_of, tag_totals
 from memsaver._runtime.text import size_text
 from memsaver.errors import InvalidStateError, UsageWarning
 
 __all__ = [
     "LARGE_BYTES",
+    "NAMED",
     "check_chosen",
     "earlier_choice",
     "expect_empty",
@@ -28,6 +29,9 @@ __all__ = [
 
 LARGE_BYTES = 256 << 20
 """A pause discards fewer bytes than this without a choice of a backup."""
+
+NAMED = 8
+"""The most tags that an error names."""
 
 _undecided: set[str] = set()
 if os.environ.get("MEMSAVER_TAG") and not os.environ.get("MEMSAVER_BACKUP"):
@@ -61,7 +65,7 @@ def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None
     _undecided.discard(tag)
     if backup != "none" or earlier in (None, "none"):
         return
-    nbytes = tag_total(tag, "allocated_bytes")
+    nbytes = tag_totals([tag], "allocated_bytes")[tag]
     if nbytes:
         note(
             f"a region with backup='none' withdraws the backup {str(earlier)!r} of tag {tag!r}: "
@@ -84,11 +88,13 @@ def check_chosen(tags: Iterable[str], backup: Backup | None) -> None:
     undecided = _undecided.intersection(tags)
     if backup is not None or not undecided:
         return
-    sizes = {tag: tag_total(tag, "resident_bytes") for tag in undecided}
+    sizes = tag_totals(undecided, "resident_bytes")
     total = sum(sizes.values())
     if total >= LARGE_BYTES:
         largest = sorted((tag for tag in sizes if sizes[tag]), key=lambda tag: (-sizes[tag], tag))
-        some = f"tag{'s' if len(largest) > 1 else ''} {', '.join(map(repr, largest))}"
+        some = f"tag{'s' if len(largest) > 1 else ''} {', '.join(map(repr, largest[:NAMED]))}"
+        if (more := len(largest) - NAMED) > 0:
+            some += f" and {more} other{'s' if more > 1 else ''}"
         raise InvalidStateError(
             f"this pause would discard {size_text(total)} of {some}, and no backup was chosen: "
             "pass backup='host' to the tag's regions, or to this call, to keep the contents "

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import ParamSpec
 
 from memsaver._memory.choices import LARGE_BYTES
-from memsaver._runtime.native import _C, backup_of, note, policy_of, tag_total
+from memsaver._runtime.native import _C, backup_of, note, policy_of, tag_totals
 from memsaver._runtime.text import size_text
 from memsaver.errors import PerformanceWarning
 
@@ -54,9 +54,10 @@ def check_dead_blocks(tags: Iterable[str], dead: list[tuple[int, int]]) -> None:
         found = _C.locate(address)
         if found is not None:
             wasted[found[0]] = wasted.get(found[0], 0) + nbytes
-    for tag in tags:
-        bytes_dead, bytes_all = wasted.get(tag, 0), tag_total(tag, "allocated_bytes")
-        if bytes_dead >= LARGE_BYTES and 2 * bytes_dead > bytes_all:
+    large = [tag for tag in tags if wasted.get(tag, 0) >= LARGE_BYTES]
+    for tag, bytes_all in tag_totals(large, "allocated_bytes").items():
+        bytes_dead = wasted[tag]
+        if 2 * bytes_dead > bytes_all:
             _warn_once(
                 "dead",
                 tag,
@@ -76,8 +77,7 @@ def after_pause(
     for tag, _, _, device_bytes, _ in changes:
         given[tag] = given.get(tag, 0) + device_bytes
     large = [tag for tag in tags if given.get(tag, 0) >= LARGE_BYTES]
-    for tag in large:
-        kept = tag_total(tag, "backup_bytes")
+    for tag, kept in tag_totals(large, "backup_bytes").items():
         if kept < LARGE_BYTES:
             continue
         _kept[tag] = kept
@@ -98,8 +98,9 @@ def after_pause(
 def before_resume(tags: Iterable[str]) -> None:
     """Check a resume of the tags before it begins."""
     large = {tag: _kept.pop(tag) for tag in tags if tag in _kept}
+    saved = tag_totals(large, "backup_bytes")
     for tag, kept in large.items():
-        unread = kept - tag_total(tag, "backup_bytes")
+        unread = kept - saved[tag]
         if unread < LARGE_BYTES or 2 * unread < kept:
             continue
         _dropped[tag] = _dropped.get(tag, 0) + 1
@@ -134,9 +135,9 @@ def _at_exit() -> None:
     """Report at exit the backups of tags that were never resumed."""
     if os.getpid() != _exit_process or hasattr(sys, "last_value"):
         return  # a forked child, or an exception that may have prevented the resume
-    for tag in list(_kept):
-        kept = tag_total(tag, "backup_bytes")
-        if kept >= LARGE_BYTES and tag_total(tag, "resumes") == 0:
+    resumes = tag_totals(_kept, "resumes")
+    for tag, kept in tag_totals(_kept, "backup_bytes").items():
+        if kept >= LARGE_BYTES and resumes[tag] == 0:
             warnings.warn(
                 f"tag {tag!r} was paused with a backup of {size_text(kept)} and was not "
                 "resumed before the process exited: if the contents are not needed, pause with "

@@ -5,76 +5,68 @@ from doctors import of
 
 from memsaver.cli.checks import engines
 
+VERSIONS = [
+    ("SGLang", "0.5.16", True),
+    ("SGLang", "0.5.24", False),
+    ("SGLang", "0.5.2", False),
+    ("vLLM", "0.26.0", True),
+    ("vLLM", "0.33.1", True),
+    ("vLLM", "0.7.3", False),
+]
+SETTINGS = [
+    ("SGLang", {}, "good", "on, for engines with enable_memory_saver"),
+    ("SGLang", {"MEMSAVER_SGLANG": "0"}, "warned", "turned off"),
+    ("SGLang", {"MEMSAVER_SGLANG": "maybe"}, "bad", "maybe"),
+    ("SGLang", {"SGLANG_PLUGINS": "other"}, "warned", "SGLANG_PLUGINS=other"),
+    ("SGLang", {"SGLANG_PLUGINS": "other, memsaver"}, "good", "on"),
+    ("SGLang", {"SGLANG_PLATFORM": "other"}, "warned", "SGLANG_PLATFORM=other"),
+    ("SGLang", {"SGLANG_PLATFORM": "memsaver"}, "good", "on"),
+    ("SGLang", {"MEMSAVER_SGLANG_PRELOAD": "1"}, "good", "preload mode"),
+    ("SGLang", {"MEMSAVER_SGLANG_SLEEP_AFTER": "9"}, "bad", "needs MEMSAVER_SGLANG_ASLEEP=wake"),
+    ("SGLang", {"MEMSAVER_SGLANG_SUSPEND_NCCL": "x"}, "bad", "MEMSAVER_SGLANG_SUSPEND_NCCL"),
+    ("vLLM", {}, "good", "on, for engines with enable_sleep_mode"),
+    ("vLLM", {"MEMSAVER_VLLM": "0"}, "warned", "turned off"),
+    ("vLLM", {"MEMSAVER_VLLM": "maybe"}, "bad", "maybe"),
+    ("vLLM", {"VLLM_PLUGINS": "other"}, "warned", "VLLM_PLUGINS=other"),
+    ("vLLM", {"VLLM_PLUGINS": ""}, "warned", "VLLM_PLUGINS="),
+    ("vLLM", {"VLLM_PLUGINS": "other, memsaver"}, "warned", "VLLM_PLUGINS=other, memsaver"),
+    ("vLLM", {"VLLM_PLUGINS": "other,memsaver"}, "good", "on"),
+    ("vLLM", {"MEMSAVER_VLLM_GRAPHS": "1"}, "good", "with CUDA graphs"),
+]
+for engine in ("SGLang", "vLLM"):
+    prefix = f"MEMSAVER_{engine.upper()}"
+    SETTINGS += [
+        (engine, {f"{prefix}_ASLEEP": "wait"}, "good", "requests to a sleeping engine: wait"),
+        (engine, {f"{prefix}_ASLEEP": "sleep"}, "bad", "must be one of refuse, wait, wake"),
+        (engine, {f"{prefix}_CHECK_UPDATES": "x"}, "bad", f"{prefix}_CHECK_UPDATES"),
+    ]
 
-@pytest.mark.parametrize(
-    ("version", "level", "tried"),
-    [("0.5.16", "good", True), ("0.5.24", "warned", False), ("0.5.2", "warned", False)],
-)
-def test_versions_of_sglang(plain, version, level, tried):
-    plain.setattr(engines, "installed_version", lambda name: version if name == "sglang" else None)
-    found = engines.check_engines()
-    assert of(found, "SGLang").level == level and of(found, "SGLang").data["tried"] is tried
-    assert of(found, "SGLang plugin").level == "good"
-    assert (of(found, "vLLM").level, of(found, "vLLM").text) == ("absent", "not installed")
+
+def install(plain, engine, version):
+    """Make one engine the only installed one."""
+    plain.setattr(
+        engines, "installed_version", lambda name: version if name == engine.lower() else None
+    )
 
 
-@pytest.mark.parametrize(
-    ("env", "level", "says"),
-    [
-        ({"MEMSAVER_SGLANG": "0"}, "warned", "turned off"),
-        ({"MEMSAVER_SGLANG": "maybe"}, "bad", "maybe"),
-        ({"SGLANG_PLUGINS": "other"}, "warned", "SGLANG_PLUGINS=other"),
-        ({"SGLANG_PLUGINS": "other, memsaver"}, "good", "on"),
-        ({"SGLANG_PLATFORM": "other"}, "warned", "SGLANG_PLATFORM=other"),
-        ({"MEMSAVER_SGLANG_PRELOAD": "1"}, "good", "preload mode"),
-        ({"MEMSAVER_SGLANG_ASLEEP": "wait"}, "good", "requests to a sleeping engine: wait"),
-        ({"MEMSAVER_SGLANG_ASLEEP": "sleep"}, "bad", "must be one of refuse, wait, wake"),
-        ({"MEMSAVER_SGLANG_SLEEP_AFTER": "9"}, "bad", "needs MEMSAVER_SGLANG_ASLEEP=wake"),
-        ({"MEMSAVER_SGLANG_SUSPEND_NCCL": "x"}, "bad", "MEMSAVER_SGLANG_SUSPEND_NCCL"),
-        ({"MEMSAVER_SGLANG_CHECK_UPDATES": "x"}, "bad", "MEMSAVER_SGLANG_CHECK_UPDATES"),
-    ],
-)
-def test_sglangs_settings_decide_whether_it_loads_the_plugin(plain, env, level, says):
+@pytest.mark.parametrize(("engine", "version", "tried"), VERSIONS)
+def test_versions_of_engines(plain, engine, version, tried):
+    install(plain, engine, version)
+    found = {finding.name: finding for finding in engines.check_engines()}
+    assert found[engine].level == ("good" if tried else "warned")
+    assert found[engine].data["tried"] is tried
+    # SGLang loads the plugin in each version; with other versions of vLLM, it does nothing.
+    assert (f"{engine} plugin" in found) is (tried or engine == "SGLang")
+    other = found["vLLM" if engine == "SGLang" else "SGLang"]
+    assert (other.level, other.text) == ("absent", "not installed")
+
+
+@pytest.mark.parametrize(("engine", "env", "level", "says"), SETTINGS)
+def test_settings_decide_whether_an_engine_loads_the_plugin(plain, engine, env, level, says):
     for name, value in env.items():
         plain.setenv(name, value)
-    plain.setattr(engines, "installed_version", lambda name: "0.5.16")
-    found = of(engines.check_engines(), "SGLang plugin")
-    assert found.level == level and says in found.text
-
-
-@pytest.mark.parametrize(
-    ("version", "level", "tried"),
-    [("0.26.0", "good", True), ("0.33.1", "good", True), ("0.7.3", "warned", False)],
-)
-def test_versions_of_vllm(plain, version, level, tried):
-    plain.setattr(engines, "installed_version", lambda name: version if name == "vllm" else None)
-    found = engines.check_engines()
-    assert of(found, "vLLM").level == level and of(found, "vLLM").data["tried"] is tried
-    assert ("vLLM plugin" in [finding.name for finding in found]) is tried
-    assert (of(found, "SGLang").level, of(found, "SGLang").text) == ("absent", "not installed")
-
-
-@pytest.mark.parametrize(
-    ("env", "level", "says"),
-    [
-        ({}, "good", "on, for engines with enable_sleep_mode"),
-        ({"MEMSAVER_VLLM": "0"}, "warned", "turned off"),
-        ({"MEMSAVER_VLLM": "maybe"}, "bad", "maybe"),
-        ({"VLLM_PLUGINS": "other"}, "warned", "VLLM_PLUGINS=other"),
-        ({"VLLM_PLUGINS": ""}, "warned", "VLLM_PLUGINS="),
-        ({"VLLM_PLUGINS": "other, memsaver"}, "warned", "VLLM_PLUGINS=other, memsaver"),
-        ({"VLLM_PLUGINS": "other,memsaver"}, "good", "on"),
-        ({"MEMSAVER_VLLM_GRAPHS": "1"}, "good", "with CUDA graphs"),
-        ({"MEMSAVER_VLLM_ASLEEP": "wake"}, "good", "requests to a sleeping engine: wake"),
-        ({"MEMSAVER_VLLM_ASLEEP": "sleep"}, "bad", "must be one of refuse, wait, wake"),
-        ({"MEMSAVER_VLLM_CHECK_UPDATES": "x"}, "bad", "MEMSAVER_VLLM_CHECK_UPDATES"),
-    ],
-)
-def test_vllms_settings_decide_whether_it_loads_the_plugin(plain, env, level, says):
-    for name, value in env.items():
-        plain.setenv(name, value)
-    plain.setattr(engines, "installed_version", lambda name: "0.26.0")
-    found = of(engines.check_engines(), "vLLM plugin")
+    install(plain, engine, {"SGLang": "0.5.16", "vLLM": "0.26.0"}[engine])
+    found = of(engines.check_engines(), f"{engine} plugin")
     assert found.level == level and says in found.text
 
 

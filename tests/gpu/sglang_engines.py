@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import qwen_model
 import torch
 from gpu_trainer import MIB
+from program_runs import free_port
 
 from memsaver.integrations.sglang.sleep import SleepController
 
@@ -250,10 +250,3 @@ def request(url: str, path: str, payload: Any = None, seconds: float = 60) -> tu
         return error.code, error.read().decode()
     except OSError:
         return 0, ""
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

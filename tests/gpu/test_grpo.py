@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import program_runs
 import pytest
 from repository import ROOT
 from test_sglang import environment
@@ -38,34 +35,10 @@ pytestmark = [
 def run(folder: Path, name: str, ranks: int, *options: str) -> dict[str, Any]:
     """Run `train.py` and return its results."""
     pytest.importorskip("transformers")
-    command = [sys.executable]
-    if ranks > 1:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        command += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-        command += [f"--master-port={port}"]
-    words = [str(EXAMPLE / "train.py"), "--steps", str(STEPS), *OPTIONS, "--verify", "full"]
-    log = folder / f"{name}.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, *words, "--out", str(folder / name), *options],
-            env=environment(),
-            cwd=folder,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    tail = "\n".join(line[:500] for line in log.read_text(errors="replace").splitlines()[-60:])
-    assert status == 0, tail
+    launcher = program_runs.launcher(ranks) if ranks > 1 else []
+    words = [*launcher, str(EXAMPLE / "train.py"), "--steps", str(STEPS), *OPTIONS]
+    words += ["--verify", "full", "--out", str(folder / name), *options]
+    program_runs.run(words, environment(name), folder, SECONDS)
     if importlib.util.find_spec("matplotlib") is not None:
         assert (folder / f"{name}.png").stat().st_size > 0
     found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
@@ -103,7 +76,7 @@ def test_the_ray_variant_runs(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     done = subprocess.run(
         [sys.executable, str(EXAMPLE / "ray_workers.py"), "--steps", "2", "--preload"],
-        env=environment(),
+        env=environment("ray"),
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -7,15 +7,10 @@ The tests use the memsaver that is installed for this Python, with its entry poi
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from program_runs import run_ranks
 from test_sglang import environment
 
 CHILD = Path(__file__).with_name("rollout_child.py")
@@ -29,41 +24,9 @@ pytestmark = [
 
 
 def go_through(scene: str, size: int, folder: Path, child: Path = CHILD) -> None:
-    """Run a scene of the child as `size` ranks; all must end with status 0."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    env = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks, logs = [], [folder / f"rank-{rank}" for rank in range(size)]
-    try:
-        for rank, path in enumerate(logs):
-            with path.open("w") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, str(child), scene, str(folder)],
-                        env={**env, "RANK": str(rank), "WORLD_SIZE": str(size)},
-                        cwd=folder,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
-        for rank in ranks:
-            with suppress(subprocess.TimeoutExpired):
-                rank.wait(SECONDS)
-    finally:
-        for rank in ranks:
-            with suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.wait()
-    said = [path.read_text(errors="replace") for path in logs]
-    tails = "\n".join(
-        "\n".join([f"--- rank {rank}", *(line[:500] for line in text.splitlines()[-60:])])
-        for rank, text in enumerate(said)
-    )
-    assert [rank.returncode for rank in ranks] == [0] * size, tails
-    assert all("held" in text.splitlines() for text in said), tails
+    """Run a scene of the child as `size` ranks."""
+    outputs = run_ranks([str(child), scene, str(folder)], environment(scene), folder, SECONDS, size)
+    assert all("held" in output.splitlines() for output in outputs), outputs
 
 
 def test_an_engine_of_one_process(tmp_path: Path) -> None:

@@ -8,14 +8,9 @@ The tests use the memsaver that is installed for this Python, with its entry poi
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 
+import program_runs
 import pytest
 from repository import ROOT
 from test_vllm import environment
@@ -31,31 +26,9 @@ pytestmark = [
 ]
 
 
-def run(folder: Path, *command: str) -> str:
+def run(folder: Path, *words: str) -> str:
     """Run a program, which must succeed, and return its output."""
-    log = folder / "log"
-    with log.open("w") as out:
-        child = subprocess.Popen(
-            [sys.executable, *command],
-            env=environment("rollout"),
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(SECONDS)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    text = log.read_text(errors="replace")
-    tail = "\n".join(line[:500] for line in text.splitlines()[-80:])
-    assert child.returncode == 0, tail
-    print(text)
-    return text
+    return program_runs.run(words, environment("rollout"), folder, SECONDS)
 
 
 @pytest.mark.parametrize("scene", ["launched", "quantized", "group", "llm"])
@@ -65,11 +38,7 @@ def test_a_rollout_engine(scene: str, tmp_path: Path) -> None:
 
 @pytest.mark.two_gpus
 def test_an_engine_that_two_ranks_share(tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    said = run(tmp_path, *launcher, str(CHILD), "two", str(tmp_path))
+    said = run(tmp_path, *program_runs.launcher(2), str(CHILD), "two", str(tmp_path))
     assert said.splitlines().count("held") == 2
 
 

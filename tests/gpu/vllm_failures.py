@@ -1,4 +1,4 @@
-"""Scenarios of lacking memory, requests during a sleep, and killed workers on a live vLLM engine.
+"""Scenarios with too little memory, requests during a sleep, and killed workers on a vLLM engine.
 
 A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
 """

@@ -1,4 +1,4 @@
-"""Run a scene of weights for engines with several replicas or stages, or for several engines.
+"""Run a scene of weight updates of engines with replicas or stages, or of several engines.
 
 usage: weight_sync_engines.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 """

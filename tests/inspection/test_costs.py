@@ -244,7 +244,7 @@ def test_a_check_that_fails_is_no_failure(sim, name, make_blocks, monkeypatch):
         raise RuntimeError
 
     blocks = make_blocks(name, [8 * MIB], backup="pageable")
-    monkeypatch.setattr(costs, "tag_total", broken)
+    monkeypatch.setattr(costs, "tag_totals", broken)
     assert warned(memsaver.pause, name) == []
     assert warned(memsaver.resume, name) == []
     assert blocks[0].is_intact()

@@ -61,6 +61,14 @@ def test_large_contents_are_not_discarded_without_a_choice(sim, tag, call):
     assert sim.read(kept.address, 7) == b"weights" and other
 
 
+def test_the_error_names_the_largest_of_many_tags(sim, tag):
+    names = [tag() for _ in range(choices.NAMED + 4)]
+    kept = [filled(name, (2 if name == names[-1] else 1) * LARGE_BYTES) for name in names]
+    with pytest.raises(InvalidStateError, match=f"tags '{names[-1]}', .* and 4 others, and no"):
+        memsaver.pause()
+    assert kept
+
+
 @pytest.mark.parametrize("backup", get_args(memsaver.Backup))
 @pytest.mark.parametrize("where", ["region", "later region", "pause", "swap"])
 def test_any_choice_of_a_backup_allows_the_pause(sim, tag, where, backup):

@@ -16,6 +16,7 @@ import pytest
 from repository import ROOT, SUPPORT
 
 import memsaver
+from memsaver._runtime.variables import KNOWN_VARIABLES
 from memsaver.integrations.engine.tags import RELEASE_ORDER
 from memsaver.integrations.sglang import versions
 from memsaver.integrations.vllm import versions as vllm_versions
@@ -177,6 +178,13 @@ def variables_in_sources():
     for folder in ("memsaver", "integrations", "build_support"):
         sources += (ROOT / folder).rglob("*.py")
     return set(re.findall(VARIABLE, "".join(path.read_text() for path in sources)))
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_an_engines_page_has_the_variables_of_its_plugin(name):
+    prefix = f"MEMSAVER_{name.upper()}"
+    wanted = {one for one in KNOWN_VARIABLES if one.startswith(prefix)}
+    assert len(wanted) > 5 and wanted <= set(re.findall(VARIABLE, text_of(DOCS / f"{name}.md")))
 
 
 def test_the_table_of_options_is_the_librarys():

@@ -2,7 +2,8 @@
 
 Each version is installed without its dependencies into build/sglang or build/vllm, and so are the
 packages that its modules import (the engine's requirements), once. Two versions run at a time.
-Nothing is skipped: a version that cannot be installed or a test that cannot run is a failure.
+A version that cannot be installed is a failure, and so is a skipped test, unless the version lacks
+the tested feature.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Engines in other processes than the trainer, which join groups for weights as SGLang does.
+"""Engines in processes of their own, which join process groups for weights as SGLang's engines do.
 
-The trainer's leader sends them requests through torch's store.
+The trainer's leader sends requests to them through torch's store.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A vLLM worker of one rank with a small model of torch's modules, in this process.
 
-Needs the fake vLLM on the path: see the fixture `fake_vllm`.
+Needs tests/fixtures/vllm_engine on the path.
 """
 
 from __future__ import annotations

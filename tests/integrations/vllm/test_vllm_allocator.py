@@ -16,7 +16,7 @@ MIB = 1 << 20
 @pytest.fixture
 def allocator(sim, tag):
     """Create an allocator, whose tags belong to this test."""
-    tag.names.extend(("weights", "kv_cache", "runtime", "default", "adapters"))
+    tag.names.extend(("weights", "kv_cache", "runtime", "default", "adapters", "cuda_graph"))
     return MemsaverAllocator()
 
 
@@ -59,6 +59,26 @@ def test_a_kept_kv_cache_is_saved(sim, allocator):
     allocator.sleep(offload_tags="kv_cache")
     allocator.wake_up()
     assert block.is_intact()
+
+
+def test_cuda_graphs_are_kept_by_every_sleep(sim, allocator):
+    block = pool(allocator, sim, "cudagraph")
+    allocator.sleep(offload_tags=())
+    assert allocator.released == ("cuda_graph",)
+    allocator.wake_up()
+    assert block.is_intact()
+
+
+def test_a_sleep_may_be_restricted_to_some_tags(sim, allocator):
+    weights, cache = pool(allocator, sim, "weights"), pool(allocator, sim, "kv_cache")
+    with allocator.only(["kv_cache"]):
+        allocator.sleep(offload_tags=("weights",))
+    assert allocator.released == ("kv_cache",) and weights.is_intact()
+    assert allocator.discards("kv_cache") and not allocator.discards("weights")
+    allocator.sleep(offload_tags=("weights",))
+    assert set(allocator.released) == {"weights", "kv_cache"}
+    allocator.wake_up()
+    assert weights.is_intact() and cache.is_zero()
 
 
 def test_a_partial_wake_up_defers_weights_and_kv_cache_only(sim, allocator):

@@ -153,6 +153,9 @@ def test_requests_postpone_a_release_and_queries_do_not(idle):
     clock.now += 30  # a long generation
     made.wait_begins()
     assert made.left == 5
+    clock.now += 2
+    made.wait_begins()  # after a query
+    assert made.left == 3
 
 
 def test_a_failed_release_is_retried_after_the_same_time(idle):
@@ -175,12 +178,16 @@ def test_a_request_that_arrives_first_prevents_the_release(idle):
     assert not core.slept and not core.paused
 
 
-def test_engines_that_cannot_sleep_alone_keep_their_memory():
+def test_engines_that_cannot_sleep_alone_keep_their_memory(caplog):
     config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
     core = Core()
     core.vllm_config = config
     assert IdleSleep.of(core, 0) is None
     assert IdleSleep.of(core, 5) is not None
+    config.model_config.enable_sleep_mode = False
+    assert IdleSleep.of(core, 5) is None and not caplog.messages
+    config.model_config.enable_sleep_mode = True
     core.dp_group = object()  # a model with experts
-    assert IdleSleep.of(core, 5) is None
+    assert IdleSleep.of(core, 5) is None and "model has experts" in caplog.messages[0]
     assert IdleSleep.of(SimpleNamespace(vllm_config=config), 5) is None  # in the caller's process
+    assert "set VLLM_ENABLE_V1_MULTIPROCESSING=1" in caplog.messages[1]
