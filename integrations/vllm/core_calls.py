@@ -25,7 +25,17 @@ from ..engine.messages import Answer, Failure, SchedulerState
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
 from .guard import guard_of
 from .local import MARK, arguments_of
-from .protocol import END, INFO, RANK_STATE, RELEASE, RELEASE_PART, RESUME, STATE, VERSION
+from .protocol import (
+    END,
+    INFO,
+    RANK_STATE,
+    RELEASE,
+    RELEASE_PART,
+    RESUME,
+    STATE,
+    VERSION,
+    WORKER_CALLS,
+)
 
 __all__ = ["install"]
 
@@ -51,6 +61,10 @@ def install(core: Any) -> None:
     ) -> Any:
         answer = _ANSWERS.get(method) if isinstance(method, str) else None
         if answer is None:
+            if isinstance(method, str) and method in WORKER_CALLS:
+                # The workers end in time themselves. An executor that did not wait for them would
+                # leave their responses in its queues, where its next call finds them.
+                timeout = None
             return original(self, method, timeout, args, kwargs)
         return _then(answer(self, *args), lambda result: [result])
 

@@ -30,6 +30,7 @@ __all__ = [
     "ROUTE",
     "STATE",
     "VERSION",
+    "WORKER_CALLS",
     "Coming",
     "checks_of",
     "fields_of",
@@ -45,6 +46,7 @@ RANK_STATE = "memsaver_state"
 RELEASE_PART = "memsaver_release_part"
 BEGIN, LOAD, END = "memsaver_begin_update", "memsaver_load_weights", "memsaver_end_update"
 JOIN, LEAVE = "memsaver_join_group", "memsaver_leave_group"
+WORKER_CALLS = frozenset({RANK_STATE, RELEASE_PART, BEGIN, LOAD, END, JOIN, LEAVE})
 
 ROUTE = "/memsaver"  # of a server whose engine has the plugin
 

@@ -114,6 +114,18 @@ assert states() == [[], []]
     )
 
 
+def test_a_call_of_the_workers_outlasts_its_timeout(run_ranks):
+    """vLLM's executor would leave the late responses in its queues."""
+    run_ranks(
+        """
+fields = dict(name="g", address="127.0.0.1", port=1, backend="gloo", world_size=3, rank_offset=1)
+rows = llm.collective_rpc("memsaver_join_group", timeout=0.01, args=(fields, 0.5))
+assert len(rows) == 2 and all(check["failure"] for row in rows for check in row), rows
+assert llm.generate(PROMPTS) == first
+        """
+    )
+
+
 @pytest.mark.each_python
 def test_an_executor_in_a_larger_world_has_a_group_of_its_own_ranks(run_vllm):
     """The world is that of two data-parallel engines with two ranks each; only one sleeps."""
