@@ -137,7 +137,7 @@ def _release_part(core: Any, tags: Sequence[str], level: int) -> None:
     executor.sleeping_tags = {*executor.sleeping_tags, *(tag for tag in tags if tag in _SLEEPING)}
     if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # vLLM 0.26
         executor.is_sleeping = bool(executor.sleeping_tags)
-    guard_of(core).sleeps(level if WEIGHTS in tags else 1, None)
+    guard_of(core).slept(level if WEIGHTS in tags else 1)
     if not executor.sleeping_tags:
         core.resume_scheduler()
 

@@ -33,6 +33,8 @@ from ..engine.tags import WEIGHTS
 from . import settings
 from .calls import MODEL, check_level, need_of
 from .idle_sleep import IdleRelease, IdleSleep
+from .protocol import RANK_STATE
+from .worker import installed_allocator
 
 __all__ = ["before_wait", "guard_of", "handle", "memsaver_memory", "sleep", "woken"]
 
@@ -64,10 +66,9 @@ def sleep(
         ConfigError: vLLM has no such level.
     """
     check_level(level)
-    result: Future[Any] | None = original(core, level, mode)
-    if level:
-        guard_of(core).sleeps(level, result)
-    return result
+    if not level:
+        return original(core, level, mode)  # type: ignore[no-any-return]
+    return guard_of(core).sleep(functools.partial(original, core, level, mode), level)
 
 
 def woken(result: Any, core: Any, *_: Any) -> Any:
@@ -111,10 +112,9 @@ def memsaver_memory(core: Any, touch: bool = False, failed: bool = False) -> str
     )
 
 
-def _state_of(worker: Any) -> Any:
-    """Return a worker's `memsaver_state`; None if the worker has another allocator."""
-    state = getattr(worker, "memsaver_state", None)
-    return state() if state is not None else None
+def _has_memsaver(_: Any) -> bool:
+    """Return whether a worker's allocator is memsaver."""
+    return installed_allocator() is not None
 
 
 class Guard:
@@ -130,7 +130,6 @@ class Guard:
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        self._is_ours: bool | None = None  # whether the workers use memsaver; None: not known yet
         self._is_draining = False
         self._held: list[tuple[Callable[..., None], Any, Any]] = []
         self._logged: set[str] = set()  # requests refused since the last wake-up
@@ -144,40 +143,59 @@ class Guard:
         if not executor.is_sleeping:
             return frozenset()
         released = MODEL.intersection(executor.sleeping_tags)
-        if released and self._is_ours is None:
-            states = executor.collective_rpc(_state_of)
-            self._is_ours = all(state is not None and state["released"] for state in states)
-        return released if self._is_ours else frozenset()
+        return released if released and self._is_ours else frozenset()
+
+    @functools.cached_property
+    def _is_ours(self) -> bool:
+        """Whether the workers' memory is memsaver's."""
+        return all(self._core.model_executor.collective_rpc(_has_memsaver))
 
     def failure(self) -> dict[str, Any] | None:
         """Return the fields of the `Failure` of the last sleep or wake-up; None without one."""
-        for state in self._core.model_executor.collective_rpc(_state_of):
-            last = state["last"] if state is not None else None
-            if last is not None and last["failure"] is not None:
-                return dict(last["failure"])
+        for state in self._core.model_executor.collective_rpc(RANK_STATE) if self._is_ours else ():
+            if state["last"] is not None and state["last"]["failure"] is not None:
+                return dict(state["last"]["failure"])
         return None
 
-    def sleeps(self, level: int, pending: Future[Any] | None) -> None:
-        """Record a sleep that has ended, or that ends when `pending` does."""
+    def sleep(self, work: Callable[[], Future[Any] | None], level: int) -> Future[Any] | None:
+        """Make vLLM's sleep, and record it. If it fails, the scheduler continues."""
+        core = self._core
+        # Another allocator may have released memory before it failed, and the ranks of a model with
+        # experts can only continue together.
+        continues = (
+            self._is_ours and not core.is_scheduler_paused() and not hasattr(core, "dp_group")
+        )
+        ended = functools.partial(self._ended, level, continues)
+        try:
+            pending = work()
+        except Exception:
+            ended(failed=True)
+            raise
         if pending is None:
-            self._has_slept(level)
-            return
+            ended(failed=False)
+            return None
         self._is_draining = True
-        pending.add_done_callback(functools.partial(self._drained, level))
+        pending.add_done_callback(
+            lambda done: ended(failed=done.cancelled() or done.exception() is not None)
+        )
+        return pending
 
     def woken(self) -> None:
         """Record a wake-up of any tags."""
         self._logged.clear()
         self.lost = self.lost.intersection(self._core.model_executor.sleeping_tags)
 
-    def _has_slept(self, level: int) -> None:
+    def slept(self, level: int) -> None:
+        """Record a sleep that has ended."""
         if level == 2 and self._core.model_executor.is_sleeping:
             self.lost |= {WEIGHTS}
 
-    def _drained(self, level: int, pending: Future[Any]) -> None:
+    def _ended(self, level: int, continues: bool, failed: bool) -> None:
         self._is_draining = False
-        if not pending.cancelled() and pending.exception() is None:
-            self._has_slept(level)
+        if not failed:
+            self.slept(level)
+        elif continues and not self._core.model_executor.is_sleeping:
+            self._core.resume_scheduler()
         held, self._held = self._held, []
         for dispatch, kind, request in held:
             self.handle(dispatch, kind, request)

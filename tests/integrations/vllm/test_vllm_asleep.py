@@ -170,6 +170,35 @@ assert await generate(engine) == before
     )
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_generation_continues_after_a_sleep_that_failed(asleep, mode):
+    asleep(
+        f"""
+before = await generate(engine)
+running = asyncio.ensure_future(generate(engine, "running", 60))
+await until(lambda: asyncio.sleep(0, engine.output_processor.request_states))
+await engine.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
+try:
+    await engine.sleep(mode="{mode}")
+except OutOfHostMemoryError:
+    assert not await engine.is_sleeping()
+else:
+    raise AssertionError
+assert (await running)[1] == ("length" if "{mode}" == "wait" else "abort")
+assert await generate(engine) == before
+await engine.pause_generation(mode="keep")
+try:
+    await engine.sleep()
+except OutOfHostMemoryError:
+    assert await engine.is_paused()
+else:
+    raise AssertionError
+await engine.resume_generation()
+assert await generate(engine) == before
+"""
+    )
+
+
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 @pytest.mark.parametrize("when", POLICIES)
 def test_sleep_under_load(asleep, when, mode):

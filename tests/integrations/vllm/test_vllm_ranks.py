@@ -59,7 +59,6 @@ def test_a_sleep_without_host_memory_on_one_rank_releases_none(run_ranks):
 llm.collective_rpc(vllm_calls.limit_host, args=(1 << 16, 0))
 fails(llm.sleep, "failed on rank 0 of 2", "every rank has its memory; contents of kv_cache are")
 assert states() == [[], []]
-llm.wake_up()  # the engine core had paused its scheduler
 assert llm.generate(PROMPTS) == first
 llm.collective_rpc(vllm_calls.limit_host, args=((1 << 64) - 1, 0))
         """
@@ -91,7 +90,6 @@ for rank in (0, 1):
     llm.collective_rpc(vllm_calls.break_next, args=("named_buffers", rank))
     fails(lambda: llm.sleep(level=2), "named_buffers is broken", "every rank has its memory")
     assert states() == [[], []]
-    llm.wake_up()
     assert llm.generate(PROMPTS) == first
         """
     )
