@@ -33,7 +33,8 @@ from ..engine.refusals import asleep_in, refused
 from ..engine.tags import WEIGHTS
 from . import settings
 from .calls import CHANGES, MODEL, Need, check_level, need_of
-from .cores import Memory, alive, error_from, memory_of_async
+from .cores import Memory, alive, error_from, memory_of_async, rpc_on_all_cores
+from .protocol import CORE_CALLS
 
 __all__ = [
     "abort",
@@ -360,7 +361,10 @@ async def collective_rpc(
     original: Callable[..., Awaitable[Any]], engine: Any, method: Any, *args: Any, **named: Any
 ) -> Any:
     """Wrap `AsyncLLM.collective_rpc`, which weight updates use as well."""
-    work = functools.partial(original, engine, method, *args, **named)
+    if method in CORE_CALLS:  # vLLM returns the first engine core's answer only
+        work = functools.partial(rpc_on_all_cores, engine.engine_core, method, *args, **named)
+    else:
+        work = functools.partial(original, engine, method, *args, **named)
     if method in CHANGES:
         return await _changed(engine, work)
     return await _call(engine, need_of(method), work)

@@ -143,29 +143,30 @@ class Guard:
         if not executor.is_sleeping:
             return frozenset()
         released = MODEL.intersection(executor.sleeping_tags)
-        return released if released and self._is_ours else frozenset()
+        return released if released and self.is_ours else frozenset()
 
     @functools.cached_property
-    def _is_ours(self) -> bool:
+    def is_ours(self) -> bool:
         """Whether the workers' memory is memsaver's."""
         return all(self._core.model_executor.collective_rpc(_has_memsaver))
 
     def failure(self) -> dict[str, Any] | None:
         """Return the fields of the `Failure` of the last sleep or wake-up; None without one."""
-        for state in self._core.model_executor.collective_rpc(RANK_STATE) if self._is_ours else ():
+        for state in self._core.model_executor.collective_rpc(RANK_STATE) if self.is_ours else ():
             if state["last"] is not None and state["last"]["failure"] is not None:
                 return dict(state["last"]["failure"])
         return None
 
     def sleep(self, work: Callable[[], Future[Any] | None], level: int) -> Future[Any] | None:
-        """Make vLLM's sleep, and record it. If it fails, the scheduler continues."""
+        """Make a sleep of all tags or some, and record it. If it fails, the scheduler continues."""
         core = self._core
         # Another allocator may have released memory before it failed, and the ranks of a model with
         # experts can only continue together.
         continues = (
-            self._is_ours and not core.is_scheduler_paused() and not hasattr(core, "dp_group")
+            self.is_ours and not core.is_scheduler_paused() and not hasattr(core, "dp_group")
         )
-        ended = functools.partial(self._ended, level, continues)
+        before = frozenset(core.model_executor.sleeping_tags)
+        ended = functools.partial(self._ended, level, before, continues)
         try:
             pending = work()
         except Exception:
@@ -175,9 +176,7 @@ class Guard:
             ended(failed=False)
             return None
         self._is_draining = True
-        pending.add_done_callback(
-            lambda done: ended(failed=done.cancelled() or done.exception() is not None)
-        )
+        pending.add_done_callback(functools.partial(self._drained, ended))
         return pending
 
     def woken(self) -> None:
@@ -185,17 +184,16 @@ class Guard:
         self._logged.clear()
         self.lost = self.lost.intersection(self._core.model_executor.sleeping_tags)
 
-    def slept(self, level: int) -> None:
-        """Record a sleep that has ended."""
-        if level == 2 and self._core.model_executor.is_sleeping:
-            self.lost |= {WEIGHTS}
-
-    def _ended(self, level: int, continues: bool, failed: bool) -> None:
-        self._is_draining = False
-        if not failed:
-            self.slept(level)
-        elif continues and not self._core.model_executor.is_sleeping:
+    def _ended(self, level: int, before: frozenset[str], continues: bool, failed: bool) -> None:
+        executor = self._core.model_executor
+        if not failed and level == 2:
+            self.lost |= {WEIGHTS}.intersection(executor.sleeping_tags) - before
+        elif failed and continues and not executor.is_sleeping:
             self._core.resume_scheduler()
+
+    def _drained(self, ended: Callable[..., None], pending: Future[Any]) -> None:
+        self._is_draining = False
+        ended(failed=pending.cancelled() or pending.exception() is not None)
         held, self._held = self._held, []
         for dispatch, kind, request in held:
             self.handle(dispatch, kind, request)

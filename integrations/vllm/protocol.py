@@ -18,6 +18,7 @@ from ..engine.weights.checks import RankCheck, VerificationRequest, raise_failur
 
 __all__ = [
     "BEGIN",
+    "CORE_CALLS",
     "END",
     "INFO",
     "JOIN",
@@ -40,6 +41,7 @@ __all__ = [
 # Answered in the engine core.
 INFO, STATE = "memsaver_info", "memsaver_engine_state"
 RELEASE, RESUME = "memsaver_release", "memsaver_resume"
+CORE_CALLS = (INFO, STATE, RELEASE, RESUME)  # each core of an engine answers for itself
 VERSION = "memsaver_set_version"
 # Answered by the workers.
 RANK_STATE = "memsaver_state"

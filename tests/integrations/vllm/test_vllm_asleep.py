@@ -123,24 +123,6 @@ assert await generate(engine) == before
     )
 
 
-def test_data_parallel_engine_cores_sleep_and_wake_each_by_itself(asleep):
-    asleep(
-        """
-before = [await generate(engine) for _ in range(2)]
-client = engine.engine_core
-await client._call_utility_async("sleep", 1, "abort", engine=1)
-assert [await generate(engine) for _ in range(2)] == before
-assert not await client._call_utility_async("is_sleeping", engine=1)
-await client._call_utility_async("sleep", 1, "abort", engine=0)
-await client._call_utility_async("sleep", 1, "abort", engine=1)
-await client._call_utility_async("wake_up", ["weights"], engine=1)
-assert [await generate(engine) for _ in range(4)] == before * 2
-""",
-        engine="engine_of(data_parallel_size=2)",
-        when="wake",
-    )
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_wake_up_without_memory_refuses_the_requests_and_the_engine_sleeps_on(asleep, ranks):
     asleep(
@@ -402,4 +384,25 @@ assert (await refusal(generate(engine))).tags == ("weights",)
 await engine.wake_up()
 """,
         when=when,
+    )
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+def test_only_a_sleep_that_releases_the_weights_discards_them(asleep, version):
+    asleep(
+        f"""
+from memsaver.integrations.vllm.protocol import RELEASE
+before = await generate(engine)
+await engine.sleep(1)
+await engine.sleep(2)  # "already sleeping"
+assert await generate(engine) == before
+await engine.collective_rpc(RELEASE, args=(["kv_cache"], 1))
+await engine.sleep(2)
+if "{version}" == "0.26.0":  # "already sleeping"
+    assert await generate(engine) == before
+else:
+    assert "weights" in str(await refusal(generate(engine)))
+""",
+        when="wake",
+        VLLM_FAKE_VERSION=version,
     )

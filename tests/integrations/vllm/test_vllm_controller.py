@@ -304,3 +304,24 @@ def test_a_release_waits_until_the_scheduler_has_finished_its_pause(run_vllm, ta
         with_torch=True,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
+
+
+def test_a_replica_of_a_mixture_of_experts_is_not_released(run_vllm):
+    """Its pause would end only after that of all other replicas, which may be busy."""
+    run_vllm(
+        START
+        + textwrap.dedent("""
+    llm = LLM("tiny", enable_sleep_mode=True)
+    first = llm.generate(PROMPTS)
+    core = llm.llm_engine.engine_core.engine_core
+    core.dp_group = object()
+    control = SleepController(llm)
+    for tags in (None, "weights"):
+        refused(ConfigError, control.sleep, tags)
+        assert control.refresh() is Status.AWAKE and not core.is_scheduler_paused()
+    assert llm.generate(PROMPTS) == first
+    llm.shutdown()
+    """),
+        with_torch=True,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
