@@ -152,35 +152,6 @@ assert await generate(engine) == before
     )
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_generation_continues_after_a_sleep_that_failed(asleep, mode):
-    asleep(
-        f"""
-before = await generate(engine)
-running = asyncio.ensure_future(generate(engine, "running", 60))
-await until(lambda: asyncio.sleep(0, engine.output_processor.request_states))
-await engine.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
-try:
-    await engine.sleep(mode="{mode}")
-except OutOfHostMemoryError:
-    assert not await engine.is_sleeping()
-else:
-    raise AssertionError
-assert (await running)[1] == ("length" if "{mode}" == "wait" else "abort")
-assert await generate(engine) == before
-await engine.pause_generation(mode="keep")
-try:
-    await engine.sleep()
-except OutOfHostMemoryError:
-    assert await engine.is_paused()
-else:
-    raise AssertionError
-await engine.resume_generation()
-assert await generate(engine) == before
-"""
-    )
-
-
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 @pytest.mark.parametrize("when", POLICIES)
 def test_sleep_under_load(asleep, when, mode):
@@ -384,25 +355,4 @@ assert (await refusal(generate(engine))).tags == ("weights",)
 await engine.wake_up()
 """,
         when=when,
-    )
-
-
-@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
-def test_only_a_sleep_that_releases_the_weights_discards_them(asleep, version):
-    asleep(
-        f"""
-from memsaver.integrations.vllm.protocol import RELEASE
-before = await generate(engine)
-await engine.sleep(1)
-await engine.sleep(2)  # "already sleeping"
-assert await generate(engine) == before
-await engine.collective_rpc(RELEASE, args=(["kv_cache"], 1))
-await engine.sleep(2)
-if "{version}" == "0.26.0":  # "already sleeping"
-    assert await generate(engine) == before
-else:
-    assert "weights" in str(await refusal(generate(engine)))
-""",
-        when="wake",
-        VLLM_FAKE_VERSION=version,
     )
