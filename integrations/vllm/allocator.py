@@ -132,7 +132,7 @@ class MemsaverAllocator:
 
     @contextlib.contextmanager
     def only(self, tags: Sequence[str]) -> Iterator[None]:
-        """Restrict the releases in the block to these tags."""
+        """Restrict the releases and the wake-ups in the block to these tags."""
         self._chosen = frozenset(tags)
         try:
             yield
@@ -156,6 +156,7 @@ class MemsaverAllocator:
             tag
             for tag in self._tags
             if names is None or tag in names or tag not in (*_DEFERRABLE, self.default_tag)
+            if self._chosen is None or tag in self._chosen
         ]
         before = self.released
         if before:

@@ -7,6 +7,20 @@ import os
 PROMPTS = [[1, 2, 3], [4, 5]]
 
 
+def connect(worker) -> None:
+    """Register the KV cache with a connector to other engines."""
+    from vllm.distributed import kv_transfer
+
+    kv_transfer._AGENT = kv_transfer.Connector()
+
+
+def is_registered(worker) -> bool:
+    """Return whether the KV cache is registered with the connector."""
+    from vllm.distributed import kv_transfer
+
+    return kv_transfer.get_kv_transfer_group().is_registered
+
+
 def occupy(worker, nbytes: int, rank: int = 0) -> None:
     """Allocate the device's memory as another process, on one rank."""
     from memsaver import simulator

@@ -117,6 +117,31 @@ refused(ConfigError, control.sleep, "graphs")
 """)
 
 
+def test_a_connector_keeps_the_registration_of_a_mapped_kv_cache(run):
+    run(
+        """
+control = backend.control
+rpc(vllm_calls.connect)
+assert rpc(vllm_calls.is_registered) == [True]
+for level in (1, 2):
+    control = SleepController(backend.link, level=level)
+    control.sleep("weights")
+    assert rpc(vllm_calls.is_registered) == [True]
+    control.sleep("kv_cache")
+    assert rpc(vllm_calls.is_registered) == [False]
+    control.wake_up("weights")
+    control.sleep("weights")
+    assert rpc(vllm_calls.is_registered) == [False]
+    control.wake_up()
+    assert rpc(vllm_calls.is_registered) == [True]
+    rpc(vllm_calls.break_next, "suspend")
+    refused(EngineError, control.sleep, "weights")
+    assert rpc(vllm_calls.is_registered) == [True] and control.refresh() is Status.AWAKE
+""",
+        VLLM_FAKE_VERSION="0.33.0",
+    )
+
+
 def test_a_sleep_and_a_wake_up_without_memory_leave_the_engine_whole(run):
     run(
         """

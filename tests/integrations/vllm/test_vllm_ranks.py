@@ -65,6 +65,22 @@ llm.collective_rpc(vllm_calls.limit_host, args=((1 << 64) - 1, 0))
     )
 
 
+def test_a_sleep_that_fails_leaves_tags_released_that_were_released_before(run_ranks):
+    run_ranks(
+        """
+llm.collective_rpc("memsaver_release", args=(["kv_cache"], 1))
+assert states() == [["kv_cache"]] * 2
+llm.collective_rpc(vllm_calls.limit_host, args=(1 << 16, 0))
+fails(llm.sleep, "failed on rank 0 of 2", "every rank has its memory")
+assert states() == [["kv_cache"]] * 2
+llm.wake_up(["kv_cache"])
+assert llm.generate(PROMPTS) == first
+llm.collective_rpc(vllm_calls.limit_host, args=((1 << 64) - 1, 0))
+        """,
+        VLLM_FAKE_VERSION="0.33.0",
+    )
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_failure_after_the_wake_up_on_one_rank_wakes_none(run_ranks, level):
     """At level 2 the worker's copies of the model's buffers serve the next wake-up."""
