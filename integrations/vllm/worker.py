@@ -36,7 +36,7 @@ from ..engine.messages import Answer, RankReport, SchedulerState, raisable
 from ..engine.ranks import first_failure
 from ..engine.tags import KV_CACHE, RELEASE_ORDER, WEIGHTS
 from . import settings
-from .allocator import MemsaverAllocator
+from .allocator import DEFERRABLE, MemsaverAllocator
 from .executor_ranks import group_of
 from .protocol import RELEASE_PART
 from .steps import Step
@@ -52,7 +52,6 @@ _UNDO_NOTHING = {
     "release": lambda group: moves.resume(group, []),
     "resume": lambda group: moves.pause(group, []),
 }
-_ALL = (WEIGHTS, KV_CACHE)  # the tags that a wake-up may name
 # Executors that run one rank each, so that every rank raises.
 _OF_ONE_RANK = ("external_launcher", "uni")
 _logger = logging.getLogger("memsaver.vllm")
@@ -77,12 +76,17 @@ def install(worker: Any) -> None:
 
 
 def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
-    """Return a worker's sleep that releases only some tags."""
+    """Return a worker's sleep of only some of the deferrable tags.
+
+    The sleep of the last one releases all other memory too, as a sleep of both does.
+    """
 
     def call(worker: Any, tags: Sequence[str], level: int) -> None:
         allocator = installed_allocator()
         assert allocator is not None  # a hooked call without it is vLLM's own
-        with allocator.only(tags), _connected(tags):
+        is_last = set(DEFERRABLE) <= {*tags, *allocator.released}
+        chosen = contextlib.nullcontext() if is_last else allocator.only(tags)
+        with chosen, _connected(tags):
             sleep(worker, level if WEIGHTS in tags else 1)
 
     return call
@@ -148,7 +152,7 @@ def _hooked(
         step = Step(group, _UNDO_NOTHING[operation])
         step.run(lambda: original(worker, *arguments, **named))
         if step.failed and operation == "release" and not first_failure(step.undone):
-            tags = arguments[0] if names_tags else _ALL
+            tags = arguments[0] if names_tags else DEFERRABLE
             with allocator.only(()):  # the memory is mapped again, or was released before
                 _wake(worker, wake_up, [tag for tag in tags if tag not in before])
         if step.failed:

@@ -117,6 +117,29 @@ refused(ConfigError, control.sleep, "graphs")
 """)
 
 
+@pytest.mark.parametrize("tags", [("kv_cache", "weights"), ("weights", "kv_cache")])
+def test_all_memory_is_released_after_the_weights_and_the_kv_cache(run_async, tags):
+    run_async(
+        f"""
+control = backend.control
+first = backend.generate(requests([1, 2]), 30)
+[before] = rpc(vllm_calls.resident)
+assert before["runtime"] and before["weights"]
+for _ in range(2):
+    control.sleep("{tags[0]}")
+    assert rpc(vllm_calls.resident)[0]["runtime"] == before["runtime"]
+    control.sleep("{tags[1]}")
+    assert not any(rpc(vllm_calls.resident)[0].values())
+    control.wake_up("{tags[0]}")
+    assert rpc(vllm_calls.resident)[0]["runtime"] == before["runtime"]
+    control.wake_up()
+    assert rpc(vllm_calls.resident) == [before]
+assert backend.generate(requests([1, 2]), 30) == first
+""",
+        VLLM_FAKE_VERSION="0.33.0",
+    )
+
+
 def test_a_connector_keeps_the_registration_of_a_mapped_kv_cache(run):
     run(
         """
