@@ -333,9 +333,14 @@ def process_outputs(
         state = processor.request_states.get(output.request_id)
         if error is None or state is None:
             continue
-        processor.abort_requests([output.request_id], internal=True)
         if state.queue is None:
+            # The caller gives up at the first error, and the engine core refuses the later requests
+            # too. The states are in the order of the requests.
+            names = list(processor.request_states)
+            ended = names[names.index(output.request_id) :]
+            processor.abort_requests(ended, internal=True)
             raise refused(error)
+        processor.abort_requests([output.request_id], internal=True)
         state.queue.put(error)  # replaces the output of the abort
     return original(processor, [], *args, **named)
 
