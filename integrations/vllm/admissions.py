@@ -366,10 +366,9 @@ async def collective_rpc(
     original: Callable[..., Awaitable[Any]], engine: Any, method: Any, *args: Any, **named: Any
 ) -> Any:
     """Wrap `AsyncLLM.collective_rpc`, which weight updates use as well."""
+    work: Callable[[], Awaitable[Any]] = functools.partial(original, engine, method, *args, **named)
     if method in CORE_CALLS:  # vLLM returns the first engine core's answer only
         work = functools.partial(rpc_on_all_cores, engine.engine_core, method, *args, **named)
-    else:
-        work = functools.partial(original, engine, method, *args, **named)
     if method in CHANGES:
         return await _changed(engine, work)
     return await _call(engine, need_of(method), work)

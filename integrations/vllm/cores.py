@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from memsaver.errors import MemsaverError
 
-from ..engine.errors import EngineError
 from ..engine.fields import Fields, parsed
 from ..engine.messages import Answer, Failure, error_of
 from ..engine.tags import RELEASE_ORDER
@@ -108,6 +107,7 @@ async def alive(engine: Any, work: Awaitable[_Result]) -> _Result:
 
 def error_from(error: Exception, memory: Memory) -> Exception:
     """Return the typed error of a failed sleep or wake-up, whose text is all that vLLM sends."""
-    if isinstance(error, MemsaverError) or memory.error is None:
+    known = memory.error  # may be that of an earlier call
+    if isinstance(error, MemsaverError) or known is None or known.message not in str(error):
         return error
-    return memory.error if memory.error.message in str(error) else EngineError(str(error))
+    return known

@@ -74,3 +74,22 @@ assert await generate(engine) == before
 """,
         VLLM_FAKE_VERSION="0.33.0",
     )
+
+
+def test_an_error_of_vllms_own_is_unchanged_after_a_failed_sleep(asleep):
+    asleep(
+        """
+async def error_of(work):
+    try:
+        await work
+    except Exception as error:
+        return error
+
+own = await error_of(engine.sleep(mode="unknown"))
+assert type(own) is Exception and "Invalid pause mode" in str(own)
+await engine.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
+assert isinstance(await error_of(engine.sleep()), OutOfHostMemoryError)
+again = await error_of(engine.sleep(mode="unknown"))
+assert type(again) is Exception and str(again) == str(own)
+"""
+    )
