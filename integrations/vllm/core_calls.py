@@ -136,6 +136,7 @@ def _release(core: Any, tags: Sequence[str], level: int) -> Any:
 
 def _release_part(core: Any, tags: Sequence[str], level: int) -> Any:
     """Release some tags, and leave vLLM's executor in the state of a partial wake-up."""
+    was_paused = core.is_scheduler_paused()
 
     def release(_: Any) -> None:
         executor = core.model_executor
@@ -143,7 +144,7 @@ def _release_part(core: Any, tags: Sequence[str], level: int) -> Any:
         executor.sleeping_tags = {*executor.sleeping_tags, *set(tags).intersection(_SLEEPING)}
         if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # vLLM 0.26
             executor.is_sleeping = bool(executor.sleeping_tags)
-        if not executor.sleeping_tags:
+        if not executor.sleeping_tags and not was_paused:  # the graphs alone
             core.resume_scheduler()
 
     return _then(core.pause_scheduler("keep", KV_CACHE in tags), release)

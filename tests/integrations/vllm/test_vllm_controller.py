@@ -373,3 +373,20 @@ def test_a_replica_of_a_mixture_of_experts_is_not_released(run_vllm):
         with_torch=True,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
+
+
+def test_a_release_of_the_graphs_alone_leaves_the_scheduler_as_it_was(run_vllm):
+    run_vllm(
+        """
+llm = LLM("tiny", enable_sleep_mode=True)
+core = llm.llm_engine.engine_core.engine_core
+for pause in (lambda: None, lambda: core.pause_scheduler("keep")):
+    pause()
+    before = core.is_scheduler_paused()
+    [answer] = core.collective_rpc("memsaver_release", args=(["cuda_graph"], 1))
+    assert answer["failure"] is None and core.is_scheduler_paused() == before
+llm.shutdown()
+""",
+        with_torch=True,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
