@@ -33,7 +33,8 @@ from ..engine.refusals import asleep_in, refused
 from ..engine.tags import WEIGHTS
 from . import settings
 from .calls import CHANGES, MODEL, Need, check_level, need_of
-from .cores import Memory, alive, error_from, memory_of_async
+from .cores import Memory, alive, error_from, memory_of_async, rpc_on_all_cores
+from .protocol import CORE_CALLS
 
 __all__ = [
     "abort",
@@ -332,9 +333,14 @@ def process_outputs(
         state = processor.request_states.get(output.request_id)
         if error is None or state is None:
             continue
-        processor.abort_requests([output.request_id], internal=True)
         if state.queue is None:
+            # The caller gives up at the first error, and the engine core refuses the later requests
+            # too. The states are in the order of the requests.
+            names = list(processor.request_states)
+            ended = names[names.index(output.request_id) :]
+            processor.abort_requests(ended, internal=True)
             raise refused(error)
+        processor.abort_requests([output.request_id], internal=True)
         state.queue.put(error)  # replaces the output of the abort
     return original(processor, [], *args, **named)
 
@@ -360,7 +366,9 @@ async def collective_rpc(
     original: Callable[..., Awaitable[Any]], engine: Any, method: Any, *args: Any, **named: Any
 ) -> Any:
     """Wrap `AsyncLLM.collective_rpc`, which weight updates use as well."""
-    work = functools.partial(original, engine, method, *args, **named)
+    work: Callable[[], Awaitable[Any]] = functools.partial(original, engine, method, *args, **named)
+    if method in CORE_CALLS:  # vLLM returns the first engine core's answer only
+        work = functools.partial(rpc_on_all_cores, engine.engine_core, method, *args, **named)
     if method in CHANGES:
         return await _changed(engine, work)
     return await _call(engine, need_of(method), work)

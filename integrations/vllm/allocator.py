@@ -16,10 +16,10 @@ from ..engine import moves
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
 from . import steps
 
-__all__ = ["MemsaverAllocator"]
+__all__ = ["DEFERRABLE", "MemsaverAllocator"]
 
 _DISCARDED = (KV_CACHE, "workspace")  # the tags whose regions request no backup
-_DEFERRABLE = (WEIGHTS, KV_CACHE)  # vLLM 0.33's DEFERRABLE_TAGS: any wake-up maps the others
+DEFERRABLE = (WEIGHTS, KV_CACHE)  # vLLM 0.33's DEFERRABLE_TAGS: any wake-up maps the others
 _NAMES = {"cudagraph": GRAPH}  # vLLM's tags that have another name in memsaver
 
 
@@ -132,7 +132,7 @@ class MemsaverAllocator:
 
     @contextlib.contextmanager
     def only(self, tags: Sequence[str]) -> Iterator[None]:
-        """Restrict the releases in the block to these tags."""
+        """Restrict the releases and the wake-ups in the block to these tags."""
         self._chosen = frozenset(tags)
         try:
             yield
@@ -155,7 +155,8 @@ class MemsaverAllocator:
         chosen = [
             tag
             for tag in self._tags
-            if names is None or tag in names or tag not in (*_DEFERRABLE, self.default_tag)
+            if names is None or tag in names or tag not in DEFERRABLE
+            if self._chosen is None or tag in self._chosen
         ]
         before = self.released
         if before:

@@ -25,7 +25,17 @@ from ..engine.messages import Answer, Failure, SchedulerState
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
 from .guard import guard_of
 from .local import MARK, arguments_of
-from .protocol import END, INFO, RANK_STATE, RELEASE, RELEASE_PART, RESUME, STATE, VERSION
+from .protocol import (
+    END,
+    INFO,
+    RANK_STATE,
+    RELEASE,
+    RELEASE_PART,
+    RESUME,
+    STATE,
+    VERSION,
+    WORKER_CALLS,
+)
 
 __all__ = ["install"]
 
@@ -51,6 +61,10 @@ def install(core: Any) -> None:
     ) -> Any:
         answer = _ANSWERS.get(method) if isinstance(method, str) else None
         if answer is None:
+            if isinstance(method, str) and method in WORKER_CALLS:
+                # The workers end in time themselves. An executor that did not wait for them would
+                # leave their responses in its queues, where its next call finds them.
+                timeout = None
             return original(self, method, timeout, args, kwargs)
         return _then(answer(self, *args), lambda result: [result])
 
@@ -94,9 +108,12 @@ def _is_idle(core: Any) -> bool:
 
 
 def _release(core: Any, tags: Sequence[str], level: int) -> Any:
-    was_paused = core.is_scheduler_paused()
-
     def work(released: Sequence[str]) -> Any:
+        if hasattr(core, "dp_group"):
+            raise ConfigError(
+                "the replicas of a mixture of experts can only pause together, so their memory "
+                "cannot be released by this call: use vLLM's own sleep() and wake_up()"
+            )
         if not _is_idle(core):
             raise EngineBusyError(
                 "the engine has requests in flight, and memory that they use cannot be released"
@@ -105,27 +122,32 @@ def _release(core: Any, tags: Sequence[str], level: int) -> Any:
         going = [tag for tag in tags if tag in _SLEEPING and tag not in released] or list(tags)
         if set(going) == set(_SLEEPING):
             return core.sleep(level, "keep")  # the requests that wait in a pause
-        paused = core.pause_scheduler("keep", KV_CACHE in going)
         part = [*going, *(GRAPH,) * (GRAPH in tags)]
-        return _then(paused, lambda _: _release_part(core, part, level))
+        guard = guard_of(core)
+        if not guard.is_ours:
+            raise ConfigError(
+                f"{', '.join(tags)} cannot be released: the memory of the engine's workers is not "
+                "memsaver's (start the engine with enable_sleep_mode=True)"
+            )
+        return guard.sleep(lambda: _release_part(core, part, level), level)
 
-    def undo() -> None:
-        if not was_paused:
+    return _answered(core, "release", tags, work)
+
+
+def _release_part(core: Any, tags: Sequence[str], level: int) -> Any:
+    """Release some tags, and leave vLLM's executor in the state of a partial wake-up."""
+    was_paused = core.is_scheduler_paused()
+
+    def release(_: Any) -> None:
+        executor = core.model_executor
+        executor.collective_rpc(RELEASE_PART, args=(list(tags), level))
+        executor.sleeping_tags = {*executor.sleeping_tags, *set(tags).intersection(_SLEEPING)}
+        if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # vLLM 0.26
+            executor.is_sleeping = bool(executor.sleeping_tags)
+        if not executor.sleeping_tags and not was_paused:  # the graphs alone
             core.resume_scheduler()
 
-    return _answered(core, "release", tags, work, undo)
-
-
-def _release_part(core: Any, tags: Sequence[str], level: int) -> None:
-    """Release some tags, and leave vLLM's executor in the state of a partial wake-up."""
-    executor = core.model_executor
-    executor.collective_rpc(RELEASE_PART, args=(list(tags), level))
-    executor.sleeping_tags = {*executor.sleeping_tags, *(tag for tag in tags if tag in _SLEEPING)}
-    if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # vLLM 0.26
-        executor.is_sleeping = bool(executor.sleeping_tags)
-    guard_of(core).sleeps(level if WEIGHTS in tags else 1, None)
-    if not executor.sleeping_tags:
-        core.resume_scheduler()
+    return _then(core.pause_scheduler("keep", KV_CACHE in tags), release)
 
 
 def _resume(core: Any, tags: Sequence[str]) -> Any:
@@ -145,7 +167,6 @@ def _answered(
     operation: str,
     tags: Sequence[str],
     work: Callable[[Sequence[str]], Any],
-    undo: Callable[[], None] = lambda: None,
 ) -> Any:
     """Run a release or a resume, and return its `Answer`, with the failure if there is one.
 
@@ -157,7 +178,6 @@ def _answered(
         operation: "release" or "resume".
         tags: the requested tags.
         work: called with the released tags.
-        undo: called if the work fails.
     """
     before = _state_of(core)
     number = before.last.number if before.last else 0
@@ -167,7 +187,7 @@ def _answered(
         return work(before.released)
 
     def end(result: Callable[[], Any]) -> dict[str, Any]:
-        return _answer(core, operation, tags, number, result, undo)
+        return _answer(core, operation, tags, number, result)
 
     begun: Future[Any] = Future()
     _settle(begun, begin)
@@ -185,11 +205,10 @@ def _answer(
     tags: Sequence[str],
     number: int,
     result: Callable[[], Any],
-    undo: Callable[[], None],
 ) -> dict[str, Any]:
     """Return the `Answer` to a release or a resume that has ended; `result` raises its error."""
     try:
-        _undoing(result, undo)
+        result()
     except (ConfigError, MemsaverError) as error:
         return asdict(_refused(core, operation, tags, error, number))
     except Exception:
@@ -201,14 +220,6 @@ def _answer(
     if state.last is None or state.last.number == number:
         return asdict(Answer(state.scheduler, operation, tuple(tags), state.released))
     return asdict(replace(state.last, released=state.released))
-
-
-def _undoing(result: Callable[[], Any], undo: Callable[[], None]) -> None:
-    try:
-        result()
-    except BaseException:
-        undo()
-        raise
 
 
 def _settle(future: Future[Any], work: Callable[[], Any]) -> None:

@@ -13,12 +13,18 @@ from typing import Any, TypeVar
 
 from memsaver.errors import MemsaverError
 
-from ..engine.errors import EngineError
 from ..engine.fields import Fields, parsed
 from ..engine.messages import Answer, Failure, error_of
 from ..engine.tags import RELEASE_ORDER
 
-__all__ = ["Memory", "alive", "error_from", "memory_of", "memory_of_async"]
+__all__ = [
+    "Memory",
+    "alive",
+    "error_from",
+    "memory_of",
+    "memory_of_async",
+    "rpc_on_all_cores",
+]
 
 _METHOD = "memsaver_memory"
 _LOOK_SECONDS = 0.5
@@ -67,10 +73,20 @@ def memory_of(client: Any, touch: bool = False, failed: bool = False) -> Memory:
 
 async def memory_of_async(client: Any, touch: bool = False, failed: bool = False) -> Memory:
     """Query all engine cores of an `AsyncLLM`'s client; see `memory_of`."""
+    return Memory.of(await _on_all_cores(client, _METHOD, touch, failed))
+
+
+async def rpc_on_all_cores(
+    client: Any, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
+) -> list[Any]:
+    """Make the collective_rpc of all engine cores of an `AsyncLLM`'s client; return all rows."""
+    rows = await _on_all_cores(client, "collective_rpc", method, timeout, args, kwargs)
+    return [row for core in rows for row in core]
+
+
+async def _on_all_cores(client: Any, method: str, *args: Any) -> list[Any]:
     call = client._call_utility_async  # `call_utility_async` returns the first core's answer
-    cores = client.core_engines
-    work = [call(_METHOD, touch, failed, engine=core) for core in cores]
-    return Memory.of(await asyncio.gather(*work))
+    return await asyncio.gather(*(call(method, *args, engine=one) for one in client.core_engines))
 
 
 async def alive(engine: Any, work: Awaitable[_Result]) -> _Result:
@@ -91,6 +107,7 @@ async def alive(engine: Any, work: Awaitable[_Result]) -> _Result:
 
 def error_from(error: Exception, memory: Memory) -> Exception:
     """Return the typed error of a failed sleep or wake-up, whose text is all that vLLM sends."""
-    if isinstance(error, MemsaverError) or memory.error is None:
+    known = memory.error  # may be that of an earlier call
+    if isinstance(error, MemsaverError) or known is None or known.message not in str(error):
         return error
-    return memory.error if memory.error.message in str(error) else EngineError(str(error))
+    return known

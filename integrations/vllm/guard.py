@@ -35,6 +35,8 @@ from ..engine.tags import WEIGHTS
 from . import settings
 from .calls import MODEL, check_level, need_of
 from .idle_sleep import IdleRelease, IdleSleep
+from .protocol import RANK_STATE
+from .worker import installed_allocator
 
 __all__ = ["before_wait", "guard_of", "handle", "memsaver_memory", "sleep", "woken"]
 
@@ -67,17 +69,12 @@ def sleep(
         ConfigError: vLLM has no such level.
     """
     check_level(level)
+    if not level:
+        return original(core, level, mode)  # type: ignore[no-any-return]
     guard = guard_of(core)
-    if level and mode == "wait" and not core.is_scheduler_paused():
+    if mode == "wait" and guard.is_ours and not core.is_scheduler_paused():
         guard.hold_queued()
-    try:
-        result: Future[Any] | None = original(core, level, mode)
-    except BaseException:
-        guard.admit_held()
-        raise
-    if level:
-        guard.sleeps(level, result)
-    return result
+    return guard.sleep(functools.partial(original, core, level, mode), level)
 
 
 def woken(result: Any, core: Any, *_: Any) -> Any:
@@ -121,10 +118,9 @@ def memsaver_memory(core: Any, touch: bool = False, failed: bool = False) -> str
     )
 
 
-def _state_of(worker: Any) -> Any:
-    """Return a worker's `memsaver_state`; None if the worker has another allocator."""
-    state = getattr(worker, "memsaver_state", None)
-    return state() if state is not None else None
+def _has_memsaver(_: Any) -> bool:
+    """Return whether a worker's allocator is memsaver."""
+    return installed_allocator() is not None
 
 
 class Guard:
@@ -140,7 +136,6 @@ class Guard:
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        self._is_ours: bool | None = None  # whether the workers use memsaver; None: not known yet
         self._is_draining = False
         self._held: list[tuple[Any, Callable[[], None]]] = []  # requests, and what dispatches them
         self._logged: set[str] = set()  # requests refused since the last wake-up
@@ -154,42 +149,58 @@ class Guard:
         if not executor.is_sleeping:
             return frozenset()
         released = MODEL.intersection(executor.sleeping_tags)
-        if released and self._is_ours is None:
-            states = executor.collective_rpc(_state_of)
-            self._is_ours = all(state is not None and state["released"] for state in states)
-        return released if self._is_ours else frozenset()
+        return released if released and self.is_ours else frozenset()
+
+    @functools.cached_property
+    def is_ours(self) -> bool:
+        """Whether the workers' memory is memsaver's."""
+        return all(self._core.model_executor.collective_rpc(_has_memsaver))
 
     def failure(self) -> dict[str, Any] | None:
         """Return the fields of the `Failure` of the last sleep or wake-up; None without one."""
-        for state in self._core.model_executor.collective_rpc(_state_of):
-            last = state["last"] if state is not None else None
-            if last is not None and last["failure"] is not None:
-                return dict(last["failure"])
+        for state in self._core.model_executor.collective_rpc(RANK_STATE) if self.is_ours else ():
+            if state["last"] is not None and state["last"]["failure"] is not None:
+                return dict(state["last"]["failure"])
         return None
 
-    def sleeps(self, level: int, pending: Future[Any] | None) -> None:
-        """Record a sleep that has ended, or that ends when `pending` does."""
+    def sleep(self, work: Callable[[], Future[Any] | None], level: int) -> Future[Any] | None:
+        """Make a sleep of all tags or some, and record it. If it fails, the scheduler continues."""
+        core = self._core
+        # Another allocator may have released memory before it failed, and the ranks of a model with
+        # experts can only continue together.
+        continues = (
+            self.is_ours and not core.is_scheduler_paused() and not hasattr(core, "dp_group")
+        )
+        before = frozenset(core.model_executor.sleeping_tags)
+        ended = functools.partial(self._ended, level, before, continues)
+        try:
+            pending = work()
+        except Exception:
+            ended(failed=True)
+            raise
         if pending is None:
-            self._has_slept(level)
-            self.admit_held()
-            return
+            ended(failed=False)
+            return None
         self._is_draining = True
-        pending.add_done_callback(functools.partial(self._drained, level))
+        pending.add_done_callback(functools.partial(self._drained, ended))
+        return pending
 
     def woken(self) -> None:
         """Record a wake-up of any tags."""
         self._logged.clear()
         self.lost = self.lost.intersection(self._core.model_executor.sleeping_tags)
 
-    def _has_slept(self, level: int) -> None:
-        if level == 2 and self._core.model_executor.is_sleeping:
-            self.lost |= {WEIGHTS}
+    def _ended(self, level: int, before: frozenset[str], continues: bool, failed: bool) -> None:
+        executor = self._core.model_executor
+        if not failed and level == 2:
+            self.lost |= {WEIGHTS}.intersection(executor.sleeping_tags) - before
+        elif failed and continues and not executor.is_sleeping:
+            self._core.resume_scheduler()
+        self._admit_held()
 
-    def _drained(self, level: int, pending: Future[Any]) -> None:
+    def _drained(self, ended: Callable[..., None], pending: Future[Any]) -> None:
         self._is_draining = False
-        if not pending.cancelled() and pending.exception() is None:
-            self._has_slept(level)
-        self.admit_held()
+        ended(failed=pending.cancelled() or pending.exception() is not None)
 
     def hold_queued(self) -> None:
         """End the requests that the scheduler has not begun, and refuse them after a sleep."""
@@ -207,7 +218,7 @@ class Guard:
             again = functools.partial(self._refuse, request, MODEL, "its sleep failed: try again")
             self._held.append((request, again))
 
-    def admit_held(self) -> None:
+    def _admit_held(self) -> None:
         """Dispatch the held requests, or refuse them."""
         held, self._held = self._held, []
         for request, dispatch in held:

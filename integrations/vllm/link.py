@@ -108,10 +108,13 @@ class Link(abc.ABC):
         if not self.has_plugin(timeout):
             return self.plain_arguments(timeout)
         rows = self.rpc(INFO, [], timeout)
-        if len(rows) != 1:
-            raise EngineError(f"the engine has {len(rows)} descriptions instead of one")
+        if not rows:
+            raise EngineError("the engine has no description")
         read = Fields(rows[0], "an engine's description")
-        return {name: read.optional(name) for name in rows[0]}
+        found = {name: read.optional(name) for name in rows[0]}
+        if len(rows) > 1:  # a replica of a dense model does not know of the others
+            found["dp_size"] = len(rows)
+        return found
 
     # --- vLLM's own calls -------------------------------------------------------------------------
 

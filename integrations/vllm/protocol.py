@@ -18,6 +18,7 @@ from ..engine.weights.checks import RankCheck, VerificationRequest, raise_failur
 
 __all__ = [
     "BEGIN",
+    "CORE_CALLS",
     "END",
     "INFO",
     "JOIN",
@@ -30,6 +31,7 @@ __all__ = [
     "ROUTE",
     "STATE",
     "VERSION",
+    "WORKER_CALLS",
     "Coming",
     "checks_of",
     "fields_of",
@@ -39,12 +41,14 @@ __all__ = [
 # Answered in the engine core.
 INFO, STATE = "memsaver_info", "memsaver_engine_state"
 RELEASE, RESUME = "memsaver_release", "memsaver_resume"
+CORE_CALLS = (INFO, STATE, RELEASE, RESUME)  # each core of an engine answers for itself
 VERSION = "memsaver_set_version"
 # Answered by the workers.
 RANK_STATE = "memsaver_state"
 RELEASE_PART = "memsaver_release_part"
 BEGIN, LOAD, END = "memsaver_begin_update", "memsaver_load_weights", "memsaver_end_update"
 JOIN, LEAVE = "memsaver_join_group", "memsaver_leave_group"
+WORKER_CALLS = frozenset({RANK_STATE, RELEASE_PART, BEGIN, LOAD, END, JOIN, LEAVE})
 
 ROUTE = "/memsaver"  # of a server whose engine has the plugin
 

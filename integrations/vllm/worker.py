@@ -19,6 +19,7 @@ are the result of `memsaver_state`, which a collective_rpc calls by name.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -26,16 +27,16 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from ..engine import moves
 from ..engine.messages import Answer, RankReport, SchedulerState, raisable
 from ..engine.ranks import first_failure
-from ..engine.tags import RELEASE_ORDER, WEIGHTS
+from ..engine.tags import KV_CACHE, RELEASE_ORDER, WEIGHTS
 from . import settings
-from .allocator import MemsaverAllocator
+from .allocator import DEFERRABLE, MemsaverAllocator
 from .executor_ranks import group_of
 from .protocol import RELEASE_PART
 from .steps import Step
@@ -44,6 +45,7 @@ from .wake_order import in_any_order, saved
 __all__ = ["install", "installed_allocator", "memsaver_state"]
 
 CUMEM = "vllm.device_allocator.cumem"
+_TRANSFERS = "vllm.distributed.kv_transfer"
 _LAST, _NAME = "_memsaver_last_answer", "_memsaver_name"  # attributes of a worker
 _OPERATIONS = {"sleep": "release", "wake_up": "resume", "discard": "release"}
 _UNDO_NOTHING = {
@@ -65,24 +67,47 @@ def install(worker: Any) -> None:
         return
     wake_up = worker.wake_up = in_any_order(worker.wake_up, installed_allocator)
     part = _of_part(worker.sleep)
-    # A wake-up after its rollback would also map tags that were released before.
-    setattr(worker, RELEASE_PART, _hooked("release", part, lambda _: None))
+    setattr(worker, RELEASE_PART, _hooked("release", part, wake_up, names_tags=True))
     for name, operation in _OPERATIONS.items():
         if name != "discard" or hasattr(worker, name):  # vLLM 0.26 has no discard
-            setattr(worker, name, _hooked(operation, getattr(worker, name), wake_up))
+            hooked = _hooked(operation, getattr(worker, name), wake_up, name == "discard")
+            setattr(worker, name, hooked)
     worker.memsaver_state = memsaver_state
 
 
 def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
-    """Return a worker's sleep that releases only some tags."""
+    """Return a worker's sleep of only some of the deferrable tags.
+
+    The sleep of the last one releases all other memory too, as a sleep of both does.
+    """
 
     def call(worker: Any, tags: Sequence[str], level: int) -> None:
         allocator = installed_allocator()
         assert allocator is not None  # a hooked call without it is vLLM's own
-        with allocator.only(tags):
+        is_last = set(DEFERRABLE) <= {*tags, *allocator.released}
+        chosen = contextlib.nullcontext() if is_last else allocator.only(tags)
+        with chosen, _connected(tags):
             sleep(worker, level if WEIGHTS in tags else 1)
 
     return call
+
+
+@contextlib.contextmanager
+def _connected(tags: Sequence[str]) -> Iterator[None]:
+    """Keep the registrations of the KV cache by vLLM's connector, unless the cache is released.
+
+    Since 0.33 a worker's sleep ends them, and only a wake-up of the KV cache restores them.
+    """
+    transfers = sys.modules.get(_TRANSFERS)
+    if KV_CACHE in tags or transfers is None or not transfers.has_kv_transfer_group():
+        yield
+        return
+    connector = transfers.get_kv_transfer_group()
+    connector.unregister_kv_caches = lambda: None
+    try:
+        yield
+    finally:
+        del connector.unregister_kv_caches
 
 
 def installed_allocator() -> MemsaverAllocator | None:
@@ -110,7 +135,10 @@ def memsaver_state(worker: Any) -> dict[str, Any]:
 
 
 def _hooked(
-    operation: str, original: Callable[..., None], wake_up: Callable[..., None]
+    operation: str,
+    original: Callable[..., None],
+    wake_up: Callable[..., None],
+    names_tags: bool = False,
 ) -> Callable[..., None]:
     @functools.wraps(original)
     def call(worker: Any, *arguments: Any, **named: Any) -> None:
@@ -124,7 +152,9 @@ def _hooked(
         step = Step(group, _UNDO_NOTHING[operation])
         step.run(lambda: original(worker, *arguments, **named))
         if step.failed and operation == "release" and not first_failure(step.undone):
-            _wake(worker, wake_up)
+            tags = arguments[0] if names_tags else DEFERRABLE
+            with allocator.only(()):  # the memory is mapped again, or was released before
+                _wake(worker, wake_up, [tag for tag in tags if tag not in before])
         if step.failed:
             vars(worker).update(before_the_call)
         answer = _answer(worker, operation, step, before ^ set(allocator.released), allocator)
@@ -139,10 +169,10 @@ def _hooked(
     return call
 
 
-def _wake(worker: Any, wake_up: Callable[..., None]) -> None:
-    """Run the worker's part of a wake-up after the rollback of a sleep, whose memory is mapped."""
+def _wake(worker: Any, wake_up: Callable[..., None], tags: list[str]) -> None:
+    """Run the worker's part of a wake-up after the rollback of a release of these tags."""
     try:
-        wake_up(worker)
+        wake_up(worker, tags)
     except Exception as error:
         _logger.warning("the worker's part of a sleep could not be undone: %s", error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 
 import pytest
@@ -122,6 +123,7 @@ def test_a_sleep_without_host_memory_leaves_the_engine_awake(sim, vllm_engine):
     with pytest.raises(memsaver.OutOfHostMemoryError, match="with its contents"):
         core.sleep()
     assert not released() and not core.model_executor.is_sleeping
+    assert not core.is_scheduler_paused()
     assert torch.equal(runner.model.weight, weight())
 
 
@@ -163,6 +165,13 @@ def test_the_groups_of_ranks_have_the_expected_names(vllm_engine):
     state = importlib.import_module("vllm.distributed.parallel_state")
     assert {"_WORLD", "_INNER_DP_WORLD", "_TP"} <= set(vars(state))
     assert {"world_size", "cpu_group"} <= set(state.GroupCoordinator.__annotations__)
+    transfers = importlib.import_module("vllm.distributed.kv_transfer")
+    assert not transfers.has_kv_transfer_group() and callable(transfers.get_kv_transfer_group)
+    core = importlib.import_module("vllm.v1.engine.core")
+    assert "self.dp_group" in inspect.getsource(core.DPEngineCoreProc)
+    clients = importlib.import_module("vllm.v1.engine.core_client")
+    assert "engine" in inspect.signature(clients.AsyncMPClient._call_utility_async).parameters
+    assert "self.core_engines" in inspect.getsource(clients.MPClient)
 
 
 def test_the_reset_of_scales_has_the_expected_name(vllm_engine):

@@ -125,7 +125,7 @@ def test_requests_that_have_not_begun_are_refused_after_a_sleep(core):
     assert ended == [(not_begun, RequestStatus.FINISHED_ABORTED)]
     refused = []
     core.output_queue = SimpleNamespace(put_nowait=lambda item: refused.append(item[1].outputs[0]))
-    guard.admit_held()
+    guard._admit_held()
     assert sorted(output.request_id for output in refused) == not_begun
     assert all("its sleep failed" in output.stop_reason for output in refused)
 

@@ -7,6 +7,20 @@ import os
 PROMPTS = [[1, 2, 3], [4, 5]]
 
 
+def connect(worker) -> None:
+    """Register the KV cache with a connector to other engines."""
+    from vllm.distributed import kv_transfer
+
+    kv_transfer._AGENT = kv_transfer.Connector()
+
+
+def is_registered(worker) -> bool:
+    """Return whether the KV cache is registered with the connector."""
+    from vllm.distributed import kv_transfer
+
+    return kv_transfer.get_kv_transfer_group().is_registered
+
+
 def occupy(worker, nbytes: int, rank: int = 0) -> None:
     """Allocate the device's memory as another process, on one rank."""
     from memsaver import simulator
@@ -36,10 +50,14 @@ def limit_host(worker, nbytes: int, rank: int = 0) -> None:
 
 
 def break_next(worker, name: str, rank: int = 0) -> None:
-    """Make the next call of a method of the model runner or the model raise, on one rank."""
+    """Make the next call of a method raise, on one rank.
+
+    The method is the sleep mode backend's, the model runner's or the model's.
+    """
     if worker.rank != rank:
         return
-    owner = worker.model_runner if hasattr(worker.model_runner, name) else worker.model_runner.model
+    owners = (worker._get_sleep_mode_backend(), worker.model_runner, worker.model_runner.model)
+    owner = next(one for one in owners if hasattr(one, name))
 
     def broken(*_, **__):
         delattr(owner, name)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from memsaver.errors import InvalidStateError
+
 from ..errors import EngineError, EngineTimeoutError
 
 __all__ = ["Receiver", "made"]
@@ -109,18 +111,25 @@ class Receiver:
         """Receive tensors from rank 0 into these contiguous tensors.
 
         Raises:
-            EngineTimeoutError: they did not arrive in time. The group is unusable.
-            EngineError: a broadcast failed. The group is unusable.
+            EngineTimeoutError: they did not arrive in time. The group is closed.
+            EngineError: a broadcast failed. The group is closed.
+            InvalidStateError: the group is closed.
         """
         from torch.distributed import BroadcastOptions
 
+        group = self._group
+        if group is None:
+            raise InvalidStateError(
+                "the group is closed, because earlier weights did not arrive: leave it, and join "
+                "it again"
+            )
         options = BroadcastOptions()
         options.rootRank = 0
         if self._backend == "gloo":
             options.timeout = timedelta(seconds=timeout)
         deadline = time.monotonic() + timeout
         try:
-            works = [self._group.broadcast([tensor], options) for tensor in tensors]
+            works = [group.broadcast([tensor], options) for tensor in tensors]
             for work in works:
                 while not work.is_completed() and time.monotonic() < deadline:
                     time.sleep(_POLL_SECONDS)
@@ -130,6 +139,7 @@ class Receiver:
             else:
                 return
         except RuntimeError as error:
+            self.close()
             raise EngineError(f"the weights did not arrive: {error}") from error
         self.close()
         raise EngineTimeoutError(f"the weights did not arrive within {timeout:g} s")

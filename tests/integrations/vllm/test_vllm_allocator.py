@@ -82,11 +82,12 @@ def test_a_sleep_may_be_restricted_to_some_tags(sim, allocator):
 
 
 def test_a_partial_wake_up_defers_weights_and_kv_cache_only(sim, allocator):
-    blocks = {tag: pool(allocator, sim, tag) for tag in ("weights", "kv_cache", "runtime")}
-    allocator.sleep(offload_tags=("weights", "runtime"))
+    others = "runtime", "default"
+    blocks = {tag: pool(allocator, sim, tag) for tag in ("weights", "kv_cache", *others)}
+    allocator.sleep(offload_tags=("weights", *others))
     allocator.wake_up(["kv_cache"])
     assert allocator.released == ("weights",)
-    assert blocks["runtime"].is_intact()
+    assert all(blocks[tag].is_intact() for tag in others)
     allocator.wake_up(["weights"])
     assert blocks["weights"].is_intact()
 

@@ -123,24 +123,6 @@ assert await generate(engine) == before
     )
 
 
-def test_data_parallel_engine_cores_sleep_and_wake_each_by_itself(asleep):
-    asleep(
-        """
-before = [await generate(engine) for _ in range(2)]
-client = engine.engine_core
-await client._call_utility_async("sleep", 1, "abort", engine=1)
-assert [await generate(engine) for _ in range(2)] == before
-assert not await client._call_utility_async("is_sleeping", engine=1)
-await client._call_utility_async("sleep", 1, "abort", engine=0)
-await client._call_utility_async("sleep", 1, "abort", engine=1)
-await client._call_utility_async("wake_up", ["weights"], engine=1)
-assert [await generate(engine) for _ in range(4)] == before * 2
-""",
-        engine="engine_of(data_parallel_size=2)",
-        when="wake",
-    )
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_wake_up_without_memory_refuses_the_requests_and_the_engine_sleeps_on(asleep, ranks):
     asleep(

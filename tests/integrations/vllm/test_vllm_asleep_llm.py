@@ -66,6 +66,24 @@ llm.shutdown()
     )
 
 
+def test_a_generation_that_the_engine_core_refuses_leaves_no_request_behind(run_vllm):
+    """The engine core was put to sleep by another client."""
+    run_vllm(
+        START
+        + """
+call = llm.llm_engine.engine_core.call_utility
+for _ in range(2):
+    call("sleep", 1, "abort")
+    refusal(lambda: llm.generate(PROMPTS * 2))
+    assert not llm.llm_engine.has_unfinished_requests()
+    call("wake_up", None)
+    assert llm.generate(PROMPTS) == before
+llm.shutdown()
+""",
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+    )
+
+
 def test_a_request_waits_for_a_wake_up_by_another_thread(blocking):
     blocking(
         """

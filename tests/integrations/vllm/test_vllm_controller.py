@@ -117,6 +117,54 @@ refused(ConfigError, control.sleep, "graphs")
 """)
 
 
+@pytest.mark.parametrize("tags", [("kv_cache", "weights"), ("weights", "kv_cache")])
+def test_all_memory_is_released_after_the_weights_and_the_kv_cache(run_async, tags):
+    run_async(
+        f"""
+control = backend.control
+first = backend.generate(requests([1, 2]), 30)
+[before] = rpc(vllm_calls.resident)
+assert before["runtime"] and before["weights"]
+for _ in range(2):
+    control.sleep("{tags[0]}")
+    assert rpc(vllm_calls.resident)[0]["runtime"] == before["runtime"]
+    control.sleep("{tags[1]}")
+    assert not any(rpc(vllm_calls.resident)[0].values())
+    control.wake_up("{tags[0]}")
+    assert rpc(vllm_calls.resident)[0]["runtime"] == before["runtime"]
+    control.wake_up()
+    assert rpc(vllm_calls.resident) == [before]
+assert backend.generate(requests([1, 2]), 30) == first
+""",
+        VLLM_FAKE_VERSION="0.33.0",
+    )
+
+
+def test_a_connector_keeps_the_registration_of_a_mapped_kv_cache(run):
+    run(
+        """
+control = backend.control
+rpc(vllm_calls.connect)
+assert rpc(vllm_calls.is_registered) == [True]
+for level in (1, 2):
+    control = SleepController(backend.link, level=level)
+    control.sleep("weights")
+    assert rpc(vllm_calls.is_registered) == [True]
+    control.sleep("kv_cache")
+    assert rpc(vllm_calls.is_registered) == [False]
+    control.wake_up("weights")
+    control.sleep("weights")
+    assert rpc(vllm_calls.is_registered) == [False]
+    control.wake_up()
+    assert rpc(vllm_calls.is_registered) == [True]
+    rpc(vllm_calls.break_next, "suspend")
+    refused(EngineError, control.sleep, "weights")
+    assert rpc(vllm_calls.is_registered) == [True] and control.refresh() is Status.AWAKE
+""",
+        VLLM_FAKE_VERSION="0.33.0",
+    )
+
+
 def test_a_sleep_and_a_wake_up_without_memory_leave_the_engine_whole(run):
     run(
         """
@@ -301,6 +349,44 @@ def test_a_release_waits_until_the_scheduler_has_finished_its_pause(run_vllm, ta
     assert not core.is_sleeping()
     llm.shutdown()
     """),
+        with_torch=True,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+
+
+def test_a_replica_of_a_mixture_of_experts_is_not_released(run_vllm):
+    """Its pause would end only after that of all other replicas, which may be busy."""
+    run_vllm(
+        START
+        + textwrap.dedent("""
+    llm = LLM("tiny", enable_sleep_mode=True)
+    first = llm.generate(PROMPTS)
+    core = llm.llm_engine.engine_core.engine_core
+    core.dp_group = object()
+    control = SleepController(llm)
+    for tags in (None, "weights"):
+        refused(ConfigError, control.sleep, tags)
+        assert control.refresh() is Status.AWAKE and not core.is_scheduler_paused()
+    assert llm.generate(PROMPTS) == first
+    llm.shutdown()
+    """),
+        with_torch=True,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+
+
+def test_a_release_of_the_graphs_alone_leaves_the_scheduler_as_it_was(run_vllm):
+    run_vllm(
+        """
+llm = LLM("tiny", enable_sleep_mode=True)
+core = llm.llm_engine.engine_core.engine_core
+for pause in (lambda: None, lambda: core.pause_scheduler("keep")):
+    pause()
+    before = core.is_scheduler_paused()
+    [answer] = core.collective_rpc("memsaver_release", args=(["cuda_graph"], 1))
+    assert answer["failure"] is None and core.is_scheduler_paused() == before
+llm.shutdown()
+""",
         with_torch=True,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
