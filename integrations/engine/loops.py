@@ -37,7 +37,9 @@ def check_outside_loop() -> None:
 
 
 def settle(done: Future[Result], work: Callable[[], Result]) -> None:
-    """Set the result of `work`, or its exception, for the thread that waits for it."""
+    """Run `work`, unless `done` is cancelled, for the thread that waits for its result."""
+    if not done.set_running_or_notify_cancel():
+        return
     try:
         done.set_result(work())
     except BaseException as error:

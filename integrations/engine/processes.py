@@ -20,7 +20,7 @@ from memsaver._runtime.timeouts import seconds_until
 
 from .loops import settle
 
-__all__ = ["Descendant", "Parent", "Processes", "descendants_of", "kill"]
+__all__ = ["Descendant", "Parent", "Processes", "death_among", "descendants_of", "kill"]
 
 Result = TypeVar("Result")
 
@@ -111,6 +111,14 @@ class Processes:
     def end(self) -> None:
         """End the recorded processes, and all that they started. Idempotent."""
         kill(self._found, self._descendants)
+
+
+def death_among(processes: Iterable[Any]) -> str:
+    """Describe the first of an engine's processes that has ended; "" if none has."""
+    for process in processes:
+        if not process.is_alive():
+            return f"its process {process.pid} ended with status {process.exitcode}"
+    return ""
 
 
 def descendants_of(pid: int) -> list[Descendant]:
