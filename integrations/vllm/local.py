@@ -13,7 +13,7 @@ from ..engine.errors import EngineDiedError
 from ..engine.processes import death_among
 from .link import Link
 
-__all__ = ["ERRORS", "MARK", "Local", "arguments_of"]
+__all__ = ["ERRORS", "MARK", "Local", "arguments_of", "has_plugin"]
 
 # memsaver's errors for vLLM's.
 ERRORS: dict[str, type[MemsaverError]] = {
@@ -23,6 +23,15 @@ ERRORS: dict[str, type[MemsaverError]] = {
 
 _CORE = "vllm.v1.engine.core"
 MARK = "_memsaver_calls"  # of the engine core's class, if `core_calls` answers its calls
+
+
+def has_plugin() -> bool:
+    """Return whether engines that this process starts have memsaver's plugin.
+
+    Their processes load the same plugins.
+    """
+    core = getattr(sys.modules.get(_CORE), "EngineCore", None)
+    return hasattr(core, MARK)
 
 
 def arguments_of(config: Any, weight_version: str | None = None) -> dict[str, Any]:
@@ -64,9 +73,8 @@ class Local(Link):
         """
 
     def has_plugin(self, timeout: float) -> bool:
-        """See `Link`. The engine's processes load the same plugins as this process."""
-        core = getattr(sys.modules.get(_CORE), "EngineCore", None)
-        return hasattr(core, MARK)
+        """See `Link`."""
+        return has_plugin()
 
     def rpc(self, method: str, arguments: Sequence[Any], timeout: float) -> list[Any]:
         """See `Link`."""
