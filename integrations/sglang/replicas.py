@@ -51,7 +51,7 @@ def update(name: str) -> Callable[..., Awaitable[Any]]:
             async with manager.model_update_lock.writer_lock:
                 results = await communicator(obj)
         success, message = _merged(results)
-        processor = getattr(manager, "mm_processor", None)
+        processor: Any = getattr(manager, "mm_processor", None)
         if success and obj.flush_cache and hasattr(processor, "clear_preprocess_cache"):
             processor.clear_preprocess_cache()  # since SGLang 0.5.23
         if success and obj.weight_version is not None:

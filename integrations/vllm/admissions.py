@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
 from typing import Any
@@ -32,27 +31,23 @@ from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
 from ..engine.tags import WEIGHTS
 from . import settings
-from .calls import CHANGES, MODEL, Need, check_level, need_of
+from .calls import MODEL, Need
+from .control_hooks import ControlHooks
 from .cores import Memory, alive, error_from, memory_of_async
 
 __all__ = [
+    "Cores",
     "abort",
-    "add_lora",
     "admission_of",
-    "collective_rpc",
+    "control",
     "encode",
-    "forget",
     "generate",
-    "has_learned",
-    "learn_change",
-    "learned",
-    "made",
-    "pin_lora",
+    "get_admission",
     "process_outputs",
-    "release_kv_cache",
-    "sleep",
-    "tags_for_wake",
-    "wake_up",
+    "record_change",
+    "record_managed",
+    "record_memory",
+    "stop_managing",
 ]
 
 QUERY_SECONDS = 5.0
@@ -64,10 +59,10 @@ _logger = logging.getLogger("memsaver.vllm")
 
 def admission_of(engine: Any) -> Admission | None:
     """Return an `AsyncLLM`'s `Admission`; None if memsaver does not manage its memory."""
-    return made(engine, _Cores)
+    return get_admission(engine, _AsyncCores)
 
 
-def made(engine: Any, sleeper: Callable[[Any], Any]) -> Admission | None:
+def get_admission(engine: Any, sleeper: Callable[[Any], Any]) -> Admission | None:
     """Return an engine's `Admission`, which the first call makes; None if it has none."""
     found = vars(engine).get(_ATTRIBUTE, False)
     if found is False:
@@ -77,16 +72,43 @@ def made(engine: Any, sleeper: Callable[[Any], Any]) -> Admission | None:
     return found  # type: ignore[no-any-return]
 
 
-def forget(engine: Any) -> None:
+def stop_managing(engine: Any) -> None:
     """Stop managing an engine whose memory another allocator releases."""
     setattr(engine, _ATTRIBUTE, None)
 
 
-class _Cores:
+class Cores:
     """See `Sleeper`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+
+    async def _wake(self, tags: list[str] | None) -> None:
+        await _checked(self._engine, self._engine.engine_core.wake_up_async(tags))
+
+    async def resume(self, tags: Collection[str]) -> frozenset[str]:
+        """See `Sleeper`."""
+        engine = self._engine
+        admission = vars(engine).get(_ATTRIBUTE)
+        before = admission.released if admission is not None else frozenset(tags)
+        _logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
+        try:
+            # With data parallelism, the cores' own tags may differ: None resumes all of them.
+            await self._wake(None if before <= set(tags) else list(tags))
+        except MemsaverError:
+            raise
+        except Exception as error:
+            if getattr(engine, "errored", False):
+                raise
+            raise EngineError(str(error)) from error
+        if engine.logger_manager is not None:
+            engine.logger_manager.record_sleep_state(0, 0)
+        return before.difference(tags)
+
+
+class _AsyncCores(Cores):
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
         self._query: asyncio.Future[Memory] | None = None  # the last one
 
     async def released(self) -> frozenset[str] | None:
@@ -102,38 +124,16 @@ class _Cores:
             _logger.warning("the engine cores did not report their memory in %g s", QUERY_SECONDS)
             return None
         try:
-            return learned(self._engine, query.result())
+            return record_memory(self._engine, query.result())
         except Exception as error:
             _logger.warning("the engine cores did not report their memory: %r", error)
             return None
 
-    async def resume(self, tags: Collection[str]) -> frozenset[str]:
-        engine = self._engine
-        admission = admission_of(engine)
-        before = admission.released if admission is not None else frozenset(tags)
-        _logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
-        try:
-            await _checked(engine, engine.engine_core.wake_up_async(tags_for_wake(tags, before)))
-        except MemsaverError:
-            raise
-        except Exception as error:
-            if engine.errored:
-                raise
-            raise EngineError(str(error)) from error
-        if engine.logger_manager is not None:
-            engine.logger_manager.record_sleep_state(0, 0)
-        return before.difference(tags)
 
-
-def tags_for_wake(tags: Collection[str], released: frozenset[str]) -> list[str] | None:
-    """Return the argument of a wake-up. With data parallelism, the cores' own tags may differ."""
-    return None if released <= set(tags) else list(tags)
-
-
-def learned(engine: Any, memory: Memory) -> frozenset[str]:
+def record_memory(engine: Any, memory: Memory) -> frozenset[str]:
     """Record an engine's lost contents, and return its released tags."""
     if memory.is_others:
-        forget(engine)
+        stop_managing(engine)
         return frozenset()
     admission = vars(engine).get(_ATTRIBUTE)
     if admission is not None:
@@ -155,33 +155,6 @@ async def _checked(engine: Any, work: Awaitable[Any]) -> Any:
         raise found from error
 
 
-# --- sleep and wake-up ----------------------------------------------------------------------------
-
-
-async def sleep(
-    original: Callable[..., Awaitable[Any]], engine: Any, level: int = 1, mode: str = "abort"
-) -> Any:
-    """Wrap `AsyncLLM.sleep`.
-
-    Raises:
-        ConfigError: vLLM has no such level.
-    """
-    check_level(level)
-    return await _changed(engine, lambda: original(engine, level, mode), level=level)
-
-
-async def wake_up(
-    original: Callable[..., Awaitable[Any]], engine: Any, tags: list[str] | None = None
-) -> Any:
-    """Wrap `AsyncLLM.wake_up`."""
-    return await _changed(engine, lambda: original(engine, tags), woken=tags)
-
-
-async def release_kv_cache(original: Callable[..., Awaitable[Any]], engine: Any) -> Any:
-    """Wrap `AsyncLLM.release_kv_cache_memory`."""
-    return await _changed(engine, lambda: original(engine))
-
-
 async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: Any) -> Any:
     admission = admission_of(engine)
     if admission is None:
@@ -193,13 +166,13 @@ async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: An
             if not engine.errored:
                 await admission.refresh()
             raise
-        if not learn_change(engine, admission, **change):
+        if not record_change(engine, admission, **change):
             await admission.refresh()
-            has_learned(engine)
+            record_managed(engine)
     return result
 
 
-def learn_change(
+def record_change(
     engine: Any, admission: Admission, level: int | None = None, woken: Collection[str] | None = ()
 ) -> bool:
     """Record a successful sleep of a level, or wake-up of tags, without a query.
@@ -222,7 +195,7 @@ def learn_change(
     return True
 
 
-def has_learned(engine: Any) -> None:
+def record_managed(engine: Any) -> None:
     """Record that a query has shown whether memsaver manages the engine's memory."""
     setattr(engine, _IS_OURS, True)
 
@@ -339,33 +312,6 @@ def process_outputs(
     return original(processor, [], *args, **named)
 
 
-# --- control requests -----------------------------------------------------------------------------
-
-
-async def add_lora(
-    original: Callable[..., Awaitable[Any]], engine: Any, *args: Any, **named: Any
-) -> Any:
-    """Wrap `AsyncLLM.add_lora`."""
-    return await _call(engine, need_of("add_lora"), lambda: original(engine, *args, **named))
-
-
-async def pin_lora(
-    original: Callable[..., Awaitable[Any]], engine: Any, *args: Any, **named: Any
-) -> Any:
-    """Wrap `AsyncLLM.pin_lora`."""
-    return await _call(engine, need_of("pin_lora"), lambda: original(engine, *args, **named))
-
-
-async def collective_rpc(
-    original: Callable[..., Awaitable[Any]], engine: Any, method: Any, *args: Any, **named: Any
-) -> Any:
-    """Wrap `AsyncLLM.collective_rpc`, which weight updates use as well."""
-    work = functools.partial(original, engine, method, *args, **named)
-    if method in CHANGES:
-        return await _changed(engine, work)
-    return await _call(engine, need_of(method), work)
-
-
 async def _call(engine: Any, need: Need | None, send: Callable[[], Awaitable[Any]]) -> Any:
     admission = admission_of(engine)
     if admission is None or need is None:
@@ -383,3 +329,6 @@ async def _call(engine: Any, need: Need | None, send: Callable[[], Awaitable[Any
     return await admitted.call(
         admission, need.tags, need.what, checked, lambda result: None, reads=need.reads
     )
+
+
+control = ControlHooks(_changed, _call)
