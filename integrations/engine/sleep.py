@@ -181,9 +181,9 @@ class EngineController:
         deadline = time.monotonic() + timeout
         with self._turn_before(deadline):
             self._settle(deadline)
-            going = [tag for tag in wanted if tag not in self._knowledge.everywhere]
-            skipped = tuple(tag for tag in wanted if tag not in going)
-            if not going:
+            to_release = [tag for tag in wanted if tag not in self._knowledge.everywhere]
+            skipped = tuple(tag for tag in wanted if tag not in to_release)
+            if not to_release:
                 return SleepReport((), skipped)
             steps: list[Step] = []
 
@@ -195,7 +195,7 @@ class EngineController:
 
             with self._requests.none(wait_idle or abort, hurry, lambda: seconds_until(deadline)):
                 self._drain(wait_idle or abort, flush, deadline, steps)
-                steps.append(self._request("release", going, deadline))
+                steps.append(self._request("release", to_release, deadline))
             return SleepReport(tuple(steps), skipped)
 
     def wake_up(self, tags: Tags = None, *, timeout: float = 60.0) -> SleepReport:
@@ -220,11 +220,11 @@ class EngineController:
         deadline = time.monotonic() + timeout
         with self._turn_before(deadline):
             self._settle(deadline)
-            coming = [tag for tag in wanted if tag in self._knowledge.anywhere]
-            skipped = tuple(tag for tag in wanted if tag not in coming)
-            if not coming:
+            to_resume = [tag for tag in wanted if tag in self._knowledge.anywhere]
+            skipped = tuple(tag for tag in wanted if tag not in to_resume)
+            if not to_resume:
                 return SleepReport((), skipped)
-            return SleepReport((self._request("resume", coming, deadline),), skipped)
+            return SleepReport((self._request("resume", to_resume, deadline),), skipped)
 
     @contextlib.contextmanager
     def asleep(self, tags: Tags = None, **options: Any) -> Iterator[SleepReport]:

@@ -62,7 +62,7 @@ class LayerwiseReload:
         return result
 
     def end(self, failed: bool) -> None:
-        """Complete the layers, or give incomplete ones their old weights if the reload failed."""
+        """Complete the layers. If the reload failed, restore the weights of incomplete layers."""
         if failed:
             for _, info in self._incomplete():
                 info.loaded_weights, info.load_numel = [], 0

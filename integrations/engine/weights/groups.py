@@ -1,7 +1,7 @@
 """Process groups of a trainer and an engine's ranks, outside of torch's table of groups.
 
 SGLang's side of such a group is `init_custom_process_group`, which makes torch build the group over
-a store with the group's name as a prefix. `create_group` builds the same group over the same prefixes.
+a store with the group's name as a prefix. `create_group` uses the same prefixes.
 """
 
 from __future__ import annotations
