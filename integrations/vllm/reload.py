@@ -7,7 +7,6 @@ from typing import Any
 
 __all__ = ["LayerwiseReload", "is_converted"]
 
-_MODULE = "vllm.model_executor.model_loader.reload"
 # The methods whose weights stay as the loader writes them, on CUDA devices.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_LAYERS = ("Attention", "MMEncoderAttention")

@@ -35,10 +35,14 @@ def test_versions_of_sglang(plain, version, level, tried):
     ],
 )
 def test_sglangs_settings_decide_whether_it_loads_the_plugin(plain, env, level, says):
+    check_plugin(plain, "SGLang", "0.5.16", env, level, says)
+
+
+def check_plugin(plain, engine, version, env, level, says):
     for name, value in env.items():
         plain.setenv(name, value)
-    plain.setattr(engines, "installed_version", lambda name: "0.5.16")
-    found = of(engines.check_engines(), "SGLang plugin")
+    plain.setattr(engines, "installed_version", lambda name: version)
+    found = of(engines.check_engines(), f"{engine} plugin")
     assert found.level == level and says in found.text
 
 
@@ -71,11 +75,7 @@ def test_versions_of_vllm(plain, version, level, tried):
     ],
 )
 def test_vllms_settings_decide_whether_it_loads_the_plugin(plain, env, level, says):
-    for name, value in env.items():
-        plain.setenv(name, value)
-    plain.setattr(engines, "installed_version", lambda name: "0.26.0")
-    found = of(engines.check_engines(), "vLLM plugin")
-    assert found.level == level and says in found.text
+    check_plugin(plain, "vLLM", "0.26.0", env, level, says)
 
 
 @pytest.mark.parametrize(

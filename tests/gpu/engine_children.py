@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,32 @@ def environment(dropped: tuple[str, ...]) -> dict[str, str]:
     env["HF_HUB_OFFLINE"] = env["TRANSFORMERS_OFFLINE"] = "1"
     env["PYTHONFAULTHANDLER"] = "1"
     return env
+
+
+def output_of(command: Sequence[str], env: Mapping[str, str], folder: Path, seconds: float) -> str:
+    """Run a program, which must succeed within `seconds`, and return its output."""
+    log = folder / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    text = log.read_text(errors="replace")
+    tail = "\n".join(line[:500] for line in text.splitlines()[-80:])
+    assert process.returncode == 0, tail
+    return text
 
 
 class Child:

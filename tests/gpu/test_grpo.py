@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_children import output_of
 from repository import ROOT
 from test_sglang import environment
 
@@ -46,26 +44,8 @@ def run(folder: Path, name: str, ranks: int, *options: str) -> dict[str, Any]:
         command += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
         command += [f"--master-port={port}"]
     words = [str(EXAMPLE / "train.py"), "--steps", str(STEPS), *OPTIONS, "--verify", "full"]
-    log = folder / f"{name}.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, *words, "--out", str(folder / name), *options],
-            env=environment(),
-            cwd=folder,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    tail = "\n".join(line[:500] for line in log.read_text(errors="replace").splitlines()[-60:])
-    assert status == 0, tail
+    command += [*words, "--out", str(folder / name), *options]
+    output_of(command, environment(), folder, SECONDS)
     if importlib.util.find_spec("matplotlib") is not None:
         assert (folder / f"{name}.png").stat().st_size > 0
     found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())

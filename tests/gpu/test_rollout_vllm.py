@@ -8,15 +8,12 @@ The tests use the memsaver that is installed for this Python, with its entry poi
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from engine_children import output_of
 from repository import ROOT
 from test_vllm import environment
 
@@ -33,27 +30,7 @@ pytestmark = [
 
 def run(folder: Path, *command: str) -> str:
     """Run a program, which must succeed, and return its output."""
-    log = folder / "log"
-    with log.open("w") as out:
-        child = subprocess.Popen(
-            [sys.executable, *command],
-            env=environment("rollout"),
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(SECONDS)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    text = log.read_text(errors="replace")
-    tail = "\n".join(line[:500] for line in text.splitlines()[-80:])
-    assert child.returncode == 0, tail
+    text = output_of([sys.executable, *command], environment("rollout"), folder, SECONDS)
     print(text)
     return text
 

@@ -9,13 +9,11 @@ tests requests to an `LLM`.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from engine_children import output_of
 from repository import TESTS
 from test_vllm import environment
 
@@ -41,27 +39,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("scene", POLICIES)
 def test_requests_to_a_sleeping_engine(scene: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
     env = environment(scene) | POLICIES[scene] | {"VLLM_SERVER_DEV_MODE": "1"}
     paths = [env.get("PYTHONPATH", ""), str(TESTS / "support")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    with log.open("w") as out:
-        child = subprocess.Popen(
-            [sys.executable, str(CHILD), scene, str(tmp_path)],
-            env=env,
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(SECONDS)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    text = log.read_text(errors="replace")
-    tail = "\n".join(line[:500] for line in text.splitlines()[-80:])
-    assert child.returncode == 0 and "held" in text.splitlines(), tail
+    command = [sys.executable, str(CHILD), scene, str(tmp_path)]
+    assert "held" in output_of(command, env, tmp_path, SECONDS).splitlines()
