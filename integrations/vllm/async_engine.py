@@ -11,9 +11,10 @@ from memsaver.errors import ConfigError, MemsaverError
 
 from ..engine.interface import Request, Sample
 from ..engine.local_calls import check_call, result_of
+from ..engine.outputs import request_ids
 from .link import GENERATION_SECONDS
 from .local import ERRORS, Local
-from .samples import prompt_of, sample_of, sampling_of, unique_name
+from .samples import prompt_of, sample_of, sampling_of
 
 __all__ = ["AsyncEngine"]
 
@@ -72,13 +73,12 @@ class AsyncEngine(Local):
         """
         timeout = kwargs.pop("timeout", GENERATION_SECONDS)
         if len(args) < 3:
-            kwargs.setdefault("request_id", unique_name())
+            kwargs.setdefault("request_id", *request_ids(1))
         return self.run("a generation", lambda: self._last(*args, **kwargs), timeout)
 
     def samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
         """See `Link`."""
-        name = unique_name()
-        ids = [f"{name}-{number}" for number in range(len(requests))]
+        ids = request_ids(len(requests))
         given = [(prompt_of(one), sampling_of(one)) for one in requests]
 
         async def generate() -> list[Any]:

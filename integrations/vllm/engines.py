@@ -17,10 +17,11 @@ from ..engine.errors import EngineTimeoutError
 from ..engine.interface import Request, Sample
 from ..engine.local_calls import check_call, result_of
 from ..engine.loops import check_outside_loop, settle
+from ..engine.outputs import request_ids
 from .async_engine import AsyncEngine
 from .link import Link
 from .local import ERRORS, Local
-from .samples import prompt_of, sample_of, sampling_of, unique_name
+from .samples import prompt_of, sample_of, sampling_of
 from .served import ServedEngine
 
 __all__ = ["AsyncEngine", "LocalEngine", "ServedEngine", "connect"]
@@ -108,8 +109,7 @@ class LocalEngine(Local):
         deadline = time.monotonic() + timeout
         with self._no_generation(timeout):
             self._aborted = False
-            name = unique_name()
-            ids = [f"{name}-{number}" for number in range(len(requests))]
+            ids = request_ids(len(requests))
             try:
                 return self._generated(requests, ids, deadline, timeout)
             except BaseException:
