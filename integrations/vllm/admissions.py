@@ -17,7 +17,6 @@ if another allocator than memsaver has released the memory, the hooks do nothing
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
@@ -26,7 +25,7 @@ from typing import Any
 from memsaver.errors import MemsaverError
 
 from ..engine import admitted
-from ..engine.admission import Admission, retrieve
+from ..engine.admission import Admission, SharedQuery
 from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
 from ..engine.tags import WEIGHTS
@@ -50,7 +49,6 @@ __all__ = [
     "stop_managing",
 ]
 
-QUERY_SECONDS = 5.0
 _ATTRIBUTE = "_memsaver_admission"  # of an engine
 _HELD = "_memsaver_held"  # of an engine: its `HeldRequests`
 _IS_OURS = "_memsaver_is_ours"  # of an engine whose first sleep has shown it
@@ -109,25 +107,13 @@ class Cores:
 class _AsyncCores(Cores):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self._query: asyncio.Future[Memory] | None = None  # the last one
+        self._query = SharedQuery(lambda: memory_of_async(engine.engine_core), _logger)
 
     async def released(self) -> frozenset[str] | None:
         if self._engine.errored:
             raise self._engine.dead_error
-        # All requests wait for the same query, and none cancels it.
-        if self._query is None or self._query.done():
-            self._query = asyncio.ensure_future(memory_of_async(self._engine.engine_core))
-            self._query.add_done_callback(retrieve)
-        query = self._query
-        await asyncio.wait([query], timeout=QUERY_SECONDS)
-        if not query.done():
-            _logger.warning("the engine cores did not report their memory in %g s", QUERY_SECONDS)
-            return None
-        try:
-            return record_memory(self._engine, query.result())
-        except Exception as error:
-            _logger.warning("the engine cores did not report their memory: %r", error)
-            return None
+        memory = await self._query.answer()
+        return None if memory is None else record_memory(self._engine, memory)
 
 
 def record_memory(engine: Any, memory: Memory) -> frozenset[str]:
