@@ -114,9 +114,9 @@ class LocalEngine:
             from sglang.version import __version__ as version
         except ImportError:
             version = None
-        given = self._engine.tokenizer_manager.server_args
+        server_args = self._engine.tokenizer_manager.server_args
         names = ("tp_size", "pp_size", "dp_size", "enable_dp_attention", "skip_tokenizer_init")
-        return {**{name: getattr(given, name, None) for name in names}, "version": version}
+        return {**{name: getattr(server_args, name, None) for name in names}, "version": version}
 
     def generated(self, payload: Mapping[str, Any], timeout: float) -> Any:
         """Return the outputs for the fields of a `GenerateReqInput` with several prompts."""

@@ -45,17 +45,17 @@ class Place:
         payloads = getattr(request, "serialized_named_tensors", None)
         if payloads is None or self.size == self.width or len(payloads) != self.size:
             return request
-        mine = copy.copy(request)
-        mine.serialized_named_tensors = list(payloads[self.first : self.first + self.width])
-        return mine
+        own = copy.copy(request)
+        own.serialized_named_tensors = list(payloads[self.first : self.first + self.width])
+        return own
 
     def joining(self, request: Any) -> Any:
         """Return a request to join a group for weights with this process's own rank."""
         if not self.first:
             return request
-        mine = copy.copy(request)
-        mine.rank_offset = request.rank_offset + self.first
-        return mine
+        own = copy.copy(request)
+        own.rank_offset = request.rank_offset + self.first
+        return own
 
 
 def place_of(updater: Any) -> Place:

@@ -79,10 +79,10 @@ class AsyncEngine(Local):
     def samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
         """See `Link`."""
         ids = request_ids(len(requests))
-        given = [(prompt_of(one), sampling_of(one)) for one in requests]
+        arguments = [(prompt_of(one), sampling_of(one)) for one in requests]
 
         async def generate() -> list[Any]:
-            each = (self._last(*one, rid) for one, rid in zip(given, ids, strict=True))
+            each = (self._last(*one, rid) for one, rid in zip(arguments, ids, strict=True))
             return list(await asyncio.gather(*each))
 
         try:

@@ -52,12 +52,12 @@ class LayerwiseReload:
         """Load tensors. Those of incomplete layers are copied, as their memory is the sender's."""
         tensors = list(named)
         result = self._model.load_weights(iter(tensors))
-        theirs = {t.untyped_storage().data_ptr() for _, t in tensors if t.numel()}
+        storages = {t.untyped_storage().data_ptr() for _, t in tensors if t.numel()}
         for _, info in self._incomplete():
-            for _, given in info.loaded_weights:
-                for name, value in given.arguments.items():
-                    if _is_in(value, theirs):
-                        given.arguments[name] = value.clone()
+            for _, load in info.loaded_weights:
+                for name, value in load.arguments.items():
+                    if _is_in(value, storages):
+                        load.arguments[name] = value.clone()
         return result
 
     def end(self, failed: bool) -> None:

@@ -42,9 +42,9 @@ def sampling_of(request: Request) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    given = {"logprobs": 0, "detokenize": False, **request.sampling_params}
+    parameters = {"logprobs": 0, "detokenize": False, **request.sampling_params}
     try:
-        return SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+        return SamplingParams(**parameters, output_kind=RequestOutputKind.FINAL_ONLY)
     except Exception as error:  # vLLM 0.33's own class is not a ValueError
         raise ConfigError(f"vLLM rejects the sampling_params: {error}") from error
 
@@ -118,8 +118,8 @@ def samples_in(answer: Any, count: int) -> list[Sample]:
 
 
 def _choice(choice: Mapping[str, Any]) -> Sample:
-    given = choice.get("logprobs")
-    logprobs = None if given is None else given["token_logprobs"]
+    found = choice.get("logprobs")
+    logprobs = None if found is None else found["token_logprobs"]
     spans = choice.get("weight_versions")
     version = spans[-1]["version"] if spans else None
     return sample(choice["token_ids"] or (), logprobs, choice["finish_reason"] or "abort", version)
